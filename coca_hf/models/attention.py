@@ -1,0 +1,114 @@
+"""Collinear Constrained Attention as ordinary attention on a folded query and key (CoCA, arXiv 2309.08646).
+
+Letters used in every tensor file of this package:
+    b batch, h query heads, g key/value heads (h = g * groups), m query positions, n key positions,
+    d head dimension, j rotary pairs (d = 2j).
+
+Pair j of a head is `(x[j], x[j + d/2])`, the Hugging Face layout. `R_p` rotates every pair by its angle at position p.
+The two forms of CoCA are different functions, and both are plain dot products of a query and a key that are each
+computed once per token:
+
+    slack   a(m, n) = <R_m q, q o R_n [t, t]>                 query  q o R_m q       key  R_n [t, t]
+    strict  a(m, n) = sum_j t_j |q_j|^2 cos((m - n) theta_j)  query  R_m [|q|^2, 0]  key  R_n [t, 0]
+
+so any attention that takes a query, a key and a value (SDPA, FlashAttention, FlexAttention, paged attention) computes
+CoCA as it stands. Strict depends on m - n only; slack depends on m and n.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate every pair of `x` by its angle: `R_p x` (eq. 1).
+
+    x: (..., m, d); cos, sin: broadcastable to (..., m, j). Returns (..., m, d).
+    """
+    real, imag = x.chunk(2, dim=-1)
+    return torch.cat((real * cos - imag * sin, imag * cos + real * sin), dim=-1)
+
+
+def coca_query(q: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
+    """Fold the query's own rotation into it, so that a dot product with `coca_key` is the CoCA score.
+
+    slack: `q o R_m q` (eq. 10 without the constraint of eq. 11); strict: `R_m [|q|^2, 0]` (eq. 9, closed form eq. 17).
+
+    q: (b, h, m, d); cos, sin: (b, 1, m, j). Returns (b, h, m, d).
+    """
+    if constraint == "slack":
+        return q * rotate(q, cos, sin)
+    real, imag = q.chunk(2, dim=-1)
+    energy = real.square() + imag.square()
+    return torch.cat((energy * cos, energy * sin), dim=-1)
+
+
+def coca_key(t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
+    """Rotate the collinear coefficients into the key of a plain dot product.
+
+    slack: `R_n [t, t]`; strict: `R_n [t, 0]`. The coefficients are non-negative and one per pair (eq. 6 and 7).
+
+    t: (b, g, n, j); cos, sin: (b, 1, n, j). Returns (b, g, n, d).
+    """
+    if constraint == "slack":
+        return torch.cat((t * (cos - sin), t * (cos + sin)), dim=-1)
+    return torch.cat((t * cos, t * sin), dim=-1)
+
+
+class CocaAttention(nn.Module):
+    """Causal self-attention whose key is collinear with the query (section 2.3); takes the place of `LlamaAttention`.
+
+    `t_proj` has half the rows of the `k_proj` it replaces, one coefficient per rotary pair. The paper's full-width
+    projection, averaged over each pair, is the same function: the mean is linear, so it folds into the weight.
+    """
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+
+        hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(hidden, heads * self.head_dim, bias=config.attention_bias)
+        self.t_proj = nn.Linear(hidden, kv_heads * self.head_dim // 2, bias=config.attention_bias)
+        self.v_proj = nn.Linear(hidden, kv_heads * self.head_dim, bias=config.attention_bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=config.attention_bias)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values=None,
+        **kwargs,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states: (b, m, hidden); position_embeddings: cos and sin, each (b, m, j). Returns (b, m, hidden)."""
+        leading = hidden_states.shape[:-1]
+        q = self.q_proj(hidden_states).view(*leading, -1, self.head_dim).transpose(1, 2)  # (b, h, m, d)
+        t = self.t_proj(hidden_states).view(*leading, -1, self.head_dim // 2).transpose(1, 2).relu()  # (b, g, m, j)
+        value = self.v_proj(hidden_states).view(*leading, -1, self.head_dim).transpose(1, 2)  # (b, g, m, d)
+
+        cos, sin = (part.unsqueeze(1) for part in position_embeddings)
+        query = coca_query(q, cos, sin, self.config.coca_constraint)
+        key = coca_key(t, cos, sin, self.config.coca_constraint)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+
+        # vLLM reads this source: one call, to a local assigned from get_interface, with scaling=self.scaling.
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        return self.o_proj(output.reshape(*leading, -1)), weights

@@ -1,0 +1,72 @@
+"""CoCA as the paper writes it: a contraction of three operands, for teaching, tests and comparison.
+
+It stores every score (h * m * n per sequence), so it is slow and hungry for memory; the models compute the same numbers
+with `attention.coca_query` and `attention.coca_key`. Letters: see `attention.py`. This file needs opt_einsum and does
+not travel inside checkpoints.
+"""
+
+import torch
+from opt_einsum import contract
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import repeat_kv
+
+from .attention import CocaAttention, rotate
+
+
+def coca_scores(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
+    """CoCA scores before the division by sqrt(d), contracted from three operands (eq. 9 and 10; appendix B, eq. 27).
+
+    slack, eq. 10: `<R_m q, q o R_n [t, t]>`; strict, eq. 9: `<R_m q, (R_n q) o [t, t]>`.
+
+    q: (b, h, m, d); t: (b, g, n, j), non-negative; cos, sin: (b, 1, m, j), for m = n positions that are both query and
+    key. Returns (b, h, m, n).
+    """
+    t = repeat_kv(t, q.shape[1] // t.shape[1])
+    if constraint == "slack":
+        rotated_t = rotate(torch.cat((t, t), dim=-1), cos, sin)
+        return contract("bhmd,bhmd,bhnd->bhmn", rotate(q, cos, sin), q, rotated_t)
+    # R_n q of query m at key n: (real cos_n - imag sin_n, imag cos_n + real sin_n), never stored as (b, h, m, n, d).
+    (real, imag), (rotated_real, rotated_imag) = q.chunk(2, dim=-1), rotate(q, cos, sin).chunk(2, dim=-1)
+    along = contract("bhmj,bhmj,bhnj->bhmn", rotated_real, real, t * cos)
+    along = along + contract("bhmj,bhmj,bhnj->bhmn", rotated_imag, imag, t * cos)
+    across = contract("bhmj,bhmj,bhnj->bhmn", rotated_imag, real, t * sin)
+    across = across - contract("bhmj,bhmj,bhnj->bhmn", rotated_real, imag, t * sin)
+    return along + across
+
+
+class ReferenceCocaAttention(CocaAttention):
+    """`CocaAttention` by the three-operand contraction. Full sequences only: no cache, and eager masks."""
+
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
+        if past_key_values is not None:
+            raise ValueError("ReferenceCocaAttention: got a key/value cache, expected use_cache=False")
+        leading = hidden_states.shape[:-1]
+        q = self.q_proj(hidden_states).view(*leading, -1, self.head_dim).transpose(1, 2)
+        t = self.t_proj(hidden_states).view(*leading, -1, self.head_dim // 2).transpose(1, 2).relu()
+        value = self.v_proj(hidden_states).view(*leading, -1, self.head_dim).transpose(1, 2)
+
+        cos, sin = (part.unsqueeze(1) for part in position_embeddings)
+        scores = coca_scores(q, t, cos, sin, self.config.coca_constraint) * self.scaling
+        if attention_mask is None:
+            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+            scores = scores.masked_fill(future, torch.finfo(scores.dtype).min)
+        else:
+            scores = scores + attention_mask
+        weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+        output = (weights @ repeat_kv(value, self.num_key_value_groups)).transpose(1, 2)
+        return self.o_proj(output.reshape(*leading, -1)), weights
+
+
+def use_reference_(model: nn.Module) -> nn.Module:
+    """Make a CoCA model compute its attention by the three-operand contraction, in place; returns the model.
+
+    Raises ValueError where the model has no CoCA attention.
+    """
+    layers = [module for module in model.modules() if isinstance(module, CocaAttention)]
+    if not layers:
+        raise ValueError(f"use_reference_: got {type(model).__name__}, which has no CoCA attention; convert it first")
+    model.set_attn_implementation("eager")
+    model.config.use_cache = False
+    for layer in layers:
+        layer.__class__ = ReferenceCocaAttention
+    return model
