@@ -15,11 +15,20 @@ if not Version(SUPPORTED_TRANSFORMERS[0]) <= Version(transformers.__version__) <
         f"<{SUPPORTED_TRANSFORMERS[1]}'"
     )
 
+from coca_hf.convert import convert_checkpoint, patch_  # noqa: E402
 from coca_hf.errors import CocaError  # noqa: E402
 from coca_hf.models.llama import CocaLlamaConfig, CocaLlamaForCausalLM, CocaLlamaModel  # noqa: E402
 
 __version__ = version("coca-hf")
-__all__ = ["CocaError", "CocaLlamaConfig", "CocaLlamaForCausalLM", "CocaLlamaModel", "__version__"]
+__all__ = [
+    "CocaError",
+    "CocaLlamaConfig",
+    "CocaLlamaForCausalLM",
+    "CocaLlamaModel",
+    "__version__",
+    "convert_checkpoint",
+    "patch_",
+]
 
 AutoConfig.register("coca_llama", CocaLlamaConfig)
 AutoModel.register(CocaLlamaConfig, CocaLlamaModel)

@@ -1,10 +1,15 @@
-"""The three commands: `coca-convert`, `coca-train`, `coca-eval`. Nothing heavy is imported before it is needed."""
+"""The three commands: `coca-convert`, `coca-train`, `coca-eval`."""
 
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from coca_hf.errors import CocaError
 
@@ -35,6 +40,174 @@ def _run(app: typer.Typer) -> None:
     except CocaError as error:
         console.print(f"error: {error}", style="red", markup=False, highlight=False)
         sys.exit(2)
-    except KeyboardInterrupt:
-        console.print("interrupted", style="red")
-        sys.exit(130)
+
+
+@convert_app.command()
+def convert_command(
+    src: Annotated[str, typer.Argument(help="LLaMA checkpoint: a directory, a .gguf file or a hub id.")],
+    dst: Annotated[str, typer.Argument(help="Directory to write. Absent or complete at every moment.")],
+    constraint: Annotated[str, typer.Option(help="slack (the paper's main results) or strict.")] = "slack",
+    dtype: Annotated[str, typer.Option(help="auto (the source's), float32, bfloat16 or float16.")] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint at DST.")] = False,
+) -> None:
+    """Turn a LLaMA checkpoint into a CoCA checkpoint, ready for training."""
+    from coca_hf.convert import convert_checkpoint
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(f"converting {src}", visible=False)
+        record = convert_checkpoint(
+            src,
+            dst,
+            constraint,
+            dtype,
+            overwrite,
+            progress=lambda done, total: bar.update(task, completed=done, total=total, visible=True),
+        )
+    _print_conversion(record, dst)
+
+
+def _print_conversion(record: dict, dst: str) -> None:
+    parameters, cache = record["parameters"], record["kv_cache_bytes_per_token"]
+    shares = record["trainable_fraction"]
+    console.print(f"{dst}: {record['constraint']}, {record['dtype']}", highlight=False)
+    console.print(f"  parameters            {parameters['before']:,} before, {parameters['after']:,} after")
+    console.print(f"  trained per stage     k {shares['k']:.1%}, qkv {shares['qkv']:.1%}, full {shares['full']:.0%}")
+    console.print(f"  key/value cache       {cache['before']:,} bytes per token before, {cache['after']:,} after")
+    console.print(f"  start of W_T          {record['start']['rule']}", highlight=False)
+    console.print(
+        f"The attention has to be trained before the model is useful. Next: set `model: {dst}` in a recipe, then "
+        f"coca-train RECIPE (recipes/llama-7b/three-stage.yaml is the paper's)",
+        highlight=False,
+    )
+
+
+ModelArgument = Annotated[str, typer.Argument(help="A model directory, or a hub id as owner/name.", show_default=False)]
+LengthsOption = Annotated[str, typer.Option(help="Context lengths in tokens, with commas between them.")]
+OutOption = Annotated[Path, typer.Option(help="Directory for rows.jsonl; rows that are there are not made again.")]
+RopeOption = Annotated[
+    str, typer.Option(help="default, linear:FACTOR or dynamic:FACTOR, or several with commas between them.")
+]
+DtypeOption = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
+NameOption = Annotated[str | None, typer.Option(help="What rows call the model; the directory's name by default.")]
+BatchOption = Annotated[int, typer.Option(min=1, help="Sequences at a time; it does not change the result.")]
+SeedOption = Annotated[int, typer.Option(help="Of the drawn documents or cases.")]
+
+
+@evaluate_app.command("perplexity")
+def perplexity_command(
+    model: ModelArgument,
+    data: Annotated[
+        str,
+        typer.Option(help="A .txt, .jsonl or .parquet file, a directory or glob of them, or a data set on the hub."),
+    ],
+    lengths: LengthsOption,
+    out: OutOption,
+    stride: Annotated[
+        int, typer.Option(min=1, help="Tokens between windows; for a shorter length, that length is used and said so.")
+    ] = 512,
+    rope: RopeOption = "default",
+    documents: Annotated[int | None, typer.Option(min=1, help="Draw so many documents; all by default.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=2, help="Cut every document to its first tokens.")] = None,
+    column: Annotated[str, typer.Option(help="Where .jsonl, .parquet or a data set keeps the text.")] = "text",
+    split: Annotated[str, typer.Option(help="Of a data set on the hub.")] = "test",
+    skip_short: Annotated[bool, typer.Option(help="Leave out, and name, documents shorter than a window.")] = False,
+    seed: SeedOption = 0,
+    batch_size: BatchOption = 1,
+    dtype: DtypeOption = "auto",
+    name: NameOption = None,
+) -> None:
+    """Perplexity with a sliding window (window = length), token-weighted, each token scored once."""
+    wanted = _lengths(lengths)
+    from coca_hf.evaluate.perplexity import perplexity_rows
+    from coca_hf.evaluate.sample import draw_sample
+
+    subject, ropes = _subject_and_ropes(model, rope, wanted, dtype, name)
+    sample = draw_sample(
+        subject,
+        data,
+        max(wanted) + 1,
+        column=column,
+        split=split,
+        documents=documents,
+        max_tokens=max_tokens,
+        seed=seed,
+        skip_short=skip_short,
+    )
+    if sample.skipped:
+        console.print(f"skipped {len(sample.skipped)} short documents: {', '.join(sample.skipped)}", style="yellow")
+    _make_rows(out, partial(perplexity_rows, subject, sample, wanted, stride, ropes, batch_size=batch_size))
+
+
+@evaluate_app.command("passkey")
+def passkey_command(
+    model: ModelArgument,
+    lengths: LengthsOption,
+    out: OutOption,
+    cases: Annotated[int, typer.Option(min=1, help="Prompts per length.")] = 100,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens the model may answer with.")] = 64,
+    rope: RopeOption = "default",
+    seed: SeedOption = 0,
+    batch_size: BatchOption = 1,
+    dtype: DtypeOption = "auto",
+    name: NameOption = None,
+) -> None:
+    """Passkey retrieval as in the paper: a number hidden in up to LENGTH tokens, greedy decoding, share found."""
+    wanted = _lengths(lengths)
+    from coca_hf.evaluate.passkey import passkey_rows
+
+    subject, ropes = _subject_and_ropes(model, rope, wanted, dtype, name)
+    rows = partial(
+        passkey_rows,
+        subject,
+        wanted,
+        ropes,
+        num_cases=cases,
+        new_tokens=new_tokens,
+        seed=seed,
+        batch_size=batch_size,
+    )
+    _make_rows(out, rows)
+
+
+@evaluate_app.command("report")
+def report_command(
+    runs: Annotated[list[Path], typer.Argument(help="Directories with a rows.jsonl.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Directory for report.md and its plots.")],
+) -> None:
+    """Turn the rows of several runs into one page: Markdown tables and PNG plots."""
+    from coca_hf.report import write_report
+
+    Console().print(f"report: {write_report(runs, out)}", soft_wrap=True, highlight=False)
+
+
+def _lengths(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 1 for part in parts):
+        raise CocaError(f"--lengths: got {text!r}, expected whole numbers above 1, as in 512,1024,2048")
+    return list(dict.fromkeys(int(part) for part in parts))
+
+
+def _subject_and_ropes(model: str, rope: str, lengths: list[int], dtype: str, name: str | None):
+    """Load the model, and say at once whether it takes the RoPE settings."""
+    from coca_hf.evaluate.load import load_subject
+    from coca_hf.evaluate.rope import check_rope, parse_ropes, warn_beyond_trained
+
+    ropes = parse_ropes(rope)
+    subject = load_subject(model, dtype, name)
+    for setting in ropes:
+        check_rope(subject.model, setting)
+    if warning := warn_beyond_trained(subject.model, ropes, lengths):
+        console.print(f"warning: {warning}", style="yellow", highlight=False)
+    return subject, ropes
+
+
+def _make_rows(out: Path, rows_of: Callable) -> None:
+    from coca_hf.evaluate.rows import RowStore
+    from coca_hf.evaluate.show import progress_on, results_table
+
+    store = RowStore(out)
+    with progress_on(console) as track:
+        rows = list(rows_of(store=store, track=track))
+    Console().print(results_table(rows))
+    Console().print(f"rows: {out / 'rows.jsonl'}\nnext: coca-eval report {out} --out {out / 'page'}", soft_wrap=True)

@@ -7,7 +7,8 @@ not travel inside checkpoints.
 
 import torch
 from opt_einsum import contract
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from .attention import CocaAttention, rotate
@@ -52,12 +53,12 @@ class ReferenceCocaAttention(CocaAttention):
             scores = scores.masked_fill(future, torch.finfo(scores.dtype).min)
         else:
             scores = scores + attention_mask
-        weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+        weights = scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
         output = (weights @ repeat_kv(value, self.num_key_value_groups)).transpose(1, 2)
         return self.o_proj(output.reshape(*leading, -1)), weights
 
 
-def use_reference_(model: nn.Module) -> nn.Module:
+def use_reference_(model: PreTrainedModel) -> PreTrainedModel:
     """Make a CoCA model compute its attention by the three-operand contraction, in place; returns the model.
 
     Raises ValueError where the model has no CoCA attention.

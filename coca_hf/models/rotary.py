@@ -65,6 +65,7 @@ class CocaRotaryEmbedding(nn.Module):
         rope, head_dim = self.config.rope_parameters, self.config.head_dim
         seq_len = position_ids.amax(-1) + 1 if rope_length is None else position_ids.new_full((1,), rope_length)
         trained_len = rope.get("original_max_position_embeddings") or self.config.max_position_embeddings
-        base = ntk_base(rope["rope_theta"], rope["factor"], seq_len.float(), trained_len, head_dim)
+        precise = torch.float32 if seq_len.device.type == "mps" else torch.float64  # MPS has no float64
+        base = ntk_base(rope["rope_theta"], rope["factor"], seq_len.to(precise), trained_len, head_dim).float()
         exponent = torch.arange(0, head_dim, 2, device=position_ids.device).float() / head_dim
         return 1.0 / base[:, None] ** exponent  # (b or 1, j)

@@ -1,0 +1,6 @@
+"""Turn a LLaMA checkpoint, or a LLaMA model in memory, into a CoCA one."""
+
+from coca_hf.convert.checkpoint import convert_checkpoint
+from coca_hf.convert.patch import patch_
+
+__all__ = ["convert_checkpoint", "patch_"]

@@ -1,0 +1,55 @@
+"""Small real things that many tests start from. Sizes are pairwise different, so that a swapped axis cannot pass."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import coca_hf
+
+TINY = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A token per byte, and three special tokens: any text comes back as it was."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: number for number, token in enumerate(["<unk>", "<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_dir(tmp_path_factory, tiny_tokenizer):
+    """A random LLaMA checkpoint with grouped queries (6 heads, 2 key/value heads, head_dim 8), trained length 64."""
+    torch.manual_seed(0)
+    directory = tmp_path_factory.mktemp("checkpoints") / "tiny-llama"
+    config = LlamaConfig(vocab_size=len(tiny_tokenizer), **TINY, initializer_range=0.2)
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tiny_tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_coca_dir(tiny_llama_dir):
+    """`tiny_llama_dir`, converted (slack)."""
+    directory = tiny_llama_dir.parent / "tiny-coca"
+    coca_hf.convert_checkpoint(tiny_llama_dir, directory)
+    return directory

@@ -1,0 +1,264 @@
+"""Bad input gets one clear line and exit code 2; the destination is absent, complete, or as it was."""
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from coca_hf import CocaError, convert_checkpoint
+from coca_hf.cli import _run, convert_app
+
+
+@pytest.fixture()
+def source(tmp_path, tiny_llama_dir):
+    return Path(shutil.copytree(tiny_llama_dir, tmp_path / "source"))
+
+
+@pytest.fixture()
+def convert(tmp_path, monkeypatch, capsys):
+    """Run `coca-convert`; returns the exit code and what it printed on stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["coca-convert", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            _run(convert_app)
+        return stop.value.code, capsys.readouterr().err
+
+    return run
+
+
+def edit_config(directory, **fields):
+    file = directory / "config.json"
+    config = json.loads(file.read_text()) | fields
+    file.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
+
+
+def edit_weights(directory, change):
+    weights = load_file(directory / "model.safetensors")
+    change(weights)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def truncate(directory):
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def garble(directory):
+    file = directory / "model.safetensors"
+    file.write_bytes(b"\xff" * 64 + file.read_bytes()[64:])
+
+
+def index(directory, weight_map):
+    (directory / "model.safetensors").rename(directory / "a.safetensors")
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def pickle_only(directory):
+    (directory / "model.safetensors").unlink()
+    torch.save({}, directory / "pytorch_model.bin")
+
+
+K0, Q1 = "model.layers.0.self_attn.k_proj.weight", "model.layers.1.self_attn.q_proj.weight"
+DAMAGE = {
+    "no config": (lambda d: (d / "config.json").unlink(), "config.json: no such file"),
+    "config is not JSON": (lambda d: (d / "config.json").write_text("{oops"), "config.json: not JSON"),
+    "config is a list": (lambda d: (d / "config.json").write_text("[1]"), "got a list, expected a JSON object"),
+    "another family": (lambda d: edit_config(d, model_type="gpt2"), "got model_type 'gpt2', supported: 'llama'"),
+    "no model_type": (lambda d: edit_config(d, model_type=...), "got model_type None, supported: 'llama'"),
+    "its own code": (
+        lambda d: edit_config(d, auto_map={"AutoModel": "evil.Model"}),
+        "auto_map names the checkpoint's own",
+    ),
+    "unknown field": (
+        lambda d: edit_config(d, rope_thetas=5),
+        "rope_thetas=5 is not understood (nearest known field: rope_",
+    ),
+    "quantized": (
+        lambda d: edit_config(d, quantization_config={"bits": 4}),
+        "quantization_config={'bits': 4} is not supp",
+    ),
+    "rope type": (lambda d: edit_config(d, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}), "longrope"),
+    "odd head_dim": (lambda d: edit_config(d, head_dim=9), "head_dim is 9, expected an even number"),
+    "wrong type": (lambda d: edit_config(d, hidden_size="big"), "hidden_size"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "got no weights, expected model.safetensors"),
+    "pickle only": (pickle_only, "got only pickled weights (pytorch_model.bin)"),
+    "truncated": (truncate, "model.safetensors: truncated or corrupted"),
+    "garbled": (garble, "model.safetensors: truncated or corrupted"),
+    "missing tensor": (lambda d: edit_weights(d, lambda w: w.pop(K0)), f"tensor {K0} is missing"),
+    "extra tensor": (
+        lambda d: edit_weights(d, lambda w: w.update(extra=torch.ones(2))),
+        "tensor extra is not understood",
+    ),
+    "wrong shape": (
+        lambda d: edit_weights(d, lambda w: w.update({Q1: torch.ones(3, 5)})),
+        f"{Q1} has shape (3, 5), expec",
+    ),
+    "zero weights": (
+        lambda d: edit_weights(d, lambda w: w[K0].zero_()),
+        "layer 0: q_proj or k_proj is zero, infinite or NaN",
+    ),
+    "integers": (
+        lambda d: edit_weights(d, lambda w: w.update({Q1: w[Q1].to(torch.int8)})),
+        "has dtype I8, expected one of",
+    ),
+    "absent shard": (lambda d: index(d, {K0: "b.safetensors"}), "names b.safetensors, which is not in"),
+    "shard outside": (lambda d: index(d, {K0: "../a.safetensors"}), "got the file name '../a.safetensors'"),
+    "shard absolute": (lambda d: index(d, {K0: "/etc/passwd"}), "got the file name '/etc/passwd'"),
+    "wrong shard": (lambda d: index(d, {"nowhere": "a.safetensors"}), "tensor nowhere is not in a.safetensors"),
+    "empty index": (lambda d: index(d, {}), "got no weight_map"),
+    "two ggufs": (
+        lambda d: [(d / "model.safetensors").unlink(), (d / "a.gguf").touch(), (d / "b.gguf").touch()],
+        "got 2 GGUF files (a.gguf, b.gguf), expected one",
+    ),
+    "bad gguf": (
+        lambda d: [(d / "model.safetensors").unlink(), (d / "a.gguf").write_bytes(b"GG")],
+        "cannot be read as GGUF",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE.keys())
+def test_damaged_source_is_one_line_and_exit_code_2(source, tmp_path, convert, damage, message):
+    damage(source)
+    code, printed = convert(source, tmp_path / "dst")
+    assert code == 2
+    assert message in printed
+    assert printed.startswith("error: ")
+    assert printed.count("\n") == 1
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no-such-directory", "dst"], "no such directory"),
+        (["owner/name", "dst"], "no such directory, and not on the hub within reach"),
+        (["{source}", "dst", "--constraint", "loose"], "--constraint: got 'loose', expected slack or strict"),
+        (["{source}", "dst", "--dtype", "int4"], "--dtype: got 'int4', expected auto, float32"),
+        (["{source}", "{source}"], "is the source itself or holds it"),
+        (["{source}", "{source}/..", "--overwrite"], "is the source itself or holds it"),
+        (["{source}/config.json", "dst"], "got a file, expected a checkpoint directory"),
+    ],
+)
+def test_wrong_argument_is_one_line_and_exit_code_2(source, tmp_path, monkeypatch, convert, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    code, printed = convert(*(argument.format(source=source) for argument in arguments))
+    assert (code, printed.count("\n")) == (2, 1)
+    assert message in printed
+    assert not (tmp_path / "dst").exists()
+
+
+def test_coca_source_is_refused_by_name(tmp_path, convert, tiny_coca_dir):
+    code, printed = convert(tiny_coca_dir, tmp_path / "dst")
+    assert code == 2
+    assert "got a CoCA checkpoint already" in printed
+
+
+def test_gpt2_is_refused_with_what_is_supported(tmp_path, convert):
+    GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=20)).save_pretrained(tmp_path / "source")
+    code, printed = convert(tmp_path / "source", tmp_path / "dst")
+    assert code == 2
+    assert "got model_type 'gpt2', supported: 'llama'" in printed
+
+
+def test_released_layout_is_refused_as_strict(source, tmp_path, convert):
+    def rename(weights):
+        for name in [name for name in weights if "k_proj" in name]:
+            weights[name.replace("k_proj", "t_proj")] = weights.pop(name)
+
+    edit_weights(source, rename)
+    code, printed = convert(source, tmp_path / "dst", "--constraint", "strict")
+    assert code == 2
+    assert "got the released CoCA layout, which is slack" in printed
+
+
+def test_existing_destination_is_kept_without_overwrite_and_replaced_with_it(source, tmp_path, convert):
+    convert_checkpoint(source, tmp_path / "dst")
+    (tmp_path / "dst" / "notes.txt").write_text("mine")
+    code, printed = convert(source, tmp_path / "dst")
+    assert code == 2
+    assert "exists and is left as it is; pass --overwrite" in printed
+    assert (tmp_path / "dst" / "notes.txt").exists()
+    code, _ = convert(source, tmp_path / "dst", "--overwrite", "--constraint", "strict")
+    assert code == 0
+    assert json.loads((tmp_path / "dst" / "config.json").read_text())["coca_constraint"] == "strict"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["dst", "source"]
+
+
+def test_overwrite_does_not_replace_what_is_no_checkpoint(source, tmp_path, convert):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letters.txt").write_text("mine")
+    code, printed = convert(source, tmp_path / "home", "--overwrite")
+    assert code == 2
+    assert "--overwrite replaces a checkpoint directory only" in printed
+    assert (tmp_path / "home" / "letters.txt").read_text() == "mine"
+
+
+def test_failing_overwrite_keeps_the_old_checkpoint(source, tmp_path, convert, monkeypatch):
+    convert_checkpoint(source, tmp_path / "dst")
+    before = (tmp_path / "dst" / "model.safetensors").read_bytes()
+
+    def disk_full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("coca_hf.convert.checkpoint.save_file", disk_full)
+    code, printed = convert(source, tmp_path / "dst", "--overwrite")
+    assert code == 2
+    assert "disk full while writing" in printed
+    assert (tmp_path / "dst" / "model.safetensors").read_bytes() == before
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["dst", "source"]
+
+
+def test_too_small_a_disk_is_refused_before_writing(source, tmp_path, convert, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000))
+    code, printed = convert(source, tmp_path / "dst")
+    assert code == 2
+    assert "disk full: 0.0 GB free" in printed
+
+
+def test_second_conversion_to_the_same_destination_says_so(source, tmp_path):
+    from coca_hf.convert.checkpoint import _only_one_writer
+
+    with _only_one_writer(tmp_path / "dst"), pytest.raises(CocaError, match="another conversion is writing it"):
+        convert_checkpoint(source, tmp_path / "dst")
+
+
+CONVERT = "import sys, coca_hf; print('ready', flush=True); coca_hf.convert_checkpoint(*sys.argv[1:], overwrite=True)"
+
+
+@pytest.mark.real()
+def test_killed_at_any_moment_leaves_no_destination_or_a_complete_one(tmp_path):
+    config = LlamaConfig(vocab_size=4000, hidden_size=512, intermediate_size=1024, num_hidden_layers=8)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "source")
+    command = [sys.executable, "-c", CONVERT, str(tmp_path / "source"), str(tmp_path / "dst")]
+    moment = random.Random(0).uniform
+    kills = [(signal.SIGKILL, 0.0), (signal.SIGINT, 0.3), (signal.SIGTERM, 0.6)]
+    kills += [(signal.SIGKILL, moment(0.02, 2.0)) for _ in range(3)]
+    seen = set()
+    for signal_number, delay in (*kills, (None, None)):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        process.stdout.readline()
+        if signal_number is not None:
+            time.sleep(delay)
+            os.kill(process.pid, signal_number)
+        process.wait()
+        if (tmp_path / "dst").exists():
+            AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
+            shutil.rmtree(tmp_path / "dst")
+            seen.add("complete")
+        else:
+            seen.add("absent")
+    assert seen == {"complete", "absent"}
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["source"]

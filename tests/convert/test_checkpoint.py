@@ -1,0 +1,203 @@
+"""A LLaMA checkpoint becomes a CoCA checkpoint that loads anywhere, with the weights that it should have."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from coca_hf import CocaLlamaConfig, CocaLlamaForCausalLM, convert_checkpoint, patch_
+from coca_hf.convert.start import PROBES, fold_pairs, start_scales
+from coca_hf.models.attention import coca_key, coca_query, rotate
+from coca_hf.models.rotary import CocaRotaryEmbedding
+from tests.conftest import TINY
+from tests.models.test_golden import GOLDEN
+
+IDS = torch.arange(60).view(2, 30) * 5 % 251
+
+
+def llama(**fields):
+    torch.manual_seed(1)
+    return LlamaForCausalLM(LlamaConfig(**(TINY | {"vocab_size": 259, "initializer_range": 0.2} | fields))).eval()
+
+
+def saved(model, directory, **options):
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(directory, **options)
+    return directory
+
+
+@pytest.mark.parametrize("constraint", ["slack", "strict"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"num_key_value_heads": 6},
+        {"num_key_value_heads": 1, "tie_word_embeddings": True},
+        {"attention_bias": True, "mlp_bias": True},
+        {"head_dim": 14},
+    ],
+    ids=["gqa", "mha", "mqa-tied", "biases", "head_dim"],
+)
+def test_converted_checkpoint_loads_clean_and_equals_the_patched_model(tmp_path, constraint, fields):
+    model = llama(**fields)
+    saved(model, tmp_path / "src")
+    convert_checkpoint(tmp_path / "src", tmp_path / "dst", constraint)
+    converted, info = AutoModelForCausalLM.from_pretrained(tmp_path / "dst", output_loading_info=True)
+    assert type(converted) is CocaLlamaForCausalLM
+    assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
+    assert converted.config.coca_constraint == constraint
+
+    patched = patch_(model, constraint)
+    assert patched is model
+    assert torch.equal(converted(IDS).logits, patched(IDS).logits)
+
+
+def test_every_weight_but_k_proj_is_carried_over_bit_for_bit(tiny_llama_dir, tiny_coca_dir):
+    before, after = (load_file(d / "model.safetensors") for d in (tiny_llama_dir, tiny_coca_dir))
+    assert set(after) == {name.replace("k_proj", "t_proj") for name in before}
+    for name, tensor in after.items():
+        if "t_proj" not in name:
+            assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize("constraint", ["slack", "strict"])
+def test_start_gives_every_head_group_the_spread_of_the_original_scores(constraint):
+    config = CocaLlamaConfig(**(TINY | {"coca_constraint": constraint}))
+    d, g, groups, layer = config.head_dim, 2, 3, 4
+    generator = torch.Generator().manual_seed(9)
+    weights = {name: torch.randn(rows, 48, generator=generator) for name, rows in (("q", 6 * d), ("k", g * d))}
+    weights["norm"] = torch.rand(48, generator=generator) + 0.5
+    scales = start_scales(layer, weights, config)
+
+    x = torch.randn(PROBES, 48, generator=torch.Generator().manual_seed(layer)) * weights["norm"]
+    cos, sin = (part[:, None] for part in CocaRotaryEmbedding(config)(torch.empty(0), torch.arange(PROBES)[None]))
+    q = (x @ weights["q"].T).view(1, PROBES, 6, d).transpose(1, 2)
+    k = (x @ weights["k"].T).view(1, PROBES, g, d).transpose(1, 2)
+    t = (x @ fold_pairs(weights["k"], g).T).view(1, PROBES, g, d // 2).transpose(1, 2).relu()
+    causal = torch.ones(PROBES, PROBES).tril().bool()
+    for head in range(g):
+        queries = slice(head * groups, (head + 1) * groups)
+        original = (rotate(q, cos, sin)[:, queries] @ rotate(k, cos, sin)[:, head : head + 1].mT)[..., causal]
+        key = coca_key(scales[head] * t, cos, sin, constraint)[:, head : head + 1]
+        coca = (coca_query(q, cos, sin, constraint)[:, queries] @ key.mT)[..., causal]
+        assert coca.std().item() == pytest.approx(original.std().item(), rel=1e-4)
+
+
+def test_sharded_source_gives_the_same_model(tmp_path, tiny_llama_dir, tiny_coca_dir):
+    model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
+    saved(model, tmp_path / "src", max_shard_size="50KB")
+    assert len(list((tmp_path / "src").glob("*.safetensors"))) > 3
+    convert_checkpoint(tmp_path / "src", tmp_path / "dst")
+    got, expected = (load_file(directory / "model.safetensors") for directory in (tmp_path / "dst", tiny_coca_dir))
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert got.keys() == expected.keys()
+
+
+def test_large_output_is_sharded_and_loads(tmp_path, monkeypatch, tiny_llama_dir, tiny_coca_dir):
+    monkeypatch.setattr("coca_hf.convert.checkpoint.SHARD_BYTES", 50_000)
+    convert_checkpoint(tiny_llama_dir, tmp_path / "dst")
+    shards = sorted((tmp_path / "dst").glob("model-*-of-*.safetensors"))
+    assert len(shards) > 3
+    assert (
+        json.loads((tmp_path / "dst" / "model.safetensors.index.json").read_text())["metadata"]["total_size"] > 50_000
+    )
+    got = AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
+    assert torch.equal(got(IDS).logits, AutoModelForCausalLM.from_pretrained(tiny_coca_dir)(IDS).logits)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.float16), ("bfloat16", torch.bfloat16)])
+def test_dtype_is_the_sources_or_the_one_asked_for(tmp_path, dtype, expected):
+    saved(llama().half(), tmp_path / "src")
+    record = convert_checkpoint(tmp_path / "src", tmp_path / "dst", dtype=dtype)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "dst" / "model.safetensors").values()} == {expected}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "dst").dtype == expected
+    assert record["dtype"] == str(expected).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("case", ["mha", "gqa", "linear", "dynamic"])
+def test_released_full_width_layout_is_folded_and_gives_its_logits(tmp_path, case):
+    golden = load_file(GOLDEN / f"{case}.safetensors")
+    weights = {name[2:]: tensor for name, tensor in golden.items() if name.startswith("w.")}
+    (tmp_path / "src").mkdir()
+    save_file(weights, tmp_path / "src" / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((GOLDEN / "configs.json").read_text())[case]
+    (tmp_path / "src" / "config.json").write_text(json.dumps(config))
+    record = convert_checkpoint(tmp_path / "src", tmp_path / "dst")
+    assert "released" in record["source_format"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
+    assert (model(golden["input_ids"]).logits - golden["logits"]).abs().max() < 2e-5  # see test_golden
+
+
+def test_record_says_what_was_converted_and_by_which_rule(tiny_llama_dir, tiny_coca_dir):
+    record = json.loads((tiny_coca_dir / "conversion.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(tiny_coca_dir)
+    count = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    total = sum(count.values())
+    assert record["source"] == str(tiny_llama_dir)
+    assert len(record["source_sha256"]["model.safetensors"]) == 64
+    assert record["parameters"]["after"] == total == record["parameters"]["before"] - 3 * 2 * 4 * 48
+    t_share = sum(n for name, n in count.items() if "t_proj" in name) / total
+    assert record["trainable_fraction"]["k"] == pytest.approx(t_share)
+    qtv = sum(n for name, n in count.items() if any(p in name for p in ("q_proj", "t_proj", "v_proj"))) / total
+    assert record["trainable_fraction"]["qkv"] == pytest.approx(qtv)
+    assert record["kv_cache_bytes_per_token"]["before"] == 3 * 2 * 2 * 8 * 4
+    assert [len(scales) for scales in record["start"]["scales"]] == [2, 2, 2]
+    assert "fold(W_K)" in record["start"]["rule"]
+
+
+def test_tokenizer_and_generation_config_come_along(tiny_llama_dir, tiny_coca_dir):
+    before, after = (AutoTokenizer.from_pretrained(d) for d in (tiny_llama_dir, tiny_coca_dir))
+    assert after("Half a league,").input_ids == before("Half a league,").input_ids
+    assert (tiny_coca_dir / "generation_config.json").exists()
+
+
+LOAD_WITHOUT_COCA_HF = """
+import sys
+sys.modules["coca_hf"] = None
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+source, copy = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
+assert type(model).__module__.startswith("transformers_modules"), type(model).__module__
+assert type(AutoModel.from_pretrained(source, trust_remote_code=True)).__name__ == "CocaLlamaModel"
+model.save_pretrained(copy)
+again = AutoModelForCausalLM.from_pretrained(copy, trust_remote_code=True)
+ids = torch.arange(60).view(2, 30) * 5 % 251
+assert torch.equal(model(ids).logits, again(ids).logits)
+torch.save(model(ids).logits, copy + "/logits.pt")
+"""
+
+
+def test_loads_and_saves_without_coca_hf_by_its_own_code(tmp_path, tiny_coca_dir):
+    command = [sys.executable, "-c", LOAD_WITHOUT_COCA_HF, str(tiny_coca_dir), str(tmp_path)]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    expected = AutoModelForCausalLM.from_pretrained(tiny_coca_dir)(IDS).logits
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), expected)
+
+
+def test_stock_llama_refuses_a_coca_checkpoint_loudly(tiny_coca_dir):
+    """Not by name without coca_hf; forced into LLaMA's class, every key projection is reported missing."""
+    probe = f"from transformers import AutoModelForCausalLM as A; A.from_pretrained({str(tiny_coca_dir)!r})"
+    finished = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False, input="n\n")
+    assert finished.returncode != 0
+    assert "trust_remote_code=True" in finished.stderr
+    _, info = LlamaForCausalLM.from_pretrained(tiny_coca_dir, output_loading_info=True)
+    assert {f"model.layers.{i}.self_attn.k_proj.weight" for i in range(3)} <= set(info["missing_keys"])
+    assert {f"model.layers.{i}.self_attn.t_proj.weight" for i in range(3)} <= set(info["unexpected_keys"])
+
+
+def test_config_survives_a_round_trip_with_its_three_auto_classes(tmp_path, tiny_coca_dir):
+    AutoConfig.from_pretrained(tiny_coca_dir).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == {
+        "AutoConfig": "llama.CocaLlamaConfig",
+        "AutoModel": "llama.CocaLlamaModel",
+        "AutoModelForCausalLM": "llama.CocaLlamaForCausalLM",
+    }
+    assert {"attention.py", "llama.py", "rotary.py"} <= {file.name for file in tmp_path.iterdir()}

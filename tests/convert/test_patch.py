@@ -1,0 +1,73 @@
+"""A LLaMA in memory becomes CoCA in place, and nothing else is touched."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaForSequenceClassification
+
+import coca_hf
+from coca_hf import CocaError, CocaLlamaForCausalLM, patch_
+from coca_hf.models.attention import CocaAttention
+
+
+def test_every_attention_is_replaced_and_every_other_parameter_is_the_same_object(tiny_llama_dir):
+    model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
+    before = dict(model.named_parameters())
+    patch_(model)
+    after = dict(model.named_parameters())
+    assert sum(isinstance(module, CocaAttention) for module in model.modules()) == 3
+    assert set(after) == {name.replace("k_proj", "t_proj") for name in before}
+    assert all(after[name] is before[name] for name in after if "t_proj" not in name)
+    assert not any(tensor.is_meta for tensor in (*after.values(), *model.buffers()))
+
+
+def test_patched_model_saves_generates_and_trains(tmp_path, tiny_llama_dir, tiny_tokenizer):
+    model = patch_(LlamaForCausalLM.from_pretrained(tiny_llama_dir))
+    ids = tiny_tokenizer("To be, or not to be", return_tensors="pt").input_ids
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    assert torch.equal(again.generate(ids, max_new_tokens=7), model.generate(ids, max_new_tokens=7))
+    model(ids, labels=ids).loss.backward()
+    assert model.model.layers[0].self_attn.t_proj.weight.grad.abs().max() > 0
+
+
+def test_patch_keeps_dtype_training_mode_and_attention_backend(tiny_llama_dir):
+    model = LlamaForCausalLM.from_pretrained(tiny_llama_dir, dtype=torch.bfloat16, attn_implementation="eager").train()
+    patch_(model, "strict")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.training
+    assert model.config._attn_implementation == "eager"
+    assert model.config.coca_constraint == "strict"
+    assert model._no_split_modules == {"CocaLlamaDecoderLayer"}
+
+
+def test_another_model_of_the_process_is_left_alone(tiny_llama_dir):
+    bystander = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
+    ids = torch.arange(20)[None]
+    before = bystander(ids).logits
+    patch_(LlamaForCausalLM.from_pretrained(tiny_llama_dir))
+    assert type(bystander) is LlamaForCausalLM
+    assert torch.equal(bystander(ids).logits, before)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda d: patch_(LlamaForCausalLM.from_pretrained(d)), "got a CoCA model already"),
+        (lambda d: LlamaForSequenceClassification.from_pretrained(d), "got LlamaForSequenceClassification, expected"),
+        (lambda d: torch.compile(LlamaForCausalLM.from_pretrained(d)), "got OptimizedModule, expected"),
+    ],
+)
+def test_what_is_not_a_plain_llama_is_refused(tiny_llama_dir, make, message):
+    with pytest.raises(CocaError, match=message):
+        patch_(make(tiny_llama_dir))
+
+
+def test_a_config_that_coca_does_not_support_is_refused_and_the_model_left_as_it_was(tiny_llama_dir):
+    model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
+    model.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(CocaError, match="longrope"):
+        patch_(model)
+    assert type(model) is LlamaForCausalLM
+    assert "CocaLlamaForCausalLM" in coca_hf.__all__
+    assert CocaLlamaForCausalLM is not type(model)
