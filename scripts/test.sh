@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Set up .venv and run the linter, the formatter's check, the type checker and the whole test suite.
+# Arguments go to pytest: scripts/test.sh -m 'not real' is the quick part.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/setup.sh dev
+ruff check .
+ruff format --check .
+mypy
+python -m pytest "$@"

@@ -1,0 +1,54 @@
+"""The floors of the house: imports point down, never up, and the files that travel in checkpoints stand alone."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import coca_hf
+from coca_hf.models.llama import CocaLlamaConfig
+
+ROOT = Path(coca_hf.__file__).parent
+FLOORS = {"errors": 0, "models": 0, "documents": 1, "report": 1, "convert": 2, "evaluate": 2, "train": 3, "cli": 4}
+TRAVELLING = {"attention.py", "rotary.py", "llama.py"}
+
+
+def imported(file):
+    """Every coca_hf module that a file imports, wherever in the file, as absolute dotted names."""
+    package = (ROOT.name, *file.relative_to(ROOT).parent.parts)
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "coca_hf")
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(part for part in (base, node.module) if part)
+            if module == "coca_hf":
+                yield from (f"coca_hf.{alias.name}" for alias in node.names)
+            elif module.startswith("coca_hf."):
+                yield module
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.rglob("*.py")), ids=lambda file: str(file.relative_to(ROOT)))
+def test_imports_point_down(file):
+    part = file.relative_to(ROOT).parts[0].removesuffix(".py")
+    if part == "__init__":
+        return
+    for module in imported(file):
+        target = module.split(".")[1]
+        if target not in FLOORS:  # a public name of coca_hf itself, whose import registers the models
+            assert part not in ("models", "errors", "report", "documents")
+        elif target != part:
+            assert FLOORS[target] < FLOORS[part], f"{file.relative_to(ROOT)} imports {module}"
+
+
+def test_every_part_has_a_floor():
+    parts = {path.name.removesuffix(".py") for path in ROOT.iterdir() if path.suffix in ("", ".py")}
+    assert parts - {"__init__", "__pycache__", "py.typed"} == set(FLOORS)
+
+
+def test_what_travels_in_checkpoints_imports_only_what_travels(tmp_path):
+    for name in TRAVELLING:
+        siblings = {f"{module.split('.')[2]}.py" for module in imported(ROOT / "models" / name)}
+        assert siblings <= TRAVELLING
+    CocaLlamaConfig().save_pretrained(tmp_path)
+    assert {file.name for file in tmp_path.glob("*.py")} == TRAVELLING
