@@ -25,6 +25,7 @@ def read_documents(source: str, column: str = "text", split: str = "train") -> I
     Raises CocaError where there is nothing to read, a column is missing, or a text is empty or not UTF-8.
     """
     files = _local_files(source)
+    rows: Iterator[Document]
     if files:
         rows = itertools.chain.from_iterable(_read_file(file, column) for file in files)
     elif _is_hub_id(source):

@@ -1,0 +1,1 @@
+"""Measurements of any causal language model, each a generator of rows."""

@@ -1,0 +1,140 @@
+"""Any causal language model, CoCA or not, with its tokenizer and what a row must say about it."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from coca_hf.errors import CocaError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass
+class Subject:
+    """A model under measurement. `path` is what the person named, `fingerprint` changes when its files do."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+    path: str
+    fingerprint: str
+    tokens_seen: int | None = None  # in CoCA training; None for a model that coca_hf did not make
+
+
+def load_subject(path: str, dtype: str = "auto", name: str | None = None) -> Subject:
+    """Load the causal language model and the tokenizer of a directory or hub id, on the GPU where there is one.
+
+    dtype: one of `DTYPES`; `auto` is the checkpoint's own. name: how rows call it, by default the directory's name.
+
+    Raises CocaError where there is no model, it is no causal language model, its weights are incomplete or unreadable,
+    or it has no tokenizer.
+    """
+    if dtype not in DTYPES:
+        raise CocaError(f"--dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
+    disable_progress_bar()
+    config = _load_config(path)
+    model = _load_model(path, config, dtype)
+    return Subject(
+        model=model.eval().to("cuda" if torch.cuda.is_available() else "cpu"),
+        tokenizer=_load_tokenizer(path),
+        name=name or Path(path).resolve().name,
+        path=str(Path(path).resolve()) if Path(path).is_dir() else path,
+        fingerprint=_fingerprint(path, config),
+        tokens_seen=_tokens_seen(Path(path)),
+    )
+
+
+def check_vocabulary(subject: Subject, token_ids: torch.Tensor, where: str) -> None:
+    """Raise CocaError where `token_ids` (any shape), made from `where`, holds an id that the model does not embed."""
+    vocab_size = subject.model.get_input_embeddings().weight.shape[0]
+    largest = int(token_ids.max())
+    if largest >= vocab_size:
+        raise CocaError(
+            f"{where}: got token id {largest} from the tokenizer of {subject.path}, expected ids below the model's "
+            f"vocabulary of {vocab_size}; the tokenizer belongs to another model"
+        )
+
+
+def _load_config(path: str) -> Any:
+    if Path(path).exists() and not (Path(path) / "config.json").is_file():
+        raise CocaError(f"{path}: got no config.json there, expected a model directory as save_pretrained writes it")
+    if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
+        raise CocaError(f"{path}: no such directory, expected a model directory or a hub id as owner/name")
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # transformers raises what its readers raise
+        found = "its config.json" if Path(path).exists() else "no such directory here, and as a hub id it"
+        raise CocaError(f"{path}: {found} cannot be read ({_one_line(error)})") from error
+
+
+def _load_model(path: str, config: Any, dtype: str) -> Any:
+    expected = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    found = getattr(config, "architectures", None) or []
+    if expected is None or (found and expected.__name__ not in found):
+        raise CocaError(
+            f"{path}: got {', '.join(found) or config.model_type}, expected a causal language model"
+            + (f" ({expected.__name__})" if expected else "")
+        )
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True
+        )
+    except Exception as error:  # and so do safetensors, torch and pickle
+        raise CocaError(
+            f"{path}: its weights cannot be loaded ({_one_line(error)}); save or convert it again"
+        ) from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise CocaError(
+            f"{path}: got weights without {missing[0]} ({len(missing)} missing in all), expected every tensor of "
+            f"{type(model).__name__}; save or convert it again"
+        )
+    return model
+
+
+def _load_tokenizer(path: str) -> Any:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:
+        raise CocaError(
+            f"{path}: got no tokenizer that can be loaded, expected one beside the model; copy tokenizer.json and "
+            f"tokenizer_config.json of the original model there ({_one_line(error)})"
+        ) from error
+    tokenizer.model_max_length = int(1e30)  # a longer text than the model was trained for is the point here
+    return tokenizer
+
+
+def _fingerprint(path: str, config: Any) -> str:
+    """Sixteen hex digits: of names, sizes and times of a directory's files, or of a hub id and its commit."""
+    directory = Path(path)
+    if directory.is_dir():
+        patterns = ("config.json", "*.safetensors", "*.bin", "tokenizer*")
+        files = sorted(file for pattern in patterns for file in directory.glob(pattern))
+        text = json.dumps([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files])
+    else:
+        text = f"{path}@{getattr(config, '_commit_hash', None)}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _tokens_seen(directory: Path) -> int | None:
+    """What `coca-train` wrote beside the model; 0 for one that was only converted."""
+    record = directory / "training.json"
+    if not record.is_file():
+        return 0 if (directory / "conversion.json").is_file() else None
+    try:
+        return int(json.loads(record.read_text(encoding="utf-8"))["tokens_seen"])
+    except (ValueError, KeyError, TypeError):
+        raise CocaError(
+            f"{record}: got no whole number under 'tokens_seen', expected one; delete or repair it"
+        ) from None
+
+
+def _one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

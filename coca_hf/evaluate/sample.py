@@ -1,0 +1,94 @@
+"""The documents of a measurement: a seeded sample, tokenized and cut, the same for every length and RoPE setting."""
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from coca_hf.documents import Document, read_documents
+from coca_hf.errors import CocaError
+from coca_hf.evaluate.load import Subject, check_vocabulary
+
+
+@dataclass
+class Sample:
+    """Tokenized documents, each (tokens,), with what is needed to draw them again."""
+
+    settings: dict  # the arguments that drew it: data, column, split, seed, max_tokens, ...
+    names: list[str] = field(default_factory=list)
+    token_ids: list[Tensor] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)  # names of the documents that were too short
+
+    def describe(self) -> dict:
+        """What a row says about its documents; `data_hash` is of the very tokens."""
+        digest = hashlib.sha256()
+        for ids in self.token_ids:
+            digest.update(ids.numpy().tobytes())
+            digest.update(b"|")
+        return {
+            **self.settings,
+            "documents": len(self.names),
+            "document_names": self.names,
+            "skipped_documents": self.skipped,
+            "data_hash": digest.hexdigest()[:16],
+        }
+
+
+def draw_sample(
+    subject: Subject,
+    data: str,
+    min_tokens: int,
+    *,
+    column: str = "text",
+    split: str = "test",
+    documents: int | None = None,
+    max_tokens: int | None = None,
+    seed: int = 0,
+    skip_short: bool = False,
+) -> Sample:
+    """Read `data` (see `read_documents`), draw `documents` of them and tokenize each, cut to its first `max_tokens`.
+
+    The draw comes before the tokenizer, so that models with different ones are measured on the same documents. A text
+    is tokenized as the tokenizer does by default: with its token for the beginning, if it sets one.
+
+    Raises CocaError where a document has fewer than `min_tokens` tokens (unless `skip_short`), there are fewer
+    documents than asked for, none is left, or the tokenizer does not fit the model.
+    """
+    if max_tokens is not None and max_tokens < min_tokens:
+        raise CocaError(f"--max-tokens: got {max_tokens}, expected at least {min_tokens}, the longest of --lengths")
+    sample = Sample({"data": data, "column": column, "split": split, "seed": seed, "max_tokens": max_tokens})
+    for document in _draw(data, column, split, documents, seed):
+        ids = torch.tensor(subject.tokenizer(document.text)["input_ids"][:max_tokens], dtype=torch.long)
+        if len(ids) >= min_tokens:
+            check_vocabulary(subject, ids, document.name)
+            sample.names.append(document.name)
+            sample.token_ids.append(ids)
+        elif skip_short:
+            sample.skipped.append(document.name)
+        else:
+            raise CocaError(
+                f"{document.name}: got a document of {len(ids)} tokens, expected at least {min_tokens}, the longest "
+                f"of --lengths; ask for shorter --lengths or add --skip-short"
+            )
+    if not sample.names:
+        raise CocaError(f"{data}: got no document of at least {min_tokens} tokens; ask for shorter --lengths")
+    return sample
+
+
+def _draw(data: str, column: str, split: str, documents: int | None, seed: int) -> Iterator[Document]:
+    """All documents, or a uniform sample of `documents` in their own order: one pass, `documents` texts in memory."""
+    if documents is None:
+        yield from read_documents(data, column, split)
+        return
+    rng, drawn = random.Random(f"documents {seed}"), {}
+    for row_number, document in enumerate(read_documents(data, column, split)):
+        place = row_number if row_number < documents else rng.randint(0, row_number)
+        if place < documents:
+            drawn[place] = row_number, document
+    if len(drawn) < documents:
+        raise CocaError(f"{data}: got {len(drawn)} documents, expected --documents {documents}; ask for fewer")
+    for _, document in sorted(drawn.values()):
+        yield document

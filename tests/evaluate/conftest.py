@@ -1,0 +1,44 @@
+"""Subjects and documents small enough for a slow reference, and `coca-eval` run as a person runs it."""
+
+import sys
+
+import pytest
+
+from coca_hf import cli
+from coca_hf.evaluate.load import load_subject
+
+
+@pytest.fixture
+def llama(tiny_llama_dir):
+    return load_subject(str(tiny_llama_dir))
+
+
+@pytest.fixture
+def coca(tiny_coca_dir):
+    return load_subject(str(tiny_coca_dir))
+
+
+@pytest.fixture
+def books(tmp_path):
+    """Three documents of 210, 230 and 250 bytes, which are tokens of the tiny tokenizer."""
+    directory = tmp_path / "books"
+    directory.mkdir()
+    for number, name in enumerate(("austen", "bronte", "conrad")):
+        text = f"{name} wrote of {number} sea voyages, one ball and no trains. " * 9
+        (directory / f"{name}.txt").write_text(text[: 210 + 20 * number])
+    return directory
+
+
+@pytest.fixture
+def coca_eval(monkeypatch, capsys):
+    """Run `coca-eval` with arguments; returns exit code, stdout and stderr."""
+
+    def run(*arguments) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["coca-eval", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as exit_info:
+            cli.evaluate()
+        out, err = capsys.readouterr()
+        return exit_info.value.code or 0, out, err
+
+    return run

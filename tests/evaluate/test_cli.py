@@ -1,0 +1,112 @@
+import json
+
+import pytest
+
+
+def rows_in(directory):
+    return [json.loads(line) for line in (directory / "rows.jsonl").read_text().splitlines()]
+
+
+def test_perplexity_passkey_and_report_follow_each_other(tiny_llama_dir, tiny_coca_dir, books, tmp_path, coca_eval):
+    for model in (tiny_llama_dir, tiny_coca_dir):
+        out = tmp_path / model.name
+        code, stdout, stderr = coca_eval(
+            *("perplexity", model, "--data", books, "--lengths", "32,100", "--stride", 48, "--out", out),
+            *("--rope", "default,dynamic:4"),
+        )
+        assert code == 0
+        assert model.name in stdout
+        assert "dynamic:4" in stdout
+        assert "warning: lengths 100 are beyond the 64 tokens" in stderr
+        assert [(row["rope"], row["length"], row["stride"]) for row in rows_in(out)] == [
+            ("default", 32, 32),
+            ("default", 100, 48),
+            ("dynamic:4", 32, 32),
+            ("dynamic:4", 100, 48),
+        ]
+        assert f"{rows_in(out)[3]['value']:.2f}" in stdout
+        code, _, _ = coca_eval(
+            *("passkey", model, "--lengths", 320, "--cases", 3, "--new-tokens", 2, "--out", out, "--name", "renamed")
+        )
+        assert code == 0
+        assert (rows_in(out)[4]["task"], rows_in(out)[4]["model"]) == ("passkey", "renamed")
+        assert rows_in(out)[4]["command"].startswith("coca-eval passkey ")
+    code, stdout, _ = coca_eval("report", tmp_path / "tiny-llama", tmp_path / "tiny-coca", "--out", tmp_path / "page")
+    assert code == 0
+    assert stdout.strip() == f"report: {tmp_path / 'page' / 'report.md'}"
+    assert "tiny-coca + dynamic:4" in (tmp_path / "page" / "report.md").read_text()
+
+
+def test_a_second_run_makes_no_row_again(tiny_llama_dir, books, tmp_path, coca_eval):
+    arguments = (
+        "perplexity",
+        tiny_llama_dir,
+        "--data",
+        books,
+        "--lengths",
+        32,
+        "--stride",
+        16,
+        "--out",
+        tmp_path / "out",
+    )
+    _, first, _ = coca_eval(*arguments)
+    before = (tmp_path / "out" / "rows.jsonl").read_bytes()
+    code, second, _ = coca_eval(*arguments)
+    assert (code, second) == (0, first)
+    assert (tmp_path / "out" / "rows.jsonl").read_bytes() == before
+
+
+def test_skipped_documents_are_counted_and_named(tiny_llama_dir, books, tmp_path, coca_eval):
+    code, _, stderr = coca_eval(
+        *("perplexity", tiny_llama_dir, "--data", books, "--lengths", 220, "--out", tmp_path / "out", "--skip-short")
+    )
+    assert code == 0
+    assert "skipped 1 short documents: austen.txt" in stderr
+
+
+@pytest.mark.parametrize("lengths", ["512,x", "1", "0", "-4", "1.5", "", "64,,128"])
+def test_lengths_that_are_no_lengths_are_refused(lengths, tiny_llama_dir, tmp_path, coca_eval):
+    code, stdout, stderr = coca_eval("passkey", tiny_llama_dir, f"--lengths={lengths}", "--out", tmp_path / "out")
+    assert (code, stdout) == (2, "")
+    assert stderr == f"error: --lengths: got {lengths!r}, expected whole numbers above 1, as in 512,1024,2048\n"
+
+
+BAD = {
+    "no such directory": ({"model": "./nowhere"}, "no such directory"),
+    "no config": ({"model": "BOOKS"}, "got no config.json there"),
+    "unknown rope": ({"--rope": "ntk:4"}, "--rope: got 'ntk:4', expected default, linear:FACTOR"),
+    "no documents": ({"--data": "./nothing.txt"}, "./nothing.txt: got no such file"),
+    "short document": ({"--lengths": "215"}, "austen.txt: got a document of 210 tokens, expected at least 215"),
+    "short cut": ({"--max-tokens": "20"}, "--max-tokens: got 20, expected at least 32"),
+    "dtype": ({"--dtype": "int8"}, "--dtype: got 'int8'"),
+    "out is a file": ({"--out": "FILE"}, "got File exists, expected a directory or a free name"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(bad, tiny_llama_dir, books, tmp_path, coca_eval):
+    changes, message = BAD[bad]
+    options = {"model": tiny_llama_dir, "--data": books, "--lengths": "32", "--out": tmp_path / "out"} | changes
+    places = {"BOOKS": books, "FILE": books / "austen.txt"}
+    options = {key: places.get(value, value) for key, value in options.items()}
+    code, stdout, stderr = coca_eval(
+        "perplexity", options.pop("model"), *[part for item in options.items() for part in item]
+    )
+    assert (code, stdout) == (2, "")
+    assert stderr.startswith("error: ")
+    assert message in stderr
+    assert stderr.count("\n") == 1
+    assert not (tmp_path / "out" / "rows.jsonl").exists()
+
+
+def test_a_passkey_length_too_short_for_the_prompt_is_refused(tiny_llama_dir, tmp_path, coca_eval):
+    code, _, stderr = coca_eval("passkey", tiny_llama_dir, "--lengths", 100, "--out", tmp_path / "out")
+    assert code == 2
+    assert "expected at least 227 tokens: the passkey prompt without any filler" in stderr
+
+
+def test_a_report_of_nothing_is_refused(tmp_path, coca_eval):
+    code, _, stderr = coca_eval("report", tmp_path / "nowhere", "--out", tmp_path / "page")
+    assert code == 2
+    assert stderr.startswith(f"error: {tmp_path / 'nowhere'}: got no rows.jsonl there, expected the --out of coca-eval")

@@ -1,0 +1,187 @@
+import json
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from coca_hf.errors import CocaError
+from coca_hf.evaluate.load import Subject
+from coca_hf.evaluate.passkey import answers, check_lengths, make_case, passkey_rows
+from coca_hf.evaluate.rope import Rope
+from coca_hf.evaluate.rows import RowStore
+
+SHORTEST = 227  # bytes of the prompt without any filler
+FILLER_LEN = 90  # and of one more filler, with its line break
+DEFAULT = [Rope("default")]
+
+
+class Talker:
+    """What `generate` of a model does, with text given by `reply(prompt)`."""
+
+    def __init__(self, tokenizer, reply):
+        self.tokenizer, self.reply = tokenizer, reply
+        self.device, self.dtype = torch.device("cpu"), torch.float32
+        self.config = SimpleNamespace(model_type="talker")
+        self.config.get_text_config = lambda decoder: self.config
+        self.generation_config = SimpleNamespace(eos_token_id=tokenizer.eos_token_id)
+
+    def get_input_embeddings(self):
+        return nn.Embedding(len(self.tokenizer), 2)
+
+    def modules(self):
+        return []
+
+    def generate(self, input_ids, attention_mask, max_new_tokens, **options):
+        replies = []
+        for ids, mask in zip(input_ids, attention_mask, strict=True):
+            new = self.tokenizer(self.reply(self.tokenizer.decode(ids[mask.bool()])))["input_ids"][:max_new_tokens]
+            replies.append(new + [self.tokenizer.eos_token_id] * (max_new_tokens - len(new)))
+        return torch.cat([input_ids, torch.tensor(replies)], dim=1)
+
+
+def talker(tokenizer, reply):
+    return Subject(Talker(tokenizer, reply), tokenizer, "talker", "/talker", "0123")
+
+
+def read_key(prompt):
+    return "It is " + re.search(r"The passkey is (\d+)", prompt).group(1)
+
+
+def test_the_prompt_is_the_papers_word_for_word(tiny_tokenizer):
+    case = make_case(tiny_tokenizer, SHORTEST + 4 * FILLER_LEN + 2, seed=0, case_number=2)
+    before = round(case.depth * 4)
+    assert 0 < before < 4
+    filler = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+    expected = (
+        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz you "
+        "about the important information there.\n\n"
+        + "\n".join([filler] * before)
+        + f"\n\nThe passkey is {case.key}. Remeber it. {case.key} is the passkey.\n\n"
+        + "\n".join([filler] * (4 - before))
+        + "\n\nWhat is the passkey?"
+    )
+    assert tiny_tokenizer.decode(case.token_ids) == expected
+
+
+@pytest.mark.parametrize("length", [SHORTEST, 320, 321, 500, 1009])
+def test_prompts_fill_their_length_never_exceed_it_and_hold_the_key_at_the_stated_distance(length, tiny_tokenizer):
+    for number in range(12):
+        case = make_case(tiny_tokenizer, length, seed=5, case_number=number)
+        assert length - FILLER_LEN - 2 < len(case.token_ids) <= length
+        assert 10_000 <= case.key <= 99_999
+        passkey = f"The passkey is {case.key}. Remeber it. {case.key} is the passkey."
+        text = tiny_tokenizer.decode(case.token_ids)
+        assert text.count(passkey) == 1
+        assert tiny_tokenizer.decode(case.token_ids[-case.distance :]).startswith(passkey)
+        before, after = (part.count("The grass is green.") for part in text.split(passkey))
+        assert case.depth == (before / (before + after) if before + after else 0.0)
+
+
+def test_depths_are_spread_over_the_whole_prompt(tiny_tokenizer):
+    depths = [make_case(tiny_tokenizer, 760, 0, number).depth for number in range(200)]
+    shares = [sum(low <= depth < low + 0.25 for depth in depths) / 200 for low in (0.0, 0.25, 0.5, 0.75)]
+    assert {0.0, 1.0} < set(depths)
+    assert all(0.1 < share < 0.4 for share in shares)
+    assert sum(depths) / 200 == pytest.approx(0.5, abs=0.08)
+
+
+def test_a_case_depends_on_seed_length_and_number_only(tiny_tokenizer):
+    case = make_case(tiny_tokenizer, 500, 7, 3)
+    assert make_case(tiny_tokenizer, 500, 7, 3) == case
+    others = [(500, 7, 4), (500, 8, 3), (501, 7, 3)]
+    assert len({case.key, *(make_case(tiny_tokenizer, *other).key for other in others)}) == 4
+
+
+def test_a_model_that_copies_the_key_scores_one(tiny_tokenizer, tmp_path):
+    rows = passkey_rows(talker(tiny_tokenizer, read_key), [320, 700], DEFAULT, RowStore(tmp_path), 7, batch_size=3)
+    assert [(row["length"], row["value"], row["cases"]) for row in rows] == [(320, 1.0, 7), (700, 1.0, 7)]
+
+
+@pytest.mark.parametrize("text", ["12345", "The passkey is", ""])
+def test_a_constant_model_scores_zero(tiny_tokenizer, tmp_path, text):
+    (row,) = passkey_rows(talker(tiny_tokenizer, lambda prompt: text), [320], DEFAULT, RowStore(tmp_path), 9)
+    assert row["value"] == 0.0
+    assert row["error"] is None
+
+
+def test_a_key_that_comes_after_the_new_tokens_does_not_count(tiny_tokenizer, tmp_path):
+    late = talker(tiny_tokenizer, lambda prompt: "x" * 20 + read_key(prompt))
+    assert [row["value"] for row in passkey_rows(late, [320], DEFAULT, RowStore(tmp_path / "a"), 4, 20)] == [0.0]
+    assert [row["value"] for row in passkey_rows(late, [320], DEFAULT, RowStore(tmp_path / "b"), 4, 40)] == [1.0]
+
+
+def test_accuracy_is_the_share_of_correct_cases_and_each_has_a_record(tiny_tokenizer, tmp_path):
+    def even_only(prompt):
+        return read_key(prompt) if int(read_key(prompt)[-1]) % 2 == 0 else "no idea"
+
+    (row,) = passkey_rows(talker(tiny_tokenizer, even_only), [400], DEFAULT, RowStore(tmp_path), 20, 30, seed=2)
+    records = [json.loads(line) for line in (tmp_path / "passkey-cases.jsonl").read_text().splitlines()]
+    assert [record["case"] for record in records] == list(range(20))
+    assert all(record["correct"] == (record["key"] % 2 == 0) for record in records)
+    assert 0 < row["value"] < 1
+    assert row["value"] == sum(record["correct"] for record in records) / 20
+    first = make_case(tiny_tokenizer, 400, 2, 0)
+    assert (records[0]["key"], records[0]["depth"], records[0]["distance"]) == (first.key, first.depth, first.distance)
+    assert records[0]["length"] == 400
+
+
+@pytest.mark.parametrize("kind", ["llama", "coca"])
+def test_a_batch_gives_the_answers_of_single_cases(kind, request):
+    subject = request.getfixturevalue(kind)
+    subject.model.double()
+    lengths = (SHORTEST, 700, 325)  # cases that need much padding
+    cases = [make_case(subject.tokenizer, length, 0, number) for number, length in enumerate(lengths)]
+    together, _ = answers(subject, cases, 9, batch_size=3)
+    alone = [answers(subject, [case], 9)[0][0] for case in cases]
+    assert together == alone
+    assert len(set(alone)) == 3
+
+
+def test_decoding_is_greedy_whatever_the_checkpoint_prefers(llama):
+    cases = [make_case(llama.tokenizer, 320, 0, number) for number in range(2)]
+    greedy, _ = answers(llama, cases, 12)
+    llama.model.generation_config.update(do_sample=True, temperature=9.0, repetition_penalty=5.0, min_new_tokens=3)
+    assert answers(llama, cases, 12)[0] == greedy
+
+
+def test_rope_is_fixed_for_the_prompt_and_the_new_tokens(llama, tmp_path):
+    list(passkey_rows(llama, [400], [Rope("dynamic", 2.0)], RowStore(tmp_path), 1, 13))
+    stretch = 2.0 * (400 + 13) / 64 - 1
+    head_dim = llama.model.config.head_dim
+    base = 10000.0 * stretch ** (head_dim / (head_dim - 2))
+    torch.testing.assert_close(llama.model.model.rotary_emb.inv_freq[1].item(), base ** (-2 / head_dim))
+
+
+def test_a_length_too_short_for_the_prompt_is_refused_with_the_shortest_that_does(llama, tmp_path):
+    with pytest.raises(CocaError, match=f"--lengths: got {SHORTEST - 1}, expected at least {SHORTEST} tokens"):
+        list(passkey_rows(llama, [500, SHORTEST - 1], DEFAULT, RowStore(tmp_path), 3))
+    assert not (tmp_path / "rows.jsonl").exists()  # nothing was measured before the refusal
+    check_lengths(llama, [SHORTEST], 0, 3)
+
+
+def test_rows_already_there_are_not_measured_again(llama, tmp_path, monkeypatch):
+    first = list(passkey_rows(llama, [320], DEFAULT, RowStore(tmp_path), 2, 3))
+    monkeypatch.setattr(llama.model, "generate", None)
+    assert list(passkey_rows(llama, [320], DEFAULT, RowStore(tmp_path), 2, 3)) == first
+    assert len((tmp_path / "passkey-cases.jsonl").read_text().splitlines()) == 2
+    with pytest.raises(TypeError):
+        list(passkey_rows(llama, [320], DEFAULT, RowStore(tmp_path), 2, 4))
+
+
+def test_a_model_that_emits_nan_gets_a_row_that_says_so(llama, tmp_path):
+    nn.init.constant_(llama.model.lm_head.weight, math.nan)
+    (row,) = passkey_rows(llama, [320], DEFAULT, RowStore(tmp_path), 2, 3)
+    assert (row["value"], row["error"]) == (None, "the model's logits are NaN")
+
+
+def test_lengths_beyond_learned_positions_get_a_row_that_says_so_and_the_rest_goes_on(llama, tmp_path):
+    config = GPT2Config(vocab_size=259, n_embd=12, n_head=2, n_layer=1, n_positions=400, eos_token_id=2)
+    llama.model = GPT2LMHeadModel(config).eval()
+    long, short = passkey_rows(llama, [700, 320], DEFAULT, RowStore(tmp_path), 2, 3)
+    assert long["value"] is None
+    assert long["error"].startswith("the model failed on 700 + 3 tokens (IndexError")
+    assert short["value"] == 0.0
