@@ -141,7 +141,7 @@ class _Conversion:
             weights[letter] = self.source.read(f"{prefix}self_attn.{letter}_proj.weight")
             if self.config.attention_bias:
                 weights[f"{letter}_bias"] = self.source.read(f"{prefix}self_attn.{letter}_proj.bias")
-        scales = start_scales(layer, weights, self.config)
+        scales = start_scales(weights, self.config)
         if not (scales.isfinite().all() and (scales > 0).all()):
             raise CocaError(
                 f"{self.src}: layer {layer}: q_proj or k_proj is zero, infinite or NaN; expected a trained model"

@@ -34,22 +34,22 @@ def patch_(model: LlamaForCausalLM, constraint: str = "slack") -> CocaLlamaForCa
     coca.lm_head, coca.generation_config = model.lm_head, model.generation_config
     coca.model.embed_tokens, coca.model.norm = model.model.embed_tokens, model.model.norm
     coca.model.rotary_emb = CocaRotaryEmbedding(config).to(model.device)
-    for number, (layer, old) in enumerate(zip(coca.model.layers, model.model.layers, strict=True)):
+    for layer, old in zip(coca.model.layers, model.model.layers, strict=True):
         layer.mlp, layer.input_layernorm = old.mlp, old.input_layernorm
         layer.post_attention_layernorm = old.post_attention_layernorm
-        _take_attention(layer.self_attn, old, number)
+        _take_attention(layer.self_attn, old)
     coca.train(model.training)
     model.__class__, model.__dict__ = CocaLlamaForCausalLM, coca.__dict__
     return model
 
 
-def _take_attention(attention: Any, old_layer: Any, number: int) -> None:
+def _take_attention(attention: Any, old_layer: Any) -> None:
     old, config = old_layer.self_attn, attention.config
     attention.q_proj, attention.v_proj, attention.o_proj = old.q_proj, old.v_proj, old.o_proj
     weights = {"norm": old_layer.input_layernorm.weight, "q": old.q_proj.weight, "k": old.k_proj.weight}
     if config.attention_bias:
         weights |= {"q_bias": old.q_proj.bias, "k_bias": old.k_proj.bias}
-    scales = start_scales(number, {name: weight.cpu() for name, weight in weights.items()}, config)
+    scales = start_scales({name: weight.cpu() for name, weight in weights.items()}, config)
     for name, parameter in old.k_proj.named_parameters():
         start = start_t(parameter.cpu(), scales, config.num_key_value_heads).to(parameter.device)
         setattr(attention.t_proj, name, torch.nn.Parameter(start, requires_grad=parameter.requires_grad))

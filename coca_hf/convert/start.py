@@ -1,61 +1,57 @@
 """Where `W_T` starts: the key projection, folded to one row per rotary pair and scaled. Letters: `models/attention.py`.
 
 CoCA's scores are quadratic in the query, so a copied `W_K` gives them another size than the original's and saturates
-the softmax. `start_scales` measures both sizes on random inputs, without text and without the model, layer by layer.
+the softmax; zero, behind the ReLU, would never train. The scale follows from the weights alone. After the layer's norm
+an input is at most sqrt(hidden) long, so that with the norm's weight multiplied into the columns of W_Q and W_K
+
+    |original score| <= hidden * |W_Q| |W_K|                                      (|W|: spectral norm)
+    |CoCA score|     <= c * hidden^(3/2) * |W_Q|^2 max_j |row j of fold(W_K)|     (c: sqrt(2) slack, 1 strict)
+
+and the scale makes the second bound `HEADROOM` times the first, for every key/value head with its query heads.
 """
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import repeat_kv
 
-from coca_hf.models.attention import coca_key, coca_query, rotate
-from coca_hf.models.rotary import CocaRotaryEmbedding
-
-PROBES = 256
+HEADROOM = 3.0
 RULE = (
-    "W_T = scale * fold(W_K) per key/value head; fold: mean of the two rows of a rotary pair; scale: standard "
-    "deviation of the original's causal scores over that of the scores of fold(W_K), on "
-    f"{PROBES} inputs drawn from N(0, 1) (seed: the layer's number) times the layer's input norm weight, at positions "
-    f"0 to {PROBES - 1}"
+    "W_T = scale * fold(W_K) per key/value head; fold: mean of the two rows of a rotary pair; scale: makes the largest "
+    f"score that any input can give at most {HEADROOM:g} times what the original's was bounded by "
+    "(coca_hf/convert/start.py)"
 )
 
 
 def fold_pairs(projection: Tensor, num_key_value_heads: int) -> Tensor:
     """Mean over the two rows of every rotary pair: (g * d, ...) to (g * j, ...), in the dtype of the input.
 
-    Exact for the released code's full-width `t_proj`, which takes that mean after the projection (design, section 1).
+    Exact for the released code's full-width `t_proj`, which takes that mean after the projection.
     """
     pairs = projection.double().unflatten(0, (num_key_value_heads, 2, -1))
     return pairs.mean(1).flatten(0, 1).to(projection.dtype)
 
 
 @torch.no_grad()
-def start_scales(layer: int, weights: dict[str, Tensor], config: LlamaConfig) -> Tensor:
-    """The factor on `fold(W_K)` that gives each key/value head's scores the spread that the original's had, (g,).
+def start_scales(weights: dict[str, Tensor], config: LlamaConfig) -> Tensor:
+    """The factor on `fold(W_K)` of every key/value head, (g,), by the bounds at the top of this file.
 
     weights: of one layer: `norm` (hidden,), `q` (h * d, hidden), `k` (g * d, hidden), and `q_bias`, `k_bias` if any.
     """
-    d, g = config.head_dim, config.num_key_value_heads
-    groups = config.num_attention_heads // g
-    rope = CocaRotaryEmbedding(config)
-    cos, sin = (part[:, None] for part in rope(torch.empty(0), torch.arange(PROBES)[None]))  # (1, 1, m, j)
-    inputs = torch.randn(PROBES, config.hidden_size, generator=torch.Generator().manual_seed(layer))
-    inputs = inputs * weights["norm"].float()
+    g, norm = config.num_key_value_heads, weights["norm"].float()
 
     def heads(name: str) -> Tensor:
-        bias = weights.get(f"{name}_bias")
-        projected = torch.nn.functional.linear(inputs, weights[name].float(), None if bias is None else bias.float())
-        return projected.view(1, PROBES, -1, d).transpose(1, 2)  # (1, h or g, m, d)
+        columns = weights[name].float() * norm
+        if f"{name}_bias" in weights:  # a bias is one more column, for an input that is always 1
+            columns = torch.cat((columns, weights[f"{name}_bias"].float()[:, None]), dim=1)
+        return columns
 
-    q, k = heads("q"), heads("k")
-    t = k.unflatten(-1, (2, -1)).mean(-2).relu()
-    original = rotate(q, cos, sin) @ repeat_kv(rotate(k, cos, sin), groups).mT  # (1, h, m, n)
-    query = coca_query(q, cos, sin, config.coca_constraint)
-    coca = query @ repeat_kv(coca_key(t, cos, sin, config.coca_constraint), groups).mT
-    causal = torch.ones(PROBES, PROBES, dtype=torch.bool).tril()
-    spread = [scores.view(g, groups, PROBES, PROBES)[..., causal].flatten(1).std(-1) for scores in (original, coca)]
-    return spread[0] / spread[1]
+    q = heads("q").unflatten(0, (g, -1, config.head_dim))  # (g, groups, d, hidden)
+    k = heads("k")
+    q_norm = torch.linalg.matrix_norm(q, ord=2).amax(1)  # (g,)
+    k_norm = torch.linalg.matrix_norm(k.unflatten(0, (g, -1)), ord=2)
+    row_norm = fold_pairs(k, g).unflatten(0, (g, -1)).norm(dim=-1).amax(1)
+    c = 2**0.5 if config.coca_constraint == "slack" else 1.0
+    return HEADROOM * k_norm / (c * config.hidden_size**0.5 * q_norm * row_norm)
 
 
 def start_t(k: Tensor, scales: Tensor, num_key_value_heads: int) -> Tensor:

@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from coca_hf import CocaLlamaConfig, CocaLlamaForCausalLM, convert_checkpoint, patch_
-from coca_hf.convert.start import PROBES, fold_pairs, start_scales
-from coca_hf.models.attention import coca_key, coca_query, rotate
-from coca_hf.models.rotary import CocaRotaryEmbedding
+from coca_hf.convert.start import start_scales, start_t
+from coca_hf.models.attention import coca_key, coca_query
 from tests.conftest import TINY
 from tests.models.test_golden import GOLDEN
 
@@ -67,26 +66,47 @@ def test_every_weight_but_k_proj_is_carried_over_bit_for_bit(tiny_llama_dir, tin
 
 
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
-def test_start_gives_every_head_group_the_spread_of_the_original_scores(constraint):
+@pytest.mark.parametrize("bias", [False, True])
+def test_start_bounds_the_scores_by_three_times_the_originals_bound_and_comes_close_to_it(constraint, bias):
+    """The worst input is looked for by gradient ascent on the scores themselves: none exceeds the bound."""
     config = CocaLlamaConfig(**(TINY | {"coca_constraint": constraint}))
-    d, g, groups, layer = config.head_dim, 2, 3, 4
+    d, g, groups = config.head_dim, 2, 3
     generator = torch.Generator().manual_seed(9)
     weights = {name: torch.randn(rows, 48, generator=generator) for name, rows in (("q", 6 * d), ("k", g * d))}
     weights["norm"] = torch.rand(48, generator=generator) + 0.5
-    scales = start_scales(layer, weights, config)
-
-    x = torch.randn(PROBES, 48, generator=torch.Generator().manual_seed(layer)) * weights["norm"]
-    cos, sin = (part[:, None] for part in CocaRotaryEmbedding(config)(torch.empty(0), torch.arange(PROBES)[None]))
-    q = (x @ weights["q"].T).view(1, PROBES, 6, d).transpose(1, 2)
-    k = (x @ weights["k"].T).view(1, PROBES, g, d).transpose(1, 2)
-    t = (x @ fold_pairs(weights["k"], g).T).view(1, PROBES, g, d // 2).transpose(1, 2).relu()
-    causal = torch.ones(PROBES, PROBES).tril().bool()
+    if bias:
+        weights |= {
+            "q_bias": torch.randn(6 * d, generator=generator),
+            "k_bias": torch.randn(g * d, generator=generator),
+        }
+    w_t = start_t(weights["k"], start_scales(weights, config), g)
+    b_t = start_t(weights["k_bias"], start_scales(weights, config), g) if bias else torch.zeros(g * d // 2)
+    b_q = weights.get("q_bias", torch.zeros(6 * d))
     for head in range(g):
-        queries = slice(head * groups, (head + 1) * groups)
-        original = (rotate(q, cos, sin)[:, queries] @ rotate(k, cos, sin)[:, head : head + 1].mT)[..., causal]
-        key = coca_key(scales[head] * t, cos, sin, constraint)[:, head : head + 1]
-        coca = (coca_query(q, cos, sin, constraint)[:, queries] @ key.mT)[..., causal]
-        assert coca.std().item() == pytest.approx(original.std().item(), rel=1e-4)
+        rows, half = slice(head * d, (head + 1) * d), slice(head * d // 2, (head + 1) * d // 2)
+        query_heads = weights["q"].view(g, groups, d, 48)[head] * weights["norm"]
+        key = weights["k"][rows] * weights["norm"]
+        if bias:
+            query_heads = torch.cat((query_heads, b_q.view(g, groups, d, 1)[head]), dim=-1)
+            key = torch.cat((key, weights["k_bias"][rows, None]), dim=-1)
+        original = 48 * max(torch.linalg.matrix_norm(q, 2) for q in query_heads) * torch.linalg.matrix_norm(key, 2)
+        largest = 0.0
+        for group in range(groups):
+            x, angle = torch.randn(2, 64, 48, generator=generator), 6.3 * torch.rand(2, 64, d // 2, generator=generator)
+            x.requires_grad_(), angle.requires_grad_()
+            optimizer = torch.optim.Adam([x, angle], lr=0.1)
+            for _ in range(80):
+                unit = x * 48**0.5 / x.norm(dim=-1, keepdim=True) * weights["norm"]
+                query_rows = slice((head * groups + group) * d, (head * groups + group + 1) * d)
+                q = unit[0] @ weights["q"][query_rows].T + b_q[query_rows]
+                t = (unit[1] @ w_t[half].T + b_t[half]).relu()
+                query = coca_query(q, angle[0].cos(), angle[0].sin(), constraint)
+                scores = (query * coca_key(t, angle[1].cos(), angle[1].sin(), constraint)).sum(-1)
+                optimizer.zero_grad()
+                (-scores.sum()).backward()
+                optimizer.step()
+            largest = max(largest, scores.max().item())
+        assert 0.3 < largest / (3 * original) <= 1.0 + (0.05 if bias else 1e-4)
 
 
 def test_sharded_source_gives_the_same_model(tmp_path, tiny_llama_dir, tiny_coca_dir):
