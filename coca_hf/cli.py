@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers.utils.logging import set_verbosity_error
 
 from coca_hf.errors import CocaError
 
@@ -34,7 +35,7 @@ def evaluate() -> None:
 
 def _run(app: typer.Typer) -> None:
     """Run a command; bad input becomes one line on stderr and exit code 2."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    set_verbosity_error()
     try:
         app()
     except CocaError as error:
@@ -82,6 +83,41 @@ def _print_conversion(record: dict, dst: str) -> None:
     )
 
 
+@train_app.command()
+def train_command(
+    recipe: Annotated[Path, typer.Argument(help="A recipe: one YAML file. See recipes/.", show_default=False)],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="As in training.learning_rate=1e-4 stages.full.max_steps=10",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Where stages go; runs/<name of the recipe> by default.")] = None,
+    stage: Annotated[str | None, typer.Option(help="Run this one; the stage before it must be complete.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue what is in OUT.")] = False,
+) -> None:
+    """Train a CoCA checkpoint in the stages of a recipe, each from directory to directory."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from coca_hf.train.recipe import load_recipe
+    from coca_hf.train.stages import run_recipe
+
+    disable_progress_bar()  # of loading and saving; the training keeps its own
+    checked = load_recipe(recipe, settings or [])
+    directory = run_recipe(checked, out or Path("runs") / recipe.stem, stage, resume)
+    if os.environ.get("RANK", "0") == "0":
+        lengths = f"{checked.data.seq_len},{2 * checked.data.seq_len}"
+        Console().print(f"checkpoint: {directory}", soft_wrap=True, highlight=False)
+        Console().print(
+            f"next: coca-eval perplexity {directory} --data TEXT --lengths {lengths} --rope default,dynamic:2 "
+            f"--out {directory.parent / 'rows'}",
+            soft_wrap=True,
+            highlight=False,
+        )
+
+
 ModelArgument = Annotated[str, typer.Argument(help="A model directory, or a hub id as owner/name.", show_default=False)]
 LengthsOption = Annotated[str, typer.Option(help="Context lengths in tokens, with commas between them.")]
 OutOption = Annotated[Path, typer.Option(help="Directory for rows.jsonl; rows that are there are not made again.")]
@@ -111,7 +147,9 @@ def perplexity_command(
     max_tokens: Annotated[int | None, typer.Option(min=2, help="Cut every document to its first tokens.")] = None,
     column: Annotated[str, typer.Option(help="Where .jsonl, .parquet or a data set keeps the text.")] = "text",
     split: Annotated[str, typer.Option(help="Of a data set on the hub.")] = "test",
-    skip_short: Annotated[bool, typer.Option(help="Leave out, and name, documents shorter than a window.")] = False,
+    skip_short: Annotated[
+        bool, typer.Option("--skip-short", help="Leave out, and name, documents shorter than a window.")
+    ] = False,
     seed: SeedOption = 0,
     batch_size: BatchOption = 1,
     dtype: DtypeOption = "auto",
@@ -122,11 +160,11 @@ def perplexity_command(
     from coca_hf.evaluate.perplexity import perplexity_rows
     from coca_hf.evaluate.sample import draw_sample
 
-    subject, ropes = _subject_and_ropes(model, rope, wanted, dtype, name)
+    subject, ropes = _subject_and_ropes(model, rope, dtype, name)
     sample = draw_sample(
         subject,
         data,
-        max(wanted) + 1,
+        max(wanted),
         column=column,
         split=split,
         documents=documents,
@@ -136,6 +174,7 @@ def perplexity_command(
     )
     if sample.skipped:
         console.print(f"skipped {len(sample.skipped)} short documents: {', '.join(sample.skipped)}", style="yellow")
+    _warn_beyond_trained(subject, ropes, wanted)
     _make_rows(out, partial(perplexity_rows, subject, sample, wanted, stride, ropes, batch_size=batch_size))
 
 
@@ -156,7 +195,8 @@ def passkey_command(
     wanted = _lengths(lengths)
     from coca_hf.evaluate.passkey import passkey_rows
 
-    subject, ropes = _subject_and_ropes(model, rope, wanted, dtype, name)
+    subject, ropes = _subject_and_ropes(model, rope, dtype, name)
+    _warn_beyond_trained(subject, ropes, wanted, new_tokens)
     rows = partial(
         passkey_rows,
         subject,
@@ -188,18 +228,23 @@ def _lengths(text: str) -> list[int]:
     return list(dict.fromkeys(int(part) for part in parts))
 
 
-def _subject_and_ropes(model: str, rope: str, lengths: list[int], dtype: str, name: str | None):
+def _subject_and_ropes(model: str, rope: str, dtype: str, name: str | None):
     """Load the model, and say at once whether it takes the RoPE settings."""
     from coca_hf.evaluate.load import load_subject
-    from coca_hf.evaluate.rope import check_rope, parse_ropes, warn_beyond_trained
+    from coca_hf.evaluate.rope import check_rope, parse_ropes
 
     ropes = parse_ropes(rope)
     subject = load_subject(model, dtype, name)
     for setting in ropes:
         check_rope(subject.model, setting)
-    if warning := warn_beyond_trained(subject.model, ropes, lengths):
-        console.print(f"warning: {warning}", style="yellow", highlight=False)
     return subject, ropes
+
+
+def _warn_beyond_trained(subject, ropes: list, lengths: list[int], new_tokens: int = 0) -> None:
+    from coca_hf.evaluate.rope import warn_beyond_trained
+
+    if warning := warn_beyond_trained(subject.model, ropes, lengths, new_tokens):
+        console.print(f"warning: {warning}", style="yellow", highlight=False)
 
 
 def _make_rows(out: Path, rows_of: Callable) -> None:

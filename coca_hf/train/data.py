@@ -1,0 +1,109 @@
+"""The training stream: documents from weighted sources, tokenised and packed into blocks of `seq_len` tokens.
+
+The stream is one infinite sequence of blocks, fixed by the sources, the tokenizer, `seq_len` and the seed. It does not
+depend on the number of processes: accelerate reads an IterableDataset in process 0 and deals each global batch out.
+"""
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+from transformers import PreTrainedTokenizerBase
+
+from coca_hf.documents import read_documents
+from coca_hf.errors import CocaError
+from coca_hf.train.recipe import Source
+
+SHUFFLE_BLOCKS = 1000  # blocks of a source that wait to be drawn: 16 MB at 2048 tokens
+
+
+class PackedBlocks(IterableDataset):
+    """Blocks `start_block`, `start_block + 1`, … of the stream, as `{"input_ids": (seq_len,), "labels": (seq_len,)}`.
+
+    Both are int64 and hold the same tokens; the model shifts the labels. Within a source, every document is tokenised
+    with the tokenizer's own special tokens and ended with its eos token, the documents follow one another without
+    padding, and the blocks are drawn from a buffer of `SHUFFLE_BLOCKS`. A source that is exhausted starts again, in
+    another order, after every one of its blocks was drawn; the tokens after its last whole block are left out. The
+    source of each block is drawn in proportion to `weight`, so that weights are shares of tokens. The stream
+    does not end, and a later start costs the tokenising of everything before it.
+
+    Raises CocaError, while iterating, for a source that cannot be read or has no whole block, and on construction for a
+    tokenizer without an eos token.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        tokenizer: PreTrainedTokenizerBase,
+        seq_len: int,
+        seed: int = 0,
+        start_block: int = 0,
+    ):
+        if tokenizer.eos_token_id is None:
+            raise CocaError(f"{tokenizer.name_or_path}: the tokenizer has no eos token, expected one to end documents")
+        self.sources = list(sources)
+        self.tokenizer = tokenizer
+        self.seq_len = seq_len
+        self.seed = seed
+        self.start_block = start_block
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        worker = get_worker_info()
+        assert worker is None or worker.num_workers == 1, "several workers would each read the whole stream"
+        for block in itertools.islice(self._mixed(), self.start_block, None):
+            yield {"input_ids": block.clone(), "labels": block.clone()}
+
+    def check(self) -> None:
+        """Read the first block of every source, to find now what would otherwise stop the training later."""
+        for source in self.sources:
+            if next(self._packed(source), None) is None:
+                raise self._too_short(source)
+
+    def _too_short(self, source: Source) -> CocaError:
+        return CocaError(
+            f"{source.path}: got fewer than {self.seq_len} tokens in all its documents together, expected a block or "
+            f"more; add text or lower data.seq_len"
+        )
+
+    def _mixed(self) -> Iterator[Tensor]:
+        draw = random.Random(f"{self.seed} sources")
+        streams = [self._repeated(number) for number in range(len(self.sources))]
+        weights = [source.weight for source in self.sources]
+        while True:
+            yield next(draw.choices(streams, weights)[0])
+
+    def _repeated(self, number: int) -> Iterator[Tensor]:
+        for pass_number in itertools.count():
+            draw = random.Random(f"{self.seed} source {number} pass {pass_number}")
+            block = None
+            for block in _shuffled(self._packed(self.sources[number]), draw):
+                yield block
+            if block is None:
+                raise self._too_short(self.sources[number])
+
+    def _packed(self, source: Source) -> Iterator[Tensor]:
+        rest = torch.empty(0, dtype=torch.int64)
+        for document in read_documents(source.path, source.column, source.split):
+            tokens = torch.cat((rest, torch.tensor(self._tokens(document.text))))
+            whole = len(tokens) // self.seq_len * self.seq_len
+            yield from tokens[:whole].view(-1, self.seq_len)
+            rest = tokens[whole:]
+
+    def _tokens(self, text: str) -> list[int]:
+        tokens = self.tokenizer(text, verbose=False)["input_ids"]
+        eos = self.tokenizer.eos_token_id
+        return tokens if tokens[-1:] == [eos] else [*tokens, eos]
+
+
+def _shuffled(blocks: Iterator[Tensor], draw: random.Random) -> Iterator[Tensor]:
+    """Every block once, drawn from a buffer of `SHUFFLE_BLOCKS` that is refilled in order."""
+    buffer = list(itertools.islice(blocks, SHUFFLE_BLOCKS))
+    for block in blocks:
+        place = draw.randrange(len(buffer))
+        yield buffer[place]
+        buffer[place] = block
+    draw.shuffle(buffer)
+    yield from buffer

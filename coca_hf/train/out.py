@@ -1,0 +1,148 @@
+"""What a run of a recipe keeps on disk, and when it may go on.
+
+    OUT/recipe.yaml           the recipe, overrides and defaults filled in; can be run again as it is
+    OUT/1-k/                  a stage: with training.json in it, a complete checkpoint that loads alone
+    OUT/1-k/log.jsonl         step, loss, learning_rate, grad_norm, tokens_seen, seconds; a line per logging interval
+    OUT/1-k/trainer/          checkpoint-N, to resume from; they are deleted when the stage is complete
+    OUT/2-qkv/ …
+
+Files and directories named `partial` are being written; a run that is killed leaves them, and the next one drops them.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors import SafetensorError
+from transformers import TrainingArguments
+
+from coca_hf.errors import CocaError
+from coca_hf.train.recipe import Recipe, Stage
+
+RECORD = "training.json"
+RECIPE = "recipe.yaml"
+PARTIAL = "partial"
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """A stage of a recipe with its place on disk. `base` is the model it starts from: the stage `before`, if any."""
+
+    stage: Stage
+    base: str
+    before: "StageRun | None"
+    directory: Path
+    arguments: TrainingArguments
+
+    @property
+    def trainer_dir(self) -> Path:
+        return self.directory / "trainer"
+
+    @property
+    def is_complete(self) -> bool:
+        return (self.directory / RECORD).exists()
+
+    @property
+    def start_block(self) -> int:
+        """The first block of the stream that no earlier stage has seen."""
+        return json.loads((self.before.directory / RECORD).read_text())["end_block"] if self.before else 0
+
+    @property
+    def global_batch(self) -> int:
+        """Blocks that one optimizer step takes, over all processes."""
+        arguments = self.arguments
+        return arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+
+
+def check_out(recipe: Recipe, out_dir: Path, resume: bool) -> None:
+    """Refuse a directory that this recipe must not write to.
+
+    Raises CocaError for a file, for a directory that is not empty without `resume`, and with it for one that coca-train
+    did not make, or made by another recipe (naming what differs).
+    """
+    if out_dir.exists() and not out_dir.is_dir():
+        raise CocaError(f"{out_dir}: got a file, expected a directory or nothing; choose another --out")
+    if not _is_used(out_dir):
+        return
+    if not resume:
+        raise CocaError(f"{out_dir}: not empty; continue what is there with --resume, or choose another --out")
+    if not (out_dir / RECIPE).exists():
+        raise CocaError(f"{out_dir}: got a directory without {RECIPE}, expected one that coca-train made")
+    before = _flat(yaml.safe_load((out_dir / RECIPE).read_text(encoding="utf-8")))
+    now = _flat(recipe.to_dict())
+    changes = [
+        f"{key} was {before.get(key, 'absent')}, now {now.get(key, 'absent')}"
+        for key in dict.fromkeys([*before, *now])
+        if before.get(key) != now.get(key)
+    ]
+    if changes:
+        raise CocaError(
+            f"{out_dir}: cannot --resume with another recipe: {'; '.join(changes)}; give the one it was started with "
+            f"({out_dir / RECIPE}), or choose another --out"
+        )
+
+
+def check_before(run: StageRun) -> None:
+    """Raises CocaError where the stage that `run` starts from is not complete."""
+    if run.before and not run.before.is_complete:
+        raise CocaError(
+            f"--stage {run.stage.name}: starts from {run.before.directory}, which is not complete; "
+            f"run --stage {run.before.stage.name} first"
+        )
+
+
+def open_out(recipe: Recipe, out_dir: Path) -> None:
+    """Make the directory, with its recipe in it, unless it is there. Raises CocaError where it cannot be written."""
+    if not _is_used(out_dir):
+        with saving_to(out_dir):
+            out_dir.mkdir(parents=True, exist_ok=True)
+            write_whole(out_dir / RECIPE, yaml.safe_dump(recipe.to_dict(), sort_keys=False))
+
+
+def last_checkpoint(trainer_dir: Path) -> Path | None:
+    """The newest `checkpoint-N` of a stage, or None. All of them are whole: they get their name when they are."""
+    return max(trainer_dir.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), default=None)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader, and a run that is killed, finds the old one or the new one."""
+    partial = path.with_name(f"{path.name}.{PARTIAL}")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+@contextmanager
+def saving_to(directory: Path) -> Iterator[None]:
+    """Turn what a full or read-only disk makes torch, safetensors and Python raise into one line: a CocaError."""
+    try:
+        yield
+    except CocaError:
+        raise
+    except (OSError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise CocaError(
+            f"{directory}: cannot be written: {reason}; what was saved before is untouched: make room, then continue "
+            f"with --resume"
+        ) from error
+
+
+def _is_used(out_dir: Path) -> bool:
+    return out_dir.is_dir() and any(path.suffix != f".{PARTIAL}" for path in out_dir.iterdir())
+
+
+def _flat(tree: Any, path: str = "") -> dict[str, Any]:
+    """A tree's values by their dotted paths, stages by name: what two recipes are compared by."""
+    if isinstance(tree, dict):
+        items = {str(key): value for key, value in tree.items()}
+    elif isinstance(tree, list) and tree and isinstance(tree[0], dict):
+        items = {str(item.get("name", number)): item for number, item in enumerate(tree)}
+    else:
+        return {path: tree}
+    return {
+        key: value for name, item in items.items() for key, value in _flat(item, f"{path}.{name}".strip(".")).items()
+    }

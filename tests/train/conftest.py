@@ -1,0 +1,71 @@
+"""A recipe that trains the tiny CoCA model in three stages, in about a second, and its unbroken run."""
+
+import random
+from pathlib import Path
+
+import pytest
+import yaml
+
+from coca_hf.train.recipe import load_recipe
+from coca_hf.train.stages import run_recipe
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory) -> Path:
+    """`words/*.txt` (5 documents) and `digits.jsonl` (7 rows, column `code`), told apart by their letters."""
+    draw = random.Random(0)
+    directory = tmp_path_factory.mktemp("texts")
+    (directory / "words").mkdir()
+    for number in range(5):
+        text = " ".join("".join(draw.choices("abcdefgh", k=4)) for _ in range(60 + 11 * number))
+        (directory / "words" / f"{number}.txt").write_text(text)
+    rows = ["".join(draw.choices("0123456789", k=130 + 17 * number)) for number in range(7)]
+    (directory / "digits.jsonl").write_text("".join(f'{{"code": "{row}"}}\n' for row in rows))
+    return directory
+
+
+def make_recipe_tree(model: Path, texts: Path) -> dict:
+    return {
+        "model": str(model),
+        "data": {
+            "seq_len": 20,
+            "sources": [
+                {"path": str(texts / "words/*.txt"), "weight": 3},
+                {"path": str(texts / "digits.jsonl"), "weight": 1, "column": "code"},
+            ],
+        },
+        "training": {
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+            "save_steps": 2,
+        },
+        "stages": [
+            {"name": "k", "train": ["t_proj"], "max_steps": 3},
+            {"name": "qkv", "train": ["q_proj", "t_proj", "v_proj"], "max_steps": 5, "logging_steps": 3},
+            {"name": "full", "train": "all", "max_steps": 4, "learning_rate": 5e-4},
+        ],
+    }
+
+
+@pytest.fixture
+def recipe_tree(tiny_coca_dir, texts) -> dict:
+    return make_recipe_tree(tiny_coca_dir, texts)
+
+
+@pytest.fixture
+def recipe_path(recipe_tree, tmp_path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe_tree, sort_keys=False))
+    return path
+
+
+@pytest.fixture(scope="session")
+def unbroken(tiny_coca_dir, texts, tmp_path_factory) -> Path:
+    """OUT of the recipe, run in one go."""
+    directory = tmp_path_factory.mktemp("unbroken")
+    (directory / "recipe.yaml").write_text(yaml.safe_dump(make_recipe_tree(tiny_coca_dir, texts)))
+    run_recipe(load_recipe(directory / "recipe.yaml"), directory / "out")
+    return directory / "out"

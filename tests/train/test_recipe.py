@@ -1,0 +1,139 @@
+"""What a recipe may say, and what is said to someone who wrote something else."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from coca_hf import CocaError, cli
+from coca_hf.train.recipe import load_recipe
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))
+
+
+def test_there_are_recipes():
+    assert {"quickstart.yaml", "three-stage.yaml"} <= {path.name for path in RECIPES}
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if "accelerate" not in path.parts], ids=lambda p: p.name)
+def test_every_recipe_loads_and_says_what_to_expect(path):
+    assert len(load_recipe(path).stages) >= 1
+    header = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    for label in ("Reproduces", "Command", "Cost", "Expect"):
+        assert any(line.startswith(f"# {label}") for line in header), f"{path} does not say: {label}"
+
+
+def test_a_stage_overrides_the_shared_training_options(recipe_path):
+    recipe = load_recipe(recipe_path)
+    rates = [recipe.options(stage)["learning_rate"] for stage in recipe.stages]
+    assert rates == [1e-3, 1e-3, 5e-4]
+
+
+def test_numbers_without_a_dot_are_numbers_at_every_depth(recipe_tree, tmp_path):
+    text = yaml.safe_dump(recipe_tree).replace("learning_rate: 0.0005", "learning_rate: 5e-4")
+    text = text.replace("training:", "training:\n  lr_scheduler_kwargs: {start_lr: 1e-7, end_lr: '1e-5'}", 1)
+    (tmp_path / "r.yaml").write_text(text)
+    recipe = load_recipe(tmp_path / "r.yaml")
+    assert recipe.options(recipe.stages[2])["learning_rate"] == 5e-4
+    assert recipe.training["lr_scheduler_kwargs"]["start_lr"] == 1e-7
+
+
+def test_overrides_reach_stages_by_name_and_sources_by_number(recipe_path):
+    settings = [
+        "training.learning_rate=2e-4",
+        "data.seq_len=32",
+        "data.sources.1.weight=7",
+        "stages.full.max_steps=10",
+        "stages.k.train=[k_proj, o_proj]",
+        "training.lr_scheduler_kwargs.end_lr=1e-6",
+        "model=elsewhere",
+    ]
+    recipe = load_recipe(recipe_path, settings)
+    assert recipe.training["learning_rate"] == 2e-4
+    assert (recipe.data.seq_len, recipe.data.sources[1].weight, recipe.model) == (32, 7, "elsewhere")
+    assert recipe.options(recipe.stages[2])["max_steps"] == 10
+    assert recipe.stages[0].train == ["k_proj", "o_proj"]
+    assert recipe.training["lr_scheduler_kwargs"] == {"end_lr": 1e-6}
+
+
+def test_a_recipe_written_out_is_the_same_recipe(recipe_path, tmp_path):
+    recipe = load_recipe(recipe_path, ["training.lr_scheduler_kwargs.start_lr=1e-7", "training.save_strategy=steps"])
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump(recipe.to_dict()))
+    assert load_recipe(tmp_path / "again.yaml") == recipe
+
+
+BAD_SETTINGS = {
+    "modle=x": "unknown key 'modle'; nearest: model",
+    "data.seqlen=3": "data: unknown key 'seqlen'; nearest: seq_len",
+    "data.sources.1.colum=code": "data.sources.1: unknown key 'colum'; nearest: column",
+    "training.learning_rat=1": "training: unknown key 'learning_rat'; nearest: learning_rate",
+    "stages.qkv.max_step=1": "stages.qkv: unknown key 'max_step'; nearest: max_steps",
+    "stages.qkv.trian=all": "stages.qkv: unknown key 'trian'; nearest: train",
+    "training.lr_scheduler_kwargs.end_rl=1": "unknown key 'end_rl'; nearest: end_lr",
+    "stages.ful.max_steps=1": "got 'ful', expected one of k, qkv, full; nearest: full",
+    "data.sources.2.weight=1": "got '2', expected one of 0, 1; nearest",
+    "model.name=x": "the path goes through",
+    "verbose": "expected key=value",
+    "training.learning_rate=fast": "learning_rate: got 'fast', expected float",
+    "training.learning_rate=true": "learning_rate: got True, expected float",
+    "training.max_steps=1.5": "max_steps: got 1.5, expected int",
+    "training.bf16=perhaps": "bf16: got 'perhaps', expected bool",
+    "data.seq_len=long": "data.seq_len: got 'long', expected a valid integer",
+    "data.sources.0.weight=0": "data.sources.0.weight: got 0, expected greater than 0",
+    "data.sources=[]": "data.sources: got [], expected",
+    "training=fast": "training: got 'fast', expected a mapping",
+    "training.bf16=[": "line 1: not YAML",
+    "training.output_dir=x": "'output_dir' is not a recipe's to set: results lie in OUT",
+    "stages.k.resume_from_checkpoint=x": "continue a run with --resume",
+    "training.eval_steps=5": "evaluate the result with coca-eval",
+    "training.num_train_epochs=2": "give max_steps",
+    "training.save_strategy=epoch": "there are no epochs",
+    "training.dataloader_num_workers=4": "expected 0 or 1",
+    "stages.k.max_steps=0": "stages.k: got max_steps 0, expected a number above 0",
+    "stages.k.name=full": "got two of the name 'full'",
+    "stages.k.name=a/b": "stages.a/b.name: got 'a/b'",
+    "stages.k.train=[]": "stages.k.train: got [], expected all or a list of module names",
+    "stages.k.train=most": "stages.k.train: got 'most', expected all or a list of module names",
+}
+
+
+@pytest.mark.parametrize(("setting", "message"), BAD_SETTINGS.items(), ids=BAD_SETTINGS)
+def test_a_bad_setting_is_one_clear_line(recipe_path, setting, message):
+    with pytest.raises(CocaError) as caught:
+        load_recipe(recipe_path, [setting])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+BAD_FILES = {
+    "[1, 2]": "got list, expected a recipe",
+    "model: [": "line 1: not YAML",
+    "model: a\nmodel: b\n": "the key 'model' stands twice",
+    "model: a\n": "data: missing",
+    "{model: a, data: {seq_len: 8, sources: [{path: x, weight: 1}]}, stages: [{name: k, train: all}]}": "above 0",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_FILES.items(), ids=BAD_FILES.values())
+def test_a_file_that_is_no_recipe_is_one_clear_line(tmp_path, text, message):
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(CocaError, match=r"r\.yaml") as caught:
+        load_recipe(tmp_path / "r.yaml")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_recipe_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(CocaError, match=r"none\.yaml: cannot be read as a recipe: No such file"):
+        load_recipe(tmp_path / "none.yaml")
+
+
+def test_a_typo_ends_the_command_with_code_2_and_makes_nothing(recipe_path, tmp_path, monkeypatch, capsys):
+    arguments = [str(recipe_path), "--out", str(tmp_path / "out"), "training.learning_rat=1"]
+    monkeypatch.setattr(sys, "argv", ["coca-train", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        cli.train()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,181 @@
+"""Runs that are killed, meet a full disk or learn nonsense: nothing is lost, and they go on as if unbroken."""
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Trainer
+
+from coca_hf import CocaError
+from coca_hf.train.out import last_checkpoint
+from coca_hf.train.recipe import load_recipe
+from coca_hf.train.stages import run_recipe
+
+STAGES = ["1-k", "2-qkv", "3-full"]
+
+# Each kills its own process, as `kill -9` would, at a moment of stage qkv. Stage k takes 3 steps, qkv 5.
+KILLED = {
+    "in step 4": """
+from coca_hf.train.trainer import StageTrainer
+plain, calls = StageTrainer.training_step, []
+def step(*args):
+    calls.append(1)
+    if len(calls) == 3 + 4:
+        die()
+    return plain(*args)
+StageTrainer.training_step = step
+""",
+    "with checkpoint-4 half written": """
+import pathlib, torch
+plain = torch.save
+def save(thing, path, *args, **kwargs):
+    plain(thing, path, *args, **kwargs)
+    if str(path).endswith("2-qkv/trainer/partial/checkpoint-4/optimizer.pt"):
+        content = pathlib.Path(path).read_bytes()
+        pathlib.Path(path).write_bytes(content[: len(content) // 2])
+        die()
+torch.save = save
+""",
+    "with the result half moved": """
+plain = os.replace
+def replace(source, target):
+    plain(source, target)
+    if str(target).endswith("2-qkv/model.safetensors"):
+        die()
+os.replace = replace
+""",
+    "with the record written and checkpoints not cleared": """
+plain = os.replace
+def replace(source, target):
+    plain(source, target)
+    if str(target).endswith("2-qkv/training.json"):
+        die()
+os.replace = replace
+""",
+}
+DIE = "import os, signal, sys\ndef die():\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+RUN = "\nfrom coca_hf.cli import train\ntrain()\n"
+
+
+def losses(out: Path) -> list[dict]:
+    """Every line of every stage's log, without the time."""
+    lines = [json.loads(line) for stage in STAGES for line in (out / stage / "log.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+
+def assert_same_run(out: Path, unbroken: Path) -> None:
+    assert losses(out) == losses(unbroken)
+    for stage in STAGES:
+        ours, theirs = (load_file(run / stage / "model.safetensors") for run in (out, unbroken))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        records = [json.loads((run / stage / "training.json").read_text()) for run in (out, unbroken)]
+        for key in ("loss_history", "start_block", "end_block", "tokens_seen"):
+            assert records[0][key] == records[1][key]
+    assert not list(out.glob("**/checkpoint-*")) + list(out.glob("**/*partial*"))
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("moment", KILLED)
+def test_a_killed_run_resumes_to_the_same_bits(recipe_path, unbroken, tmp_path, moment):
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", DIE + KILLED[moment] + RUN, str(recipe_path), "--out", str(out)]
+    killed = subprocess.run(command, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert (out / "1-k/training.json").exists()
+    assert (out / "2-qkv/training.json").exists() == (moment.startswith("with the record"))
+    run_recipe(load_recipe(recipe_path), out, resume=True)
+    assert_same_run(out, unbroken)
+
+
+@pytest.mark.real
+def test_a_half_written_checkpoint_is_never_chosen(recipe_path, tmp_path, capsys):
+    out = tmp_path / "out"
+    code = DIE + KILLED["with checkpoint-4 half written"] + RUN
+    subprocess.run([sys.executable, "-c", code, str(recipe_path), "--out", str(out)], capture_output=True)
+    trainer = out / "2-qkv/trainer"
+    assert (trainer / "partial/checkpoint-4/model.safetensors").exists()
+    assert last_checkpoint(trainer) == trainer / "checkpoint-2"
+    run_recipe(load_recipe(recipe_path), out, resume=True)
+    assert "continues after step 2" in capsys.readouterr().out
+
+
+def test_log_lines_of_steps_that_are_done_again_are_dropped(recipe_path, unbroken, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    monkeypatch.setattr("coca_hf.train.stages._complete", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(load_recipe(recipe_path), out)
+    monkeypatch.undo()
+    with (out / "1-k/log.jsonl").open("a") as log:
+        log.write('{"step": 99, "loss": 1.0}\n{"step": 100, "lo')
+    run_recipe(load_recipe(recipe_path), out, resume=True)
+    assert_same_run(out, unbroken)
+
+
+def interrupt(*args):
+    raise KeyboardInterrupt
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(recipe_path, unbroken, tmp_path):
+    out = tmp_path / "out"
+    message = r"1-k/trainer: cannot be written: .*; what was saved before"
+    with no_file_above(200_000), pytest.raises(CocaError, match=message) as caught:  # the model has 311 kB
+        run_recipe(load_recipe(recipe_path), out)
+    assert "\n" not in str(caught.value)
+    assert last_checkpoint(out / "1-k/trainer") is None
+    run_recipe(load_recipe(recipe_path), out, resume=True)
+    assert_same_run(out, unbroken)
+
+
+def test_a_disk_that_is_full_at_the_end_of_a_stage_keeps_its_last_checkpoint(
+    recipe_path, unbroken, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    monkeypatch.setattr("coca_hf.train.stages.StageTrainer.save_model", save_result_on_a_full_disk)
+    with pytest.raises(CocaError, match=r"1-k: cannot be written: .*File too large"):
+        run_recipe(load_recipe(recipe_path), out)
+    monkeypatch.undo()
+    assert last_checkpoint(out / "1-k/trainer").name == "checkpoint-3"
+    assert not (out / "1-k/training.json").exists()
+    run_recipe(load_recipe(recipe_path), out, resume=True)
+    assert_same_run(out, unbroken)
+
+
+def save_result_on_a_full_disk(self, output_dir=None, _internal_call=False):
+    with no_file_above(200_000 if output_dir.endswith("1-k/partial") else 10**9):
+        Trainer.save_model(self, output_dir, _internal_call)
+
+
+@contextmanager
+def no_file_above(size: int):
+    """Let no file grow beyond so many bytes: to those who write, a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_last_checkpoint(recipe_path, tmp_path):
+    out = tmp_path / "out"
+    settings = ["stages.qkv.learning_rate=1e30", "training.save_steps=1"]
+    with pytest.raises(CocaError, match=r"2-qkv/trainer: the loss of step 2 is nan; .* lower learning_rate"):
+        run_recipe(load_recipe(recipe_path, settings), out)
+    assert (out / "1-k/training.json").exists()
+    assert last_checkpoint(out / "2-qkv/trainer").name == "checkpoint-1"
+    assert not (out / "2-qkv/training.json").exists()
+
+
+def test_an_empty_directory_resumes_to_a_fresh_run(recipe_path, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/recipe.yaml.partial").write_text("model: half writ")  # killed while it wrote its first file
+    result = run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="k", resume=True)
+    assert (result / "training.json").exists()
+    assert load_recipe(tmp_path / "out/recipe.yaml") == load_recipe(recipe_path)

@@ -1,0 +1,63 @@
+"""The learning rate of every step against the closed form."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+from coca_hf.train.recipe import load_recipe
+from coca_hf.train.stages import run_recipe
+from coca_hf.train.trainer import StageTrainer
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def rates_of(options: dict, tmp_path) -> list[float]:
+    """The rate that the trainer's schedule gives to each of `max_steps` steps, and the one after."""
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=6, num_hidden_layers=1, num_attention_heads=2)
+    )
+    trainer = StageTrainer(model, TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **options))
+    trainer.create_optimizer_and_scheduler(options["max_steps"])
+    rates = []
+    for _ in range(options["max_steps"] + 1):
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+    return rates
+
+
+def test_the_papers_recipe_warms_up_over_one_percent_and_decays_linearly(tmp_path):
+    recipe = load_recipe(RECIPES / "llama-7b/three-stage.yaml")
+    for stage in recipe.stages:
+        options = recipe.options(stage)
+        assert (options["max_steps"], options["learning_rate"]) == (15000, 1e-4)
+        assert (options["adam_beta1"], options["adam_beta2"]) == (0.9, 0.95)
+    schedule = {key: options[key] for key in ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs")}
+    rates = rates_of({**schedule, "warmup_steps": options["warmup_steps"], "max_steps": 15000}, tmp_path)
+    expected = np.interp(np.arange(15001), [0, 150, 15000], [1e-7, 1e-4, 1e-5])
+    np.testing.assert_allclose(rates, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("bounds", [{"start_lr": 3e-4}, {"end_lr": 2e-4}], ids=["start", "end"])
+def test_a_bound_that_is_not_given_is_zero(bounds, tmp_path):
+    options = {"learning_rate": 1e-3, "warmup_steps": 4, "max_steps": 11, "lr_scheduler_kwargs": bounds}
+    points = [bounds.get("start_lr", 0.0), 1e-3, bounds.get("end_lr", 0.0)]
+    np.testing.assert_allclose(rates_of(options, tmp_path), np.interp(np.arange(12), [0, 4, 11], points), atol=1e-12)
+
+
+def test_without_bounds_a_schedule_is_hugging_faces(tmp_path):
+    options = {"learning_rate": 1e-3, "warmup_steps": 3, "max_steps": 9, "lr_scheduler_type": "cosine"}
+    steps = np.arange(10)
+    cosine = 0.5 * (1 + np.cos(np.pi * (steps - 3) / 6))
+    np.testing.assert_allclose(rates_of(options, tmp_path), 1e-3 * np.where(steps < 3, steps / 3, cosine), atol=1e-12)
+
+
+def test_a_run_logs_the_rates_of_the_schedule(recipe_path, tmp_path):
+    settings = ["training.lr_scheduler_kwargs={start_lr: 1e-5, end_lr: 1e-4}", "training.warmup_steps=2"]
+    run_recipe(load_recipe(recipe_path, [*settings, "stages.k.max_steps=7"]), tmp_path / "out", stage="k")
+    lines = (tmp_path / "out/1-k/log.jsonl").read_text().splitlines()
+    rates = [json.loads(line)["learning_rate"] for line in lines]
+    np.testing.assert_allclose(rates, np.interp(range(7), [0, 2, 7], [1e-5, 1e-3, 1e-4]), rtol=1e-9)

@@ -1,0 +1,239 @@
+"""What a stage changes, what it leaves behind, and what it refuses before it writes anything."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from coca_hf import CocaError, cli
+from coca_hf.train.recipe import load_recipe
+from coca_hf.train.stages import run_recipe
+
+STAGES = ["1-k", "2-qkv", "3-full"]
+
+
+def weights(directory) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def record(directory) -> dict:
+    return json.loads((directory / "training.json").read_text())
+
+
+def files(directory) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "parts"),
+    [(None, "1-k", ["t_proj"]), ("1-k", "2-qkv", ["q_proj", "t_proj", "v_proj"]), ("2-qkv", "3-full", [""])],
+)
+def test_a_stage_changes_the_parameters_it_names_and_no_other_bit(unbroken, tiny_coca_dir, before, after, parts):
+    old, new = weights(unbroken / before if before else tiny_coca_dir), weights(unbroken / after)
+    assert old.keys() == new.keys()
+    changed = {name for name in old if not torch.equal(old[name].float(), new[name])}
+    assert changed == {name for name in old if any(part in name for part in parts)}
+
+
+def test_the_fraction_that_learns_is_printed_and_recorded(recipe_path, tmp_path, capsys):
+    run_recipe(load_recipe(recipe_path), tmp_path / "out")
+    # 3 layers, hidden 48, 6 heads and 2 key/value heads of 8; MLP 80; vocabulary 259, embeddings not tied
+    of_t, of_q, of_v = 3 * 48 * 2 * 4, 3 * 48 * 6 * 8, 3 * 48 * 2 * 8
+    total = of_t + 2 * of_q + of_v + 3 * 3 * 48 * 80 + 7 * 48 + 2 * 259 * 48
+    printed = capsys.readouterr().out
+    trained = [of_t, of_t + of_q + of_v, total]
+    for stage, count, steps in zip(STAGES, trained, (3, 5, 4), strict=True):
+        parameters = record(tmp_path / "out" / stage)["parameters"]
+        assert parameters == {"trained": count, "total": total, "fraction": count / total}
+        share = f"trains {count:,} of {total:,} parameters ({count / total:.1%})"
+        assert f"{stage}: {share} for {steps} steps, {steps * 4 * 20:,} tokens" in printed
+
+
+def test_stages_take_up_the_stream_where_the_one_before_ended(unbroken):
+    places = [(record(unbroken / stage)["start_block"], record(unbroken / stage)["end_block"]) for stage in STAGES]
+    assert places == [(0, 12), (12, 32), (32, 48)]
+    assert [record(unbroken / stage)["tokens_seen"] for stage in STAGES] == [12 * 20, 32 * 20, 48 * 20]
+
+
+def test_the_log_has_a_line_per_interval_checkpoint_and_end_and_the_record_the_same_losses(unbroken):
+    lines = [json.loads(line) for line in (unbroken / "2-qkv/log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 3, 4, 5]
+    assert [line["tokens_seen"] for line in lines] == [(12 + 4 * step) * 20 for step in (2, 3, 4, 5)]
+    assert [line["learning_rate"] for line in lines] == pytest.approx([8e-4, 6e-4, 4e-4, 2e-4])
+    kept = record(unbroken / "2-qkv")
+    assert [entry["loss"] for entry in kept["loss_history"]] == [line["loss"] for line in lines]
+    assert kept["final_loss"] == lines[-1]["loss"]
+    assert 0 < lines[0]["seconds"] < lines[-1]["seconds"] <= kept["seconds"]
+
+
+def test_the_record_says_what_was_run_and_on_what(unbroken, tiny_coca_dir):
+    kept = record(unbroken / "2-qkv")
+    assert kept["base_model"] == str(unbroken / "1-k")
+    assert kept["stage"] == {"name": "qkv", "train": ["q_proj", "t_proj", "v_proj"]}
+    assert kept["recipe"] == yaml.safe_load((unbroken / "recipe.yaml").read_text())
+    assert kept["versions"]["torch"] == torch.__version__
+    assert kept["hardware"]["processes"] == 1
+    conversion = (tiny_coca_dir / "conversion.json").read_bytes()
+    assert all((unbroken / stage / "conversion.json").read_bytes() == conversion for stage in STAGES)
+
+
+def test_a_stages_result_loads_alone_and_leaves_nothing_else_behind(unbroken, tiny_coca_dir):
+    for stage in STAGES:
+        model, report = AutoModelForCausalLM.from_pretrained(unbroken / stage, output_loading_info=True)
+        assert not any(report.values())
+        assert model.config.use_cache
+        assert AutoTokenizer.from_pretrained(unbroken / stage)("ab")["input_ids"]
+        assert not list(unbroken.glob("**/checkpoint-*")) + list(unbroken.glob("**/*partial*"))
+        expected = {path.name for path in tiny_coca_dir.iterdir()} | {"log.jsonl", "training.json"}
+        assert {path.name for path in (unbroken / stage).iterdir()} == expected
+
+
+ALONE = """
+import sys
+sys.modules["coca_hf"] = None
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+print(type(model).__module__.split(".")[0], repr(model(torch.arange(3, 30)[None]).logits.double().sum().item()))
+"""
+
+
+@pytest.mark.real
+def test_the_result_loads_without_coca_hf_through_trust_remote_code(unbroken, tmp_path):
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path)}
+    command = [sys.executable, "-c", ALONE, str(unbroken / "3-full")]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    module, total = result.stdout.split()
+    model = AutoModelForCausalLM.from_pretrained(unbroken / "3-full")
+    assert module == "transformers_modules"
+    assert float(total) == pytest.approx(model(torch.arange(3, 30)[None]).logits.double().sum().item(), abs=1e-3)
+
+
+def test_stages_one_by_one_are_the_run_in_one_go(recipe_path, unbroken, tmp_path, capsys):
+    for stage in ("k", "qkv", "full"):
+        run_recipe(load_recipe(recipe_path), tmp_path / "out", stage, resume=True)
+    assert "complete, skipped" not in capsys.readouterr().out
+    for stage in STAGES:
+        ours, theirs = weights(tmp_path / "out" / stage), weights(unbroken / stage)
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_stage_may_compute_in_another_precision_than_the_one_before(recipe_path, tmp_path):
+    run_recipe(load_recipe(recipe_path, ["stages.qkv.bf16=true"]), tmp_path / "out")
+    assert {tensor.dtype for tensor in weights(tmp_path / "out/3-full").values()} == {torch.float32}
+
+
+def test_a_tied_weight_learns_by_either_of_its_names(tiny_coca_dir, recipe_tree, tmp_path):
+    config = AutoConfig.from_pretrained(tiny_coca_dir, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tied")
+    AutoTokenizer.from_pretrained(tiny_coca_dir).save_pretrained(tmp_path / "tied")
+    recipe_tree["model"] = str(tmp_path / "tied")
+    recipe_tree["stages"] = [{"name": "head", "train": ["lm_head"], "max_steps": 1}]
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe_tree))
+    result = run_recipe(load_recipe(tmp_path / "r.yaml"), tmp_path / "out")
+    assert record(result)["parameters"]["trained"] == 259 * 48
+    old, new = weights(tmp_path / "tied"), weights(result)
+    assert {name for name in old if not torch.equal(old[name], new[name])} == {"model.embed_tokens.weight"}
+
+
+def test_a_finished_run_is_skipped_and_stays_as_it_is(recipe_path, tmp_path, capsys):
+    recipe = load_recipe(recipe_path)
+    run_recipe(recipe, tmp_path / "out")
+    before = files(tmp_path / "out")
+    run_recipe(recipe, tmp_path / "out", resume=True)
+    assert capsys.readouterr().out.count("complete, skipped") == 3
+    assert files(tmp_path / "out") == before
+
+
+REFUSED = {
+    "stages.full.train=[t_porj]": "CocaLlamaForCausalLM has no parameters in 't_porj'; nearest: t_proj",
+    "stages.qkv.train=[rotary_emb]": "stages.qkv.train: CocaLlamaForCausalLM has no parameters in 'rotary_emb'",
+    "model=checkpoints/none": "checkpoints/none: cannot be loaded, expected a model directory or hub id",
+    "data.sources.0.path=none.txt": "none.txt: got no such file",
+    "data.sources.1.column=text": "digits.jsonl: got columns code, expected a column 'text'",
+    "data.seq_len=5000": "got fewer than 5000 tokens",
+    "stages.full.logging_steps=0": "stages.full: the trainer does not take these options",
+    "stages.full.lr_scheduler_type=lineal": "stages.full: the trainer does not take these options",
+}
+
+
+@pytest.mark.parametrize(("setting", "message"), REFUSED.items(), ids=REFUSED)
+def test_what_cannot_work_is_refused_before_anything_is_written(recipe_path, tmp_path, setting, message):
+    with pytest.raises(CocaError) as caught:
+        run_recipe(load_recipe(recipe_path, [setting]), tmp_path / "out")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_lacks_weights_is_refused(recipe_path, tiny_coca_dir, tmp_path):
+    from safetensors.torch import save_file
+
+    broken = tmp_path / "broken"
+    AutoTokenizer.from_pretrained(tiny_coca_dir).save_pretrained(broken)
+    AutoConfig.from_pretrained(tiny_coca_dir).save_pretrained(broken)
+    kept = {name: tensor for name, tensor in weights(tiny_coca_dir).items() if "layers.1.self_attn.t_proj" not in name}
+    save_file(kept, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CocaError, match=r"missing keys: model\.layers\.1\.self_attn\.t_proj\.weight"):
+        run_recipe(load_recipe(recipe_path, [f"model={broken}"]), tmp_path / "out")
+
+
+def test_a_directory_in_use_is_left_alone_without_resume(recipe_path, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/novel.txt").write_text("chapter one")
+    for resume, message in ((False, "not empty; continue what is there with --resume"), (True, "without recipe.yaml")):
+        with pytest.raises(CocaError, match=message):
+            run_recipe(load_recipe(recipe_path), tmp_path / "out", resume=resume)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["novel.txt"]
+
+
+def test_a_changed_recipe_is_refused_with_what_changed(recipe_path, unbroken):
+    before = files(unbroken)
+    settings = ["training.learning_rate=2e-3", "stages.full.max_steps=9", "stages.k.warmup_steps=1"]
+    with pytest.raises(CocaError) as caught:
+        run_recipe(load_recipe(recipe_path, settings), unbroken, resume=True)
+    for change in (
+        "training.learning_rate was 0.001, now 0.002",
+        "stages.full.max_steps was 4, now 9",
+        "stages.k.warmup_steps was absent, now 1.0",
+    ):
+        assert change in str(caught.value)
+    assert files(unbroken) == before
+
+
+def test_a_stage_without_its_predecessor_is_refused(recipe_path, tmp_path):
+    with pytest.raises(CocaError, match=r"--stage full: starts from .*2-qkv, which is not complete; run --stage qkv"):
+        run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="full")
+    with pytest.raises(CocaError, match="--stage: got 'qvk', expected one of k, qkv, full; nearest: qkv"):
+        run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="qvk")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_trains_and_says_where_the_result_lies(recipe_path, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    arguments = [str(recipe_path), "--out", str(out), "--stage", "k", "stages.k.max_steps=1"]
+    monkeypatch.setattr(sys, "argv", ["coca-train", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        cli.train()
+    assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    assert f"checkpoint: {out}/1-k" in printed
+    assert f"next: coca-eval perplexity {out}/1-k" in printed
+    assert record(out / "1-k")["tokens"] == 4 * 20
+
+
+def test_a_stage_that_trains_nothing_ends_the_command_with_code_2(recipe_path, tmp_path, monkeypatch, capsys):
+    arguments = [str(recipe_path), "--out", str(tmp_path / "out"), "stages.k.train=[t_porj]"]
+    monkeypatch.setattr(sys, "argv", ["coca-train", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        cli.train()
+    assert stopped.value.code == 2
+    assert "nearest: t_proj" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
