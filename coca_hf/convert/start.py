@@ -47,11 +47,17 @@ def start_scales(weights: dict[str, Tensor], config: LlamaConfig) -> Tensor:
 
     q = heads("q").unflatten(0, (g, -1, config.head_dim))  # (g, groups, d, hidden)
     k = heads("k")
-    q_norm = torch.linalg.matrix_norm(q, ord=2).amax(1)  # (g,)
-    k_norm = torch.linalg.matrix_norm(k.unflatten(0, (g, -1)), ord=2)
+    q_norm = _spectral_norm(q).amax(1)  # (g,)
+    k_norm = _spectral_norm(k.unflatten(0, (g, -1)))
     row_norm = fold_pairs(k, g).unflatten(0, (g, -1)).norm(dim=-1).amax(1)
     c = 2**0.5 if config.coca_constraint == "slack" else 1.0
     return HEADROOM * k_norm / (c * config.hidden_size**0.5 * q_norm * row_norm)
+
+
+def _spectral_norm(heads: Tensor) -> Tensor:
+    """Largest singular value of every (d, hidden) matrix, by the (d, d) Gram matrix: far quicker than an SVD."""
+    gram = (heads @ heads.mT).double()
+    return torch.linalg.eigvalsh(gram)[..., -1].sqrt().float()
 
 
 def start_t(k: Tensor, scales: Tensor, num_key_value_heads: int) -> Tensor:
