@@ -18,15 +18,15 @@ python scripts/quickstart_files.py "$out"
 say "3/7 Convert to CoCA, 20 s"
 [ -d "$out/start" ] || coca-convert "$out"/downloads/*.gguf "$out/start"
 
-say "4/7 Evaluate the original and the start, 2 minutes"
+say "4/7 Evaluate the original and the start, 1 minute"
 evaluate() {
-    coca-eval perplexity "$1" --data "$out/text/held-out" --lengths 256,512,1024 --stride 512 --max-tokens 1536 \
-        --batch-size 2 --out "$out/eval" --name "$2"
-    coca-eval passkey "$1" --lengths 256,512 --cases 5 --batch-size 5 --out "$out/eval" --name "$2"
+    coca-eval perplexity "$1" --data "$out/text/held-out" --lengths 128,256,512 --stride 512 --max-tokens 2048 \
+        --batch-size 4 --out "$out/eval" --name "$2"
+    coca-eval passkey "$1" --lengths 128,256 --cases 5 --batch-size 5 --out "$out/eval" --name "$2"
 }
 evaluate "$out/original" "SmolLM2-135M"
-coca-eval perplexity "$out/start" --data "$out/text/held-out" --lengths 256 --max-tokens 1536 \
-    --batch-size 2 --out "$out/eval" --name "+ CoCA, untrained"
+coca-eval perplexity "$out/start" --data "$out/text/held-out" --lengths 128 --max-tokens 2048 \
+    --batch-size 4 --out "$out/eval" --name "+ CoCA, untrained"
 
 say "5/7 Train in three stages, 8 minutes"
 coca-train recipes/quickstart.yaml --out "$out/train" --resume

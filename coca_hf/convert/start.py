@@ -7,18 +7,16 @@ an input is at most sqrt(hidden) long, so that with the norm's weight multiplied
     |original score| <= hidden * |W_Q| |W_K|                                      (|W|: spectral norm)
     |CoCA score|     <= c * hidden^(3/2) * |W_Q|^2 max_j |row j of fold(W_K)|     (c: sqrt(2) slack, 1 strict)
 
-and the scale makes the second bound `HEADROOM` times the first, for every key/value head with its query heads.
+and the scale makes the second bound equal to the first, for every key/value head with its query heads.
 """
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-HEADROOM = 3.0
 RULE = (
-    "W_T = scale * fold(W_K) per key/value head; fold: mean of the two rows of a rotary pair; scale: makes the largest "
-    f"score that any input can give at most {HEADROOM:g} times what the original's was bounded by "
-    "(coca_hf/convert/start.py)"
+    "W_T = scale * fold(W_K) per key/value head; fold: mean of the two rows of a rotary pair; scale: gives the scores "
+    "the bound that the original's had over all inputs (formula: coca_hf/convert/start.py)"
 )
 
 
@@ -51,7 +49,7 @@ def start_scales(weights: dict[str, Tensor], config: LlamaConfig) -> Tensor:
     k_norm = _spectral_norm(k.unflatten(0, (g, -1)))
     row_norm = fold_pairs(k, g).unflatten(0, (g, -1)).norm(dim=-1).amax(1)
     c = 2**0.5 if config.coca_constraint == "slack" else 1.0
-    return HEADROOM * k_norm / (c * config.hidden_size**0.5 * q_norm * row_norm)
+    return k_norm / (c * config.hidden_size**0.5 * q_norm * row_norm)
 
 
 def _spectral_norm(heads: Tensor) -> Tensor:

@@ -13,7 +13,8 @@
       - {name: full, train: all, max_steps: 15000}
 
 Relative paths are relative to the current directory. The schedule of the paper, linear from `start_lr` to the learning
-rate over `warmup_steps` and linear to `end_lr`, is `lr_scheduler_kwargs: {start_lr: 1e-7, end_lr: 1e-5}`.
+rate over `warmup_steps` (below 1, a share of all steps) and linear to `end_lr`, is
+`lr_scheduler_kwargs: {start_lr: 1e-7, end_lr: 1e-5}`.
 """
 
 import dataclasses
@@ -130,7 +131,7 @@ class Recipe(_Part):
 
     model: str
     data: Data
-    training: dict[str, Any] = {}
+    training: dict[str, Any] = Field(default={}, validate_default=True)
     stages: list[Stage] = Field(min_length=1)
 
     @field_validator("training")

@@ -53,8 +53,8 @@ CONVERSION_RECORD = "conversion.json"  # written by coca-convert; goes along fro
 def run_recipe(recipe: Recipe, out_dir: str | Path, stage: str | None = None, resume: bool = False) -> Path:
     """Run the stages of a recipe in order, or only the one named `stage`; returns the directory of the last one.
 
-    Finished stages are skipped and an unfinished one continues from its last checkpoint, when `resume` is given.
-    Every process of a distributed run calls this; the main one prints and writes.
+    With `resume`, finished stages are skipped and an unfinished one continues from its last checkpoint. Every process
+    of a distributed run calls this; the main one prints and writes.
 
     Raises CocaError, before anything is written, for a stage, model, module name, source or combination of training
     options that does not work, for an `out_dir` that is not empty without `resume`, and for one of another recipe with
@@ -68,10 +68,10 @@ def run_recipe(recipe: Recipe, out_dir: str | Path, stage: str | None = None, re
         names = [run.stage.name for run in runs]
         raise CocaError(f"--stage: got {stage!r}, expected one of {', '.join(names)}; nearest: {nearest(stage, names)}")
     if state.is_main_process:  # where this fails, the launcher ends the other processes
-        _check_model(recipe)
-        PackedBlocks(recipe.data.sources, _load_tokenizer(recipe.model), recipe.data.seq_len).check()
         check_out(recipe, out_dir, resume)
         check_before(chosen[0])
+        _check_model(recipe)
+        PackedBlocks(recipe.data.sources, _load_tokenizer(recipe.model), recipe.data.seq_len).check()
         open_out(recipe, out_dir)
     state.wait_for_everyone()
     for run in chosen:
@@ -126,7 +126,8 @@ def _plan(recipe: Recipe, out_dir: Path) -> list[StageRun]:
                 ignore_data_skip=True,  # a resumed stage's blocks start where its checkpoint was
                 **recipe.options(stage),
             )
-            _ = arguments.device  # joins the other processes
+            on_cpu = arguments.device.type == "cpu"  # asking joins the other processes
+        arguments.dataloader_pin_memory &= not on_cpu  # torch warns where there is nothing to pin for
         runs.append(StageRun(stage, str(before.directory) if before else recipe.model, before, directory, arguments))
     return runs
 
@@ -145,7 +146,8 @@ def _run_stage(recipe: Recipe, run: StageRun, state: PartialState) -> None:
     if state.is_main_process:
         with saving_to(run.directory):
             run.trainer_dir.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(run.trainer_dir / PARTIAL, ignore_errors=True)
+            for half_written in (run.directory / PARTIAL, run.trainer_dir / PARTIAL):
+                shutil.rmtree(half_written, ignore_errors=True)
     state.wait_for_everyone()
 
     model, tokenizer = _load_model(run.base), _load_tokenizer(run.base)
@@ -201,10 +203,10 @@ def _complete(
             if (Path(run.base) / CONVERSION_RECORD).exists():
                 shutil.copy(Path(run.base) / CONVERSION_RECORD, partial)
             for path in partial.iterdir():
-                shutil.rmtree(
-                    run.directory / path.name, ignore_errors=True
-                )  # of an earlier try, where it is a directory
-                os.replace(path, run.directory / path.name)
+                target = run.directory / path.name
+                if target.is_dir():  # moved by an earlier try
+                    shutil.rmtree(target)
+                os.replace(path, target)
             partial.rmdir()
             write_whole(run.directory / RECORD, json.dumps(record, indent=2) + "\n")
             _clear_trainer(run)

@@ -102,14 +102,15 @@ class StageLog(TrainerCallback, ExportableState):
                 "tokens_seen": self.next_block * self.seq_len,
                 "seconds": round(self.seconds, 3),
             }
-            with self.path.open("a") as file:
+            with saving_to(self.path.parent), self.path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
     def _forget_after(self, step: int) -> None:
         """Drop the lines of steps that a killed run did after its last checkpoint; they are about to be done again."""
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
-        write_whole(self.path, "".join(line + "\n" for line in kept))
+        with saving_to(self.path.parent):
+            write_whole(self.path, "".join(line + "\n" for line in kept))
 
 
 def linear_rate(step: int, warmup_steps: int, num_steps: int, peak: float, bounds: LinearBounds) -> float:

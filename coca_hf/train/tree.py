@@ -64,7 +64,12 @@ def _item(items: list, step: str, override: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-4 is a number (to YAML 1.1 it is a string) and a repeated key is an error."""
+    """YAML 1.2's numbers and booleans (1e-4 is a number, no is a word), and a repeated key is an error."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node, deep=False):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -75,6 +80,9 @@ class _Loader(yaml.SafeLoader):
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )
 
 

@@ -30,6 +30,16 @@ def test_a_stage_overrides_the_shared_training_options(recipe_path):
     assert rates == [1e-3, 1e-3, 5e-4]
 
 
+def test_defaults_are_filled_in_where_the_recipe_says_nothing(recipe_tree, tmp_path):
+    training = recipe_tree.pop("training")
+    for stage in recipe_tree["stages"]:
+        stage["learning_rate"] = training["learning_rate"]
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe_tree))
+    recipe = load_recipe(tmp_path / "r.yaml")
+    assert recipe.training["report_to"] == "none"
+    assert (recipe.data.seed, recipe.data.sources[0].column, recipe.data.sources[0].split) == (0, "text", "train")
+
+
 def test_numbers_without_a_dot_are_numbers_at_every_depth(recipe_tree, tmp_path):
     text = yaml.safe_dump(recipe_tree).replace("learning_rate: 0.0005", "learning_rate: 5e-4")
     text = text.replace("training:", "training:\n  lr_scheduler_kwargs: {start_lr: 1e-7, end_lr: '1e-5'}", 1)
@@ -37,6 +47,11 @@ def test_numbers_without_a_dot_are_numbers_at_every_depth(recipe_tree, tmp_path)
     recipe = load_recipe(tmp_path / "r.yaml")
     assert recipe.options(recipe.stages[2])["learning_rate"] == 5e-4
     assert recipe.training["lr_scheduler_kwargs"]["start_lr"] == 1e-7
+
+
+def test_no_is_a_word_and_yes_is_true_where_a_switch_is_asked_for(recipe_path):
+    training = load_recipe(recipe_path, ["training.save_strategy=no", "training.bf16=yes"]).training
+    assert (training["save_strategy"], training["bf16"], training["use_cpu"]) == ("no", True, True)
 
 
 def test_overrides_reach_stages_by_name_and_sources_by_number(recipe_path):

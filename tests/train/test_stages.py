@@ -130,6 +130,13 @@ def test_a_stage_may_compute_in_another_precision_than_the_one_before(recipe_pat
     assert {tensor.dtype for tensor in weights(tmp_path / "out/3-full").values()} == {torch.float32}
 
 
+def test_recomputing_activations_changes_no_bit(recipe_path, unbroken, tmp_path):
+    """Below frozen embeddings a careless checkpoint would stop all gradients."""
+    run_recipe(load_recipe(recipe_path, ["training.gradient_checkpointing=true"]), tmp_path / "out", stage="k")
+    ours, theirs = weights(tmp_path / "out/1-k"), weights(unbroken / "1-k")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_a_tied_weight_learns_by_either_of_its_names(tiny_coca_dir, recipe_tree, tmp_path):
     config = AutoConfig.from_pretrained(tiny_coca_dir, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tied")
