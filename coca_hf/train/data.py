@@ -17,7 +17,7 @@ from coca_hf.documents import read_documents
 from coca_hf.errors import CocaError
 from coca_hf.train.recipe import Source
 
-SHUFFLE_BLOCKS = 1000  # blocks of a source that wait to be drawn: 16 MB at 2048 tokens
+SHUFFLE_TOKENS = 2**21  # of a source, that wait to be drawn: 16 MB, and 1024 blocks of 2048 tokens
 
 
 class PackedBlocks(IterableDataset):
@@ -25,7 +25,7 @@ class PackedBlocks(IterableDataset):
 
     Both are int64 and hold the same tokens; the model shifts the labels. Within a source, every document is tokenised
     with the tokenizer's own special tokens and ended with its eos token, the documents follow one another without
-    padding, and the blocks are drawn from a buffer of `SHUFFLE_BLOCKS`. A source that is exhausted starts again, in
+    padding, and the blocks are drawn from a buffer of `SHUFFLE_TOKENS`. A source that is exhausted starts again, in
     another order, after every one of its blocks was drawn; the tokens after its last whole block are left out. The
     source of each block is drawn in proportion to `weight`, so that weights are shares of tokens. The stream
     does not end, and a later start costs the tokenising of everything before it.
@@ -79,7 +79,7 @@ class PackedBlocks(IterableDataset):
         for pass_number in itertools.count():
             draw = random.Random(f"{self.seed} source {number} pass {pass_number}")
             block = None
-            for block in _shuffled(self._packed(self.sources[number]), draw):
+            for block in _shuffled(self._packed(self.sources[number]), self.seq_len, draw):
                 yield block
             if block is None:
                 raise self._too_short(self.sources[number])
@@ -98,9 +98,9 @@ class PackedBlocks(IterableDataset):
         return tokens if tokens[-1:] == [eos] else [*tokens, eos]
 
 
-def _shuffled(blocks: Iterator[Tensor], draw: random.Random) -> Iterator[Tensor]:
-    """Every block once, drawn from a buffer of `SHUFFLE_BLOCKS` that is refilled in order."""
-    buffer = list(itertools.islice(blocks, SHUFFLE_BLOCKS))
+def _shuffled(blocks: Iterator[Tensor], seq_len: int, draw: random.Random) -> Iterator[Tensor]:
+    """Every block once, drawn from a buffer of `SHUFFLE_TOKENS` that is refilled in order."""
+    buffer = list(itertools.islice(blocks, max(SHUFFLE_TOKENS // seq_len, 1)))
     for block in blocks:
         place = draw.randrange(len(buffer))
         yield buffer[place]

@@ -55,7 +55,7 @@ def test_a_pass_is_every_packed_block_once_and_the_next_pass_is_the_same_in_anot
 
 
 def test_a_buffer_smaller_than_the_source_still_draws_every_block_once(words, tiny_tokenizer, monkeypatch):
-    monkeypatch.setattr(data, "SHUFFLE_BLOCKS", 6)
+    monkeypatch.setattr(data, "SHUFFLE_TOKENS", 6 * SEQ_LEN)
     expected = packed_by_hand(words, tiny_tokenizer)
     first = take(PackedBlocks([words], tiny_tokenizer, SEQ_LEN), len(expected))
     assert Counter(first) == Counter(expected)
