@@ -1,6 +1,5 @@
 """The three commands: `coca-convert`, `coca-train`, `coca-eval`."""
 
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -99,6 +98,7 @@ def train_command(
     resume: Annotated[bool, typer.Option("--resume", help="Continue what is in OUT.")] = False,
 ) -> None:
     """Train a CoCA checkpoint in the stages of a recipe, each from directory to directory."""
+    from accelerate import PartialState
     from transformers.utils.logging import disable_progress_bar
 
     from coca_hf.train.recipe import load_recipe
@@ -107,7 +107,7 @@ def train_command(
     disable_progress_bar()  # of loading and saving; the training keeps its own
     checked = load_recipe(recipe, settings or [])
     directory = run_recipe(checked, out or Path("runs") / recipe.stem, stage, resume)
-    if os.environ.get("RANK", "0") == "0":
+    if PartialState().is_main_process:
         lengths = f"{checked.data.seq_len},{2 * checked.data.seq_len}"
         Console().print(f"checkpoint: {directory}", soft_wrap=True, highlight=False)
         Console().print(
@@ -116,6 +116,7 @@ def train_command(
             soft_wrap=True,
             highlight=False,
         )
+    PartialState().destroy_process_group()  # or a process that exits under gloo's threads may abort
 
 
 ModelArgument = Annotated[str, typer.Argument(help="A model directory, or a hub id as owner/name.", show_default=False)]

@@ -79,6 +79,14 @@ class CocaAttention(nn.Module):
         self.v_proj = nn.Linear(hidden, kv_heads * self.head_dim, bias=config.attention_bias)
         self.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=config.attention_bias)
 
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (b, h, m, d), coefficients t (b, g, m, j), not negative, and values (b, g, m, d)."""
+        leading = hidden_states.shape[:-1]
+        q = self.q_proj(hidden_states).view(*leading, -1, self.head_dim).transpose(1, 2)
+        t = self.t_proj(hidden_states).view(*leading, -1, self.head_dim // 2).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(*leading, -1, self.head_dim).transpose(1, 2)
+        return q, t.relu(), value
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -89,15 +97,12 @@ class CocaAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states: (b, m, hidden); position_embeddings: cos and sin, each (b, m, j). Returns (b, m, hidden)."""
         leading = hidden_states.shape[:-1]
-        q = self.q_proj(hidden_states).view(*leading, -1, self.head_dim).transpose(1, 2)  # (b, h, m, d)
-        t = self.t_proj(hidden_states).view(*leading, -1, self.head_dim // 2).transpose(1, 2).relu()  # (b, g, m, j)
-        value = self.v_proj(hidden_states).view(*leading, -1, self.head_dim).transpose(1, 2)  # (b, g, m, d)
-
+        q, t, value = self.project(hidden_states)
         cos, sin = (part.unsqueeze(1) for part in position_embeddings)
         query = coca_query(q, cos, sin, self.config.coca_constraint)
         key = coca_key(t, cos, sin, self.config.coca_constraint)
         if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+            key, value = past_key_values.update(key, value, self.layer_idx, t=t, angles=(cos, sin))
 
         # vLLM reads this source: one call, to a local assigned from get_interface, with scaling=self.scaling.
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)

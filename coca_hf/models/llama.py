@@ -1,7 +1,7 @@
 """LLaMA with Collinear Constrained Attention: configuration, model, causal language model.
 
-Everything that is not attention or rotation is transformers' own LLaMA. This file, `attention.py` and `rotary.py` are
-copied into every checkpoint, so that it loads with `trust_remote_code=True` where coca_hf is not installed.
+Everything that is not attention, rotation or cache is transformers' own LLaMA. This file and those that it imports from
+this folder are copied into every checkpoint, so that it loads with `trust_remote_code=True` without coca_hf.
 """
 
 from typing import Literal
@@ -21,6 +21,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention import CocaAttention
+from .cache import CocaCache
 from .rotary import CocaRotaryEmbedding
 
 
@@ -108,7 +109,7 @@ class CocaLlamaModel(CocaLlamaPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+            past_key_values = CocaCache(self.config)
         if position_ids is None:
             past_len = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = _positions(inputs_embeds, attention_mask, past_len)
@@ -154,7 +155,14 @@ class CocaLlamaForCausalLM(CocaLlamaPreTrainedModel, LlamaForCausalLM):
         self.post_init()
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        """Fix the base of dynamic NTK for the whole generation, since cached keys keep the base they were made with."""
+        """Half-width keys unless another cache is asked for; the base of dynamic NTK fixed for the whole generation.
+
+        Cached keys keep the base they were made with, so the base has to be that of the planned total length.
+        """
         if self.config.rope_parameters["rope_type"] == "dynamic":
             model_kwargs.setdefault("rope_length", generation_config.max_length)
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        asked_for = model_kwargs.get("past_key_values")
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        cache = model_kwargs.get("past_key_values")
+        if type(cache) is DynamicCache and asked_for is None:
+            model_kwargs["past_key_values"] = CocaCache(self.config, offloading=cache.offloading)

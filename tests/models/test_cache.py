@@ -1,0 +1,123 @@
+"""The half-width key cache: three quarters of the bytes, and the tokens of the standard cache in every way of decoding."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from coca_hf.models.cache import CocaCache
+from tests.models.test_llama import tiny_model, tokens
+
+
+def bytes_of(cache, layers):
+    return sum(x.nbytes for layer in cache.layers[:layers] for x in (layer.keys, layer.values))
+
+
+@pytest.mark.parametrize("kv_heads", [6, 2, 1])
+def test_keys_and_values_take_three_quarters_of_the_bytes(kv_heads):
+    model, ids = tiny_model(kv_heads=kv_heads), tokens()
+    half, full = CocaCache(model.config), DynamicCache(config=model.config)
+    for cache in (half, full):
+        model(ids, past_key_values=cache)
+    assert bytes_of(half, 3) == 0.75 * bytes_of(full, 3)
+    assert bytes_of(full, 3) == 2 * 3 * 2 * kv_heads * 23 * 8 * 4  # k and v, layers, rows, heads, tokens, d, bytes
+    assert half.angles.keys.shape == half.angles.values.shape == (2, 1, 23, 4)
+
+
+def test_forward_and_generate_use_it_unless_another_is_asked_for():
+    model, ids = tiny_model(), tokens(1, 9)
+    assert isinstance(model(ids, use_cache=True).past_key_values, CocaCache)
+
+    def cache_of(**arguments):
+        return model.generate(ids, max_new_tokens=3, return_dict_in_generate=True, **arguments).past_key_values
+
+    assert isinstance(cache_of(), CocaCache)
+    assert isinstance(cache_of(cache_implementation="static"), StaticCache)
+    assert type(cache_of(past_key_values=DynamicCache(config=model.config))) is DynamicCache
+
+
+@pytest.mark.parametrize("constraint", ["slack", "strict"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"do_sample": False},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"do_sample": True, "top_k": 20, "num_return_sequences": 3},
+        {"do_sample": True, "num_beams": 2},
+        {"prompt_lookup_num_tokens": 2},
+        {"assistant": True},
+        {"prefill_chunk_size": 4},
+        {"cache_implementation": "static"},
+    ],
+    ids=lambda mode: "-".join(mode),
+)
+def test_every_way_of_decoding_gives_the_tokens_of_the_standard_cache(constraint, mode):
+    model = tiny_model(constraint).double()
+    if mode.get("assistant"):
+        assistant = copy.deepcopy(model)
+        with torch.no_grad():
+            assistant.model.layers[2].mlp.down_proj.weight.mul_(0.7)  # agrees with the model, but not always
+        mode = {"assistant_model": assistant, "do_sample": False}
+    prompt = tokens(1, 9).repeat(1, 2)
+
+    def generated(**arguments):
+        torch.manual_seed(0)
+        return model.generate(prompt, max_new_tokens=20, **mode, **arguments)
+
+    got = generated()
+    if "cache_implementation" in mode or "assistant_model" in mode:
+        mode = {}
+    expected = generated(past_key_values=DynamicCache(config=model.config))
+    assert torch.equal(got, expected)
+    assert len(got[0, -20:].unique()) > 3
+
+
+def test_rows_with_left_padding_decode_as_they_do_alone():
+    model = tiny_model().double()
+    short, long = tokens(1, 6), tokens(1, 13, seed=8)
+    ids = torch.cat((torch.nn.functional.pad(short, (7, 0)), long))
+    out = model.generate(ids, attention_mask=(ids != 0).long(), max_new_tokens=12)[:, -12:]
+    for row, prompt in zip(out, (short, long), strict=True):
+        assert torch.equal(row, model.generate(prompt, max_new_tokens=12)[0, -12:])
+
+
+@pytest.mark.parametrize("operation", ["crop", "repeat", "select", "reorder", "reset"])
+def test_what_is_done_to_the_cache_is_done_to_the_angles(operation):
+    model, ids = tiny_model().double(), tokens(2, 23)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0  # so that the rows' angles differ
+    logits = []
+    for cache in (CocaCache(model.config), DynamicCache(config=model.config)):
+        model(ids[:, :16], attention_mask=mask[:, :16], past_key_values=cache)
+        rows, past = torch.tensor([0, 1]), 16
+        if operation == "crop":
+            cache.crop(-4)
+            past = 12
+        elif operation == "repeat":
+            cache.batch_repeat_interleave(2)
+            rows = torch.tensor([0, 0, 1, 1])
+        elif operation == "select":
+            rows = torch.tensor([1])
+            cache.batch_select_indices(rows)
+        elif operation == "reorder":
+            rows = torch.tensor([1, 0])
+            cache.reorder_cache(rows)
+        else:
+            cache.reset()
+            past = 0
+        logits.append(model(ids[rows, past:], attention_mask=mask[rows], past_key_values=cache).logits)
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-11)
+
+
+def test_static_cache_decodes_compiled_as_one_graph():
+    model, ids = tiny_model().double(), tokens(1, 12)
+    expected = model(ids).logits[:, 8:]
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    model(ids[:, :8], past_key_values=cache)
+    step = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager", dynamic=False)
+    got = []
+    for i in range(8, 12):
+        position = torch.tensor([[i]])
+        got.append(step(ids[:, i : i + 1], position_ids=position, past_key_values=cache).logits)
+    assert (torch.cat(got, dim=1) - expected).abs().max() < 1e-11
