@@ -1,4 +1,4 @@
-"""The half-width key cache: three quarters of the bytes, and the tokens of the standard cache in every way of decoding."""
+"""The half-width key cache: three quarters of the bytes, the tokens of the standard cache in every way of decoding."""
 
 import copy
 

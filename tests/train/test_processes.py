@@ -71,7 +71,7 @@ train()
 @pytest.mark.real
 @pytest.mark.skipif(
     "map_location = self.args.device" in inspect.getsource(Trainer._load_optimizer_and_scheduler),
-    reason="this transformers (5.16.1 does) loads optimizers to the device cpu:0, which torch does not know; GPUs are fine",
+    reason="this transformers (5.16.1 does) loads optimizers to the device cpu:0, unknown to torch; GPUs are fine",
 )
 def test_two_processes_resume_from_the_checkpoint_that_two_wrote(recipe_path, tmp_path):
     arguments = [str(recipe_path), "training.per_device_train_batch_size=2", "stages.k.max_steps=4", "--stage", "k"]
