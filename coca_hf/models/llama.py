@@ -154,15 +154,29 @@ class CocaLlamaForCausalLM(CocaLlamaPreTrainedModel, LlamaForCausalLM):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    def prepare_inputs_for_generation(self, input_ids: Tensor, *args, rope_length: int | None = None, **kwargs) -> dict:
+        """As transformers', with `rope_length`, which `generate` takes and hands on to `forward`."""
+        return {**super().prepare_inputs_for_generation(input_ids, *args, **kwargs), "rope_length": rope_length}
+
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         """Half-width keys unless another cache is asked for; the base of dynamic NTK fixed for the whole generation.
 
-        Cached keys keep the base they were made with, so the base has to be that of the planned total length.
+        Cached keys keep the base they were made with, so the base is that of `rope_length`, the planned total length:
+        the one passed to `generate`, that of the cache passed to it, or prompt and new tokens. Raises ValueError where
+        more is asked for than was planned.
         """
+        given = model_kwargs.get("past_key_values")
         if self.config.rope_parameters["rope_type"] == "dynamic":
-            model_kwargs.setdefault("rope_length", generation_config.max_length)
-        asked_for = model_kwargs.get("past_key_values")
+            planned = model_kwargs.get("rope_length") or getattr(given, "rope_length", None)
+            model_kwargs["rope_length"] = planned or generation_config.max_length
+            if generation_config.max_length > model_kwargs["rope_length"]:
+                raise ValueError(
+                    f"generate: got {generation_config.max_length} tokens in all, but the rotary base was planned for "
+                    f"{planned}; start again without the old cache, with rope_length={generation_config.max_length}"
+                )
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         cache = model_kwargs.get("past_key_values")
-        if type(cache) is DynamicCache and asked_for is None:
-            model_kwargs["past_key_values"] = CocaCache(self.config, offloading=cache.offloading)
+        if type(cache) is DynamicCache and given is None:
+            cache = model_kwargs["past_key_values"] = CocaCache(self.config, offloading=cache.offloading)
+        if isinstance(cache, CocaCache):
+            cache.rope_length = model_kwargs.get("rope_length")

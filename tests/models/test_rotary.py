@@ -61,14 +61,29 @@ def test_dynamic_base_grows_only_past_the_trained_length():
     assert ntk_base(1e4, 4.0, 128, 64, 16) == pytest.approx(1e4 * 5 ** (16 / 14))
 
 
-@pytest.mark.parametrize("prompt_len", [50, 90])
-def test_generation_past_the_trained_length_equals_the_full_forward(prompt_len):
-    """The base is fixed from prompt + new tokens, so a cache is exact: 64 trained, 110 in all."""
+@pytest.mark.parametrize("total", [64, 96, 192])
+@pytest.mark.parametrize("prompt_len", [50, 90, 150])
+def test_generation_past_the_trained_length_equals_the_full_forward(prompt_len, total):
+    """The base is fixed from prompt + new tokens, so a cache is exact: 64 trained; 1, 1.5 and 3 times that in all."""
+    if prompt_len >= total:
+        pytest.skip("nothing is left to generate")
     model = tiny_model(rope_parameters=dict(ROPES["dynamic"])).double()
     prompt = tokens(1, prompt_len)
-    out = model.generate(
-        prompt, max_new_tokens=110 - prompt_len, return_dict_in_generate=True, output_logits=True, do_sample=False
-    )
-    full = model(out.sequences, rope_length=110).logits[:, prompt_len - 1 : -1]
+    out = model.generate(prompt, max_length=total, return_dict_in_generate=True, output_logits=True, do_sample=False)
+    full = model(out.sequences, rope_length=total).logits[:, prompt_len - 1 : -1]
     assert (torch.stack(out.logits, dim=1) - full).abs().max() < 1e-5  # generate hands out fp32
-    assert (full - model(out.sequences, rope_length=64).logits[:, prompt_len - 1 : -1]).abs().max() > 1e-3
+    other = model(out.sequences, rope_length=total + 64).logits[:, prompt_len - 1 : -1]
+    assert (full - other).abs().max() > 1e-3
+
+
+def test_a_dialogue_goes_on_within_its_planned_length_and_is_refused_beyond_it():
+    model = tiny_model(rope_parameters=dict(ROPES["dynamic"])).double()
+    prompt = tokens(1, 60)
+    whole = model.generate(prompt, max_length=100, rope_length=120, do_sample=False)
+    first = model.generate(prompt, max_length=80, rope_length=120, do_sample=False, return_dict_in_generate=True)
+    second = model.generate(first.sequences, past_key_values=first.past_key_values, max_length=100, do_sample=False)
+    assert torch.equal(second, whole)
+    with pytest.raises(ValueError, match="got 130 tokens in all, but the rotary base was planned for 120; start again"):
+        model.generate(first.sequences, past_key_values=first.past_key_values, max_length=130)
+    with pytest.raises(ValueError, match="planned for 70"):
+        model.generate(prompt, max_length=80, rope_length=70)
