@@ -104,7 +104,7 @@ def test_start_bounds_the_scores_by_the_originals_bound(converted, case, constra
     largest = scores.detach().amax(0).unflatten(0, (g, -1)).amax(1)  # (g,)
     ratio = largest / original_bounds(stock, g, d)
     assert (ratio <= 1.05).all()  # a bias is a column for an input of 1, on top of the sqrt(hidden) of the norm
-    assert (ratio > 0.2).all()
+    assert (ratio > 0.1).all()  # a start 10 times too small, or one that is 0, would show
 
 
 def original_bounds(stock, g, d):
