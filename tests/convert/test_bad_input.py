@@ -83,7 +83,7 @@ DAMAGE = {
     ),
     "unknown field": (
         lambda d: edit_config(d, rope_thetas=5),
-        "rope_thetas=5 is not understood (nearest known field: rope_",
+        "rope_thetas=5 is not understood for 'llama' (nearest known field: rope_",
     ),
     "quantized": (
         lambda d: edit_config(d, quantization_config={"bits": 4}),
