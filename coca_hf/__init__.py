@@ -1,4 +1,4 @@
-"""CoCA for Hugging Face models. Importing this registers `coca_llama` with transformers' Auto classes."""
+"""CoCA for Hugging Face models. Importing this registers its models with transformers' Auto classes."""
 
 from importlib.metadata import version
 
@@ -17,19 +17,48 @@ if not Version(SUPPORTED_TRANSFORMERS[0]) <= Version(transformers.__version__) <
 
 from coca_hf.convert import convert_checkpoint, patch_  # noqa: E402
 from coca_hf.errors import CocaError  # noqa: E402
+from coca_hf.models.alibi import AlibiLlamaConfig, AlibiLlamaForCausalLM, AlibiLlamaModel  # noqa: E402
+from coca_hf.models.gpt_neox import CocaGPTNeoXConfig, CocaGPTNeoXForCausalLM, CocaGPTNeoXModel  # noqa: E402
 from coca_hf.models.llama import CocaLlamaConfig, CocaLlamaForCausalLM, CocaLlamaModel  # noqa: E402
+from coca_hf.models.mistral import CocaMistralConfig, CocaMistralForCausalLM, CocaMistralModel  # noqa: E402
+from coca_hf.models.qwen2 import CocaQwen2Config, CocaQwen2ForCausalLM, CocaQwen2Model  # noqa: E402
+from coca_hf.models.qwen3 import CocaQwen3Config, CocaQwen3ForCausalLM, CocaQwen3Model  # noqa: E402
 
 __version__ = version("coca-hf")
 __all__ = [
+    "AlibiLlamaConfig",
+    "AlibiLlamaForCausalLM",
+    "AlibiLlamaModel",
     "CocaError",
+    "CocaGPTNeoXConfig",
+    "CocaGPTNeoXForCausalLM",
+    "CocaGPTNeoXModel",
     "CocaLlamaConfig",
     "CocaLlamaForCausalLM",
     "CocaLlamaModel",
+    "CocaMistralConfig",
+    "CocaMistralForCausalLM",
+    "CocaMistralModel",
+    "CocaQwen2Config",
+    "CocaQwen2ForCausalLM",
+    "CocaQwen2Model",
+    "CocaQwen3Config",
+    "CocaQwen3ForCausalLM",
+    "CocaQwen3Model",
     "__version__",
     "convert_checkpoint",
     "patch_",
 ]
 
-AutoConfig.register("coca_llama", CocaLlamaConfig)
-AutoModel.register(CocaLlamaConfig, CocaLlamaModel)
-AutoModelForCausalLM.register(CocaLlamaConfig, CocaLlamaForCausalLM)
+for config, model, causal_lm in (
+    (AlibiLlamaConfig, AlibiLlamaModel, AlibiLlamaForCausalLM),
+    (CocaGPTNeoXConfig, CocaGPTNeoXModel, CocaGPTNeoXForCausalLM),
+    (CocaLlamaConfig, CocaLlamaModel, CocaLlamaForCausalLM),
+    (CocaMistralConfig, CocaMistralModel, CocaMistralForCausalLM),
+    (CocaQwen2Config, CocaQwen2Model, CocaQwen2ForCausalLM),
+    (CocaQwen3Config, CocaQwen3Model, CocaQwen3ForCausalLM),
+):
+    AutoConfig.register(config.model_type, config)
+    AutoModel.register(config, model)
+    AutoModelForCausalLM.register(config, causal_lm)
+del config, model, causal_lm

@@ -44,13 +44,16 @@ def _run(app: typer.Typer) -> None:
 
 @convert_app.command()
 def convert_command(
-    src: Annotated[str, typer.Argument(help="LLaMA checkpoint: a directory, a .gguf file or a hub id.")],
+    src: Annotated[str, typer.Argument(help="Checkpoint: a directory, a .gguf file or a hub id.")],
     dst: Annotated[str, typer.Argument(help="Directory to write. Absent or complete at every moment.")],
     constraint: Annotated[str, typer.Option(help="slack (the paper's main results) or strict.")] = "slack",
     dtype: Annotated[str, typer.Option(help="auto (the source's), float32, bfloat16 or float16.")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint at DST.")] = False,
+    released: Annotated[
+        bool, typer.Option("--released", help="SRC is a GPT-NeoX CoCA checkpoint of the authors' released code.")
+    ] = False,
 ) -> None:
-    """Turn a LLaMA checkpoint into a CoCA checkpoint, ready for training."""
+    """Turn a LLaMA, Mistral, Qwen2, Qwen3 or GPT-NeoX checkpoint into a CoCA checkpoint, ready for training."""
     from coca_hf.convert import convert_checkpoint
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
@@ -63,6 +66,7 @@ def convert_command(
             dtype,
             overwrite,
             progress=lambda done, total: bar.update(task, completed=done, total=total, visible=True),
+            released=released,
         )
     _print_conversion(record, dst)
 

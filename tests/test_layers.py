@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 import coca_hf
-from coca_hf.models.llama import CocaLlamaConfig
 
 ROOT = Path(coca_hf.__file__).parent
 FLOORS = {"errors": 0, "models": 0, "documents": 1, "report": 1, "convert": 2, "evaluate": 2, "train": 3, "cli": 4}
-TRAVELLING = {"attention.py", "rotary.py", "llama.py"}
+SHARED = {"attention.py", "cache.py", "decoder.py", "rotary.py"}
+CONFIGS = [getattr(coca_hf, name) for name in coca_hf.__all__ if name.endswith("Config")]
 
 
 def imported(file):
@@ -46,9 +46,12 @@ def test_every_part_has_a_floor():
     assert parts - {"__init__", "__pycache__", "py.typed"} == set(FLOORS)
 
 
-def test_what_travels_in_checkpoints_imports_only_what_travels(tmp_path):
-    for name in TRAVELLING:
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
+def test_what_travels_in_checkpoints_imports_only_what_travels(tmp_path, config):
+    config().save_pretrained(tmp_path)
+    travelling = {file.name for file in tmp_path.glob("*.py")}
+    for name in travelling:
         siblings = {f"{module.split('.')[2]}.py" for module in imported(ROOT / "models" / name)}
-        assert siblings <= TRAVELLING
-    CocaLlamaConfig().save_pretrained(tmp_path)
-    assert {file.name for file in tmp_path.glob("*.py")} == TRAVELLING
+        assert siblings <= travelling
+    family = config.model_type.removeprefix("coca_") + ".py"
+    assert travelling == ({"alibi.py"} if config is coca_hf.AlibiLlamaConfig else SHARED | {family})

@@ -1,4 +1,4 @@
-"""Turn a LLaMA checkpoint, or a LLaMA model in memory, into a CoCA one."""
+"""Turn a checkpoint, or a model in memory, into a CoCA one."""
 
 from coca_hf.convert.checkpoint import convert_checkpoint
 from coca_hf.convert.patch import patch_

@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 from safetensors.torch import save_file
-from torch import Tensor
 
-from coca_hf.convert.llama import Shape, check_tensors, coca_config
+from coca_hf.convert.families import coca_config
 from coca_hf.convert.source import INDEX, SINGLE, GgufSource, SafetensorsSource, open_source, sha256
-from coca_hf.convert.start import RULE, fold_pairs, start_scales, start_t
+from coca_hf.convert.start import NORM_RULE, RULE
+from coca_hf.convert.tensors import Maker, Piece, check_tensors
 from coca_hf.errors import CocaError
-from coca_hf.models.llama import CocaLlamaConfig
+from coca_hf.models.decoder import CocaConfig
 
 RECORD = "conversion.json"
 SHARD_BYTES = 1_000_000_000
@@ -38,12 +38,14 @@ def convert_checkpoint(
     dtype: str = "auto",
     overwrite: bool = False,
     progress: Progress | None = None,
+    released: bool = False,
 ) -> dict:
-    """Write a CoCA checkpoint made from the LLaMA checkpoint `src` to the directory `dst`; returns its record.
+    """Write a CoCA checkpoint made from the checkpoint `src` to the directory `dst`; returns its record.
 
     src: a directory (safetensors, single or sharded, also the released full-width CoCA layout; or GGUF), a .gguf file,
     or a hub id. constraint: `slack` or `strict`. dtype: `auto` (the source's) or a name in `DTYPES`. overwrite: replace
-    a checkpoint at `dst`. progress: called with bytes written and bytes in all. Safetensors sources are read tensor by
+    a checkpoint at `dst`. progress: called with bytes written and bytes in all. released: `src` is a
+    GPT-NeoX checkpoint of the authors' released code, which no file of it says. Safetensors sources are read tensor by
     tensor; memory holds one output shard. The record is also written to `dst/conversion.json`.
 
     Raises CocaError for input that is not understood, and leaves `dst` as it was.
@@ -53,7 +55,7 @@ def convert_checkpoint(
     _check_target(src, target, overwrite)
     with _only_one_writer(target), _os_errors(target):
         _check_target(src, target, overwrite)
-        conversion = _Conversion(open_source(src), src, constraint, dtype)
+        conversion = _Conversion(open_source(src), src, constraint, dtype, released)
         conversion.check_disk_space(target.parent)
         staging = target.parent / f".{target.name}.incomplete"
         shutil.rmtree(staging, ignore_errors=True)
@@ -69,14 +71,13 @@ def convert_checkpoint(
 class _Conversion:
     """One checkpoint on its way: what is read, and what is made of it."""
 
-    def __init__(self, source: SafetensorsSource | GgufSource, src: str, constraint: str, dtype: str):
+    def __init__(
+        self, source: SafetensorsSource | GgufSource, src: str, constraint: str, dtype: str, released: bool = False
+    ):
         self.source, self.src, self.dtype = source, src, DTYPES.get(dtype)
         self.config = coca_config(source.config, constraint, where=_config_path(source))
-        self.tensors = check_tensors(source.shapes(), self.config, where=src)
-        self.released_layout = any(name.endswith("t_proj.weight") for name in self.tensors)
-        if self.released_layout and constraint != "slack":
-            raise CocaError(f"{src}: got the released CoCA layout, which is slack, expected --constraint slack")
-        self.scales: list[list[float]] = []
+        self.pieces, self.released = check_tensors(source.shapes(), self.config, src, released)
+        self.maker = Maker(self.config, self.pieces, source.read, src, self.released)
 
     def check_disk_space(self, directory: Path) -> None:
         while not directory.exists():
@@ -90,20 +91,16 @@ class _Conversion:
 
     def write(self, directory: Path, progress: Progress) -> dict:
         self._write_weights(directory, progress)
-        self.config.dtype = self._dtype_of("model.embed_tokens.weight")
+        self.config.dtype = self._dtype_of(self.pieces[0])
         self.config.save_pretrained(directory)  # also copies the modelling files
         self.source.save_companions(directory)
         record = self._record()
         (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n")
         return record
 
-    def _outputs(self) -> list[tuple[str, int]]:
-        """Source name and bytes of every tensor that is written, in the order of the model."""
-        sizes = []
-        for name, shape in self.tensors.items():
-            count = torch.Size(shape).numel() // (2 if _becomes_t(name) else 1)
-            sizes.append((name, count * self._dtype_of(name).itemsize))
-        return sizes
+    def _outputs(self) -> list[tuple[Piece, int]]:
+        """Every tensor that is written and its bytes, in the order of the model."""
+        return [(p, torch.Size(p.shape).numel() * self._dtype_of(p).itemsize) for p in self.pieces]
 
     def _write_weights(self, directory: Path, progress: Progress) -> None:
         shards = _group(self._outputs(), SHARD_BYTES)
@@ -111,8 +108,8 @@ class _Conversion:
         for number, shard in enumerate(shards, 1):
             file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
             tensors = {}
-            for name, size in shard:
-                tensors[_coca_name(name)] = self._convert(name)
+            for piece, size in shard:
+                tensors[piece.name] = self.maker.make(piece).to(self._dtype_of(piece)).contiguous()
                 done += size
                 progress(done, total)
             save_file(tensors, directory / file, metadata={"format": "pt"})
@@ -121,58 +118,36 @@ class _Conversion:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
-    def _convert(self, name: str) -> Tensor:
-        tensor = self.source.read(name)
-        if _becomes_t(name):
-            g = self.config.num_key_value_heads
-            if self.released_layout:
-                tensor = fold_pairs(tensor, g)
-            else:
-                layer = int(name.split(".")[2])
-                if layer == len(self.scales):  # the weight comes before its bias
-                    self.scales.append(self._scales(layer).tolist())
-                tensor = start_t(tensor, torch.tensor(self.scales[layer]), g)
-        return tensor.to(self._dtype_of(name)).contiguous()
-
-    def _scales(self, layer: int) -> Tensor:
-        prefix = f"model.layers.{layer}."
-        weights = {"norm": self.source.read(prefix + "input_layernorm.weight")}
-        for letter in "qk":
-            weights[letter] = self.source.read(f"{prefix}self_attn.{letter}_proj.weight")
-            if self.config.attention_bias:
-                weights[f"{letter}_bias"] = self.source.read(f"{prefix}self_attn.{letter}_proj.bias")
-        scales = start_scales(weights, self.config)
-        if not (scales.isfinite().all() and (scales > 0).all()):
-            raise CocaError(
-                f"{self.src}: layer {layer}: q_proj or k_proj is zero, infinite or NaN; expected a trained model"
-            )
-        return scales
-
-    def _dtype_of(self, name: str) -> torch.dtype:
-        return self.dtype or self.source.dtype(name)
+    def _dtype_of(self, piece: Piece) -> torch.dtype:
+        return self.dtype or self.source.dtype(piece.source)
 
     def _record(self) -> dict:
-        start = {"rule": RULE, "scales": self.scales}
-        if self.released_layout:
+        has_norm = any(piece.module == "t_norm" for piece in self.pieces)
+        start = {
+            "rule": NORM_RULE if has_norm else RULE,
+            "scales": [self.maker.scales[i] for i in sorted(self.maker.scales)],
+        }
+        if self.released:
             start = {"rule": "the released t_proj, mean over the two rows of every rotary pair"}
         return {
             "source": str(Path(self.src).absolute()) if Path(self.src).exists() else self.src,
-            "source_format": self.source.kind + (", released CoCA layout" if self.released_layout else ""),
+            "source_format": self.source.kind + (", released CoCA layout" if self.released else ""),
             "source_sha256": {file.name: sha256(file) for file in self.source.files},
             "constraint": self.config.coca_constraint,
             "dtype": str(self.config.dtype).removeprefix("torch."),
             "start": start,
-            **_summary(self.config, self.tensors, self._dtype_of("model.embed_tokens.weight")),
+            **_summary(self.config, self.pieces, self._dtype_of(self.pieces[0])),
             "versions": {name: version(name) for name in ("coca-hf", "transformers", "torch", "safetensors")}
             | {"python": platform.python_version()},
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
 
 
-def _summary(config: CocaLlamaConfig, tensors: dict[str, Shape], dtype: torch.dtype) -> dict:
+def _summary(config: CocaConfig, pieces: list[Piece], dtype: torch.dtype) -> dict:
     """Parameters before and after, the fraction that each of the paper's stages trains, and cache bytes per token."""
-    before = sum(torch.Size(shape).numel() for shape in tensors.values())
-    after = {_coca_name(n): torch.Size(s).numel() // (2 if _becomes_t(n) else 1) for n, s in tensors.items()}
+    sources = {piece.source: piece.source_shape for piece in pieces}
+    before = sum(torch.Size(shape).numel() for shape in sources.values())
+    after = {piece.name: torch.Size(piece.shape).numel() for piece in pieces}
     total = sum(after.values())
 
     def fraction(*modules: str) -> float:
@@ -186,22 +161,14 @@ def _summary(config: CocaLlamaConfig, tensors: dict[str, Shape], dtype: torch.dt
     }
 
 
-def _becomes_t(name: str) -> bool:
-    return name.split(".")[-2] in ("k_proj", "t_proj")
-
-
-def _coca_name(name: str) -> str:
-    return name.replace(".k_proj.", ".t_proj.")
-
-
-def _group(sizes: list[tuple[str, int]], limit: int) -> list[list[tuple[str, int]]]:
-    shards: list[list[tuple[str, int]]] = [[]]
+def _group(sizes: list[tuple[Piece, int]], limit: int) -> list[list[tuple[Piece, int]]]:
+    shards: list[list[tuple[Piece, int]]] = [[]]
     filled = 0
-    for name, size in sizes:
+    for piece, size in sizes:
         if shards[-1] and filled + size > limit:
             shards.append([])
             filled = 0
-        shards[-1].append((name, size))
+        shards[-1].append((piece, size))
         filled += size
     return shards
 

@@ -1,55 +1,50 @@
-"""Make a LLaMA model in memory a CoCA model: `patch_`."""
-
-from typing import Any
+"""Make a model in memory a CoCA model: `patch_`."""
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
-from coca_hf.convert.llama import coca_config
-from coca_hf.convert.start import start_scales, start_t
+from coca_hf.convert.families import FAMILIES, coca_config, family_of
+from coca_hf.convert.tensors import Maker, check_tensors
 from coca_hf.errors import CocaError
-from coca_hf.models.llama import CocaLlamaForCausalLM
+from coca_hf.models.decoder import CocaForCausalLM
 from coca_hf.models.rotary import CocaRotaryEmbedding
 
 
 @torch.no_grad()
-def patch_(model: LlamaForCausalLM, constraint: str = "slack") -> CocaLlamaForCausalLM:
-    """Turn `model` into a `CocaLlamaForCausalLM`, in place, with the same start as `convert_checkpoint`; returns it.
+def patch_(model: PreTrainedModel, constraint: str = "slack") -> CocaForCausalLM:
+    """Turn `model` into its family's CoCA model, in place, with the same start as `convert_checkpoint`; returns it.
 
-    All weights but `k_proj` stay the very same parameters; `k_proj` is dropped for `t_proj`.
+    All weights but the key's stay the very same parameters; GPT-NeoX's fused projection is split, so that those of
+    queries and values are new, too.
 
-    Raises CocaError where the model is not a plain `LlamaForCausalLM` (already CoCA, quantized, compiled, wrapped).
+    Raises CocaError where the model is not a plain causal LM of a supported family (already CoCA, quantized, compiled,
+    wrapped).
     """
-    if isinstance(model, CocaLlamaForCausalLM):
+    if isinstance(model, CocaForCausalLM):
         raise CocaError("patch_: got a CoCA model already; there is nothing to patch")
-    if type(model) is not LlamaForCausalLM:
-        raise CocaError(f"patch_: got {type(model).__name__}, expected a LlamaForCausalLM; unwrap it first")
+    supported = {family.causal_lm for family in FAMILIES.values()}
+    if type(model) not in supported:
+        names = sorted(causal_lm.__name__ for causal_lm in supported)
+        raise CocaError(f"patch_: got {type(model).__name__}, expected one of {', '.join(names)}; unwrap it first")
     if getattr(model, "hf_quantizer", None) is not None:
         raise CocaError("patch_: got a quantized model, expected plain weights; load it with dequantize=True")
 
     config = coca_config(model.config.to_dict(), constraint, where="patch_: model.config")
     config._attn_implementation = model.config._attn_implementation
+    source = dict(model.named_parameters())
+    pieces, _ = check_tensors({name: tuple(p.shape) for name, p in source.items()}, config, where="patch_")
+    maker = Maker(config, pieces, lambda name: source[name].cpu(), where="patch_")
     with torch.device("meta"):
-        coca = CocaLlamaForCausalLM(config)
-    coca.lm_head, coca.generation_config = model.lm_head, model.generation_config
-    coca.model.embed_tokens, coca.model.norm = model.model.embed_tokens, model.model.norm
+        coca = family_of(config).coca_causal_lm(config)
+    for piece in pieces:
+        parameter = source[piece.source]
+        if not piece.is_carried_over:
+            made = maker.make(piece).to(parameter.device)
+            parameter = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
+        setattr(coca.get_submodule(piece.name.rpartition(".")[0]), piece.name.rpartition(".")[2], parameter)
+    coca.tie_weights()
     coca.model.rotary_emb = CocaRotaryEmbedding(config).to(model.device)
-    for layer, old in zip(coca.model.layers, model.model.layers, strict=True):
-        layer.mlp, layer.input_layernorm = old.mlp, old.input_layernorm
-        layer.post_attention_layernorm = old.post_attention_layernorm
-        _take_attention(layer.self_attn, old)
+    coca.generation_config = model.generation_config
     coca.train(model.training)
-    model.__class__, model.__dict__ = CocaLlamaForCausalLM, coca.__dict__
+    model.__class__, model.__dict__ = type(coca), coca.__dict__
     return model
-
-
-def _take_attention(attention: Any, old_layer: Any) -> None:
-    old, config = old_layer.self_attn, attention.config
-    attention.q_proj, attention.v_proj, attention.o_proj = old.q_proj, old.v_proj, old.o_proj
-    weights = {"norm": old_layer.input_layernorm.weight, "q": old.q_proj.weight, "k": old.k_proj.weight}
-    if config.attention_bias:
-        weights |= {"q_bias": old.q_proj.bias, "k_bias": old.k_proj.bias}
-    scales = start_scales({name: weight.cpu() for name, weight in weights.items()}, config)
-    for name, parameter in old.k_proj.named_parameters():
-        start = start_t(parameter.cpu(), scales, config.num_key_value_heads).to(parameter.device)
-        setattr(attention.t_proj, name, torch.nn.Parameter(start, requires_grad=parameter.requires_grad))

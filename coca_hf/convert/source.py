@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from coca_hf.convert.llama import Shape
+from coca_hf.convert.tensors import Shape
 from coca_hf.errors import CocaError
 
 INDEX = "model.safetensors.index.json"

@@ -7,16 +7,28 @@ an input is at most sqrt(hidden) long, so that with the norm's weight multiplied
     |original score| <= hidden * |W_Q| |W_K|                                      (|W|: spectral norm)
     |CoCA score|     <= c * hidden^(3/2) * |W_Q|^2 max_j |row j of fold(W_K)|     (c: sqrt(2) slack, 1 strict)
 
-and the scale makes the second bound equal to the first, for every key/value head with its query heads.
+and the scale makes the second bound equal to the first, for every key/value head with its query heads. A bias, of the
+projection or of a LayerNorm before it, counts as one more column.
+
+Where queries and keys of a head are normalised (Qwen3), with weights w_q and w_k, the bounds need no projection:
+
+    |original score| <= d * max |w_q| max |w_k|
+    |CoCA score|     <= c * d max |w_q|^2 * sqrt(d/2) max w_t
+
+W_T is then fold(w_k o W_K), whose size the norm takes out, and the norm's weight w_t is one number.
 """
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 RULE = (
     "W_T = scale * fold(W_K) per key/value head; fold: mean of the two rows of a rotary pair; scale: gives the scores "
     "the bound that the original's had over all inputs (formula: coca_hf/convert/start.py)"
+)
+NORM_RULE = (
+    "W_T = fold(key norm's weight * W_K); fold: mean of the two rows of a rotary pair; the norm of t has the weight "
+    "that gives the scores the bound that the original's had over all inputs (formula: coca_hf/convert/start.py)"
 )
 
 
@@ -30,17 +42,22 @@ def fold_pairs(projection: Tensor, num_key_value_heads: int) -> Tensor:
 
 
 @torch.no_grad()
-def start_scales(weights: dict[str, Tensor], config: LlamaConfig) -> Tensor:
+def start_scales(weights: dict[str, Tensor], config: PreTrainedConfig) -> Tensor:
     """The factor on `fold(W_K)` of every key/value head, (g,), by the bounds at the top of this file.
 
-    weights: of one layer: `norm` (hidden,), `q` (h * d, hidden), `k` (g * d, hidden), and `q_bias`, `k_bias` if any.
+    weights: of one layer: `norm` (hidden,), `q` (h * d, hidden), `k` (g * d, hidden), and `q_bias`, `k_bias`,
+    `norm_bias` (hidden,) if any; the rows of a head are [first of every pair, second of every pair].
     """
     g, norm = config.num_key_value_heads, weights["norm"].float()
 
     def heads(name: str) -> Tensor:
-        columns = weights[name].float() * norm
-        if f"{name}_bias" in weights:  # a bias is one more column, for an input that is always 1
-            columns = torch.cat((columns, weights[f"{name}_bias"].float()[:, None]), dim=1)
+        columns, biases = weights[name].float() * norm, []
+        if f"{name}_bias" in weights:
+            biases.append(weights[f"{name}_bias"].float())
+        if "norm_bias" in weights:
+            biases.append(weights[name].float() @ weights["norm_bias"].float())
+        if biases:  # one more column, for an input that is always 1
+            columns = torch.cat((columns, torch.stack(biases).sum(0)[:, None]), dim=1)
         return columns
 
     q = heads("q").unflatten(0, (g, -1, config.head_dim))  # (g, groups, d, hidden)
@@ -50,6 +67,12 @@ def start_scales(weights: dict[str, Tensor], config: LlamaConfig) -> Tensor:
     row_norm = fold_pairs(k, g).unflatten(0, (g, -1)).norm(dim=-1).amax(1)
     c = 2**0.5 if config.coca_constraint == "slack" else 1.0
     return k_norm / (c * config.hidden_size**0.5 * q_norm * row_norm)
+
+
+def start_norm(q_norm: Tensor, k_norm: Tensor, constraint: str) -> float:
+    """The weight of `t_norm`, by the bounds at the top of this file. q_norm, k_norm: (d,)."""
+    c = 2**0.5 if constraint == "slack" else 1.0
+    return (k_norm.float().abs().max() / (c * q_norm.float().abs().max() * (len(k_norm) / 2) ** 0.5)).item()
 
 
 def _spectral_norm(heads: Tensor) -> Tensor:

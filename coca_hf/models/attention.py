@@ -56,11 +56,20 @@ def coca_key(t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
     return torch.cat((t * cos, t * sin), dim=-1)
 
 
+def layer_types(config) -> list[str]:
+    """`full_attention` or `sliding_attention` of every layer, by the rule that transformers' caches follow."""
+    if getattr(config, "layer_types", None):
+        return config.layer_types
+    sliding = getattr(config, "sliding_window", None) is not None
+    return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
+
+
 class CocaAttention(nn.Module):
     """Causal self-attention whose key is collinear with the query (section 2.3); takes the place of `LlamaAttention`.
 
     `t_proj` has half the rows of the `k_proj` it replaces, one coefficient per rotary pair. The paper's full-width
     projection, averaged over each pair, is the same function: the mean is linear, so it folds into the weight.
+    A family that makes q, t and the value in another way overrides `project`.
     """
 
     def __init__(self, config, layer_idx: int):
@@ -72,6 +81,7 @@ class CocaAttention(nn.Module):
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
+        self.sliding_window = config.sliding_window if layer_types(config)[layer_idx] == "sliding_attention" else None
 
         hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
         self.q_proj = nn.Linear(hidden, heads * self.head_dim, bias=config.attention_bias)
@@ -114,6 +124,7 @@ class CocaAttention(nn.Module):
             attention_mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
+            sliding_window=self.sliding_window,
             **kwargs,
         )
         return self.o_proj(output.reshape(*leading, -1)), weights

@@ -42,10 +42,7 @@ class ReferenceCocaAttention(CocaAttention):
         if past_key_values is not None:
             raise ValueError("ReferenceCocaAttention: got a key/value cache, expected use_cache=False")
         leading = hidden_states.shape[:-1]
-        q = self.q_proj(hidden_states).view(*leading, -1, self.head_dim).transpose(1, 2)
-        t = self.t_proj(hidden_states).view(*leading, -1, self.head_dim // 2).transpose(1, 2).relu()
-        value = self.v_proj(hidden_states).view(*leading, -1, self.head_dim).transpose(1, 2)
-
+        q, t, value = self.project(hidden_states)
         cos, sin = (part.unsqueeze(1) for part in position_embeddings)
         scores = coca_scores(q, t, cos, sin, self.config.coca_constraint) * self.scaling
         if attention_mask is None:

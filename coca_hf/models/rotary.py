@@ -6,10 +6,12 @@ one in its batch, gets the wrong angles. Here every row of the batch has the bas
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 
-SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+LENGTH_DEPENDENT_ROPE_TYPES = ("dynamic", "longrope")  # a cache holds only under one `rope_length`
 
 
 def ntk_base(base: float, factor: float, seq_len, trained_len: int, head_dim: int):
@@ -23,11 +25,21 @@ def ntk_base(base: float, factor: float, seq_len, trained_len: int, head_dim: in
     return base * stretch ** (head_dim / (head_dim - 2))
 
 
+def rotary_dim(config) -> int:
+    """How many of a head's dimensions are turned; fewer than `head_dim` where rotation is partial (GPT-NeoX)."""
+    return int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+
+
 class CocaRotaryEmbedding(nn.Module):
     """cos and sin of every pair's angle, for the RoPE types in `SUPPORTED_ROPE_TYPES`.
 
+    Where rotation is partial, the pairs that are not turned come last, with cos 1 and sin 0.
+
     Raises ValueError for another type.
     """
+
+    inv_freq: Tensor
+    long_inv_freq: Tensor
 
     def __init__(self, config):
         super().__init__()
@@ -38,34 +50,53 @@ class CocaRotaryEmbedding(nn.Module):
                 f"config.rope_parameters: rope_type {self.rope_type!r} is not supported with CoCA; "
                 f"supported: {', '.join(SUPPORTED_ROPE_TYPES)}"
             )
-        inv_freq, self.attention_scaling = self.initial_inv_freq()
-        self.inv_freq = nn.Buffer(inv_freq, persistent=False)  # (j,)
+        self.attention_scaling = self._rope()[1]
+        for name, inv_freq in self.initial_buffers().items():
+            self.register_buffer(name, inv_freq, persistent=False)  # (turned pairs,)
 
-    def initial_inv_freq(self) -> tuple[Tensor, float]:
-        """The angle per position of every pair, (j,), at the trained length, and the factor on cos and sin."""
+    def initial_buffers(self) -> dict[str, Tensor]:
+        """The angle per position of every turned pair, at the trained length; for longrope past it, too."""
+        buffers = {"inv_freq": self._rope()[0]}
+        if self.rope_type == "longrope":
+            buffers["long_inv_freq"] = self._rope(seq_len=self._trained_len() + 1)[0]
+        return buffers
+
+    def _rope(self, **options) -> tuple[Tensor, float]:
+        """`inv_freq` as transformers initialises it, and the factor on cos and sin."""
         if self.rope_type in ("default", "dynamic"):
-            return LlamaRotaryEmbedding.compute_default_rope_parameters(self.config)
-        return ROPE_INIT_FUNCTIONS[self.rope_type](self.config)
+            return GPTNeoXRotaryEmbedding.compute_default_rope_parameters(self.config)
+        return ROPE_INIT_FUNCTIONS[self.rope_type](self.config, **options)
+
+    def _trained_len(self) -> int:
+        rope = self.config.rope_parameters
+        return rope.get("original_max_position_embeddings") or self.config.max_position_embeddings
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor, rope_length: int | None = None) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each (b, m, j), in the dtype of `x`.
 
-        position_ids: (b, m). rope_length: the length that fixes the base of dynamic NTK for all rows, for decoding with
-        a cache; by default each row's last position + 1.
+        position_ids: (b, m). rope_length: for decoding with a cache, the length that fixes the base of dynamic NTK, or
+        the factors of longrope, for all rows; by default each row's last position + 1.
         """
         inv_freq = self.inv_freq.float()
-        if self.rope_type == "dynamic":
-            inv_freq = self._dynamic_inv_freq(position_ids, rope_length)[:, None]  # (b, 1, j)
-        angles = position_ids[..., None].float() * inv_freq  # (b, m, j)
+        if self.rope_type in LENGTH_DEPENDENT_ROPE_TYPES:
+            seq_len = position_ids.amax(-1) + 1 if rope_length is None else position_ids.new_full((1,), rope_length)
+            by_length = self._dynamic_inv_freq if self.rope_type == "dynamic" else self._longrope_inv_freq
+            inv_freq = by_length(seq_len)[:, None]  # (b or 1, 1, turned pairs)
+        angles = position_ids[..., None].float() * inv_freq  # (b, m, turned pairs)
         cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
-        return cos.to(x.dtype), sin.to(x.dtype)
+        still = self.config.head_dim // 2 - cos.shape[-1]  # pairs that are not turned
+        return pad(cos, (0, still), value=1.0).to(x.dtype), pad(sin, (0, still)).to(x.dtype)
 
-    def _dynamic_inv_freq(self, position_ids: Tensor, rope_length: int | None) -> Tensor:
-        rope, head_dim = self.config.rope_parameters, self.config.head_dim
-        seq_len = position_ids.amax(-1) + 1 if rope_length is None else position_ids.new_full((1,), rope_length)
-        trained_len = rope.get("original_max_position_embeddings") or self.config.max_position_embeddings
+    def _dynamic_inv_freq(self, seq_len: Tensor) -> Tensor:
+        """seq_len: (b or 1,). Returns (b or 1, turned pairs)."""
+        rope, turned = self.config.rope_parameters, rotary_dim(self.config)
         precise = torch.float32 if seq_len.device.type == "mps" else torch.float64  # MPS has no float64
-        base = ntk_base(rope["rope_theta"], rope["factor"], seq_len.to(precise), trained_len, head_dim).float()
-        exponent = torch.arange(0, head_dim, 2, device=position_ids.device).float() / head_dim
-        return 1.0 / base[:, None] ** exponent  # (b or 1, j)
+        base = ntk_base(rope["rope_theta"], rope["factor"], seq_len.to(precise), self._trained_len(), turned).float()
+        exponent = torch.arange(0, turned, 2, device=seq_len.device).float() / turned
+        return 1.0 / base[:, None] ** exponent
+
+    def _longrope_inv_freq(self, seq_len: Tensor) -> Tensor:
+        """seq_len: (b or 1,). Returns (b or 1, turned pairs): the short factors up to the trained length."""
+        is_long = (seq_len > self._trained_len())[:, None]
+        return torch.where(is_long, self.long_inv_freq.float(), self.inv_freq.float())

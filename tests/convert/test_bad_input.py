@@ -83,13 +83,16 @@ DAMAGE = {
     ),
     "unknown field": (
         lambda d: edit_config(d, rope_thetas=5),
-        "rope_thetas=5 is not understood (nearest known field: rope_",
+        "rope_thetas=5 is not understood for 'llama' (nearest known field: rope_",
     ),
     "quantized": (
         lambda d: edit_config(d, quantization_config={"bits": 4}),
         "quantization_config={'bits': 4} is not supp",
     ),
-    "rope type": (lambda d: edit_config(d, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}), "longrope"),
+    "rope type": (
+        lambda d: edit_config(d, rope_parameters={"rope_type": "proportional", "rope_theta": 1e4}),
+        "proportional",
+    ),
     "odd head_dim": (lambda d: edit_config(d, head_dim=9), "head_dim is 9, expected an even number"),
     "wrong type": (lambda d: edit_config(d, hidden_size="big"), "hidden_size"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "got no weights, expected model.safetensors"),
@@ -107,7 +110,7 @@ DAMAGE = {
     ),
     "zero weights": (
         lambda d: edit_weights(d, lambda w: w[K0].zero_()),
-        "layer 0: q_proj or k_proj is zero, infinite or NaN",
+        "layer 0: queries or keys are zero, infinite or NaN",
     ),
     "integers": (
         lambda d: edit_weights(d, lambda w: w.update({Q1: w[Q1].to(torch.int8)})),

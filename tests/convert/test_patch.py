@@ -65,8 +65,8 @@ def test_what_is_not_a_plain_llama_is_refused(tiny_llama_dir, make, message):
 
 def test_a_config_that_coca_does_not_support_is_refused_and_the_model_left_as_it_was(tiny_llama_dir):
     model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
-    model.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}
-    with pytest.raises(CocaError, match="longrope"):
+    model.config.rope_parameters = {"rope_type": "proportional", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(CocaError, match="proportional"):
         patch_(model)
     assert type(model) is LlamaForCausalLM
     assert "CocaLlamaForCausalLM" in coca_hf.__all__

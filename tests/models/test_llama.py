@@ -176,14 +176,8 @@ def test_config_refuses_values_that_make_no_model(fields, message):
 
 
 def test_unsupported_rope_type_is_refused_by_name():
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "factor": 2.0,
-        "short_factor": [1.0] * 4,
-        "long_factor": [2.0] * 4,
-    }
-    with pytest.raises(ValueError, match="'longrope' is not supported with CoCA; supported: default, linear"):
+    rope = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    with pytest.raises(ValueError, match="'proportional' is not supported with CoCA; supported: default, linear"):
         tiny_model(rope_parameters=rope)
 
 

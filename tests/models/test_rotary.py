@@ -1,10 +1,14 @@
 """Rotary angles depend on the positions of their own row, and on nothing else."""
 
+import math
+
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import GPTNeoXConfig, LlamaConfig
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from coca_hf import CocaGPTNeoXConfig
 from coca_hf.models.rotary import CocaRotaryEmbedding, ntk_base
 from tests.models.test_llama import tiny_model, tokens
 
@@ -26,6 +30,14 @@ ROPES = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     },
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 50000.0,
+        "factor": 3.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7, 1.9, 2.1],
+        "long_factor": [1.0, 2.0, 3.0, 5.0, 7.0, 11.0, 13.0, 17.0],
+        "original_max_position_embeddings": 64,
+    },
 }
 
 
@@ -44,14 +56,16 @@ def test_angles_are_those_of_transformers_for_a_fresh_module(rope, length):
     torch.testing.assert_close(torch.cat((sin, sin), dim=-1), stock_sin, atol=1e-5, rtol=0)
 
 
-def test_a_long_row_changes_neither_its_batch_mate_nor_the_next_call():
-    rotary = CocaRotaryEmbedding(config_of(ROPES["dynamic"]))
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_a_long_row_changes_neither_its_batch_mate_nor_the_next_call(rope):
+    rotary = CocaRotaryEmbedding(config_of(ROPES[rope]))
     short, long = torch.arange(20)[None], torch.arange(200)[None]
     before = rotary(torch.empty(0), short)[0]
     batch = torch.cat((torch.nn.functional.pad(short, (0, 180)), long))
     together = rotary(torch.empty(0), batch)[0]
     assert torch.equal(together[:1, :20], before)
     assert torch.equal(together[1:], rotary(torch.empty(0), long)[0])
+    assert not torch.equal(together[1:, :20], before)
     assert torch.equal(rotary(torch.empty(0), short)[0], before)
 
 
@@ -61,18 +75,27 @@ def test_dynamic_base_grows_only_past_the_trained_length():
     assert ntk_base(1e4, 4.0, 128, 64, 16) == pytest.approx(1e4 * 5 ** (16 / 14))
 
 
-@pytest.mark.parametrize("total", [64, 96, 192])
-@pytest.mark.parametrize("prompt_len", [50, 90, 150])
-def test_generation_past_the_trained_length_equals_the_full_forward(prompt_len, total):
-    """The base is fixed from prompt + new tokens, so a cache is exact: 64 trained; 1, 1.5 and 3 times that in all."""
-    if prompt_len >= total:
-        pytest.skip("nothing is left to generate")
-    model = tiny_model(rope_parameters=dict(ROPES["dynamic"])).double()
+@pytest.mark.parametrize("length", [64, 65])
+def test_longrope_takes_its_long_factors_from_the_first_token_past_the_trained_length(length):
+    rope = ROPES["longrope"]
+    cos, _ = CocaRotaryEmbedding(config_of(rope))(torch.empty(0), torch.arange(length)[None])
+    factor = torch.tensor(rope["long_factor" if length > 64 else "short_factor"])
+    angle = torch.arange(length)[:, None] / (factor * 50000.0 ** (torch.arange(8) / 8))
+    scaling = (1 + math.log(3.0) / math.log(64)) ** 0.5
+    torch.testing.assert_close(cos[0], angle.cos() * scaling, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+@pytest.mark.parametrize(("prompt_len", "total"), [(50, 64), (50, 96), (90, 96), (50, 192), (150, 192)])
+def test_generation_past_the_trained_length_equals_the_full_forward(prompt_len, total, rope):
+    """The angles follow from prompt + new tokens, so a cache is exact: at 1, 1.5 and 3 times the 64 tokens trained."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 5.0]} if rope == "longrope" else {}
+    model = tiny_model(rope_parameters=ROPES[rope] | factors).double()
     prompt = tokens(1, prompt_len)
     out = model.generate(prompt, max_length=total, return_dict_in_generate=True, output_logits=True, do_sample=False)
     full = model(out.sequences, rope_length=total).logits[:, prompt_len - 1 : -1]
     assert (torch.stack(out.logits, dim=1) - full).abs().max() < 1e-5  # generate hands out fp32
-    other = model(out.sequences, rope_length=total + 64).logits[:, prompt_len - 1 : -1]
+    other = model(out.sequences, rope_length=192 if total == 64 else 64).logits[:, prompt_len - 1 : -1]
     assert (full - other).abs().max() > 1e-3
 
 
@@ -83,7 +106,26 @@ def test_a_dialogue_goes_on_within_its_planned_length_and_is_refused_beyond_it()
     first = model.generate(prompt, max_length=80, rope_length=120, do_sample=False, return_dict_in_generate=True)
     second = model.generate(first.sequences, past_key_values=first.past_key_values, max_length=100, do_sample=False)
     assert torch.equal(second, whole)
-    with pytest.raises(ValueError, match="got 130 tokens in all, but the rotary base was planned for 120; start again"):
+    with pytest.raises(
+        ValueError, match="got 130 tokens in all, but the rotary angles were planned for 120; start again"
+    ):
         model.generate(first.sequences, past_key_values=first.past_key_values, max_length=130)
     with pytest.raises(ValueError, match="planned for 70"):
         model.generate(prompt, max_length=80, rope_length=70)
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_partial_rotation_turns_the_first_pairs_as_transformers_does_and_leaves_the_rest(rope):
+    fields = {"hidden_size": 96, "num_attention_heads": 3, "max_position_embeddings": 64}  # head_dim 32, 16 turned
+    parameters = ROPES[rope] | {"partial_rotary_factor": 0.5}
+    positions = torch.arange(150)[None]
+    cos, sin = CocaRotaryEmbedding(CocaGPTNeoXConfig(**fields, rope_parameters=dict(parameters)))(
+        torch.empty(0), positions
+    )
+    stock = GPTNeoXRotaryEmbedding(GPTNeoXConfig(**fields, rope_parameters=dict(parameters)))
+    stock_cos, stock_sin = stock(torch.empty(0), positions)
+    assert cos.shape == sin.shape == (1, 150, 16)
+    torch.testing.assert_close(cos[..., :8], stock_cos[..., :8], atol=1e-5, rtol=0)
+    torch.testing.assert_close(sin[..., :8], stock_sin[..., :8], atol=1e-5, rtol=0)
+    assert (cos[..., 8:] == 1).all()
+    assert (sin[..., 8:] == 0).all()

@@ -1,0 +1,159 @@
+"""The families that are understood: what each one's configuration may say, and the CoCA configuration it becomes."""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from coca_hf.errors import CocaError
+from coca_hf.models.attention import layer_types
+from coca_hf.models.decoder import MASKS, CocaConfig, CocaForCausalLM
+from coca_hf.models.gpt_neox import CocaGPTNeoXConfig, CocaGPTNeoXForCausalLM
+from coca_hf.models.llama import CocaLlamaConfig, CocaLlamaForCausalLM
+from coca_hf.models.mistral import CocaMistralConfig, CocaMistralForCausalLM
+from coca_hf.models.qwen2 import CocaQwen2Config, CocaQwen2ForCausalLM
+from coca_hf.models.qwen3 import CocaQwen3Config, CocaQwen3ForCausalLM
+from coca_hf.models.rotary import SUPPORTED_ROPE_TYPES, rotary_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """transformers' classes and ours. other_fields: understood in a config.json without being fields of `config`."""
+
+    config: type[PreTrainedConfig]
+    causal_lm: type[PreTrainedModel]
+    coca_config: type[CocaConfig]
+    coca_causal_lm: type[CocaForCausalLM]
+    other_fields: frozenset[str] = frozenset()
+    partial_rotary: bool = False
+
+    def understands(self) -> set[str]:
+        fields = {field.name for field in dataclasses.fields(self.config)}
+        return fields | {"rope_theta", "rope_scaling"} | self.other_fields
+
+
+FAMILIES = {
+    "llama": Family(LlamaConfig, LlamaForCausalLM, CocaLlamaConfig, CocaLlamaForCausalLM),
+    "mistral": Family(MistralConfig, MistralForCausalLM, CocaMistralConfig, CocaMistralForCausalLM),
+    "qwen2": Family(Qwen2Config, Qwen2ForCausalLM, CocaQwen2Config, CocaQwen2ForCausalLM, frozenset({"head_dim"})),
+    "qwen3": Family(Qwen3Config, Qwen3ForCausalLM, CocaQwen3Config, CocaQwen3ForCausalLM),
+    "gpt_neox": Family(
+        GPTNeoXConfig,
+        GPTNeoXForCausalLM,
+        CocaGPTNeoXConfig,
+        CocaGPTNeoXForCausalLM,
+        frozenset({"rotary_pct", "rotary_emb_base"}),
+        partial_rotary=True,
+    ),
+}
+
+# Written by transformers and by model authors over the years; they say nothing about weights or attention. Nor do names
+# that begin with an underscore.
+# fmt: off
+INERT_FIELDS = {
+    "attn_implementation", "bad_words_ids", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty",
+    "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty",
+    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "is_decoder", "is_llama_config",
+    "length_penalty", "max_length", "max_sequence_length", "min_length", "model_type", "no_repeat_ngram_size",
+    "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions", "output_scores", "prefix",
+    "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "sep_token_id", "suppress_tokens",
+    "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype",
+    "torchscript", "transformers.js_config", "typical_p", "unk_token_id", "use_bfloat16",
+}
+# fmt: on
+# These change the model when they are set, in ways that CoCA does not follow.
+REFUSED_WHEN_SET = {
+    "add_cross_attention",
+    "cross_attention_hidden_size",
+    "pruned_heads",
+    "quantization_config",
+    "rope_interleaved",
+    "sliding_window",
+    "tie_encoder_decoder",
+    "use_mrope",
+}
+
+
+def family_of(config: CocaConfig) -> Family:
+    """The family that a CoCA configuration belongs to."""
+    return FAMILIES[config.model_type.removeprefix("coca_")]
+
+
+def coca_config(config: Mapping, constraint: str, where: str) -> CocaConfig:
+    """The CoCA configuration of a checkpoint's `config.json`; `where` names it in errors.
+
+    Raises CocaError for an unknown family, a field that is not understood, or a value that CoCA does not support.
+    """
+    family = _family(config.get("model_type"), where)
+    _check_fields(config, family, where)
+    understood = family.understands() - {"transformers_version"}
+    fields = {field: value for field, value in config.items() if field in understood}
+    fields["architectures"] = [family.coca_causal_lm.__name__]
+    if "torch_dtype" in config:
+        fields.setdefault("dtype", config["torch_dtype"])
+    try:
+        result = family.coca_config(**fields, coca_constraint=constraint)
+    except Exception as error:  # the validators of transformers raise several kinds
+        raise CocaError(f"{where}: {' '.join(str(error).split())}") from error
+    _check_positions(result, family, where)
+    return result
+
+
+def _family(model_type: object, where: str) -> Family:
+    if model_type in {family.coca_config.model_type for family in FAMILIES.values()}:
+        raise CocaError(f"{where}: got a CoCA checkpoint already (model_type {model_type!r}); train or evaluate it")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise CocaError(f"{where}: got model_type {model_type!r}, supported: {', '.join(map(repr, FAMILIES))}")
+    return FAMILIES[model_type]
+
+
+def _check_fields(config: Mapping, family: Family, where: str) -> None:
+    name = config["model_type"]
+    if config.get("auto_map"):
+        raise CocaError(
+            f"{where}: auto_map names the checkpoint's own code, which is never run; expected a plain {name!r}; remove "
+            f"auto_map if the weights are those of transformers' {family.causal_lm.__name__}"
+        )
+    understood = family.understands()
+    for field, value in config.items():
+        if field in understood or field in INERT_FIELDS or field == "auto_map" or field.startswith("_"):
+            continue
+        if field not in REFUSED_WHEN_SET:
+            near = difflib.get_close_matches(field, understood, n=1)
+            hint = f" (nearest known field: {near[0]})" if near else ""
+            raise CocaError(
+                f"{where}: {field}={value!r} is not understood for {name!r}{hint}; converting could change the model"
+            )
+        if value:
+            remedy = "; load it dequantized and save it first" if field == "quantization_config" else ""
+            raise CocaError(f"{where}: {field}={value!r} is not supported with CoCA for {name!r}{remedy}")
+
+
+def _check_positions(config: CocaConfig, family: Family, where: str) -> None:
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type not in SUPPORTED_ROPE_TYPES:
+        raise CocaError(
+            f"{where}: rope_type {rope_type!r} is not supported with CoCA; supported: {', '.join(SUPPORTED_ROPE_TYPES)}"
+        )
+    if not family.partial_rotary and rotary_dim(config) != config.head_dim:
+        raise CocaError(
+            f"{where}: partial_rotary_factor {config.rope_parameters['partial_rotary_factor']} is not supported with "
+            f"CoCA for {family.config.model_type!r}; expected 1"
+        )
+    unknown = sorted(set(layer_types(config)) - MASKS.keys())
+    if unknown:
+        raise CocaError(f"{where}: layer type {unknown[0]!r} is not supported with CoCA; supported: {', '.join(MASKS)}")

@@ -1,0 +1,208 @@
+"""Which tensors a CoCA checkpoint has, which tensor of the source each is made of, and how. Letters: `models/`.
+
+The CoCA model itself, built without memory, says what it has; a family says what its source calls those tensors.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from coca_hf.convert.families import family_of
+from coca_hf.convert.start import fold_pairs, start_norm, start_scales, start_t
+from coca_hf.errors import CocaError
+from coca_hf.models.decoder import CocaConfig
+from coca_hf.models.rotary import rotary_dim
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A tensor of the CoCA checkpoint, `name` of `shape`, and the one of the source that it is made of.
+
+    pick: the part of the source's tensor that is meant, rows in the order of CoCA's heads; None: all, as it is.
+    """
+
+    name: str
+    shape: Shape
+    source: str
+    source_shape: Shape
+    pick: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def module(self) -> str:
+        """The last module of its name: `t_proj`, `norm`."""
+        return self.name.split(".")[-2]
+
+    @property
+    def is_carried_over(self) -> bool:
+        return self.pick is None and self.module not in ("t_proj", "t_norm")
+
+
+def check_tensors(
+    shapes: Mapping[str, Shape], config: CocaConfig, where: str, released: bool = False
+) -> tuple[list[Piece], bool]:
+    """The pieces of the CoCA checkpoint, after comparing what they need with the `shapes` found, and `released`.
+
+    released: whether the source is of the authors' released code, with full-width t in the place of keys. Where it has
+    a `t_proj`, it is; GPT-NeoX sources do not say.
+
+    Raises CocaError naming the first tensor that is missing, not understood or of the wrong shape.
+    """
+    released = released or any(name.endswith("t_proj.weight") for name in shapes)
+    _check_released(released, config, where)
+    pieces = list(_pieces(config, shapes, released))
+    expected = {piece.source: piece.source_shape for piece in pieces}
+    missing = [name for name in expected if name not in shapes]
+    if missing:
+        raise CocaError(f"{where}: tensor {missing[0]} is missing{_and_more(missing)}; is the checkpoint complete?")
+    unknown = [name for name in shapes if name not in expected and not _is_derived(name, config)]
+    if unknown:
+        plain = family_of(config).causal_lm.__name__
+        raise CocaError(f"{where}: tensor {unknown[0]} is not understood{_and_more(unknown)}; expected a plain {plain}")
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise CocaError(f"{where}: tensor {name} has shape {shapes[name]}, expected {shape} from config.json")
+    return pieces, released
+
+
+class Maker:
+    """Makes pieces from the source's tensors, which `read` fetches by name.
+
+    scales: by layer, what the start of its `W_T` chose; filled as layers come.
+    """
+
+    def __init__(
+        self, config: CocaConfig, pieces: list[Piece], read: Callable[[str], Tensor], where: str, released: bool = False
+    ):
+        self.config, self.read, self.where, self.released = config, read, where, released
+        self.scales: dict[int, list[float]] = {}
+        self._pieces = {piece.name: piece for piece in pieces}
+
+    def make(self, piece: Piece) -> Tensor:
+        """The tensor of `piece`, in the dtype of the source."""
+        tensor = self._picked(piece)
+        if piece.module == "t_proj":
+            return fold_pairs(tensor, self.config.num_key_value_heads) if self.released else self._start(piece, tensor)
+        if piece.module == "t_norm":
+            return torch.full(piece.shape, self._scales(piece)[0], dtype=tensor.dtype)
+        return tensor
+
+    def _start(self, piece: Piece, key: Tensor) -> Tensor:
+        g, scales = self.config.num_key_value_heads, self._scales(piece)
+        norm = self._pieces.get(f"{_layer(piece)}.self_attn.t_norm.weight")
+        if norm is None:
+            return start_t(key, torch.tensor(scales), g)
+        weight = self._picked(norm).float().repeat(g)  # (g * d,), of the rows of the key
+        return fold_pairs(key * weight.view(-1, *[1] * (key.dim() - 1)), g).to(key.dtype)
+
+    def _scales(self, piece: Piece) -> list[float]:
+        """Of the layer of `piece`: the factor of every key/value head, or the one weight of `t_norm`."""
+        layer = int(piece.name.split(".")[2])
+        if layer not in self.scales:
+            scales = self._layer_scales(_layer(piece))
+            if not all(0 < scale < float("inf") for scale in scales):
+                raise CocaError(
+                    f"{self.where}: layer {layer}: queries or keys are zero, infinite or NaN; expected a trained model"
+                )
+            self.scales[layer] = scales
+        return self.scales[layer]
+
+    def _layer_scales(self, layer: str) -> list[float]:
+        names = {
+            "norm": "input_layernorm.weight",
+            "norm_bias": "input_layernorm.bias",
+            "q": "self_attn.q_proj.weight",
+            "q_bias": "self_attn.q_proj.bias",
+            "q_norm": "self_attn.q_norm.weight",
+            "k": "self_attn.t_proj.weight",
+            "k_bias": "self_attn.t_proj.bias",
+            "k_norm": "self_attn.t_norm.weight",
+        }
+        pieces = {letter: self._pieces.get(f"{layer}.{name}") for letter, name in names.items()}
+        if pieces["k_norm"] is not None:
+            q_norm, k_norm = (self._picked(pieces[letter]) for letter in ("q_norm", "k_norm"))
+            return [start_norm(q_norm, k_norm, self.config.coca_constraint)]
+        weights = {letter: self._picked(piece) for letter, piece in pieces.items() if piece is not None}
+        return start_scales(weights, self.config).tolist()
+
+    def _picked(self, piece: Piece | None) -> Tensor:
+        assert piece is not None
+        tensor = self.read(piece.source)
+        return piece.pick(tensor) if piece.pick else tensor
+
+
+def _pieces(config: CocaConfig, shapes: Mapping[str, Shape], released: bool):
+    with torch.device("meta"):
+        model = family_of(config).coca_causal_lm(config)
+    describe = _gpt_neox_piece if config.model_type == "coca_gpt_neox" else _llama_piece
+    for name, tensor in model.state_dict().items():
+        if name != "lm_head.weight" or not config.tie_word_embeddings:
+            yield describe(config, name, tuple(tensor.shape), shapes, released)
+
+
+def _llama_piece(config: CocaConfig, name: str, shape: Shape, shapes: Mapping[str, Shape], released: bool) -> Piece:
+    source = name if released else name.replace(".t_proj.", ".k_proj.").replace(".t_norm.", ".k_norm.")
+    is_half = ".t_proj." in name or ".t_norm." in name
+    return Piece(name, shape, source, (2 * shape[0], *shape[1:]) if is_half else shape)
+
+
+def _gpt_neox_piece(config: CocaConfig, name: str, shape: Shape, shapes: Mapping[str, Shape], released: bool) -> Piece:
+    part = re.fullmatch(r"model\.(.*)\.self_attn\.([qtv])_proj\.(weight|bias)", name)
+    if part:
+        source = f"gpt_neox.{part[1]}.attention.query_key_value.{part[3]}"
+        pick = partial(split_query_key_value, part="qtv".index(part[2]), config=config)
+        return Piece(name, shape, source, (3 * config.hidden_size, *shape[1:]), pick)
+    if name == "lm_head.weight":  # older files, and GPT-NeoX's own code, have the second name
+        return Piece(name, shape, name if name in shapes else "embed_out.weight", shape)
+    source = name.replace("model.", "gpt_neox.", 1).replace(".self_attn.o_proj.", ".attention.dense.")
+    source = source.replace(".embed_tokens.", ".embed_in.").replace("gpt_neox.norm.", "gpt_neox.final_layer_norm.")
+    return Piece(name, shape, source, shape)
+
+
+def split_query_key_value(fused: Tensor, part: int, config: CocaConfig) -> Tensor:
+    """Query (part 0), key (1) or value (2) rows of GPT-NeoX's fused projection, its weight or its bias.
+
+    Query and key rows of every head come as turned first halves, unturned first halves, turned second halves, unturned
+    second halves (`models/gpt_neox.py` says why). fused: (h * 3 * d, ...). Returns (h * d, ...).
+    """
+    heads = fused.unflatten(0, (config.num_attention_heads, 3, config.head_dim))[:, part]  # (h, d, ...)
+    if part == 2:
+        return heads.flatten(0, 1)
+    turned, unturned = heads.tensor_split([rotary_dim(config)], dim=1)
+    halves = [half for side in (0, 1) for half in (turned.chunk(2, 1)[side], unturned.chunk(2, 1)[side])]
+    return torch.cat(halves, dim=1).flatten(0, 1)
+
+
+def _check_released(released: bool, config: CocaConfig, where: str) -> None:
+    if not released:
+        return
+    if config.coca_constraint != "slack":
+        raise CocaError(f"{where}: got the released CoCA layout, which is slack, expected --constraint slack")
+    if config.model_type not in ("coca_llama", "coca_gpt_neox"):
+        raise CocaError(f"{where}: got the released CoCA layout for {config.model_type!r}, expected llama or gpt_neox")
+    if rotary_dim(config) != config.head_dim:
+        raise CocaError(
+            f"{where}: got rotary_pct {config.rope_parameters['partial_rotary_factor']} in the released CoCA layout, "
+            f"expected 1: below it the released code pairs t wrongly, and such weights are of no CoCA model"
+        )
+
+
+def _is_derived(name: str, config: CocaConfig) -> bool:
+    """Whether a tensor of the source follows from the others, so that it is not carried over."""
+    if name in ("lm_head.weight", "embed_out.weight"):
+        return bool(config.tie_word_embeddings)
+    return name.endswith(("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"))
+
+
+def _layer(piece: Piece) -> str:
+    return ".".join(piece.name.split(".")[:3])
+
+
+def _and_more(names: list[str]) -> str:
+    more = len(names) - 1
+    return f" (and {more} more)" if more else ""

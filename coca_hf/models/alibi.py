@@ -1,0 +1,136 @@
+"""LLaMA without rotation, with ALiBi: the paper's third baseline from scratch (its tables 1 and 2). Not CoCA.
+
+A head adds a penalty to its scores that grows with the distance: `-slope (m - n)` (Press et al., arXiv 2108.12409).
+The bias goes into the attention mask, so that blocks, cache and generation are LLaMA's own; rotation by angle zero
+takes the place of its rotary embedding. Attention by eager or sdpa, which take a bias as it is. Letters: see
+`attention.py`.
+"""
+
+import math
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """The slope of every head, (h,), float32: 2^(-8/h), 2^(-16/h), ... for a power of two.
+
+    Otherwise those of the power of two below, then every second one of the power of two above.
+    """
+    power = 2 ** math.floor(math.log2(num_heads))
+    exponents = [-8 * i / power for i in range(1, power + 1)]
+    exponents += [-4 * i / power for i in range(1, 2 * (num_heads - power), 2)]
+    return 2.0 ** torch.tensor(exponents)
+
+
+def alibi_mask(mask: Tensor, past_len: int | Tensor, dtype: torch.dtype, num_heads: int) -> Tensor:
+    """`-slope (m - n)` where `mask` allows attention, and the lowest number elsewhere.
+
+    mask: (b, 1, m, n), True where attention is allowed, or 0 there and the lowest number elsewhere; the first query
+    stands at index `past_len`. Distances are counted in the row as it is: padding lies outside, so it changes none.
+    Returns (b, h, m, n).
+    """
+    new_len, total_len = mask.shape[-2:]
+    query_index = past_len + torch.arange(new_len, device=mask.device)
+    distance = query_index[:, None] - torch.arange(total_len, device=mask.device)  # (m, n)
+    bias = (-alibi_slopes(num_heads).to(mask.device)[:, None, None] * distance).to(dtype)  # (h, m, n)
+    lowest = torch.finfo(dtype).min
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, lowest)
+    return (mask + bias).clamp(min=lowest)
+
+
+@strict
+class AlibiLlamaConfig(LlamaConfig):
+    """`LlamaConfig` without `rope_parameters`."""
+
+    model_type = "alibi_llama"
+    _auto_class = "AutoConfig"  # save_pretrained copies this file, as register_for_auto_class makes it do
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        self.rope_parameters = None
+        self.auto_map = {
+            "AutoConfig": "alibi.AlibiLlamaConfig",
+            "AutoModel": "alibi.AlibiLlamaModel",
+            "AutoModelForCausalLM": "alibi.AlibiLlamaForCausalLM",
+        }
+
+
+class NoRotation(nn.Module):
+    """cos and sin of angle zero, each (1, m, d), for LLaMA's blocks."""
+
+    def __init__(self, head_dim: int):
+        super().__init__()
+        self.head_dim = head_dim
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        cos = x.new_ones(1, x.shape[1], self.head_dim)
+        return cos, torch.zeros_like(cos)
+
+
+class AlibiLlamaPreTrainedModel(LlamaPreTrainedModel):
+    config: AlibiLlamaConfig
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    _supports_attention_backend = False
+
+
+class AlibiLlamaModel(AlibiLlamaPreTrainedModel, LlamaModel):
+    def __init__(self, config: AlibiLlamaConfig):
+        PreTrainedModel.__init__(self, config)  # not LlamaModel's: it would build a rotary embedding
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList([LlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = NoRotation(config.head_dim)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """As `LlamaModel.forward`, which takes a mask of four dimensions as it is: here, the one with the bias."""
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+            allow_is_causal_skip=False,
+        )
+        past_len = past_key_values.get_seq_length() if past_key_values is not None else 0
+        return super().forward(
+            attention_mask=alibi_mask(mask, past_len, inputs_embeds.dtype, self.config.num_attention_heads),
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+
+
+class AlibiLlamaForCausalLM(AlibiLlamaPreTrainedModel, LlamaForCausalLM):
+    """`LlamaForCausalLM` over `AlibiLlamaModel`; `forward` and the sharding plans are inherited."""
+
+    def __init__(self, config: AlibiLlamaConfig):
+        PreTrainedModel.__init__(self, config)  # not LlamaForCausalLM's: it would build a LlamaModel
+        self.model = AlibiLlamaModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()

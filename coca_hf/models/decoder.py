@@ -1,0 +1,230 @@
+"""What every CoCA family shares: the configuration's own fields, the stack of layers, generation.
+
+transformers derives its Mistral, Qwen2 and Qwen3 from its LLaMA; here, too, the shell of every family (embedding, final
+norm, language head, loss, flags) is LLaMA's. A family's file adds its configuration, its attention and its layer. The
+families' files and this one travel inside checkpoints, so that those load with `trust_remote_code=True` without
+coca_hf. Letters: see `attention.py`.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, LlamaPreTrainedModel, PreTrainedConfig
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .attention import CocaAttention, layer_types
+from .cache import CocaCache
+from .rotary import LENGTH_DEPENDENT_ROPE_TYPES, CocaRotaryEmbedding, rotary_dim
+
+MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+
+
+class CocaConfig(PreTrainedConfig):
+    """`coca_constraint`: `"slack"` (the paper's main results) or `"strict"` (its section 4.4).
+
+    Comes after the family's own configuration among the bases, so that the family's defaults win.
+    """
+
+    _auto_class = "AutoConfig"  # save_pretrained copies the modelling files, as register_for_auto_class makes it do
+
+    coca_constraint: Literal["slack", "strict"] = "slack"
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        file, family = self.model_type.removeprefix("coca_"), type(self).__name__.removesuffix("Config")
+        self.auto_map = {
+            "AutoConfig": f"{file}.{family}Config",
+            "AutoModel": f"{file}.{family}Model",  # vLLM's Transformers backend asks for this one
+            "AutoModelForCausalLM": f"{file}.{family}ForCausalLM",
+        }
+
+    def validate_pairs(self):
+        """Called by `@strict`. Raises ValueError where dimensions that rotation turns do not make pairs."""
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}, expected an even number: rotary embedding turns pairs")
+        if rotary_dim(self) % 2:
+            raise ValueError(
+                f"head_dim {self.head_dim} * partial_rotary_factor "
+                f"{self.rope_parameters['partial_rotary_factor']} is {rotary_dim(self)}, expected an even number"
+            )
+
+
+def t_plan(plan: Mapping[str, str]) -> dict[str, str]:
+    """A family's tensor-parallel plan, with `t_proj` and `t_norm` in the place of `k_proj` and `k_norm`."""
+    return {name.replace("k_proj", "t_proj").replace("k_norm", "t_norm"): style for name, style in plan.items()}
+
+
+class CocaDecoderLayer(LlamaDecoderLayer):
+    """Norm, attention, norm, MLP, with two residuals; a family names its own classes."""
+
+    attention_class: type[CocaAttention] = CocaAttention
+    mlp_class: type[nn.Module] = LlamaMLP
+    norm_class: type[nn.Module] = LlamaRMSNorm
+
+    def __init__(self, config: CocaConfig, layer_idx: int):
+        GradientCheckpointingLayer.__init__(self)  # not LlamaDecoderLayer's: it would build the attention twice
+        self.hidden_size = config.hidden_size
+        self.self_attn = self.attention_class(config, layer_idx)
+        self.mlp = self.mlp_class(config)
+        self.input_layernorm = self.norm_class(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = self.norm_class(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class CocaPreTrainedModel(LlamaPreTrainedModel):
+    config: CocaConfig
+    _can_record_outputs = {"hidden_states": GradientCheckpointingLayer, "attentions": CocaAttention}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        if isinstance(module, CocaRotaryEmbedding):
+            for name, initial in module.initial_buffers().items():
+                init.copy_(getattr(module, name), initial)
+
+
+class CocaModel(CocaPreTrainedModel):
+    """Embedding, layers of `layer_class`, and a last norm."""
+
+    layer_class: type[GradientCheckpointingLayer]
+
+    def __init__(self, config: CocaConfig):
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList([self.layer_class(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = self.last_norm(config)
+        self.rotary_emb = CocaRotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def last_norm(self, config: CocaConfig) -> nn.Module:
+        """The norm after the last layer, which is of the kind that the layers have."""
+        return self.layer_class.norm_class(config.hidden_size, eps=config.rms_norm_eps)
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        rope_length: int | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """As `LlamaModel.forward`, with `rope_length`: the total length that fixes the angles of dynamic NTK, longrope.
+
+        Where `position_ids` is absent it is counted from a 2-d `attention_mask`, because the slack score depends on
+        absolute positions: padding must not move them.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError(
+                f"{type(self).__name__}.forward: got both or neither, expected one of input_ids and inputs_embeds"
+            )
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        if use_cache and past_key_values is None:
+            past_key_values = CocaCache(self.config)
+        if position_ids is None:
+            past_len = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = positions(inputs_embeds, attention_mask, past_len)
+
+        masks = self.causal_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
+        position_embeddings = self.rotary_emb(inputs_embeds, position_ids, rope_length)
+        hidden_states = self.before_layers(inputs_embeds)
+        kinds = layer_types(self.config)
+        for i, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=masks[kinds[i]],
+                position_embeddings=position_embeddings,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+    def before_layers(self, inputs_embeds: Tensor) -> Tensor:
+        """What a family does to the embeddings, (b, m, hidden); nothing unless it says so."""
+        return inputs_embeds
+
+    def causal_masks(
+        self,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | dict[str, Tensor] | None,
+        past_key_values: Cache | None,
+        position_ids: Tensor,
+    ) -> dict[str, Tensor]:
+        """The mask of every kind of layer that the model has; `generate` may have prepared them."""
+        if isinstance(attention_mask, dict):
+            return attention_mask
+        arguments = {
+            "config": self.config,
+            "inputs_embeds": inputs_embeds,
+            "attention_mask": attention_mask,
+            "past_key_values": past_key_values,
+            "position_ids": position_ids,
+        }
+        return {kind: MASKS[kind](**arguments) for kind in set(layer_types(self.config))}
+
+
+def positions(inputs_embeds: Tensor, attention_mask: Tensor | dict[str, Tensor] | None, past_len: int) -> Tensor:
+    """Positions of the new tokens, (b or 1, m): tokens before them in the row, padding not counted."""
+    new_len = inputs_embeds.shape[1]
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past_len : past_len + new_len]
+    return torch.arange(past_len, past_len + new_len, device=inputs_embeds.device)[None]
+
+
+class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
+    """`LlamaForCausalLM` over a model of `model_class`; `forward` and the sharding plans are inherited."""
+
+    model_class: type[CocaModel]
+
+    def __init__(self, config: CocaConfig):
+        PreTrainedModel.__init__(self, config)  # not LlamaForCausalLM's: it would build a LlamaModel
+        self.model = self.model_class(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, *args, rope_length: int | None = None, **kwargs) -> dict:
+        """As transformers', with `rope_length`, which `generate` takes and hands on to `forward`."""
+        return {**super().prepare_inputs_for_generation(input_ids, *args, **kwargs), "rope_length": rope_length}
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        """Half-width keys unless another cache is asked for; the angles fixed for the whole generation.
+
+        Cached keys keep the angles they were made with, so these are those of `rope_length`, the planned total length:
+        the one passed to `generate`, that of the cache passed to it, or prompt and new tokens. Raises ValueError where
+        more is asked for than was planned.
+        """
+        given = model_kwargs.get("past_key_values")
+        if self.config.rope_parameters["rope_type"] in LENGTH_DEPENDENT_ROPE_TYPES:
+            planned = model_kwargs.get("rope_length") or getattr(given, "rope_length", None)
+            model_kwargs["rope_length"] = planned or generation_config.max_length
+            if generation_config.max_length > model_kwargs["rope_length"]:
+                raise ValueError(
+                    f"generate: got {generation_config.max_length} tokens in all, but the rotary angles were planned "
+                    f"for {planned}; start again without the old cache, with rope_length={generation_config.max_length}"
+                )
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        cache = model_kwargs.get("past_key_values")
+        if type(cache) is DynamicCache and given is None:
+            cache = model_kwargs["past_key_values"] = CocaCache(self.config, offloading=cache.offloading)
+        if isinstance(cache, CocaCache):
+            cache.rope_length = model_kwargs.get("rope_length")

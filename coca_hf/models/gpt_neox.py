@@ -1,0 +1,89 @@
+"""GPT-NeoX (Pythia, the paper's 350M models) with Collinear Constrained Attention.
+
+Two things differ from a GPT-NeoX checkpoint, and conversion sees to both:
+
+- the fused `query_key_value` is split into `q_proj`, `t_proj` and `v_proj`, and modules have LLaMA's names;
+- where only the first part of a head is turned (`rotary_pct` below 1), the rows of a query head are put in the order
+  turned first halves, unturned first halves, turned second halves, unturned second halves. Then pair j of a head is
+  `(x[j], x[j + d/2])` throughout, the turned pairs are GPT-NeoX's own, which lie inside the turned part, and the others
+  are pairs of angle zero, whose score `t_j (q_j^2 + q_{j+d/2}^2)` does not depend on positions.
+
+The released code pairs `t` over the whole head and the rotation over its turned part, so that with `rotary_pct` below 1
+the two of a pair share no coefficient: collinearity is lost. With `rotary_pct` 1, the paper's, both are one function.
+"""
+
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from torch.nn.functional import dropout
+from transformers import GPTNeoXConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP
+
+from .attention import CocaAttention
+from .decoder import CocaConfig, CocaForCausalLM, CocaModel, CocaPreTrainedModel
+
+
+@strict
+class CocaGPTNeoXConfig(GPTNeoXConfig, CocaConfig):
+    model_type = "coca_gpt_neox"
+    base_model_tp_plan = {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.t_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.dense_h_to_4h": "colwise",
+        "layers.*.mlp.dense_4h_to_h": "rowwise",
+    }
+    base_model_pp_plan = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return self.num_attention_heads
+
+
+class CocaGPTNeoXDecoderLayer(GradientCheckpointingLayer):
+    """`GPTNeoXLayer` with CoCA: attention and MLP side by side (`use_parallel_residual`) or one after the other."""
+
+    def __init__(self, config: CocaGPTNeoXConfig, layer_idx: int):
+        super().__init__()
+        self.use_parallel_residual = config.use_parallel_residual
+        self.dropout = config.hidden_dropout
+        self.self_attn = CocaAttention(config, layer_idx)
+        self.mlp = GPTNeoXMLP(config)
+        self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, hidden_states: Tensor, **kwargs) -> Tensor:
+        """hidden_states: (b, m, hidden); the rest goes to the attention. Returns (b, m, hidden)."""
+        attention, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        attended = hidden_states + dropout(attention, self.dropout, self.training)
+        mlp_input = hidden_states if self.use_parallel_residual else attended
+        mlp = self.mlp(self.post_attention_layernorm(mlp_input))
+        return attended + dropout(mlp, self.dropout, self.training)
+
+
+class CocaGPTNeoXPreTrainedModel(CocaPreTrainedModel):
+    config: CocaGPTNeoXConfig
+    _no_split_modules = ["CocaGPTNeoXDecoderLayer"]
+
+
+class CocaGPTNeoXModel(CocaGPTNeoXPreTrainedModel, CocaModel):
+    layer_class = CocaGPTNeoXDecoderLayer
+
+    def last_norm(self, config: CocaGPTNeoXConfig) -> nn.Module:
+        return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def before_layers(self, inputs_embeds: Tensor) -> Tensor:
+        return dropout(inputs_embeds, self.config.hidden_dropout, self.training)
+
+
+class CocaGPTNeoXForCausalLM(CocaGPTNeoXPreTrainedModel, CocaForCausalLM):
+    model_class = CocaGPTNeoXModel

@@ -1,0 +1,32 @@
+"""Mistral with Collinear Constrained Attention; its sliding window cuts CoCA's scores as it cuts Mistral's own."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import MistralConfig
+from transformers.models.mistral.modeling_mistral import MistralMLP, MistralRMSNorm
+
+from .decoder import CocaConfig, CocaDecoderLayer, CocaForCausalLM, CocaModel, CocaPreTrainedModel, t_plan
+
+
+@strict
+class CocaMistralConfig(MistralConfig, CocaConfig):
+    model_type = "coca_mistral"
+    base_model_tp_plan = t_plan(MistralConfig.base_model_tp_plan)
+    attention_bias = False  # Mistral has none, and no field for it
+
+
+class CocaMistralDecoderLayer(CocaDecoderLayer):
+    mlp_class = MistralMLP
+    norm_class = MistralRMSNorm
+
+
+class CocaMistralPreTrainedModel(CocaPreTrainedModel):
+    config: CocaMistralConfig
+    _no_split_modules = ["CocaMistralDecoderLayer"]
+
+
+class CocaMistralModel(CocaMistralPreTrainedModel, CocaModel):
+    layer_class = CocaMistralDecoderLayer
+
+
+class CocaMistralForCausalLM(CocaMistralPreTrainedModel, CocaForCausalLM):
+    model_class = CocaMistralModel

@@ -1,0 +1,47 @@
+"""Qwen2 and Qwen2.5 with Collinear Constrained Attention: biases on q, t and v, and sliding windows by layer."""
+
+from huggingface_hub.dataclasses import strict
+from torch import nn
+from transformers import Qwen2Config
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
+
+from .attention import CocaAttention
+from .decoder import CocaConfig, CocaDecoderLayer, CocaForCausalLM, CocaModel, CocaPreTrainedModel, t_plan
+
+
+@strict
+class CocaQwen2Config(Qwen2Config, CocaConfig):
+    model_type = "coca_qwen2"
+    base_model_tp_plan = t_plan(Qwen2Config.base_model_tp_plan)
+    attention_bias = True  # on q, t and v; no field of Qwen2's
+
+    head_dim: int | None = None  # some checkpoints set it, and Qwen2Attention reads it
+
+    def __post_init__(self, **kwargs):
+        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        super().__post_init__(**kwargs)
+
+
+class CocaQwen2Attention(CocaAttention):
+    def __init__(self, config: CocaQwen2Config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=False)
+
+
+class CocaQwen2DecoderLayer(CocaDecoderLayer):
+    attention_class = CocaQwen2Attention
+    mlp_class = Qwen2MLP
+    norm_class = Qwen2RMSNorm
+
+
+class CocaQwen2PreTrainedModel(CocaPreTrainedModel):
+    config: CocaQwen2Config
+    _no_split_modules = ["CocaQwen2DecoderLayer"]
+
+
+class CocaQwen2Model(CocaQwen2PreTrainedModel, CocaModel):
+    layer_class = CocaQwen2DecoderLayer
+
+
+class CocaQwen2ForCausalLM(CocaQwen2PreTrainedModel, CocaForCausalLM):
+    model_class = CocaQwen2Model

@@ -1,0 +1,314 @@
+"""A checkpoint of every family becomes a CoCA checkpoint that loads anywhere, and is what its weights say it is."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import coca_hf
+from coca_hf import AlibiLlamaConfig, AlibiLlamaForCausalLM, CocaError, convert_checkpoint, patch_
+from coca_hf.convert.families import FAMILIES
+from coca_hf.models.attention import coca_key, coca_query
+from tests.models.families import CASES, SHAPE, carry_t_, key_rows, pairs, reference_logits, stock_model, tokens
+from tests.models.test_golden import GOLDEN
+
+EVERY_CASE = pytest.mark.parametrize("case", CASES)
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """`converted(case, constraint)`: directories of the source and of what it became, and the record."""
+    made = {}
+
+    def convert(case, constraint="slack"):
+        if (case, constraint) not in made:
+            directory = tmp_path_factory.mktemp("converted")
+            stock_model(case).save_pretrained(directory / "src")
+            record = convert_checkpoint(directory / "src", directory / "dst", constraint)
+            made[case, constraint] = directory / "src", directory / "dst", record
+        return made[case, constraint]
+
+    return convert
+
+
+@pytest.mark.parametrize("constraint", ["slack", "strict"])
+@EVERY_CASE
+def test_converted_checkpoint_loads_clean_and_gives_the_logits_of_the_reference(converted, case, constraint):
+    src, dst, record = converted(case, constraint)
+    model, info = AutoModelForCausalLM.from_pretrained(dst, output_loading_info=True)
+    assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
+    assert type(model) is FAMILIES[CASES[case][0]].coca_causal_lm
+    assert model.config.coca_constraint == constraint
+    assert sum(p.numel() for p in model.parameters()) == record["parameters"]["after"]
+
+    stock = AutoModelForCausalLM.from_pretrained(src, attn_implementation="eager")
+    assert sum(p.numel() for p in stock.parameters()) == record["parameters"]["before"]
+    first, second = pairs(stock.config)
+    for layer in range(3):
+        attention = model.model.layers[layer].self_attn
+        scales = torch.tensor(record["start"]["scales"][layer])
+        for name, rows in key_rows(stock, layer).items():
+            if hasattr(attention, "t_norm"):
+                k_norm = stock.model.layers[layer].self_attn.k_norm.weight.data
+                rows, scales = rows * k_norm.view(1, -1, *[1] * (rows.dim() - 2)), torch.ones(len(rows))
+            folded = (rows[:, first] + rows[:, second]) / 2 * scales.view(-1, *[1] * (rows.dim() - 1))
+            torch.testing.assert_close(getattr(attention.t_proj, name).data, folded.flatten(0, 1))
+        if hasattr(attention, "t_norm"):
+            weight = torch.full((7,), record["start"]["scales"][layer][0])
+            torch.testing.assert_close(attention.t_norm.weight.data, weight)
+    ids, mask = tokens(), torch.ones(2, 23, dtype=torch.long)
+    expected = reference_logits(carry_t_(stock, model).double(), constraint, ids, mask)
+    assert (model.double()(ids).logits - expected).abs().max() < 1e-5
+
+
+@EVERY_CASE
+def test_patched_model_equals_the_converted_checkpoint(converted, case):
+    src, dst, _ = converted(case, "strict")
+    model = AutoModelForCausalLM.from_pretrained(src)
+    before = dict(model.named_parameters())
+    patched = patch_(model, "strict")
+    assert patched is model
+    assert torch.equal(patched(tokens()).logits, AutoModelForCausalLM.from_pretrained(dst)(tokens()).logits)
+    kept = {id(parameter) for parameter in patched.parameters()}
+    replaced = ("k_proj", "k_norm", "query_key_value")
+    assert all((id(p) in kept) != any(part in name for part in replaced) for name, p in before.items())
+
+
+@pytest.mark.parametrize("constraint", ["slack", "strict"])
+@pytest.mark.parametrize("case", ["qwen2", "qwen3", "neox-partial"])
+def test_start_bounds_the_scores_by_the_originals_bound(converted, case, constraint):
+    """The worst input of layer 0 is looked for by gradient ascent on the scores themselves: none exceeds the bound."""
+    src, dst, _ = converted(case, constraint)
+    model = AutoModelForCausalLM.from_pretrained(dst).requires_grad_(False)
+    stock = AutoModelForCausalLM.from_pretrained(src)
+    layer, g = model.model.layers[0], model.config.num_key_value_heads
+    hidden, d = model.config.hidden_size, layer.self_attn.head_dim
+    generator = torch.Generator().manual_seed(9)
+    heads = model.config.num_attention_heads
+    x = torch.randn(2, heads, 64, hidden, generator=generator).requires_grad_()  # every head looks for its own
+    angle = torch.randn(2, heads, 1, 64, d // 2, generator=generator).requires_grad_()
+    optimizer = torch.optim.Adam([x, angle], lr=0.1)
+    for _ in range(150):
+        q, t, _ = zip(*(layer.self_attn.project(layer.input_layernorm(side)) for side in x), strict=True)
+        query = coca_query(q[0], angle[0].cos(), angle[0].sin(), constraint)
+        key = coca_key(t[1], angle[1].cos(), angle[1].sin(), constraint).repeat_interleave(heads // g, dim=1)
+        scores = (query * key).sum(-1).diagonal()  # (64, h)
+        optimizer.zero_grad()
+        (-scores.sum()).backward()
+        optimizer.step()
+    largest = scores.detach().amax(0).unflatten(0, (g, -1)).amax(1)  # (g,)
+    ratio = largest / original_bounds(stock, g, d)
+    assert (ratio <= 1.05).all()  # a bias is a column for an input of 1, on top of the sqrt(hidden) of the norm
+    assert (ratio > 0.1).all()  # a start 10 times too small, or one that is 0, would show
+
+
+def original_bounds(stock, g, d):
+    """The bound on the scores of layer 0 of a stock model, per key/value head."""
+    config = stock.config
+    if config.model_type == "qwen3":
+        attention = stock.model.layers[0].self_attn
+        bound = d * attention.q_norm.weight.abs().max() * attention.k_norm.weight.abs().max()
+        return bound.detach().repeat(g)
+    if config.model_type == "gpt_neox":
+        layer = stock.gpt_neox.layers[0]
+        fused = layer.attention.query_key_value
+        weights = fused.weight.data.unflatten(0, (g, 3, d)).unbind(1)[:2]
+        biases = fused.bias.data.unflatten(0, (g, 3, d)).unbind(1)[:2]
+        biases = [bias + weight @ layer.input_layernorm.bias.data for weight, bias in zip(weights, biases, strict=True)]
+    else:
+        layer = stock.model.layers[0]
+        projections = layer.self_attn.q_proj, layer.self_attn.k_proj
+        weights = [p.weight.data.unflatten(0, (-1, d)) for p in projections]
+        biases = [p.bias.data.unflatten(0, (-1, d)) for p in projections]
+    norms = []
+    for weight, bias in zip(weights, biases, strict=True):
+        columns = torch.cat((weight * layer.input_layernorm.weight.data, bias[..., None]), dim=-1)
+        norms.append(torch.linalg.matrix_norm(columns, 2).unflatten(0, (g, -1)).amax(1))
+    return config.hidden_size * norms[0] * norms[1]
+
+
+LOAD_WITHOUT_COCA_HF = """
+import sys
+sys.modules["coca_hf"] = None
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+for source in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules"), type(model).__module__
+    base = AutoModel.from_pretrained(source, trust_remote_code=True)
+    assert type(base).__name__ == type(model.model).__name__
+    model.save_pretrained(source + "-copy")
+    again = AutoModelForCausalLM.from_pretrained(source + "-copy", trust_remote_code=True)
+    ids = torch.arange(60).view(2, 30) * 5 % 89
+    assert torch.equal(model(ids).logits, again(ids).logits)
+    torch.save((model(ids).logits, model.generate(ids, max_new_tokens=9)), source + "-copy/outputs.pt")
+"""
+
+
+def test_loads_and_saves_without_coca_hf_by_its_own_code(tmp_path, converted):
+    cases = ["mistral-window", "qwen2-window", "qwen3-window", "neox-partial"]
+    for case in cases:
+        shutil.copytree(converted(case)[1], tmp_path / case)
+    AlibiLlamaForCausalLM(AlibiLlamaConfig(**SHAPE)).save_pretrained(tmp_path / "alibi")
+    directories = [tmp_path / name for name in (*cases, "alibi")]
+    command = [sys.executable, "-c", LOAD_WITHOUT_COCA_HF, *map(str, directories)]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    ids = torch.arange(60).view(2, 30) * 5 % 89
+    for directory in directories:
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        assert type(model).__module__.startswith("coca_hf.")
+        logits, generated = torch.load(f"{directory}-copy/outputs.pt")
+        assert torch.equal(model(ids).logits, logits)
+        assert torch.equal(model.generate(ids, max_new_tokens=9), generated)
+
+
+@pytest.mark.parametrize("case", ["neox", "neox-dynamic"])
+def test_released_gpt_neox_is_folded_and_gives_its_logits_loss_and_gradient(tmp_path, case):
+    golden = load_file(GOLDEN / f"{case}.safetensors")
+    write_golden(tmp_path / "src", case)
+    record = convert_checkpoint(tmp_path / "src", tmp_path / "dst", released=True)
+    assert record["source_format"] == "safetensors, released CoCA layout"
+    assert "mean over the two rows" in record["start"]["rule"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
+    output = model(golden["input_ids"], labels=golden["input_ids"])
+    assert (output.logits - golden["logits"]).abs().max() < 2e-5  # see test_golden
+    output.loss.backward()
+    assert (output.loss - golden["loss"]).abs() < 1e-5
+    # The released projection has both rows of a pair; each gets half of the folded row's gradient.
+    q, t, v = golden["grad.layers.0.query_key_value"].unflatten(0, (3, 3, 2, 8)).unbind(1)  # (h, halves, j, hidden)
+    attention = model.model.layers[0].self_attn
+    for projection, released in (("q", q.flatten(0, 2)), ("t", t.sum(1).flatten(0, 1)), ("v", v.flatten(0, 2))):
+        gradient = getattr(attention, f"{projection}_proj").weight.grad
+        assert released.abs().max() > 1e-3
+        assert (gradient - released).abs().max() < 1e-5
+
+
+def write_golden(directory, case, **fields):
+    golden = load_file(GOLDEN / f"{case}.safetensors")
+    directory.mkdir()
+    weights = {name[2:]: tensor for name, tensor in golden.items() if name.startswith("w.")}
+    weights["gpt_neox.layers.0.attention.rotary_emb.inv_freq"] = torch.ones(8)  # the released code stores this one
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((GOLDEN / "configs.json").read_text())[case]
+    (directory / "config.json").write_text(json.dumps(config | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "constraint", "message"),
+    [
+        ({"rotary_pct": 0.5}, "slack", "got rotary_pct 0.5 in the released CoCA layout, expected 1"),
+        ({}, "strict", "got the released CoCA layout, which is slack, expected --constraint slack"),
+    ],
+)
+def test_released_gpt_neox_that_is_no_coca_model_is_refused(tmp_path, fields, constraint, message):
+    write_golden(tmp_path / "src", "neox", **fields)
+    with pytest.raises(CocaError, match=message):
+        convert_checkpoint(tmp_path / "src", tmp_path / "dst", constraint, released=True)
+    assert not (tmp_path / "dst").exists()
+
+
+def test_the_350m_configuration_of_the_paper_is_understood():
+    """Head_dim 64, all turned: 24 layers, hidden 1024, 16 heads, 512 positions (the released config.json)."""
+    config = {
+        "architectures": ["GPTNeoXForCausalLM"],
+        "bos_token_id": 100256,
+        "eos_token_id": 100256,
+        "hidden_act": "gelu",
+        "hidden_size": 1024,
+        "initializer_range": 0.02,
+        "intermediate_size": 4096,
+        "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 512,
+        "model_type": "gpt_neox",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "rope_scaling": None,
+        "rotary_emb_base": 10000,
+        "rotary_pct": 1.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "transformers_version": "4.26.1",
+        "use_cache": True,
+        "use_parallel_residual": True,
+        "vocab_size": 100864,
+    }
+    result = coca_hf.convert.families.coca_config(config, "slack", where="config.json")
+    assert (result.head_dim, result.num_key_value_heads, result.dtype) == (64, 16, torch.float16)
+    assert result.rope_parameters["partial_rotary_factor"] == 1.0
+    with torch.device("meta"):
+        model = coca_hf.CocaGPTNeoXForCausalLM(result)
+    assert sum(p.numel() for p in model.parameters()) == 508_880_896 - 24 * 512 * 1025
+
+
+@pytest.mark.parametrize(
+    ("case", "fields", "message"),
+    [
+        ("mistral", {"model_type": "mixtral"}, "got model_type 'mixtral', supported: 'llama', 'mistral', 'qwen2', 'qw"),
+        ("mistral", {"model_type": "coca_mistral"}, "got a CoCA checkpoint already"),
+        ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types=.* is not understood for 'mistral'"),
+        ("llama", {"sliding_window": 7}, "sliding_window=7 is not supported with CoCA for 'llama'"),
+        ("qwen2", {"use_mrope": True}, "use_mrope=True is not supported with CoCA for 'qwen2'"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention' is not supported with CoCA; suppor"),
+        ("qwen3", {"num_experts": 4}, "num_experts=4 is not understood for 'qwen3'"),
+        (
+            "qwen3",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.43}},
+            "partial_rotary_factor 0.43 is not supported with CoCA for 'qwen3'",
+        ),
+        ("neox-partial", {"quantization_config": {"bits": 4}}, "quantization_config=.* is not supported"),
+        (
+            "neox-partial",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.3}},
+            r"head_dim 32 \* partial_rotary_factor 0.3 is 9, expected an even number",
+        ),
+    ],
+)
+def test_what_coca_does_not_support_is_refused_by_name(tmp_path, converted, case, fields, message):
+    source = shutil.copytree(converted(case)[0], tmp_path / "src")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(CocaError, match=message):
+        convert_checkpoint(source, tmp_path / "dst")
+    assert not (tmp_path / "dst").exists()
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "message"),
+    [
+        ("qwen2", "model.layers.1.self_attn.k_proj.bias", "is missing"),
+        ("qwen3", "model.layers.1.self_attn.k_norm.weight", "is missing"),
+        ("neox-partial", "gpt_neox.layers.2.attention.query_key_value.weight", "is missing"),
+    ],
+)
+def test_a_missing_tensor_is_named(tmp_path, converted, case, name, message):
+    source = shutil.copytree(converted(case)[0], tmp_path / "src")
+    weights = load_file(source / "model.safetensors")
+    del weights[name]
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CocaError, match=f"tensor {name} {message}"):
+        convert_checkpoint(source, tmp_path / "dst")
+
+
+def test_older_gpt_neox_files_convert_to_the_same_weights(tmp_path, converted):
+    """`embed_out`, stored masks and angles, and rotary fields of the transformers before version 5."""
+    src, dst, _ = converted("neox-partial")
+    source = shutil.copytree(src, tmp_path / "src")
+    weights = load_file(source / "model.safetensors")
+    head = weights.pop("lm_head.weight", None)
+    weights["embed_out.weight"] = weights.get("embed_out.weight") if head is None else head
+    weights["gpt_neox.layers.0.attention.bias"] = torch.ones(1, 1, 64, 64)
+    weights["gpt_neox.layers.0.attention.masked_bias"] = torch.tensor(-1e9)
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    del config["rope_parameters"]
+    config |= {"rotary_pct": 0.375, "rotary_emb_base": 10000, "rope_scaling": None}
+    (source / "config.json").write_text(json.dumps(config))
+    convert_checkpoint(source, tmp_path / "dst")
+    got, expected = (AutoModelForCausalLM.from_pretrained(d) for d in (tmp_path / "dst", dst))
+    assert torch.equal(got(tokens()).logits, expected(tokens()).logits)

@@ -1,0 +1,163 @@
+"""Every family at tiny size, and its independent reference: transformers' own model with only its scores replaced.
+
+The stock model runs as it is, with projections, norms, masks and residuals of its own. Its keys are made to carry the
+coefficients, each written to both rows of its pair; its attention function, which is handed rotated queries and keys,
+turns them back and contracts three operands.
+"""
+
+import importlib
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+import coca_hf
+from coca_hf.models.reference import coca_scores
+
+SHAPE = {
+    "vocab_size": 89,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
+NEOX = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": ...}  # head_dim 32
+WINDOW = 7  # shorter than any sequence of the tests
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CASES = {
+    "llama": ("llama", {}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 14}),
+    "mistral": ("mistral", {"head_dim": 14, "sliding_window": None}),
+    "mistral-window": ("mistral", {"head_dim": 14, "sliding_window": WINDOW}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 14, "tie_word_embeddings": True}),
+    "qwen3-window": (
+        "qwen3",
+        {
+            "head_dim": 14,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "neox-partial": ("gpt_neox", NEOX | {"rotary_pct": 0.375, "use_parallel_residual": True}),  # 12 of 32 are turned
+    "neox-sequential": ("gpt_neox", NEOX | {"rotary_pct": 1.0, "use_parallel_residual": False}),
+    "neox-no-bias": ("gpt_neox", NEOX | {"rotary_pct": 0.25, "attention_bias": False, "rotary_emb_base": 500}),
+}
+
+
+def stock_config(case):
+    """Transformers' own configuration, eager, because the reference takes the place of eager attention."""
+    family, fields = CASES[case]
+    fields = {name: value for name, value in (SHAPE | fields).items() if value is not ...}
+    return CONFIG_MAPPING[family](**fields, attn_implementation="eager")
+
+
+def stock_model(case):
+    """Random weights, biases and norms included: none is 0 or 1, where it could be left out and nobody would see."""
+    torch.manual_seed(6)
+    model = AutoModelForCausalLM.from_config(stock_config(case), attn_implementation="eager").eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.3)
+    return model
+
+
+def turned_dims(config):
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return head_dim, int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+
+
+def pairs(config):
+    """Where the family keeps the first and the second of every pair of a head: two index lists of length j."""
+    head_dim, turned = turned_dims(config)
+    first = [*range(turned // 2), *range(turned, (turned + head_dim) // 2)]
+    second = [*range(turned // 2, turned), *range((turned + head_dim) // 2, head_dim)]
+    return torch.tensor(first), torch.tensor(second)
+
+
+def key_rows(stock, layer):
+    """The rows of the layer's key projection, and of its bias, as views by head: (g, d, ...)."""
+    config = stock.config
+    head_dim, _ = turned_dims(config)
+    if config.model_type == "gpt_neox":
+        fused = stock.gpt_neox.layers[layer].attention.query_key_value
+        return {name: p.data.unflatten(0, (-1, 3, head_dim))[:, 1] for name, p in fused.named_parameters()}
+    projection = stock.model.layers[layer].self_attn.k_proj
+    return {name: p.data.unflatten(0, (-1, head_dim)) for name, p in projection.named_parameters()}
+
+
+def carry_t_(stock, coca):
+    """Write the coefficients' projections of `coca` to both rows of their pairs in the stock model's keys."""
+    first, second = pairs(stock.config)
+    for layer, coca_layer in enumerate(coca.model.layers):
+        attention = coca_layer.self_attn
+        for name, rows in key_rows(stock, layer).items():
+            t = getattr(attention.t_proj, name).data.unflatten(0, (rows.shape[0], -1)).to(rows.dtype)
+            rows[:, first], rows[:, second] = t, t
+        if hasattr(attention, "t_norm"):
+            k_norm = stock.model.layers[layer].self_attn.k_norm.weight.data
+            k_norm[first] = k_norm[second] = attention.t_norm.weight.data.to(k_norm.dtype)
+    return stock
+
+
+def reference_logits(stock, constraint, ids, mask):
+    """Logits of a stock model whose keys carry coefficients, with CoCA's scores in the place of its own."""
+    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
+    base = stock.base_model
+    first, second = pairs(stock.config)
+    _, turned = turned_dims(stock.config)
+
+    def attend(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+        cos, sin = base.rotary_emb(query, position_ids)
+        still = len(first) - turned // 2
+        cos = torch.nn.functional.pad(cos[:, None, :, : turned // 2], (0, still), value=1.0)
+        sin = torch.nn.functional.pad(sin[:, None, :, : turned // 2], (0, still))
+        turned_back = []
+        for rotated in (query, key):
+            real, imag = rotated[..., first], rotated[..., second]
+            length = cos.square() + sin.square()
+            turned_back += [(real * cos + imag * sin) / length, (imag * cos - real * sin) / length]
+        assert (turned_back[2] - turned_back[3]).abs().max() < 1e-4  # both rows of a pair carry one coefficient
+        q, t = torch.cat(turned_back[:2], dim=-1), turned_back[2].relu()
+        scores = coca_scores(q, t, cos, sin, constraint) * scaling
+        weights = (scores + attention_mask).softmax(-1)
+        value = value.repeat_interleave(q.shape[1] // value.shape[1], dim=1)
+        return (weights @ value).transpose(1, 2).contiguous(), weights
+
+    with pytest.MonkeyPatch.context() as replaced:
+        replaced.setattr(importlib.import_module(type(stock).__module__), "eager_attention_forward", attend)
+        return stock(ids, attention_mask=mask, position_ids=position_ids, use_cache=False).logits
+
+
+def coca_model(case, constraint, **options):
+    """The CoCA model of a stock model, patched (so with the start), and with other t weights than the start's."""
+    model = coca_hf.patch_(stock_model(case), constraint)
+    generator = torch.Generator().manual_seed(4)
+    for layer in model.model.layers:
+        for parameter in layer.self_attn.t_proj.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
+        if hasattr(layer.self_attn, "t_norm"):
+            t_norm = layer.self_attn.t_norm.weight
+            t_norm.data = 1 + 0.3 * torch.randn(t_norm.shape, generator=generator)
+    model.set_attn_implementation(options.get("attn_implementation", "sdpa"))
+    return model
+
+
+def tokens(rows=2, length=23, seed=7):
+    return torch.randint(1, 89, (rows, length), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,136 @@
+"""Every family's CoCA is its own transformers model with other scores, on every path that people take."""
+
+import itertools
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+import coca_hf
+from coca_hf.models.cache import CocaCache
+from tests.models.families import CASES, WINDOW, carry_t_, coca_model, reference_logits, stock_model, tokens
+
+# transformers' eager attention takes the softmax in fp32, and its RMS norms compute in fp32 whatever the model's dtype.
+BACKENDS = {"eager": (torch.float32, 1e-4), "sdpa": (torch.float64, 1e-5)}
+CONSTRAINTS = pytest.mark.parametrize("constraint", ["slack", "strict"])
+EVERY_CASE = pytest.mark.parametrize("case", CASES)
+
+
+@CONSTRAINTS
+@pytest.mark.parametrize("backend", BACKENDS)
+@EVERY_CASE
+def test_logits_are_those_of_the_stock_model_with_contracted_scores(case, backend, constraint):
+    dtype, limit = BACKENDS[backend]
+    model = coca_model(case, constraint, attn_implementation=backend).to(dtype)
+    stock = carry_t_(stock_model(case), model).to(dtype)
+    ids = tokens()
+    mask = torch.ones_like(ids)
+    mask[1, :6] = 0
+    got, expected = model(ids, attention_mask=mask).logits, reference_logits(stock, constraint, ids, mask)
+    assert expected[mask.bool()].std() > 0.1
+    assert (got - expected)[mask.bool()].abs().max() < limit
+    other = "strict" if constraint == "slack" else "slack"
+    assert (got - reference_logits(stock, other, ids, mask))[mask.bool()].abs().max() > 1e-2
+
+
+@CONSTRAINTS
+@EVERY_CASE
+def test_cached_decoding_with_left_padding_gives_the_tokens_of_no_cache(case, constraint):
+    model = coca_model(case, constraint).double()
+    short, long = tokens(1, 6), tokens(1, 11, seed=8)
+    ids = torch.cat((torch.nn.functional.pad(short, (5, 0)), long))
+    mask = (ids != 0).long()
+    cached = model.generate(ids, attention_mask=mask, max_new_tokens=13, return_dict_in_generate=True)
+    assert isinstance(cached.past_key_values, CocaCache)
+    plain = model.generate(ids, attention_mask=mask, max_new_tokens=13, use_cache=False)
+    assert torch.equal(cached.sequences, plain)
+    alone = model.generate(short, max_new_tokens=13, use_cache=False)
+    assert torch.equal(cached.sequences[0, 11:], alone[0, 6:])
+    assert len(plain[:, 11:].unique()) > 3
+
+
+@pytest.mark.parametrize("kind", [CocaCache, DynamicCache])
+@EVERY_CASE
+def test_cached_decoding_in_pieces_equals_the_full_forward_at_every_position(case, kind):
+    model, ids = coca_model(case, "slack").double(), tokens()
+    cache = kind(config=model.config)
+    cuts = (0, 4, 10, 11, 12, 15, 23)
+    pieces = [model(ids[:, a:b], past_key_values=cache).logits for a, b in itertools.pairwise(cuts)]
+    assert (torch.cat(pieces, dim=1) - model(ids).logits).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("case", ["mistral-window", "qwen2-window", "qwen3-window"])
+def test_a_window_forgets_what_lies_behind_it_in_model_and_cache(case):
+    """Three layers of a window see 3 * (window - 1) tokens back; full layers see all."""
+    model, ids = coca_model(case, "slack").double(), tokens(1, 40)
+    changed = ids.clone()
+    changed[0, 2] = ids[0, 2] % 88 + 1
+    difference = (model(ids).logits - model(changed).logits)[0].abs().amax(-1)
+    assert difference[2 + WINDOW] > 1e-3  # reached through the second layer
+    if case == "mistral-window":
+        assert (difference[2 + 3 * (WINDOW - 1) + 1 :] == 0).all()
+    else:
+        assert difference[-1] > 1e-9
+    cache = CocaCache(model.config)
+    model(ids, past_key_values=cache)
+    kept = [layer.keys.shape[-2] for layer in cache.layers[:3]]
+    kinds = {"mistral-window": "sss", "qwen2-window": "fss", "qwen3-window": "sfs"}[case]
+    assert kept == [WINDOW - 1 if kind == "s" else 40 for kind in kinds]
+
+
+def test_pairs_that_are_not_turned_do_not_depend_on_positions():
+    """With nothing but them (the turned part of the queries is zero), slack too is the same at shifted positions."""
+    model, ids = coca_model("neox-partial", "slack").double(), tokens()
+    for layer in model.model.layers:
+        q_proj = layer.self_attn.q_proj
+        for parameter in q_proj.parameters():
+            heads = parameter.data.unflatten(0, (3, 2, 16))
+            heads[:, :, :6] = 0  # the first 6 pairs are the turned ones
+    here, there = (model(ids, position_ids=torch.arange(23)[None] + shift).logits for shift in (0, 1000))
+    assert (here - there).abs().max() < 1e-5
+    assert here.std() > 0.1
+
+
+@pytest.mark.parametrize("case", ["mistral-window", "qwen2", "qwen3", "neox-partial"])
+def test_declarations_that_sharding_and_serving_read(case):
+    model = coca_model(case, "slack")
+    family = type(model).__name__.removesuffix("ForCausalLM")
+    plan = model.config.base_model_tp_plan
+    assert plan["layers.*.self_attn.t_proj"] == "colwise"
+    assert not any("k_proj" in name or "k_norm" in name for name in plan)
+    modules = {name.replace(".0.", ".*.") for name, _ in model.model.named_modules()}
+    assert plan.keys() <= modules
+    assert ("layers.*.self_attn.t_norm" in plan) == (case == "qwen3")
+    assert model._no_split_modules == {f"{family}DecoderLayer"}
+    assert type(model.model.layers[0]).__name__ == f"{family}DecoderLayer"
+    file = model.config.model_type.removeprefix("coca_")
+    assert model.config.auto_map == {
+        "AutoConfig": f"{file}.{family}Config",
+        "AutoModel": f"{file}.{family}Model",
+        "AutoModelForCausalLM": f"{file}.{family}ForCausalLM",
+    }
+    assert all(hasattr(coca_hf, name.split(".")[1]) for name in model.config.auto_map.values())
+
+
+@pytest.mark.parametrize("case", ["mistral-window", "qwen2", "qwen3-window", "neox-partial"])
+def test_fresh_models_train_record_and_compile(case):
+    """From a configuration alone: every parameter gets a gradient, and the whole is one graph."""
+    config = coca_model(case, "slack").config
+    torch.manual_seed(3)
+    model, ids = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval(), tokens()
+    output = model(ids, labels=ids, output_attentions=True, output_hidden_states=True)
+    output.loss.backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+    assert len(output.attentions) == 3
+    assert len(output.hidden_states) == 4
+    model.set_attn_implementation("sdpa")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(ids, use_cache=False).logits, output.logits, atol=1e-4, rtol=1e-4)
+
+
+def test_dropout_of_gpt_neox_is_applied_in_training_only():
+    config = coca_model("neox-partial", "slack").config
+    config.hidden_dropout = 0.5
+    model, ids = AutoModelForCausalLM.from_config(config), tokens()
+    assert not torch.equal(model.train()(ids).logits, model(ids).logits)
+    assert torch.equal(model.eval()(ids).logits, model(ids).logits)
