@@ -9,7 +9,17 @@ import coca_hf
 from coca_hf.models.llama import CocaLlamaConfig
 
 ROOT = Path(coca_hf.__file__).parent
-FLOORS = {"errors": 0, "models": 0, "documents": 1, "report": 1, "convert": 2, "evaluate": 2, "train": 3, "cli": 4}
+FLOORS = {
+    "errors": 0,
+    "models": 0,
+    "weights": 1,
+    "documents": 1,
+    "report": 1,
+    "convert": 2,
+    "evaluate": 2,
+    "train": 3,
+    "cli": 4,
+}
 TRAVELLING = {"attention.py", "rotary.py", "llama.py"}
 
 
