@@ -1,5 +1,6 @@
 """The three commands: `coca-convert`, `coca-train`, `coca-eval`."""
 
+import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -231,6 +232,22 @@ def passkey_command(
         batch_size=batch_size,
     )
     _make_rows(out, rows)
+
+
+@evaluate_app.command("inspect")
+def inspect_command(
+    model: Annotated[Path, typer.Argument(help="A checkpoint directory, CoCA or not.", show_default=False)],
+    memory: Annotated[
+        str | None, typer.Option(help="As in 24GB; also tells the longest context that fits there.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """What a checkpoint is, and what its key/value cache takes; nothing is loaded."""
+    from coca_hf.evaluate.inspect import describe, inspect_checkpoint
+    from coca_hf.weights import parse_size
+
+    facts = inspect_checkpoint(model, parse_size(memory, "--memory") if memory is not None else None)
+    print(json.dumps(facts, indent=2) if as_json else describe(facts))
 
 
 @evaluate_app.command("report")

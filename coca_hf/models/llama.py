@@ -35,6 +35,9 @@ class CocaLlamaConfig(LlamaConfig):
         name.replace("k_proj", "t_proj"): style for name, style in LlamaConfig.base_model_tp_plan.items()
     }
 
+    # Written by coca-convert --ntk-length; transformers would warn of it at every load
+    ignore_keys_at_rope_validation = {"original_max_position_embeddings"}
+
     coca_constraint: Literal["slack", "strict"] = "slack"
 
     def __post_init__(self, **kwargs):
