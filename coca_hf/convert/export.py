@@ -7,6 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from coca_hf.convert.llama import INERT_FIELDS, Shape
+from coca_hf.convert.tensors import Piece
 from coca_hf.errors import CocaError
 
 
@@ -32,8 +33,8 @@ def coca_source_config(config: Mapping, where: str) -> PreTrainedConfig:
         raise CocaError(f"{where}: {' '.join(str(error).split())}") from error
 
 
-def coca_source_tensors(shapes: Mapping[str, Shape], config: PreTrainedConfig, where: str) -> dict[str, Shape]:
-    """Name and shape of every tensor of the model, after comparing them with the `shapes` found.
+def coca_source_tensors(shapes: Mapping[str, Shape], config: PreTrainedConfig, where: str) -> list[Piece]:
+    """Every tensor of the model as a piece that is copied, after comparing them with the `shapes` found.
 
     Raises CocaError naming the first tensor that is missing, not understood or of the wrong shape.
     """
@@ -51,4 +52,4 @@ def coca_source_tensors(shapes: Mapping[str, Shape], config: PreTrainedConfig, w
     unknown = [name for name in shapes if name not in expected and name not in tied]
     if unknown:
         raise CocaError(f"{where}: tensor {unknown[0]} is not understood; expected those of {type(model).__name__}")
-    return expected
+    return [Piece(name, shape, name, shape) for name, shape in expected.items()]
