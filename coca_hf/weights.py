@@ -139,7 +139,9 @@ def checkpoint_file(directory: Path, name: str) -> Path:
         home, target = directory.resolve(), (directory / name).resolve()
     except (OSError, RuntimeError) as error:  # a circle of links
         raise CocaError(f"{directory / name}: its links lead nowhere ({error}); copy the file there") from error
-    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    repository = home.parent.parent
+    is_hub_cache = home.parent.name == "snapshots" and repository.name.startswith("models--")
+    blobs = repository / "blobs" if is_hub_cache else home
     if target.parent != blobs and home not in target.parents:
         raise CocaError(
             f"{directory / name}: is a link to {target}, outside the checkpoint; expected a file in the directory "

@@ -120,6 +120,7 @@ def locked_staging(target: Path) -> Iterator[Staging]:
         staging.recover()
         yield staging
     except BaseException as error:
+        staging.recover()
         if staging.begun and (isinstance(error, CocaError) or not staging.finished):
             staging.discard()
         raise
