@@ -158,9 +158,14 @@ def _rope(config: PreTrainedConfig) -> str | None:
         return None
     if "rope_type" not in rope:  # one set for each kind of layer
         return json.dumps(rope, sort_keys=True)
-    parts = [rope["rope_type"], f"base {rope['rope_theta']:,.0f}"]
+    parts = [str(rope["rope_type"]), f"base {_shown(rope.get('rope_theta'))}"]
     if "factor" in rope:
-        parts.append(f"factor {rope['factor']:g}")
+        parts.append(f"factor {_shown(rope['factor'])}")
     if rope["rope_type"] == "default" and "original_max_position_embeddings" in rope:
         parts.append(f"NTK base for {config.max_position_embeddings:,} tokens")
     return ", ".join(parts)
+
+
+def _shown(value: Any) -> str:
+    """A number with thousands separated; whatever else a config has in its place as it is."""
+    return f"{value:,.10g}" if isinstance(value, int | float) else repr(value)

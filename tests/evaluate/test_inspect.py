@@ -144,3 +144,20 @@ def test_bad_input_is_one_line(tiny_coca_dir, tmp_path, damage, message):
     damage(directory)
     with pytest.raises(CocaError, match=message):
         inspect_checkpoint(directory)
+
+
+@pytest.mark.timeout(60)
+def test_any_value_in_any_field_of_the_config_is_one_line_or_told(tiny_coca_dir, tmp_path):
+    directory = shutil.copytree(tiny_coca_dir, tmp_path / "damaged")
+    config, told = json.loads((directory / "config.json").read_text()), 0
+    values = [None, True, -1, 0, 10**12, 2**70, 1e300, "", "x", [], {}, {"rope_type": "default", "rope_theta": "x"}]
+    for field in config:
+        for value in values:
+            (directory / "config.json").write_text(json.dumps(config | {field: value}))
+            try:
+                facts = inspect_checkpoint(directory, 10**9)
+            except CocaError:
+                continue
+            assert describe(facts).startswith(str(directory)), (field, value)
+            told += 1
+    assert told > 20
