@@ -1,5 +1,6 @@
 """The three commands: `coca-convert`, `coca-train`, `coca-eval`."""
 
+import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -46,9 +47,21 @@ def _run(app: typer.Typer) -> None:
 def convert_command(
     src: Annotated[str, typer.Argument(help="Checkpoint: a directory, a .gguf file or a hub id.")],
     dst: Annotated[str, typer.Argument(help="Directory to write. Absent or complete at every moment.")],
-    constraint: Annotated[str, typer.Option(help="slack (the paper's main results) or strict.")] = "slack",
+    constraint: Annotated[
+        str | None, typer.Option(help="slack (the paper's main results, and the default) or strict.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto (the source's), float32, bfloat16 or float16.")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint at DST.")] = False,
+    max_shard_size: Annotated[str, typer.Option(help="Of the files of weights, as in 500MB or 5GB.")] = "1GB",
+    ntk_length: Annotated[
+        int | None,
+        typer.Option(help="Bake in the base of dynamic NTK for so many tokens; SRC may then be a CoCA checkpoint."),
+    ] = None,
+    ntk_factor: Annotated[
+        float | None, typer.Option(help="Of dynamic NTK; by default the config's, or length / trained length.")
+    ] = None,
+) -> None:
+    """Turn a LLaMA checkpoint into a CoCA checkpoint, ready for training. Interrupted, it continues when run again."""
     released: Annotated[
         bool, typer.Option("--released", help="SRC is a GPT-NeoX CoCA checkpoint of the authors' released code.")
     ] = False,
@@ -66,6 +79,9 @@ def convert_command(
             dtype,
             overwrite,
             progress=lambda done, total: bar.update(task, completed=done, total=total, visible=True),
+            max_shard_size=max_shard_size,
+            ntk_length=ntk_length,
+            ntk_factor=ntk_factor,
             released=released,
         )
     _print_conversion(record, dst)
@@ -79,6 +95,15 @@ def _print_conversion(record: dict, dst: str) -> None:
     console.print(f"  trained per stage     k {shares['k']:.1%}, qkv {shares['qkv']:.1%}, full {shares['full']:.0%}")
     console.print(f"  key/value cache       {cache['before']:,} bytes per token before, {cache['after']:,} after")
     console.print(f"  start of W_T          {record['start']['rule']}", highlight=False)
+    if rope := record.get("rope"):
+        console.print(
+            f"  RoPE                  base {rope['rope_theta']['after']:,.0f} for {rope['ntk_length']:,} tokens, "
+            f"made of {rope['rope_theta']['before']:,.0f} for {rope['trained_length']:,} by dynamic NTK, factor "
+            f"{rope['factor']:g}",
+            highlight=False,
+        )
+    if "CoCA" in record["source_format"] and "released" not in record["source_format"]:
+        return
     console.print(
         f"The attention has to be trained before the model is useful. Next: set `model: {dst}` in a recipe, then "
         f"coca-train RECIPE (recipes/llama-7b/three-stage.yaml is the paper's)",
@@ -213,6 +238,22 @@ def passkey_command(
         batch_size=batch_size,
     )
     _make_rows(out, rows)
+
+
+@evaluate_app.command("inspect")
+def inspect_command(
+    model: Annotated[Path, typer.Argument(help="A checkpoint directory, CoCA or not.", show_default=False)],
+    memory: Annotated[
+        str | None, typer.Option(help="As in 24GB; also tells the longest context that fits there.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """What a checkpoint is, and what its key/value cache takes; nothing is loaded."""
+    from coca_hf.evaluate.inspect import describe, inspect_checkpoint
+    from coca_hf.weights import parse_size
+
+    facts = inspect_checkpoint(model, parse_size(memory, "--memory") if memory is not None else None)
+    print(json.dumps(facts, indent=2) if as_json else describe(facts))
 
 
 @evaluate_app.command("report")

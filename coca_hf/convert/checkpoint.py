@@ -1,31 +1,37 @@
-"""Convert a checkpoint on disk, a shard at a time: `convert_checkpoint`. The destination is absent or complete."""
+"""Convert a checkpoint on disk, a block at a time: `convert_checkpoint`. The destination is absent or complete."""
 
 import contextlib
-import errno
-import hashlib
+import dataclasses
 import json
+import math
 import os
 import platform
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
+from threading import Event
 
 import torch
-from filelock import FileLock, Timeout
-from safetensors.torch import save_file
+import xxhash
+from torch import Tensor
+from transformers import PreTrainedConfig
 
+from coca_hf.convert.export import coca_source_config, coca_source_tensors
 from coca_hf.convert.families import coca_config
-from coca_hf.convert.source import INDEX, SINGLE, GgufSource, SafetensorsSource, open_source, sha256
+from coca_hf.convert.ntk import bake_ntk_
+from coca_hf.convert.source import GgufSource, SafetensorsSource, open_source
+from coca_hf.convert.staging import Staging, locked_staging, staging_directory
 from coca_hf.convert.start import NORM_RULE, RULE
 from coca_hf.convert.tensors import Maker, Piece, check_tensors
+from coca_hf.convert.writer import ShardWriter, bytes_of, file_hash
 from coca_hf.errors import CocaError
-from coca_hf.models.decoder import CocaConfig
+from coca_hf.weights import INDEX, SINGLE, parse_size, read_json
 
 RECORD = "conversion.json"
-SHARD_BYTES = 1_000_000_000
+TRAINING_RECORD = "training.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Progress = Callable[[int, int], None]
@@ -34,37 +40,42 @@ Progress = Callable[[int, int], None]
 def convert_checkpoint(
     src: str | os.PathLike,
     dst: str | os.PathLike,
-    constraint: str = "slack",
+    constraint: str | None = None,
     dtype: str = "auto",
     overwrite: bool = False,
     progress: Progress | None = None,
+    max_shard_size: str = "1GB",
+    ntk_length: int | None = None,
+    ntk_factor: float | None = None,
     released: bool = False,
 ) -> dict:
     """Write a CoCA checkpoint made from the checkpoint `src` to the directory `dst`; returns its record.
 
     src: a directory (safetensors, single or sharded, also the released full-width CoCA layout; or GGUF), a .gguf file,
-    or a hub id. constraint: `slack` or `strict`. dtype: `auto` (the source's) or a name in `DTYPES`. overwrite: replace
-    a checkpoint at `dst`. progress: called with bytes written and bytes in all. released: `src` is a
-    GPT-NeoX checkpoint of the authors' released code, which no file of it says. Safetensors sources are read tensor by
-    tensor; memory holds one output shard. The record is also written to `dst/conversion.json`.
+    or a hub id. constraint: `slack` (by default) or `strict`. dtype: `auto` (the source's) or a name in `DTYPES`.
+    overwrite: replace a checkpoint at `dst`. progress: called with bytes written and bytes in all. max_shard_size: of
+    the files of weights, as in `500MB`; a tensor that is larger has a file to itself. ntk_length: total tokens for
+    which the base of dynamic NTK is written into the configuration (`bake_ntk_`; ntk_factor: its factor); then `src`
+    may also be a CoCA checkpoint, whose weights are copied. released: `src` is a GPT-NeoX checkpoint of the authors'
+    released code, which no file of it says. The record is also written to `dst/conversion.json`.
+
+    Safetensors sources are read in blocks; memory holds the projections of one layer, not a shard. An interrupted run
+    leaves what is finished in a hidden directory beside `dst`, and the same call continues from there.
 
     Raises CocaError for input that is not understood, and leaves `dst` as it was.
     """
     src, target = os.fspath(src), Path(dst).absolute()
-    _check_options(constraint, dtype)
+    _check_options(constraint, dtype, ntk_length, ntk_factor)
+    shard_bytes = parse_size(max_shard_size, "--max-shard-size")
     _check_target(src, target, overwrite)
-    with _only_one_writer(target), _os_errors(target):
-        _check_target(src, target, overwrite)
-        conversion = _Conversion(open_source(src), src, constraint, dtype, released)
-        conversion.check_disk_space(target.parent)
-        staging = target.parent / f".{target.name}.incomplete"
-        shutil.rmtree(staging, ignore_errors=True)
-        try:
-            staging.mkdir(parents=True)
+    with contextlib.closing(open_source(src)) as source, _os_errors(target):
+        conversion = _Conversion(source, src, constraint, dtype, shard_bytes, ntk_length, ntk_factor, released)
+        with locked_staging(target) as staging:
+            _check_target(src, target, overwrite)
+            staging.begin(conversion.made_from())
+            conversion.check_disk_space(staging)
             record = conversion.write(staging, progress or (lambda done, total: None))
-            _publish(staging, target)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+            staging.publish()
     return record
 
 
@@ -72,116 +83,271 @@ class _Conversion:
     """One checkpoint on its way: what is read, and what is made of it."""
 
     def __init__(
-        self, source: SafetensorsSource | GgufSource, src: str, constraint: str, dtype: str, released: bool = False
+        self,
+        source: SafetensorsSource | GgufSource,
+        src: str,
+        constraint: str | None,
+        dtype: str,
+        shard_bytes: int,
+        ntk_length: int | None,
+        ntk_factor: float | None,
+        released: bool,
     ):
         self.source, self.src, self.dtype = source, src, DTYPES.get(dtype)
-        self.config = coca_config(source.config, constraint, where=_config_path(source))
-        self.pieces, self.released = check_tensors(source.shapes(), self.config, src, released)
-        self.maker = Maker(self.config, self.pieces, source.read, src, self.released)
-
-    def check_disk_space(self, directory: Path) -> None:
-        while not directory.exists():
-            directory = directory.parent
-        needed, free = sum(size for _, size in self._outputs()), shutil.disk_usage(directory).free
-        if needed > free:
+        shapes, where = source.shapes(), _config_path(source)
+        self.config, self.from_coca = _read_config(source.config, constraint, ntk_length, where)
+        if self.config.num_hidden_layers > len(shapes):  # and before anything counts up to it
             raise CocaError(
-                f"{directory}: disk full: {free / 1e9:.1f} GB free, expected {needed / 1e9:.1f} GB; free some or "
-                f"choose another destination"
+                f"{where}: got num_hidden_layers={self.config.num_hidden_layers}, expected no more layers than the "
+                f"{len(shapes)} tensors of the weights"
+            )
+        if self.from_coca:
+            self.pieces, self.released = coca_source_tensors(shapes, self.config, src), False
+        else:
+            self.pieces, self.released = check_tensors(shapes, self.config, src, released)
+        self.maker = Maker(self.config, self.pieces, self._read, src, self.released)
+        self.ntk = bake_ntk_(self.config, ntk_length, ntk_factor, where) if ntk_length else None
+        self.config.dtype = self._dtype_of(self.pieces[0])
+        self.shards = self._group(shard_bytes)
+        self._hashes: dict[str, str] = {}  # of the tensors of the source that were read since the last shard
+
+    def made_from(self) -> str:
+        """Whatever decides the shards, other than the contents of the source's tensors, as a hash."""
+        plan = {
+            shard: [[*dataclasses.astuple(piece)[:4], str(self._dtype_of(piece))] for piece in pieces]
+            for shard, pieces in self.shards.items()
+        }
+        sources = {piece.source: str(self.source.dtype(piece.source)) for piece in self.pieces}
+        facts = [plan, sources, self.config.to_dict(), self.source.config, self.released, RULE, version("coca-hf")]
+        return xxhash.xxh3_128_hexdigest(json.dumps(facts, default=str).encode())
+
+    def check_disk_space(self, staging: Staging) -> None:
+        missing = (pieces for shard, pieces in self.shards.items() if shard not in staging.finished)
+        needed = sum(self._num_bytes(piece) for pieces in missing for piece in pieces)
+        free = shutil.disk_usage(staging.directory).free
+        if needed > free:
+            raise OSError(
+                f"disk full: {free / 1e9:.1f} GB free, expected {needed / 1e9:.1f} GB; free some or choose another "
+                f"destination"
             )
 
-    def write(self, directory: Path, progress: Progress) -> dict:
-        self._write_weights(directory, progress)
-        self.config.dtype = self._dtype_of(self.pieces[0])
+    def write(self, staging: Staging, progress: Progress) -> dict:
+        stop = Event()
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                hashes = {file.name: pool.submit(self.source.hash, file, stop) for file in self.source.files}
+                self._write_weights(staging, progress)
+                source_hash = {name: future.result() for name, future in hashes.items()}
+            finally:
+                stop.set()
+        self.source.check_unchanged()
+        directory = staging.checkpoint
         self.config.save_pretrained(directory)  # also copies the modelling files
-        self.source.save_companions(directory)
-        record = self._record()
+        self._save_companions(directory)
+        record = self._record(source_hash)
         (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n")
         return record
 
-    def _outputs(self) -> list[tuple[Piece, int]]:
-        """Every tensor that is written and its bytes, in the order of the model."""
-        return [(p, torch.Size(p.shape).numel() * self._dtype_of(p).itemsize) for p in self.pieces]
+    def _write_weights(self, staging: Staging, progress: Progress) -> None:
+        sizes = {shard: sum(self._num_bytes(piece) for piece in pieces) for shard, pieces in self.shards.items()}
+        total, done = sum(sizes.values()), 0
 
-    def _write_weights(self, directory: Path, progress: Progress) -> None:
-        shards = _group(self._outputs(), SHARD_BYTES)
-        total, done, weight_map = sum(size for shard in shards for _, size in shard), 0, {}
-        for number, shard in enumerate(shards, 1):
-            file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            tensors = {}
-            for piece, size in shard:
-                tensors[piece.name] = self.maker.make(piece).to(self._dtype_of(piece)).contiguous()
-                done += size
-                progress(done, total)
-            save_file(tensors, directory / file, metadata={"format": "pt"})
-            weight_map.update(dict.fromkeys(tensors, file))
-        if len(shards) > 1:
+        def advance(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            progress(done, total)
+
+        self._keep_finished(staging)
+        advance(sum(sizes[shard] for shard in staging.finished))
+        with ThreadPoolExecutor(1) as pool:  # waits for the disk while the next shard is made
+            recorded: Future | None = None
+            for shard in [shard for shard in self.shards if shard not in staging.finished]:
+                facts = self._write_shard(staging.checkpoint / shard, self.shards[shard], advance)
+                if recorded:
+                    recorded.result()
+                recorded = pool.submit(staging.record, shard, **facts)
+            if recorded:
+                recorded.result()
+        if len(self.shards) > 1:
+            weight_map = {piece.name: shard for shard, pieces in self.shards.items() for piece in pieces}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            (staging.checkpoint / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _keep_finished(self, staging: Staging) -> None:
+        """Drop the finished shards that are damaged; all of them where the source is another than it was."""
+        current: dict[str, str] = {}
+        for shard, facts in list(staging.finished.items()):
+            for name, expected in facts["read"].items():
+                if name not in current:
+                    current[name] = _hash(self.source.blocks(name))
+                if current[name] != expected:
+                    staging.start_over(self.made_from())
+                    self.maker.scales = {}
+                    return
+            if file_hash(staging.checkpoint / shard) != facts["written"]:
+                del staging.finished[shard]
+            else:
+                self.maker.scales |= {int(layer): scales for layer, scales in facts["scales"].items()}
+
+    def _write_shard(self, file: Path, pieces: list[Piece], advance: Callable[[int], None]) -> dict:
+        """Write all pieces of a shard; returns what `_keep_finished` checks by."""
+        scales_before = set(self.maker.scales)
+        self._hashes = {}
+        with (
+            contextlib.closing(ShardWriter(file, [(piece, self._dtype_of(piece)) for piece in pieces])) as writer,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            made = _ahead(pool, self.maker.make, [piece for piece in pieces if not self._is_copied(piece)])
+            for piece in pieces:
+                for block in self._blocks(piece.source) if self._is_copied(piece) else [next(made)]:
+                    advance(writer.write(block.to(self._dtype_of(piece))))
+        return {
+            "written": writer.hash.hexdigest(),
+            "read": self._hashes,
+            "scales": {layer: s for layer, s in self.maker.scales.items() if layer not in scales_before},
+        }
+
+    def _is_copied(self, piece: Piece) -> bool:
+        return self.from_coca or piece.is_carried_over
+
+    def _blocks(self, name: str) -> Iterator[Tensor]:
+        digest = xxhash.xxh3_128()
+        for block in self.source.blocks(name):
+            digest.update(bytes_of(block))
+            yield block
+        self._hashes[name] = digest.hexdigest()
+
+    def _read(self, name: str) -> Tensor:
+        tensor = self.source.read(name)
+        self._hashes[name] = _hash([tensor])
+        return tensor
+
+    def _group(self, limit: int) -> dict[str, list[Piece]]:
+        """The pieces of every shard, in the order of the model, then those of wider numbers first: all are aligned."""
+        shards: list[list[Piece]] = [[]]
+        filled = 0
+        for piece in self.pieces:
+            if shards[-1] and filled + self._num_bytes(piece) > limit:
+                shards.append([])
+                filled = 0
+            shards[-1].append(piece)
+            filled += self._num_bytes(piece)
+        ordered = [sorted(shard, key=lambda piece: -self._dtype_of(piece).itemsize) for shard in shards]
+        if len(shards) == 1:
+            return {SINGLE: ordered[0]}
+        return {f"model-{number:05}-of-{len(shards):05}.safetensors": shard for number, shard in enumerate(ordered, 1)}
+
+    def _num_bytes(self, piece: Piece) -> int:
+        return math.prod(piece.shape) * self._dtype_of(piece).itemsize
 
     def _dtype_of(self, piece: Piece) -> torch.dtype:
-        return self.dtype or self.source.dtype(piece.source)
+        own = self.source.dtype(piece.source)  # also where it is not used: it refuses what is no floating point number
+        return self.dtype or own
 
-    def _record(self) -> dict:
+    def _save_companions(self, directory: Path) -> None:
+        self.source.save_companions(directory)
+        if self.from_coca and isinstance(self.source, SafetensorsSource):
+            self.source.copy_if_there(TRAINING_RECORD, directory)
+        tokenizer_file = directory / "tokenizer_config.json"
+        if self.ntk and tokenizer_file.is_file():  # serving engines take the smaller of its length and the model's
+            tokenizer = read_json(tokenizer_file)
+            length = tokenizer.get("model_max_length")
+            if isinstance(length, int) and length < self.ntk["ntk_length"]:
+                tokenizer["model_max_length"] = self.ntk["ntk_length"]
+                tokenizer_file.write_text(json.dumps(tokenizer, indent=2) + "\n")
+
+    def _record(self, source_hash: dict[str, str | None]) -> dict:
         has_norm = any(piece.module == "t_norm" for piece in self.pieces)
-        start = {
-            "rule": NORM_RULE if has_norm else RULE,
-            "scales": [self.maker.scales[i] for i in sorted(self.maker.scales)],
-        }
+        rule = NORM_RULE if has_norm else RULE
+        start: dict = {"rule": rule, "scales": [self.maker.scales[layer] for layer in sorted(self.maker.scales)]}
         if self.released:
             start = {"rule": "the released t_proj, mean over the two rows of every rotary pair"}
+        if self.from_coca:
+            start = {"rule": "none: all weights are those of the source, which is a CoCA checkpoint"}
+        layout = ", released CoCA layout" if self.released else ", CoCA" if self.from_coca else ""
         return {
             "source": str(Path(self.src).absolute()) if Path(self.src).exists() else self.src,
-            "source_format": self.source.kind + (", released CoCA layout" if self.released else ""),
-            "source_sha256": {file.name: sha256(file) for file in self.source.files},
+            "source_format": self.source.kind + layout,
+            "source_xxh3_128": source_hash,
             "constraint": self.config.coca_constraint,
             "dtype": str(self.config.dtype).removeprefix("torch."),
             "start": start,
-            **_summary(self.config, self.pieces, self._dtype_of(self.pieces[0])),
+            **({"rope": self.ntk} if self.ntk else {}),
+            **self._summary(),
             "versions": {name: version(name) for name in ("coca-hf", "transformers", "torch", "safetensors")}
             | {"python": platform.python_version()},
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
 
+    def _summary(self) -> dict:
+        """Parameters before and after, the fraction that each of the paper's stages trains, and cache bytes per token.
 
-def _summary(config: CocaConfig, pieces: list[Piece], dtype: torch.dtype) -> dict:
-    """Parameters before and after, the fraction that each of the paper's stages trains, and cache bytes per token."""
-    sources = {piece.source: piece.source_shape for piece in pieces}
-    before = sum(torch.Size(shape).numel() for shape in sources.values())
-    after = {piece.name: torch.Size(piece.shape).numel() for piece in pieces}
-    total = sum(after.values())
+        The cache is the half-width one of `models/cache.py`; a CoCA source has it before as well as after.
+        """
+        before = {piece.source: math.prod(piece.source_shape) for piece in self.pieces}
+        after = {piece.name: math.prod(piece.shape) for piece in self.pieces}
+        total = sum(after.values())
 
-    def fraction(*modules: str) -> float:
-        return sum(count for name, count in after.items() if name.split(".")[-2] in modules) / total
+        def fraction(*modules: str) -> float:
+            return sum(count for name, count in after.items() if name.split(".")[-2] in modules) / total
 
-    width = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
-    return {
-        "parameters": {"before": before, "after": total},
-        "trainable_fraction": {"k": fraction("t_proj"), "qkv": fraction("q_proj", "t_proj", "v_proj"), "full": 1.0},
-        "kv_cache_bytes_per_token": {"before": 2 * width, "after": 2 * width},
-    }
+        d, itemsize = self.config.head_dim, self.config.dtype.itemsize
+        width = self.config.num_hidden_layers * self.config.num_key_value_heads * d
+        cache = (3 * width // 2 + d) * itemsize  # keys' halves, values, and the angles that all layers share
+        return {
+            "parameters": {"before": sum(before.values()), "after": total},
+            "trainable_fraction": {
+                "k": fraction("t_proj"),
+                "qkv": fraction("q_proj", "t_proj", "v_proj"),
+                "full": 1.0,
+            },
+            "kv_cache_bytes_per_token": {"before": cache if self.from_coca else 2 * width * itemsize, "after": cache},
+        }
 
 
-def _group(sizes: list[tuple[Piece, int]], limit: int) -> list[list[tuple[Piece, int]]]:
-    shards: list[list[tuple[Piece, int]]] = [[]]
-    filled = 0
-    for piece, size in sizes:
-        if shards[-1] and filled + size > limit:
-            shards.append([])
-            filled = 0
-        shards[-1].append((piece, size))
-        filled += size
-    return shards
+def _read_config(
+    config: dict, constraint: str | None, ntk_length: int | None, where: str
+) -> tuple[PreTrainedConfig, bool]:
+    """The configuration of what is written, and whether the source is CoCA already, which is good for --ntk-length."""
+    if ntk_length and str(config.get("model_type")).startswith("coca_"):
+        result = coca_source_config(config, where)
+        if constraint and constraint != result.coca_constraint:
+            raise CocaError(f"{where}: --constraint: got {constraint}, expected {result.coca_constraint}, the source's")
+        return result, True
+    return coca_config(config, constraint or "slack", where), False
+
+
+def _ahead(pool: ThreadPoolExecutor, make: Callable[[Piece], Tensor], pieces: list[Piece]) -> Iterator[Tensor]:
+    """What `make` gives for every piece, the next one in the making while one is used."""
+    coming = [pool.submit(make, piece) for piece in pieces[:1]]
+    for piece in [*pieces[1:], None]:
+        tensor = coming.pop().result()
+        if piece:
+            coming.append(pool.submit(make, piece))
+        yield tensor
+        del tensor
+
+
+def _hash(blocks: Iterable[Tensor]) -> str:
+    digest = xxhash.xxh3_128()
+    for block in blocks:
+        digest.update(bytes_of(block))
+    return digest.hexdigest()
 
 
 def _config_path(source: SafetensorsSource | GgufSource) -> str:
     return str(source.files[0] if isinstance(source, GgufSource) else source.directory / "config.json")
 
 
-def _check_options(constraint: str, dtype: str) -> None:
-    if constraint not in ("slack", "strict"):
+def _check_options(constraint: str | None, dtype: str, ntk_length: int | None, ntk_factor: float | None) -> None:
+    if constraint not in (None, "slack", "strict"):
         raise CocaError(f"--constraint: got {constraint!r}, expected slack or strict")
     if dtype != "auto" and dtype not in DTYPES:
         raise CocaError(f"--dtype: got {dtype!r}, expected auto, {', '.join(DTYPES)}")
+    if ntk_length is not None and ntk_length < 1:
+        raise CocaError(f"--ntk-length: got {ntk_length}, expected the total number of tokens")
+    if ntk_factor is not None and not (ntk_length and 1 <= ntk_factor < math.inf):
+        raise CocaError(f"--ntk-factor: got {ntk_factor}, expected at least 1, together with --ntk-length")
 
 
 def _check_target(src: str, target: Path, overwrite: bool) -> None:
@@ -201,51 +367,17 @@ def _check_target(src: str, target: Path, overwrite: bool) -> None:
 
 
 @contextlib.contextmanager
-def _only_one_writer(target: Path) -> Iterator[None]:
-    """Hold the lock of `target`, which lies in the temporary directory so that no litter stays beside checkpoints."""
-    name = hashlib.sha256(str(target).encode()).hexdigest()[:16]
-    lock = FileLock(Path(tempfile.gettempdir()) / f"coca-convert-{name}.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise CocaError(f"{target}: another conversion is writing it; wait for it or choose another name") from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextlib.contextmanager
 def _os_errors(target: Path) -> Iterator[None]:
-    """Disk full, read-only, not permitted: one line instead of a traceback. safetensors wraps the first of them."""
+    """Disk full, read-only, not permitted: one line instead of a traceback. Rust writers have errors of their own."""
     try:
         yield
     except CocaError:
         raise
     except Exception as error:
-        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error)
+        full = "No space left on device" in str(error)
         if not full and not isinstance(error, OSError):
             raise
         reason = "disk full while writing; free some space" if full else str(error)
-        raise CocaError(f"{target}: not written: {reason}") from error
-
-
-def _publish(staging: Path, target: Path) -> None:
-    """Put the finished directory in place: written to disk, then renamed."""
-    mode = (staging / "config.json").stat().st_mode
-    for file in staging.iterdir():
-        file.chmod(mode)  # safetensors leaves its files unreadable to the group
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
-    if not target.exists():
-        staging.rename(target)
-        return
-    replaced = target.parent / f".{target.name}.replaced"
-    shutil.rmtree(replaced, ignore_errors=True)
-    target.rename(replaced)
-    try:
-        staging.rename(target)
-    except BaseException:
-        replaced.rename(target)
-        raise
-    shutil.rmtree(replaced)
+        staging = staging_directory(target)
+        kept = f"; what is finished is kept in {staging}, and the same command continues" if staging.exists() else ""
+        raise CocaError(f"{target}: not written: {reason}{kept}") from error

@@ -1,20 +1,21 @@
 """Checkpoints to convert from: safetensors (single or sharded) and GGUF, on disk or on the hub."""
 
-import contextlib
-import json
-from collections.abc import Iterator, Mapping
+import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import torch
-from safetensors import SafetensorError, safe_open
+import xxhash
 from torch import Tensor
 
 from coca_hf.convert.tensors import Shape
 from coca_hf.errors import CocaError
+from coca_hf.weights import INDEX, SINGLE, checkpoint_file, open_regular, open_weights, read_json
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+BLOCK_BYTES = 1 << 24
 # Copied as they are: what from_pretrained and the serving engines look for beside weights and config.
 COMPANIONS = (
     "tokenizer.json",
@@ -31,7 +32,7 @@ COMPANIONS = (
 
 
 class SafetensorsSource:
-    """A directory with `config.json` and safetensors weights. Tensors are read one at a time, when they are asked for.
+    """A directory with `config.json` and safetensors weights. Tensors are read when they are asked for, in blocks.
 
     Raises CocaError where a file is absent, outside the directory, truncated or corrupted.
     """
@@ -40,57 +41,82 @@ class SafetensorsSource:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self.config = _read_json(directory / "config.json")
-        weight_map = self._read_index() if (directory / INDEX).exists() else None
-        self.files = sorted({directory / name for name in weight_map.values()}) if weight_map else [directory / SINGLE]
-        self._handles = {file.name: _open_weights(file) for file in self.files}
-        self._file_of = {name: file for file, handle in self._handles.items() for name in handle.keys()}  # noqa: SIM118
-        for name, file in (weight_map or {}).items():
-            if self._file_of.get(name) != file:
-                raise CocaError(f"{directory / INDEX}: tensor {name} is not in {file}; download the checkpoint again")
-
-    def _read_index(self) -> dict[str, str]:
-        index = self.directory / INDEX
-        weight_map = _read_json(index).get("weight_map")
-        if (
-            not isinstance(weight_map, dict)
-            or not weight_map
-            or not all(isinstance(f, str) for f in weight_map.values())
-        ):
-            raise CocaError(f"{index}: got no weight_map, expected one from tensor names to file names")
-        for file in set(weight_map.values()):
-            if Path(file).name != file or file in (".", ".."):
-                raise CocaError(f"{index}: got the file name {file!r}, expected a file in the directory itself")
-            if not (self.directory / file).is_file():
-                raise CocaError(f"{index}: names {file}, which is not in {self.directory}; download it")
-        return weight_map
+        self.config = read_json(checkpoint_file(directory, "config.json"))
+        names = [name for name in COMPANIONS if os.path.lexists(directory / name)]
+        self._companions = [checkpoint_file(directory, name) for name in names]
+        for file in self._companions:
+            open_regular(file).close()
+        self._files, self._file_of = open_weights(directory)
+        self.files = [weights.file for weights in self._files.values()]
+        self._states = self._current_states()
+        self._buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
 
     def shapes(self) -> dict[str, Shape]:
-        return {name: tuple(self._slice(name).get_shape()) for name in self._file_of}
+        return {name: weights.tensors[name].shape for name, weights in self._file_of.items()}
 
     def dtype(self, name: str) -> torch.dtype:
-        found = self._slice(name).get_dtype()
+        found = self._file_of[name].tensors[name].dtype
         if found not in DTYPES:
             raise CocaError(
-                f"{self.directory / self._file_of[name]}: tensor {name} has dtype {found}, expected one of "
+                f"{self._file_of[name].file}: tensor {name} has dtype {found}, expected one of "
                 f"{', '.join(DTYPES)}; quantized checkpoints must be dequantized first"
             )
         return DTYPES[found]
 
     def read(self, name: str) -> Tensor:
-        try:
-            return self._handles[self._file_of[name]].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise CocaError(f"{self.directory / self._file_of[name]}: tensor {name} cannot be read: {error}") from error
+        weights = self._file_of[name]
+        stored = weights.tensors[name]
+        data = torch.empty(stored.num_bytes, dtype=torch.uint8)
+        weights.read_into(data.numpy().data, stored.start)
+        return data.view(self.dtype(name)).view(stored.shape)
 
-    def _slice(self, name: str):
-        return self._handles[self._file_of[name]].get_slice(name)
+    def blocks(self, name: str) -> Iterator[Tensor]:
+        """The numbers of a tensor in order, as 1-d tensors over one buffer: use each before asking for the next."""
+        weights, dtype = self._file_of[name], self.dtype(name)
+        stored = weights.tensors[name]
+        weights.will_need(stored)
+        for start in range(stored.start, stored.end, BLOCK_BYTES):
+            block = self._buffer[: min(BLOCK_BYTES, stored.end - start)]
+            weights.read_into(block.numpy().data, start)
+            yield block.view(dtype)
+
+    def hash(self, file: Path, stop: Event) -> str | None:
+        """The xxh3_128 of one of `files`, in hexadecimal; None once `stop` is set. For a thread of its own."""
+        weights = self._files[file.name]
+        digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(1 << 22))
+        for start in range(0, weights.size, len(buffer)):
+            if stop.is_set():
+                return None
+            block = buffer[: min(len(buffer), weights.size - start)]
+            weights.read_into(block, start)
+            digest.update(block)
+        return digest.hexdigest()
+
+    def check_unchanged(self) -> None:
+        """Raise OSError where a file of weights was written to since it was opened."""
+        for name, state in self._current_states().items():
+            if state != self._states[name]:
+                raise OSError(f"{self.directory / name} changed while it was converted")
 
     def save_companions(self, directory: Path) -> None:
         """Copy tokenizer, chat template and generation config."""
-        for name in COMPANIONS:
-            with contextlib.suppress(FileNotFoundError):
-                (directory / name).write_bytes((self.directory / name).read_bytes())
+        for file in self._companions:
+            self.copy_if_there(file.name, directory)
+
+    def copy_if_there(self, name: str, directory: Path) -> None:
+        if os.path.lexists(self.directory / name):
+            with (
+                open_regular(checkpoint_file(self.directory, name)) as stream,
+                (directory / name).open("wb") as copy,
+            ):
+                shutil.copyfileobj(stream, copy, BLOCK_BYTES)
+
+    def close(self) -> None:
+        for weights in self._files.values():
+            weights.close()
+
+    def _current_states(self) -> dict[str, tuple[int, ...]]:
+        return {name: weights.state() for name, weights in self._files.items()}
 
 
 class GgufSource:
@@ -126,6 +152,22 @@ class GgufSource:
     def read(self, name: str) -> Tensor:
         return self._tensors[name]
 
+    def blocks(self, name: str) -> Iterator[Tensor]:
+        yield self._tensors[name].flatten()
+
+    def hash(self, file: Path, stop: Event) -> str | None:
+        digest = xxhash.xxh3_128()
+        with file.open("rb") as stream:
+            while not stop.is_set() and (block := stream.read(1 << 22)):
+                digest.update(block)
+        return None if stop.is_set() else digest.hexdigest()
+
+    def check_unchanged(self) -> None:
+        """Nothing to check: the tensors are in memory since the file was read."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
     def save_companions(self, directory: Path) -> None:
         """Write the tokenizer and the generation config that the file carries."""
         self._tokenizer.save_pretrained(directory)
@@ -143,7 +185,7 @@ def open_source(source: str) -> SafetensorsSource | GgufSource:
             return GgufSource(path)
         raise CocaError(f"{source}: got a file, expected a checkpoint directory, a .gguf file or a hub id")
     directory = path if path.is_dir() else _download(source)
-    if (directory / INDEX).exists() or (directory / SINGLE).exists():
+    if os.path.lexists(directory / INDEX) or os.path.lexists(directory / SINGLE):
         return SafetensorsSource(directory)
     gguf_files = sorted(directory.glob("*.gguf"))
     if len(gguf_files) == 1:
@@ -171,39 +213,3 @@ def _download(hub_id: str) -> Path:
     except Exception as error:  # offline, unknown, gated: huggingface_hub has a class for each
         reason = str(error).strip().splitlines()[0]
         raise CocaError(f"{hub_id}: no such directory, and not on the hub within reach ({reason})") from error
-
-
-def _open_weights(file: Path):
-    try:
-        return safe_open(file, framework="pt")
-    except FileNotFoundError:
-        raise CocaError(f"{file}: no such file") from None
-    except (SafetensorError, OSError) as error:
-        raise CocaError(f"{file}: truncated or corrupted ({error}); download it again") from error
-
-
-def _read_json(file: Path) -> dict:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CocaError(f"{file}: no such file, expected a checkpoint with one") from None
-    except (ValueError, RecursionError) as error:
-        raise CocaError(f"{file}: not JSON ({error})") from error
-    if not isinstance(content, Mapping):
-        raise CocaError(f"{file}: got a {type(content).__name__}, expected a JSON object")
-    return dict(content)
-
-
-def sha256(file: Path) -> str:
-    import hashlib
-
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        for chunk in _chunks(stream):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _chunks(stream, size: int = 1 << 22) -> Iterator[bytes]:
-    while chunk := stream.read(size):
-        yield chunk

@@ -37,8 +37,7 @@ def fold_pairs(projection: Tensor, num_key_value_heads: int) -> Tensor:
 
     Exact for the released code's full-width `t_proj`, which takes that mean after the projection.
     """
-    pairs = projection.double().unflatten(0, (num_key_value_heads, 2, -1))
-    return pairs.mean(1).flatten(0, 1).to(projection.dtype)
+    return start_t(projection, torch.ones(num_key_value_heads), num_key_value_heads)
 
 
 @torch.no_grad()
@@ -83,6 +82,8 @@ def _spectral_norm(heads: Tensor) -> Tensor:
 
 def start_t(k: Tensor, scales: Tensor, num_key_value_heads: int) -> Tensor:
     """`W_T` (or its bias) from `W_K` (or its bias): folded, each key/value head times its scale; dtype of the input."""
-    folded = fold_pairs(k.double(), num_key_value_heads).unflatten(0, (num_key_value_heads, -1))
-    scaled = folded * scales.view(-1, *[1] * (folded.dim() - 1))
-    return scaled.flatten(0, 1).to(k.dtype)
+    heads = k.unflatten(0, (num_key_value_heads, 2, -1))
+    w_t = k.new_empty(num_key_value_heads, *heads.shape[2:])
+    for head, (first, second) in enumerate(heads):  # one at a time: their doubles stay in the processor's cache
+        w_t[head] = (first.double() + second) / 2 * scales[head]
+    return w_t.flatten(0, 1)

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from coca_hf.errors import CocaError
 from coca_hf.models.rotary import ntk_base
 
+_UNTRAINED = ("default", "dynamic")  # RoPE types that reach beyond the trained length without training
 FORMS = "default, linear:FACTOR, dynamic:FACTOR (a factor of at least 1, as in dynamic:4)"
 
 
@@ -58,6 +59,11 @@ def check_rope(model: PreTrainedModel, rope: Rope) -> None:
             f"--rope {rope}: the checkpoint already has the RoPE setting {parameters['rope_type']}, expected an "
             f"unscaled one; use --rope default to evaluate it as it is"
         )
+    if "original_max_position_embeddings" in parameters:
+        raise CocaError(
+            f"--rope {rope}: the checkpoint has a RoPE base made for {_text_config(model).max_position_embeddings} "
+            f"tokens already, expected an unscaled one; use --rope default to evaluate it as it is"
+        )
 
 
 def use_rope_(model: PreTrainedModel, rope: Rope, total_len: int) -> None:
@@ -88,20 +94,27 @@ def use_rope_(model: PreTrainedModel, rope: Rope, total_len: int) -> None:
 
 def trained_length(model: PreTrainedModel) -> int | None:
     """The tokens that the config says the model was trained for; None where it does not say."""
-    return getattr(_text_config(model), "max_position_embeddings", None)
+    return config_trained_length(_text_config(model))
+
+
+def config_trained_length(config: PreTrainedConfig) -> int | None:
+    """The same for a text config. `coca-convert --ntk-length` extends without training and keeps the trained length."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    trained_len = rope.get("original_max_position_embeddings") if rope.get("rope_type") in _UNTRAINED else None
+    return trained_len or getattr(config, "max_position_embeddings", None)
 
 
 def warn_beyond_trained(
     model: PreTrainedModel, ropes: list[Rope], lengths: list[int], new_tokens: int = 0
 ) -> str | None:
     """One line for whoever evaluates past the trained length without a RoPE setting made for it, else None."""
-    trained_len = trained_length(model)
-    beyond = [length for length in lengths if trained_len and length + new_tokens > trained_len]
+    made_for = getattr(_text_config(model), "max_position_embeddings", None)
+    beyond = [length for length in lengths if made_for and length + new_tokens > made_for]
     if not beyond or Rope("default") not in ropes:
         return None
     return (
         f"lengths {', '.join(map(str, beyond))}{f' and {new_tokens} new tokens' if new_tokens else ''} are beyond the "
-        f"{trained_len} tokens the model was trained for, and --rope default extends nothing; --rope dynamic:4 does"
+        f"{made_for} tokens the model was made for, and --rope default extends nothing; --rope dynamic:4 does"
     )
 
 

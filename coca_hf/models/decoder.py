@@ -37,6 +37,9 @@ class CocaConfig(PreTrainedConfig):
 
     _auto_class = "AutoConfig"  # save_pretrained copies the modelling files, as register_for_auto_class makes it do
 
+    # Written by coca-convert --ntk-length; transformers would warn of it at every load
+    ignore_keys_at_rope_validation = {"original_max_position_embeddings"}
+
     coca_constraint: Literal["slack", "strict"] = "slack"
 
     def __post_init__(self, **kwargs):

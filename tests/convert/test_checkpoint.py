@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -119,11 +120,13 @@ def test_sharded_source_gives_the_same_model(tmp_path, tiny_llama_dir, tiny_coca
     assert got.keys() == expected.keys()
 
 
-def test_large_output_is_sharded_and_loads(tmp_path, monkeypatch, tiny_llama_dir, tiny_coca_dir):
-    monkeypatch.setattr("coca_hf.convert.checkpoint.SHARD_BYTES", 50_000)
-    convert_checkpoint(tiny_llama_dir, tmp_path / "dst")
+def test_max_shard_size_is_honoured_and_the_shards_load(tmp_path, tiny_llama_dir, tiny_coca_dir):
+    convert_checkpoint(tiny_llama_dir, tmp_path / "dst", max_shard_size="50KB")
     shards = sorted((tmp_path / "dst").glob("model-*-of-*.safetensors"))
     assert len(shards) > 3
+    for shard in shards:
+        tensors = load_file(shard)
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= 50_000 or len(tensors) == 1
     assert (
         json.loads((tmp_path / "dst" / "model.safetensors.index.json").read_text())["metadata"]["total_size"] > 50_000
     )
@@ -160,7 +163,8 @@ def test_record_says_what_was_converted_and_by_which_rule(tiny_llama_dir, tiny_c
     count = {name: parameter.numel() for name, parameter in model.named_parameters()}
     total = sum(count.values())
     assert record["source"] == str(tiny_llama_dir)
-    assert len(record["source_sha256"]["model.safetensors"]) == 64
+    weights = (tiny_llama_dir / "model.safetensors").read_bytes()
+    assert record["source_xxh3_128"] == {"model.safetensors": xxhash.xxh3_128_hexdigest(weights)}
     assert record["parameters"]["after"] == total == record["parameters"]["before"] - 3 * 2 * 4 * 48
     t_share = sum(n for name, n in count.items() if "t_proj" in name) / total
     assert record["trainable_fraction"]["k"] == pytest.approx(t_share)

@@ -1,0 +1,182 @@
+"""Where a checkpoint is made before it is there: a hidden directory beside the destination, one writer at a time.
+
+.DST.incomplete/lock            held by the one process that writes; the system frees it when that process dies
+.DST.incomplete/manifest.jsonl  what is made here and from what; then a line for every shard that is on the disk
+.DST.incomplete/checkpoint/     renamed to DST when it is complete
+.DST.incomplete/replaced/       the former DST, from just before that rename until just after it
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from coca_hf.errors import CocaError
+
+
+class Staging:
+    """The staging directory of `target`, locked. Made by `locked_staging`."""
+
+    def __init__(self, target: Path):
+        self.target = target
+        self.directory = staging_directory(target)
+        self.checkpoint = self.directory / "checkpoint"
+        self.begun = False
+        self.finished: dict[str, dict] = {}  # by name of the shard
+        self._manifest = self.directory / "manifest.jsonl"
+        self._replaced = self.directory / "replaced"
+
+    def recover(self) -> None:
+        """Put back a destination that an interrupted run had moved away to replace it."""
+        if os.path.lexists(self._replaced):
+            if os.path.lexists(self.target):
+                _remove(self._replaced)
+            else:
+                self._replaced.rename(self.target)
+
+    def begin(self, made_from: str) -> None:
+        """Read in `finished` what an earlier run left, if it was to make the same; else start over.
+
+        made_from: whatever decides the shards' names and contents, other than the contents of the source.
+        """
+        self.begun = True
+        lines = self._read_manifest()
+        if not lines or lines[0] != {"made_from": made_from}:
+            self.start_over(made_from)
+            return
+        self.finished = {line["shard"]: line for line in lines[1:]}
+        for file in self.checkpoint.iterdir():
+            if file.name not in self.finished:
+                _remove(file)
+
+    def start_over(self, made_from: str) -> None:
+        self.finished = {}
+        self._manifest.unlink(missing_ok=True)
+        _remove(self.checkpoint)
+        self.checkpoint.mkdir()
+        self._append({"made_from": made_from})
+
+    def record(self, shard: str, **facts) -> None:
+        """Note a shard as finished, once it is on the disk."""
+        sync(self.checkpoint / shard)
+        sync(self.checkpoint)
+        self.finished[shard] = {"shard": shard, **facts}
+        self._append(self.finished[shard])
+
+    def publish(self) -> None:
+        """Put the finished checkpoint in place: written to disk, then renamed."""
+        for file in self.checkpoint.iterdir():
+            sync(file)
+        sync(self.checkpoint)
+        if os.path.lexists(self.target):
+            self.target.rename(self._replaced)
+        self.checkpoint.rename(self.target)
+        sync(self.target.parent)
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove everything but the lock."""
+        self.finished = {}
+        for path in (self._manifest, self.checkpoint, self._replaced):
+            _remove(path)
+
+    def _read_manifest(self) -> list[dict]:
+        """Its lines up to the first bad one: a power failure may have cut the last one short."""
+        lines: list[dict] = []
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            for text in self._manifest.read_text(encoding="utf-8").splitlines(keepends=True):
+                line = json.loads(text)
+                if not text.endswith("\n") or not isinstance(line, dict) or (lines and "shard" not in line):
+                    break
+                lines.append(line)
+        return lines if self.checkpoint.is_dir() else []
+
+    def _append(self, line: dict) -> None:
+        with self._manifest.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def staging_directory(target: Path) -> Path:
+    return target.parent / f".{target.name}.incomplete"
+
+
+@contextlib.contextmanager
+def locked_staging(target: Path) -> Iterator[Staging]:
+    """Hold the staging directory of `target`.
+
+    Afterwards it is gone, unless the body was interrupted with shards finished: then the next run continues from them.
+    A CocaError is not an interruption: it would come again, and leaves nothing.
+
+    Raises CocaError where another process holds it.
+    """
+    staging = Staging(target)
+    lock = _acquire(staging)
+    try:
+        staging.recover()
+        yield staging
+    except BaseException as error:
+        staging.recover()
+        if staging.begun and (isinstance(error, CocaError) or not staging.finished):
+            staging.discard()
+        raise
+    finally:
+        _release(lock, staging.directory)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or directory is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _acquire(staging: Staging) -> int:
+    directory = staging.directory
+    while True:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir()
+        if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
+            raise CocaError(f"{directory}: is in the way, expected a directory that coca-convert made; remove it")
+        try:
+            lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except FileNotFoundError:  # its last holder has just removed the directory
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise CocaError(
+                f"{staging.target}: another conversion is writing it; wait for it or choose another name"
+            ) from None
+        except BaseException:
+            os.close(lock)
+            raise
+        # Its last holder may have removed the file between our open and our lock; then what we hold is nobody's.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), os.stat(directory / "lock", follow_symlinks=False)):
+                return lock
+        os.close(lock)
+
+
+def _release(lock: int, directory: Path) -> None:
+    """Remove the lock, and its directory where nothing is left in it, while the lock is still held."""
+    if {path.name for path in directory.iterdir()} == {"lock"}:
+        (directory / "lock").unlink()
+        with contextlib.suppress(OSError):  # the next process may be there already
+            directory.rmdir()
+    os.close(lock)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,171 @@
+"""What a checkpoint is and what its cache takes, from its config and the headers of its weights: nothing is loaded."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from coca_hf.errors import CocaError
+from coca_hf.evaluate.rope import config_trained_length
+from coca_hf.weights import DTYPE_BITS, StoredTensor, checkpoint_file, open_weights, read_json
+
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+STORED = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict[str, Any]:
+    """Family, constraint, RoPE, lengths in tokens, parameters, and bytes of weights and of the cache of one sequence.
+
+    For CoCA the cache is the half-width one that `generate` uses (`models/cache.py`), and what a standard cache takes,
+    in other engines, is told as well. memory_bytes: also tells the longest context whose cache fits there beside the
+    weights, activations not counted; None where the cache stops growing (sliding windows).
+
+    Raises CocaError where the directory is no checkpoint of safetensors, or its attention is not understood.
+    """
+    if not directory.is_dir():
+        raise CocaError(f"{directory}: no such directory, expected a checkpoint as save_pretrained writes it")
+    config = _read_config(directory)
+    files, file_of = open_weights(directory)
+    tensors = {name: weights.tensors[name] for name, weights in file_of.items() if not _is_copy(name, config)}
+    for weights in files.values():
+        weights.close()
+    weight_bytes = sum(tensor.num_bytes for tensor in tensors.values())
+    dtype = _dtype(config, tensors)
+    layers = _cache_layers(directory, config, tensors)
+    facts: dict[str, Any] = {
+        "checkpoint": str(directory),
+        "family": config.model_type.removeprefix("coca_"),
+        "constraint": getattr(config, "coca_constraint", None),
+        "rope": _rope(config),
+        "trained_length": config_trained_length(config),
+        "max_length": getattr(config, "max_position_embeddings", None),
+        "parameters": sum(tensor.num_bytes * 8 // DTYPE_BITS[tensor.dtype] for tensor in tensors.values()),
+        "dtype": dtype,
+        "weight_bytes": weight_bytes,
+        "kv_bytes_per_token": layers["growing"] * BYTES[dtype],
+        "kv_bytes_fixed": layers["fixed"] * BYTES[dtype],
+        "kv_bytes_per_token_standard": layers["standard"] * BYTES[dtype],
+    }
+    if memory_bytes is not None:
+        facts["memory_bytes"] = memory_bytes
+        left = memory_bytes - weight_bytes - facts["kv_bytes_fixed"]
+        per_token = facts["kv_bytes_per_token"]
+        facts["longest_context"] = max(left, 0) // per_token if per_token else None if left >= 0 else 0
+    return facts
+
+
+def describe(facts: dict[str, Any]) -> str:
+    """`inspect_checkpoint`'s facts as lines for a person."""
+    attention = f"CoCA, {facts['constraint']}" if facts["constraint"] else "plain"
+    trained, longest = facts["trained_length"], facts["max_length"]
+    extended = f" (set up for {longest:,})" if trained and longest and longest != trained else ""
+    cache = f"{facts['kv_bytes_per_token']:,} bytes per token"
+    if facts["constraint"]:
+        share = facts["kv_bytes_per_token"] / facts["kv_bytes_per_token_standard"]
+        cache += f", {share:.1%} of a standard cache's {facts['kv_bytes_per_token_standard']:,}"
+    if facts["kv_bytes_fixed"]:
+        cache += f", and {facts['kv_bytes_fixed']:,} bytes for sliding windows"
+    lines = {
+        "family": f"{facts['family']}, {attention}",
+        "RoPE": facts["rope"] or "none",
+        "trained length": (f"{trained:,} tokens" if trained else "not said") + extended,
+        "parameters": f"{facts['parameters']:,} in {facts['dtype']}, {facts['weight_bytes'] / 1e9:.2f} GB",
+        "key/value cache": cache,
+    }
+    if "memory_bytes" in facts:
+        memory = f"{facts['memory_bytes'] / 1e9:,.1f} GB"
+        if facts["longest_context"] == 0:
+            lines["longest context"] = f"none: {memory} do not hold the weights and a token"
+        elif facts["longest_context"] is None:
+            lines["longest context"] = f"any in {memory}: the cache stops growing"
+        else:
+            lines["longest context"] = (
+                f"{facts['longest_context']:,} tokens in {memory} beside the weights, one sequence, activations not "
+                f"counted"
+            )
+    return "\n".join([facts["checkpoint"], *(f"  {name:<17} {value}" for name, value in lines.items())])
+
+
+def _read_config(directory: Path) -> PreTrainedConfig:
+    file = checkpoint_file(directory, "config.json")
+    fields = read_json(file)
+    model_type = fields.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise CocaError(f"{file}: got model_type {model_type!r}, expected one that transformers or coca_hf knows")
+    try:
+        config = CONFIG_MAPPING[model_type](**{k: v for k, v in fields.items() if k not in ("model_type", "auto_map")})
+        return config.get_text_config(decoder=True)
+    except Exception as error:  # the validators of transformers raise several kinds
+        raise CocaError(f"{file}: {' '.join(str(error).split())}") from error
+
+
+def _is_copy(name: str, config: PreTrainedConfig) -> bool:
+    return name.endswith(".inv_freq") or (name == "lm_head.weight" and bool(config.tie_word_embeddings))
+
+
+def _dtype(config: PreTrainedConfig, tensors: dict[str, StoredTensor]) -> str:
+    """The type that weights and cache have when transformers loads the checkpoint: the config's, else the commonest."""
+    if config.dtype is not None:
+        name = str(config.dtype).removeprefix("torch.")
+    else:
+        stored = Counter[str]()
+        for tensor in tensors.values():
+            stored[tensor.dtype] += tensor.num_bytes
+        name = STORED.get(max(stored, key=lambda dtype: stored[dtype], default=""), "float32")
+    return name if name in BYTES else "float32"
+
+
+def _cache_layers(directory: Path, config: PreTrainedConfig, tensors: dict[str, StoredTensor]) -> dict[str, int]:
+    """Numbers in the cache of one sequence: for each token, standard or as it is, and once for sliding windows."""
+    rows: dict[int, Counter[str]] = {}
+    for name, tensor in tensors.items():
+        match = re.search(r"\.(\d+)\..*?(k_proj|t_proj|v_proj|query_key_value|qkv_proj)\.weight$", name)
+        if match and tensor.shape:
+            rows.setdefault(int(match[1]), Counter())[match[2]] += tensor.shape[0]
+    heads = getattr(config, "num_attention_heads", 0)
+    d = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    types = getattr(config, "layer_types", None) or []
+    window = getattr(config, "sliding_window", None) or 0
+    numbers = {"growing": 0, "fixed": 0, "standard": 0}
+    for layer, found in sorted(rows.items()):
+        fused = found["query_key_value"] + found["qkv_proj"]
+        keys = found["t_proj"] or found["k_proj"]
+        if not fused and not (keys and found["v_proj"]):
+            break
+        width = fused - heads * d if fused else keys + found["v_proj"]
+        slides = window and (types[layer] == "sliding_attention" if layer < len(types) else not types)
+        if slides:
+            numbers["fixed"] += window * width
+        else:
+            numbers["growing"] += width
+            numbers["standard"] += 2 * found["v_proj"] if found["t_proj"] else width
+    if len(rows) != getattr(config, "num_hidden_layers", None) or not numbers["growing"] + numbers["fixed"]:
+        raise CocaError(
+            f"{directory}: got {len(rows)} layers with key and value projections that are understood, expected "
+            f"{getattr(config, 'num_hidden_layers', None)} from config.json; is it a decoder like LLaMA, and complete?"
+        )
+    if hasattr(config, "coca_constraint"):
+        numbers["growing"] += d  # the angles of a position, cos and sin of every pair, which all layers share
+    return numbers
+
+
+def _rope(config: PreTrainedConfig) -> str | None:
+    rope = getattr(config, "rope_parameters", None)
+    if not rope:
+        return None
+    if "rope_type" not in rope:  # one set for each kind of layer
+        return json.dumps(rope, sort_keys=True)
+    parts = [str(rope["rope_type"]), f"base {_shown(rope.get('rope_theta'))}"]
+    if "factor" in rope:
+        parts.append(f"factor {_shown(rope['factor'])}")
+    if rope["rope_type"] == "default" and "original_max_position_embeddings" in rope:
+        parts.append(f"NTK base for {config.max_position_embeddings:,} tokens")
+    return ", ".join(parts)
+
+
+def _shown(value: Any) -> str:
+    """A number with thousands separated; whatever else a config has in its place as it is."""
+    return f"{value:,.10g}" if isinstance(value, int | float) else repr(value)

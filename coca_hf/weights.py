@@ -1,0 +1,267 @@
+"""Safetensors files by their headers: which tensors lie where, and reading a range of them. Also strict JSON, sizes.
+
+Nothing here trusts what it reads: other people's checkpoints come this way. Files are read, not mapped into memory, so
+that a file that shrinks meanwhile is an error and not a SIGBUS, and so that its pages do not count as ours.
+"""
+
+import json
+import math
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from coca_hf.errors import CocaError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_HEADER_BYTES = 32_000_000
+MAX_CONFIG_BYTES = 10_000_000
+MAX_INDEX_BYTES = 100_000_000
+# Bits of every type that the format knows; which of them can be converted is for the caller to say.
+DTYPE_BITS = {
+    **{"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8},
+    **{"I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32},
+    **{"I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
+}
+UNITS = {"": 1} | {f"{letter}B": 1000**power for power, letter in enumerate(("", "K", "M", "G", "T"))}
+UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor lies: its type as the header names it, its shape, and its bytes from `start` to `end`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.start
+
+
+class WeightsFile:
+    """An open safetensors file. `tensors` maps names to `StoredTensor`; `header` is its first bytes, as they are.
+
+    Raises CocaError where the file is absent, no ordinary file, or its header and its size do not agree in every byte.
+    """
+
+    def __init__(self, file: Path):
+        self.file = file
+        self._stream = open_regular(file)
+        self.size = os.fstat(self._stream.fileno()).st_size
+        try:
+            self.header = self._read_header()
+            self.tensors = _parse_header(self.header[8:], self.size, file)
+        except BaseException:
+            self.close()
+            raise
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` with the bytes from `offset`. Raises OSError where the file has become shorter."""
+        filled = 0
+        while filled < len(buffer):
+            count = os.preadv(self._stream.fileno(), [buffer[filled:]], offset + filled)
+            if count == 0:
+                raise OSError(f"{self.file} became shorter while it was read")
+            filled += count
+
+    def will_need(self, tensor: StoredTensor) -> None:
+        """Let the system read a tensor's bytes ahead."""
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            os.posix_fadvise(self._stream.fileno(), tensor.start, tensor.num_bytes, os.POSIX_FADV_WILLNEED)
+
+    def state(self) -> tuple[int, ...]:
+        """What changes whenever the open file is written to."""
+        found = os.fstat(self._stream.fileno())
+        return found.st_size, found.st_mtime_ns
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def _read_header(self) -> bytes:
+        if self.size < 8:
+            raise _corrupted(self.file, f"got {self.size} bytes, expected a header's length of 8 bytes first")
+        length = bytearray(8)
+        self.read_into(memoryview(length), 0)
+        header_bytes = int.from_bytes(length, "little")
+        if header_bytes > min(self.size - 8, MAX_HEADER_BYTES):
+            raise _corrupted(
+                self.file,
+                f"its header claims {header_bytes} bytes, expected at most {min(self.size - 8, MAX_HEADER_BYTES)}",
+            )
+        header = bytearray(8 + header_bytes)
+        self.read_into(memoryview(header), 0)
+        return bytes(header)
+
+
+def open_weights(directory: Path) -> tuple[dict[str, WeightsFile], dict[str, WeightsFile]]:
+    """The open safetensors files of a checkpoint by name, and the one that holds each tensor.
+
+    Raises CocaError where one is absent, outside the checkpoint or corrupted, or where index and files do not agree.
+    """
+    single = os.path.lexists(directory / SINGLE)  # first, as in transformers
+    weight_map = None if single else _read_index(directory)
+    files: dict[str, WeightsFile] = {}
+    try:
+        for name in sorted(set(weight_map.values())) if weight_map else [SINGLE]:
+            files[name] = WeightsFile(checkpoint_file(directory, name))
+        file_of: dict[str, WeightsFile] = {}
+        for weights in files.values():
+            for tensor in weights.tensors:
+                if tensor in file_of:
+                    raise CocaError(
+                        f"{directory}: tensor {tensor} is in {file_of[tensor].file.name} and in {weights.file.name}, "
+                        f"expected it once; download the checkpoint again"
+                    )
+                file_of[tensor] = weights
+        for tensor, name in (weight_map or {}).items():
+            if file_of.get(tensor) is not files[name]:
+                raise CocaError(f"{directory / INDEX}: tensor {tensor} is not in {name}; download the checkpoint again")
+    except BaseException:
+        for weights in files.values():
+            weights.close()
+        raise
+    return files, file_of
+
+
+def checkpoint_file(directory: Path, name: str) -> Path:
+    """The file `name` of a checkpoint. Links may lead within the checkpoint, and to the blobs of its own hub cache.
+
+    Raises CocaError where `name` is not a plain name or its links lead elsewhere: what lies there is not the
+    checkpoint's to read.
+    """
+    if not name or Path(name).name != name or name in (".", "..") or "\0" in name:
+        raise CocaError(f"{directory}: got the file name {name!r}, expected a file in the directory itself")
+    try:
+        home, target = directory.resolve(), (directory / name).resolve()
+    except (OSError, RuntimeError) as error:  # a circle of links
+        raise CocaError(f"{directory / name}: its links lead nowhere ({error}); copy the file there") from error
+    repository = home.parent.parent
+    is_hub_cache = home.parent.name == "snapshots" and repository.name.startswith("models--")
+    blobs = repository / "blobs" if is_hub_cache else home
+    if target.parent != blobs and home not in target.parents:
+        raise CocaError(
+            f"{directory / name}: is a link to {target}, outside the checkpoint; expected a file in the directory "
+            f"itself; copy it there if you trust it"
+        )
+    return directory / name
+
+
+def read_json(file: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """The JSON object in a file. Raises CocaError for anything else, for duplicate keys, and beyond `max_bytes`."""
+    with open_regular(file) as stream:
+        text = stream.read(max_bytes + 1)
+    if len(text) > max_bytes:
+        size = file.stat().st_size
+        raise CocaError(f"{file}: got {size} bytes, expected at most {max_bytes}; is this the right file?")
+    try:
+        content = parse_json(text)
+    except (ValueError, RecursionError) as error:
+        raise CocaError(f"{file}: not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise CocaError(f"{file}: got a {type(content).__name__}, expected a JSON object")
+    return content
+
+
+def parse_json(text: bytes) -> Any:
+    """Strict JSON in UTF-8. Raises ValueError also where a key comes twice: readers differ in which one they take."""
+    return json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
+
+
+def open_regular(file: Path):
+    """Open an ordinary file for unbuffered reading. Raises CocaError for one that is absent or no file (a pipe)."""
+    try:
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise CocaError(f"{file}: is no ordinary file, expected one; copy the checkpoint again")
+        return file.open("rb", buffering=0)
+    except FileNotFoundError:
+        raise CocaError(f"{file}: no such file, expected a checkpoint with one") from None
+    except (OSError, RuntimeError) as error:
+        raise CocaError(f"{file}: cannot be read ({error})") from error
+
+
+def parse_size(text: str, where: str) -> int:
+    """Bytes in `5GB`, `500MB`, `1.5GiB` or plain bytes. Raises CocaError that begins with `where` for other text."""
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)\s*", text, re.ASCII)
+    units = {unit.lower(): size for unit, size in UNITS.items()}
+    size = int(float(match[1]) * units[match[2].lower()]) if match and match[2].lower() in units else 0
+    if size < 1:
+        raise CocaError(f"{where}: got {text!r}, expected a size as in 500MB, 5GB or 24GiB")
+    return size
+
+
+def _read_index(directory: Path) -> dict[str, str]:
+    index = directory / INDEX
+    if not os.path.lexists(index):
+        raise CocaError(f"{directory}: got no weights, expected {SINGLE} or {INDEX}")
+    weight_map = read_json(checkpoint_file(directory, INDEX), MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
+        raise CocaError(f"{index}: got no weight_map, expected one from tensor names to file names")
+    for file in sorted(set(weight_map.values())):
+        if not Path(checkpoint_file(directory, file)).is_file():
+            raise CocaError(f"{index}: names {file}, which is not in {directory}; download it")
+    return weight_map
+
+
+def _parse_header(text: bytes, file_size: int, file: Path) -> dict[str, StoredTensor]:
+    try:
+        entries = parse_json(text)
+    except (ValueError, RecursionError) as error:
+        raise _corrupted(file, f"its header is not JSON: {error}") from error
+    if not isinstance(entries, dict):
+        raise _corrupted(file, f"its header is a {type(entries).__name__}, expected an object")
+    entries.pop("__metadata__", None)
+    first = 8 + len(text)
+    tensors = {name: _parse_entry(name, entry, first, file) for name, entry in entries.items()}
+    position = first
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1][2:]):
+        if tensor.start != position:
+            raise _corrupted(
+                file, f"tensor {name} begins at byte {tensor.start}, expected {position}: a gap or overlap"
+            )
+        position = tensor.end
+    if position != file_size:
+        raise _corrupted(file, f"got {file_size} bytes, expected {position} from its header")
+    return tensors
+
+
+def _parse_entry(name: str, entry: Any, first: int, file: Path) -> StoredTensor:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise _corrupted(file, f"tensor {name}: expected exactly dtype, shape and data_offsets in the header")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise _corrupted(file, f"tensor {name}: got dtype {dtype!r}, expected one of {', '.join(DTYPE_BITS)}")
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise _corrupted(file, f"tensor {name}: shape and data_offsets are not lists of whole numbers")
+    bits = math.prod(shape) * DTYPE_BITS[dtype]
+    if 8 * (offsets[1] - offsets[0]) != bits:
+        raise _corrupted(
+            file,
+            f"tensor {name}: data_offsets span {offsets[1] - offsets[0]} bytes, expected {bits // 8} from its shape",
+        )
+    return StoredTensor(dtype, tuple(shape), first + offsets[0], first + offsets[1])
+
+
+def _are_sizes(values: Any) -> bool:
+    """Lists of whole numbers from 0 up to what a file can hold; at most 64 of them, or a product could take hours."""
+    return (
+        isinstance(values, list)
+        and len(values) <= 64
+        and all(type(size) is int and 0 <= size < 2**63 for size in values)
+    )
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise ValueError(f"the key {key!r} comes twice")
+        content[key] = value
+    return content
+
+
+def _corrupted(file: Path, reason: str) -> CocaError:
+    return CocaError(f"{file}: truncated or corrupted ({reason}); download it again")

@@ -1,0 +1,365 @@
+"""Checkpoints made to do harm: always one clear line, never a file outside the destination, a hang or a traceback."""
+
+import json
+import os
+import random
+import shutil
+import struct
+import time
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from coca_hf import CocaError, convert_checkpoint
+from coca_hf.weights import parse_size
+from tests.convert.test_bad_input import edit_config, index
+
+K0 = "model.layers.0.self_attn.k_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A checkpoint of one layer and no tokenizer."""
+    torch.manual_seed(4)
+    config = LlamaConfig(
+        **{"vocab_size": 31, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32},
+    )
+    directory = tmp_path_factory.mktemp("hostile") / "small"
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def source(small, tmp_path):
+    return shutil.copytree(small, tmp_path / "source")
+
+
+def refusal(source, **options):
+    """The message that a conversion ends with; nothing but the source is there afterwards."""
+    around = {path.name for path in source.parent.iterdir()}
+    with pytest.raises(CocaError) as caught:
+        convert_checkpoint(source, source.parent / "dst", **options)
+    message = str(caught.value)
+    assert message.isprintable()
+    assert len(message) < 1100
+    assert {path.name for path in source.parent.iterdir()} == around
+    return message
+
+
+def outcome(source, dst):
+    """None for a conversion that succeeds, and is removed, else its message; any other exception goes through."""
+    try:
+        convert_checkpoint(source, dst)
+    except CocaError as error:
+        message = str(error)
+    else:
+        return shutil.rmtree(dst)
+    assert message.isprintable()
+    assert len(message) < 1100
+    return message
+
+
+def read_header(file):
+    data = file.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    return data[8 : 8 + length], data[8 + length :]
+
+
+def write_header(file, header, data, length=None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+
+
+def change_entry(**changes):
+    def change(file):
+        text, data = read_header(file)
+        header = json.loads(text)
+        header[K0] = {name: value for name, value in (header[K0] | changes).items() if value is not ...}
+        write_header(file, header, data)
+
+    return change
+
+
+def overlap(file):
+    text, data = read_header(file)
+    header = json.loads(text)
+    same_shape = "model.layers.0.self_attn.v_proj.weight"
+    header[K0]["data_offsets"] = header[same_shape]["data_offsets"]
+    write_header(file, header, data)
+
+
+def raw(change):
+    def apply(file):
+        text, data = read_header(file)
+        file.write_bytes(change(text, data))
+
+    return apply
+
+
+HEADERS = {
+    "empty file": (raw(lambda h, d: b""), "got 0 bytes, expected a header's length"),
+    "length beyond the file": (
+        raw(lambda h, d: struct.pack("<Q", 10**9) + h + d),
+        "its header claims 1000000000 bytes",
+    ),
+    "length of all ones": (raw(lambda h, d: b"\xff" * 8 + h + d), "its header claims 18446744073709551615 bytes"),
+    "not an object": (lambda f: write_header(f, [1], b""), "its header is a list, expected an object"),
+    "not UTF-8": (lambda f: write_header(f, b'{"\xff": 1}', b""), "its header is not JSON"),
+    "deeply nested": (lambda f: write_header(f, b"[" * 100_000, b""), "its header is not JSON"),
+    "duplicate tensor": (lambda f: write_header(f, b'{"a": 1, "a": 2}', b""), "the key 'a' comes twice"),
+    "overlap": (overlap, "begins at byte"),
+    "data missing": (raw(lambda h, d: struct.pack("<Q", len(h)) + h + d[:-4]), "from its header"),
+    "data too long": (raw(lambda h, d: struct.pack("<Q", len(h)) + h + d + b"x"), "from its header"),
+    "shape and offsets differ": (change_entry(shape=[12, 25]), "expected 1200 from its shape"),
+    "negative size": (change_entry(shape=[-12, -24]), "are not lists of whole numbers"),
+    "fractional size": (change_entry(shape=[12.0, 24]), "are not lists of whole numbers"),
+    "true for a size": (change_entry(shape=[True, 288]), "are not lists of whole numbers"),
+    "huge size": (change_entry(shape=[2**70, 24]), "are not lists of whole numbers"),
+    "product overflows 64 bits": (change_entry(shape=[2**62, 2**62, 4]), "from its shape"),
+    "thousands of dimensions": (change_entry(shape=[1] * 5000), "are not lists of whole numbers"),
+    "offsets beyond the file": (change_entry(data_offsets=[2**40, 2**40 + 1152]), "begins at byte"),
+    "offsets backwards": (change_entry(data_offsets=[1152, 0]), "data_offsets span -1152 bytes"),
+    "one offset": (change_entry(data_offsets=[0]), "are not lists of whole numbers"),
+    "unknown type": (change_entry(dtype="F7"), "got dtype 'F7', expected one of"),
+    "type is a list": (change_entry(dtype=["F32"]), "got dtype ['F32'], expected one of"),
+    "no type": (change_entry(dtype=...), "expected exactly dtype, shape and data_offsets"),
+    "more than expected": (change_entry(code="import os"), "expected exactly dtype, shape and data_offsets"),
+}
+
+
+@pytest.mark.parametrize(("damage", "reason"), HEADERS.values(), ids=HEADERS.keys())
+def test_header_that_lies_is_named(source, damage, reason):
+    damage(source / "model.safetensors")
+    message = refusal(source)
+    assert message.startswith(f"{source / 'model.safetensors'}: truncated or corrupted (")
+    assert reason in message
+
+
+def test_the_undamaged_header_converts(source, tmp_path):
+    text, data = read_header(source / "model.safetensors")
+    write_header(source / "model.safetensors", json.loads(text), data)
+    convert_checkpoint(source, tmp_path / "dst")
+
+
+def mutated(random, header):
+    """The header with one to three changes: bytes, digits, pieces cut, doubled or replaced by other JSON."""
+    text = bytearray(header)
+    for _ in range(random.randint(1, 3)):
+        start = random.randrange(len(text))
+        end = min(len(text), start + random.randint(1, 30))
+        kind = random.randrange(7)
+        if kind == 0:
+            text[start] = random.randrange(256)
+        elif kind == 1:
+            del text[start:end]
+        elif kind == 2:
+            text[start:start] = text[start:end]
+        elif kind == 3:
+            text[start:end] = bytes(random.randrange(256) for _ in range(end - start))
+        elif kind == 4:
+            digits = [i for i, byte in enumerate(text) if chr(byte).isdigit()]
+            text[random.choice(digits)] = ord(random.choice("0123456789-.eE"))
+        elif kind == 5:
+            value = random.choice([b"null", b"-1", b"1e400", b"[]", b"{}", b'"\\ud800"', b"NaN", b"9" * 5000, b"true"])
+            text[start:end] = value
+        else:
+            text[start:start] = random.choice([b"[" * 3000, b'"__metadata__":{},', b'"a\\nb\\u001b[31m":', b" " * 99])
+        if not text:
+            break
+    return bytes(text)
+
+
+@pytest.mark.timeout(60)
+def test_a_thousand_mutated_headers_are_refused_in_one_line_or_convert(source, tmp_path):
+    draw = random.Random(11)
+    text, data = read_header(source / "model.safetensors")
+    dst, refused = tmp_path / "dst", 0
+    for number in range(1000):
+        header = mutated(draw, text)
+        length = draw.choice([None] * 9 + [draw.randrange(2**64), draw.randrange(2 * len(text))])
+        write_header(source / "model.safetensors", header, data, length)
+        message = outcome(source, dst)
+        refused += message is not None
+        assert message is None or str(source) in message, number
+        assert [path.name for path in tmp_path.iterdir()] == ["source"], number
+    assert refused > 900
+
+
+CONFIG_VALUES = [None, True, -1, 0, 1, 10**12, 2**70, 1e300, "", "x" * 5000, "a\nb\x1b[31m", [], [1], {}, {"a": {}}]
+
+
+@pytest.mark.timeout(90)
+def test_any_value_in_any_field_of_the_config_is_refused_in_one_line_or_converts(source, tmp_path):
+    config = json.loads((source / "config.json").read_text())
+    for field in config:
+        for value in CONFIG_VALUES:
+            (source / "config.json").write_text(json.dumps(config | {field: value}))
+            begun = time.monotonic()
+            outcome(source, tmp_path / "dst")
+            assert time.monotonic() - begun < 10, (field, value)
+            assert [path.name for path in tmp_path.iterdir()] == ["source"], (field, value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["..", ".", "", "../secret", "a/../../secret", "/etc/passwd", "sub/a.safetensors", "a.safetensors/", "a\0b"],
+)
+def test_index_that_names_a_file_elsewhere_is_refused(source, tmp_path, name):
+    shutil.copyfile(source / "model.safetensors", tmp_path / "secret")
+    index(source, {K0: name})
+    assert f"got the file name {name!r}, expected a file in the directory itself".replace("\\", "") in refusal(
+        source
+    ).replace("\\", "")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "generation_config.json"])
+@pytest.mark.parametrize("chained", [False, True])
+def test_link_out_of_the_checkpoint_is_refused_and_its_target_not_copied(source, tmp_path, name, chained):
+    target = tmp_path / "secret"
+    shutil.copyfile(source / name, target) if (source / name).exists() else target.write_text("{}")
+    (source / name).unlink(missing_ok=True)
+    if chained:
+        (source / "hop").symlink_to(target)
+        target = source / "hop"
+    (source / name).symlink_to(target)
+    assert f"{source / name}: is a link to {tmp_path / 'secret'}, outside the checkpoint" in refusal(source)
+
+
+def test_links_within_the_checkpoint_and_a_link_to_the_checkpoint_are_fine(source, tmp_path):
+    (source / "model.safetensors").rename(source / "weights")
+    (source / "model.safetensors").symlink_to("weights")
+    (tmp_path / "link").symlink_to(source)
+    convert_checkpoint(tmp_path / "link", tmp_path / "dst")
+
+
+def as_hub_cache(source, root):
+    repository = root / "models--owner--name"
+    snapshot = repository / "snapshots" / "abc123"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for file in source.iterdir():
+        shutil.copyfile(file, repository / "blobs" / f"blob-of-{file.name}")
+        (snapshot / file.name).symlink_to(f"../../blobs/blob-of-{file.name}")
+    return snapshot
+
+
+def test_links_of_a_hub_cache_are_fine(source, tmp_path):
+    convert_checkpoint(as_hub_cache(source, tmp_path), tmp_path / "dst")
+    convert_checkpoint(source, tmp_path / "direct")
+    assert (tmp_path / "dst/model.safetensors").read_bytes() == (tmp_path / "direct/model.safetensors").read_bytes()
+
+
+def test_link_to_the_blobs_of_another_repository_is_refused(source, tmp_path):
+    snapshot = as_hub_cache(source, tmp_path)
+    other = tmp_path / "models--owner--other" / "blobs"
+    other.mkdir(parents=True)
+    shutil.copyfile(source / "model.safetensors", other / "blob")
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").symlink_to("../../../models--owner--other/blobs/blob")
+    assert "outside the checkpoint" in refusal(snapshot)
+
+
+def test_circle_of_links_is_refused(source):
+    (source / "tokenizer.json").symlink_to("other.json")
+    (source / "other.json").symlink_to("tokenizer.json")
+    assert "tokenizer.json" in refusal(source)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_pipe_in_the_place_of_a_file_is_refused_and_does_not_hang(source, name):
+    (source / name).unlink(missing_ok=True)
+    os.mkfifo(source / name)
+    assert "is no ordinary file" in refusal(source)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_duplicate_key_is_refused(source, name):
+    if name == "config.json":
+        text = (source / name).read_text()
+        (source / name).write_text(text.replace("{", '{"hidden_size": 48,', 1))
+        key = "hidden_size"
+    else:
+        index(source, {})
+        (source / name).write_text(f'{{"weight_map": {{"{K0}": "a.safetensors", "{K0}": "b.safetensors"}}}}')
+        key = K0
+    assert f"{source / name}: not JSON (the key '{key}' comes twice)" in refusal(source)
+
+
+@pytest.mark.timeout(20)
+def test_config_of_100_megabytes_is_refused_at_once(source):
+    with (source / "config.json").open("w") as file:
+        file.write('{"model_type": "llama", "hidden_size": [')
+        file.write("[1]," * 25_000_000 + "1]}")
+    begun = time.monotonic()
+    assert "config.json: got 1000000" in refusal(source)
+    assert time.monotonic() - begun < 5
+
+
+def test_tensor_in_two_shards_is_refused(source):
+    index(source, {K0: "a.safetensors", "other": "b.safetensors"})
+    shutil.copyfile(source / "a.safetensors", source / "b.safetensors")
+    assert "in a.safetensors and in b.safetensors, expected it once" in refusal(source)
+
+
+def test_names_that_would_break_a_line_or_colour_a_terminal_are_escaped(source):
+    text, data = read_header(source / "model.safetensors")
+    header = json.loads(text)
+    header["x\n\x1b[31mok: \ud800"] = header.pop(K0)
+    write_header(source / "model.safetensors", header, data)
+    assert K0 in refusal(source)
+    header[K0] = header.pop("x\n\x1b[31mok: \ud800")
+    header |= {"x\n\x1b[31mok: \ud800": {"dtype": "F32", "shape": [0], "data_offsets": [len(data)] * 2}}
+    write_header(source / "model.safetensors", header, data)
+    assert r"tensor x\n\x1b[31mok: \ud800 is not understood" in refusal(source)
+
+
+CODE = "import pathlib\npathlib.Path({!r}).touch()\n"
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_that_a_checkpoint_names_is_neither_run_nor_copied(source, tmp_path, file):
+    marker = tmp_path / "ran"
+    for name in ("evil.py", "llama.py", "attention.py", "tokenization_evil.py"):
+        (source / name).write_text(CODE.format(str(marker)))
+    named = {"auto_map": {"AutoModelForCausalLM": "evil.Model", "AutoTokenizer": ["evil.Tokenizer", None]}}
+    if file == "config.json":
+        edit_config(source, **named)
+        assert "auto_map names the checkpoint's own code, which is never run" in refusal(source)
+    else:
+        (source / file).write_text(json.dumps(named))
+        convert_checkpoint(source, tmp_path / "dst")
+        assert not any(str(marker) in path.read_text() for path in (tmp_path / "dst").glob("*.py"))
+        assert not (tmp_path / "dst" / "evil.py").exists()
+    assert not marker.exists()
+
+
+def test_code_beside_a_coca_source_is_neither_run_nor_copied(source, tmp_path):
+    convert_checkpoint(source, tmp_path / "coca")
+    for file in (tmp_path / "coca").glob("*.py"):
+        file.write_text(CODE.format(str(tmp_path / "ran")))
+    convert_checkpoint(tmp_path / "coca", tmp_path / "dst", ntk_length=64)
+    assert not (tmp_path / "ran").exists()
+    assert not any(str(tmp_path) in file.read_text() for file in (tmp_path / "dst").glob("*.py"))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("5GB", 5 * 10**9),
+        ("500MB", 5 * 10**8),
+        ("1.5GiB", 1610612736),
+        ("64 kib", 65536),
+        ("1000", 1000),
+        ("2tb", 2e12),
+    ],
+)
+def test_sizes_are_read(text, size):
+    assert parse_size(text, "--memory") == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "0", "-5GB", "5 giga", "1e9", "0.1", "5GB5", "nan", "9" * 40, "٣GB"])
+def test_other_sizes_are_refused(source, text):
+    assert f"--max-shard-size: got {text!r}, expected a size as in 500MB" in refusal(source, max_shard_size=text)

@@ -1,0 +1,354 @@
+"""Killed, out of disk, raced: the destination is absent or complete, and the next run goes on from what is finished."""
+
+import json
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from coca_hf import CocaError, convert_checkpoint
+
+SHARDS = {"max_shard_size": "300KB"}
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["coca_hf"])
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A sharded checkpoint of 4.5 MB."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        **{"vocab_size": 1000, "hidden_size": 96, "intermediate_size": 200, "num_hidden_layers": 8},
+        **{"num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 32},
+    )
+    directory = tmp_path_factory.mktemp("interrupted") / "source"
+    LlamaForCausalLM(config).save_pretrained(directory, max_shard_size="500KB")
+    assert len(list(directory.glob("*.safetensors"))) > 4
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(source):
+    """Name and bytes of the files of weights that an uninterrupted run makes."""
+    directory = source.parent / "expected"
+    convert_checkpoint(source, directory, **SHARDS)
+    assert len(list(directory.glob("*.safetensors"))) > 8
+    return weights_of(directory)
+
+
+def weights_of(directory):
+    return {file.name: file.read_bytes() for file in sorted(directory.glob("model*"))}
+
+
+def staged(dst):
+    """The finished shards in the staging directory of `dst`, with what tells a file from its copy."""
+    manifest = dst.parent / f".{dst.name}.incomplete" / "manifest.jsonl"
+    if not manifest.exists():
+        return {}
+    lines = [json.loads(line) for line in manifest.read_text().splitlines() if line.endswith("}")]
+    files = {line["shard"]: manifest.parent / "checkpoint" / line["shard"] for line in lines[1:]}
+    return {name: (file.stat().st_ino, file.stat().st_mtime_ns) for name, file in files.items()}
+
+
+def kept(dst, before):
+    files = {name: (dst / name).stat() for name in before}
+    return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in files.items()} == before
+
+
+def convert_reporting(src, dst, started, result):
+    started.set()
+    try:
+        convert_checkpoint(src, dst, **SHARDS)
+        result.put("converted")
+    except CocaError as error:
+        result.put(str(error))
+
+
+class Stop(BaseException):
+    """Like KeyboardInterrupt, at a chosen moment."""
+
+
+def stop_after(num_bytes, action=None):
+    def progress(done, total):
+        if done >= num_bytes:
+            if action:
+                action()
+            else:
+                raise Stop
+
+    return progress
+
+
+def interrupted(source, dst, num_bytes=2_000_000):
+    with pytest.raises(Stop):
+        convert_checkpoint(source, dst, **SHARDS, progress=stop_after(num_bytes))
+    assert not dst.exists()
+    finished = staged(dst)
+    assert len(finished) >= 3
+    return finished
+
+
+@pytest.mark.real
+@pytest.mark.timeout(90)
+def test_killed_at_twenty_random_moments_it_is_absent_or_complete_and_goes_on_from_what_is_finished(
+    source, expected, tmp_path
+):
+    dst, moment = tmp_path / "dst", random.Random(7)
+    resumed = killed = 0
+    duration = 0.6
+    while killed < 20:
+        before = staged(dst)
+        started, result = PROCESSES.Event(), PROCESSES.Queue()
+        process = PROCESSES.Process(target=convert_reporting, args=(source, dst, started, result))
+        process.start()
+        assert started.wait(30)
+        begun = time.monotonic()
+        process.join(moment.uniform(0, duration))
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+            killed += 1
+        process.join()
+        if dst.exists():
+            duration = min(duration, time.monotonic() - begun)
+            assert weights_of(dst) == expected
+            assert kept(dst, before)
+            resumed += bool(before)
+            shutil.rmtree(dst)
+        assert {file.name for file in tmp_path.iterdir()} <= {".dst.incomplete"}
+    before = staged(dst)
+    convert_checkpoint(source, dst, **SHARDS)
+    assert weights_of(dst) == expected
+    assert kept(dst, before)
+    assert resumed + bool(before) >= 1
+    assert [file.name for file in tmp_path.iterdir()] == ["dst"]
+    AutoModelForCausalLM.from_pretrained(dst)
+
+
+@pytest.mark.real
+@pytest.mark.timeout(60)
+def test_of_two_conversions_at_once_one_wins_and_the_other_says_so(source, expected, tmp_path):
+    dst = tmp_path / "dst"
+    for _ in range(4):
+        result = PROCESSES.Queue()
+        started = [PROCESSES.Event() for _ in range(2)]
+        processes = [PROCESSES.Process(target=convert_reporting, args=(source, dst, e, result)) for e in started]
+        for process in processes:
+            process.start()
+        answers = sorted(result.get(timeout=30) for _ in processes)
+        for process in processes:
+            process.join()
+        refusals = ("another conversion is writing it", "exists and is left as it is")
+        assert answers.pop(answers.index("converted")) == "converted"
+        assert any(reason in answers[0] for reason in refusals), answers
+        assert weights_of(dst) == expected
+        shutil.rmtree(dst)
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.real
+@pytest.mark.timeout(60)
+def test_second_command_while_the_first_writes_ends_with_code_2_and_leaves_the_first_alone(source, expected, tmp_path):
+    dst = tmp_path / "dst"
+    answers = []
+
+    def second():
+        if not answers:
+            command = ["coca-convert", str(source), str(dst)]
+            answers.append(subprocess.run(command, capture_output=True, text=True, check=False))
+
+    convert_checkpoint(source, dst, **SHARDS, progress=stop_after(1_000_000, second))
+    assert answers[0].returncode == 2
+    assert answers[0].stderr == (
+        f"error: {dst}: another conversion is writing it; wait for it or choose another name\n"
+    )
+    assert weights_of(dst) == expected
+    assert [file.name for file in tmp_path.iterdir()] == ["dst"]
+
+
+def test_rerun_keeps_the_finished_shards_and_gives_the_same_files(source, expected, tmp_path):
+    dst = tmp_path / "dst"
+    before = interrupted(source, dst)
+    record = convert_checkpoint(source, dst, **SHARDS)
+    assert kept(dst, before)
+    assert weights_of(dst) == expected
+    assert record["start"] == json.loads((source.parent / "expected" / "conversion.json").read_text())["start"]
+    assert [file.name for file in tmp_path.iterdir()] == ["dst"]
+
+
+def test_rerun_makes_a_damaged_shard_again_and_keeps_the_others(source, expected, tmp_path):
+    dst = tmp_path / "dst"
+    before = interrupted(source, dst)
+    file = tmp_path / ".dst.incomplete" / "checkpoint" / next(iter(before))
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    convert_checkpoint(source, dst, **SHARDS)
+    before.pop(file.name)
+    assert kept(dst, before)
+    assert weights_of(dst) == expected
+
+
+@pytest.mark.parametrize("manifest", ["", "{", '{"made_from": "x"}\n', "[]\n[]\n", "\xff\n", "whole, then cut"])
+def test_rerun_with_a_damaged_manifest_gives_the_same_files(source, expected, tmp_path, manifest):
+    interrupted(source, tmp_path / "dst")
+    file = tmp_path / ".dst.incomplete" / "manifest.jsonl"
+    file.write_text(file.read_text()[:-7] if manifest == "whole, then cut" else manifest, encoding="latin-1")
+    convert_checkpoint(source, tmp_path / "dst", **SHARDS)
+    assert weights_of(tmp_path / "dst") == expected
+
+
+def test_rerun_starts_over_when_a_number_of_the_source_or_an_option_is_another(source, tmp_path):
+    changed = shutil.copytree(source, tmp_path / "changed")
+    for number, (change, options) in enumerate(((True, {}), (False, {"constraint": "strict"}))):
+        dst = tmp_path / f"dst{number}"
+        interrupted(source if not change else changed, dst)
+        if change:
+            file = sorted(changed.glob("*.safetensors"))[0]
+            stat, weights = file.stat(), load_file(file)
+            next(iter(weights.values())).view(-1)[3] += 1
+            save_file(weights, file, metadata={"format": "pt"})
+            os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        convert_checkpoint(changed, dst, **SHARDS, **options)
+        convert_checkpoint(changed, tmp_path / "fresh", **SHARDS, **options, overwrite=True)
+        assert weights_of(dst) == weights_of(tmp_path / "fresh")
+
+
+def test_source_shard_that_vanished_is_named_and_the_rerun_goes_on_when_it_is_back(source, expected, tmp_path):
+    copy, dst = shutil.copytree(source, tmp_path / "copy"), tmp_path / "dst"
+    before = interrupted(copy, dst)
+    shard = sorted(copy.glob("*.safetensors"))[-1]
+    shard.rename(tmp_path / "away")
+    with pytest.raises(CocaError, match=f"names {shard.name}, which is not in"):
+        convert_checkpoint(copy, dst, **SHARDS)
+    assert not dst.exists()
+    shutil.copyfile(tmp_path / "away", shard)
+    convert_checkpoint(copy, dst, **SHARDS)
+    assert kept(dst, before)
+    assert weights_of(dst) == expected
+
+
+def test_source_that_is_deleted_while_it_is_read_is_read_to_its_end(source, expected, tmp_path):
+    copy, dst = shutil.copytree(source, tmp_path / "copy"), tmp_path / "dst"
+    delete = stop_after(1_000_000, lambda: shutil.rmtree(copy, ignore_errors=True))
+    convert_checkpoint(copy, dst, **SHARDS, progress=delete)
+    assert weights_of(dst) == expected
+
+
+def test_source_that_shrinks_while_it_is_read_is_an_error_that_keeps_what_is_finished(source, tmp_path):
+    copy, dst = shutil.copytree(source, tmp_path / "copy"), tmp_path / "dst"
+    shard = sorted(copy.glob("*.safetensors"))[-1]
+    with pytest.raises(CocaError, match=f"{shard.name} became shorter while it was read; what is finished is kept"):
+        convert_checkpoint(copy, dst, **SHARDS, progress=stop_after(1_000_000, lambda: os.truncate(shard, 100)))
+    assert not dst.exists()
+    assert staged(dst)
+
+
+def test_file_size_limit_is_one_line_and_the_rerun_goes_on(source, expected, tmp_path):
+    dst, limits = tmp_path / "dst", resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit = stop_after(1_000_000, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1])))
+    try:
+        with pytest.raises(CocaError, match=r"not written: .*File too large.*the same command continues"):
+            convert_checkpoint(source, dst, **SHARDS, progress=limit)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    before = staged(dst)
+    assert len(before) >= 2
+    assert not dst.exists()
+    convert_checkpoint(source, dst, **SHARDS)
+    assert kept(dst, before)
+    assert weights_of(dst) == expected
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 6 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", disk], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("mounting a file system needs root; the file size limit above is the same path")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def fill(disk):
+    (disk / "filler").write_bytes(bytes(max(shutil.disk_usage(disk).free - 100_000, 0)))
+
+
+def test_disk_that_fills_up_is_one_line_and_the_rerun_goes_on(source, expected, small_disk):
+    dst = small_disk / "dst"
+    with pytest.raises(CocaError, match="disk full while writing; free some space; what is finished is kept"):
+        convert_checkpoint(source, dst, **SHARDS, progress=stop_after(1_500_000, lambda: fill(small_disk)))
+    before = staged(dst)
+    assert len(before) >= 3
+    assert not dst.exists()
+    (small_disk / "filler").unlink()
+    convert_checkpoint(source, dst, **SHARDS)
+    assert kept(dst, before)
+    assert weights_of(dst) == expected
+    assert [file.name for file in small_disk.iterdir()] == ["dst"]
+
+
+def test_overwrite_that_fails_keeps_the_old_checkpoint(source, small_disk):
+    dst = small_disk / "dst"
+    dst.mkdir()
+    (dst / "config.json").write_text("{}")
+    with pytest.raises(CocaError, match="disk full while writing"):
+        convert_checkpoint(source, dst, overwrite=True, progress=stop_after(1_500_000, lambda: fill(small_disk)))
+    assert (dst / "config.json").read_text() == "{}"
+    assert sorted(file.name for file in small_disk.iterdir()) == ["dst", "filler"]
+
+
+def test_disk_that_is_too_small_is_refused_before_anything_is_written(source, small_disk):
+    (small_disk / "filler").write_bytes(bytes(5_000_000))
+    with pytest.raises(CocaError, match=r"disk full: 0\.\d GB free, expected 0\.0 GB; free some or choose another"):
+        convert_checkpoint(source, small_disk / "dst")
+    assert [file.name for file in small_disk.iterdir()] == ["filler"]
+
+
+def test_kill_between_the_two_renames_of_an_overwrite_loses_neither_checkpoint(source, expected, tmp_path):
+    """The state that such a kill leaves, made by hand: the old one moved away, the new one complete but in staging."""
+    dst = tmp_path / "dst"
+    before = interrupted(source, dst)
+    replaced = tmp_path / ".dst.incomplete" / "replaced"
+    replaced.mkdir()
+    (replaced / "config.json").write_text("old")
+    with pytest.raises(CocaError, match="exists and is left as it is"):
+        convert_checkpoint(source, dst, **SHARDS)
+    assert (dst / "config.json").read_text() == "old"
+    convert_checkpoint(source, dst, **SHARDS, overwrite=True)
+    assert kept(dst, before)
+    assert weights_of(dst) == expected
+    assert [file.name for file in tmp_path.iterdir()] == ["dst"]
+
+
+def test_bad_weights_found_late_leave_nothing(source, tmp_path):
+    copy = shutil.copytree(source, tmp_path / "copy")
+    for file in copy.glob("*.safetensors"):
+        weights = load_file(file)
+        if "model.layers.7.self_attn.q_proj.weight" in weights:
+            weights["model.layers.7.self_attn.q_proj.weight"][5, 5] = torch.nan
+            save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(CocaError, match="layer 7: q_proj or k_proj is zero, infinite or NaN"):
+        convert_checkpoint(copy, tmp_path / "dst", **SHARDS)
+    assert [file.name for file in tmp_path.iterdir()] == ["copy"]
+
+
+@pytest.mark.parametrize("make", [lambda p, t: p.symlink_to(t), lambda p, t: p.write_text("")], ids=["link", "file"])
+def test_what_is_in_the_place_of_the_staging_directory_is_left_alone(source, tmp_path, make):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine").touch()
+    make(tmp_path / ".dst.incomplete", elsewhere)
+    with pytest.raises(CocaError, match=r"\.dst\.incomplete: is in the way"):
+        convert_checkpoint(source, tmp_path / "dst")
+    assert [file.name for file in elsewhere.iterdir()] == ["mine"]

@@ -1,0 +1,176 @@
+"""`--ntk-length`: a checkpoint of static RoPE that is, at one length, what the dynamic one is."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from coca_hf import CocaError, convert_checkpoint
+from coca_hf.evaluate.rope import check_rope, parse_ropes, trained_length, warn_beyond_trained
+from coca_hf.models.rotary import ntk_base
+from tests.conftest import TINY
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 5000.0, "factor": 3.0}
+
+
+def saved(directory, **fields):
+    torch.manual_seed(2)
+    LlamaForCausalLM(LlamaConfig(**(TINY | {"vocab_size": 101, "initializer_range": 0.2} | fields))).save_pretrained(
+        directory
+    )
+    return directory
+
+
+def logits(directory, length, **options):
+    ids = torch.arange(length)[None] * 37 % 101
+    return AutoModelForCausalLM.from_pretrained(directory)(ids, **options).logits
+
+
+@pytest.mark.parametrize("constraint", ["slack", "strict"])
+@pytest.mark.parametrize("length", [65, 96, 192])
+def test_logits_equal_dynamic_ntk_for_that_length_at_every_position(tmp_path, constraint, length):
+    saved(tmp_path / "src", rope_parameters=DYNAMIC)
+    convert_checkpoint(tmp_path / "src", tmp_path / "dynamic", constraint)
+    convert_checkpoint(tmp_path / "dynamic", tmp_path / "from-coca", ntk_length=length)
+    convert_checkpoint(tmp_path / "src", tmp_path / "from-llama", constraint, ntk_length=length)
+    expected = logits(tmp_path / "dynamic", length, rope_length=length)
+    for name in ("from-coca", "from-llama"):
+        assert (logits(tmp_path / name, length) - expected).abs().max() < 2e-4 * expected.abs().max()
+    unscaled = logits(tmp_path / "dynamic", length, rope_length=64)
+    assert (unscaled - expected).abs().max() > 1e-2 * expected.abs().max()
+
+
+@pytest.mark.parametrize("factor", [None, 2.0])
+def test_plain_rope_takes_length_over_trained_length_as_factor_or_the_given_one(tmp_path, factor):
+    saved(tmp_path / "src", rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
+    record = convert_checkpoint(tmp_path / "src", tmp_path / "dst", ntk_length=256, ntk_factor=factor)
+    dynamic = DYNAMIC | {"factor": factor or 4.0}
+    base = ntk_base(5000.0, dynamic["factor"], 256, 64, 8)
+    assert record["rope"] == {
+        "ntk_length": 256,
+        "trained_length": 64,
+        "factor": dynamic["factor"],
+        "rope_theta": {"before": 5000.0, "after": base},
+    }
+    config = json.loads((tmp_path / "dst" / "config.json").read_text())
+    assert config["max_position_embeddings"] == 256
+    assert config["rope_parameters"] == {
+        "rope_type": "default",
+        "rope_theta": base,
+        "original_max_position_embeddings": 64,
+    }
+    saved(tmp_path / "src-dynamic", rope_parameters=dynamic)
+    convert_checkpoint(tmp_path / "src-dynamic", tmp_path / "dynamic")
+    expected = logits(tmp_path / "dynamic", 256, rope_length=256)
+    assert (logits(tmp_path / "dst", 256) - expected).abs().max() < 2e-4 * expected.abs().max()
+
+
+def test_weights_of_a_coca_source_are_copied_unchanged_in_any_shards(tmp_path):
+    saved(tmp_path / "src", tie_word_embeddings=True, attention_bias=True)
+    convert_checkpoint(tmp_path / "src", tmp_path / "coca", "strict")
+    record = convert_checkpoint(tmp_path / "coca", tmp_path / "dst", ntk_length=100, max_shard_size="40KB")
+    before = load_file(tmp_path / "coca" / "model.safetensors")
+    shards = sorted((tmp_path / "dst").glob("*.safetensors"))
+    after = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    assert len(shards) > 2
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert record["constraint"] == "strict"
+    assert record["source_format"] == "safetensors, CoCA"
+    assert "none: all weights are those of the source" in record["start"]["rule"]
+
+
+def test_tokenizer_length_training_record_and_trained_length_come_along(tmp_path, tiny_coca_dir):
+    source = tmp_path / "src"
+    convert_checkpoint(tiny_coca_dir.parent / "tiny-llama", source)
+    tokenizer = json.loads((source / "tokenizer_config.json").read_text()) | {"model_max_length": 64}
+    (source / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    (source / "training.json").write_text('{"tokens_seen": 7}')
+    convert_checkpoint(source, tmp_path / "dst", ntk_length=128)
+    assert AutoTokenizer.from_pretrained(tmp_path / "dst").model_max_length == 128
+    assert json.loads((tmp_path / "dst" / "training.json").read_text()) == {"tokens_seen": 7}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
+    assert trained_length(model) == 64
+    assert warn_beyond_trained(model, parse_ropes("default"), [128]) is None
+    assert "lengths 129 are beyond the 128 tokens" in warn_beyond_trained(model, parse_ropes("default"), [129])
+    with pytest.raises(CocaError, match="has a RoPE base made for 128 tokens already"):
+        check_rope(model, parse_ropes("dynamic:2")[0])
+
+
+def test_loading_an_export_warns_of_nothing(tmp_path, tiny_coca_dir):
+    convert_checkpoint(tiny_coca_dir, tmp_path / "dst", ntk_length=128)
+    load = "import coca_hf, sys, transformers; transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])"
+    environment = {"TRANSFORMERS_VERBOSITY": "warning", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", load, str(tmp_path / "dst")]
+    finished = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | environment)
+    assert "rope_parameters" not in finished.stderr + finished.stdout
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "message"),
+    [
+        ({}, {"ntk_length": 64}, "--ntk-length: got 64, expected more than the 64 tokens of training"),
+        ({}, {"ntk_length": 0}, "--ntk-length: got 0, expected the total number of tokens"),
+        ({}, {"ntk_length": 128, "ntk_factor": 0.5}, "--ntk-factor: got 0.5, expected at least 1"),
+        ({}, {"ntk_length": 128, "ntk_factor": float("nan")}, "--ntk-factor: got nan, expected at least 1"),
+        ({}, {"ntk_factor": 2.0}, "--ntk-factor: got 2.0, expected at least 1, together with --ntk-length"),
+        (
+            {"head_dim": 2},
+            {"ntk_length": 128},
+            "--ntk-length: got 2 rotary dimensions, expected more than one rotary pair",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+            {"ntk_length": 128},
+            "--ntk-length: got rope_type 'linear', expected default or dynamic",
+        ),
+    ],
+)
+def test_what_cannot_be_baked_is_refused(tmp_path, fields, options, message):
+    saved(tmp_path / "src", **fields)
+    with pytest.raises(CocaError) as caught:
+        convert_checkpoint(tmp_path / "src", tmp_path / "dst", **options)
+    assert message in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+def damaged(directory, **fields):
+    config = json.loads((directory / "config.json").read_text()) | fields
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("damage", "options", "message"),
+    [
+        ({}, {}, "got a CoCA checkpoint already"),
+        ({}, {"constraint": "strict"}, "--constraint: got strict, expected slack, the source's"),
+        ({"model_type": "coca_x"}, {}, "got model_type 'coca_x', which this version of coca_hf does not have"),
+        ({"rope_thetas": 5}, {}, "rope_thetas=5 is not understood"),
+        ({"hidden_size": "big"}, {}, "hidden_size"),
+        ({"intermediate_size": 81}, {}, "mlp.gate_proj.weight has shape (80, 48), expected shape (81, 48)"),
+        ({"num_hidden_layers": 2}, {}, "tensor model.layers.2."),
+        ({"num_hidden_layers": 4}, {}, "is missing, expected shape"),
+        ({"num_hidden_layers": 10**9}, {}, "got num_hidden_layers=1000000000, expected no more layers than"),
+        ({"vocab_size": 2**62}, {}, "config.json makes no model"),
+    ],
+)
+def test_coca_source_that_is_not_understood_is_refused(tmp_path, tiny_coca_dir, damage, options, message):
+    directory = tmp_path / "src"
+    convert_checkpoint(tiny_coca_dir.parent / "tiny-llama", directory)
+    damaged(directory, **damage)
+    length = None if message == "got a CoCA checkpoint already" else 128
+    with pytest.raises(CocaError) as caught:
+        convert_checkpoint(directory, tmp_path / "dst", ntk_length=length, **options)
+    assert message in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+def test_an_export_is_not_baked_again(tmp_path, tiny_coca_dir):
+    convert_checkpoint(tiny_coca_dir, tmp_path / "once", ntk_length=128)
+    with pytest.raises(CocaError, match="got a checkpoint with an NTK base for 128 tokens already"):
+        convert_checkpoint(tmp_path / "once", tmp_path / "twice", ntk_length=256)
