@@ -222,6 +222,22 @@ def report_command(
     Console().print(f"report: {write_report(runs, out)}", soft_wrap=True, highlight=False)
 
 
+@evaluate_app.command("card")
+def card_command(
+    model: Annotated[
+        Path, typer.Argument(help="A directory that coca-convert or coca-train made.", show_default=False)
+    ],
+    rows: Annotated[list[Path] | None, typer.Option(help="Directory with a rows.jsonl; may be given again.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="Hub id of the converted model, if it was a path.")] = None,
+) -> None:
+    """Write MODEL/README.md anew: the model card, from the records in MODEL, with the tables of ROWS."""
+    from coca_hf.card import write_card
+    from coca_hf.report.page import tables_markdown
+
+    path = write_card(model, measured=tables_markdown(rows) if rows else None, base_model=base_model)
+    Console().print(f"card: {path}\nnext: hf upload OWNER/NAME {model}", soft_wrap=True, highlight=False)
+
+
 def _lengths(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 1 for part in parts):

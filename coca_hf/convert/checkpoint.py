@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 from safetensors.torch import save_file
 from torch import Tensor
 
+from coca_hf.card import base_metadata, write_card
 from coca_hf.convert.llama import Shape, check_tensors, coca_config
 from coca_hf.convert.source import INDEX, SINGLE, GgufSource, SafetensorsSource, open_source, sha256
 from coca_hf.convert.start import RULE, fold_pairs, start_scales, start_t
@@ -95,6 +96,7 @@ class _Conversion:
         self.source.save_companions(directory)
         record = self._record()
         (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+        write_card(directory)
         return record
 
     def _outputs(self) -> list[tuple[str, int]]:
@@ -159,6 +161,7 @@ class _Conversion:
             "source": str(Path(self.src).absolute()) if Path(self.src).exists() else self.src,
             "source_format": self.source.kind + (", released CoCA layout" if self.released_layout else ""),
             "source_sha256": {file.name: sha256(file) for file in self.source.files},
+            "base": base_metadata(self.src, self.source.files[0].parent),
             "constraint": self.config.coca_constraint,
             "dtype": str(self.config.dtype).removeprefix("torch."),
             "start": start,

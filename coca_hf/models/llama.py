@@ -22,6 +22,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .attention import CocaAttention
 from .cache import CocaCache
+from .hub import PushesItsCard
 from .rotary import CocaRotaryEmbedding
 
 
@@ -62,7 +63,7 @@ class CocaLlamaDecoderLayer(LlamaDecoderLayer):
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
 
-class CocaLlamaPreTrainedModel(LlamaPreTrainedModel):
+class CocaLlamaPreTrainedModel(PushesItsCard, LlamaPreTrainedModel):
     config: CocaLlamaConfig
     _no_split_modules = ["CocaLlamaDecoderLayer"]
     _can_record_outputs = {"hidden_states": CocaLlamaDecoderLayer, "attentions": CocaAttention}
