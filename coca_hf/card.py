@@ -31,7 +31,7 @@ _TEMPLATE = """---
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 checkpoint = "."  # this directory, or the id of this repository
-tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)
 ```
 
