@@ -60,13 +60,11 @@ def convert_command(
     ntk_factor: Annotated[
         float | None, typer.Option(help="Of dynamic NTK; by default the config's, or length / trained length.")
     ] = None,
-) -> None:
-    """Turn a LLaMA checkpoint into a CoCA checkpoint, ready for training. Interrupted, it continues when run again."""
     released: Annotated[
         bool, typer.Option("--released", help="SRC is a GPT-NeoX CoCA checkpoint of the authors' released code.")
     ] = False,
 ) -> None:
-    """Turn a LLaMA, Mistral, Qwen2, Qwen3 or GPT-NeoX checkpoint into a CoCA checkpoint, ready for training."""
+    """Turn a LLaMA, Mistral, Qwen2, Qwen3 or GPT-NeoX checkpoint into CoCA; interrupted, it continues when run again."""
     from coca_hf.convert import convert_checkpoint
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
@@ -265,6 +263,22 @@ def report_command(
     from coca_hf.report import write_report
 
     Console().print(f"report: {write_report(runs, out)}", soft_wrap=True, highlight=False)
+
+
+@evaluate_app.command("card")
+def card_command(
+    model: Annotated[
+        Path, typer.Argument(help="A directory that coca-convert or coca-train made.", show_default=False)
+    ],
+    rows: Annotated[list[Path] | None, typer.Option(help="Directory with a rows.jsonl; may be given again.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="Hub id of the converted model, if it was a path.")] = None,
+) -> None:
+    """Write MODEL/README.md anew: the model card, from the records in MODEL, with the tables of ROWS."""
+    from coca_hf.card import write_card
+    from coca_hf.report.page import tables_markdown
+
+    path = write_card(model, measured=tables_markdown(rows) if rows else None, base_model=base_model)
+    Console().print(f"card: {path}\nnext: hf upload OWNER/NAME {model}", soft_wrap=True, highlight=False)
 
 
 def _lengths(text: str) -> list[int]:

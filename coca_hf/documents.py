@@ -28,7 +28,7 @@ def read_documents(source: str, column: str = "text", split: str = "train") -> I
     rows: Iterator[Document]
     if files:
         rows = itertools.chain.from_iterable(_read_file(file, column) for file in files)
-    elif _is_hub_id(source):
+    elif is_on_hub(source):
         rows = _read_hub(source, column, split)
     else:
         raise CocaError(
@@ -39,6 +39,11 @@ def read_documents(source: str, column: str = "text", split: str = "train") -> I
         if not isinstance(document.text, str) or not document.text.strip():
             raise CocaError(f"{document.name}: got an empty document, expected text; remove it from the source")
         yield document
+
+
+def is_on_hub(source: str) -> bool:
+    """Whether `read_documents` takes `source` for the id of a data set on the hub."""
+    return not _local_files(source) and _is_hub_id(source)
 
 
 def _local_files(source: str) -> list[Path]:

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Set up .venv and run the linter, the formatter's check, the type checker and the whole test suite.
+# Set up .venv (and .venv-vllm, for the tests marked real) and run the linter, the formatter's check, the type checker and the whole test suite.
 # Arguments go to pytest: scripts/test.sh -m 'not real' is the quick part.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup.sh dev
 . scripts/downloads.sh quickstart/downloads  # the real checkpoint that some tests run on
+[[ "$*" == *"not real"* ]] || scripts/setup_vllm.sh
 ruff check .
 ruff format --check .
 mypy

@@ -19,6 +19,7 @@ import xxhash
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from coca_hf.card import base_metadata, write_card
 from coca_hf.convert.export import coca_source_config, coca_source_tensors
 from coca_hf.convert.families import coca_config
 from coca_hf.convert.ntk import bake_ntk_
@@ -146,6 +147,7 @@ class _Conversion:
         self._save_companions(directory)
         record = self._record(source_hash)
         (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+        write_card(directory)
         return record
 
     def _write_weights(self, staging: Staging, progress: Progress) -> None:
@@ -269,6 +271,7 @@ class _Conversion:
             "source": str(Path(self.src).absolute()) if Path(self.src).exists() else self.src,
             "source_format": self.source.kind + layout,
             "source_xxh3_128": source_hash,
+            "base": base_metadata(self.src, self.source.directory),
             "constraint": self.config.coca_constraint,
             "dtype": str(self.config.dtype).removeprefix("torch."),
             "start": start,

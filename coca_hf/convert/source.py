@@ -10,13 +10,15 @@ import torch
 import xxhash
 from torch import Tensor
 
+from coca_hf.card import LICENCE_FILES
 from coca_hf.convert.tensors import Shape
 from coca_hf.errors import CocaError
 from coca_hf.weights import INDEX, SINGLE, checkpoint_file, open_regular, open_weights, read_json
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK_BYTES = 1 << 24
-# Copied as they are: what from_pretrained and the serving engines look for beside weights and config.
+# Copied as they are: what from_pretrained and the serving engines look for beside weights and config, and what licences
+# ask to go along.
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -28,6 +30,7 @@ COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
+    *LICENCE_FILES,
 )
 
 
@@ -127,7 +130,7 @@ class GgufSource:
     def __init__(self, file: Path):
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-        self.files = [file]
+        self.directory, self.files = file.parent, [file]
         try:
             self._model = AutoModelForCausalLM.from_pretrained(
                 file.parent,
@@ -207,7 +210,9 @@ def _download(hub_id: str) -> Path:
     from huggingface_hub.utils import HFValidationError
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=["config.json", "*.safetensors", INDEX, *COMPANIONS]))
+        return Path(
+            snapshot_download(hub_id, allow_patterns=["config.json", "*.safetensors", INDEX, "README.md", *COMPANIONS])
+        )
     except HFValidationError:
         raise CocaError(f"{hub_id}: no such directory, and not the form of a hub id (owner/name)") from None
     except Exception as error:  # offline, unknown, gated: huggingface_hub has a class for each

@@ -7,7 +7,6 @@
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -138,6 +137,8 @@ def sync(path: Path) -> None:
 
 
 def _acquire(staging: Staging) -> int:
+    import fcntl  # not on Windows, where everything else works
+
     directory = staging.directory
     while True:
         directory.parent.mkdir(parents=True, exist_ok=True)

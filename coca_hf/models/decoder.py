@@ -24,6 +24,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .attention import CocaAttention, layer_types
 from .cache import CocaCache
+from .hub import PushesItsCard
 from .rotary import LENGTH_DEPENDENT_ROPE_TYPES, CocaRotaryEmbedding, rotary_dim
 
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
@@ -83,7 +84,7 @@ class CocaDecoderLayer(LlamaDecoderLayer):
         self.post_attention_layernorm = self.norm_class(config.hidden_size, eps=config.rms_norm_eps)
 
 
-class CocaPreTrainedModel(LlamaPreTrainedModel):
+class CocaPreTrainedModel(PushesItsCard, LlamaPreTrainedModel):
     config: CocaConfig
     _can_record_outputs = {"hidden_states": GradientCheckpointingLayer, "attentions": CocaAttention}
 

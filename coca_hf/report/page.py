@@ -36,6 +36,29 @@ def write_report(runs: Sequence[Path], out_dir: Path) -> Path:
     return out_dir / "report.md"
 
 
+def tables_markdown(runs: Sequence[Path]) -> str:
+    """The tables of all directories `runs` alone, as they stand on the page, for a page of another kind.
+
+    Raises CocaError where a directory has no rows or a line is not one.
+    """
+    tables = read_tables(runs)
+    parts = []
+    for table in tables:
+        parts += [f"{TITLES[table.task]}: {_text(table.settings)}. {EXPLANATIONS[table.task]}", _values(table)]
+    return "\n\n".join([*parts, _surroundings(tables)])
+
+
+def _surroundings(tables: list[Table]) -> str:
+    """Machines, versions and dates of all rows."""
+    rows = [row for table in tables for row in table.rows]
+    machines = dict.fromkeys(
+        f"{row['device']}; {', '.join(f'{package} {number}' for package, number in row['versions'].items())}"
+        for row in rows
+    )
+    dates = sorted(row["date"][:10] for row in rows)
+    return f"Measured by coca-eval from {dates[0]} to {dates[-1]} on {'; '.join(map(_text, machines))}."
+
+
 def _replace(path: Path, content: bytes) -> None:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_bytes(content)

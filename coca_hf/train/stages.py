@@ -30,6 +30,8 @@ from transformers import (
     default_data_collator,
 )
 
+from coca_hf.card import LICENCE_FILES, write_card
+from coca_hf.documents import is_on_hub
 from coca_hf.errors import CocaError
 from coca_hf.train.data import PackedBlocks
 from coca_hf.train.out import (
@@ -186,7 +188,29 @@ def _run_stage(recipe: Recipe, run: StageRun, state: PartialState) -> None:
         **_surroundings(run.arguments),
         "recipe": recipe.to_dict(),
     }
+    record["stages"] = [*_stages_before(run), _summary(recipe, run, record)]
     _complete(run, trainer, tokenizer, record, state)
+
+
+def _stages_before(run: StageRun) -> list[dict[str, Any]]:
+    """The stages that the model `run` starts from has behind it, of this recipe and of those before it."""
+    record = Path(run.base) / RECORD
+    return json.loads(record.read_text()).get("stages", []) if record.exists() else []
+
+
+def _summary(recipe: Recipe, run: StageRun, record: dict[str, Any]) -> dict[str, Any]:
+    """What the records and the cards of later checkpoints say about this stage."""
+    return {
+        **record["stage"],
+        "steps": run.arguments.max_steps,
+        "seq_len": recipe.data.seq_len,
+        "learning_rate": run.arguments.learning_rate,
+        "sources": [
+            {"path": source.path, "weight": source.weight, "on_hub": is_on_hub(source.path)}
+            for source in recipe.data.sources
+        ],
+        **{key: record[key] for key in ("tokens", "final_loss", "hardware", "date")},
+    }
 
 
 def _complete(
@@ -203,6 +227,10 @@ def _complete(
             tokenizer.save_pretrained(partial)
             if (Path(run.base) / CONVERSION_RECORD).exists():
                 shutil.copy(Path(run.base) / CONVERSION_RECORD, partial)
+                write_card(partial, record)
+            for name in LICENCE_FILES:
+                if (Path(run.base) / name).exists():
+                    shutil.copy(Path(run.base) / name, partial)
             for path in partial.iterdir():
                 target = run.directory / path.name
                 if target.is_dir():  # moved by an earlier try

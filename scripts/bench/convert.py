@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-
 CONVERT = "import sys; from coca_hf.cli import convert; sys.argv[0] = 'coca-convert'; convert()"
 BLOCK_NUMBERS = 1 << 25
 

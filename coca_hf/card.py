@@ -1,0 +1,215 @@
+"""The model card: README.md beside the weights, made from the records that conversion and training leave there."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+
+from coca_hf.errors import CocaError
+
+CARD = "README.md"
+CARRIED_OVER = ("license", "license_name", "license_link", "language")  # from the card of the base model
+LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "USE_POLICY.md", "NOTICE")  # they go where the weights go
+MARK = "<!-- written by coca_hf from conversion.json and training.json -->"
+FRONT_MATTER_CHARACTERS = 100_000
+
+_TEMPLATE = """---
+{{ card_data }}
+---
+{{ mark }}
+
+# {{ title }}
+
+{{ lead }}
+
+## Load
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+checkpoint = "."  # this directory, or the id of this repository
+tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)
+```
+
+With coca_hf installed, `import coca_hf` takes the place of `trust_remote_code=True`.
+
+## Conversion
+
+{{ conversion }}
+
+## Training
+
+{{ training }}
+
+## Measured
+
+{{ measured }}
+
+## Versions
+
+{{ versions }}
+"""
+
+
+def base_metadata(source: str, directory: Path) -> dict[str, Any]:
+    """What a card says about the base model: `model`, its id where `source` is one, and what its own card declares.
+
+    directory: where the files of `source` are. Of the front matter of its README.md, the fields in `CARRIED_OVER` are
+    taken that are text or lists of text; a card that cannot be read declares nothing. A CoCA checkpoint has the base of
+    its own conversion.
+    """
+    if (directory / "conversion.json").is_file():
+        return _read_record(directory / "conversion.json").get("base", {})
+    found: dict[str, Any] = {} if Path(source).exists() else {"model": source}
+    front_matter = _front_matter(directory / CARD)
+    for field in CARRIED_OVER:
+        value = front_matter.get(field)
+        if isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+            found[field] = value
+    return found
+
+
+def write_card(
+    directory: Path, training: dict | None = None, measured: str | None = None, base_model: str | None = None
+) -> Path:
+    """Write the card of the checkpoint in `directory`, from its records; returns the path.
+
+    training: the record that is to become training.json; by default what is there. measured: Markdown tables of what
+    `coca-eval` measured. base_model: the hub id of the model that was converted, where the records do not know it.
+
+    Raises CocaError where there is no conversion.json, a record is not one, or README.md is somebody else's.
+    """
+    path = directory / CARD
+    if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
+        raise CocaError(f"{path}: not written by coca_hf, and left as it is; move it to have a card made")
+    conversion = _read_record(directory / "conversion.json")
+    if training is None:
+        trained = (directory / "training.json").exists()
+        training = _read_record(directory / "training.json") if trained else {}
+    try:
+        card = _card(conversion, training, measured, base_model)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CocaError(
+            f"{directory}: its records are not what coca-convert and coca-train write ({type(error).__name__}: {error})"
+        ) from error
+    card.save(path)
+    return path
+
+
+def _card(conversion: dict, training: dict, measured: str | None, base_model: str | None) -> ModelCard:
+    base, stages = conversion.get("base", {}), training.get("stages", [])
+    base_id = base_model or base.get("model")
+    data_sets = {source["path"]: None for stage in stages for source in stage["sources"] if source["on_hub"]}
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        base_model=base_id,
+        tags=["coca", "long-context"],
+        datasets=list(data_sets) or None,
+        **{field: base[field] for field in CARRIED_OVER if field in base},
+    )
+    name = (base_id or Path(conversion["source"]).name).split("/")[-1]
+    return ModelCard.from_template(
+        data,
+        template_str=_TEMPLATE,
+        mark=MARK,
+        title=f"{_text(name)} with CoCA",
+        lead=_lead(conversion, stages, base_id or name),
+        conversion=_conversion(conversion, base_id or name),
+        training=_training(stages) if stages else "Not trained yet.",
+        measured=measured or "Not measured yet.",
+        versions="\n".join(
+            f"- {step}: {', '.join(f'{package} {number}' for package, number in record['versions'].items())}"
+            for step, record in (("conversion", conversion), ("training", training))
+            if record
+        ),
+    )
+
+
+def _lead(conversion: dict, stages: list[dict], base: str) -> str:
+    lines = [
+        f"{_text(base)} with Collinear Constrained Attention ([CoCA](https://arxiv.org/abs/2309.08646), the "
+        f"{conversion['constraint']} form) in place of its own, made with coca_hf.",
+    ]
+    if stages:
+        lines.append(
+            f"Tokens seen in CoCA training: {sum(stage['tokens'] for stage in stages):,}. The paper trained on 7.5 "
+            f"billion tokens in each of three stages."
+        )
+    else:
+        lines.append("The attention has only been converted: it has to be trained before the model is useful.")
+    if not conversion.get("base", {}).get("license"):
+        lines.append("The licence is that of the base model, whose files did not name it.")
+    return "\n\n".join(lines)
+
+
+def _conversion(record: dict, base: str) -> str:
+    parameters = record["parameters"]
+    lines = {
+        "source": f"{base}, {record['source_format']}",
+        "form": record["constraint"],
+        "dtype": record["dtype"],
+        "parameters": f"{parameters['before']:,} before, {parameters['after']:,} after",
+        "start of W_T": record["start"]["rule"],
+        "date": record["date"],
+    }
+    return "\n".join(f"- {key}: {_text(value)}" for key, value in lines.items())
+
+
+def _training(stages: list[dict]) -> str:
+    """A line per stage, and what was read."""
+    header = ["stage", "trains", "steps", "tokens", "block length", "learning rate", "last loss", "hardware"]
+    lines = [
+        [
+            stage["name"],
+            stage["train"] if stage["train"] == "all" else ", ".join(stage["train"]),
+            f"{stage['steps']:,}",
+            f"{stage['tokens']:,}",
+            str(stage["seq_len"]),
+            f"{stage['learning_rate']:g}",
+            "" if stage["final_loss"] is None else f"{stage['final_loss']:.3f}",
+            f"{stage['hardware']['processes']} x {stage['hardware']['device']}",
+        ]
+        for stage in stages
+    ]
+    table = "\n".join("| " + " | ".join(map(_text, line)) + " |" for line in [header, ["---"] * len(header), *lines])
+    sources = dict.fromkeys(
+        f"- {_text(source['path'] if source['on_hub'] else Path(source['path']).name)}, weight {source['weight']:g}"
+        for stage in stages
+        for source in stage["sources"]
+    )
+    return f"{table}\n\nData:\n\n" + "\n".join(sources)
+
+
+def _front_matter(path: Path) -> dict:
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read(FRONT_MATTER_CHARACTERS)
+        match = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
+        content = yaml.safe_load(match[1]) if match else {}
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _read_record(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CocaError(f"{path}: no such file, expected a checkpoint that coca-convert or coca-train made") from None
+    except ValueError as error:
+        raise CocaError(f"{path}: not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise CocaError(f"{path}: got a {type(content).__name__}, expected a JSON object")
+    return content
+
+
+def _text(text: str) -> str:
+    """`text` on one line, without what Markdown would read as its own."""
+    for sign in "\\|*_`<":
+        text = text.replace(sign, f"\\{sign}")
+    return " ".join(text.split())

@@ -1,0 +1,17 @@
+"""vLLM's plugin: with coca_hf installed beside it, vLLM serves CoCA checkpoints without `--trust-remote-code`."""
+
+BACKEND = "vllm.model_executor.models.transformers:TransformersForCausalLM"
+
+
+def register() -> None:
+    """Tell vLLM that its Transformers backend runs CoCA; the entry point `coca` of `vllm.general_plugins`.
+
+    vLLM calls it in every process that it starts. `import coca_hf`, which comes before, registers the configuration.
+    """
+    from vllm import ModelRegistry
+
+    import coca_hf
+
+    for name in coca_hf.__all__:
+        if name.startswith("Coca") and name.endswith("ForCausalLM"):
+            ModelRegistry.register_model(name, BACKEND)

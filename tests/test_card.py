@@ -1,0 +1,163 @@
+"""The model card: what conversion, training and measurements put into README.md beside the weights."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from typer.testing import CliRunner
+
+from coca_hf import CocaError, convert_checkpoint
+from coca_hf.card import MARK, base_metadata, write_card
+from coca_hf.cli import evaluate_app
+
+FRONT_MATTER = """---
+license: other
+license_name: llama3
+license_link: LICENSE
+language: [en, de]
+tags: [not-carried-over]
+base_model: somebody/the-base-of-the-base
+---
+# A model
+"""
+
+
+def card_of(directory):
+    return ModelCard.load(directory / "README.md")
+
+
+@pytest.fixture
+def checkpoint(tiny_coca_dir, tmp_path):
+    return shutil.copytree(tiny_coca_dir, tmp_path / "checkpoint")
+
+
+def test_conversion_writes_a_card_that_says_it_is_untrained(tiny_llama_dir, tiny_coca_dir):
+    card, record = card_of(tiny_coca_dir), json.loads((tiny_coca_dir / "conversion.json").read_text())
+    assert card.data.library_name == "transformers"
+    assert card.data.tags == ["coca", "long-context"]
+    assert card.data.get("license") is card.data.get("base_model") is card.data.get("datasets") is None
+    assert f"# {tiny_llama_dir.name} with CoCA" in card.text
+    assert "has to be trained before the model is useful" in card.text
+    assert "Not trained yet." in card.text
+    assert "Not measured yet." in card.text
+    assert f"{record['parameters']['after']:,} after" in card.text
+    assert str(tiny_llama_dir.parent) not in card.text  # a private path
+
+
+def test_the_licence_of_the_base_is_carried_over_with_its_file(tiny_llama_dir, tmp_path):
+    source = shutil.copytree(tiny_llama_dir, tmp_path / "source")
+    (source / "README.md").write_text(FRONT_MATTER)
+    (source / "LICENSE").write_text("Do no harm.")
+    record = convert_checkpoint(source, tmp_path / "coca")
+    carried = {"license": "other", "license_name": "llama3", "license_link": "LICENSE", "language": ["en", "de"]}
+    assert record["base"] == carried
+    card = card_of(tmp_path / "coca")
+    assert {key: card.data.get(key) for key in carried} == carried
+    assert card.data.tags == ["coca", "long-context"]
+    assert card.data.get("base_model") is None  # that of the source is not ours
+    assert (tmp_path / "coca" / "LICENSE").read_text() == "Do no harm."
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "# No front matter\n",
+        "---\n[broken\n---\n",
+        "---\n- a list\n---\n",
+        "---\nlicense: {a: b}\n---\n",
+        "\x00\xff",
+    ],
+    ids=["empty", "none", "broken", "list", "nested", "binary"],
+)
+def test_a_base_whose_card_cannot_be_read_declares_nothing(text, tmp_path):
+    (tmp_path / "README.md").write_text(text, encoding="latin-1")
+    assert base_metadata(str(tmp_path), tmp_path) == {}
+    assert base_metadata("owner/model", tmp_path) == {"model": "owner/model"}
+
+
+def test_what_is_converted_again_keeps_its_base(checkpoint):
+    record = json.loads((checkpoint / "conversion.json").read_text())
+    record["base"] = {"model": "owner/model", "license": "mit"}
+    (checkpoint / "conversion.json").write_text(json.dumps(record))
+    assert base_metadata(str(checkpoint), checkpoint) == record["base"]
+    write_card(checkpoint)
+    assert card_of(checkpoint).data.base_model == "owner/model"
+    assert "# model with CoCA" in card_of(checkpoint).text
+
+
+def test_data_sets_of_the_hub_are_named_and_local_paths_are_not(checkpoint):
+    stage = {
+        "name": "full",
+        "train": "all",
+        "steps": 3,
+        "tokens": 41,
+        "seq_len": 7,
+        "learning_rate": 1e-4,
+        "final_loss": None,
+        "hardware": {"device": "x86_64", "processes": 2},
+        "sources": [
+            {"path": "owner/books", "weight": 0.75, "on_hub": True},
+            {"path": "/home/me/secret/code.jsonl", "weight": 0.25, "on_hub": False},
+        ],
+    }
+    (checkpoint / "training.json").write_text(json.dumps({"stages": [stage], "versions": {"torch": "2.13.0"}}))
+    write_card(checkpoint)
+    card = card_of(checkpoint)
+    assert card.data.datasets == ["owner/books"]
+    assert "- owner/books, weight 0.75" in card.text
+    assert "- code.jsonl, weight 0.25" in card.text
+    assert "secret" not in card.content
+
+
+def test_the_card_command_adds_measured_tables_and_the_base(checkpoint, tmp_path):
+    row = {
+        **{"model": "tiny", "task": "passkey", "rope": "default", "stride": None, "error": None},
+        **{
+            "tokens": 9,
+            "date": "2026-11-21T06:59:52+00:00",
+            "seconds": 1.5,
+            "model_path": "/tmp/x",
+            "dtype": "float32",
+        },
+        **{"trained_length": 64, "coca_constraint": "slack", "tokens_seen": 0, "device": "cpu", "command": "coca-eval"},
+        **{"versions": {"torch": "2.13.0"}, "cases": 5, "new_tokens": 8, "seed": 0},
+    }
+    rows = [row | {"length": length, "value": value} for length, value in ((128, 0.6), (256, 0.4))]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["card", str(checkpoint), "--rows", str(tmp_path), "--base-model", "owner/model"]
+    result = CliRunner().invoke(evaluate_app, options)
+    assert result.exit_code == 0, result.output
+    card = card_of(checkpoint)
+    assert "| tiny | 0 | 0.60 | 0.40 |" in card.text
+    assert "Not measured yet" not in card.text
+    assert "on cpu; torch 2.13.0" in card.text
+    assert card.data.base_model == "owner/model"
+    assert yaml.safe_load(card.content.split("---")[1])["base_model"] == "owner/model"
+
+
+def test_a_card_written_by_hand_is_left_as_it_is(checkpoint):
+    (checkpoint / "README.md").write_text("By hand.")
+    with pytest.raises(CocaError, match=r"README.md: not written by coca_hf, and left as it is; move it"):
+        write_card(checkpoint)
+    assert (checkpoint / "README.md").read_text() == "By hand."
+    (checkpoint / "README.md").write_text(f"{MARK}\nAn older card.")
+    write_card(checkpoint)
+    assert "An older card" not in (checkpoint / "README.md").read_text()
+
+
+def test_records_that_are_not_ours_are_refused(checkpoint):
+    (checkpoint / "conversion.json").write_text("{}")
+    with pytest.raises(CocaError, match="its records are not what coca-convert and coca-train write"):
+        write_card(checkpoint)
+    (checkpoint / "conversion.json").write_text("[]")
+    with pytest.raises(CocaError, match=r"conversion.json: got a list, expected a JSON object"):
+        write_card(checkpoint)
+    (checkpoint / "conversion.json").write_text("{")
+    with pytest.raises(CocaError, match=r"conversion.json: not JSON"):
+        write_card(checkpoint)
+    (checkpoint / "conversion.json").unlink()
+    with pytest.raises(CocaError, match=r"conversion.json: no such file, expected a checkpoint that coca-convert"):
+        write_card(checkpoint)

@@ -1,0 +1,178 @@
+"""Upload to the hub and back, against a stand-in for its endpoint on this machine: no network."""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from base64 import b64decode
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+REPO = "somebody/tiny-coca"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """One model repository: creation, uploads inline and by LFS, commits, downloads. `files` holds its main branch."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        body, hub = self.read(), self.server
+        if self.path == "/api/repos/create":
+            hub.created.append(json.loads(body))
+            self.answer({"url": f"{hub.url}/{REPO}"})
+        elif self.path == "/api/validate-yaml":
+            self.answer({"errors": [], "warnings": []})
+        elif self.path == f"/api/models/{REPO}/preupload/main":
+            self.answer({"files": [self.how_to_upload(file) for file in json.loads(body)["files"]]})
+        elif self.path == f"/{REPO}.git/info/lfs/objects/batch":
+            self.answer({"transfer": "basic", "objects": [self.lfs(item) for item in json.loads(body)["objects"]]})
+        elif self.path == f"/api/models/{REPO}/commit/main":
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    hub.files[line["value"]["path"]] = b64decode(line["value"]["content"])
+                elif line["key"] == "lfsFile":
+                    hub.files[line["value"]["path"]] = hub.objects[line["value"]["oid"]]
+            self.answer({"success": True, "commitOid": COMMIT, "commitUrl": f"{hub.url}/{REPO}/commit/{COMMIT}"})
+        else:
+            self.refuse()
+
+    def do_PUT(self):
+        content = self.read()
+        assert hashlib.sha256(content).hexdigest() == self.path.split("/")[-1]
+        self.server.objects[self.path.split("/")[-1]] = content
+        self.answer({})
+
+    def do_GET(self):
+        match = re.fullmatch(rf"/{REPO}/resolve/(?:main|{COMMIT})/(.+)", self.path)
+        content = self.server.files.get(match[1]) if match else None
+        if re.fullmatch(rf"/api/models/{REPO}/tree/(?:main|{COMMIT})(\?.*)?", self.path):
+            files = self.server.files.items()
+            self.answer([{"type": "file", "path": name, "size": len(content), "oid": ""} for name, content in files])
+        elif "/tree/" in self.path:
+            self.refuse()
+        elif self.path.startswith(f"/api/models/{REPO}"):
+            self.answer({"id": REPO, "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.server.files]})
+        elif content is None:
+            self.refuse()
+        else:
+            self.send(200, content, ETag=f'"{hashlib.sha256(content).hexdigest()}"')
+
+    do_HEAD = do_GET
+
+    def how_to_upload(self, file):
+        mode = "lfs" if file["path"].endswith(".safetensors") else "regular"
+        return {"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": None}
+
+    def lfs(self, item):
+        upload = {"upload": {"href": f"{self.server.url}/lfs/{item['oid']}", "header": {}}}
+        return {"oid": item["oid"], "size": item["size"], "authenticated": True, "actions": upload}
+
+    def read(self):
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            chunks = []
+            while size := int(self.rfile.readline(), 16):
+                chunks.append(self.rfile.read(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            return b"".join(chunks)
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def answer(self, content):
+        self.send(200, json.dumps(content).encode(), **{"Content-Type": "application/json"})
+
+    def refuse(self):
+        self.server.refused.append(f"{self.command} {self.path}")
+        self.send(404, b"{}", **{"X-Error-Code": "EntryNotFound"})
+
+    def send(self, status, content, **headers):
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), "X-Repo-Commit": COMMIT, **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def hub():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    server.created, server.files, server.objects, server.refused = [], {}, {}, []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def run(hub, home, *command):
+    """Run a command whose hub is the stand-in; returns its last line."""
+    environment = os.environ | {
+        "HF_ENDPOINT": hub.url,
+        "HF_TOKEN": "hf_nobody",
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, f"{finished.stderr[-3000:]}\nrefused: {hub.refused}"
+    return finished.stdout.splitlines()[-1] if finished.stdout else ""
+
+
+PUSH = """
+import sys
+import coca_hf
+from transformers import AutoModelForCausalLM, AutoTokenizer
+AutoModelForCausalLM.from_pretrained(sys.argv[1]).push_to_hub(sys.argv[2])
+AutoTokenizer.from_pretrained(sys.argv[1]).push_to_hub(sys.argv[2])
+"""
+PULL = """
+import sys
+sys.modules["coca_hf"] = None  # importing it fails
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+ids = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)("some text", return_tensors="pt").input_ids
+print(type(model).__module__.split(".")[0], repr(model(ids).logits.double().sum().item()))
+"""
+
+
+@pytest.mark.parametrize("way", ["model.push_to_hub", "hf upload"])
+def test_a_checkpoint_goes_up_whole_with_its_card_and_comes_down_without_coca_hf(
+    hub, way, tiny_coca_dir, tiny_tokenizer, tmp_path
+):
+    if way == "hf upload":
+        run(hub, tmp_path / "up", "hf", "upload", REPO, str(tiny_coca_dir))
+    else:
+        run(hub, tmp_path / "up", sys.executable, "-c", PUSH, str(tiny_coca_dir), REPO)
+    assert hub.created[0]["name"] == REPO.split("/")[1]
+    code = {path.name for path in tiny_coca_dir.glob("*.py")}
+    assert {"attention.py", "llama.py", "rotary.py"} <= code
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", "conversion.json"} | code <= {*hub.files}
+    assert len(json.loads(hub.files["config.json"])["auto_map"]) == 3
+
+    pushed, written = ModelCard(hub.files["README.md"].decode()), ModelCard.load(tiny_coca_dir / "README.md")
+    assert pushed.data.to_dict() == written.data.to_dict()
+    assert pushed.text.strip() == written.text.strip()
+
+    found = run(hub, tmp_path / "down", sys.executable, "-c", PULL, REPO)
+    ids = tiny_tokenizer("some text", return_tensors="pt").input_ids
+    expected = AutoModelForCausalLM.from_pretrained(tiny_coca_dir)(ids).logits.double().sum().item()
+    assert found == f"transformers_modules {expected!r}"
+
+
+def test_a_card_that_is_in_the_repository_stays(hub, tiny_coca_dir, tmp_path):
+    hub.files["README.md"] = b"---\nlicense: mit\n---\nWritten by hand.\n"
+    run(hub, tmp_path, sys.executable, "-c", PUSH, str(tiny_coca_dir), REPO)
+    assert "model.safetensors" in hub.files
+    assert hub.files["README.md"].endswith(b"Written by hand.\n")

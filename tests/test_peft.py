@@ -1,0 +1,68 @@
+"""LoRA adapters on CoCA's projections, by peft: trained, saved, loaded, merged into a plain CoCA checkpoint."""
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from coca_hf import CocaLlamaForCausalLM
+
+TARGETS = ("q_proj", "t_proj", "v_proj")
+IDS = torch.arange(2 * 13).reshape(2, 13) * 7 % 251
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_coca_dir):
+    """An adapter of rank 3 after two steps of AdamW."""
+    torch.manual_seed(0)
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tiny_coca_dir),
+        LoraConfig(r=3, lora_alpha=12, target_modules=list(TARGETS), task_type="CAUSAL_LM"),
+    )
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    for _ in range(2):  # the first moves B only, which starts at zero
+        model(IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval(), before
+
+
+def test_training_moves_the_adapters_of_every_target_and_nothing_else(trained):
+    model, before = trained
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    adapters = {name for name in before if "lora_" in name}
+    assert moved == adapters
+    assert len(adapters) == 3 * len(TARGETS) * 2
+    assert all(any(f".{target}.lora_A" in name for name in adapters) for target in TARGETS)
+
+
+def test_a_saved_adapter_loads_from_its_directory_and_over_its_base(trained, tiny_coca_dir, tmp_path):
+    model, _ = trained
+    model.save_pretrained(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(tiny_coca_dir)
+    untouched = logits(base)
+    for loaded in (AutoPeftModelForCausalLM.from_pretrained(tmp_path), PeftModel.from_pretrained(base, tmp_path)):
+        assert isinstance(loaded.get_base_model(), CocaLlamaForCausalLM)
+        assert torch.equal(logits(loaded), logits(model))
+    assert (logits(model) - untouched).abs().max() > 0.1
+
+
+def test_a_merged_model_is_a_plain_coca_checkpoint_with_equal_logits_and_tokens(trained, tmp_path):
+    model, _ = trained
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "adapter")
+    merged = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert type(loaded) is CocaLlamaForCausalLM
+    assert not any(report.values())
+    assert not any("lora" in name for name, _ in loaded.named_parameters())
+    assert (logits(loaded) - expected).abs().max() < 1e-5 * expected.abs().max()
+    prompt = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "max_new_tokens": 9, "do_sample": False}
+    assert torch.equal(loaded.generate(**prompt), model.generate(**prompt))

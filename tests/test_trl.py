@@ -1,0 +1,93 @@
+"""trl's SFTTrainer on the name of a CoCA directory, with packed sequences."""
+
+import os
+import subprocess
+import sys
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+from trl import SFTConfig, SFTTrainer
+
+from coca_hf import CocaLlamaForCausalLM
+
+TEXTS = [f"{number} and {number} make {2 * number}." for number in range(10, 59)]  # 18 or 19 tokens, and </s>
+
+
+def make_trainer(checkpoint, out_dir, **options):
+    arguments = SFTConfig(
+        output_dir=str(out_dir),
+        packing=True,
+        max_length=64,
+        per_device_train_batch_size=3,
+        max_steps=5,
+        learning_rate=2e-2,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        bf16=False,
+        **options,
+    )
+    return SFTTrainer(str(checkpoint), args=arguments, train_dataset=Dataset.from_dict({"text": TEXTS}))
+
+
+def test_sft_trains_from_a_directory_name_with_packing_and_saves_a_coca_checkpoint(tiny_coca_dir, tmp_path):
+    trainer = make_trainer(tiny_coca_dir, tmp_path / "run")
+    assert type(trainer.model) is CocaLlamaForCausalLM
+    assert len(trainer.train_dataset) < len(TEXTS) / 1.5  # packed
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] - 0.5
+    trainer.save_model(str(tmp_path / "saved"))
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert type(loaded) is CocaLlamaForCausalLM
+    assert not any(report.values())
+    ids = torch.arange(17)[None]
+    assert torch.equal(loaded(ids).logits, trainer.model.eval()(ids).logits)
+
+
+def test_packed_texts_get_the_logits_that_each_has_alone(tiny_coca_dir, tmp_path):
+    trainer = make_trainer(tiny_coca_dir, tmp_path)
+    row = max(trainer.train_dataset, key=lambda row: len(row["seq_lengths"]))
+    assert len(row["seq_lengths"]) == 3
+    batch = trainer.data_collator([row])
+    model = trainer.model.eval()
+    batch = {name: value for name, value in batch.items() if name != "labels"}
+    with torch.no_grad():
+        packed = model(**batch, use_cache=False).logits[0].split(row["seq_lengths"])
+        for ids, logits in zip(batch["input_ids"][0].split(row["seq_lengths"]), packed, strict=True):
+            assert (model(ids[None]).logits[0] - logits).abs().max() < 1e-5 * logits.abs().max()
+
+
+ALONE = """
+import sys
+sys.modules["coca_hf"] = None  # importing it fails
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
+arguments = SFTConfig(
+    output_dir=sys.argv[2], packing=True, max_length=64, max_steps=2, trust_remote_code=True, save_strategy="no",
+    report_to="none", use_cpu=True, bf16=False,
+)
+rows = Dataset.from_dict({"text": [f"{number} and {number}" for number in range(10, 59)]})
+trainer = SFTTrainer(sys.argv[1], args=arguments, train_dataset=rows)
+before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+trainer.train()
+moved = [name for name, parameter in trainer.model.named_parameters() if not parameter.equal(before[name])]
+print(type(trainer.model).__module__.split(".")[0], sum("t_proj" in name for name in moved))
+"""
+
+
+def test_sft_trains_a_self_contained_directory_without_coca_hf(tiny_coca_dir, tmp_path):
+    finished = subprocess.run(
+        [sys.executable, "-c", ALONE, tiny_coca_dir, tmp_path / "run"],
+        env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert finished.stdout.splitlines()[-1] == "transformers_modules 3"
