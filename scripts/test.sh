@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up .venv (and .venv-vllm, for the tests marked real) and run the linter, the formatter's check, the type checker and the whole test suite.
+# Set up .venv, and .venv-vllm for the tests marked real; run linter, formatter, type checker and the whole test suite.
 # Arguments go to pytest: scripts/test.sh -m 'not real' is the quick part.
 set -euo pipefail
 cd "$(dirname "$0")/.."
