@@ -20,7 +20,6 @@ from transformers import (
 )
 
 from coca_hf.errors import CocaError
-from coca_hf.models.attention import layer_types
 from coca_hf.models.decoder import MASKS, CocaConfig, CocaForCausalLM
 from coca_hf.models.gpt_neox import CocaGPTNeoXConfig, CocaGPTNeoXForCausalLM
 from coca_hf.models.llama import CocaLlamaConfig, CocaLlamaForCausalLM
@@ -114,7 +113,7 @@ def coca_config(config: Mapping, constraint: str, where: str) -> CocaConfig:
 
 
 def _family(model_type: object, where: str) -> Family:
-    if model_type in {family.coca_config.model_type for family in FAMILIES.values()}:
+    if model_type in [family.coca_config.model_type for family in FAMILIES.values()]:
         raise CocaError(f"{where}: got a CoCA checkpoint already (model_type {model_type!r}); train or evaluate it")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CocaError(f"{where}: got model_type {model_type!r}, supported: {', '.join(map(repr, FAMILIES))}")
@@ -154,6 +153,6 @@ def _check_positions(config: CocaConfig, family: Family, where: str) -> None:
             f"{where}: partial_rotary_factor {config.rope_parameters['partial_rotary_factor']} is not supported with "
             f"CoCA for {family.config.model_type!r}; expected 1"
         )
-    unknown = sorted(set(layer_types(config)) - MASKS.keys())
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - MASKS.keys())
     if unknown:
         raise CocaError(f"{where}: layer type {unknown[0]!r} is not supported with CoCA; supported: {', '.join(MASKS)}")

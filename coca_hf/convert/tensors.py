@@ -4,8 +4,9 @@ The CoCA model itself, built without memory, says what it has; a family says wha
 """
 
 import dataclasses
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -55,7 +56,7 @@ def check_tensors(
     """
     released = released or any(name.endswith("t_proj.weight") for name in shapes)
     _check_released(released, config, where)
-    pieces = list(_pieces(config, shapes, released))
+    pieces = list(_pieces(config, shapes, released, where))
     expected = {piece.source: piece.source_shape for piece in pieces}
     missing = [name for name in expected if name not in shapes]
     if missing:
@@ -128,6 +129,8 @@ class Maker:
             q_norm, k_norm = (self._picked(pieces[letter]) for letter in ("q_norm", "k_norm"))
             return [start_norm(q_norm, k_norm, self.config.coca_constraint)]
         weights = {letter: self._picked(piece) for letter, piece in pieces.items() if piece is not None}
+        if not all(tensor.isfinite().all() for tensor in weights.values()):  # LAPACK has errors of its own for those
+            return [math.nan]
         return start_scales(weights, self.config).tolist()
 
     def _picked(self, piece: Piece | None) -> Tensor:
@@ -136,9 +139,12 @@ class Maker:
         return piece.pick(tensor) if piece.pick else tensor
 
 
-def _pieces(config: CocaConfig, shapes: Mapping[str, Shape], released: bool):
-    with torch.device("meta"):
-        model = family_of(config).coca_causal_lm(config)
+def _pieces(config: CocaConfig, shapes: Mapping[str, Shape], released: bool, where: str) -> Iterator[Piece]:
+    try:
+        with torch.device("meta"):
+            model = family_of(config).coca_causal_lm(config)
+    except Exception as error:  # sizes that torch refuses
+        raise CocaError(f"{where}: its config.json makes no model ({' '.join(str(error).split())})") from error
     describe = _gpt_neox_piece if config.model_type == "coca_gpt_neox" else _llama_piece
     for name, tensor in model.state_dict().items():
         if name != "lm_head.weight" or not config.tie_word_embeddings:

@@ -38,12 +38,12 @@ class CocaConfig(PreTrainedConfig):
 
     _auto_class = "AutoConfig"  # save_pretrained copies the modelling files, as register_for_auto_class makes it do
 
-    # Written by coca-convert --ntk-length; transformers would warn of it at every load
-    ignore_keys_at_rope_validation = {"original_max_position_embeddings"}
-
     coca_constraint: Literal["slack", "strict"] = "slack"
 
     def __post_init__(self, **kwargs):
+        if (self.rope_parameters or {}).get("rope_type") == "default":
+            # Written by coca-convert --ntk-length; transformers would warn of it at every load
+            self.ignore_keys_at_rope_validation = {"original_max_position_embeddings"}
         super().__post_init__(**kwargs)
         file, family = self.model_type.removeprefix("coca_"), type(self).__name__.removesuffix("Config")
         self.auto_map = {

@@ -90,10 +90,10 @@ def test_tokenizer_length_training_record_and_trained_length_come_along(tmp_path
     convert_checkpoint(tiny_coca_dir.parent / "tiny-llama", source)
     tokenizer = json.loads((source / "tokenizer_config.json").read_text()) | {"model_max_length": 64}
     (source / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    (source / "training.json").write_text('{"tokens_seen": 7}')
+    (source / "training.json").write_text('{"tokens_seen": 7, "versions": {}}')
     convert_checkpoint(source, tmp_path / "dst", ntk_length=128)
     assert AutoTokenizer.from_pretrained(tmp_path / "dst").model_max_length == 128
-    assert json.loads((tmp_path / "dst" / "training.json").read_text()) == {"tokens_seen": 7}
+    assert json.loads((tmp_path / "dst" / "training.json").read_text()) == {"tokens_seen": 7, "versions": {}}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
     assert trained_length(model) == 64
     assert warn_beyond_trained(model, parse_ropes("default"), [128]) is None
