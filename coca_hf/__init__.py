@@ -15,7 +15,7 @@ if not Version(SUPPORTED_TRANSFORMERS[0]) <= Version(transformers.__version__) <
         f"<{SUPPORTED_TRANSFORMERS[1]}'"
     )
 
-from coca_hf.convert import convert_checkpoint, patch_  # noqa: E402
+from coca_hf.convert import convert_checkpoint, patch_, unpatch_  # noqa: E402
 from coca_hf.errors import CocaError  # noqa: E402
 from coca_hf.models.alibi import AlibiLlamaConfig, AlibiLlamaForCausalLM, AlibiLlamaModel  # noqa: E402
 from coca_hf.models.gpt_neox import CocaGPTNeoXConfig, CocaGPTNeoXForCausalLM, CocaGPTNeoXModel  # noqa: E402
@@ -48,6 +48,7 @@ __all__ = [
     "__version__",
     "convert_checkpoint",
     "patch_",
+    "unpatch_",
 ]
 
 for config, model, causal_lm in (

@@ -1,12 +1,18 @@
 """A LLaMA in memory becomes CoCA in place, and nothing else is touched."""
 
+import copy
+
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaForSequenceClassification
 
 import coca_hf
-from coca_hf import CocaError, CocaLlamaForCausalLM, patch_
+from coca_hf import CocaError, CocaLlamaForCausalLM, patch_, unpatch_
 from coca_hf.models.attention import CocaAttention
+
+LORA = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"])
 
 
 def test_every_attention_is_replaced_and_every_other_parameter_is_the_same_object(tiny_llama_dir):
@@ -56,6 +62,8 @@ def test_another_model_of_the_process_is_left_alone(tiny_llama_dir):
         (lambda d: patch_(LlamaForCausalLM.from_pretrained(d)), "got a CoCA model already"),
         (lambda d: LlamaForSequenceClassification.from_pretrained(d), "got LlamaForSequenceClassification, expected"),
         (lambda d: torch.compile(LlamaForCausalLM.from_pretrained(d)), "got OptimizedModule, expected"),
+        (lambda d: get_peft_model(LlamaForCausalLM.from_pretrained(d), LORA), "got PeftModelForCausalLM, expected"),
+        (lambda d: inject_adapter_in_model(LORA, LlamaForCausalLM.from_pretrained(d)), "q_proj.weight is missing"),
     ],
 )
 def test_what_is_not_a_plain_llama_is_refused(tiny_llama_dir, make, message):
@@ -71,3 +79,39 @@ def test_a_config_that_coca_does_not_support_is_refused_and_the_model_left_as_it
     assert type(model) is LlamaForCausalLM
     assert "CocaLlamaForCausalLM" in coca_hf.__all__
     assert CocaLlamaForCausalLM is not type(model)
+
+
+def test_unpatch_restores_the_original_exactly(tiny_llama_dir):
+    model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
+    untouched, ids = copy.deepcopy(model), torch.arange(20)[None]
+    before = dict(model.named_parameters())
+    patch_(model, keep_original=True)
+    assert set(model.state_dict()) == {name.replace("k_proj", "t_proj") for name in untouched.state_dict()}
+    model.train()
+    assert unpatch_(model) is model
+    assert type(model) is LlamaForCausalLM
+    assert model.training
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
+    assert torch.equal(model.eval()(ids).logits, untouched(ids).logits)
+    assert model.config.to_dict() == untouched.config.to_dict()
+    assert type(patch_(model)) is CocaLlamaForCausalLM
+
+
+def test_unpatch_needs_the_original(tiny_llama_dir):
+    model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
+    with pytest.raises(CocaError, match="got LlamaForCausalLM, expected a model that patch_ changed"):
+        unpatch_(model)
+    with pytest.raises(CocaError, match="got a model without its original projections"):
+        unpatch_(patch_(model))
+
+
+def test_a_sharded_model_is_refused(tiny_llama_dir, tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = fully_shard(LlamaForCausalLM.from_pretrained(tiny_llama_dir))
+        with pytest.raises(CocaError, match="got FSDPLlamaForCausalLM, expected"):
+            patch_(model)
+    finally:
+        torch.distributed.destroy_process_group()
