@@ -25,7 +25,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention import CocaAttention, layer_types
 from .cache import CocaCache
 from .hub import PushesItsCard
-from .rotary import LENGTH_DEPENDENT_ROPE_TYPES, CocaRotaryEmbedding, rotary_dim
+from .rotary import LENGTH_DEPENDENT_ROPE_TYPES, CocaRotaryEmbedding, one_row_error, rotary_dim
 
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
@@ -205,6 +205,13 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def init_continuous_batching(self, *args, **kwargs):
+        """As transformers'. Raises ValueError for a RoPE type whose angles depend on each sequence's length."""
+        rope_type = self.config.rope_parameters["rope_type"]
+        if rope_type in LENGTH_DEPENDENT_ROPE_TYPES:
+            raise ValueError(one_row_error("continuous batching", rope_type))
+        return super().init_continuous_batching(*args, **kwargs)
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args, rope_length: int | None = None, **kwargs) -> dict:
         """As transformers', with `rope_length`, which `generate` takes and hands on to `forward`."""

@@ -30,12 +30,21 @@ def rotary_dim(config) -> int:
     return int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
 
 
+def one_row_error(engine: str, rope_type: str) -> str:
+    """Why an engine that computes many sequences as one row cannot run a RoPE type, and what to do."""
+    return (
+        f"config.rope_parameters: got rope_type {rope_type!r}, whose angles depend on each sequence's length; {engine} "
+        f"computes many sequences as one row; bake one base in with coca-convert SRC DST --ntk-length L"
+    )
+
+
 class CocaRotaryEmbedding(nn.Module):
     """cos and sin of every pair's angle, for the RoPE types in `SUPPORTED_ROPE_TYPES`.
 
     Where rotation is partial, the pairs that are not turned come last, with cos 1 and sin 0.
 
-    Raises ValueError for another type.
+    Raises ValueError for another type, and under vLLM, which computes many sequences as one row, for one whose angles
+    depend on a row's length.
     """
 
     inv_freq: Tensor
@@ -50,6 +59,8 @@ class CocaRotaryEmbedding(nn.Module):
                 f"config.rope_parameters: rope_type {self.rope_type!r} is not supported with CoCA; "
                 f"supported: {', '.join(SUPPORTED_ROPE_TYPES)}"
             )
+        if self.rope_type in LENGTH_DEPENDENT_ROPE_TYPES and config._attn_implementation == "vllm":
+            raise ValueError(one_row_error("vLLM", self.rope_type))
         self.attention_scaling = self._rope()[1]
         for name, inv_freq in self.initial_buffers().items():
             self.register_buffer(name, inv_freq, persistent=False)  # (turned pairs,)

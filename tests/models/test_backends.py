@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from coca_hf import CocaLlamaConfig
+from coca_hf.models.rotary import CocaRotaryEmbedding
 from tests.models.test_llama import tiny_model, tokens
 
 
@@ -35,6 +37,16 @@ def test_continuous_batching_gives_the_tokens_of_generate(constraint):
     got = [result.generated_tokens for result in sorted(results.values(), key=lambda result: result.request_id)]
     expected = [model.generate(torch.tensor([p]), max_new_tokens=9, do_sample=False)[0, len(p) :] for p in prompts]
     assert sorted(got) == sorted(x.tolist() for x in expected)
+
+
+def test_many_sequences_in_one_row_are_refused_where_the_base_depends_on_the_sequence():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(ValueError, match="continuous batching computes many sequences as one row; bake one base in"):
+        tiny_model(rope_parameters=rope).generate_batch([[1, 2, 3]])
+    config = CocaLlamaConfig(rope_parameters=rope)
+    config._attn_implementation = "vllm"  # what vLLM sets before it builds the model
+    with pytest.raises(ValueError, match="vLLM computes many sequences as one row"):
+        CocaRotaryEmbedding(config)
 
 
 TENSOR_PARALLEL = """
