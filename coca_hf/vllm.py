@@ -10,8 +10,8 @@ def register() -> None:
     """
     from vllm import ModelRegistry
 
-    import coca_hf
+    from coca_hf import __all__ as public_names
 
-    for name in coca_hf.__all__:
+    for name in public_names:
         if name.startswith("Coca") and name.endswith("ForCausalLM"):
             ModelRegistry.register_model(name, BACKEND)
