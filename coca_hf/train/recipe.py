@@ -22,7 +22,7 @@ import functools
 import typing
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import (
     BaseModel,
@@ -97,18 +97,11 @@ class Data(_Part):
     seed: int = 0
 
 
-STAGE_KEYS = ("name", "train", "learning_rates")
-
-
 class Stage(_Part):
-    """One run of the trainer: the parameters that learn, by module name or `all`, and its own training options.
-
-    `learning_rates` gives modules a peak rate of their own; the schedule goes through it as through `learning_rate`.
-    """
+    """One run of the trainer: the parameters that learn, by module name or `all`, and its own training options."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")  # a directory name, and a step in a dotted path
     train: str | list[str]
-    learning_rates: dict[str, Annotated[float, Field(gt=0)]] = {}
     training: dict[str, Any]
 
     @model_validator(mode="before")
@@ -116,7 +109,7 @@ class Stage(_Part):
     def _gather_training(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        own = {key: value for key, value in given.items() if key in STAGE_KEYS}
+        own = {key: value for key, value in given.items() if key in ("name", "train")}
         return {**own, "training": {key: value for key, value in given.items() if key not in own}}
 
     @field_validator("train", mode="before")
@@ -130,7 +123,7 @@ class Stage(_Part):
     @field_validator("training")
     @classmethod
     def _check_training(cls, training: dict[str, Any]) -> dict[str, Any]:
-        return checked_training(training, also_known=STAGE_KEYS)
+        return checked_training(training, also_known=("name", "train"))
 
 
 class Recipe(_Part):
@@ -166,9 +159,7 @@ class Recipe(_Part):
         return {**self.training, **stage.training}
 
     def to_dict(self) -> dict[str, Any]:
-        stages = [
-            {**stage.model_dump(exclude={"training"}, exclude_defaults=True), **stage.training} for stage in self.stages
-        ]
+        stages = [{"name": stage.name, "train": stage.train, **stage.training} for stage in self.stages]
         return {"model": self.model, "data": self.data.model_dump(), "training": self.training, "stages": stages}
 
 

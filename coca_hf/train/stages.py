@@ -46,7 +46,7 @@ from coca_hf.train.out import (
     write_whole,
 )
 from coca_hf.train.recipe import Recipe, Stage
-from coca_hf.train.trainer import StageLog, StageTrainer, has_part
+from coca_hf.train.trainer import StageLog, StageTrainer
 from coca_hf.train.tree import nearest
 
 CONVERSION_RECORD = "conversion.json"  # written by coca-convert; goes along from stage to stage
@@ -96,23 +96,23 @@ def freeze_(model: nn.Module, stage: Stage) -> tuple[int, int]:
     """
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]  # a tied weight has two
     wanted = [] if stage.train == "all" else stage.train
-    for key, modules in (("train", wanted), ("learning_rates", stage.learning_rates)):
-        for module in modules:
-            if not any(has_part(name, module) for name in names):
-                parts = {part for name in names for part in name.split(".")[:-1] if not part.isdigit()}
-                raise CocaError(
-                    f"stages.{stage.name}.{key}: {type(model).__name__} has no parameters in {module!r}; "
-                    f"nearest: {nearest(module, sorted(parts))}"
-                )
+    for module in wanted:
+        if not any(_has_part(name, module) for name in names):
+            parts = {part for name in names for part in name.split(".")[:-1] if not part.isdigit()}
+            raise CocaError(
+                f"stages.{stage.name}.train: {type(model).__name__} has no parameters in {module!r}; "
+                f"nearest: {nearest(module, sorted(parts))}"
+            )
     model.requires_grad_(stage.train == "all")
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if any(has_part(name, module) for module in wanted):
+        if any(_has_part(name, module) for module in wanted):
             parameter.requires_grad_(True)
-    for module in stage.learning_rates:
-        if not any(has_part(name, module) and parameter.requires_grad for name, parameter in model.named_parameters()):
-            raise CocaError(f"stages.{stage.name}.learning_rates: got {module!r}, which this stage does not train")
     parameters = list(model.parameters())
     return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
+
+
+def _has_part(parameter: str, module: str) -> bool:
+    return f".{module}." in f".{parameter}."
 
 
 def _plan(recipe: Recipe, out_dir: Path) -> list[StageRun]:
@@ -164,7 +164,6 @@ def _run_stage(recipe: Recipe, run: StageRun, state: PartialState) -> None:
     AcceleratorState._reset_state()  # or the stage before would fix the precision of this one
     with _trainer_errors(run.stage):
         trainer = StageTrainer(model, run.arguments, default_data_collator, blocks, callbacks=[log])
-        trainer.learning_rates = run.stage.learning_rates
 
     state.print(
         f"{run.directory}: trains {trained:,} of {total:,} parameters ({trained / total:.1%}) for "

@@ -19,23 +19,6 @@ from coca_hf.train.recipe import LinearBounds
 class StageTrainer(Trainer):
     """A Trainer that stops at a loss that is not a number, and whose `checkpoint-N` directories are always whole."""
 
-    learning_rates: dict[str, float] = {}  # peak rates of modules that have their own
-
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Hugging Face's, with parameter groups of their own for the modules in `learning_rates`."""
-        if self.optimizer is not None:
-            return self.optimizer
-        optimizer = super().create_optimizer(model)
-        for module, rate in self.learning_rates.items():
-            named = (self.model if model is None else model).named_parameters()
-            own = {id(parameter) for name, parameter in named if has_part(name, module)}
-            for group in list(optimizer.param_groups):
-                moved = [parameter for parameter in group["params"] if id(parameter) in own]
-                if moved:
-                    group["params"] = [parameter for parameter in group["params"] if id(parameter) not in own]
-                    optimizer.add_param_group({**group, "params": moved, "lr": rate})
-        return optimizer
-
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
         """With `linear` and `start_lr` or `end_lr`, `linear_rate` at every step; else Hugging Face's schedule."""
         kwargs = self.args.lr_scheduler_kwargs
@@ -128,11 +111,6 @@ class StageLog(TrainerCallback, ExportableState):
         kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
         with saving_to(self.path.parent):
             write_whole(self.path, "".join(line + "\n" for line in kept))
-
-
-def has_part(parameter: str, module: str) -> bool:
-    """Whether `module` (`t_proj`, `mlp.up_proj`) is among the dotted parts of a parameter's name."""
-    return f".{module}." in f".{parameter}."
 
 
 def linear_rate(step: int, warmup_steps: int, num_steps: int, peak: float, bounds: LinearBounds) -> float:

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from coca_hf.errors import CocaError
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
@@ -62,37 +61,3 @@ def test_a_run_logs_the_rates_of_the_schedule(recipe_path, tmp_path):
     lines = (tmp_path / "out/1-k/log.jsonl").read_text().splitlines()
     rates = [json.loads(line)["learning_rate"] for line in lines]
     np.testing.assert_allclose(rates, np.interp(range(7), [0, 2, 7], [1e-5, 1e-3, 1e-4]), rtol=1e-9)
-
-
-def test_a_module_with_its_own_rate_follows_the_schedule_from_that_rate(recipe_path, tmp_path):
-    stage = "{name: full, train: all, max_steps: 6, learning_rates: {t_proj: 2e-5, mlp.up_proj: 3e-3}}"
-    recipe = load_recipe(recipe_path, [f"stages=[{stage}]", "training.weight_decay=0.1"])
-    model = AutoModelForCausalLM.from_pretrained(recipe.model)
-    options = {**recipe.options(recipe.stages[0]), "warmup_steps": 3}
-    trainer = StageTrainer(model, TrainingArguments(output_dir=str(tmp_path), **options))
-    trainer.learning_rates = recipe.stages[0].learning_rates
-    trainer.create_optimizer_and_scheduler(6)
-    trainer.optimizer.step()
-    trainer.lr_scheduler.step()
-    groups = trainer.optimizer.param_groups
-    group_of = {id(parameter): group for group in groups for parameter in group["params"]}
-    assert sum(len(group["params"]) for group in groups) == len(group_of) == len(list(model.parameters()))
-    for name, parameter in model.named_parameters():
-        peak = 2e-5 if "t_proj" in name else 3e-3 if "up_proj" in name else 1e-3
-        assert group_of[id(parameter)]["lr"] == pytest.approx(peak / 3), name
-        assert group_of[id(parameter)]["weight_decay"] == (0 if "norm" in name else 0.1), name
-
-
-@pytest.mark.parametrize(
-    ("rates", "message"),
-    [
-        ("{t_prjo: 1e-4}", r"stages\.k\.learning_rates: .* no parameters in 't_prjo'; nearest: t_proj"),
-        ("{q_proj: 1e-4}", r"stages\.k\.learning_rates: got 'q_proj', which this stage does not train"),
-        ("{t_proj: 0}", r"stages\.k\.learning_rates\.t_proj: got 0, expected greater than 0"),
-    ],
-)
-def test_a_rate_for_a_module_that_does_not_learn_is_refused(recipe_path, tmp_path, rates, message):
-    stage = f"{{name: k, train: [t_proj], max_steps: 3, learning_rates: {rates}}}"
-    with pytest.raises(CocaError, match=message):
-        run_recipe(load_recipe(recipe_path, [f"stages=[{stage}]"]), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
