@@ -13,6 +13,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from coca_hf.errors import CocaError
 
 
@@ -136,44 +138,31 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _acquire(staging: Staging) -> int:
-    import fcntl  # not on Windows, where everything else works
-
+def _acquire(staging: Staging) -> FileLock:
     directory = staging.directory
+    if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
+        raise CocaError(f"{directory}: is in the way, expected a directory that coca-convert made; remove it")
+    lock = FileLock(directory / "lock")
     while True:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            directory.mkdir()
-        if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
-            raise CocaError(f"{directory}: is in the way, expected a directory that coca-convert made; remove it")
+        directory.mkdir(parents=True, exist_ok=True)
         try:
-            lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            lock.acquire(timeout=0)
         except FileNotFoundError:  # its last holder has just removed the directory
             continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
+        except Timeout:
             raise CocaError(
                 f"{staging.target}: another conversion is writing it; wait for it or choose another name"
             ) from None
-        except BaseException:
-            os.close(lock)
-            raise
-        # Its last holder may have removed the file between our open and our lock; then what we hold is nobody's.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(lock), os.stat(directory / "lock", follow_symlinks=False)):
-                return lock
-        os.close(lock)
+        return lock
 
 
-def _release(lock: int, directory: Path) -> None:
+def _release(lock: FileLock, directory: Path) -> None:
     """Remove the lock, and its directory where nothing is left in it, while the lock is still held."""
     if {path.name for path in directory.iterdir()} == {"lock"}:
-        (directory / "lock").unlink()
-        with contextlib.suppress(OSError):  # the next process may be there already
+        with contextlib.suppress(OSError):  # Windows keeps what is open; the next process may be there already
+            (directory / "lock").unlink()
             directory.rmdir()
-    os.close(lock)
+    lock.release()
 
 
 def _remove(path: Path) -> None:
