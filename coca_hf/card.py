@@ -1,6 +1,5 @@
 """The model card: README.md beside the weights, made from the records that conversion and training leave there."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from coca_hf.errors import CocaError
+from coca_hf.weights import read_json
 
 CARD = "README.md"
 CARRIED_OVER = ("license", "license_name", "license_link", "language")  # from the card of the base model
@@ -197,15 +197,9 @@ def _front_matter(path: Path) -> dict:
 
 
 def _read_record(path: Path) -> dict:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CocaError(f"{path}: no such file, expected a checkpoint that coca-convert or coca-train made") from None
-    except ValueError as error:
-        raise CocaError(f"{path}: not JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise CocaError(f"{path}: got a {type(content).__name__}, expected a JSON object")
-    return content
+    if not path.exists():
+        raise CocaError(f"{path}: no such file, expected a checkpoint that coca-convert or coca-train made")
+    return read_json(path)
 
 
 def _text(text: str) -> str:

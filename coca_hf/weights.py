@@ -12,6 +12,9 @@ import stat
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from transformers import PreTrainedConfig
+
 from coca_hf.errors import CocaError
 
 INDEX = "model.safetensors.index.json"
@@ -25,6 +28,7 @@ DTYPE_BITS = {
     **{"I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32},
     **{"I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
 }
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 UNITS = {"": 1} | {f"{letter}B": 1000**power for power, letter in enumerate(("", "K", "M", "G", "T"))}
 UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
 
@@ -181,6 +185,13 @@ def open_regular(file: Path):
         raise CocaError(f"{file}: no such file, expected a checkpoint with one") from None
     except (OSError, RuntimeError) as error:
         raise CocaError(f"{file}: cannot be read ({error})") from error
+
+
+def is_derived(name: str, config: PreTrainedConfig) -> bool:
+    """Whether a tensor follows from config and other tensors: a tied head; angles and masks, which old files have."""
+    if name in ("lm_head.weight", "embed_out.weight"):
+        return bool(config.tie_word_embeddings)
+    return name.endswith(("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"))
 
 
 def parse_size(text: str, where: str) -> int:

@@ -12,14 +12,14 @@ FLOORS = {
     "errors": 0,
     "models": 0,
     "weights": 1,
-    "card": 1,
+    "card": 2,
     "documents": 1,
     "report": 1,
-    "convert": 2,
-    "evaluate": 2,
-    "train": 3,
-    "cli": 4,
-    "vllm": 4,
+    "convert": 3,
+    "evaluate": 3,
+    "train": 4,
+    "cli": 5,
+    "vllm": 5,
 }
 SHARED = {"attention.py", "cache.py", "decoder.py", "hub.py", "rotary.py"}
 CONFIGS = [getattr(coca_hf, name) for name in coca_hf.__all__ if name.endswith("Config")]

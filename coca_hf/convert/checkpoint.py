@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from coca_hf.card import base_metadata, write_card
-from coca_hf.convert.export import coca_source_config, coca_source_tensors
+from coca_hf.convert.export import coca_source_config
 from coca_hf.convert.families import coca_config
 from coca_hf.convert.ntk import bake_ntk_
 from coca_hf.convert.source import GgufSource, SafetensorsSource, open_source
@@ -102,10 +102,7 @@ class _Conversion:
                 f"{where}: got num_hidden_layers={self.config.num_hidden_layers}, expected no more layers than the "
                 f"{len(shapes)} tensors of the weights"
             )
-        if self.from_coca:
-            self.pieces, self.released = coca_source_tensors(shapes, self.config, src), False
-        else:
-            self.pieces, self.released = check_tensors(shapes, self.config, src, released)
+        self.pieces, self.released = check_tensors(shapes, self.config, src, released, self.from_coca)
         self.maker = Maker(self.config, self.pieces, self._read, src, self.released)
         self.ntk = bake_ntk_(self.config, ntk_length, ntk_factor, where) if ntk_length else None
         self.config.dtype = self._dtype_of(self.pieces[0])

@@ -1,13 +1,11 @@
-"""A CoCA checkpoint as a source: its configuration and tensors, for a copy of it with another RoPE base."""
+"""A CoCA checkpoint as a source: its configuration, for a copy of it with another RoPE base."""
 
 import dataclasses
 from collections.abc import Mapping
 
-import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from coca_hf.convert.families import INERT_FIELDS
-from coca_hf.convert.tensors import Piece, Shape
 from coca_hf.errors import CocaError
 
 
@@ -31,25 +29,3 @@ def coca_source_config(config: Mapping, where: str) -> PreTrainedConfig:
         return config_class(**{field: value for field, value in config.items() if field not in ignored})
     except Exception as error:  # the validators of transformers raise several kinds
         raise CocaError(f"{where}: {' '.join(str(error).split())}") from error
-
-
-def coca_source_tensors(shapes: Mapping[str, Shape], config: PreTrainedConfig, where: str) -> list[Piece]:
-    """Every tensor of the model as a piece that is copied, after comparing them with the `shapes` found.
-
-    Raises CocaError naming the first tensor that is missing, not understood or of the wrong shape.
-    """
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # sizes that torch refuses
-        raise CocaError(f"{where}: its config.json makes no model ({' '.join(str(error).split())})") from error
-    tied = set(model._tied_weights_keys or ()) if config.tie_word_embeddings else set()
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
-    for name, shape in expected.items():
-        if shapes.get(name) != shape:
-            found = f"has shape {shapes[name]}" if name in shapes else "is missing"
-            raise CocaError(f"{where}: tensor {name} {found}, expected shape {shape} from config.json")
-    unknown = [name for name in shapes if name not in expected and name not in tied]
-    if unknown:
-        raise CocaError(f"{where}: tensor {unknown[0]} is not understood; expected those of {type(model).__name__}")
-    return [Piece(name, shape, name, shape) for name, shape in expected.items()]

@@ -13,9 +13,8 @@ from torch import Tensor
 from coca_hf.card import LICENCE_FILES
 from coca_hf.convert.tensors import Shape
 from coca_hf.errors import CocaError
-from coca_hf.weights import INDEX, SINGLE, checkpoint_file, open_regular, open_weights, read_json
+from coca_hf.weights import FLOATS, INDEX, SINGLE, checkpoint_file, open_regular, open_weights, read_json
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK_BYTES = 1 << 24
 # Copied as they are: what from_pretrained and the serving engines look for beside weights and config, and what licences
 # ask to go along.
@@ -59,12 +58,12 @@ class SafetensorsSource:
 
     def dtype(self, name: str) -> torch.dtype:
         found = self._file_of[name].tensors[name].dtype
-        if found not in DTYPES:
+        if found not in FLOATS:
             raise CocaError(
                 f"{self._file_of[name].file}: tensor {name} has dtype {found}, expected one of "
-                f"{', '.join(DTYPES)}; quantized checkpoints must be dequantized first"
+                f"{', '.join(FLOATS)}; quantized checkpoints must be dequantized first"
             )
-        return DTYPES[found]
+        return FLOATS[found]
 
     def read(self, name: str) -> Tensor:
         weights = self._file_of[name]

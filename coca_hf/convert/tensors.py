@@ -17,6 +17,7 @@ from coca_hf.convert.start import fold_pairs, start_norm, start_scales, start_t
 from coca_hf.errors import CocaError
 from coca_hf.models.decoder import CocaConfig
 from coca_hf.models.rotary import rotary_dim
+from coca_hf.weights import is_derived
 
 Shape = tuple[int, ...]
 
@@ -45,25 +46,26 @@ class Piece:
 
 
 def check_tensors(
-    shapes: Mapping[str, Shape], config: CocaConfig, where: str, released: bool = False
+    shapes: Mapping[str, Shape], config: CocaConfig, where: str, released: bool = False, from_coca: bool = False
 ) -> tuple[list[Piece], bool]:
     """The pieces of the CoCA checkpoint, after comparing what they need with the `shapes` found, and `released`.
 
     released: whether the source is of the authors' released code, with full-width t in the place of keys. Where it has
-    a `t_proj`, it is; GPT-NeoX sources do not say.
+    a `t_proj`, it is; GPT-NeoX sources do not say. from_coca: the source is a CoCA checkpoint of ours.
 
     Raises CocaError naming the first tensor that is missing, not understood or of the wrong shape.
     """
-    released = released or any(name.endswith("t_proj.weight") for name in shapes)
+    released = not from_coca and (released or any(name.endswith("t_proj.weight") for name in shapes))
     _check_released(released, config, where)
-    pieces = list(_pieces(config, shapes, released, where))
+    pieces = list(_pieces(config, shapes, released, from_coca, where))
     expected = {piece.source: piece.source_shape for piece in pieces}
     missing = [name for name in expected if name not in shapes]
     if missing:
         raise CocaError(f"{where}: tensor {missing[0]} is missing{_and_more(missing)}; is the checkpoint complete?")
-    unknown = [name for name in shapes if name not in expected and not _is_derived(name, config)]
+    unknown = [name for name in shapes if name not in expected and not is_derived(name, config)]
     if unknown:
-        plain = family_of(config).causal_lm.__name__
+        family = family_of(config)
+        plain = (family.coca_causal_lm if from_coca else family.causal_lm).__name__
         raise CocaError(f"{where}: tensor {unknown[0]} is not understood{_and_more(unknown)}; expected a plain {plain}")
     for name, shape in expected.items():
         if shapes[name] != shape:
@@ -139,7 +141,9 @@ class Maker:
         return piece.pick(tensor) if piece.pick else tensor
 
 
-def _pieces(config: CocaConfig, shapes: Mapping[str, Shape], released: bool, where: str) -> Iterator[Piece]:
+def _pieces(
+    config: CocaConfig, shapes: Mapping[str, Shape], released: bool, from_coca: bool, where: str
+) -> Iterator[Piece]:
     try:
         with torch.device("meta"):
             model = family_of(config).coca_causal_lm(config)
@@ -148,7 +152,8 @@ def _pieces(config: CocaConfig, shapes: Mapping[str, Shape], released: bool, whe
     describe = _gpt_neox_piece if config.model_type == "coca_gpt_neox" else _llama_piece
     for name, tensor in model.state_dict().items():
         if name != "lm_head.weight" or not config.tie_word_embeddings:
-            yield describe(config, name, tuple(tensor.shape), shapes, released)
+            shape = tuple(tensor.shape)
+            yield Piece(name, shape, name, shape) if from_coca else describe(config, name, shape, shapes, released)
 
 
 def _llama_piece(config: CocaConfig, name: str, shape: Shape, shapes: Mapping[str, Shape], released: bool) -> Piece:
@@ -196,13 +201,6 @@ def _check_released(released: bool, config: CocaConfig, where: str) -> None:
             f"{where}: got rotary_pct {config.rope_parameters['partial_rotary_factor']} in the released CoCA layout, "
             f"expected 1: below it the released code pairs t wrongly, and such weights are of no CoCA model"
         )
-
-
-def _is_derived(name: str, config: CocaConfig) -> bool:
-    """Whether a tensor of the source follows from the others, so that it is not carried over."""
-    if name in ("lm_head.weight", "embed_out.weight"):
-        return bool(config.tie_word_embeddings)
-    return name.endswith(("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"))
 
 
 def _layer(piece: Piece) -> str:

@@ -9,8 +9,9 @@ import xxhash
 from torch import Tensor
 
 from coca_hf.convert.tensors import Piece
+from coca_hf.weights import FLOATS
 
-STORED_AS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+STORED_AS = {dtype: name for name, dtype in FLOATS.items()}
 
 
 class ShardWriter:

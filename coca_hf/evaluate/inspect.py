@@ -10,10 +10,18 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.rope import config_trained_length
-from coca_hf.weights import DTYPE_BITS, StoredTensor, checkpoint_file, open_weights, read_json
+from coca_hf.weights import (
+    DTYPE_BITS,
+    FLOATS,
+    StoredTensor,
+    checkpoint_file,
+    is_derived,
+    open_weights,
+    read_json,
+)
 
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-STORED = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+STORED = {stored: str(dtype).removeprefix("torch.") for stored, dtype in FLOATS.items()}
+BYTES = {STORED[stored]: dtype.itemsize for stored, dtype in FLOATS.items()}
 
 
 def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict[str, Any]:
@@ -29,7 +37,7 @@ def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict
         raise CocaError(f"{directory}: no such directory, expected a checkpoint as save_pretrained writes it")
     config = _read_config(directory)
     files, file_of = open_weights(directory)
-    tensors = {name: weights.tensors[name] for name, weights in file_of.items() if not _is_copy(name, config)}
+    tensors = {name: weights.tensors[name] for name, weights in file_of.items() if not is_derived(name, config)}
     for weights in files.values():
         weights.close()
     weight_bytes = sum(tensor.num_bytes for tensor in tensors.values())
@@ -100,10 +108,6 @@ def _read_config(directory: Path) -> PreTrainedConfig:
         return config.get_text_config(decoder=True)
     except Exception as error:  # the validators of transformers raise several kinds
         raise CocaError(f"{file}: {' '.join(str(error).split())}") from error
-
-
-def _is_copy(name: str, config: PreTrainedConfig) -> bool:
-    return name.endswith(".inv_freq") or (name == "lm_head.weight" and bool(config.tie_word_embeddings))
 
 
 def _dtype(config: PreTrainedConfig, tensors: dict[str, StoredTensor]) -> str:
