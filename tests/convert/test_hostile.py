@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from coca_hf import CocaError, convert_checkpoint
 from coca_hf.weights import parse_size
@@ -139,8 +139,11 @@ def test_header_that_lies_is_named(source, damage, reason):
 
 def test_the_undamaged_header_converts(source, tmp_path):
     text, data = read_header(source / "model.safetensors")
+    convert_checkpoint(source, tmp_path / "expected")
     write_header(source / "model.safetensors", json.loads(text), data)
     convert_checkpoint(source, tmp_path / "dst")
+    written = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("dst", "expected")]
+    assert written[0] == written[1]
 
 
 def mutated(random, header):
@@ -232,6 +235,8 @@ def test_links_within_the_checkpoint_and_a_link_to_the_checkpoint_are_fine(sourc
     (source / "model.safetensors").symlink_to("weights")
     (tmp_path / "link").symlink_to(source)
     convert_checkpoint(tmp_path / "link", tmp_path / "dst")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
+    assert not (tmp_path / "dst" / "model.safetensors").is_symlink()
 
 
 def as_hub_cache(source, root):

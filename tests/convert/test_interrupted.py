@@ -103,9 +103,9 @@ def test_killed_at_twenty_random_moments_it_is_absent_or_complete_and_goes_on_fr
     source, expected, tmp_path
 ):
     dst, moment = tmp_path / "dst", random.Random(7)
-    resumed = killed = 0
-    duration = 0.6
-    while killed < 20:
+    resumed, duration = 0, 0.6
+    signals = [signal.SIGINT, signal.SIGTERM] * 2 + [signal.SIGKILL] * 20
+    while signals:
         before = staged(dst)
         started, result = PROCESSES.Event(), PROCESSES.Queue()
         process = PROCESSES.Process(target=convert_reporting, args=(source, dst, started, result))
@@ -114,8 +114,7 @@ def test_killed_at_twenty_random_moments_it_is_absent_or_complete_and_goes_on_fr
         begun = time.monotonic()
         process.join(moment.uniform(0, duration))
         if process.is_alive():
-            os.kill(process.pid, signal.SIGKILL)
-            killed += 1
+            os.kill(process.pid, signals.pop())
         process.join()
         if dst.exists():
             duration = min(duration, time.monotonic() - begun)
