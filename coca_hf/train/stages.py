@@ -19,21 +19,13 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
-from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TrainingArguments,
-    default_data_collator,
-)
+from transformers import PreTrainedTokenizerBase, TrainingArguments, default_data_collator
 
 from coca_hf.card import LICENCE_FILES, write_card
 from coca_hf.documents import is_on_hub
 from coca_hf.errors import CocaError
 from coca_hf.train.data import PackedBlocks
+from coca_hf.train.model import check_model, freeze_, load_model, load_tokenizer
 from coca_hf.train.out import (
     PARTIAL,
     RECORD,
@@ -72,8 +64,8 @@ def run_recipe(recipe: Recipe, out_dir: str | Path, stage: str | None = None, re
     if state.is_main_process:  # where this fails, the launcher ends the other processes
         check_out(recipe, out_dir, resume)
         check_before(chosen[0])
-        _check_model(recipe)
-        PackedBlocks(recipe.data.sources, _load_tokenizer(recipe.model), recipe.data.seq_len).check()
+        check_model(recipe)
+        PackedBlocks(recipe.data.sources, load_tokenizer(recipe.model), recipe.data.seq_len).check()
         open_out(recipe, out_dir)
     state.wait_for_everyone()
     for run in chosen:
@@ -85,34 +77,6 @@ def run_recipe(recipe: Recipe, out_dir: str | Path, stage: str | None = None, re
             _run_stage(recipe, run, state)
             gc.collect()  # the trainer refers to itself; free its model before the next is loaded
     return chosen[-1].directory
-
-
-def freeze_(model: nn.Module, stage: Stage) -> tuple[int, int]:
-    """Let only the parameters that the stage names learn, in place; returns their number and that of all parameters.
-
-    A name means every parameter that has it among the dotted parts of one of its names: `t_proj`, `mlp.up_proj`.
-
-    Raises CocaError for a name that means none.
-    """
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]  # a tied weight has two
-    wanted = [] if stage.train == "all" else stage.train
-    for module in wanted:
-        if not any(_has_part(name, module) for name in names):
-            parts = {part for name in names for part in name.split(".")[:-1] if not part.isdigit()}
-            raise CocaError(
-                f"stages.{stage.name}.train: {type(model).__name__} has no parameters in {module!r}; "
-                f"nearest: {nearest(module, sorted(parts))}"
-            )
-    model.requires_grad_(stage.train == "all")
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if any(_has_part(name, module) for module in wanted):
-            parameter.requires_grad_(True)
-    parameters = list(model.parameters())
-    return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
-
-
-def _has_part(parameter: str, module: str) -> bool:
-    return f".{module}." in f".{parameter}."
 
 
 def _plan(recipe: Recipe, out_dir: Path) -> list[StageRun]:
@@ -134,16 +98,6 @@ def _plan(recipe: Recipe, out_dir: Path) -> list[StageRun]:
     return runs
 
 
-def _check_model(recipe: Recipe) -> None:
-    """Find out from the config alone whether every stage has something to train."""
-    with _loading(recipe.model):
-        config = AutoConfig.from_pretrained(recipe.model, trust_remote_code=False)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    for stage in recipe.stages:
-        freeze_(model, stage)
-
-
 def _run_stage(recipe: Recipe, run: StageRun, state: PartialState) -> None:
     if state.is_main_process:
         with saving_to(run.directory):
@@ -152,7 +106,7 @@ def _run_stage(recipe: Recipe, run: StageRun, state: PartialState) -> None:
                 shutil.rmtree(half_written, ignore_errors=True)
     state.wait_for_everyone()
 
-    model, tokenizer = _load_model(run.base), _load_tokenizer(run.base)
+    model, tokenizer = load_model(run.base), load_tokenizer(run.base)
     use_cache = model.config.use_cache  # the Trainer turns it off
     trained, total = freeze_(model, run.stage)
     checkpoint = last_checkpoint(run.trainer_dir)
@@ -275,33 +229,6 @@ def _surroundings(arguments: TrainingArguments) -> dict[str, Any]:
         "hardware": {"device": device, "processes": arguments.world_size},
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
     }
-
-
-def _load_model(name: str) -> PreTrainedModel:
-    """A causal language model in float32. Raises CocaError unless every weight is there and no other."""
-    with _loading(name):
-        model, report = AutoModelForCausalLM.from_pretrained(
-            name, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
-        )
-    wrong = {kind: sorted(map(str, report[kind])) for kind in ("missing_keys", "unexpected_keys") if report[kind]}
-    if wrong:
-        kinds = "; ".join(f"{kind.replace('_', ' ')}: {', '.join(keys[:3])}" for kind, keys in wrong.items())
-        raise CocaError(f"{name}: its weights are not those of {type(model).__name__}: {kinds}; convert it again")
-    return model
-
-
-def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    with _loading(name):
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-
-
-@contextmanager
-def _loading(name: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise CocaError(f"{name}: cannot be loaded, expected a model directory or hub id: {reason}") from error
 
 
 @contextmanager
