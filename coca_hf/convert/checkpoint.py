@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from threading import Event
 
 import torch
 import xxhash
@@ -130,19 +129,12 @@ class _Conversion:
             )
 
     def write(self, staging: Staging, progress: Progress) -> dict:
-        stop = Event()
-        with ThreadPoolExecutor(1) as pool:
-            try:
-                hashes = {file.name: pool.submit(self.source.hash, file, stop) for file in self.source.files}
-                self._write_weights(staging, progress)
-                source_hash = {name: future.result() for name, future in hashes.items()}
-            finally:
-                stop.set()
+        self._write_weights(staging, progress)
         self.source.check_unchanged()
         directory = staging.checkpoint
         self.config.save_pretrained(directory)  # also copies the modelling files
         self._save_companions(directory)
-        record = self._record(source_hash)
+        record = self._record(_source_hash(staging))
         (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n")
         write_card(directory)
         return record
@@ -255,7 +247,7 @@ class _Conversion:
                 tokenizer["model_max_length"] = self.ntk["ntk_length"]
                 tokenizer_file.write_text(json.dumps(tokenizer, indent=2) + "\n")
 
-    def _record(self, source_hash: dict[str, str | None]) -> dict:
+    def _record(self, source_hash: str) -> dict:
         has_norm = any(piece.module == "t_norm" for piece in self.pieces)
         rule = NORM_RULE if has_norm else RULE
         start: dict = {"rule": rule, "scales": [self.maker.scales[layer] for layer in sorted(self.maker.scales)]}
@@ -333,6 +325,12 @@ def _hash(blocks: Iterable[Tensor]) -> str:
     for block in blocks:
         digest.update(bytes_of(block))
     return digest.hexdigest()
+
+
+def _source_hash(staging: Staging) -> str:
+    """The xxh3_128 of the names and xxh3_128 of all tensors read, in the order of their names."""
+    read = {name: digest for facts in staging.finished.values() for name, digest in facts["read"].items()}
+    return xxhash.xxh3_128_hexdigest(json.dumps(read, sort_keys=True).encode())
 
 
 def _config_path(source: SafetensorsSource | GgufSource) -> str:

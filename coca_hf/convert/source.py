@@ -4,10 +4,8 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Event
 
 import torch
-import xxhash
 from torch import Tensor
 
 from coca_hf.card import LICENCE_FILES
@@ -82,18 +80,6 @@ class SafetensorsSource:
             weights.read_into(block.numpy().data, start)
             yield block.view(dtype)
 
-    def hash(self, file: Path, stop: Event) -> str | None:
-        """The xxh3_128 of one of `files`, in hexadecimal; None once `stop` is set. For a thread of its own."""
-        weights = self._files[file.name]
-        digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(1 << 22))
-        for start in range(0, weights.size, len(buffer)):
-            if stop.is_set():
-                return None
-            block = buffer[: min(len(buffer), weights.size - start)]
-            weights.read_into(block, start)
-            digest.update(block)
-        return digest.hexdigest()
-
     def check_unchanged(self) -> None:
         """Raise OSError where a file of weights was written to since it was opened."""
         for name, state in self._current_states().items():
@@ -156,13 +142,6 @@ class GgufSource:
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         yield self._tensors[name].flatten()
-
-    def hash(self, file: Path, stop: Event) -> str | None:
-        digest = xxhash.xxh3_128()
-        with file.open("rb") as stream:
-            while not stop.is_set() and (block := stream.read(1 << 22)):
-                digest.update(block)
-        return None if stop.is_set() else digest.hexdigest()
 
     def check_unchanged(self) -> None:
         """Nothing to check: the tensors are in memory since the file was read."""

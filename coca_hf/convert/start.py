@@ -47,25 +47,18 @@ def start_scales(weights: dict[str, Tensor], config: PreTrainedConfig) -> Tensor
     weights: of one layer: `norm` (hidden,), `q` (h * d, hidden), `k` (g * d, hidden), and `q_bias`, `k_bias`,
     `norm_bias` (hidden,) if any; the rows of a head are [first of every pair, second of every pair].
     """
-    g, norm = config.num_key_value_heads, weights["norm"].float()
-
-    def heads(name: str) -> Tensor:
-        columns, biases = weights[name].float() * norm, []
-        if f"{name}_bias" in weights:
-            biases.append(weights[f"{name}_bias"].float())
+    g, grams = config.num_key_value_heads, {}
+    for name in ("q", "k"):
+        biases = [weights[f"{name}_bias"].float()] if f"{name}_bias" in weights else []
         if "norm_bias" in weights:
             biases.append(weights[name].float() @ weights["norm_bias"].float())
-        if biases:  # one more column, for an input that is always 1
-            columns = torch.cat((columns, torch.stack(biases).sum(0)[:, None]), dim=1)
-        return columns
-
-    q = heads("q").unflatten(0, (g, -1, config.head_dim))  # (g, groups, d, hidden)
-    k = heads("k")
-    q_norm = _spectral_norm(q).amax(1)  # (g,)
-    k_norm = _spectral_norm(k.unflatten(0, (g, -1)))
-    row_norm = fold_pairs(k, g).unflatten(0, (g, -1)).norm(dim=-1).amax(1)
+        extra = torch.stack(biases).sum(0) if biases else None
+        grams[name] = _grams(weights[name], weights["norm"].float(), extra, config.head_dim)
+    if not all(gram.isfinite().all() for gram in grams.values()):  # LAPACK has errors of its own for those
+        return torch.full((g,), torch.nan)
+    q_norm = _spectral_norm(grams["q"]).unflatten(0, (g, -1)).amax(1)  # (g,)
     c = 2**0.5 if config.coca_constraint == "slack" else 1.0
-    return k_norm / (c * config.hidden_size**0.5 * q_norm * row_norm)
+    return _spectral_norm(grams["k"]) / (c * config.hidden_size**0.5 * q_norm * _folded_row_norm(grams["k"]))
 
 
 def start_norm(q_norm: Tensor, k_norm: Tensor, constraint: str) -> float:
@@ -74,10 +67,33 @@ def start_norm(q_norm: Tensor, k_norm: Tensor, constraint: str) -> float:
     return (k_norm.float().abs().max() / (c * q_norm.float().abs().max() * (len(k_norm) / 2) ** 0.5)).item()
 
 
-def _spectral_norm(heads: Tensor) -> Tensor:
-    """Largest singular value of every (d, hidden) matrix, by the (d, d) Gram matrix: far quicker than an SVD."""
-    gram = (heads @ heads.mT).double()
-    return torch.linalg.eigvalsh(gram)[..., -1].sqrt().float()
+def _grams(projection: Tensor, norm: Tensor, bias: Tensor | None, head_dim: int) -> Tensor:
+    """The Gram matrix of every head's rows, (heads, d, d) in float64, with `norm` multiplied into the columns.
+
+    bias: (heads * d,), one more column, for an input that is always 1.
+    """
+    grams = []
+    for number, rows in enumerate(projection.split(head_dim)):  # one at a time: they stay in the processor's cache
+        rows = rows.float() * norm
+        gram = (rows @ rows.T).double()
+        if bias is not None:
+            column = bias[number * head_dim : (number + 1) * head_dim].double()
+            gram += column[:, None] * column
+        grams.append(gram)
+    return torch.stack(grams)
+
+
+def _spectral_norm(grams: Tensor) -> Tensor:
+    """Largest singular value of the matrices with these Gram matrices: far quicker than an SVD of them."""
+    return torch.linalg.eigvalsh(grams)[..., -1].sqrt().float()
+
+
+def _folded_row_norm(grams: Tensor) -> Tensor:
+    """Norm of the longest row of every folded matrix: the mean of rows j and j + d/2 of the one with Gram `grams`."""
+    own = grams.diagonal(dim1=-2, dim2=-1)
+    both = grams.diagonal(offset=grams.shape[-1] // 2, dim1=-2, dim2=-1)
+    first, second = own.chunk(2, dim=-1)
+    return ((first + second + 2 * both).clamp(min=0).amax(-1).sqrt() / 2).float()
 
 
 def start_t(k: Tensor, scales: Tensor, num_key_value_heads: int) -> Tensor:

@@ -163,8 +163,9 @@ def test_record_says_what_was_converted_and_by_which_rule(tiny_llama_dir, tiny_c
     count = {name: parameter.numel() for name, parameter in model.named_parameters()}
     total = sum(count.values())
     assert record["source"] == str(tiny_llama_dir)
-    weights = (tiny_llama_dir / "model.safetensors").read_bytes()
-    assert record["source_xxh3_128"] == {"model.safetensors": xxhash.xxh3_128_hexdigest(weights)}
+    tensors = load_file(tiny_llama_dir / "model.safetensors")
+    hashes = {name: xxhash.xxh3_128_hexdigest(tensors[name].numpy().tobytes()) for name in sorted(tensors)}
+    assert record["source_xxh3_128"] == xxhash.xxh3_128_hexdigest(json.dumps(hashes).encode())
     assert record["parameters"]["after"] == total == record["parameters"]["before"] - 3 * 2 * 4 * 48
     t_share = sum(n for name, n in count.items() if "t_proj" in name) / total
     assert record["trainable_fraction"]["k"] == pytest.approx(t_share)
@@ -185,6 +186,7 @@ LOAD_WITHOUT_COCA_HF = """
 import sys
 sys.modules["coca_hf"] = None
 import torch
+import xxhash
 from transformers import AutoModel, AutoModelForCausalLM
 source, copy = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
