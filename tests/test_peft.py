@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from coca_hf import CocaLlamaForCausalLM
 
@@ -66,3 +66,39 @@ def test_a_merged_model_is_a_plain_coca_checkpoint_with_equal_logits_and_tokens(
     assert (logits(loaded) - expected).abs().max() < 1e-5 * expected.abs().max()
     prompt = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "max_new_tokens": 9, "do_sample": False}
     assert torch.equal(loaded.generate(**prompt), model.generate(**prompt))
+
+
+def test_qlora_trains_over_four_bits_and_merges_into_the_full_model(tiny_coca_dir, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="QLoRA needs bitsandbytes")
+    base = AutoModelForCausalLM.from_pretrained(
+        tiny_coca_dir,
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+        ),
+        device_map="cpu",
+    )
+    assert base.model.layers[0].self_attn.t_proj.weight.dtype == torch.uint8  # two numbers a byte
+    torch.manual_seed(0)
+    model = get_peft_model(
+        prepare_model_for_kbit_training(base),
+        LoraConfig(r=3, lora_alpha=12, target_modules=list(TARGETS), task_type="CAUSAL_LM"),
+    )
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    losses = []
+    for _ in range(8):
+        loss = model(IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+    model.save_pretrained(tmp_path / "adapter")
+    full = AutoModelForCausalLM.from_pretrained(tiny_coca_dir)
+    with torch.no_grad():
+        before = full(IDS, labels=IDS).loss.item()
+    merged = PeftModel.from_pretrained(full, tmp_path / "adapter").merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert type(plain) is CocaLlamaForCausalLM
+    with torch.no_grad():
+        assert plain(IDS, labels=IDS).loss.item() < before - 0.1  # what was learnt over four bits holds over all

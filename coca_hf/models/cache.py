@@ -37,3 +37,7 @@ class CocaCache(DynamicCache):
         if n == key_states.shape[-2]:
             return key_states, value
         return coca_key(t, self.angles.keys[..., -n:, :], self.angles.values[..., -n:, :], self.constraint), value
+
+    def prefetch(self, layer_idx: int, *args, **kwargs) -> None:
+        """Fetch a layer that was offloaded; after the last comes the first, not the angles, which are never away."""
+        super().prefetch(layer_idx % (len(self.layers) - 1), *args, **kwargs)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from coca_hf import CocaLlamaConfig
 from coca_hf.models.rotary import CocaRotaryEmbedding
@@ -49,39 +49,57 @@ def test_many_sequences_in_one_row_are_refused_where_the_base_depends_on_the_seq
         CocaRotaryEmbedding(config)
 
 
-TENSOR_PARALLEL = """
+DISTRIBUTED = """
 import sys
 import torch
 import coca_hf
 from transformers import AutoModelForCausalLM
 
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto").eval()
+directory, out, kind = sys.argv[1:]
+ids = torch.arange(20)[None]
+torch.distributed.init_process_group("gloo")
+if kind == "fsdp":
+    from transformers.distributed import DistributedConfig
+
+    model = AutoModelForCausalLM.from_pretrained(directory, distributed_config=DistributedConfig(fsdp_size=2))
+    assert all(isinstance(layer, torch.distributed.fsdp.FSDPModule) for layer in model.model.layers)
+else:
+    model = AutoModelForCausalLM.from_pretrained(directory, tp_plan="auto")
 weight = model.model.layers[0].self_attn.t_proj.weight
-local = weight.to_local() if hasattr(weight, "to_local") else weight
-assert local.shape[0] * 2 == 8, local.shape  # this process has one of the two key/value heads
-with torch.no_grad():
-    logits = model(torch.arange(20)[None]).logits
+assert weight.to_local().shape[0] * 2 == 8, weight  # half of it, or one of the two key/value heads
+outputs = model.eval()(ids, labels=ids)
+outputs.loss.backward()
+gradient = weight.grad.full_tensor()
+model.save_pretrained(out + "/saved")
 if torch.distributed.get_rank() == 0:
-    torch.save(logits, sys.argv[2])
+    torch.save((outputs.logits.detach(), gradient), out + "/results.pt")
 torch.distributed.destroy_process_group()
 """
 
 
 @pytest.mark.real
-def test_tensor_parallel_over_two_processes_gives_the_logits_of_one(tiny_coca_dir, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    (tmp_path / "tp.py").write_text(TENSOR_PARALLEL)
+@pytest.mark.parametrize("kind", ["tensor-parallel", "fsdp"])
+def test_loaded_over_two_processes_it_has_the_logits_and_gradients_of_one_and_saves_whole(
+    kind, tiny_coca_dir, tmp_path
+):
+    (tmp_path / "distributed.py").write_text(DISTRIBUTED)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
     finished = subprocess.run(
-        [*command, tmp_path / "tp.py", tiny_coca_dir, tmp_path / "logits.pt"],
+        [*command, tmp_path / "distributed.py", tiny_coca_dir, tmp_path, kind],
         capture_output=True,
         text=True,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
-    expected = AutoModelForCausalLM.from_pretrained(tiny_coca_dir)(torch.arange(20)[None]).logits
-    assert (torch.load(tmp_path / "logits.pt") - expected).abs().max() < 1e-4
+    model = AutoModelForCausalLM.from_pretrained(tiny_coca_dir)
+    ids = torch.arange(20)[None]
+    expected = model(ids, labels=ids)
+    expected.loss.backward()
+    logits, gradient = torch.load(tmp_path / "results.pt")
+    assert (logits - expected.logits).abs().max() < 1e-4
+    assert (gradient - model.model.layers[0].self_attn.t_proj.weight.grad).abs().max() < 1e-5
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())

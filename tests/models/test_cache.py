@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 from coca_hf.models.cache import CocaCache
 from tests.models.test_llama import tiny_model, tokens
@@ -121,3 +122,51 @@ def test_static_cache_decodes_compiled_as_one_graph():
         position = torch.tensor([[i]])
         got.append(step(ids[:, i : i + 1], position_ids=position, past_key_values=cache).logits)
     assert (torch.cat(got, dim=1) - expected).abs().max() < 1e-11
+
+
+class FakeStream:
+    """A GPU's stream, where there is no GPU."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def wait_stream(self, other):
+        pass
+
+
+def test_an_offloaded_cache_has_every_layer_back_before_it_is_used(monkeypatch):
+    """Layers that are away hold nothing here, as on a GPU they would be on the wrong device."""
+    monkeypatch.setattr(torch, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: FakeStream())
+    away = {}
+
+    def offload(layer):
+        away[layer] = layer.keys, layer.values
+        layer.keys = layer.values = None
+
+    def prefetch(layer):
+        if layer in away:
+            layer.keys, layer.values = away.pop(layer)
+
+    model, ids = tiny_model(), tokens(1, 9)
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)
+    monkeypatch.setattr(DynamicLayer, "offload", offload)
+    monkeypatch.setattr(DynamicLayer, "prefetch", prefetch)
+    output = model.generate(
+        ids, max_new_tokens=6, do_sample=False, cache_implementation="offloaded", return_dict_in_generate=True
+    )
+    assert torch.equal(output.sequences, expected)
+    assert isinstance(output.past_key_values, CocaCache)
+    assert len(away) == 2  # all but the one that is used next
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="caches are offloaded from a GPU")
+@pytest.mark.parametrize("implementation", ["offloaded", "offloaded_static"])
+def test_an_offloaded_cache_on_a_gpu_gives_the_tokens_of_the_standard_one(implementation):
+    model, ids = tiny_model().cuda(), tokens(2, 9).cuda()
+    expected = model.generate(ids, max_new_tokens=20, do_sample=False, past_key_values=DynamicCache(model.config))
+    output = model.generate(ids, max_new_tokens=20, do_sample=False, cache_implementation=implementation)
+    assert torch.equal(output, expected)
