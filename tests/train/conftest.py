@@ -29,12 +29,14 @@ def make_recipe_tree(model: Path, texts: Path) -> dict:
         "model": str(model),
         "data": {
             "seq_len": 20,
+            "held_out_blocks": 0,
             "sources": [
                 {"path": str(texts / "words/*.txt"), "weight": 3},
                 {"path": str(texts / "digits.jsonl"), "weight": 1, "column": "code"},
             ],
         },
         "training": {
+            "report_to": "none",
             "use_cpu": True,
             "disable_tqdm": True,
             "per_device_train_batch_size": 4,
