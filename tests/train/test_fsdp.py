@@ -1,53 +1,102 @@
 """Three stages on real text in two processes that shard the model (FSDP2 over gloo), against one process."""
 
+import functools
 import json
+import os
 import shutil
 
 import pytest
 import torch
+from accelerate import PartialState
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from coca_hf import CocaError
+from coca_hf.train import stages
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
-from tests.train.layouts import log_lines, train
+from coca_hf.train.trainer import StageTrainer
+from tests.train.layouts import FSDP2, Interrupted, Run, launch, log_lines, succeed
 
 pytestmark = pytest.mark.real
 STAGES = {"1-k": ["t_proj"], "2-qkv": ["q_proj", "t_proj", "v_proj"], "3-full": [""]}
 
-# Writes what the model of every stage computes, and how it is sharded, just before it is saved.
-WATCH = """
-import json, os, pathlib, torch
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-complete = stages._complete
-def watch_and_complete(run, trainer, *rest):
-    for module in trainer.model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # what the last forward gathered
-    all_dtensors = all(isinstance(p, DTensor) for p in trainer.model.parameters())
-    with torch.no_grad():
-        logits = trainer.model_wrapped.eval()(input_ids=torch.arange(3, 40)[None]).logits
-    if os.environ["RANK"] == "0":
+ONE_STAGE = ["--stage", "k", "stages.k.train=all", "stages.k.max_steps=5"]  # of which it saves 2, 4 and 5
+RANK_0_LOADS = FSDP2 | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+
+
+def watch():
+    """Write what the model of every stage computes, and how it is sharded, just before it is saved."""
+    complete = stages._complete
+
+    def watch_and_complete(run, trainer, *rest):
+        for module in trainer.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what the last forward gathered
         facts = {
             "sharded": sorted({type(m).__name__ for m in trainer.model.modules() if isinstance(m, FSDPModule)}),
-            "all_dtensors": all_dtensors,
-            "logits": logits.double().sum().item(),
+            "all_dtensors": all(isinstance(p, DTensor) for p in trainer.model.parameters()),
         }
-        pathlib.Path(run.directory.parent.parent / f"{run.directory.name}.json").write_text(json.dumps(facts))
-    complete(run, trainer, *rest)
-stages._complete = watch_and_complete
-"""
+        with torch.no_grad():
+            logits = trainer.model_wrapped.eval()(input_ids=torch.arange(3, 40)[None]).logits
+        facts["logits"] = logits.double().sum().item()
+        if os.environ["RANK"] == "0":
+            (run.directory.parent.parent / f"{run.directory.name}.json").write_text(json.dumps(facts))
+        complete(run, trainer, *rest)
+
+    stages._complete = watch_and_complete
+
+
+def interrupt_in_step_4():
+    plain = StageTrainer.training_step
+
+    def step(self, *args):
+        if self.state.global_step == 3:
+            raise Interrupted
+        return plain(self, *args)
+
+    StageTrainer.training_step = step
 
 
 @pytest.fixture(scope="module")
-def sharded(real_recipe, tmp_path_factory):
-    """OUT of `real_recipe` on two FSDP2 processes, with what WATCH wrote beside it."""
-    directory = tmp_path_factory.mktemp("sharded")
-    result = train(directory, real_recipe, "--out", directory / "out", fsdp={}, code=WATCH)
-    assert result.returncode == 0, result.stderr
-    return directory / "out"
+def runs(real_recipe, tmp_path_factory):
+    """On two FSDP2 processes: `stages/out` of the whole recipe; `one` of one stage that trains everything;
+    `interrupted` of the same, with sharded state dicts, and `resumed` from there; `from-one`: what one process
+    left, resumed.
+    """
+    directory = tmp_path_factory.mktemp("fsdp")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StageTrainer, "training_step", StageTrainer.training_step)
+        interrupt_in_step_4()
+        with pytest.raises(Interrupted):
+            run_recipe(load_recipe(real_recipe, ONE_STAGE[2:]), directory / "from-one", stage="k")
+    one, sharded, resume = [real_recipe, *ONE_STAGE, "--out"], directory / "interrupted", ["--resume"]
+    printed = succeed(
+        directory,
+        [
+            Run([real_recipe, "--out", directory / "stages/out"], FSDP2, watch),
+            Run([*one, directory / "one"], RANK_0_LOADS),
+            Run([*one, sharded], FSDP2, interrupt_in_step_4),
+            Run([*one, directory / "from-one", *resume], RANK_0_LOADS),
+            Run([*one, directory / "resumed", *resume], FSDP2, functools.partial(copy_to_resume, sharded)),
+        ],
+    )
+    assert printed.count("continues after step 2") == 2, printed
+    return directory
+
+
+def copy_to_resume(source):
+    """A copy of what was interrupted, for two processes to resume; the original is for one."""
+    if os.environ["RANK"] == "0":
+        shutil.copytree(source, source.parent / "resumed")
+    PartialState().wait_for_everyone()
+
+
+@pytest.fixture
+def sharded(runs):
+    return runs / "stages/out"
 
 
 def weights(directory):
@@ -102,39 +151,6 @@ def test_the_result_loads_and_is_the_live_model(sharded):
         assert logits.double().sum().item() == pytest.approx(facts["logits"], rel=1e-5)
 
 
-ONE_STAGE = ["--stage", "k", "stages.k.train=all", "stages.k.max_steps=5"]  # of which it saves 2, 4 and 5
-KILLED_IN_STEP_4 = """
-import os, signal
-from coca_hf.train.trainer import StageTrainer
-plain = StageTrainer.training_step
-def step(self, *args):
-    if self.state.global_step == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return plain(self, *args)
-StageTrainer.training_step = step
-"""
-RANK_0_LOADS = {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-
-
-@pytest.fixture(scope="module")
-def one_stage(real_recipe, tmp_path_factory):
-    """OUT of one stage that trains everything, on two FSDP2 processes, in one go."""
-    directory = tmp_path_factory.mktemp("one-stage")
-    result = train(directory, real_recipe, *ONE_STAGE, "--out", directory / "out", fsdp=RANK_0_LOADS)
-    assert result.returncode == 0, result.stderr
-    return directory / "out/1-k"
-
-
-@pytest.fixture(scope="module")
-def killed(real_recipe, tmp_path_factory):
-    """OUT of the same, killed in step 4, with sharded state dicts."""
-    directory = tmp_path_factory.mktemp("killed")
-    result = train(directory, real_recipe, *ONE_STAGE, "--out", directory / "out", fsdp={}, code=KILLED_IN_STEP_4)
-    assert result.returncode != 0
-    assert [path.name for path in (directory / "out/1-k/trainer").glob("checkpoint-*")] == ["checkpoint-2"]
-    return directory / "out"
-
-
 def timeless(stage_dir):
     lines = [json.loads(line) for line in (stage_dir / "log.jsonl").read_text().splitlines()]
     measured = ("seconds", "tokens_per_second", "memory_bytes")
@@ -148,40 +164,37 @@ def assert_close(ours, theirs):
         assert [line[key] for line in log_lines(ours)] == pytest.approx(expected, abs=1e-4)
 
 
-def test_two_processes_resume_to_the_same_bits_whatever_the_type_of_state_dict(
-    real_recipe, killed, one_stage, tmp_path
-):
-    out = shutil.copytree(killed, tmp_path / "out")
-    result = train(tmp_path, real_recipe, *ONE_STAGE, "--out", out, "--resume", fsdp={})
-    assert result.returncode == 0, result.stderr
-    assert "continues after step 2" in result.stdout
-    assert timeless(out / "1-k") == timeless(one_stage)
-    ours, theirs = weights(out / "1-k"), weights(one_stage)
+def test_two_processes_resume_to_the_same_bits_whatever_the_type_of_state_dict(runs):
+    assert timeless(runs / "resumed/1-k") == timeless(runs / "one/1-k")
+    ours, theirs = weights(runs / "resumed/1-k"), weights(runs / "one/1-k")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_one_process_resumes_what_two_saved(real_recipe, killed, one_stage, tmp_path, capsys):
-    out = shutil.copytree(killed, tmp_path / "out")
+def test_two_processes_resume_what_one_saved(runs):
+    assert_close(runs / "from-one/1-k", runs / "one/1-k")
+
+
+def test_one_process_resumes_what_two_saved(real_recipe, runs, tmp_path, capsys):
+    out = shutil.copytree(runs / "interrupted", tmp_path / "out")
+    assert [path.name for path in (out / "1-k/trainer").glob("checkpoint-*")] == ["checkpoint-2"]
     run_recipe(load_recipe(real_recipe, ONE_STAGE[2:]), out, stage="k", resume=True)
     assert "continues after step 2" in capsys.readouterr().out
-    assert_close(out / "1-k", one_stage)
+    assert_close(out / "1-k", runs / "one/1-k")
 
 
-def test_two_processes_resume_what_one_saved(real_recipe, one_stage, tmp_path):
-    out = tmp_path / "out"
-    died = train(tmp_path, real_recipe, *ONE_STAGE, "--out", out, processes=1, code=KILLED_IN_STEP_4)
-    assert died.returncode == -9
-    result = train(tmp_path, real_recipe, *ONE_STAGE, "--out", out, "--resume", fsdp=RANK_0_LOADS)
-    assert result.returncode == 0, result.stderr
-    assert "continues after step 2" in result.stdout
-    assert_close(out / "1-k", one_stage)
-
-
-def test_another_number_of_blocks_a_step_is_refused(real_recipe, killed, tmp_path):
-    out = shutil.copytree(killed, tmp_path / "out")
+def test_another_number_of_blocks_a_step_is_refused(real_recipe, runs, tmp_path):
+    out = shutil.copytree(runs / "interrupted", tmp_path / "out")
     recipe = load_recipe(real_recipe, [*ONE_STAGE[2:], "training.gradient_accumulation_steps=1"])
     del recipe.training["global_batch_size"]
     kept = (out / "recipe.yaml").read_text()
     (out / "recipe.yaml").write_text(kept.replace("  global_batch_size: 4\n", ""))
     with pytest.raises(CocaError, match=r"checkpoint-2: was made with 4 blocks a step, got 2 now; expected the same"):
         run_recipe(recipe, out, stage="k", resume=True)
+
+
+def test_a_changed_recipe_is_refused_in_every_process(real_recipe, runs, tmp_path):
+    """The launcher ends the others when the main one refuses."""
+    arguments = [real_recipe, *ONE_STAGE, "--out", runs / "one", "--resume", "training.learning_rate=2e-3"]
+    launched = launch(tmp_path, [Run(arguments, FSDP2)])
+    assert launched.wait() != 0
+    assert "training.learning_rate was 0.001, now 0.002" in " ".join(launched.output.read_text().split())
