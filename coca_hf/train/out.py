@@ -14,12 +14,13 @@ Files and directories named `partial` are being written; a run that is killed le
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 from transformers import TrainingArguments
@@ -106,6 +107,26 @@ def check_before(run: StageRun) -> None:
             f"--stage {run.stage.name}: starts from {run.before.directory}, which is not complete; "
             f"run --stage {run.before.stage.name} first"
         )
+
+
+@contextmanager
+def locked(out_dir: Path) -> Iterator[None]:
+    """Hold the directory; the system frees it when the process dies. Raises CocaError where another one holds it."""
+    with saving_to(out_dir):
+        out_dir.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(out_dir.parent / f".{out_dir.name}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise CocaError(f"{out_dir}: another coca-train is writing it; wait for it, or choose another --out") from None
+    except OSError as error:
+        raise CocaError(f"{out_dir}: cannot be written: {error.strerror}; choose another --out") from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            Path(lock.lock_file).unlink()
+        lock.release()
 
 
 def open_out(recipe: Recipe, out_dir: Path) -> None:

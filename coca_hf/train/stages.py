@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -42,6 +42,7 @@ from coca_hf.train.out import (
     check_before,
     check_out,
     last_checkpoint,
+    locked,
     open_out,
     saving_to,
     weights_hashes,
@@ -74,6 +75,11 @@ def run_recipe(recipe: Recipe, out_dir: str | Path, stage: str | None = None, re
     if stage and not chosen:
         names = [run.stage.name for run in runs]
         raise CocaError(f"--stage: got {stage!r}, expected one of {', '.join(names)}; nearest: {nearest(stage, names)}")
+    with locked(out_dir) if state.is_main_process else nullcontext():
+        return _run_stages(recipe, out_dir, chosen, state, resume)
+
+
+def _run_stages(recipe: Recipe, out_dir: Path, chosen: list[StageRun], state: PartialState, resume: bool) -> Path:
     data = recipe.data
     if state.is_main_process:  # where this fails, the launcher ends the other processes
         check_out(recipe, out_dir, resume)
@@ -88,7 +94,7 @@ def run_recipe(recipe: Recipe, out_dir: str | Path, stage: str | None = None, re
     held_out: Tensor | None = None
     with stop_on_signals() as stop:
         for run in chosen:
-            if run.is_complete:
+            if from_main_process(lambda run=run: run.is_complete):
                 state.print(f"{run.directory}: complete, skipped", flush=True)
                 if state.is_main_process:
                     _clear_trainer(run)  # a kill may have come between training.json and this
@@ -160,7 +166,7 @@ def _run_stage(recipe: Recipe, run: StageRun, state: PartialState, held_out: Ten
     use_cache = model.config.use_cache  # the Trainer turns it off
     trained, total = freeze_(model, run.stage)
     parameters = {"trained": trained, "total": total, "fraction": trained / total}
-    checkpoint = last_checkpoint(run.trainer_dir)
+    checkpoint = from_main_process(lambda: last_checkpoint(run.trainer_dir))
     step, place = _place(run, checkpoint) if checkpoint else (0, start_place(run.start_block))
     blocks = PackedBlocks(data.sources, tokenizer, data.seq_len, data.seed, place["next_block"], data.held_out_blocks)
     log = StageLog(run.directory / "log.jsonl", data.seq_len, run.blocks_per_step, options.held_out_steps, place)

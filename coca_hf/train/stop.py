@@ -15,9 +15,18 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """`signal`: the name of the one that came, or None."""
+    """`came`: the name of the signal that came, or that the launcher has died, which would leave its processes alone to
+    write where the next launch writes; else None.
+    """
 
-    signal: str | None = None
+    def __init__(self):
+        self.signal: str | None = None
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+    @property
+    def came(self) -> str | None:
+        orphaned = self._launcher is not None and os.getppid() != self._launcher
+        return self.signal or ("the death of the launcher" if orphaned else None)
 
 
 @contextmanager

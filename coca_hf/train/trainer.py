@@ -89,12 +89,12 @@ class StageTrainer(Trainer):
 
         Raises CocaError after `max_bad_steps` bad ones in a row.
         """
-        mine = torch.stack([self._step_loss, self._step_loss.new_tensor(self.stop.signal is not None)])
+        mine = torch.stack([self._step_loss, self._step_loss.new_tensor(self.stop.came is not None)])
         total, asked = reduce(mine, "sum").tolist()
         loss = total / self.args.world_size
         self._step_loss = torch.zeros_like(self._step_loss)
         if asked:
-            self.stopping = self.stop.signal or "a signal to another process"
+            self.stopping = self.stop.came or "a signal to another process"
         place, factor = self.stage_log.place, self.options.spike_factor
         running = place["running_loss"]
         spiked = factor is not None and running is not None and loss > factor * running
