@@ -130,10 +130,17 @@ def train_command(
 
     from coca_hf.train.recipe import load_recipe
     from coca_hf.train.stages import run_recipe
+    from coca_hf.train.stop import EXIT_STOPPED, Stopped
 
     disable_progress_bar()  # of loading and saving; the training keeps its own
     checked = load_recipe(recipe, settings or [])
-    directory = run_recipe(checked, out or Path("runs") / recipe.stem, stage, resume)
+    try:
+        directory = run_recipe(checked, out or Path("runs") / recipe.stem, stage, resume)
+    except Stopped as stopped:
+        if PartialState().is_main_process:
+            console.print(str(stopped), highlight=False)
+        PartialState().destroy_process_group()
+        raise typer.Exit(EXIT_STOPPED) from None
     if PartialState().is_main_process:
         lengths = f"{checked.data.seq_len},{2 * checked.data.seq_len}"
         Console().print(f"checkpoint: {directory}", soft_wrap=True, highlight=False)

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
@@ -41,6 +42,7 @@ class PackedBlocks(IterableDataset):
         seq_len: int,
         seed: int = 0,
         start_block: int = 0,
+        held_out_blocks: int = 0,
     ):
         if tokenizer.eos_token_id is None:
             raise CocaError(f"{tokenizer.name_or_path}: the tokenizer has no eos token, expected one to end documents")
@@ -49,6 +51,7 @@ class PackedBlocks(IterableDataset):
         self.seq_len = seq_len
         self.seed = seed
         self.start_block = start_block
+        self.held_out_blocks = held_out_blocks
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         worker = get_worker_info()
@@ -68,12 +71,20 @@ class PackedBlocks(IterableDataset):
             f"more; add text or lower data.seq_len"
         )
 
-    def _mixed(self) -> Iterator[Tensor]:
+    def sources_of(self, start_block: int, count: int) -> list[Source]:
+        """The source of each of `count` blocks of the stream; nothing is read."""
+        return [self.sources[number] for number in itertools.islice(self._numbers(), start_block, start_block + count)]
+
+    def _numbers(self) -> Iterator[int]:
         draw = random.Random(f"{self.seed} sources")
-        streams = [self._repeated(number) for number in range(len(self.sources))]
         weights = [source.weight for source in self.sources]
         while True:
-            yield next(draw.choices(streams, weights)[0])
+            yield draw.choices(range(len(weights)), weights)[0]
+
+    def _mixed(self) -> Iterator[Tensor]:
+        streams = [self._repeated(number) for number in range(len(self.sources))]
+        for number in self._numbers():
+            yield next(streams[number])
 
     def _repeated(self, number: int) -> Iterator[Tensor]:
         for pass_number in itertools.count():
@@ -87,6 +98,8 @@ class PackedBlocks(IterableDataset):
     def _packed(self, source: Source) -> Iterator[Tensor]:
         rest = torch.empty(0, dtype=torch.int64)
         for document in read_documents(source.path, source.column, source.split):
+            if self.held_out_blocks and _is_held_out(document.text):
+                continue
             tokens = torch.cat((rest, torch.tensor(self._tokens(document.text))))
             whole = len(tokens) // self.seq_len * self.seq_len
             yield from tokens[:whole].view(-1, self.seq_len)
@@ -107,3 +120,23 @@ def _shuffled(blocks: Iterator[Tensor], seq_len: int, draw: random.Random) -> It
         buffer[place] = block
     draw.shuffle(buffer)
     yield from buffer
+
+
+def held_out_blocks(
+    sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, seq_len: int, held_out_blocks: int, seed: int
+) -> list[Tensor]:
+    """Up to `held_out_blocks` blocks (seq_len,) of the documents that `PackedBlocks` leaves out."""
+    reader = PackedBlocks(sources, tokenizer, seq_len, seed)
+    rest = torch.empty(0, dtype=torch.int64)
+    for source in sources:
+        for document in read_documents(source.path, source.column, source.split):
+            if len(rest) >= held_out_blocks * seq_len:
+                break
+            if _is_held_out(document.text):
+                rest = torch.cat((rest, torch.tensor(reader._tokens(document.text))))
+    whole = min(len(rest) // seq_len, held_out_blocks)
+    return list(rest[: whole * seq_len].view(-1, seq_len))
+
+
+def _is_held_out(text: str) -> bool:
+    return xxhash.xxh3_64_intdigest(text.encode()) % 16 == 0

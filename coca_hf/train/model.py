@@ -22,11 +22,15 @@ def check_model(recipe: Recipe) -> None:
         freeze_(model, stage)
 
 
-def load_model(name: str) -> PreTrainedModel:
+def load_model(name: str, attn_implementation: str | None = None) -> PreTrainedModel:
     """A causal language model in float32. Raises CocaError unless every weight is there and no other."""
     with _loading(name):
         model, report = AutoModelForCausalLM.from_pretrained(
-            name, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
+            name,
+            dtype=torch.float32,
+            trust_remote_code=False,
+            output_loading_info=True,
+            attn_implementation=attn_implementation,
         )
     wrong = {kind: sorted(map(str, report[kind])) for kind in ("missing_keys", "unexpected_keys") if report[kind]}
     if wrong:
@@ -72,6 +76,6 @@ def _has_part(parameter: str, module: str) -> bool:
 def _loading(name: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         reason = " ".join(str(error).split())
         raise CocaError(f"{name}: cannot be loaded, expected a model directory or hub id: {reason}") from error

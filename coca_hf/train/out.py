@@ -2,9 +2,11 @@
 
     OUT/recipe.yaml           the recipe, overrides and defaults filled in; can be run again as it is
     OUT/1-k/                  a stage: with training.json in it, a complete checkpoint that loads alone
-    OUT/1-k/log.jsonl         step, loss, learning_rate, grad_norm, tokens_seen, seconds; a line per logging interval
+    OUT/1-k/log.jsonl         a line per logging interval (see log.py), and one per measurement of the held-out loss
     OUT/1-k/trainer/          checkpoint-N, to resume from; they are deleted when the stage is complete
     OUT/2-qkv/ …
+    OUT/tensorboard/1-k/ …    for `tensorboard --logdir OUT`
+    OUT/stopped.json          there while a run that a signal stopped waits for --resume; launchers lose its exit code
 
 Files and directories named `partial` are being written; a run that is killed leaves them, and the next one drops them.
 """
@@ -12,21 +14,29 @@ Files and directories named `partial` are being written; a run that is killed le
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
+from torch.distributed.checkpoint import CheckpointException
 from transformers import TrainingArguments
 
+from coca_hf.convert.writer import file_hash
 from coca_hf.errors import CocaError
 from coca_hf.train.recipe import Recipe, Stage
 
 RECORD = "training.json"
 RECIPE = "recipe.yaml"
+STOPPED = "stopped.json"
 PARTIAL = "partial"
+LAYOUT = (  # training options that may change with --resume: they say how the same steps are computed
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "torch_compile"),
+    *("attn_implementation", "report_to", "disable_tqdm", "save_steps", "save_total_limit", "dataloader_num_workers"),
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +63,7 @@ class StageRun:
         return json.loads((self.before.directory / RECORD).read_text())["end_block"] if self.before else 0
 
     @property
-    def global_batch(self) -> int:
+    def blocks_per_step(self) -> int:
         """Blocks that one optimizer step takes, over all processes."""
         arguments = self.arguments
         return arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
@@ -75,6 +85,9 @@ def check_out(recipe: Recipe, out_dir: Path, resume: bool) -> None:
         raise CocaError(f"{out_dir}: got a directory without {RECIPE}, expected one that coca-train made")
     before = _flat(yaml.safe_load((out_dir / RECIPE).read_text(encoding="utf-8")))
     now = _flat(recipe.to_dict())
+    for tree in (before, now):
+        for key in [key for key in tree if key.rpartition(".")[2] in LAYOUT]:
+            del tree[key]
     changes = [
         f"{key} was {before.get(key, 'absent')}, now {now.get(key, 'absent')}"
         for key in dict.fromkeys([*before, *now])
@@ -96,6 +109,26 @@ def check_before(run: StageRun) -> None:
         )
 
 
+@contextmanager
+def locked(out_dir: Path) -> Iterator[None]:
+    """Hold the directory; the system frees it when the process dies. Raises CocaError where another one holds it."""
+    with saving_to(out_dir):
+        out_dir.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(out_dir.parent / f".{out_dir.name}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise CocaError(f"{out_dir}: another coca-train is writing it; wait for it, or choose another --out") from None
+    except OSError as error:
+        raise CocaError(f"{out_dir}: cannot be written: {error.strerror}; choose another --out") from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            Path(lock.lock_file).unlink()
+        lock.release()
+
+
 def open_out(recipe: Recipe, out_dir: Path) -> None:
     """Make the directory, with its recipe in it, unless it is there. Raises CocaError where it cannot be written."""
     if not _is_used(out_dir):
@@ -109,6 +142,25 @@ def last_checkpoint(trainer_dir: Path) -> Path | None:
     return max(trainer_dir.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), default=None)
 
 
+def check_base(run: StageRun) -> None:
+    """Raises CocaError where the weights that `run` starts from are not those that the stage before it wrote."""
+    record = Path(run.base) / RECORD
+    if not record.exists():
+        return
+    for name, written in json.loads(record.read_text()).get("weights_xxh3_128", {}).items():
+        found = file_hash(Path(run.base) / name)
+        if found != written:
+            raise CocaError(
+                f"{Path(run.base) / name}: got xxh3_128 {found or 'of no file'}, expected {written} as {RECORD} beside "
+                f"it says; the file was damaged or replaced: restore it, or train that stage again with another --out"
+            )
+
+
+def weights_hashes(directory: Path) -> dict[str, str | None]:
+    """The xxh3_128 of every file of weights of a checkpoint, in hexadecimal, by name."""
+    return {path.name: file_hash(path) for path in sorted(directory.glob("*.safetensors*"))}
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that a reader, and a run that is killed, finds the old one or the new one."""
     partial = path.with_name(f"{path.name}.{PARTIAL}")
@@ -117,17 +169,23 @@ def write_whole(path: Path, text: str) -> None:
 
 
 @contextmanager
-def saving_to(directory: Path) -> Iterator[None]:
-    """Turn what a full or read-only disk makes torch, safetensors and Python raise into one line: a CocaError."""
+def saving_to(directory: Path, num_bytes: int | None = None) -> Iterator[None]:
+    """Turn what a full or read-only disk makes torch, safetensors and Python raise into one line: a CocaError.
+
+    num_bytes: how much is written in all, for the message.
+    """
     try:
         yield
     except CocaError:
         raise
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
         reason = " ".join(str(error).split())
+        if len(reason) > 300:  # torch's has the traceback of every process
+            reason = f"{reason[:60]} ... {reason[-240:]}"
+        needed = f" ({num_bytes / 1e9:.3f} GB needed)" if num_bytes else ""
         raise CocaError(
-            f"{directory}: cannot be written: {reason}; what was saved before is untouched: make room, then continue "
-            f"with --resume"
+            f"{directory}: cannot be written{needed}: {reason}; what was saved before is untouched: make room, then "
+            f"continue with --resume"
         ) from error
 
 

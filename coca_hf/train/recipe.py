@@ -6,7 +6,7 @@
       sources:                                # weights: shares of the tokens; paths: see documents.read_documents
         - {path: books/*.parquet, weight: 0.75}
         - {path: code.jsonl, weight: 0.25, column: content}
-    training:                                 # names of transformers.TrainingArguments, shared by all stages
+    training:                                 # names of transformers.TrainingArguments or StageOptions, for all stages
       learning_rate: 1.0e-4
     stages:                                   # each may override anything under `training`
       - {name: k, train: [t_proj], max_steps: 15000}
@@ -39,7 +39,7 @@ from coca_hf.errors import CocaError
 from coca_hf.train.tree import nearest, override_, read_tree
 
 DEFAULTS = {
-    "report_to": "none",
+    "report_to": ["tensorboard"],
     "logging_steps": 10,
     "save_total_limit": 1,
     "disable_tqdm": False,
@@ -58,6 +58,9 @@ OWNED = {
     "resume_from_checkpoint": "continue a run with --resume",
     "restore_callback_states_from_checkpoint": _BY_RESUME,
     "save_only_model": _BY_RESUME,
+    "enable_jit_checkpoint": "SIGTERM and SIGUSR1 always write a checkpoint",
+    "use_liger_kernel": "Liger patches only the model types that it knows, and CoCA's are none of them",
+    "parallelism_config": "coca-train has one block on one GPU; lower per_device_train_batch_size, shard with FSDP2",
     **dict.fromkeys(("remove_unused_columns", "ignore_data_skip", "accelerator_config", "data_seed"), _BY_DATA),
     **dict.fromkeys(("auto_find_batch_size", "train_sampling_strategy", "length_column_name"), _BY_DATA),
     **dict.fromkeys(("do_train", "do_eval", "do_predict", "load_best_model_at_end"), _BY_EVAL),
@@ -95,6 +98,24 @@ class Data(_Part):
     seq_len: int = Field(ge=2)
     sources: list[Source] = Field(min_length=1)
     seed: int = 0
+    held_out_blocks: int = Field(default=64, ge=0)
+
+
+class StageOptions(_Part):
+    """What a recipe may say among the training options beside those of TrainingArguments.
+
+    global_batch_size: blocks that an optimizer step takes over all processes; it sets gradient_accumulation_steps, so
+    that one recipe trains the same on any number of processes. held_out_steps: steps between measurements of the
+    held-out loss; 0: before and after the stage only. max_bad_steps: so many in a row end the run; fewer are skipped.
+    A step is bad if its loss or its gradient is not a number, and, with spike_factor, if its loss is above so many
+    times the running mean. attn_implementation: as `from_pretrained` takes it.
+    """
+
+    global_batch_size: int | None = Field(default=None, ge=1)
+    held_out_steps: int = Field(default=0, ge=0)
+    max_bad_steps: int = Field(default=1, ge=1)
+    spike_factor: float | None = Field(default=None, gt=1)
+    attn_implementation: str | None = None
 
 
 class Stage(_Part):
@@ -152,11 +173,21 @@ class Recipe(_Part):
                     f"say how long the stage is, here or under training"
                 )
             _check_options(stage.name, options)
+            try:
+                self.stage_options(stage)
+            except ValidationError as error:
+                problems = "; ".join(_explain({}, problem) for problem in error.errors())
+                raise ValueError(f"stages.{stage.name}: {problems}") from None
         return self
 
     def options(self, stage: Stage) -> dict[str, Any]:
-        """The training options of a stage: its own over the shared ones."""
-        return {**self.training, **stage.training}
+        """The TrainingArguments of a stage: its own over the shared ones."""
+        given = {**self.training, **stage.training}
+        return {key: value for key, value in given.items() if key not in StageOptions.model_fields}
+
+    def stage_options(self, stage: Stage) -> StageOptions:
+        given = {**self.training, **stage.training}
+        return StageOptions(**{key: value for key, value in given.items() if key in StageOptions.model_fields})
 
     def to_dict(self) -> dict[str, Any]:
         stages = [{"name": stage.name, "train": stage.train, **stage.training} for stage in self.stages]
@@ -188,7 +219,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def checked_training(options: dict[str, Any], also_known: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Training options with every value in the type that TrainingArguments declares for it, as plain YAML values.
+    """Training options with every value in the type that is declared for it, as plain YAML values.
 
     Raises ValueError for an unknown option, one that coca-train sets itself, or a value of another type.
     """
@@ -211,12 +242,14 @@ def checked_training(options: dict[str, Any], also_known: tuple[str, ...] = ()) 
 
 @functools.cache
 def _training_types() -> dict[str, tuple[Any, TypeAdapter]]:
-    """Every option of TrainingArguments that a recipe may set, with its declared type."""
+    """Every option of TrainingArguments that a recipe may set, and our own, with its declared type."""
     hints = typing.get_type_hints(TrainingArguments)
     config = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
     names = [field.name for field in dataclasses.fields(TrainingArguments) if field.init]
+    own = {name: field.annotation for name, field in StageOptions.model_fields.items()}
     return {
-        name: (hints[name], TypeAdapter(hints[name], config=config)) for name in names if _owned_reason(name) is None
+        name: (hint, TypeAdapter(hint, config=config))
+        for name, hint in [*((name, hints[name]) for name in names if _owned_reason(name) is None), *own.items()]
     }
 
 

@@ -1,44 +1,57 @@
 """Runs the stages of a recipe, each from one directory to the next, so that a run can be killed at any moment.
 
-From stage to stage go weights and the place in the stream of blocks; the optimizer starts anew. Weights are float32
-throughout; `bf16: true` computes in bfloat16 beside them. What lies where: see `out.py`.
+From stage to stage go weights, checked by their hashes, and the place in the stream of blocks; the optimizer starts
+anew. Weights are float32 throughout; `bf16: true` computes in bfloat16 beside them. What lies where: see `out.py`.
 """
 
 import gc
 import json
 import os
-import platform
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import datetime, timezone
-from importlib.metadata import version
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
-from transformers import PreTrainedTokenizerBase, TrainingArguments, default_data_collator
+from torch import Tensor
+from transformers import (
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    ProgressCallback,
+    TrainingArguments,
+    default_data_collator,
+)
+from transformers.integrations import TensorBoardCallback, is_tensorboard_available
 
 from coca_hf.card import LICENCE_FILES, write_card
-from coca_hf.documents import is_on_hub
 from coca_hf.errors import CocaError
-from coca_hf.train.data import PackedBlocks
+from coca_hf.train.checkpoint import check_room
+from coca_hf.train.data import PackedBlocks, held_out_blocks
+from coca_hf.train.flops import count_flops
+from coca_hf.train.held_out import from_main_process
+from coca_hf.train.log import ProgressLine, SpeedMeter, StageLog, start_place
 from coca_hf.train.model import check_model, freeze_, load_model, load_tokenizer
 from coca_hf.train.out import (
     PARTIAL,
     RECORD,
+    STOPPED,
     StageRun,
+    check_base,
     check_before,
     check_out,
     last_checkpoint,
+    locked,
     open_out,
     saving_to,
+    weights_hashes,
     write_whole,
 )
 from coca_hf.train.recipe import Recipe, Stage
-from coca_hf.train.trainer import StageLog, StageTrainer
+from coca_hf.train.record import make_record
+from coca_hf.train.stop import Stopped, StopRequest, stop_on_signals
+from coca_hf.train.trainer import StageTrainer
 from coca_hf.train.tree import nearest
 
 CONVERSION_RECORD = "conversion.json"  # written by coca-convert; goes along from stage to stage
@@ -47,12 +60,13 @@ CONVERSION_RECORD = "conversion.json"  # written by coca-convert; goes along fro
 def run_recipe(recipe: Recipe, out_dir: str | Path, stage: str | None = None, resume: bool = False) -> Path:
     """Run the stages of a recipe in order, or only the one named `stage`; returns the directory of the last one.
 
-    With `resume`, finished stages are skipped and an unfinished one continues from its last checkpoint. Every process
-    of a distributed run calls this; the main one prints and writes.
+    With `resume`, finished stages are skipped and an unfinished one continues from its last checkpoint, on any number
+    of processes. Every process of a distributed run calls this; the main one prints and writes.
 
     Raises CocaError, before anything is written, for a stage, model, module name, source or combination of training
     options that does not work, for an `out_dir` that is not empty without `resume`, and for one of another recipe with
-    it; later, for a loss that is not a number, and for a disk that is full.
+    it; later, for a loss that is not a number, and for a disk that is full. Raises Stopped after the checkpoint that
+    SIGTERM or SIGUSR1, to any process, asks for.
     """
     out_dir = Path(out_dir)
     runs = _plan(recipe, out_dir)
@@ -61,20 +75,34 @@ def run_recipe(recipe: Recipe, out_dir: str | Path, stage: str | None = None, re
     if stage and not chosen:
         names = [run.stage.name for run in runs]
         raise CocaError(f"--stage: got {stage!r}, expected one of {', '.join(names)}; nearest: {nearest(stage, names)}")
+    with locked(out_dir) if state.is_main_process else nullcontext():
+        return _run_stages(recipe, out_dir, chosen, state, resume)
+
+
+def _run_stages(recipe: Recipe, out_dir: Path, chosen: list[StageRun], state: PartialState, resume: bool) -> Path:
+    data = recipe.data
     if state.is_main_process:  # where this fails, the launcher ends the other processes
         check_out(recipe, out_dir, resume)
         check_before(chosen[0])
         check_model(recipe)
-        PackedBlocks(recipe.data.sources, load_tokenizer(recipe.model), recipe.data.seq_len).check()
+        PackedBlocks(
+            data.sources, load_tokenizer(recipe.model), data.seq_len, held_out_blocks=data.held_out_blocks
+        ).check()
         open_out(recipe, out_dir)
+        (out_dir / STOPPED).unlink(missing_ok=True)
     state.wait_for_everyone()
-    for run in chosen:
-        if run.is_complete:
-            state.print(f"{run.directory}: complete, skipped", flush=True)
-            if state.is_main_process:
-                _clear_trainer(run)  # a kill may have come between training.json and this
-        else:
-            _run_stage(recipe, run, state)
+    held_out: Tensor | None = None
+    with stop_on_signals() as stop:
+        for run in chosen:
+            if from_main_process(lambda run=run: run.is_complete):
+                state.print(f"{run.directory}: complete, skipped", flush=True)
+                if state.is_main_process:
+                    _clear_trainer(run)  # a kill may have come between training.json and this
+                continue
+            if held_out is None:
+                held_out = from_main_process(lambda: _held_out(recipe))
+            with _own_accelerator():
+                _run_stage(recipe, run, state, held_out, stop)
             gc.collect()  # the trainer refers to itself; free its model before the next is loaded
     return chosen[-1].directory
 
@@ -90,35 +118,76 @@ def _plan(recipe: Recipe, out_dir: Path) -> list[StageRun]:
                 output_dir=str(directory / "trainer"),
                 remove_unused_columns=False,
                 ignore_data_skip=True,  # a resumed stage's blocks start where its checkpoint was
+                eval_on_start=True,  # see StageTrainer.evaluate
                 **recipe.options(stage),
             )
             on_cpu = arguments.device.type == "cpu"  # asking joins the other processes
         arguments.dataloader_pin_memory &= not on_cpu  # torch warns where there is nothing to pin for
+        if "tensorboard" in arguments.report_to and not is_tensorboard_available():
+            if number == 1:
+                PartialState().print("report_to: tensorboard is not installed; going on without it")
+            arguments.report_to.remove("tensorboard")
+        _set_accumulation(arguments, stage, recipe.stage_options(stage).global_batch_size)
         runs.append(StageRun(stage, str(before.directory) if before else recipe.model, before, directory, arguments))
     return runs
 
 
-def _run_stage(recipe: Recipe, run: StageRun, state: PartialState) -> None:
+def _set_accumulation(arguments: TrainingArguments, stage: Stage, global_batch_size: int | None) -> None:
+    if global_batch_size is None:
+        return
+    at_once = arguments.train_batch_size * arguments.world_size
+    if global_batch_size % at_once:
+        raise CocaError(
+            f"stages.{stage.name}: got global_batch_size {global_batch_size}, expected a multiple of {at_once}: "
+            f"per_device_train_batch_size {arguments.train_batch_size} on {arguments.world_size} processes"
+        )
+    arguments.gradient_accumulation_steps = global_batch_size // at_once
+
+
+def _held_out(recipe: Recipe) -> Tensor:
+    data = recipe.data
+    tokenizer = load_tokenizer(recipe.model)
+    wanted = data.held_out_blocks
+    blocks = held_out_blocks(data.sources, tokenizer, data.seq_len, wanted, data.seed) if wanted else []
+    return torch.stack(blocks) if blocks else torch.empty(0, data.seq_len, dtype=torch.int64)
+
+
+def _run_stage(recipe: Recipe, run: StageRun, state: PartialState, held_out: Tensor, stop: StopRequest) -> None:
     if state.is_main_process:
+        check_base(run)
         with saving_to(run.directory):
             run.trainer_dir.mkdir(parents=True, exist_ok=True)
             for half_written in (run.directory / PARTIAL, run.trainer_dir / PARTIAL):
                 shutil.rmtree(half_written, ignore_errors=True)
     state.wait_for_everyone()
 
-    model, tokenizer = load_model(run.base), load_tokenizer(run.base)
+    options, data = recipe.stage_options(run.stage), recipe.data
+    model, tokenizer = load_model(run.base, options.attn_implementation), load_tokenizer(run.base)
     use_cache = model.config.use_cache  # the Trainer turns it off
     trained, total = freeze_(model, run.stage)
-    checkpoint = last_checkpoint(run.trainer_dir)
-    step, next_block, seconds = _place(checkpoint) if checkpoint else (0, run.start_block, 0.0)
-    end_block = next_block + (run.arguments.max_steps - step) * run.global_batch
-    data, tokens = recipe.data, (end_block - run.start_block) * recipe.data.seq_len
-    blocks = PackedBlocks(data.sources, tokenizer, data.seq_len, data.seed, next_block)
-    log = StageLog(run.directory / "log.jsonl", data.seq_len, run.global_batch, next_block, seconds)
-    AcceleratorState._reset_state()  # or the stage before would fix the precision of this one
+    parameters = {"trained": trained, "total": total, "fraction": trained / total}
+    checkpoint = from_main_process(lambda: last_checkpoint(run.trainer_dir))
+    step, place = _place(run, checkpoint) if checkpoint else (0, start_place(run.start_block))
+    blocks = PackedBlocks(data.sources, tokenizer, data.seq_len, data.seed, place["next_block"], data.held_out_blocks)
+    log = StageLog(run.directory / "log.jsonl", data.seq_len, run.blocks_per_step, options.held_out_steps, place)
+    meter = SpeedMeter(run.blocks_per_step * data.seq_len, count_flops(model, data.seq_len).model)
     with _trainer_errors(run.stage):
-        trainer = StageTrainer(model, run.arguments, default_data_collator, blocks, callbacks=[log])
+        trainer = StageTrainer(
+            model,
+            run.arguments,
+            default_data_collator,
+            blocks,
+            callbacks=[log],
+            log=log,
+            options=options,
+            meter=meter,
+            held_out=held_out,
+            stop=stop,
+            sources=lambda first, count: _in_words(blocks, first, count),
+        )
+    _set_callbacks(trainer, run)
 
+    tokens = run.arguments.max_steps * run.blocks_per_step * data.seq_len
     state.print(
         f"{run.directory}: trains {trained:,} of {total:,} parameters ({trained / total:.1%}) for "
         f"{run.arguments.max_steps:,} steps, {tokens:,} tokens"
@@ -126,44 +195,39 @@ def _run_stage(recipe: Recipe, run: StageRun, state: PartialState) -> None:
         flush=True,
     )
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if trainer.state.global_step < run.arguments.max_steps:
+        _stop(run, trainer, state)
     model.config.use_cache = use_cache
-    record = {
-        "stage": {"name": run.stage.name, "train": run.stage.train},
-        "base_model": run.base,
-        "parameters": {"trained": trained, "total": total, "fraction": trained / total},
-        "tokens": tokens,
-        "tokens_seen": end_block * data.seq_len,
-        "start_block": run.start_block,
-        "end_block": end_block,
-        "blocks_per_step": run.global_batch,
-        "seconds": round(log.seconds, 3),
-        **_losses(trainer),
-        **_surroundings(run.arguments),
-        "recipe": recipe.to_dict(),
-    }
-    record["stages"] = [*_stages_before(run), _summary(recipe, run, record)]
+    record = make_record(recipe, run, log, trainer.state, parameters, len(held_out))
     _complete(run, trainer, tokenizer, record, state)
 
 
-def _stages_before(run: StageRun) -> list[dict[str, Any]]:
-    """The stages that the model `run` starts from has behind it, of this recipe and of those before it."""
-    record = Path(run.base) / RECORD
-    return json.loads(record.read_text()).get("stages", []) if record.exists() else []
+def _in_words(blocks: PackedBlocks, first: int, count: int) -> str:
+    """Of which sources a range of blocks is."""
+    paths = [source.path for source in blocks.sources_of(first, count)]
+    return ", ".join(f"{paths.count(path)} of {path}" for path in dict.fromkeys(paths))
 
 
-def _summary(recipe: Recipe, run: StageRun, record: dict[str, Any]) -> dict[str, Any]:
-    """What the records and the cards of later checkpoints say about this stage."""
-    return {
-        **record["stage"],
-        "steps": run.arguments.max_steps,
-        "seq_len": recipe.data.seq_len,
-        "learning_rate": run.arguments.learning_rate,
-        "sources": [
-            {"path": source.path, "weight": source.weight, "on_hub": is_on_hub(source.path)}
-            for source in recipe.data.sources
-        ],
-        **{key: record[key] for key in ("tokens", "final_loss", "hardware", "date")},
-    }
+def _set_callbacks(trainer: StageTrainer, run: StageRun) -> None:
+    """Our progress for Hugging Face's; TensorBoard's files beside the stages, which are complete checkpoints."""
+    for theirs in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(theirs)
+    trainer.add_callback(ProgressLine(run.directory.name, show=not run.arguments.disable_tqdm))
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
+            callback.logging_dir = str(run.directory.parent / "tensorboard" / run.directory.name)
+
+
+def _stop(run: StageRun, trainer: StageTrainer, state: PartialState) -> None:
+    """Leave word for the launcher's script, whose launcher does not hand on exit codes. Raises Stopped."""
+    facts = {"signal": trainer.stopping, "stage": run.stage.name, "step": trainer.state.global_step}
+    if state.is_main_process:
+        write_whole(run.directory.parent / STOPPED, json.dumps(facts) + "\n")
+    state.wait_for_everyone()
+    raise Stopped(
+        f"{run.directory}: stopped by {facts['signal']} after step {facts['step']}, with a checkpoint; continue with "
+        f"--resume"
+    )
 
 
 def _complete(
@@ -171,12 +235,15 @@ def _complete(
 ) -> None:
     """Turn a trained stage into a complete checkpoint; training.json, which says so, comes last."""
     partial = run.directory / PARTIAL
-    with saving_to(run.directory):
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trainer.model.parameters())
+    check_room(run.directory, num_bytes, "the result")
+    with saving_to(run.directory, num_bytes):
         if trainer.is_fsdp_enabled:
             trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")  # else nothing is saved
         trainer.save_model(str(partial))
         if state.is_main_process:
             (partial / "training_args.bin").unlink()  # a pickle, and training.json says more
+            record["weights_xxh3_128"] = weights_hashes(partial)
             tokenizer.save_pretrained(partial)
             if (Path(run.base) / CONVERSION_RECORD).exists():
                 shutil.copy(Path(run.base) / CONVERSION_RECORD, partial)
@@ -196,39 +263,37 @@ def _complete(
 
 
 def _clear_trainer(run: StageRun) -> None:
-    """Delete what only served to resume the stage; logs of TensorBoard, if any, stay."""
+    """Delete what only served to resume the stage."""
     for path in [*run.trainer_dir.glob("checkpoint-*"), run.trainer_dir / PARTIAL]:
         shutil.rmtree(path, ignore_errors=True)
     if run.trainer_dir.exists() and not any(run.trainer_dir.iterdir()):
         run.trainer_dir.rmdir()
 
 
-def _place(checkpoint: Path) -> tuple[int, int, float]:
-    """Steps done, the next block and the seconds spent, as a trainer's checkpoint keeps them."""
+def _place(run: StageRun, checkpoint: Path) -> tuple[int, dict]:
+    """Steps done, and `StageLog.place`, as a trainer's checkpoint keeps them."""
     kept = json.loads((checkpoint / "trainer_state.json").read_text())
-    log = kept["stateful_callbacks"][StageLog.__name__]["attributes"]
-    return kept["global_step"], log["next_block"], log["seconds"]
+    step, place = kept["global_step"], kept["stateful_callbacks"][StageLog.__name__]["attributes"]["place"]
+    before = (place["next_block"] - run.start_block) // step
+    if before != run.blocks_per_step:
+        raise CocaError(
+            f"{checkpoint}: was made with {before} blocks a step, got {run.blocks_per_step} now; expected the same "
+            f"product of processes, per_device_train_batch_size and gradient_accumulation_steps: change one of these"
+        )
+    return step, place
 
 
-def _losses(trainer: StageTrainer) -> dict[str, Any]:
-    """Losses as they were logged, each the mean since the one before."""
-    history = [
-        {key: entry[key] for key in ("step", "loss", "learning_rate")}
-        for entry in trainer.state.log_history
-        if "loss" in entry
-    ]
-    return {"final_loss": history[-1]["loss"] if history else None, "loss_history": history}
-
-
-def _surroundings(arguments: TrainingArguments) -> dict[str, Any]:
-    cuda = arguments.device.type == "cuda"
-    device = torch.cuda.get_device_name(arguments.device) if cuda else f"{platform.machine()}, {os.cpu_count()} cores"
-    packages = ("coca-hf", "torch", "transformers", "accelerate", "datasets")
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "hardware": {"device": device, "processes": arguments.world_size},
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
-    }
+@contextmanager
+def _own_accelerator() -> Iterator[None]:
+    """Let a stage choose its precision and be sharded: accelerate keeps both in globals, and a second one under FSDP
+    would not shard at all.
+    """
+    AcceleratorState._reset_state()
+    launched_as = PartialState().distributed_type
+    try:
+        yield
+    finally:
+        PartialState._shared_state["distributed_type"] = launched_as
 
 
 @contextmanager

@@ -1,23 +1,59 @@
-"""Hugging Face's Trainer for one stage: the paper's schedule, checkpoints that are whole or absent, a log in JSON."""
+"""Hugging Face's Trainer for one stage: the paper's schedule, whole checkpoints, bad steps skipped."""
 
-import json
+import math
 import os
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from accelerate.utils import reduce
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
-from transformers.trainer_callback import ExportableState
+from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainerCallback, TrainerControl
+from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
+from coca_hf.convert.staging import sync
 from coca_hf.errors import CocaError
-from coca_hf.train.out import PARTIAL, saving_to, write_whole
-from coca_hf.train.recipe import LinearBounds
+from coca_hf.train.checkpoint import check_room, load_state, save_state, state_bytes
+from coca_hf.train.held_out import held_out_loss
+from coca_hf.train.log import SpeedMeter, StageLog
+from coca_hf.train.out import PARTIAL, saving_to
+from coca_hf.train.recipe import LinearBounds, StageOptions
+from coca_hf.train.stop import StopRequest
+
+RUNNING_SHARE = 0.02  # of a step's loss in the running mean, which so spans about 50 steps
 
 
 class StageTrainer(Trainer):
-    """A Trainer that stops at a loss that is not a number, and whose `checkpoint-N` directories are always whole."""
+    """A Trainer whose `checkpoint-N` directories are always whole, and any layout of processes resumes from them.
+
+    log: the stage's, whose `place` goes into checkpoints; options: the recipe's own; meter: of its speed; held_out:
+    blocks (num_blocks, seq_len), may be none; stop: asks for a checkpoint and an end after the current step; sources:
+    gives the sources of a range of blocks of the stream, in words.
+    """
+
+    def __init__(
+        self,
+        *args,
+        log: StageLog,
+        options: StageOptions,
+        meter: SpeedMeter,
+        held_out: Tensor,
+        stop: StopRequest,
+        sources: Callable[[int, int], str],
+        **kwargs,
+    ):
+        super().__init__(*args, **kwargs)
+        self.stage_log, self.options, self.meter = log, options, meter
+        self.held_out, self.stop, self.sources = held_out, stop, sources
+        self.stopping: str | None = None  # the signal, once all processes know of it
+        self.control: TrainerControl
+        self._logged_step = 0
+        self._step_loss = torch.zeros((), device=self.args.device)
+        self._norm: Tensor | float | None = None
+        self._bad_in_a_row = 0
+        self.add_callback(_EveryStep(self))
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
         """With `linear` and `start_lr` or `end_lr`, `linear_rate` at every step; else Hugging Face's schedule."""
@@ -40,77 +76,137 @@ class StageTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict, num_items_in_batch=None) -> Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
-        if not torch.isfinite(loss):
-            raise CocaError(
-                f"{self.args.output_dir}: the loss of step {self.state.global_step + 1} is {loss.item()}; checkpoints "
-                f"up to here are kept; lower learning_rate (or max_grad_norm) and start again with another --out"
-            )
-        return loss
+        self._step_loss += loss
+        running = self.stage_log.place["running_loss"] or 0.0
+        return loss.nan_to_num(running, running, running)  # else one skipped step would hide the mean of all others
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        self._norm = super()._get_grad_norm(model, grad_norm)
+        return self._norm
+
+    def end_of_backward(self) -> None:
+        """Before every optimizer step: agree with all processes on its loss and on stopping; skip it if it is bad.
+
+        Raises CocaError after `max_bad_steps` bad ones in a row.
+        """
+        mine = torch.stack([self._step_loss, self._step_loss.new_tensor(self.stop.came is not None)])
+        total, asked = reduce(mine, "sum").tolist()
+        loss = total / self.args.world_size
+        self._step_loss = torch.zeros_like(self._step_loss)
+        if asked:
+            self.stopping = self.stop.came or "a signal to another process"
+        place, factor = self.stage_log.place, self.options.spike_factor
+        running = place["running_loss"]
+        spiked = factor is not None and running is not None and loss > factor * running
+        if math.isfinite(loss) and math.isfinite(_number(self._norm)) and not spiked:
+            self._bad_in_a_row = 0
+            place["running_loss"] = loss if running is None else running + RUNNING_SHARE * (loss - running)
+            return
+        self._bad_in_a_row += 1
+        place["skipped_steps"] += 1
+        if self._bad_in_a_row >= self.options.max_bad_steps:
+            raise CocaError(self._bad_step(loss, spiked))
+        if self.accelerator.scaler is None:  # float16's scaler skips the step itself
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def _bad_step(self, loss: float, spiked: bool) -> str:
+        step, place = self.state.global_step + 1, self.stage_log.place
+        what = f"the loss of step {step} is {loss:g}"
+        if spiked:
+            what += f", more than {self.options.spike_factor:g} times the running mean {place['running_loss']:.4g}"
+        elif math.isfinite(loss):
+            what += f", but its gradient's norm is {_number(self._norm)}"
+        first, count = place["next_block"], self.stage_log.global_batch
+        blocks = f"blocks {first} to {first + count - 1} ({self.sources(first, count)})"
+        return (
+            f"{self.args.output_dir}: {what}, bad step {self._bad_in_a_row} in a row (max_bad_steps: "
+            f"{self.options.max_bad_steps}), on {blocks}; checkpoints up to here are kept; lower learning_rate (or "
+            f"max_grad_norm) and start again with another --out"
+        )
+
+    def evaluate(self, *args, **kwargs) -> dict[str, float]:
+        """The held-out loss; Hugging Face's loop asks for it at the start and wherever `StageLog` says."""
+        resumed = self.state.global_step > 0 and not self.control.should_evaluate
+        if resumed or not len(self.held_out):
+            self.control.should_evaluate = False
+            return {}
+        metrics = {"eval_loss": held_out_loss(self.model_wrapped, self.held_out, self.args.train_batch_size)}
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.meter.restart()
+        return metrics
+
+    def log(self, logs: dict, *args, **kwargs) -> None:
+        if "loss" in logs:
+            logs.update(self.meter.measure(self.state.global_step - self._logged_step))
+            logs["skipped_steps"] = self.stage_log.place["skipped_steps"]
+            self._logged_step = self.state.global_step
+        super().log(logs, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the result of the stage; a checkpoint needs no more than `save_state`."""
+        if not _internal_call:
+            super().save_model(output_dir)
 
     def _save_checkpoint(self, model: nn.Module, trial) -> None:
         """Let the Trainer write all its files under `partial`; then give the directory its name, in one step."""
         directory = Path(self.args.output_dir)
         name = f"checkpoint-{self.state.global_step}"
-        with saving_to(directory):
+        num_bytes = state_bytes(self.model, self.optimizer.optimizer)
+        check_room(directory, num_bytes, name)
+        with saving_to(directory, num_bytes):
             self.args.output_dir = str(directory / PARTIAL)
             try:
                 super()._save_checkpoint(model, trial)
             finally:
                 self.args.output_dir = str(directory)
-            self.accelerator.wait_for_everyone()  # each process writes its random state
+            self.accelerator.wait_for_everyone()  # each process writes its part
             if self.args.should_save:
+                for path in sorted((directory / PARTIAL / name).rglob("*"), reverse=True):
+                    sync(path)
                 os.rename(directory / PARTIAL / name, directory / name)
+                sync(directory)
                 rotate_checkpoints(str(directory), save_total_limit=self.args.save_total_limit)
+            self.accelerator.wait_for_everyone()
+        self.meter.restart()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_state(self.model, self.optimizer.optimizer, Path(output_dir))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Nothing yet: parameters come with the optimizer's state, when the model is wrapped."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            load_state(self.model, self.optimizer.optimizer, Path(checkpoint))
+            scheduler = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True)
+            self.lr_scheduler.load_state_dict(scheduler)
 
 
-class StageLog(TrainerCallback, ExportableState):
-    """Writes log.jsonl, and keeps the place in the stream of blocks and the seconds spent, which checkpoints carry."""
+class _EveryStep(TrainerCallback):
+    """Calls the trainer where Hugging Face's loop has no method to override."""
 
-    def __init__(self, path: Path, seq_len: int, global_batch: int, next_block: int, seconds: float):
-        self.path = path
-        self.seq_len = seq_len
-        self.global_batch = global_batch  # blocks a step
-        self.next_block = next_block
-        self._seconds_before = seconds
-        self._started = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds that this stage has trained for, over all its resumptions."""
-        return self._seconds_before + time.monotonic() - self._started
-
-    def state(self) -> dict:
-        return {"args": {}, "attributes": {"next_block": self.next_block, "seconds": self.seconds}}
+    def __init__(self, trainer: StageTrainer):
+        self.trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._started = time.monotonic()
-        if state.is_world_process_zero:
-            self._forget_after(state.global_step)
+        self.trainer._logged_step = state.global_step
+        self.trainer.meter.restart()
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.trainer.end_of_backward()
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.next_block += self.global_batch
-        # A loss is a mean since the last log: were it to span a checkpoint, a resumed run would log other means.
-        control.should_log |= control.should_save or state.global_step >= state.max_steps
+        if self.trainer.stopping:
+            control.should_save = control.should_log = control.should_training_stop = True
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if state.is_world_process_zero and "loss" in logs:
-            line = {
-                "step": state.global_step,
-                "loss": logs["loss"],
-                "learning_rate": logs["learning_rate"],
-                "grad_norm": logs.get("grad_norm"),
-                "tokens_seen": self.next_block * self.seq_len,
-                "seconds": round(self.seconds, 3),
-            }
-            with saving_to(self.path.parent), self.path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
 
-    def _forget_after(self, step: int) -> None:
-        """Drop the lines of steps that a killed run did after its last checkpoint; they are about to be done again."""
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
-        with saving_to(self.path.parent):
-            write_whole(self.path, "".join(line + "\n" for line in kept))
+def _number(value: Tensor | float | None) -> float:
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return 0.0 if value is None else float(value)
 
 
 def linear_rate(step: int, warmup_steps: int, num_steps: int, peak: float, bounds: LinearBounds) -> float:

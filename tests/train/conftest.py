@@ -1,7 +1,9 @@
 """A recipe that trains the tiny CoCA model in three stages, in about a second, and its unbroken run."""
 
+import json
 import random
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 import yaml
@@ -29,12 +31,14 @@ def make_recipe_tree(model: Path, texts: Path) -> dict:
         "model": str(model),
         "data": {
             "seq_len": 20,
+            "held_out_blocks": 0,
             "sources": [
                 {"path": str(texts / "words/*.txt"), "weight": 3},
                 {"path": str(texts / "digits.jsonl"), "weight": 1, "column": "code"},
             ],
         },
         "training": {
+            "report_to": "none",
             "use_cpu": True,
             "disable_tqdm": True,
             "per_device_train_batch_size": 4,
@@ -69,3 +73,41 @@ def unbroken(tiny_coca_dir, texts, tmp_path_factory) -> Path:
     (directory / "recipe.yaml").write_text(yaml.safe_dump(make_recipe_tree(tiny_coca_dir, texts)))
     run_recipe(load_recipe(directory / "recipe.yaml"), directory / "out")
     return directory / "out"
+
+
+@pytest.fixture(scope="session")
+def real_text(tmp_path_factory) -> Path:
+    """`topics.jsonl` and `code.jsonl`: what every Python has to read, 60 documents each, cut to 700 characters."""
+    directory = tmp_path_factory.mktemp("real-text")
+    code = sorted(Path(json.__file__).parent.parent.glob("[a-h]*.py"))[:60]
+    documents = {"topics": [*topics.values()][:60], "code": [path.read_text(encoding="utf-8") for path in code]}
+    for name, texts in documents.items():
+        lines = [json.dumps({"text": text[:700]}) + "\n" for text in texts]
+        (directory / f"{name}.jsonl").write_text("".join(lines))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def real_recipe(tiny_coca_dir, real_text, tmp_path_factory) -> Path:
+    """Three stages on real text, 4 blocks a step on any number of processes, with held-out blocks."""
+    path = tmp_path_factory.mktemp("real-recipe") / "real.yaml"
+    tree = make_recipe_tree(tiny_coca_dir, real_text)
+    tree["data"] = {
+        "seq_len": 44,
+        "held_out_blocks": 7,
+        "sources": [
+            {"path": str(real_text / "topics.jsonl"), "weight": 3},
+            {"path": str(real_text / "code.jsonl"), "weight": 1},
+        ],
+    }
+    tree["training"] |= {"per_device_train_batch_size": 2, "global_batch_size": 4}
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+@pytest.fixture(scope="session")
+def real_unbroken(real_recipe, tmp_path_factory) -> Path:
+    """OUT of `real_recipe`, run in one go by one process."""
+    out = tmp_path_factory.mktemp("real-unbroken") / "out"
+    run_recipe(load_recipe(real_recipe), out)
+    return out

@@ -36,7 +36,7 @@ def test_defaults_are_filled_in_where_the_recipe_says_nothing(recipe_tree, tmp_p
         stage["learning_rate"] = training["learning_rate"]
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe_tree))
     recipe = load_recipe(tmp_path / "r.yaml")
-    assert recipe.training["report_to"] == "none"
+    assert recipe.training["report_to"] == ["tensorboard"]
     assert (recipe.data.seed, recipe.data.sources[0].column, recipe.data.sources[0].split) == (0, "text", "train")
 
 

@@ -1,7 +1,9 @@
 """Runs that are killed, meet a full disk or learn nonsense: nothing is lost, and they go on as if unbroken."""
 
+import itertools
 import json
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Trainer
+from transformers import AutoTokenizer, Trainer
 
 from coca_hf import CocaError
+from coca_hf.train.data import PackedBlocks
 from coca_hf.train.out import last_checkpoint
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
@@ -33,15 +36,16 @@ def step(*args):
 StageTrainer.training_step = step
 """,
     "with checkpoint-4 half written": """
-import pathlib, torch
-plain = torch.save
-def save(thing, path, *args, **kwargs):
-    plain(thing, path, *args, **kwargs)
-    if str(path).endswith("2-qkv/trainer/partial/checkpoint-4/optimizer.pt"):
-        content = pathlib.Path(path).read_bytes()
-        pathlib.Path(path).write_bytes(content[: len(content) // 2])
-        die()
-torch.save = save
+import pathlib
+from coca_hf.train import trainer
+plain = trainer.save_state
+def save(model, optimizer, checkpoint):
+    plain(model, optimizer, checkpoint)
+    if str(checkpoint).endswith("2-qkv/trainer/partial/checkpoint-4"):
+        for path in pathlib.Path(checkpoint).glob("state/*.distcp"):
+            path.write_bytes(path.read_bytes()[:500])
+            die()
+trainer.save_state = save
 """,
     "with the result half moved": """
 plain = os.replace
@@ -65,9 +69,10 @@ RUN = "\nfrom coca_hf.cli import train\ntrain()\n"
 
 
 def losses(out: Path) -> list[dict]:
-    """Every line of every stage's log, without the time."""
+    """Every line of every stage's log, without what was measured of time and memory."""
+    measured = ("seconds", "tokens_per_second", "memory_bytes")
     lines = [json.loads(line) for stage in STAGES for line in (out / stage / "log.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+    return [{key: value for key, value in line.items() if key not in measured} for line in lines]
 
 
 def assert_same_run(out: Path, unbroken: Path) -> None:
@@ -100,7 +105,7 @@ def test_a_half_written_checkpoint_is_never_chosen(recipe_path, tmp_path, capsys
     code = DIE + KILLED["with checkpoint-4 half written"] + RUN
     subprocess.run([sys.executable, "-c", code, str(recipe_path), "--out", str(out)], capture_output=True)
     trainer = out / "2-qkv/trainer"
-    assert (trainer / "partial/checkpoint-4/model.safetensors").exists()
+    assert (trainer / "partial/checkpoint-4/state").exists()
     assert last_checkpoint(trainer) == trainer / "checkpoint-2"
     run_recipe(load_recipe(recipe_path), out, resume=True)
     assert "continues after step 2" in capsys.readouterr().out
@@ -124,8 +129,8 @@ def interrupt(*args):
 
 def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(recipe_path, unbroken, tmp_path):
     out = tmp_path / "out"
-    message = r"1-k/trainer: cannot be written: .*; what was saved before"
-    with no_file_above(200_000), pytest.raises(CocaError, match=message) as caught:  # the model has 311 kB
+    message = r"1-k/trainer: cannot be written \(0.000 GB needed\): .*; what was saved before"
+    with no_file_above(5_000), pytest.raises(CocaError, match=message) as caught:
         run_recipe(load_recipe(recipe_path), out)
     assert "\n" not in str(caught.value)
     assert last_checkpoint(out / "1-k/trainer") is None
@@ -138,7 +143,7 @@ def test_a_disk_that_is_full_at_the_end_of_a_stage_keeps_its_last_checkpoint(
 ):
     out = tmp_path / "out"
     monkeypatch.setattr("coca_hf.train.stages.StageTrainer.save_model", save_result_on_a_full_disk)
-    with pytest.raises(CocaError, match=r"1-k: cannot be written: .*File too large"):
+    with pytest.raises(CocaError, match=r"1-k: cannot be written \(0.000 GB needed\): .*File too large"):
         run_recipe(load_recipe(recipe_path), out)
     monkeypatch.undo()
     assert last_checkpoint(out / "1-k/trainer").name == "checkpoint-3"
@@ -166,7 +171,9 @@ def no_file_above(size: int):
 def test_a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_last_checkpoint(recipe_path, tmp_path):
     out = tmp_path / "out"
     settings = ["stages.qkv.learning_rate=1e30", "training.save_steps=1"]
-    with pytest.raises(CocaError, match=r"2-qkv/trainer: the loss of step 2 is nan; .* lower learning_rate"):
+    with pytest.raises(
+        CocaError, match=r"2-qkv/trainer: the loss of step 2 is nan, bad step 1 in a row .* lower learning_rate"
+    ):
         run_recipe(load_recipe(recipe_path, settings), out)
     assert (out / "1-k/training.json").exists()
     assert last_checkpoint(out / "2-qkv/trainer").name == "checkpoint-1"
@@ -179,3 +186,78 @@ def test_an_empty_directory_resumes_to_a_fresh_run(recipe_path, tmp_path):
     result = run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="k", resume=True)
     assert (result / "training.json").exists()
     assert load_recipe(tmp_path / "out/recipe.yaml") == load_recipe(recipe_path)
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_found_before_writing(recipe_path, unbroken, tmp_path, monkeypatch):
+    out, real = tmp_path / "out", shutil.disk_usage
+    calls = []
+
+    def usage(path):
+        calls.append(path)
+        return real(path)._replace(free=10**9 if len(calls) < 2 else 20)
+
+    monkeypatch.setattr("coca_hf.train.checkpoint.shutil.disk_usage", usage)
+    message = r"1-k/trainer: got 0.000 GB free, expected 0.000 GB for checkpoint-3; what was saved before is untouched"
+    with pytest.raises(CocaError, match=message):
+        run_recipe(load_recipe(recipe_path), out)
+    monkeypatch.undo()
+    assert last_checkpoint(out / "1-k/trainer").name == "checkpoint-2"
+    run_recipe(load_recipe(recipe_path), out, resume=True)
+    assert_same_run(out, unbroken)
+
+
+def test_weights_that_are_not_those_that_the_stage_before_wrote_are_refused(recipe_path, unbroken, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(unbroken / "1-k", out / "1-k")
+    shutil.copy(unbroken / "recipe.yaml", out)
+    weights = out / "1-k/model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 1  # one bit
+    weights.write_bytes(content)
+    with pytest.raises(
+        CocaError, match=r"1-k/model.safetensors: got xxh3_128 \w{32}, expected \w{32} as training.json"
+    ):
+        run_recipe(load_recipe(recipe_path), out, resume=True)
+    assert not (out / "2-qkv/training.json").exists()
+
+
+def bad_losses(monkeypatch, bad: dict[int, float]):
+    """In these steps (counted from 1) the loss is multiplied."""
+    plain = Trainer.compute_loss
+
+    def compute_loss(self, *args, **kwargs):
+        return plain(self, *args, **kwargs) * bad.get(self.state.global_step + 1, 1.0)
+
+    monkeypatch.setattr(Trainer, "compute_loss", compute_loss)
+
+
+def test_fewer_bad_steps_than_allowed_are_skipped_and_leave_no_trace_in_the_weights(recipe_path, tmp_path, monkeypatch):
+    bad_losses(monkeypatch, {2: float("nan"), 3: 50.0})
+    settings = ["training.max_bad_steps=3", "training.spike_factor=3", "training.lr_scheduler_type=constant"]
+    settings.append("training.save_steps=1")
+    run_recipe(load_recipe(recipe_path, settings), tmp_path / "out", stage="k")
+    kept = json.loads((tmp_path / "out/1-k/training.json").read_text())
+    assert kept["skipped_steps"] == 2
+    lines = [json.loads(line) for line in (tmp_path / "out/1-k/log.jsonl").read_text().splitlines()]
+    assert [line["skipped_steps"] for line in lines] == [0, 1, 2]
+    once = [*settings, "stages.k.max_steps=1"]
+    run_recipe(load_recipe(recipe_path, once), tmp_path / "once", stage="k")
+    ours, theirs = (load_file(tmp_path / name / "1-k/model.safetensors") for name in ("out", "once"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_spike_stops_the_run_and_its_blocks_and_sources_are_named(recipe_path, tiny_coca_dir, tmp_path, monkeypatch):
+    bad_losses(monkeypatch, {3: 50.0})
+    recipe = load_recipe(recipe_path, ["training.spike_factor=3", "training.save_steps=1"])
+    with pytest.raises(CocaError) as caught:
+        run_recipe(recipe, tmp_path / "out", stage="k")
+    message = str(caught.value)
+    assert "the loss of step 3 is" in message
+    assert "more than 3 times the running mean" in message
+    tokenizer = AutoTokenizer.from_pretrained(tiny_coca_dir)
+    blocks = itertools.islice(PackedBlocks(recipe.data.sources, tokenizer, 20), 8, 12)
+    digits = sum("0" <= tokenizer.decode(block["input_ids"][1:2]) <= "9" for block in blocks)
+    assert "on blocks 8 to 11 (" in message
+    for count, name in ((4 - digits, "words/"), (digits, "digits.jsonl")):
+        assert (f"{count} of " in message and name in message) == (count > 0)
+    assert last_checkpoint(tmp_path / "out/1-k/trainer").name == "checkpoint-2"

@@ -1,0 +1,79 @@
+"""What a stage resumes from: the parameters that it trains and the optimizer's state, in `checkpoint-N/state`.
+
+Written by torch.distributed.checkpoint: every process writes its own part of whatever layout it runs in (one process,
+DDP, FSDP2 with full or sharded state dicts), and any other layout reads it, whatever its number of processes. Frozen
+parameters are not in it; the model that the stage starts from has them.
+"""
+
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from coca_hf.errors import CocaError
+
+STATE = "state"
+OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
+
+
+def save_state(model: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None:
+    """Every process calls this, with the model as it is wrapped. Raises torch's CheckpointException for a full disk."""
+    writer = dcp.FileSystemWriter(checkpoint / STATE)
+    with _alone_is_fine():
+        dcp.save(_state(model, optimizer), storage_writer=writer)
+
+
+def load_state(model: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None:
+    """Fill the model, wrapped as it will train, and its optimizer with what any layout of processes saved."""
+    state = _state(model, optimizer)
+    with _alone_is_fine():
+        dcp.load(state, checkpoint_id=checkpoint / STATE)
+    set_model_state_dict(model, state["model"], options=OPTIONS)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=OPTIONS)
+
+
+def state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
+    """Bytes that `save_state` writes, over all processes."""
+    tensors: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    tensors += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # of a sharded one: of the whole
+
+
+def check_room(directory: Path, num_bytes: int, what: str) -> None:
+    """Raises CocaError, in every process, where the disk that holds `directory` has not so many bytes left."""
+    free = [shutil.disk_usage(directory).free]
+    if PartialState().num_processes > 1:
+        broadcast_object_list(free)
+    if free[0] < num_bytes:
+        raise CocaError(
+            f"{directory}: got {free[0] / 1e9:.3f} GB free, expected {num_bytes / 1e9:.3f} GB for {what}; what was "
+            f"saved before is untouched: make room, then continue with --resume"
+        )
+
+
+def _state(model: nn.Module, optimizer: Optimizer) -> dict:
+    return {
+        "model": get_model_state_dict(model, options=OPTIONS),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=OPTIONS),
+    }
+
+
+@contextmanager
+def _alone_is_fine() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield

@@ -1,0 +1,175 @@
+"""What people see of a stage while it trains: a progress bar, log.jsonl, and speed and memory in both.
+
+TensorBoard, Weights & Biases and trackio get the same values through Hugging Face's callbacks (`report_to`).
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import torch
+from accelerate import PartialState
+from tqdm.auto import tqdm
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from coca_hf.train.flops import peak_flops
+from coca_hf.train.out import saving_to, write_whole
+
+COLUMNS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "memory_bytes", "skipped_steps")
+
+
+class StageLog(TrainerCallback, ExportableState):
+    """Writes log.jsonl, and keeps what checkpoints carry: the place in the stream of blocks, the time, held-out losses.
+
+    Whatever `place` holds is in every checkpoint: see `start_place`.
+    """
+
+    def __init__(self, path: Path, seq_len: int, global_batch: int, held_out_steps: int, place: dict):
+        self.path = path
+        self.seq_len = seq_len
+        self.global_batch = global_batch  # blocks a step
+        self.held_out_steps = held_out_steps
+        self.place = place
+        self._seconds_before = place["seconds"]
+        self._started = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that this stage has trained for, over all its resumptions."""
+        return self._seconds_before + time.monotonic() - self._started
+
+    def state(self) -> dict:
+        return {"args": {}, "attributes": {"place": {**self.place, "seconds": self.seconds}}}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._started = time.monotonic()
+        if state.is_world_process_zero:
+            self._forget_after(state.global_step)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.place["next_block"] += self.global_batch
+        last = state.global_step >= state.max_steps
+        control.should_evaluate |= last or bool(self.held_out_steps and state.global_step % self.held_out_steps == 0)
+        # A loss is a mean since the last log: were it to span a checkpoint, a resumed run would log other means.
+        control.should_log |= control.should_save or last
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        self.place["held_out"][str(state.global_step)] = metrics["eval_loss"]
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        tokens_seen = self.place["next_block"] * self.seq_len
+        if "eval_loss" in logs:
+            self._append({"step": state.global_step, "held_out_loss": logs["eval_loss"], "tokens_seen": tokens_seen})
+        elif "loss" in logs:
+            values = {name: logs.get(name) for name in COLUMNS}
+            seconds = round(self.seconds, 3)
+            self._append({"step": state.global_step, **values, "tokens_seen": tokens_seen, "seconds": seconds})
+
+    def _append(self, line: dict) -> None:
+        with saving_to(self.path.parent), self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _forget_after(self, step: int) -> None:
+        """Drop the lines of steps that a killed run did after its last checkpoint; they are about to be done again."""
+        lines = self.path.read_text().splitlines() if self.path.exists() and step else []
+        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+        with saving_to(self.path.parent):
+            write_whole(self.path, "".join(line + "\n" for line in kept))
+
+
+def start_place(next_block: int) -> dict:
+    """Where a stage begins: the next block, the seconds spent, held-out losses by step, and the record of bad steps."""
+    return {
+        "next_block": next_block,
+        "seconds": 0.0,
+        "held_out": {},
+        "running_loss": None,  # mean of the good steps' losses, the latest weighing most
+        "skipped_steps": 0,
+    }
+
+
+class SpeedMeter:
+    """Speed and memory since the last call of `restart` or `measure`, over all processes."""
+
+    def __init__(self, tokens_per_step: int, flops_per_token: int):
+        self.tokens_per_step = tokens_per_step
+        self.flops_per_token = flops_per_token
+        self.restart()
+
+    def restart(self) -> None:
+        self._since = time.monotonic()
+
+    def measure(self, num_steps: int) -> dict[str, float | None]:
+        """Tokens a second over the last `num_steps` steps; the share of the GPUs' peak that the model's operations are,
+        None where the peak is not known; the most memory that this process took, in bytes (on a CPU, what it has now).
+        """
+        state = PartialState()
+        tokens_per_second = num_steps * self.tokens_per_step / max(time.monotonic() - self._since, 1e-9)
+        self.restart()
+        if state.device.type == "cuda":
+            peak, memory = peak_flops(torch.cuda.get_device_name(state.device)), torch.cuda.max_memory_allocated()
+        else:
+            peak, memory = None, psutil.Process().memory_info().rss
+        mfu = tokens_per_second * self.flops_per_token / (peak * state.num_processes) if peak else None
+        return {"tokens_per_second": tokens_per_second, "mfu": mfu, "memory_bytes": memory}
+
+
+class ProgressLine(TrainerCallback):
+    """A progress bar on a terminal; elsewhere, a line per logging interval."""
+
+    def __init__(self, name: str, show: bool, print_line: Callable[[str], None] = print):
+        self.name = name
+        self.show = show
+        self.print_line = print_line
+        self._bar: tqdm | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._begun = time.monotonic(), state.global_step
+        if self.show and state.is_world_process_zero and sys.stderr.isatty():
+            self._bar = tqdm(total=state.max_steps, initial=state.global_step, desc=self.name, dynamic_ncols=True)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self._bar is not None:
+            self._bar.update(state.global_step - self._bar.n)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not (self.show and state.is_world_process_zero):
+            return
+        if "eval_loss" in logs:
+            self._say(f"{self.name} step {state.global_step}: held-out loss {logs['eval_loss']:.4f}")
+        elif "loss" in logs and self._bar is not None:
+            self._bar.set_postfix_str(_values(logs))
+        elif "loss" in logs:
+            began, first_step = self._begun
+            done = max(state.global_step - first_step, 1)
+            left = (time.monotonic() - began) / done * (state.max_steps - state.global_step)
+            self._say(
+                f"{self.name} step {state.global_step}/{state.max_steps}: {_values(logs)}, "
+                f"{timedelta(seconds=round(left))} left"
+            )
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self._bar is not None:
+            self._bar.close()
+
+    def _say(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stderr)
+        else:
+            self.print_line(line)
+
+
+def _values(logs: dict) -> str:
+    parts = [f"loss {logs['loss']:.4f}", f"lr {logs['learning_rate']:.3g}"]
+    parts.append(f"{logs['tokens_per_second']:,.0f} tokens/s")
+    if logs["mfu"] is not None:
+        parts.append(f"MFU {logs['mfu']:.1%}")
+    parts.append(f"{logs['memory_bytes'] / 2**30:.1f} GiB")
+    return ", ".join(parts)

@@ -1,0 +1,109 @@
+"""training.json: what a stage was, what it made, from which code, and how its losses went."""
+
+import json
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerState, TrainingArguments
+
+import coca_hf
+from coca_hf.documents import is_on_hub
+from coca_hf.train.log import StageLog
+from coca_hf.train.out import RECORD, StageRun
+from coca_hf.train.recipe import Recipe
+
+PACKAGES = ("coca-hf", "torch", "transformers", "accelerate", "datasets")
+
+
+def make_record(
+    recipe: Recipe, run: StageRun, log: StageLog, state: TrainerState, parameters: dict, held_out_blocks: int
+) -> dict[str, Any]:
+    """The record of a trained stage, without the hashes of its files. Losses in nats per token."""
+    end_block = run.start_block + run.arguments.max_steps * run.blocks_per_step
+    record = {
+        "stage": {"name": run.stage.name, "train": run.stage.train},
+        "base_model": run.base,
+        "parameters": parameters,
+        "tokens": (end_block - run.start_block) * recipe.data.seq_len,
+        "tokens_seen": end_block * recipe.data.seq_len,
+        "start_block": run.start_block,
+        "end_block": end_block,
+        "blocks_per_step": run.blocks_per_step,
+        "seconds": round(log.seconds, 3),
+        "skipped_steps": log.place["skipped_steps"],
+        **_losses(state),
+        "held_out": _held_out(log, recipe.data.seq_len, held_out_blocks),
+        **_surroundings(run.arguments),
+        "recipe": recipe.to_dict(),
+    }
+    record["stages"] = [*_stages_before(run), _summary(recipe, run, record)]
+    return record
+
+
+def _losses(state: TrainerState) -> dict[str, Any]:
+    """Losses as they were logged, each the mean since the one before."""
+    history = [
+        {key: entry[key] for key in ("step", "loss", "learning_rate")} for entry in state.log_history if "loss" in entry
+    ]
+    return {"final_loss": history[-1]["loss"] if history else None, "loss_history": history}
+
+
+def _held_out(log: StageLog, seq_len: int, num_blocks: int) -> dict[str, Any] | None:
+    """Before step 0 and after the last; `tokens` are those predicted, one fewer than a block has."""
+    if not num_blocks:
+        return None
+    losses = list(log.place["held_out"].values())
+    return {"blocks": num_blocks, "tokens": num_blocks * (seq_len - 1), "before": losses[0], "after": losses[-1]}
+
+
+def _stages_before(run: StageRun) -> list[dict[str, Any]]:
+    """The stages that the model `run` starts from has behind it, of this recipe and of those before it."""
+    record = Path(run.base) / RECORD
+    return json.loads(record.read_text()).get("stages", []) if record.exists() else []
+
+
+def _summary(recipe: Recipe, run: StageRun, record: dict[str, Any]) -> dict[str, Any]:
+    """What the records and the cards of later checkpoints say about this stage."""
+    return {
+        **record["stage"],
+        "steps": run.arguments.max_steps,
+        "seq_len": recipe.data.seq_len,
+        "learning_rate": run.arguments.learning_rate,
+        "sources": [
+            {"path": source.path, "weight": source.weight, "on_hub": is_on_hub(source.path)}
+            for source in recipe.data.sources
+        ],
+        **{key: record[key] for key in ("tokens", "final_loss", "held_out", "hardware", "date")},
+    }
+
+
+def _surroundings(arguments: TrainingArguments) -> dict[str, Any]:
+    cuda = arguments.device.type == "cuda"
+    device = torch.cuda.get_device_name(arguments.device) if cuda else f"{platform.machine()}, {os.cpu_count()} cores"
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "hardware": {"device": device, "processes": arguments.world_size},
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    """The commit that coca_hf runs from, with `+changes` where files differ from it; None outside a checkout."""
+    source = Path(coca_hf.__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", str(source), *arguments], capture_output=True, text=True, check=True).stdout
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel").strip()) != source.parent:
+            return None  # installed into somebody else's repository
+        return git("rev-parse", "HEAD").strip() + ("+changes" if git("status", "--porcelain", "-uno").strip() else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,157 @@
+"""Running recipes in several processes on a CPU: DDP or FSDP2 over gloo, under torch's elastic launcher.
+
+Importing torch and transformers takes longer than these runs, so launchers and ranks are forked from one server that
+has imported them; they are processes of their own, which can be killed.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from coca_hf import cli
+from coca_hf.train import stages
+from coca_hf.train.trainer import StageTrainer
+
+FSDP2 = {  # what `accelerate launch` makes of an FSDP2 configuration
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+DDP: dict[str, str] = {}
+server = multiprocessing.get_context("forkserver")
+server.set_forkserver_preload([__name__])
+
+
+class Interrupted(BaseException):
+    """What a hook raises in all ranks to end a run in the middle; the next run of the launch goes on."""
+
+
+@dataclass
+class Run:
+    """A call of coca-train; `hook`, a function of a test module, changes `stages` or `StageTrainer` for it."""
+
+    arguments: list
+    environment: dict[str, str] = field(default_factory=dict)
+    hook: Callable | None = None
+
+
+@dataclass
+class Launch:
+    """A launcher at work; `output` is what it and all ranks write."""
+
+    process: multiprocessing.Process
+    output: Path
+
+    def wait(self, seconds: float = 240) -> int | None:
+        self.process.join(seconds)
+        assert self.process.exitcode is not None, f"still runs after {seconds} s: {self.output.read_text()}"
+        return self.process.exitcode
+
+    def ranks(self) -> list[int]:
+        """Process ids of the ranks, in order; [] before they are there."""
+        try:
+            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        except FileNotFoundError:
+            return []
+        return sorted(map(int, children))
+
+
+def launch(directory: Path, runs: list[Run], processes: int = 2) -> Launch:
+    """Start so many processes that make `runs` one after the other; with 1, without a launcher."""
+    output = directory / f"output-{time.monotonic_ns()}.txt"
+    arguments = (str(output), runs, processes)
+    process = server.Process(target=_rank if processes == 1 else _launcher, args=arguments)
+    process.start()
+    return Launch(process, output)
+
+
+def succeed(directory: Path, runs: list[Run], processes: int = 2) -> str:
+    """Make the runs; returns what was printed."""
+    launched = launch(directory, runs, processes)
+    code = launched.wait()
+    assert code == 0, launched.output.read_text()
+    return launched.output.read_text()
+
+
+def _launcher(output: str, runs: list[Run], processes: int) -> None:
+    _write_to(output)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method="fork",
+        monitor_interval=0.05,
+        max_restarts=0,
+    )
+    elastic_launch(config, _rank)(output, runs, processes)
+
+
+def _rank(output: str, runs: list[Run], processes: int) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)  # a launcher's would be forked along
+    _write_to(output)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for run in runs:
+        sys.argv = ["coca-train", *map(str, run.arguments)]
+        for name in FSDP2:
+            os.environ.pop(name, None)
+        os.environ.update(run.environment if processes > 1 else {})
+        stages._plan = _plan_on_pretended_gpus if run.environment and processes > 1 else _plan
+        if run.hook:
+            run.hook()
+        PartialState.destroy_process_group = _destroy if run is runs[-1] else _keep  # the next run needs it
+        try:
+            cli.train()
+        except SystemExit as ended:
+            if ended.code or run is runs[-1]:
+                raise
+        except Interrupted:
+            pass
+        finally:
+            _undo_hooks()
+
+
+_plan, _complete, _training_step = stages._plan, stages._complete, StageTrainer.training_step
+_destroy = PartialState.destroy_process_group
+
+
+def _keep(state) -> None:
+    pass
+
+
+def _plan_on_pretended_gpus(*arguments):
+    """Accelerate shards only where it believes to be on GPUs, and on a CPU falls back to DDP without a word."""
+    runs = _plan(*arguments)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return runs
+
+
+def _undo_hooks() -> None:
+    stages._plan, stages._complete, StageTrainer.training_step = _plan, _complete, _training_step
+
+
+def _write_to(path: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+
+
+def log_lines(stage_dir: Path) -> list[dict]:
+    """The training losses that a stage logged."""
+    lines = map(json.loads, (stage_dir / "log.jsonl").read_text().splitlines())
+    return [line for line in lines if "loss" in line]

@@ -1,0 +1,200 @@
+"""Three stages on real text in two processes that shard the model (FSDP2 over gloo), against one process."""
+
+import functools
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from accelerate import PartialState
+from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from coca_hf import CocaError
+from coca_hf.train import stages
+from coca_hf.train.recipe import load_recipe
+from coca_hf.train.stages import run_recipe
+from coca_hf.train.trainer import StageTrainer
+from tests.train.layouts import FSDP2, Interrupted, Run, launch, log_lines, succeed
+
+pytestmark = pytest.mark.real
+STAGES = {"1-k": ["t_proj"], "2-qkv": ["q_proj", "t_proj", "v_proj"], "3-full": [""]}
+
+ONE_STAGE = ["--stage", "k", "stages.k.train=all", "stages.k.max_steps=5"]  # of which it saves 2, 4 and 5
+RANK_0_LOADS = FSDP2 | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+
+
+def watch():
+    """Write what the model of every stage computes, and how it is sharded, just before it is saved."""
+    complete = stages._complete
+
+    def watch_and_complete(run, trainer, *rest):
+        for module in trainer.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what the last forward gathered
+        facts = {
+            "sharded": sorted({type(m).__name__ for m in trainer.model.modules() if isinstance(m, FSDPModule)}),
+            "all_dtensors": all(isinstance(p, DTensor) for p in trainer.model.parameters()),
+        }
+        with torch.no_grad():
+            logits = trainer.model_wrapped.eval()(input_ids=torch.arange(3, 40)[None]).logits
+        facts["logits"] = logits.double().sum().item()
+        if os.environ["RANK"] == "0":
+            (run.directory.parent.parent / f"{run.directory.name}.json").write_text(json.dumps(facts))
+        complete(run, trainer, *rest)
+
+    stages._complete = watch_and_complete
+
+
+def interrupt_in_step_4():
+    plain = StageTrainer.training_step
+
+    def step(self, *args):
+        if self.state.global_step == 3:
+            raise Interrupted
+        return plain(self, *args)
+
+    StageTrainer.training_step = step
+
+
+@pytest.fixture(scope="module")
+def runs(real_recipe, tmp_path_factory):
+    """On two FSDP2 processes: `stages/out` of the whole recipe; `one` of one stage that trains everything;
+    `interrupted` of the same, with sharded state dicts, and `resumed` from there; `from-one`: what one process
+    left, resumed.
+    """
+    directory = tmp_path_factory.mktemp("fsdp")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StageTrainer, "training_step", StageTrainer.training_step)
+        interrupt_in_step_4()
+        with pytest.raises(Interrupted):
+            run_recipe(load_recipe(real_recipe, ONE_STAGE[2:]), directory / "from-one", stage="k")
+    one, sharded, resume = [real_recipe, *ONE_STAGE, "--out"], directory / "interrupted", ["--resume"]
+    printed = succeed(
+        directory,
+        [
+            Run([real_recipe, "--out", directory / "stages/out"], FSDP2, watch),
+            Run([*one, directory / "one"], RANK_0_LOADS),
+            Run([*one, sharded], FSDP2, interrupt_in_step_4),
+            Run([*one, directory / "from-one", *resume], RANK_0_LOADS),
+            Run([*one, directory / "resumed", *resume], FSDP2, functools.partial(copy_to_resume, sharded)),
+        ],
+    )
+    assert printed.count("continues after step 2") == 2, printed
+    return directory
+
+
+def copy_to_resume(source):
+    """A copy of what was interrupted, for two processes to resume; the original is for one."""
+    if os.environ["RANK"] == "0":
+        shutil.copytree(source, source.parent / "resumed")
+    PartialState().wait_for_everyone()
+
+
+@pytest.fixture
+def sharded(runs):
+    return runs / "stages/out"
+
+
+def weights(directory):
+    return load_file(directory / "model.safetensors")
+
+
+def record(directory):
+    return json.loads((directory / "training.json").read_text())
+
+
+def test_losses_are_those_of_one_process(sharded, real_unbroken):
+    for stage in STAGES:
+        ours, theirs = log_lines(sharded / stage), log_lines(real_unbroken / stage)
+        for key in ("step", "tokens_seen", "learning_rate"):
+            assert [line[key] for line in ours] == [line[key] for line in theirs]
+        for key in ("loss", "grad_norm"):
+            assert [line[key] for line in ours] == pytest.approx([line[key] for line in theirs], abs=1e-4)
+        assert record(sharded / stage)["hardware"]["processes"] == 2
+
+
+def test_the_held_out_loss_is_that_of_one_process(sharded, real_unbroken):
+    for stage in STAGES:
+        ours, theirs = record(sharded / stage)["held_out"], record(real_unbroken / stage)["held_out"]
+        assert (ours["blocks"], ours["tokens"]) == (7, 7 * 43)
+        assert ours["before"] == pytest.approx(theirs["before"], abs=1e-6 if stage == "1-k" else 1e-5)
+        assert ours["after"] == pytest.approx(theirs["after"], abs=1e-5)
+
+
+def test_every_stage_is_sharded_by_decoder_layer(sharded):
+    for stage in STAGES:
+        facts = json.loads((sharded.parent / f"{stage}.json").read_text())
+        assert facts["all_dtensors"]
+        assert {"FSDPCocaLlamaDecoderLayer", "FSDPCocaLlamaForCausalLM"} <= set(facts["sharded"])
+
+
+def test_a_stage_changes_the_parameters_it_names_and_no_other_bit(sharded, tiny_coca_dir):
+    before = weights(tiny_coca_dir)
+    for stage, parts in STAGES.items():
+        after = weights(sharded / stage)
+        changed = {name for name in before if not torch.equal(before[name].float(), after[name])}
+        assert changed == {name for name in before if any(part in name for part in parts)}
+        before = after
+
+
+def test_the_result_loads_and_is_the_live_model(sharded):
+    for stage in STAGES:
+        facts = json.loads((sharded.parent / f"{stage}.json").read_text())
+        model, report = AutoModelForCausalLM.from_pretrained(sharded / stage, output_loading_info=True)
+        assert not any(report.values())
+        with torch.no_grad():
+            logits = model(torch.arange(3, 40)[None]).logits
+        assert logits.double().sum().item() == pytest.approx(facts["logits"], rel=1e-5)
+
+
+def timeless(stage_dir):
+    lines = [json.loads(line) for line in (stage_dir / "log.jsonl").read_text().splitlines()]
+    measured = ("seconds", "tokens_per_second", "memory_bytes")
+    return [{key: value for key, value in line.items() if key not in measured} for line in lines]
+
+
+def assert_close(ours, theirs):
+    assert [line["step"] for line in log_lines(ours)] == [1, 2, 3, 4, 5]
+    for key in ("loss", "tokens_seen"):
+        expected = [line[key] for line in log_lines(theirs)]
+        assert [line[key] for line in log_lines(ours)] == pytest.approx(expected, abs=1e-4)
+
+
+def test_two_processes_resume_to_the_same_bits_whatever_the_type_of_state_dict(runs):
+    assert timeless(runs / "resumed/1-k") == timeless(runs / "one/1-k")
+    ours, theirs = weights(runs / "resumed/1-k"), weights(runs / "one/1-k")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_two_processes_resume_what_one_saved(runs):
+    assert_close(runs / "from-one/1-k", runs / "one/1-k")
+
+
+def test_one_process_resumes_what_two_saved(real_recipe, runs, tmp_path, capsys):
+    out = shutil.copytree(runs / "interrupted", tmp_path / "out")
+    assert [path.name for path in (out / "1-k/trainer").glob("checkpoint-*")] == ["checkpoint-2"]
+    run_recipe(load_recipe(real_recipe, ONE_STAGE[2:]), out, stage="k", resume=True)
+    assert "continues after step 2" in capsys.readouterr().out
+    assert_close(out / "1-k", runs / "one/1-k")
+
+
+def test_another_number_of_blocks_a_step_is_refused(real_recipe, runs, tmp_path):
+    out = shutil.copytree(runs / "interrupted", tmp_path / "out")
+    recipe = load_recipe(real_recipe, [*ONE_STAGE[2:], "training.gradient_accumulation_steps=1"])
+    del recipe.training["global_batch_size"]
+    kept = (out / "recipe.yaml").read_text()
+    (out / "recipe.yaml").write_text(kept.replace("  global_batch_size: 4\n", ""))
+    with pytest.raises(CocaError, match=r"checkpoint-2: was made with 4 blocks a step, got 2 now; expected the same"):
+        run_recipe(recipe, out, stage="k", resume=True)
+
+
+def test_a_changed_recipe_is_refused_in_every_process(real_recipe, runs, tmp_path):
+    """The launcher ends the others when the main one refuses."""
+    arguments = [real_recipe, *ONE_STAGE, "--out", runs / "one", "--resume", "training.learning_rate=2e-3"]
+    launched = launch(tmp_path, [Run(arguments, FSDP2)])
+    assert launched.wait() != 0
+    assert "training.learning_rate was 0.001, now 0.002" in " ".join(launched.output.read_text().split())

@@ -1,0 +1,164 @@
+"""Processes that are told to stop, or killed at any moment: the rerun ends with the losses of an unbroken run.
+
+COCA_KILLS sets how many random kills; scripts/kill_runs.sh runs 20.
+"""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from coca_hf.train.recipe import load_recipe
+from coca_hf.train.stages import run_recipe
+from coca_hf.train.stop import EXIT_STOPPED
+from coca_hf.train.trainer import StageTrainer
+from tests.train.layouts import FSDP2, Run, launch, log_lines
+
+pytestmark = pytest.mark.real
+STAGES = ["1-k", "2-qkv", "3-full"]
+KILLS = int(os.environ.get("COCA_KILLS", "2"))
+
+
+def final_losses(out):
+    records = [json.loads((out / stage / "training.json").read_text()) for stage in STAGES]
+    return [(record["final_loss"], record["held_out"]["after"]) for record in records]
+
+
+def signal_rank_1_in_step_2(number):
+    """The signal reaches one process only, in its second step of stage k."""
+    plain = StageTrainer.training_step
+
+    def step(self, *args):
+        if self.state.global_step == 1 and os.environ["RANK"] == "1" and "1-k" in self.args.output_dir:
+            os.kill(os.getpid(), number)
+        return plain(self, *args)
+
+    StageTrainer.training_step = step
+
+
+def signal_in_step_2():
+    os.environ["RANK"] = "1"
+    signal_rank_1_in_step_2(signal.SIGTERM)
+
+
+def slow_steps(seconds=0.2):
+    plain = StageTrainer.training_step
+
+    def step(*args):
+        time.sleep(seconds)
+        return plain(*args)
+
+    StageTrainer.training_step = step
+
+
+def usr1_to_rank_1():
+    signal_rank_1_in_step_2(signal.SIGUSR1)
+
+
+def test_a_signal_to_one_process_stops_all_after_a_checkpoint_and_nothing_is_lost(real_recipe, real_unbroken, tmp_path):
+    out = tmp_path / "out"
+    arguments = [real_recipe, "--out", out, "training.save_strategy=no"]
+    launched = launch(tmp_path, [Run(arguments, FSDP2, usr1_to_rank_1)])
+    launched.wait()
+    printed = " ".join(launched.output.read_text().split())
+    assert "1-k: stopped by" in printed, printed
+    assert f"exitcode : {EXIT_STOPPED}" in printed  # of the ranks; the launcher itself has its own
+    assert json.loads((out / "stopped.json").read_text()).items() >= {"stage": "k", "step": 2}.items()
+    assert [path.name for path in (out / "1-k/trainer").glob("checkpoint-*")] == ["checkpoint-2"]
+    recipe = load_recipe(real_recipe, ["training.save_strategy=no"])
+    run_recipe(recipe, out, resume=True)
+    assert not (out / "stopped.json").exists()
+    for stage in STAGES:
+        ours, theirs = log_lines(out / stage), log_lines(real_unbroken / stage)
+        assert ours[-1]["loss"] == pytest.approx(theirs[-1]["loss"], abs=0.5)  # means over other intervals
+        assert ours[-1]["tokens_seen"] == theirs[-1]["tokens_seen"]
+    for ours, theirs in zip(final_losses(out), final_losses(real_unbroken), strict=True):
+        assert ours[1] == pytest.approx(theirs[1], abs=1e-5)
+
+
+def test_sigterm_ends_the_command_with_its_code_and_a_checkpoint(real_recipe, real_unbroken, tmp_path):
+    out = tmp_path / "out"
+    launched = launch(tmp_path, [Run([real_recipe, "--out", out], hook=signal_in_step_2)], processes=1)
+    assert launched.wait() == EXIT_STOPPED == 75
+    printed = " ".join(launched.output.read_text().split())
+    assert "1-k: stopped by SIGTERM after step 2, with a checkpoint; continue with --resume" in printed
+    run_recipe(load_recipe(real_recipe), out, resume=True)
+    assert final_losses(out) == final_losses(real_unbroken)
+
+
+def test_two_runs_do_not_write_to_one_directory(real_recipe, tmp_path):
+    out = tmp_path / "out"
+    first = launch(tmp_path, [Run([real_recipe, "--out", out], hook=slow_steps)], processes=1)
+    while not (out / "1-k/log.jsonl").exists():
+        assert first.process.is_alive(), first.output.read_text()
+        time.sleep(0.02)
+    second = launch(tmp_path, [Run([real_recipe, "--out", out, "--resume"])], processes=1)
+    assert second.wait() == 2
+    assert "another coca-train is writing it" in second.output.read_text()
+    first.process.kill()
+    first.wait()
+
+
+def kill(victim, launched):
+    """`kill -9` of one rank, all of them, or their launcher, if they are there yet."""
+    ranks = launched.ranks() or [launched.process.pid]
+    pids = {"rank 0": ranks[:1], "rank 1": ranks[-1:], "all ranks": ranks, "launcher": [launched.process.pid]}[victim]
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def finish(arguments, tmp_path, orphans):
+    """Run to the end, as often as another process, whose launcher died, still writes."""
+    for pid in orphans:
+        deadline = time.monotonic() + 120
+        while os.path.exists(f"/proc/{pid}") and "Z" not in _status(pid):
+            assert time.monotonic() < deadline, f"rank {pid} lives on without its launcher"
+            time.sleep(0.05)
+    launched = launch(tmp_path, [Run([*arguments, "--resume"], FSDP2)])
+    assert launched.wait() == 0, launched.output.read_text()
+    return launched.output.read_text()
+
+
+def _status(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+@pytest.fixture(scope="module")
+def unbroken_in_two(real_recipe, tmp_path_factory):
+    """OUT of two FSDP2 processes, in one go, and the seconds it took."""
+    directory = tmp_path_factory.mktemp("unbroken-in-two")
+    started = time.monotonic()
+    launched = launch(directory, [Run([real_recipe, "--out", directory / "out"], FSDP2)])
+    assert launched.wait() == 0, launched.output.read_text()
+    return directory / "out", time.monotonic() - started
+
+
+@pytest.mark.parametrize("number", range(KILLS))
+def test_a_run_killed_at_a_random_moment_ends_with_the_same_losses(real_recipe, unbroken_in_two, tmp_path, number):
+    expected, seconds = unbroken_in_two
+    draw = random.Random(f"{number} {os.environ.get('COCA_KILLS_SEED', 0)}")
+    victim = ["launcher", "rank 1", "rank 0", "all ranks"][number % 4]
+    out = tmp_path / "out"
+    arguments = [real_recipe, "--out", out]
+    launched = launch(tmp_path, [Run(arguments, FSDP2)])
+    launched.process.join(moment := draw.uniform(0.2, 0.95) * seconds)
+    ranks = launched.ranks()
+    reached = [stage for stage in STAGES if (out / stage).exists()]
+    checkpoints = [str(path.relative_to(out)) for path in out.glob("*/trainer/*")]
+    kill(victim, launched)
+    if victim != "launcher":
+        launched.wait()
+    launched.process.join(5)
+    finish(arguments, tmp_path, ranks)
+    print(f"{number}: {victim} after {moment:.1f} s of {seconds:.1f}, in {reached[-1:]} with {checkpoints}")
+    assert final_losses(out) == final_losses(expected)
+    assert not list(out.glob("**/checkpoint-*")) + list(out.glob("**/*partial*"))
