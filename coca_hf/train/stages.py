@@ -24,8 +24,17 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments, default_dat
 from coca_hf.card import LICENCE_FILES, write_card
 from coca_hf.documents import is_on_hub
 from coca_hf.errors import CocaError
-from coca_hf.train.data import PackedBlocks
-from coca_hf.train.model import check_model, freeze_, load_model, load_tokenizer
+from coca_hf.train.data import blocks_of
+from coca_hf.train.model import (
+    check_model,
+    count_parameters,
+    load_model,
+    load_tokenizer,
+    plain_model,
+    stage_model,
+    start_model,
+    start_tokenizer,
+)
 from coca_hf.train.out import (
     PARTIAL,
     RECORD,
@@ -65,7 +74,15 @@ def run_recipe(recipe: Recipe, out_dir: str | Path, stage: str | None = None, re
         check_out(recipe, out_dir, resume)
         check_before(chosen[0])
         check_model(recipe)
-        PackedBlocks(recipe.data.sources, load_tokenizer(recipe.model), recipe.data.seq_len).check()
+        blocks = blocks_of(recipe, start_tokenizer(recipe))
+        blocks.check()
+        prepared = blocks.prepared()
+        state.print(
+            f"data: {prepared.num_blocks:,} blocks are prepared in {prepared.directory}"
+            if prepared
+            else "data: tokenised on the way, and again up to where a run resumes; --prepare does it once",
+            flush=True,
+        )
         open_out(recipe, out_dir)
     state.wait_for_everyone()
     for run in chosen:
@@ -94,7 +111,7 @@ def _plan(recipe: Recipe, out_dir: Path) -> list[StageRun]:
             )
             on_cpu = arguments.device.type == "cpu"  # asking joins the other processes
         arguments.dataloader_pin_memory &= not on_cpu  # torch warns where there is nothing to pin for
-        runs.append(StageRun(stage, str(before.directory) if before else recipe.model, before, directory, arguments))
+        runs.append(StageRun(stage, str(before.directory) if before else recipe.start, before, directory, arguments))
     return runs
 
 
@@ -106,14 +123,16 @@ def _run_stage(recipe: Recipe, run: StageRun, state: PartialState) -> None:
                 shutil.rmtree(half_written, ignore_errors=True)
     state.wait_for_everyone()
 
-    model, tokenizer = load_model(run.base), load_tokenizer(run.base)
+    model = load_model(run.base) if run.before else start_model(recipe)
+    tokenizer = load_tokenizer(run.base) if run.before else start_tokenizer(recipe)
     use_cache = model.config.use_cache  # the Trainer turns it off
-    trained, total = freeze_(model, run.stage)
+    model = stage_model(model, run.stage)
+    trained, total = count_parameters(model)
     checkpoint = last_checkpoint(run.trainer_dir)
     step, next_block, seconds = _place(checkpoint) if checkpoint else (0, run.start_block, 0.0)
     end_block = next_block + (run.arguments.max_steps - step) * run.global_batch
     data, tokens = recipe.data, (end_block - run.start_block) * recipe.data.seq_len
-    blocks = PackedBlocks(data.sources, tokenizer, data.seq_len, data.seed, next_block)
+    blocks = blocks_of(recipe, tokenizer, next_block)
     log = StageLog(run.directory / "log.jsonl", data.seq_len, run.global_batch, next_block, seconds)
     AcceleratorState._reset_state()  # or the stage before would fix the precision of this one
     with _trainer_errors(run.stage):
@@ -126,6 +145,7 @@ def _run_stage(recipe: Recipe, run: StageRun, state: PartialState) -> None:
         flush=True,
     )
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    trainer.model = model = plain_model(trainer.model)
     model.config.use_cache = use_cache
     record = {
         "stage": {"name": run.stage.name, "train": run.stage.train},

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from coca_hf import CocaError
 from coca_hf.documents import read_documents
-from coca_hf.train import data
+from coca_hf.train import stream, tokens
 from coca_hf.train.data import PackedBlocks
 from coca_hf.train.recipe import Source
 
@@ -55,7 +55,7 @@ def test_a_pass_is_every_packed_block_once_and_the_next_pass_is_the_same_in_anot
 
 
 def test_a_buffer_smaller_than_the_source_still_draws_every_block_once(words, tiny_tokenizer, monkeypatch):
-    monkeypatch.setattr(data, "SHUFFLE_TOKENS", 6 * SEQ_LEN)
+    monkeypatch.setattr(stream, "SHUFFLE_TOKENS", 6 * SEQ_LEN)
     expected = packed_by_hand(words, tiny_tokenizer)
     first = take(PackedBlocks([words], tiny_tokenizer, SEQ_LEN), len(expected))
     assert Counter(first) == Counter(expected)
@@ -96,14 +96,22 @@ def test_a_worker_process_reads_the_same_stream(words, tiny_tokenizer):
     assert [tuple(row) for row in loaded.tolist()] == take(blocks, 12)
 
 
-def test_an_eos_token_that_the_tokenizer_adds_itself_is_not_doubled(words, tiny_tokenizer, monkeypatch):
-    ended = PackedBlocks([words], tiny_tokenizer, SEQ_LEN)
-    plain = ended._tokens("ab")
-    monkeypatch.setattr(ended, "tokenizer", lambda text, **kwargs: {"input_ids": [1, 7, 8, 2]})
-    ended.tokenizer.eos_token_id = 2
-    assert ended._tokens("ab") == [1, 7, 8, 2]
-    assert plain[-1] == 2
-    assert len(plain) == 3
+class AddsItsOwn:
+    """A tokenizer of letters that begins a text with 1 and ends it with its eos token, 2."""
+
+    eos_token_id = 2
+
+    def __call__(self, text, add_special_tokens=True, **kwargs):
+        if isinstance(text, list):
+            return {"input_ids": [self(item, add_special_tokens)["input_ids"] for item in text]}
+        letters = [ord(letter) for letter in text]
+        return {"input_ids": [1, *letters, 2] if add_special_tokens else letters}
+
+
+def test_special_tokens_stand_once_around_a_document_however_many_pieces_it_has(monkeypatch):
+    monkeypatch.setattr(tokens, "PIECE_CHARACTERS", 8)
+    text = "ab cdefghijklmn op q"
+    assert tokens.Encoder(AddsItsOwn()).document(text).tolist() == [1, *map(ord, text), 2]
 
 
 @pytest.mark.parametrize("method", ["check", "__iter__"])

@@ -1,0 +1,97 @@
+"""Which part of a source is kept out of the training, so that the loss on it says something.
+
+Documents are held out by a hash of their text, whatever the seed: every run on a source leaves out the same ones, and
+copies of a document share its fate. Of a large source a hundredth is held out. A small one gives the documents of
+lowest hash, as few as will do; where even that would take more than a tenth of its text, as of a single book, every
+document gives its end.
+"""
+
+from typing import NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+
+from coca_hf.documents import read_documents
+from coca_hf.train.recipe import Source
+from coca_hf.train.tokens import Encoder, split_at_space
+
+HASHES = 2**64
+LARGE = HASHES // 100
+MOST = 0.1  # of a source's characters
+
+
+class HeldOut(NamedTuple):
+    """How a source is split: documents with a hash under `below` are held out, of the others the `tail`, a share."""
+
+    below: int = 0
+    tail: float = 0.0
+
+    def split(self, text: str) -> tuple[str, str]:
+        """The part of a document to train on, and the part that is held out; together the document."""
+        if _hash(text) < self.below:
+            return "", text
+        return split_at_space(text, self.tail) if self.tail else (text, "")
+
+
+def hold_out(source: Source, encoder: Encoder, seq_len: int, num_blocks: int) -> tuple[HeldOut, Tensor]:
+    """Choose what is held out of `source`, and pack it into blocks: (blocks, seq_len), int64.
+
+    There are fewer than `num_blocks` blocks, perhaps none, where a tenth of the source has no more. Reads about a
+    hundred times as many tokens as there are in the blocks, or the source to its end.
+    """
+    rule = HeldOut(below=LARGE)
+    if num_blocks == 0:
+        return HeldOut(), torch.empty(0, seq_len, dtype=torch.int64)
+    tokens: list[Tensor] = []
+    count, seen = 0, []
+    for document in read_documents(*source.place):
+        key = _hash(document.text)
+        seen.append((key, len(document.text)))
+        if key < rule.below:
+            tokens.append(encoder.document(document.text))
+            count += len(tokens[-1])
+            if count >= num_blocks * seq_len:
+                return rule, _pack(tokens, seq_len, num_blocks)
+    if not seen:
+        return HeldOut(), torch.empty(0, seq_len, dtype=torch.int64)
+    rule = _rule_of_small(seen, num_blocks * seq_len / _tokens_per_character(source, encoder))
+    held = (rule.split(document.text)[1] for document in read_documents(*source.place))
+    return rule, _pack([encoder.document(text) for text in held if text.strip()], seq_len, num_blocks)
+
+
+def shares(weights: list[float], total: int) -> list[int]:
+    """`total` dealt out in proportion to `weights`, by largest remainder."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    dealt = [int(share) for share in exact]
+    for place in sorted(range(len(weights)), key=lambda i: dealt[i] - exact[i])[: total - sum(dealt)]:
+        dealt[place] += 1
+    return dealt
+
+
+def _rule_of_small(seen: list[tuple[int, int]], wanted: float) -> HeldOut:
+    """seen: hash and characters of every document; wanted: characters that fill the blocks, or so."""
+    most = MOST * sum(characters for _, characters in seen)
+    held = 0
+    for key, characters in sorted(seen):
+        held += characters
+        if held > most:
+            break
+        if held >= wanted:
+            return HeldOut(below=key + 1)
+    return HeldOut(tail=min(MOST, wanted * MOST / most))
+
+
+def _tokens_per_character(source: Source, encoder: Encoder) -> float:
+    """Of the first document; a tenth less, to hold out rather too much than too little."""
+    text = next(iter(read_documents(*source.place))).text[:100_000]
+    return 0.9 * len(encoder.document(text)) / len(text)
+
+
+def _pack(tokens: list[Tensor], seq_len: int, most: int) -> Tensor:
+    stream = torch.cat([*tokens, torch.empty(0, dtype=torch.int64)])
+    return stream[: min(len(stream) // seq_len, most) * seq_len].view(-1, seq_len)
+
+
+def _hash(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
