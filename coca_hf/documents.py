@@ -160,14 +160,14 @@ def _json_lines(file: Path, column: str) -> Iterator[Any]:
                 raise CocaError(f"{file}: row {row_number}: not JSON ({error})") from None
             if not isinstance(row, dict):
                 raise CocaError(f"{file}: row {row_number}: got a JSON {type(row).__name__}, expected an object")
-            yield _text_of(row, column, f"{file}: row {row_number}")
+            yield _text_of(row, column, str(file), row_number)
 
 
 def _json_rows(file: Path, column: str) -> Iterator[Any]:
     from datasets import load_dataset
 
-    for row in load_dataset("json", data_files=str(file), split="train", streaming=True):
-        yield _text_of(row, column, str(file))
+    for row_number, row in enumerate(load_dataset("json", data_files=str(file), split="train", streaming=True)):
+        yield _text_of(row, column, str(file), row_number)
 
 
 def _parquet_rows(file: Path, column: str) -> Iterator[Any]:
@@ -202,7 +202,7 @@ def _read_hub(
     try:
         rows = load_dataset(dataset_id, subset, split=split, revision=revision, streaming=True)
         for row_number, row in enumerate(rows):
-            yield f"{dataset_id}:{row_number}", _text_of(row, column, dataset_id)
+            yield f"{dataset_id}:{row_number}", _text_of(row, column, dataset_id, row_number)
     except CocaError:
         raise
     except Exception as error:
@@ -211,14 +211,15 @@ def _read_hub(
         ) from error
 
 
-def _text_of(row: dict, column: str, where: str) -> Any:
-    _check_columns(row, column, where)
+def _text_of(row: dict, column: str, where: str, row_number: int) -> Any:
+    _check_columns(row, column, where, row_number)
     return row[column]
 
 
-def _check_columns(names: Iterable[str], column: str, where: str) -> None:
+def _check_columns(names: Iterable[str], column: str, where: str, row_number: int | None = None) -> None:
     if column not in names:
-        raise CocaError(f"{where}: got columns {', '.join(names)}, expected a column {column!r} with the text")
+        row = "" if row_number is None else f" in row {row_number}"
+        raise CocaError(f"{where}: got columns {', '.join(names)}, expected a column {column!r} with the text{row}")
 
 
 def _one_line(error: Exception) -> str:

@@ -84,7 +84,7 @@ class PackedBlocks(IterableDataset):
         """Write the first `num_blocks` blocks to `prepared_dir`, or what is missing of them.
 
         progress: called with the number of blocks that are there. Raises CocaError as iterating does, and where another
-        process prepares the same blocks; OSError for a disk that is full.
+        process prepares the same blocks, or the disk is full.
         """
         assert self.prepared_dir, "needs a directory"
         return write_prepared(self.prepared_dir, self._description(), self._stream_at, num_blocks, progress)

@@ -105,11 +105,11 @@ def write_prepared(
     stream_at: makes, of the state of an earlier try, the stream and what the state keeps beside the stream's own.
     progress: called with the number of blocks that are written.
 
-    Raises CocaError where another process is at it, and OSError for a disk that is full or read-only.
+    Raises CocaError where another process is at it, and for a disk that is full or read-only.
     """
     directory = directory_of(parent, description)
-    directory.mkdir(parents=True, exist_ok=True)
     try:
+        directory.mkdir(parents=True, exist_ok=True)
         with FileLock(directory / "lock", timeout=0):
             _write_json(directory / "stream.json", description)
             before = open_prepared(parent, description)
@@ -126,8 +126,14 @@ def write_prepared(
                     file.flush()
                     os.fsync(file.fileno())
                     _save_state(directory, {"stream": stream.state(), **kept})
-    except Timeout:
+    except Timeout:  # an OSError, too
         raise CocaError(f"{directory}: another process is preparing these blocks; wait for it") from None
+    except OSError as error:
+        size = num_blocks * description["seq_len"] * np.dtype(description["dtype"]).itemsize
+        raise CocaError(
+            f"{directory}: cannot be written: {error}; all {num_blocks:,} blocks take {size / 1e9:.1f} GB; make room "
+            f"and --prepare again, which continues, or choose another data.prepared"
+        ) from error
     prepared = open_prepared(parent, description)
     assert prepared is not None, "a preparation leaves a state"
     return prepared

@@ -78,7 +78,8 @@ def run_recipe(recipe: Recipe, out_dir: str | Path, stage: str | None = None, re
         blocks.check()
         prepared = blocks.prepared()
         state.print(
-            f"data: {prepared.num_blocks:,} blocks are prepared in {prepared.directory}"
+            f"data: {prepared.num_blocks:,} of {recipe.num_blocks(state.num_processes):,} blocks lie prepared in "
+            f"{prepared.directory}"
             if prepared
             else "data: tokenised on the way, and again up to where a run resumes; --prepare does it once",
             flush=True,
