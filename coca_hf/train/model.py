@@ -39,19 +39,27 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
     Raises CocaError for a field that the model's config does not have (naming the nearest it has), or of another type.
     """
     overrides = dict(recipe.config)
+    smallest_vocabulary = 0
     with _loading(recipe.start):
         if recipe.model is None:
             tokenizer = start_tokenizer(recipe)
             ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+            smallest_vocabulary = len(tokenizer)
             config = AutoConfig.for_model(overrides.pop("model_type"), vocab_size=len(tokenizer), **ids)
         else:
             config = AutoConfig.from_pretrained(recipe.model, trust_remote_code=False)
-    known = {field.name for field in dataclasses.fields(type(config))}
+    known = sorted(field.name for field in dataclasses.fields(type(config)))
     for key in overrides:
         if key not in known:
             raise CocaError(
-                f"config: {type(config).__name__} has no field {key!r}; nearest: {nearest(str(key), sorted(known))}"
+                f"config: {type(config).__name__} has no field {key!r}; nearest: {nearest(str(key), known)}"
             )
+    if overrides.get("vocab_size", smallest_vocabulary) < smallest_vocabulary:
+        raise CocaError(
+            f"config.vocab_size: got {overrides['vocab_size']}, expected at least the tokenizer's {smallest_vocabulary}"
+        )
+    if not overrides:
+        return config
     merged = {
         key: {**getattr(config, key), **value} if isinstance(getattr(config, key), dict) else value
         for key, value in overrides.items()
