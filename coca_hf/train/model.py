@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -51,9 +52,7 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
     known = sorted(field.name for field in dataclasses.fields(type(config)))
     for key in overrides:
         if key not in known:
-            raise CocaError(
-                f"config: {type(config).__name__} has no field {key!r}; nearest: {nearest(str(key), known)}"
-            )
+            raise CocaError(f"config: {type(config).__name__} has no {key!r}; nearest: {nearest(str(key), known)}")
     if overrides.get("vocab_size", smallest_vocabulary) < smallest_vocabulary:
         raise CocaError(
             f"config.vocab_size: got {overrides['vocab_size']}, expected at least the tokenizer's {smallest_vocabulary}"
@@ -66,7 +65,7 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
     }
     try:
         return type(config)(**{**config.to_dict(), **merged})
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise CocaError(f"config: {type(config).__name__} does not take it: {' '.join(str(error).split())}") from error
 
 
@@ -140,7 +139,9 @@ def stage_model(model: PreTrainedModel, stage: Stage) -> nn.Module:
     if not targets:
         raise CocaError(f"stages.{stage.name}: none of {stage.train} is a linear layer, expected one for its adapters")
     options = {"r": stage.lora.r, "lora_alpha": stage.lora.alpha, "lora_dropout": stage.lora.dropout}
-    return get_peft_model(model, LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **options))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(zlib.crc32(stage.name.encode()))  # the same in every process, and in a run that resumes
+        return get_peft_model(model, LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **options))
 
 
 def plain_model(model: Any) -> PreTrainedModel:
@@ -184,6 +185,6 @@ def _has_part(parameter: str, module: str) -> bool:
 def _loading(name: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise CocaError(f"{name}: cannot be loaded, expected a model directory or hub id: {reason}") from error

@@ -19,6 +19,12 @@ from coca_hf.train.recipe import LinearBounds
 class StageTrainer(Trainer):
     """A Trainer that stops at a loss that is not a number, and whose `checkpoint-N` directories are always whole."""
 
+    _random_state_of: str | None = None
+
+    def train(self, resume_from_checkpoint: str | None = None, **kwargs):
+        self._random_state_of = resume_from_checkpoint
+        return super().train(resume_from_checkpoint, **kwargs)
+
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
         """With `linear` and `start_lr` or `end_lr`, `linear_rate` at every step; else Hugging Face's schedule."""
         kwargs = self.args.lr_scheduler_kwargs
@@ -36,7 +42,11 @@ class StageTrainer(Trainer):
         """No batches after the last step: resumed there, Hugging Face's loop would take one step more."""
         if self.state.global_step >= self.state.max_steps:
             return [], None
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
+        samples = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._random_state_of:  # Hugging Face's loop takes it up only where it skips batches itself
+            self._load_rng_state(self._random_state_of)
+            self._random_state_of = None
+        return samples
 
     def training_step(self, model: nn.Module, inputs: dict, num_items_in_batch=None) -> Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)

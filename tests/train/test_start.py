@@ -47,12 +47,13 @@ def scratch_path(recipe_tree, tiny_coca_dir, tmp_path):
 
 
 def test_a_model_from_scratch_trains_to_a_checkpoint_twice_the_same(scratch_path, tmp_path):
-    runs = [run_recipe(load_recipe(scratch_path), tmp_path / name) for name in ("once", "again")]
-    once, again = (load_file(run / "model.safetensors") for run in runs)
+    result = run_recipe(load_recipe(scratch_path), tmp_path / "once")
+    run_recipe(load_recipe(scratch_path), tmp_path / "again", stage="k")
+    once, again = (load_file(tmp_path / name / "1-k/model.safetensors") for name in ("once", "again"))
     assert all(once[name].equal(again[name]) for name in once)
-    model, report = AutoModelForCausalLM.from_pretrained(runs[0], output_loading_info=True)
+    model, report = AutoModelForCausalLM.from_pretrained(result, output_loading_info=True)
     assert not any(report.values())
-    assert model.config.eos_token_id == AutoTokenizer.from_pretrained(runs[0]).eos_token_id == 2
+    assert model.config.eos_token_id == AutoTokenizer.from_pretrained(result).eos_token_id == 2
     record = json.loads((tmp_path / "once/1-k/training.json").read_text())
     assert record["base_model"] == "coca_llama from scratch"
     assert load_recipe(tmp_path / "once/recipe.yaml") == load_recipe(scratch_path)
@@ -62,9 +63,9 @@ BAD_STARTS = {
     "config.hidden_sizes=3": "config: CocaLlamaConfig has no 'hidden_sizes'; nearest: hidden_size",
     "config.hidden_size=large": "config: CocaLlamaConfig does not take it: .*'hidden_size' expected int",
     "config.rope_parameters={rope_type: liner}": "liner",
-    "config.model_type=coca_lama": "coca_llama from scratch|coca_lama from scratch: cannot be loaded",
+    "config.model_type=coca_lama": "coca_lama from scratch: cannot be loaded",
     "config.vocab_size=100": "config.vocab_size: got 100, expected at least the tokenizer's 259",
-    "config.num_attention_heads=5": "config: CocaLlamaConfig does not take it|cannot be loaded",
+    "config.num_attention_heads=5": "config: CocaLlamaConfig does not take it: .*multiple of the number of",
     "model=somewhere": "model: expected a checkpoint, or, for a model from scratch, tokenizer instead",
     "config={hidden_size: 3}": "config.model_type: expected beside tokenizer",
     "tokenizer=none/here/at/all": "none/here/at/all: cannot be loaded",
@@ -93,9 +94,7 @@ def lora_path(recipe_tree, tmp_path):
     return write_recipe(tmp_path / "r.yaml", recipe_tree)
 
 
-def test_a_stage_of_adapters_ends_as_a_plain_checkpoint_that_differs_by_low_ranks(
-    lora_path, unbroken, tmp_path, capsys
-):
+def test_adapters_end_as_a_plain_checkpoint_that_differs_by_low_ranks(lora_path, unbroken, tmp_path, capsys):
     out = tmp_path / "out"
     run_recipe(load_recipe(lora_path), out)
     # r (inputs + outputs) of q (48, 48), t (48, 8) and v (48, 16), in each of 3 layers
