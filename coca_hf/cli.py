@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers.utils.logging import set_verbosity_error
 
 from coca_hf.errors import CocaError
@@ -123,6 +123,12 @@ def train_command(
     out: Annotated[Path | None, typer.Option(help="Where stages go; runs/<name of the recipe> by default.")] = None,
     stage: Annotated[str | None, typer.Option(help="Run this one; the stage before it must be complete.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue what is in OUT.")] = False,
+    prepare: Annotated[
+        bool, typer.Option("--prepare", help="Do not train: tokenise what all stages will read, once, to disk.")
+    ] = False,
+    world_size: Annotated[
+        int, typer.Option(min=1, help="Processes that will train: with --prepare, how many blocks they take.")
+    ] = 1,
 ) -> None:
     """Train a CoCA checkpoint in the stages of a recipe, each from directory to directory."""
     from accelerate import PartialState
@@ -134,6 +140,8 @@ def train_command(
 
     disable_progress_bar()  # of loading and saving; the training keeps its own
     checked = load_recipe(recipe, settings or [])
+    if prepare:
+        return _prepare(checked, world_size)
     try:
         directory = run_recipe(checked, out or Path("runs") / recipe.stem, stage, resume)
     except Stopped as stopped:
@@ -151,6 +159,23 @@ def train_command(
             highlight=False,
         )
     PartialState().destroy_process_group()  # or a process that exits under gloo's threads may abort
+
+
+def _prepare(recipe, world_size: int) -> None:
+    from coca_hf.train.data import blocks_of
+    from coca_hf.train.model import start_tokenizer
+
+    blocks, wanted = blocks_of(recipe, start_tokenizer(recipe)), recipe.num_blocks(world_size)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("preparing blocks", total=wanted)
+        prepared = blocks.prepare(wanted, lambda done: bar.update(task, completed=done))
+    Console().print(
+        f"prepared: {prepared.num_blocks:,} blocks, {prepared.num_blocks * prepared.seq_len:,} tokens in "
+        f"{prepared.directory}: all stages on {world_size} processes take {wanted:,} blocks",
+        soft_wrap=True,
+        highlight=False,
+    )
 
 
 ModelArgument = Annotated[str, typer.Argument(help="A model directory, or a hub id as owner/name.", show_default=False)]

@@ -1,63 +1,94 @@
-"""Documents from where people keep them: text, jsonl and parquet files, and data sets on the hub."""
+"""Documents from where people keep them: text, JSON lines, parquet and arrow files, and data sets on the hub."""
 
 import glob
 import itertools
-from collections.abc import Iterator
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from coca_hf.errors import CocaError
 
-FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+COMPRESSIONS = ("", ".gz", ".zst")
+SUFFIXES = (
+    *(f"{kind}{packed}" for kind in (".txt", ".jsonl") for packed in COMPRESSIONS),
+    ".json",
+    ".parquet",
+    ".arrow",
+)
 
 
 class Document(NamedTuple):
-    name: str  # the file's name, or file name and row
+    name: str  # the file's name, or file name and row, counted from 0
     text: str
 
 
-def read_documents(source: str, column: str = "text", split: str = "train") -> Iterator[Document]:
+def read_documents(
+    source: str,
+    column: str = "text",
+    split: str = "train",
+    subset: str | None = None,
+    revision: str | None = None,
+    skip_empty: bool = False,
+) -> Iterator[Document]:
     """Yield the documents of `source` in order, one at a time.
 
-    source: a file, a directory or a glob of .txt (a file is a document), .jsonl or .parquet (a row is a document, its
-    text in `column`), or else the id of a data set on the hub, of which `split` is streamed.
+    source: a file, a directory or a glob of .txt (a file is a document), .jsonl, .json, .parquet or .arrow (a row is a
+    document, its text in `column`), .txt and .jsonl also as .gz and .zst; or else the id of a data set on the hub, of
+    which `split` (and `subset`, `revision`) is streamed. With `skip_empty`, rows whose text is null or blank are left
+    out.
 
-    Raises CocaError where there is nothing to read, a column is missing, or a text is empty or not UTF-8.
+    Raises CocaError, with the file or the row, where there is nothing to read, a file is binary or damaged, a column is
+    missing, or a text is empty, no text or not UTF-8.
     """
-    files = _local_files(source)
-    rows: Iterator[Document]
+    files = local_files(source)
+    rows: Iterator[tuple[str, Any]]
     if files:
         rows = itertools.chain.from_iterable(_read_file(file, column) for file in files)
     elif is_on_hub(source):
-        rows = _read_hub(source, column, split)
+        rows = _read_hub(source, column, split, subset, revision)
     else:
         raise CocaError(
-            f"{source}: got no such file, expected a .txt, .jsonl or .parquet file, a directory or a glob of them, "
+            f"{source}: got no such file, expected a {', '.join(SUFFIXES)} file, a directory or a glob of them, "
             f"or the id of a data set on the hub"
         )
-    for document in rows:
-        if not isinstance(document.text, str) or not document.text.strip():
-            raise CocaError(f"{document.name}: got an empty document, expected text; remove it from the source")
-        yield document
+    for name, text in rows:
+        if text is None or (isinstance(text, str) and not text.strip()):
+            if skip_empty:
+                continue
+            raise CocaError(f"{name}: got an empty document, expected text; remove it from the source")
+        if not isinstance(text, str):
+            raise CocaError(f"{name}: got {type(text).__name__} in column {column!r}, expected text")
+        yield Document(name, text)
 
 
 def is_on_hub(source: str) -> bool:
     """Whether `read_documents` takes `source` for the id of a data set on the hub."""
-    return not _local_files(source) and _is_hub_id(source)
+    return not local_files(source) and _is_hub_id(source)
 
 
-def _local_files(source: str) -> list[Path]:
+def local_files(source: str) -> list[Path]:
+    """The files that `source` names, in the order they are read; none where it may be a data set on the hub.
+
+    Raises CocaError for a directory without a file to read, and for a file of another kind.
+    """
     path = Path(source)
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in FORMATS)
+        files = sorted(file for file in path.iterdir() if _suffix(file))
         if not files:
-            raise CocaError(f"{source}: got a directory without {', '.join(FORMATS)} files, expected at least one")
+            raise CocaError(f"{source}: got a directory without {', '.join(SUFFIXES)} files, expected at least one")
         return files
     files = [path] if path.is_file() else sorted(Path(name) for name in glob.glob(source, recursive=True))
     for file in files:
-        if file.suffix not in FORMATS:
-            raise CocaError(f"{file}: got a {file.suffix or 'nameless'} file, expected one of {', '.join(FORMATS)}")
+        if not _suffix(file):
+            raise CocaError(f"{file}: got a {file.suffix or 'nameless'} file, expected one of {', '.join(SUFFIXES)}")
     return files
+
+
+def _suffix(file: Path) -> str:
+    """The one of SUFFIXES that the file has, or nothing."""
+    return max((suffix for suffix in SUFFIXES if file.name.endswith(suffix)), key=len, default="")
 
 
 def _is_hub_id(source: str) -> bool:
@@ -67,35 +98,111 @@ def _is_hub_id(source: str) -> bool:
         validate_repo_id(source)
     except HFValidationError:
         return False
-    return source.count("/") == 1 and Path(source).suffix not in FORMATS
+    return source.count("/") == 1 and not _suffix(Path(source))
 
 
-def _read_file(file: Path, column: str) -> Iterator[Document]:
-    if FORMATS[file.suffix] == "text":
-        try:
-            yield Document(file.name, file.read_text(encoding="utf-8"))
-        except UnicodeDecodeError as error:
-            raise CocaError(f"{file}: got bytes that are not UTF-8 at offset {error.start}; convert the file") from None
+def _read_file(file: Path, column: str) -> Iterator[tuple[str, Any]]:
+    """Name and content of every row; what stops the reading is named with the row after the last good one."""
+    kind = _suffix(file).split(".")[1]
+    if kind == "txt":
+        yield file.name, _read_text(file)
         return
-    from datasets import load_dataset
-
+    readers: dict[str, Callable[[Path, str], Iterable[Any]]]
+    readers = {"jsonl": _json_lines, "json": _json_rows, "parquet": _parquet_rows, "arrow": _arrow_rows}
+    row_number = 0
     try:
-        rows = load_dataset(FORMATS[file.suffix], data_files=str(file), split="train", streaming=True)
-        for row_number, row in enumerate(rows):
-            yield Document(f"{file.name}:{row_number}", _text_of(row, column, str(file)))
+        for text in readers[kind](file, column):
+            yield f"{file.name}:{row_number}", text
+            row_number += 1
     except CocaError:
         raise
-    except Exception as error:  # datasets raises what its readers raise
-        raise CocaError(f"{file}: cannot be read as {file.suffix}: {_one_line(error)}") from error
+    except Exception as error:  # pyarrow, datasets and the decompressors raise what they like
+        raise CocaError(
+            f"{file}: row {row_number}: cannot be read as {_suffix(file)} ({_one_line(error)}); is the file whole?"
+        ) from error
 
 
-def _read_hub(dataset_id: str, column: str, split: str) -> Iterator[Document]:
+def _read_text(file: Path) -> str:
+    try:
+        with _open(file) as stream:
+            content = stream.read()
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CocaError(f"{file}: got bytes that are not UTF-8 at offset {error.start}; convert the file") from None
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise CocaError(f"{file}: cannot be read as text ({_one_line(error)})") from error
+    if "\0" in text:
+        raise CocaError(f"{file}: got a zero byte at offset {content.index(0)}, expected text, not a binary file")
+    return text
+
+
+def _open(file: Path):
+    """The file's bytes, decompressed by its suffix. Raises CocaError where the decompressor is not installed."""
+    import fsspec
+
+    try:
+        return fsspec.open(str(file), "rb", compression={".gz": "gzip", ".zst": "zstd"}.get(file.suffix)).open()
+    except ValueError as error:
+        raise CocaError(f"{file}: {file.suffix} needs a decompressor: pip install zstandard") from error
+
+
+def _json_lines(file: Path, column: str) -> Iterator[Any]:
+    with _open(file) as stream:
+        lines = (line for line in stream if line.strip())
+        for row_number, line in enumerate(lines):
+            try:
+                row = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise CocaError(
+                    f"{file}: row {row_number}: got bytes that are not UTF-8 at offset {error.start}; convert the file"
+                ) from None
+            except (ValueError, RecursionError) as error:
+                raise CocaError(f"{file}: row {row_number}: not JSON ({error})") from None
+            if not isinstance(row, dict):
+                raise CocaError(f"{file}: row {row_number}: got a JSON {type(row).__name__}, expected an object")
+            yield _text_of(row, column, str(file), row_number)
+
+
+def _json_rows(file: Path, column: str) -> Iterator[Any]:
+    from datasets import load_dataset
+
+    for row_number, row in enumerate(load_dataset("json", data_files=str(file), split="train", streaming=True)):
+        yield _text_of(row, column, str(file), row_number)
+
+
+def _parquet_rows(file: Path, column: str) -> Iterator[Any]:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(file) as table:
+        _check_columns(table.schema_arrow.names, column, str(file))
+        for batch in table.iter_batches(batch_size=256, columns=[column]):
+            yield from batch.column(0).to_pylist()
+
+
+def _arrow_rows(file: Path, column: str) -> Iterator[Any]:
+    import pyarrow
+
+    with pyarrow.memory_map(str(file)) as source:
+        try:
+            reader = pyarrow.ipc.open_stream(source)  # what `datasets` writes
+            batches = iter(reader)
+        except pyarrow.ArrowInvalid:
+            reader = pyarrow.ipc.open_file(source)
+            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+        _check_columns(reader.schema.names, column, str(file))
+        for batch in batches:
+            yield from batch.column(column).to_pylist()
+
+
+def _read_hub(
+    dataset_id: str, column: str, split: str, subset: str | None, revision: str | None
+) -> Iterator[tuple[str, Any]]:
     from datasets import load_dataset
 
     try:
-        rows = load_dataset(dataset_id, split=split, streaming=True)
+        rows = load_dataset(dataset_id, subset, split=split, revision=revision, streaming=True)
         for row_number, row in enumerate(rows):
-            yield Document(f"{dataset_id}:{row_number}", _text_of(row, column, dataset_id))
+            yield f"{dataset_id}:{row_number}", _text_of(row, column, dataset_id, row_number)
     except CocaError:
         raise
     except Exception as error:
@@ -104,10 +211,15 @@ def _read_hub(dataset_id: str, column: str, split: str) -> Iterator[Document]:
         ) from error
 
 
-def _text_of(row: dict, column: str, where: str) -> str:
-    if column not in row:
-        raise CocaError(f"{where}: got columns {', '.join(row)}, expected a column {column!r} with the text")
+def _text_of(row: dict, column: str, where: str, row_number: int) -> Any:
+    _check_columns(row, column, where, row_number)
     return row[column]
+
+
+def _check_columns(names: Iterable[str], column: str, where: str, row_number: int | None = None) -> None:
+    if column not in names:
+        row = "" if row_number is None else f" in row {row_number}"
+        raise CocaError(f"{where}: got columns {', '.join(names)}, expected a column {column!r} with the text{row}")
 
 
 def _one_line(error: Exception) -> str:

@@ -1,35 +1,45 @@
-"""The training stream: documents from weighted sources, tokenised and packed into blocks of `seq_len` tokens.
+"""The training data: blocks of `seq_len` tokens, mixed from weighted sources, and those that are held out.
 
-The stream is one infinite sequence of blocks, fixed by the sources, the tokenizer, `seq_len` and the seed. It does not
-depend on the number of processes: accelerate reads an IterableDataset in process 0 and deals each global batch out.
+The stream is one infinite sequence of blocks, fixed by the sources, the tokenizer, `seq_len`, the seed and the number
+of held-out blocks. It does not depend on the number of processes: accelerate reads an IterableDataset in process 0 and
+deals each global batch out. Tokenised on the way, a later start costs the tokenising of everything before it; from
+prepared blocks (see `prepared.py`) it costs nothing.
 """
 
 import itertools
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from coca_hf.documents import read_documents
-from coca_hf.errors import CocaError
-from coca_hf.train.recipe import Source
+from coca_hf.train.held_out import HeldOut, hold_out, shares
+from coca_hf.train.prepared import Prepared, describe_stream, open_prepared, write_prepared
+from coca_hf.train.recipe import Recipe, Source
+from coca_hf.train.stream import PackedPass, TokenStream, draw_of_sources, too_short
+from coca_hf.train.tokens import Encoder
 
-SHUFFLE_TOKENS = 2**21  # of a source, that wait to be drawn: 16 MB, and 1024 blocks of 2048 tokens
+
+def blocks_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, start_block: int = 0) -> "PackedBlocks":
+    """The training blocks of a recipe, from `start_block` on."""
+    data = recipe.data
+    return PackedBlocks(
+        data.sources, tokenizer, data.seq_len, data.seed, start_block, data.held_out_blocks, data.prepared
+    )
 
 
 class PackedBlocks(IterableDataset):
     """Blocks `start_block`, `start_block + 1`, … of the stream, as `{"input_ids": (seq_len,), "labels": (seq_len,)}`.
 
-    Both are int64 and hold the same tokens; the model shifts the labels. Within a source, every document is tokenised
-    with the tokenizer's own special tokens and ended with its eos token, the documents follow one another without
-    padding, and the blocks are drawn from a buffer of `SHUFFLE_TOKENS`. A source that is exhausted starts again, in
-    another order, after every one of its blocks was drawn; the tokens after its last whole block are left out. The
-    source of each block is drawn in proportion to `weight`, so that weights are shares of tokens. The stream
-    does not end, and a later start costs the tokenising of everything before it.
+    Both are int64 and hold the same tokens; the model shifts the labels. Every document is tokenised with the
+    tokenizer's own special tokens and ended with its eos token. How blocks are packed, shuffled and mixed: see
+    `stream.py`; which documents are held out: see `held_out.py`. The stream does not end.
+
+    prepared_dir: where prepared blocks are looked for. Those that are there are read, later ones are tokenised; the
+    stream is the same.
 
     Raises CocaError, while iterating, for a source that cannot be read or has no whole block, and on construction for a
     tokenizer without an eos token.
@@ -43,100 +53,84 @@ class PackedBlocks(IterableDataset):
         seed: int = 0,
         start_block: int = 0,
         held_out_blocks: int = 0,
+        prepared_dir: str | Path | None = None,
     ):
-        if tokenizer.eos_token_id is None:
-            raise CocaError(f"{tokenizer.name_or_path}: the tokenizer has no eos token, expected one to end documents")
         self.sources = list(sources)
         self.tokenizer = tokenizer
+        self.encoder = Encoder(tokenizer)
         self.seq_len = seq_len
         self.seed = seed
         self.start_block = start_block
         self.held_out_blocks = held_out_blocks
+        self.prepared_dir = prepared_dir and Path(prepared_dir)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         worker = get_worker_info()
         assert worker is None or worker.num_workers == 1, "several workers would each read the whole stream"
-        for block in itertools.islice(self._mixed(), self.start_block, None):
+        for block in self._blocks():
             yield {"input_ids": block.clone(), "labels": block.clone()}
 
     def check(self) -> None:
         """Read the first block of every source, to find now what would otherwise stop the training later."""
         for source in self.sources:
-            if next(self._packed(source), None) is None:
-                raise self._too_short(source)
-
-    def _too_short(self, source: Source) -> CocaError:
-        return CocaError(
-            f"{source.path}: got fewer than {self.seq_len} tokens in all its documents together, expected a block or "
-            f"more; add text or lower data.seq_len"
-        )
+            if next(PackedPass(source, self.encoder, self.seq_len, HeldOut()), None) is None:
+                raise too_short(source, self.seq_len)
 
     def sources_of(self, start_block: int, count: int) -> list[Source]:
         """The source of each of `count` blocks of the stream; nothing is read."""
-        return [self.sources[number] for number in itertools.islice(self._numbers(), start_block, start_block + count)]
+        draw, weights = draw_of_sources(self.seed), [source.weight for source in self.sources]
+        drawn = draw.choices(self.sources, weights, k=start_block + count)
+        return drawn[start_block:]
 
-    def _numbers(self) -> Iterator[int]:
-        draw = random.Random(f"{self.seed} sources")
-        weights = [source.weight for source in self.sources]
-        while True:
-            yield draw.choices(range(len(weights)), weights)[0]
+    def prepared(self) -> Prepared | None:
+        """The blocks of this stream that lie in `prepared_dir`, or None."""
+        return open_prepared(self.prepared_dir, self._description()) if self.prepared_dir else None
 
-    def _mixed(self) -> Iterator[Tensor]:
-        streams = [self._repeated(number) for number in range(len(self.sources))]
-        for number in self._numbers():
-            yield next(streams[number])
+    def prepare(self, num_blocks: int, progress: Callable[[int], None] = lambda done: None) -> Prepared:
+        """Write the first `num_blocks` blocks to `prepared_dir`, or what is missing of them.
 
-    def _repeated(self, number: int) -> Iterator[Tensor]:
-        for pass_number in itertools.count():
-            draw = random.Random(f"{self.seed} source {number} pass {pass_number}")
-            block = None
-            for block in _shuffled(self._packed(self.sources[number]), self.seq_len, draw):
-                yield block
-            if block is None:
-                raise self._too_short(self.sources[number])
+        progress: called with the number of blocks that are there. Raises CocaError as iterating does, and where another
+        process prepares the same blocks, or the disk is full.
+        """
+        assert self.prepared_dir, "needs a directory"
+        return write_prepared(self.prepared_dir, self._description(), self._stream_at, num_blocks, progress)
 
-    def _packed(self, source: Source) -> Iterator[Tensor]:
-        rest = torch.empty(0, dtype=torch.int64)
-        for document in read_documents(source.path, source.column, source.split):
-            if self.held_out_blocks and _is_held_out(document.text):
-                continue
-            tokens = torch.cat((rest, torch.tensor(self._tokens(document.text))))
-            whole = len(tokens) // self.seq_len * self.seq_len
-            yield from tokens[:whole].view(-1, self.seq_len)
-            rest = tokens[whole:]
+    def held_out(self) -> list[Tensor]:
+        """The held-out blocks, each (seq_len,), int64: of every source its share, as far as it can spare them."""
+        prepared = self.prepared()
+        blocks = prepared.state["held_out"].long() if prepared else self._hold_out()[1]
+        return list(blocks)
 
-    def _tokens(self, text: str) -> list[int]:
-        tokens = self.tokenizer(text, verbose=False)["input_ids"]
-        eos = self.tokenizer.eos_token_id
-        return tokens if tokens[-1:] == [eos] else [*tokens, eos]
+    def _blocks(self) -> Iterator[Tensor]:
+        prepared = self.prepared()
+        if prepared:
+            for block in prepared.blocks()[self.start_block :]:
+                yield torch.from_numpy(block.astype("int64"))
+        stream, _ = self._stream_at(prepared.state if prepared else None)
+        first = max(self.start_block, stream.next_block)
+        yield from itertools.islice(stream, first - stream.next_block, None)
 
+    def _stream_at(self, state: dict[str, Any] | None) -> tuple[TokenStream, dict[str, Any]]:
+        """The stream where `state` has it, or at its begin; and what a state keeps of the held-out blocks."""
+        if state:
+            kept = {key: state[key] for key in ("rules", "held_out")}
+        else:
+            rules, blocks = self._hold_out()
+            kept = {"rules": [tuple(rule) for rule in rules], "held_out": blocks.int()}
+        rules = [HeldOut(*rule) for rule in kept["rules"]]
+        stream = TokenStream(self.sources, self.encoder, self.seq_len, self.seed, rules)
+        if state:
+            stream.restore_(state["stream"])
+        return stream, kept
 
-def _shuffled(blocks: Iterator[Tensor], seq_len: int, draw: random.Random) -> Iterator[Tensor]:
-    """Every block once, drawn from a buffer of `SHUFFLE_TOKENS` that is refilled in order."""
-    buffer = list(itertools.islice(blocks, max(SHUFFLE_TOKENS // seq_len, 1)))
-    for block in blocks:
-        place = draw.randrange(len(buffer))
-        yield buffer[place]
-        buffer[place] = block
-    draw.shuffle(buffer)
-    yield from buffer
+    def _hold_out(self) -> tuple[list[HeldOut], Tensor]:
+        """What is held out of every source, and all their held-out blocks, (blocks, seq_len)."""
+        counts = shares([source.weight for source in self.sources], self.held_out_blocks)
+        chosen = [
+            hold_out(source, self.encoder, self.seq_len, count)
+            for source, count in zip(self.sources, counts, strict=True)
+        ]
+        return [rule for rule, _ in chosen], torch.cat([blocks for _, blocks in chosen])
 
-
-def held_out_blocks(
-    sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, seq_len: int, held_out_blocks: int, seed: int
-) -> list[Tensor]:
-    """Up to `held_out_blocks` blocks (seq_len,) of the documents that `PackedBlocks` leaves out."""
-    reader = PackedBlocks(sources, tokenizer, seq_len, seed)
-    rest = torch.empty(0, dtype=torch.int64)
-    for source in sources:
-        for document in read_documents(source.path, source.column, source.split):
-            if len(rest) >= held_out_blocks * seq_len:
-                break
-            if _is_held_out(document.text):
-                rest = torch.cat((rest, torch.tensor(reader._tokens(document.text))))
-    whole = min(len(rest) // seq_len, held_out_blocks)
-    return list(rest[: whole * seq_len].view(-1, seq_len))
-
-
-def _is_held_out(text: str) -> bool:
-    return xxhash.xxh3_64_intdigest(text.encode()) % 16 == 0
+    def _description(self) -> dict[str, Any]:
+        return describe_stream(self.sources, self.tokenizer, self.seq_len, self.seed, self.held_out_blocks)

@@ -1,35 +1,97 @@
-"""The loss on blocks that training never sees, of a model as it trains: wrapped, sharded, compiled, in bfloat16."""
+"""Which part of a source is kept out of the training, so that the loss on it says something.
+
+Documents are held out by a hash of their text, whatever the seed: every run on a source leaves out the same ones, and
+copies of a document share its fate. Of a large source a hundredth is held out. A small one gives the documents of
+lowest hash, as few as will do; where even that would take more than a tenth of its text, as of a single book, every
+document gives its end.
+"""
+
+from typing import NamedTuple
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
-from torch import Tensor, nn
+import xxhash
+from torch import Tensor
+
+from coca_hf.documents import read_documents
+from coca_hf.train.recipe import Source
+from coca_hf.train.tokens import Encoder, split_at_space
+
+HASHES = 2**64
+LARGE = HASHES // 100
+MOST = 0.1  # of a source's characters
 
 
-@torch.no_grad()
-def held_out_loss(model: nn.Module, blocks: Tensor, batch_size: int) -> float:
-    """Mean loss, in nats, over every predicted token of `blocks` (num_blocks, seq_len).
+class HeldOut(NamedTuple):
+    """How a source is split: documents with a hash under `below` are held out, of the others the `tail`, a share."""
 
-    Every process calls this with all blocks and computes its share; the number of processes does not change the mean.
+    below: int = 0
+    tail: float = 0.0
+
+    def split(self, text: str) -> tuple[str, str]:
+        """The part of a document to train on, and the part that is held out; together the document."""
+        if _hash(text) < self.below:
+            return "", text
+        return split_at_space(text, self.tail) if self.tail else (text, "")
+
+
+def hold_out(source: Source, encoder: Encoder, seq_len: int, num_blocks: int) -> tuple[HeldOut, Tensor]:
+    """Choose what is held out of `source`, and pack it into blocks: (blocks, seq_len), int64.
+
+    There are fewer than `num_blocks` blocks, perhaps none, where a tenth of the source has no more. Reads about a
+    hundred times as many tokens as there are in the blocks, or the source to its end.
     """
-    state = PartialState()
-    share = blocks[state.process_index :: state.num_processes]
-    most_blocks = -(-len(blocks) // state.num_processes)
-    was_training = model.training
-    model.eval()
-    total = 0.0
-    for start in range(0, most_blocks, batch_size):  # all as often: where the model is sharded, a forward takes all
-        rows = share[start : start + batch_size]
-        batch = (rows if len(rows) else blocks[:1]).to(state.device)
-        total += model(input_ids=batch, labels=batch, use_cache=False).loss.item() * len(rows)
-    model.train(was_training)
-    return sum(gather_object([total])) / len(blocks)
+    rule = HeldOut(below=LARGE)
+    if num_blocks == 0:
+        return HeldOut(), torch.empty(0, seq_len, dtype=torch.int64)
+    tokens: list[Tensor] = []
+    count, seen = 0, []
+    for document in read_documents(*source.place):
+        key = _hash(document.text)
+        seen.append((key, len(document.text)))
+        if key < rule.below:
+            tokens.append(encoder.document(document.text))
+            count += len(tokens[-1])
+            if count >= num_blocks * seq_len:
+                return rule, _pack(tokens, seq_len, num_blocks)
+    if not seen:
+        return HeldOut(), torch.empty(0, seq_len, dtype=torch.int64)
+    rule = _rule_of_small(seen, num_blocks * seq_len / _tokens_per_character(source, encoder))
+    held = (rule.split(document.text)[1] for document in read_documents(*source.place))
+    return rule, _pack([encoder.document(text) for text in held if text.strip()], seq_len, num_blocks)
 
 
-def from_main_process(make):
-    """What `make()` returns in the main process, in every process."""
-    state = PartialState()
-    made = [make() if state.is_main_process else None]
-    if state.num_processes > 1:
-        broadcast_object_list(made)
-    return made[0]
+def shares(weights: list[float], total: int) -> list[int]:
+    """`total` dealt out in proportion to `weights`, by largest remainder."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    dealt = [int(share) for share in exact]
+    for place in sorted(range(len(weights)), key=lambda i: dealt[i] - exact[i])[: total - sum(dealt)]:
+        dealt[place] += 1
+    return dealt
+
+
+def _rule_of_small(seen: list[tuple[int, int]], wanted: float) -> HeldOut:
+    """seen: hash and characters of every document; wanted: characters that fill the blocks, or so."""
+    most = MOST * sum(characters for _, characters in seen)
+    held = 0
+    for key, characters in sorted(seen):
+        held += characters
+        if held > most:
+            break
+        if held >= wanted:
+            return HeldOut(below=key + 1)
+    return HeldOut(tail=min(MOST, wanted * MOST / most))
+
+
+def _tokens_per_character(source: Source, encoder: Encoder) -> float:
+    """Of the first document; a tenth less, to hold out rather too much than too little."""
+    text = next(iter(read_documents(*source.place))).text[:100_000]
+    return 0.9 * len(encoder.document(text)) / len(text)
+
+
+def _pack(tokens: list[Tensor], seq_len: int, most: int) -> Tensor:
+    stream = torch.cat([*tokens, torch.empty(0, dtype=torch.int64)])
+    return stream[: min(len(stream) // seq_len, most) * seq_len].view(-1, seq_len)
+
+
+def _hash(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))

@@ -1,11 +1,22 @@
 """The model of a stage: loaded, checked against the recipe, and frozen but for what the stage trains."""
 
+import dataclasses
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from coca_hf.errors import CocaError
 from coca_hf.train.recipe import Recipe, Stage
@@ -14,19 +25,89 @@ from coca_hf.train.tree import nearest
 
 def check_model(recipe: Recipe) -> None:
     """Find out from the config alone whether every stage has something to train."""
-    with _loading(recipe.model):
-        config = AutoConfig.from_pretrained(recipe.model, trust_remote_code=False)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+    config = start_config(recipe)
     for stage in recipe.stages:
-        freeze_(model, stage)
+        with _loading(recipe.start), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        stage_model(model, stage)
 
 
-def load_model(name: str, attn_implementation: str | None = None) -> PreTrainedModel:
-    """A causal language model in float32. Raises CocaError unless every weight is there and no other."""
+def start_config(recipe: Recipe) -> PreTrainedConfig:
+    """The config that the first stage starts with: the model's, or one from scratch, with the recipe's overrides.
+
+    An override that is a mapping, such as `rope_parameters`, changes the entries that it names and keeps the others.
+
+    Raises CocaError for a field that the model's config does not have (naming the nearest it has), or of another type.
+    """
+    overrides = dict(recipe.config)
+    smallest_vocabulary = 0
+    with _loading(recipe.start):
+        if recipe.model is None:
+            tokenizer = start_tokenizer(recipe)
+            ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+            smallest_vocabulary = len(tokenizer)
+            config = AutoConfig.for_model(overrides.pop("model_type"), vocab_size=len(tokenizer), **ids)
+        else:
+            config = AutoConfig.from_pretrained(recipe.model, trust_remote_code=False)
+    known = sorted(field.name for field in dataclasses.fields(type(config)))
+    for key in overrides:
+        if key not in known:
+            raise CocaError(f"config: {type(config).__name__} has no {key!r}; nearest: {nearest(str(key), known)}")
+    if overrides.get("vocab_size", smallest_vocabulary) < smallest_vocabulary:
+        raise CocaError(
+            f"config.vocab_size: got {overrides['vocab_size']}, expected at least the tokenizer's {smallest_vocabulary}"
+        )
+    if not overrides:
+        return config
+    merged = {
+        key: {**getattr(config, key), **value} if isinstance(getattr(config, key), dict) else value
+        for key, value in overrides.items()
+    }
+    try:
+        return type(config)(**{**config.to_dict(), **merged})
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise CocaError(f"config: {type(config).__name__} does not take it: {' '.join(str(error).split())}") from error
+
+
+def start_model(recipe: Recipe, attn_implementation: str | None = None) -> PreTrainedModel:
+    """The model of the first stage, in float32: the recipe's checkpoint, or one from scratch.
+
+    From scratch, every module draws its weights from `data.seed` and its own name, so that models of different
+    attention have the same weights where they have the same parameters.
+    """
+    config = start_config(recipe)
+    if recipe.model is not None:
+        return load_model(recipe.model, config, attn_implementation)
+    with _loading(recipe.start):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
+    state = torch.get_rng_state()
+    for name, module in model.named_modules():
+        torch.manual_seed(zlib.crc32(f"{recipe.data.seed} {name}".encode()))
+        for parameter in module.parameters(recurse=False):
+            parameter._is_hf_initialized = False
+        model._init_weights(module)
+    torch.set_rng_state(state)
+    model.tie_weights()
+    return model
+
+
+def start_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    name = recipe.model if recipe.tokenizer is None else recipe.tokenizer
+    assert name is not None, "a recipe has one of the two"
+    return load_tokenizer(name)
+
+
+def load_model(
+    name: str, config: PreTrainedConfig | None = None, attn_implementation: str | None = None
+) -> PreTrainedModel:
+    """A causal language model in float32, with the checkpoint's config by default.
+
+    Raises CocaError unless every weight is there and no other.
+    """
     with _loading(name):
         model, report = AutoModelForCausalLM.from_pretrained(
             name,
+            config=config,
             dtype=torch.float32,
             trust_remote_code=False,
             output_loading_info=True,
@@ -44,8 +125,46 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
-def freeze_(model: nn.Module, stage: Stage) -> tuple[int, int]:
-    """Let only the parameters that the stage names learn, in place; returns their number and that of all parameters.
+def stage_model(model: PreTrainedModel, stage: Stage) -> nn.Module:
+    """`model` as the stage trains it: frozen in place but for what the stage names, or wrapped with its adapters.
+
+    Raises CocaError for a module that the model does not have, and for `lora` without peft.
+    """
+    freeze_(model, stage)
+    if stage.lora is None:
+        return model
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise CocaError(f"stages.{stage.name}.lora: needs peft: pip install 'coca-hf[peft]'") from None
+    targets = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module is not model.get_output_embeddings()
+        and (stage.train == "all" or any(_has_part(f"{name}.", part) for part in stage.train))
+    ]
+    if not targets:
+        raise CocaError(f"stages.{stage.name}: none of {stage.train} is a linear layer, expected one for its adapters")
+    options = {"r": stage.lora.r, "lora_alpha": stage.lora.alpha, "lora_dropout": stage.lora.dropout}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(zlib.crc32(stage.name.encode()))  # the same in every process, and in a run that resumes
+        return get_peft_model(model, LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **options))
+
+
+def plain_model(model: Any) -> PreTrainedModel:
+    """The model with its adapters, if any, merged into its weights."""
+    return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """How many parameters learn, and how many there are."""
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
+
+
+def freeze_(model: nn.Module, stage: Stage) -> None:
+    """Let only the parameters that the stage names learn, in place.
 
     A name means every parameter that has it among the dotted parts of one of its names: `t_proj`, `mlp.up_proj`.
 
@@ -64,8 +183,6 @@ def freeze_(model: nn.Module, stage: Stage) -> tuple[int, int]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if any(_has_part(name, module) for module in wanted):
             parameter.requires_grad_(True)
-    parameters = list(model.parameters())
-    return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
 
 
 def _has_part(parameter: str, module: str) -> bool:
@@ -76,6 +193,6 @@ def _has_part(parameter: str, module: str) -> bool:
 def _loading(name: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise CocaError(f"{name}: cannot be loaded, expected a model directory or hub id: {reason}") from error

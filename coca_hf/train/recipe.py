@@ -12,6 +12,10 @@
       - {name: k, train: [t_proj], max_steps: 15000}
       - {name: full, train: all, max_steps: 15000}
 
+`config` overrides fields of the model's config. A model from scratch has `tokenizer` in the place of `model`, and a
+`config` with its `model_type`. A stage with `lora: {r: 16, alpha: 32}` trains adapters on the linear layers that it
+names; they are merged at its end.
+
 Relative paths are relative to the current directory. The schedule of the paper, linear from `start_lr` to the learning
 rate over `warmup_steps` (below 1, a share of all steps) and linear to `end_lr`, is
 `lr_scheduler_kwargs: {start_lr: 1e-7, end_lr: 1e-5}`.
@@ -90,15 +94,28 @@ class Source(_Part):
     weight: float = Field(gt=0)
     column: str = "text"
     split: str = "train"
+    subset: str | None = None  # of a data set on the hub
+    revision: str | None = None  # of a data set on the hub: a commit, so that it stays what it is
+    skip_empty: bool = False  # leave out rows without text, which else are errors
+
+    @property
+    def place(self) -> tuple[str, str, str, str | None, str | None, bool]:
+        """The arguments of `read_documents`."""
+        return self.path, self.column, self.split, self.subset, self.revision, self.skip_empty
 
 
 class Data(_Part):
-    """What is trained on: blocks of `seq_len` tokens, mixed from `sources`; `seed` fixes the order of the blocks."""
+    """What is trained on: blocks of `seq_len` tokens, mixed from `sources`; `seed` fixes the order of the blocks.
+
+    held_out_blocks: so many are kept out of the training, to measure the loss on. prepared: the directory for blocks
+    that `--prepare` tokenised; they are used where they are those of this recipe.
+    """
 
     seq_len: int = Field(ge=2)
     sources: list[Source] = Field(min_length=1)
     seed: int = 0
     held_out_blocks: int = Field(default=64, ge=0)
+    prepared: str = "prepared"
 
 
 class StageOptions(_Part):
@@ -118,11 +135,26 @@ class StageOptions(_Part):
     attn_implementation: str | None = None
 
 
+class Lora(_Part):
+    """Low-rank adapters of peft (Hu et al., arXiv 2106.09685): rank, scale `alpha / r`, dropout on their input."""
+
+    r: int = Field(ge=1)
+    alpha: float = Field(gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+
+
+_STAGE_KEYS = ("name", "train", "lora")
+
+
 class Stage(_Part):
-    """One run of the trainer: the parameters that learn, by module name or `all`, and its own training options."""
+    """One run of the trainer: the parameters that learn, by module name or `all`, and its own training options.
+
+    With `lora`, adapters on the linear layers of that name learn instead; `all` means those of the decoder's layers.
+    """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")  # a directory name, and a step in a dotted path
     train: str | list[str]
+    lora: Lora | None = None
     training: dict[str, Any]
 
     @model_validator(mode="before")
@@ -130,7 +162,7 @@ class Stage(_Part):
     def _gather_training(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        own = {key: value for key, value in given.items() if key in ("name", "train")}
+        own = {key: value for key, value in given.items() if key in _STAGE_KEYS}
         return {**own, "training": {key: value for key, value in given.items() if key not in own}}
 
     @field_validator("train", mode="before")
@@ -144,13 +176,15 @@ class Stage(_Part):
     @field_validator("training")
     @classmethod
     def _check_training(cls, training: dict[str, Any]) -> dict[str, Any]:
-        return checked_training(training, also_known=("name", "train"))
+        return checked_training(training, also_known=_STAGE_KEYS)
 
 
 class Recipe(_Part):
     """A checked recipe. `to_dict` gives it back in the shape of its file, with every default filled in."""
 
-    model: str
+    model: str | None = None
+    tokenizer: str | None = None
+    config: dict[str, Any] = {}
     data: Data
     training: dict[str, Any] = Field(default={}, validate_default=True)
     stages: list[Stage] = Field(min_length=1)
@@ -159,6 +193,14 @@ class Recipe(_Part):
     @classmethod
     def _check_training(cls, training: dict[str, Any]) -> dict[str, Any]:
         return {**DEFAULTS, **checked_training(training)}
+
+    @model_validator(mode="after")
+    def _check_start(self) -> "Recipe":
+        if (self.model is None) == (self.tokenizer is None):
+            raise ValueError("model: expected a checkpoint, or, for a model from scratch, tokenizer instead")
+        if (self.tokenizer is None) == ("model_type" in self.config):
+            raise ValueError("config.model_type: expected beside tokenizer, for a model from scratch, and only there")
+        return self
 
     @model_validator(mode="after")
     def _check_stages(self) -> "Recipe":
@@ -189,9 +231,30 @@ class Recipe(_Part):
         given = {**self.training, **stage.training}
         return StageOptions(**{key: value for key, value in given.items() if key in StageOptions.model_fields})
 
+    @property
+    def start(self) -> str:
+        """Where the first stage starts: the model's directory or hub id, or in words that there is none."""
+        return self.model or f"{self.config['model_type']} from scratch"
+
+    def num_blocks(self, world_size: int) -> int:
+        """The blocks that all stages take together, on so many processes."""
+        return sum(self.options(stage)["max_steps"] * self.blocks_per_step(stage, world_size) for stage in self.stages)
+
+    def blocks_per_step(self, stage: Stage, world_size: int) -> int:
+        """Blocks that one optimizer step of a stage takes, over so many processes."""
+        options = self.options(stage)
+        return self.stage_options(stage).global_batch_size or (
+            world_size
+            * options.get("per_device_train_batch_size", TrainingArguments.per_device_train_batch_size)
+            * options.get("gradient_accumulation_steps", TrainingArguments.gradient_accumulation_steps)
+        )
+
     def to_dict(self) -> dict[str, Any]:
-        stages = [{"name": stage.name, "train": stage.train, **stage.training} for stage in self.stages]
-        return {"model": self.model, "data": self.data.model_dump(), "training": self.training, "stages": stages}
+        parts = self.model_dump(exclude={"stages"}, exclude_none=True)
+        stages = [
+            {**stage.model_dump(exclude={"training"}, exclude_none=True), **stage.training} for stage in self.stages
+        ]
+        return {**parts, "data": self.data.model_dump(), "stages": stages}
 
 
 class LinearBounds(_Part):

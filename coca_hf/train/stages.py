@@ -8,13 +8,15 @@ import gc
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import (
     PreTrainedTokenizerBase,
@@ -28,11 +30,19 @@ from transformers.integrations import TensorBoardCallback, is_tensorboard_availa
 from coca_hf.card import LICENCE_FILES, write_card
 from coca_hf.errors import CocaError
 from coca_hf.train.checkpoint import check_room
-from coca_hf.train.data import PackedBlocks, held_out_blocks
+from coca_hf.train.data import PackedBlocks, blocks_of
 from coca_hf.train.flops import count_flops
-from coca_hf.train.held_out import from_main_process
 from coca_hf.train.log import ProgressLine, SpeedMeter, StageLog, start_place
-from coca_hf.train.model import check_model, freeze_, load_model, load_tokenizer
+from coca_hf.train.model import (
+    check_model,
+    count_parameters,
+    load_model,
+    load_tokenizer,
+    plain_model,
+    stage_model,
+    start_model,
+    start_tokenizer,
+)
 from coca_hf.train.out import (
     PARTIAL,
     RECORD,
@@ -80,27 +90,34 @@ def run_recipe(recipe: Recipe, out_dir: str | Path, stage: str | None = None, re
 
 
 def _run_stages(recipe: Recipe, out_dir: Path, chosen: list[StageRun], state: PartialState, resume: bool) -> Path:
-    data = recipe.data
     if state.is_main_process:  # where this fails, the launcher ends the other processes
         check_out(recipe, out_dir, resume)
         check_before(chosen[0])
         check_model(recipe)
-        PackedBlocks(
-            data.sources, load_tokenizer(recipe.model), data.seq_len, held_out_blocks=data.held_out_blocks
-        ).check()
+        blocks = blocks_of(recipe, start_tokenizer(recipe))
+        blocks.check()
+        prepared = blocks.prepared()
+        state.print(
+            f"data: {prepared.num_blocks:,} of {recipe.num_blocks(state.num_processes):,} blocks lie prepared in "
+            f"{prepared.directory}"
+            if prepared
+            else "data: tokenised on the way, and again up to where a run resumes; --prepare does it once",
+            flush=True,
+        )
         open_out(recipe, out_dir)
         (out_dir / STOPPED).unlink(missing_ok=True)
     state.wait_for_everyone()
+    complete = _from_main_process(lambda: {run.directory for run in chosen if run.is_complete})
     held_out: Tensor | None = None
     with stop_on_signals() as stop:
         for run in chosen:
-            if from_main_process(lambda run=run: run.is_complete):
+            if run.directory in complete:
                 state.print(f"{run.directory}: complete, skipped", flush=True)
                 if state.is_main_process:
                     _clear_trainer(run)  # a kill may have come between training.json and this
                 continue
             if held_out is None:
-                held_out = from_main_process(lambda: _held_out(recipe))
+                held_out = _from_main_process(lambda: _held_out(recipe))
             with _own_accelerator():
                 _run_stage(recipe, run, state, held_out, stop)
             gc.collect()  # the trainer refers to itself; free its model before the next is loaded
@@ -128,7 +145,7 @@ def _plan(recipe: Recipe, out_dir: Path) -> list[StageRun]:
                 PartialState().print("report_to: tensorboard is not installed; going on without it")
             arguments.report_to.remove("tensorboard")
         _set_accumulation(arguments, stage, recipe.stage_options(stage).global_batch_size)
-        runs.append(StageRun(stage, str(before.directory) if before else recipe.model, before, directory, arguments))
+        runs.append(StageRun(stage, str(before.directory) if before else recipe.start, before, directory, arguments))
     return runs
 
 
@@ -145,11 +162,17 @@ def _set_accumulation(arguments: TrainingArguments, stage: Stage, global_batch_s
 
 
 def _held_out(recipe: Recipe) -> Tensor:
-    data = recipe.data
-    tokenizer = load_tokenizer(recipe.model)
-    wanted = data.held_out_blocks
-    blocks = held_out_blocks(data.sources, tokenizer, data.seq_len, wanted, data.seed) if wanted else []
-    return torch.stack(blocks) if blocks else torch.empty(0, data.seq_len, dtype=torch.int64)
+    blocks = blocks_of(recipe, start_tokenizer(recipe)).held_out()
+    return torch.stack(blocks) if blocks else torch.empty(0, recipe.data.seq_len, dtype=torch.int64)
+
+
+def _from_main_process(make: Callable[[], Any]) -> Any:
+    """What `make()` returns in the main process, in every process."""
+    state = PartialState()
+    made = [make() if state.is_main_process else None]
+    if state.num_processes > 1:
+        broadcast_object_list(made)
+    return made[0]
 
 
 def _run_stage(recipe: Recipe, run: StageRun, state: PartialState, held_out: Tensor, stop: StopRequest) -> None:
@@ -162,13 +185,16 @@ def _run_stage(recipe: Recipe, run: StageRun, state: PartialState, held_out: Ten
     state.wait_for_everyone()
 
     options, data = recipe.stage_options(run.stage), recipe.data
-    model, tokenizer = load_model(run.base, options.attn_implementation), load_tokenizer(run.base)
-    use_cache = model.config.use_cache  # the Trainer turns it off
-    trained, total = freeze_(model, run.stage)
+    attention = options.attn_implementation
+    base = load_model(run.base, None, attention) if run.before else start_model(recipe, attention)
+    tokenizer = load_tokenizer(run.base) if run.before else start_tokenizer(recipe)
+    use_cache = base.config.use_cache  # the Trainer turns it off
+    model = stage_model(base, run.stage)
+    trained, total = count_parameters(model)
     parameters = {"trained": trained, "total": total, "fraction": trained / total}
-    checkpoint = from_main_process(lambda: last_checkpoint(run.trainer_dir))
+    checkpoint = _from_main_process(lambda: last_checkpoint(run.trainer_dir))
     step, place = _place(run, checkpoint) if checkpoint else (0, start_place(run.start_block))
-    blocks = PackedBlocks(data.sources, tokenizer, data.seq_len, data.seed, place["next_block"], data.held_out_blocks)
+    blocks = blocks_of(recipe, tokenizer, place["next_block"])
     log = StageLog(run.directory / "log.jsonl", data.seq_len, run.blocks_per_step, options.held_out_steps, place)
     meter = SpeedMeter(run.blocks_per_step * data.seq_len, count_flops(model, data.seq_len).model)
     with _trainer_errors(run.stage):
@@ -197,6 +223,7 @@ def _run_stage(recipe: Recipe, run: StageRun, state: PartialState, held_out: Ten
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if trainer.state.global_step < run.arguments.max_steps:
         _stop(run, trainer, state)
+    trainer.model = model = plain_model(trainer.model)
     model.config.use_cache = use_cache
     record = make_record(recipe, run, log, trainer.state, parameters, len(held_out))
     _complete(run, trainer, tokenizer, record, state)

@@ -16,7 +16,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from coca_hf.convert.staging import sync
 from coca_hf.errors import CocaError
 from coca_hf.train.checkpoint import check_room, load_state, save_state, state_bytes
-from coca_hf.train.held_out import held_out_loss
+from coca_hf.train.held_out_loss import held_out_loss
 from coca_hf.train.log import SpeedMeter, StageLog
 from coca_hf.train.out import PARTIAL, saving_to
 from coca_hf.train.recipe import LinearBounds, StageOptions
@@ -55,6 +55,12 @@ class StageTrainer(Trainer):
         self._bad_in_a_row = 0
         self.add_callback(_EveryStep(self))
 
+    _random_state_of: str | None = None
+
+    def train(self, resume_from_checkpoint: str | None = None, **kwargs):
+        self._random_state_of = resume_from_checkpoint
+        return super().train(resume_from_checkpoint, **kwargs)
+
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
         """With `linear` and `start_lr` or `end_lr`, `linear_rate` at every step; else Hugging Face's schedule."""
         kwargs = self.args.lr_scheduler_kwargs
@@ -72,7 +78,11 @@ class StageTrainer(Trainer):
         """No batches after the last step: resumed there, Hugging Face's loop would take one step more."""
         if self.state.global_step >= self.state.max_steps:
             return [], None
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
+        samples = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._random_state_of:  # Hugging Face's loop takes it up only where it skips batches itself
+            self._load_rng_state(self._random_state_of)
+            self._random_state_of = None
+        return samples
 
     def training_step(self, model: nn.Module, inputs: dict, num_items_in_batch=None) -> Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)

@@ -1,19 +1,21 @@
 """The stream of blocks against one packed by hand."""
 
+import hashlib
 import itertools
-import json
 import os
-import subprocess
-import sys
+import socket
 from collections import Counter
+from multiprocessing import get_context
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch.utils.data import DataLoader
 
 from coca_hf import CocaError
 from coca_hf.documents import read_documents
-from coca_hf.train import data
+from coca_hf.train import stream, tokens
 from coca_hf.train.data import PackedBlocks
 from coca_hf.train.recipe import Source
 
@@ -55,7 +57,7 @@ def test_a_pass_is_every_packed_block_once_and_the_next_pass_is_the_same_in_anot
 
 
 def test_a_buffer_smaller_than_the_source_still_draws_every_block_once(words, tiny_tokenizer, monkeypatch):
-    monkeypatch.setattr(data, "SHUFFLE_TOKENS", 6 * SEQ_LEN)
+    monkeypatch.setattr(stream, "SHUFFLE_TOKENS", 6 * SEQ_LEN)
     expected = packed_by_hand(words, tiny_tokenizer)
     first = take(PackedBlocks([words], tiny_tokenizer, SEQ_LEN), len(expected))
     assert Counter(first) == Counter(expected)
@@ -96,14 +98,22 @@ def test_a_worker_process_reads_the_same_stream(words, tiny_tokenizer):
     assert [tuple(row) for row in loaded.tolist()] == take(blocks, 12)
 
 
-def test_an_eos_token_that_the_tokenizer_adds_itself_is_not_doubled(words, tiny_tokenizer, monkeypatch):
-    ended = PackedBlocks([words], tiny_tokenizer, SEQ_LEN)
-    plain = ended._tokens("ab")
-    monkeypatch.setattr(ended, "tokenizer", lambda text, **kwargs: {"input_ids": [1, 7, 8, 2]})
-    ended.tokenizer.eos_token_id = 2
-    assert ended._tokens("ab") == [1, 7, 8, 2]
-    assert plain[-1] == 2
-    assert len(plain) == 3
+class AddsItsOwn:
+    """A tokenizer of letters that begins a text with 1 and ends it with its eos token, 2."""
+
+    eos_token_id = 2
+
+    def __call__(self, text, add_special_tokens=True, **kwargs):
+        if isinstance(text, list):
+            return {"input_ids": [self(item, add_special_tokens)["input_ids"] for item in text]}
+        letters = [ord(letter) for letter in text]
+        return {"input_ids": [1, *letters, 2] if add_special_tokens else letters}
+
+
+def test_special_tokens_stand_once_around_a_document_however_many_pieces_it_has(monkeypatch):
+    monkeypatch.setattr(tokens, "PIECE_CHARACTERS", 8)
+    text = "ab cdefghijklmn op q"
+    assert tokens.Encoder(AddsItsOwn()).document(text).tolist() == [1, *map(ord, text), 2]
 
 
 @pytest.mark.parametrize("method", ["check", "__iter__"])
@@ -120,36 +130,53 @@ def test_a_tokenizer_without_eos_is_refused(words, tiny_tokenizer, monkeypatch):
         PackedBlocks([words], tiny_tokenizer, SEQ_LEN)
 
 
-DEAL = """
-import json, sys
-from accelerate import Accelerator
-from torch.utils.data import DataLoader
-from transformers import AutoTokenizer
-from coca_hf.train.data import PackedBlocks
-from coca_hf.train.recipe import Source
-
-model, words, digits = sys.argv[1:]
-sources = [Source(path=words, weight=3), Source(path=digits, weight=1, column="code")]
-accelerator = Accelerator(cpu=True)
-blocks = PackedBlocks(sources, AutoTokenizer.from_pretrained(model), 20, start_block=9)
-dealt = []
-for _, batch in zip(range(5), accelerator.prepare(DataLoader(blocks, batch_size=3))):
-    assert batch["input_ids"].shape == (3, 20)
-    dealt.append(accelerator.gather(batch["input_ids"]).tolist())
-if accelerator.is_main_process:
-    print(json.dumps(dealt))
-accelerator.end_training()
-"""
+def deal(blocks: PackedBlocks, count: int, file, port: int, world_size: int, workers: int, rank: int) -> None:
+    """A process of a training: takes `count` blocks with the others; the first one writes them all to `file`."""
+    names = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    os.environ.update({name: str(value) for name, value in names.items()} if world_size > 1 else {})
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == world_size
+    loader = accelerator.prepare(DataLoader(blocks, batch_size=250, num_workers=workers))
+    for _, batch in zip(range(count // (250 * world_size)), loader, strict=False):
+        assert batch["input_ids"].shape == (250, SEQ_LEN)
+        dealt = accelerator.gather(batch["input_ids"])
+        if rank == 0:
+            file.write(dealt.numpy().tobytes())
+    file.flush()
+    accelerator.wait_for_everyone()
+    os._exit(0)
 
 
 @pytest.mark.real
-def test_two_processes_deal_out_the_same_global_batches(words, digits, tiny_coca_dir, tiny_tokenizer, tmp_path):
-    (tmp_path / "deal.py").write_text(DEAL)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29533"]
-    command = [*launcher, str(tmp_path / "deal.py"), str(tiny_coca_dir), words.path, digits.path]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
-    dealt = [[tuple(row) for row in batch] for batch in json.loads(result.stdout)]
-    stream = take(PackedBlocks([words, digits], tiny_tokenizer, SEQ_LEN, start_block=9), 30)
-    assert dealt == [stream[start : start + 6] for start in range(0, 30, 6)]
+@pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (2, 1), (4, 0)])
+@pytest.mark.parametrize("restarts", [[], [1000, 3000]], ids=["unbroken", "restarted"])
+def test_the_first_10k_blocks_are_the_same_on_any_number_of_processes_and_after_restarts(
+    words, digits, tiny_tokenizer, tmp_path, world_size, workers, restarts
+):
+    def blocks(start_block: int = 0) -> PackedBlocks:
+        return PackedBlocks([words, digits], tiny_tokenizer, SEQ_LEN, 0, start_block, held_out_blocks=7)
+
+    with (tmp_path / "dealt").open("w+b") as file:
+        for start, end in zip([0, *restarts], [*restarts, 10_000], strict=True):
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            shared = (blocks(start), end - start, file, port, world_size, workers)
+            processes = [get_context("fork").Process(target=deal, args=(*shared, rank)) for rank in range(world_size)]
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join()
+            assert [process.exitcode for process in processes] == [0] * world_size
+            file.seek(0, os.SEEK_END)
+        file.seek(0)
+        dealt = hashlib.sha256(file.read())
+    assert (tmp_path / "dealt").stat().st_size == 10_000 * SEQ_LEN * 8
+    stream = torch.stack([block["input_ids"] for block in itertools.islice(blocks(), 10_000)])
+    assert dealt.hexdigest() == hashlib.sha256(stream.numpy().tobytes()).hexdigest()

@@ -1,0 +1,101 @@
+"""Documents as tokens, in pieces, so that one of any size takes neither its tokens' memory nor a long silence."""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from coca_hf.errors import CocaError
+
+PIECE_CHARACTERS = 2**20  # a call of the tokenizer: about a second, and 250,000 tokens
+
+
+class Piece(NamedTuple):
+    """A part of a document's text, and where its source is after it: documents read, characters of the next one."""
+
+    text: str
+    begins: bool
+    ends: bool
+    document: int
+    character: int
+
+
+class Encoder:
+    """Pieces of documents as tokens: a document has the tokenizer's own special tokens, and eos at its end.
+
+    Raises CocaError for a tokenizer without an eos token.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        if tokenizer.eos_token_id is None:
+            raise CocaError(f"{tokenizer.name_or_path}: the tokenizer has no eos token, expected one to end documents")
+        self._tokenizer = tokenizer
+        probe = tokenizer("a", add_special_tokens=False)["input_ids"]
+        with_special = tokenizer("a")["input_ids"]
+        start = next(i for i in range(len(with_special)) if with_special[i : i + len(probe)] == probe)
+        self._before, after = with_special[:start], with_special[start + len(probe) :]
+        self._after = after if after[-1:] == [tokenizer.eos_token_id] else [*after, tokenizer.eos_token_id]
+
+    def __call__(self, pieces: list[Piece]) -> Tensor:
+        """The tokens of `pieces`, one after the other, (tokens,), int64."""
+        texts = [piece.text for piece in pieces]
+        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        tokens: list[int] = []
+        for piece, ids in zip(pieces, encoded["input_ids"], strict=True):
+            tokens += self._before if piece.begins else []
+            tokens += ids
+            if piece.ends:  # not twice where the text itself ends with the word for eos
+                tokens += self._after[1:] if ids[-1:] == self._after[:1] else self._after
+        return torch.tensor(tokens)
+
+    def document(self, text: str) -> Tensor:
+        """The tokens of a whole document, (tokens,), int64."""
+        return torch.cat([self([piece]) for piece in pieces_of(text)])
+
+
+def pieces_of(text: str, document: int = 0, character: int = 0) -> Iterator[Piece]:
+    """Cut a document into pieces of at most `PIECE_CHARACTERS`, from `character` on; most documents are one piece.
+
+    A cut comes after the last line break in the second half of a piece, else before the last space there, else where
+    the piece is full. Tokenizers look at the text on both sides of a place, so that a document which is cut may have
+    other tokens right at its cuts than it had in one piece.
+    """
+    while character < len(text):
+        end = _cut(text, character)
+        is_last = end == len(text)
+        after = (document + 1, 0) if is_last else (document, end)
+        yield Piece(text[character:end], character == 0, is_last, *after)
+        character = end
+
+
+def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Runs of pieces of at least `PIECE_CHARACTERS` together, which a fast tokenizer takes in parallel."""
+    batch, characters = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece.text)
+        if characters >= PIECE_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _cut(text: str, start: int) -> int:
+    end = start + PIECE_CHARACTERS
+    if end >= len(text):
+        return len(text)
+    middle = start + PIECE_CHARACTERS // 2
+    after_line = text.rfind("\n", middle, end) + 1
+    return after_line or (at if (at := text.rfind(" ", middle, end)) > 0 else end)
+
+
+def split_at_space(text: str, share: float) -> tuple[str, str]:
+    """Cut `text` in two at the first white space after its first `1 - share`, or there if none follows."""
+    place = len(text) - int(len(text) * share)
+    space = re.compile(r"\s").search(text, place)
+    place = space.start() if space else place
+    return text[:place], text[place:]

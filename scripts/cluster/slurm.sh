@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# A recipe on 4 machines of 8 GPUs under SLURM, for as many time limits and pre-emptions as it takes:
+#   sbatch scripts/cluster/slurm.sh recipes/llama-7b/three-stage.yaml [KEY=VALUE ...]
+# Prepare the data first, once, on any machine that sees the same disk: coca-train RECIPE --prepare --world-size 32.
+# SLURM starts the processes itself, so that its signal reaches every one of them and their exit code comes back: with
+# 75, coca-train says that it was told to stop and has written a checkpoint, and the job queues up again.
+#SBATCH --job-name=coca
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=12
+#SBATCH --time=24:00:00
+#SBATCH --signal=USR1@600
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+# USR1 comes 600 s before the limit: longer than a step and a checkpoint take.
+set -uo pipefail
+cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
+. scripts/cluster/layout.sh "${LAYOUT:-recipes/accelerate/4x8gpu.yaml}"
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) WORLD_SIZE=$SLURM_NTASKS OMP_NUM_THREADS=8
+
+# shellcheck disable=SC2016  # the ranks are those of each task
+srun --kill-on-bad-exit=1 bash -c \
+    'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE exec python -m coca_hf.train "$@"' \
+    coca-train "$@" --resume
+code=$?
+if [ "$code" -eq 75 ]; then
+    echo "stopped by the cluster with a checkpoint: queueing up again"
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

@@ -1,0 +1,139 @@
+"""What is read as documents, and what is said, with file and row, of what is none."""
+
+import gzip
+import json
+import os
+
+import pyarrow
+import pytest
+from fsspec.compression import available_compressions
+from pyarrow import parquet
+
+from coca_hf import CocaError
+from coca_hf.documents import Document, read_documents
+
+ROWS = ["first", "second\nline", "drittes, ß"]
+
+
+def lines(rows: list) -> bytes:
+    return "".join(json.dumps({"text": row, "id": 7}) + "\n" for row in rows).encode()
+
+
+def table(rows: list) -> pyarrow.Table:
+    return pyarrow.table({"id": list(range(len(rows))), "text": rows})
+
+
+def write(path, rows: list) -> None:
+    """`rows` in the format that the name of `path` asks for."""
+    if path.name.endswith(".jsonl"):
+        path.write_bytes(lines(rows))
+    elif path.name.endswith(".jsonl.gz"):
+        path.write_bytes(gzip.compress(lines(rows)))
+    elif path.name.endswith(".json"):
+        path.write_text(json.dumps([{"text": row} for row in rows]))
+    elif path.name.endswith(".parquet"):
+        parquet.write_table(table(rows), path)
+    else:
+        new = pyarrow.ipc.new_stream if "stream" in path.name else pyarrow.ipc.new_file
+        with new(str(path), table(rows).schema) as writer:
+            writer.write_table(table(rows))
+
+
+FILES = ["a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "stream.arrow", "file.arrow"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_rows_are_documents_in_every_format(tmp_path, name):
+    write(tmp_path / name, ROWS)
+    expected = [Document(f"{name}:{number}", row) for number, row in enumerate(ROWS)]
+    assert list(read_documents(str(tmp_path / name))) == expected
+
+
+def test_a_text_file_is_a_document_also_compressed_and_a_directory_is_all_its_files(tmp_path):
+    (tmp_path / "b.txt").write_text("zwei ß")
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one"))
+    (tmp_path / "notes.md").write_text("not read")
+    assert list(read_documents(str(tmp_path))) == [Document("a.txt.gz", "one"), Document("b.txt", "zwei ß")]
+
+
+BAD_ROWS = {
+    "null": ([*ROWS, None], "{name}:3: got an empty document"),
+    "blank": ([*ROWS, " \n"], "{name}:3: got an empty document, expected text; remove it"),
+    "numbers": ([1, 2], "{name}:0: got int in column 'text', expected text"),
+}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "stream.arrow"])
+@pytest.mark.parametrize(("rows", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
+def test_a_row_that_is_no_text_is_named(tmp_path, name, rows, message):
+    write(tmp_path / name, rows)
+    with pytest.raises(CocaError) as caught:
+        list(read_documents(str(tmp_path / name)))
+    assert message.format(name=name) in str(caught.value)
+
+
+def test_rows_without_text_are_left_out_where_that_is_asked_for(tmp_path):
+    write(tmp_path / "a.jsonl", ["one", None, " ", "two"])
+    texts = [document.text for document in read_documents(str(tmp_path / "a.jsonl"), skip_empty=True)]
+    assert texts == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path, name):
+    write(tmp_path / name, ROWS)
+    with pytest.raises(CocaError, match=rf"{name}: got columns .*text.*, expected a column 'content'"):
+        list(read_documents(str(tmp_path / name), column="content"))
+
+
+def damaged(content: bytes) -> bytes:
+    return content[: len(content) * 2 // 3]
+
+
+BAD_FILES = {
+    "binary.txt": (b"MZ\0\1", r"binary\.txt: got a zero byte at offset 2, expected text"),
+    "latin.txt": ("naïve".encode("latin-1"), r"latin\.txt: got bytes that are not UTF-8 at offset 2"),
+    "latin.jsonl": (lines(ROWS) + b'{"text": "na\xefve"}\n', r"latin\.jsonl: row 3: got bytes that are not UTF-8"),
+    "half.jsonl": (lines(ROWS)[:-9], r"half\.jsonl: row 2: not JSON"),
+    "list.jsonl": (lines(ROWS) + b"[1]\n", r"list\.jsonl: row 3: got a JSON list, expected an object"),
+    "deep.jsonl": (b"[" * 100_000, r"deep\.jsonl: row 0: not JSON"),
+    "half.txt.gz": (damaged(gzip.compress(os.urandom(900))), r"half\.txt\.gz: cannot be read as text \(EOFError"),
+    "half.jsonl.gz": (
+        damaged(gzip.compress(lines([os.urandom(90).hex() for _ in range(90)]))),
+        r"half\.jsonl\.gz: row \d\d: cannot be read as \.jsonl\.gz \(EOFError.*is the file whole",
+    ),
+    "none.jsonl.gz": (b"plain", r"none\.jsonl\.gz: row 0: cannot be read as .*BadGzipFile"),
+    "half.parquet": (b"PAR1 and no more", r"half\.parquet: row 0: cannot be read as \.parquet \(ArrowInvalid"),
+    "half.arrow": (b"ARROW1 and no more", r"half\.arrow: row 0: cannot be read as \.arrow \(ArrowInvalid"),
+    "a.docx": (b"", r"a\.docx: got a \.docx file, expected one of \.txt"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_file_that_is_damaged_or_no_text_is_named(tmp_path, name):
+    content, message = BAD_FILES[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CocaError, match=message) as caught:
+        list(read_documents(str(tmp_path / name)))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
+    (tmp_path / name).symlink_to("/proc/self/mem")  # is a file to everybody, but none can read it
+    with pytest.raises(CocaError, match=rf"{name}: .*cannot be read as .*OSError"):
+        list(read_documents(str(tmp_path / name)))
+
+
+def test_zstandard_without_its_package_says_what_to_install(tmp_path):
+    if "zstd" in available_compressions():
+        pytest.skip("zstandard is installed")
+    (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
+    with pytest.raises(CocaError, match=r"a\.jsonl\.zst: \.zst needs a decompressor: pip install zstandard"):
+        list(read_documents(str(tmp_path / "a.jsonl.zst")))
+
+
+@pytest.mark.parametrize("path", ["nothing.txt", "no/such/place/*.jsonl", "."])
+def test_where_there_is_nothing_to_read_is_named(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CocaError, match=r"got no such file|got a directory without \.txt"):
+        list(read_documents(path))

@@ -1,0 +1,170 @@
+"""Every recipe that is shipped: it loads, its models exist, its stages have something to train, its rates are right."""
+
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from transformers import LlamaConfig
+
+from coca_hf import CocaLlamaConfig
+from coca_hf.train.model import check_model, start_config, start_model
+from coca_hf.train.recipe import Recipe, load_recipe
+from tests.conftest import TINY
+from tests.train.test_schedule import rates_of
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+FILES = sorted(path for path in RECIPES.rglob("*.yaml") if "accelerate" not in path.parts)
+PATHS = {str(path.relative_to(RECIPES)): path for path in FILES}
+LAYOUTS = {path.stem: path for path in sorted((RECIPES / "accelerate").glob("*.yaml"))}
+SMOLLM2 = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+CONFIGS = {  # of the checkpoints that recipes start from
+    "checkpoints/llama-7b-coca": CocaLlamaConfig(),
+    "runs/three-stage/3-full": CocaLlamaConfig(),
+    "LLAMA-7B": LlamaConfig(),
+    "checkpoints/smollm2-135m-coca": CocaLlamaConfig(**SMOLLM2),
+    "quickstart/start": CocaLlamaConfig(**SMOLLM2),
+}
+SCRATCH = [name for name in PATHS if name.startswith("from-scratch")]
+
+
+@pytest.fixture
+def load(tiny_tokenizer, tmp_path):
+    """The recipe of a name, its checkpoint or tokenizer replaced by a config, or a tokenizer, that is at hand."""
+
+    def load(name: str, *settings: str) -> Recipe:
+        recipe = load_recipe(PATHS[name], settings)
+        if recipe.model is None:
+            tiny_tokenizer.save_pretrained(tmp_path / "tokenizer")
+            return load_recipe(PATHS[name], [*settings, f"tokenizer={tmp_path / 'tokenizer'}"])
+        CONFIGS[recipe.model].save_pretrained(tmp_path / "model")
+        return load_recipe(PATHS[name], [*settings, f"model={tmp_path / 'model'}"])
+
+    return load
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_recipe_runs_dry(name, load, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: pytest.fail("asks the hub"))
+    recipe = load(name)
+    check_model(recipe)  # on the meta device; every stage finds its parameters
+    assert recipe.data.seq_len <= start_config(recipe).max_position_embeddings
+    for stage in recipe.stages:
+        options = {**recipe.options(stage), "max_steps": 40, "bf16": False, "gradient_checkpointing": False}
+        rates = rates_of(options, tmp_path)  # TrainingArguments and the trainer take all of them
+        assert 0 <= min(rates) <= max(rates) <= options.get("learning_rate", 5e-5)
+
+
+def test_the_papers_rate_at_every_step_of_every_stage(tmp_path):
+    recipe = load_recipe(PATHS["llama-7b/three-stage.yaml"])
+    rates = []
+    for stage in recipe.stages:
+        options = {**recipe.options(stage), "bf16": False, "gradient_checkpointing": False}
+        assert options["max_steps"] == 15_000
+        assert (options["adam_beta1"], options["adam_beta2"]) == (0.9, 0.95)
+        rates += rates_of(options, tmp_path)[:-1]
+    steps = np.arange(15_000)
+    warm_up = 1e-7 + (1e-4 - 1e-7) * steps / 150  # 1% of the steps
+    decay = 1e-4 - (1e-4 - 1e-5) * (steps - 150) / (15_000 - 150)
+    np.testing.assert_allclose(rates, np.tile(np.where(steps < 150, warm_up, decay), 3), rtol=1e-9)
+    figure, axes = pyplot.subplots()
+    axes.plot(rates)
+    axes.set(xlabel="step", ylabel="learning rate", title="recipes/llama-7b/three-stage.yaml")
+    figure.savefig(tmp_path / "rates.png")
+    pyplot.close(figure)
+    assert (tmp_path / "rates.png").stat().st_size > 10_000
+
+
+def test_batches_and_lengths_are_the_papers():
+    paper = {  # blocks of all stages on the paper's number of GPUs
+        "llama-7b/three-stage.yaml": (32, 3 * 15_000 * 32 * 8, 2048),
+        "llama-7b/pi-32k.yaml": (32, 6000 * 32, 32768),
+        **dict.fromkeys(SCRATCH, (8, 381470 * 256 * 2, 512)),
+    }
+    for name, (world_size, num_blocks, seq_len) in paper.items():
+        recipe = load_recipe(PATHS[name])
+        assert (recipe.num_blocks(world_size), recipe.data.seq_len) == (num_blocks, seq_len), name
+        assert [source.weight for source in recipe.data.sources] == [0.75, 0.25]
+    for name in SCRATCH:
+        tokens = load_recipe(PATHS[name]).num_blocks(8) * 512
+        assert tokens == pytest.approx(2 * 50e9, rel=1e-4)
+
+
+@pytest.mark.parametrize("model", ["LLAMA-7B", "runs/three-stage/3-full"])
+def test_position_interpolation_is_for_llama_and_for_coca(load, model):
+    config = start_config(load("llama-7b/pi-32k.yaml", f"model={model}"))
+    assert type(config) is type(CONFIGS[model])
+    assert config.max_position_embeddings == 32768
+    rope = {key: config.rope_parameters[key] for key in ("rope_type", "factor", "rope_theta")}
+    assert rope == {"rope_type": "linear", "factor": 32768 / 2048, "rope_theta": 10000.0}
+
+
+def test_the_models_from_scratch_differ_in_their_attention_alone(load):
+    trees = {name: load_recipe(PATHS[name]).to_dict() for name in SCRATCH}
+    own = [str([tree["config"].pop(key, None) for key in ("model_type", "coca_constraint")]) for tree in trees.values()]
+    assert sorted(own) == [
+        "['alibi_llama', None]",
+        "['coca_llama', 'slack']",
+        "['coca_llama', 'strict']",
+        "['llama', None]",
+    ]
+    first = trees.popitem()[1]
+    assert all(tree == first for tree in trees.values())  # the data and its seed among them
+
+
+def test_the_models_from_scratch_start_with_the_same_weights_where_they_share_them(load):
+    settings = [f"config.{name}={size}" for name, size in TINY.items() if name != "rms_norm_eps"]
+    models = {name: start_model(load(name, *settings)).state_dict() for name in SCRATCH}
+    rope = models["from-scratch-350m/roformer.yaml"]
+    for name, weights in models.items():
+        ours, theirs = set(weights) - set(rope), set(rope) - set(weights)
+        assert {key.split(".")[-2] for key in ours} == ({"t_proj"} if "coca" in name else set())
+        assert {key.split(".")[-2] for key in theirs} == ({"k_proj"} if "coca" in name else set())
+        assert all(weights[key].equal(rope[key]) for key in set(weights) & set(rope))
+    slack, strict = models["from-scratch-350m/coca-slack.yaml"], models["from-scratch-350m/coca-strict.yaml"]
+    assert all(slack[key].equal(strict[key]) for key in slack)
+    one, other = rope["model.layers.0.self_attn.q_proj.weight"], rope["model.layers.1.self_attn.q_proj.weight"]
+    assert not one.equal(other)
+    assert one.std().item() == pytest.approx(0.02, rel=0.1)
+    again = start_model(load("from-scratch-350m/roformer.yaml", *settings, "data.seed=1")).state_dict()
+    assert not again["model.layers.0.self_attn.q_proj.weight"].equal(one)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_is_one_that_accelerate_reads(name):
+    layout = load_config_from_file(str(LAYOUTS[name]))
+    processes = {"1gpu": (1, 1), "8gpu": (1, 8), "4x8gpu": (4, 32), "2cpu": (1, 2)}
+    assert (layout.num_machines, layout.num_processes) == processes[name]
+    assert layout.mixed_precision == "no"  # the recipe's to say
+    if "8gpu" in name:
+        assert layout.fsdp_config["fsdp_version"] == 2
+        assert layout.fsdp_config["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
+        assert not layout.fsdp_config["fsdp_activation_checkpointing"]  # the recipe's to say
+
+
+def test_one_machine_and_four_are_sharded_alike():
+    one, four = (yaml.safe_load(LAYOUTS[name].read_text())["fsdp_config"] for name in ("8gpu", "4x8gpu"))
+    assert one == four
+
+
+def test_recipes_name_only_layouts_scripts_and_recipes_that_are_there():
+    root = RECIPES.parent
+    for path in [*PATHS.values(), *LAYOUTS.values(), *(root / "scripts/cluster").iterdir()]:
+        for word in path.read_text().replace("`", " ").split():
+            word = word.strip(";:,.()")
+            if word.startswith(("recipes/", "scripts/")) and word.endswith((".yaml", ".sh")):
+                assert (root / word).exists(), f"{path} names {word}"

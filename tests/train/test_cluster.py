@@ -1,0 +1,80 @@
+"""The launch files of scripts/cluster, with stand-ins for SLURM, and for real where two local processes will do."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CLUSTER = ROOT / "scripts/cluster"
+
+
+def command(directory: Path, name: str, script: str) -> None:
+    (directory / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+    (directory / name).chmod(0o755)
+
+
+@pytest.fixture
+def stand_ins(tmp_path) -> Path:
+    """A PATH with an `srun` that starts two tasks and gives the higher exit code, and what else slurm.sh calls."""
+    bin_dir = tmp_path / "bin"
+    bin_dir.mkdir()
+    command(
+        bin_dir,
+        "srun",
+        'shift\nfor rank in 0 1; do SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" || code=$?; done\nexit "${code:-0}"',
+    )
+    scontrol = f'case $1 in show) echo first; echo second;; *) echo "$@" >> {tmp_path}/scontrol.log;; esac'
+    command(bin_dir, "scontrol", scontrol)
+    command(bin_dir, "accelerate", "echo ACCELERATE_MIXED_PRECISION=no; echo FSDP_VERSION=2; echo RANK=9")
+    python = f'echo "$RANK/$WORLD_SIZE $LOCAL_RANK $MASTER_ADDR $FSDP_VERSION $*" >> {tmp_path}/python.log\nexit $CODE'
+    command(bin_dir, "python", python)
+    return bin_dir
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(0, ""), (75, "requeue 42\n"), (1, ""), (2, "")])
+def test_slurm_queues_up_again_on_75_alone_and_always_resumes(stand_ins, tmp_path, code, requeued):
+    slurm = {"SLURM_JOB_ID": 42, "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2}
+    environment = {**os.environ, "PATH": f"{stand_ins}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT)}
+    environment |= {name: str(value) for name, value in slurm.items()} | {"CODE": str(code)}
+    script = [str(CLUSTER / "slurm.sh"), "recipes/quickstart.yaml", "model=a b"]
+    result = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert result.returncode == code, result.stderr
+    (tmp_path / "scontrol.log").touch()
+    assert (tmp_path / "scontrol.log").read_text() == requeued
+    asked = "-m coca_hf.train recipes/quickstart.yaml model=a b --resume"
+    assert (tmp_path / "python.log").read_text() == f"0/2 0 first 2 {asked}\n1/2 1 first 2 {asked}\n"
+
+
+def test_slurm_is_asked_for_the_signal_ahead_of_the_limit_and_for_the_layouts_processes():
+    options = [
+        line.split()[1] for line in (CLUSTER / "slurm.sh").read_text().splitlines() if line.startswith("#SBATCH")
+    ]
+    assert {"--nodes=4", "--ntasks-per-node=8", "--gpus-per-node=8", "--signal=USR1@600", "--requeue"} <= set(options)
+
+
+@pytest.mark.parametrize("script", sorted(CLUSTER.glob("*.sh")), ids=lambda path: path.name)
+def test_a_script_is_bash(script):
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", "-x", str(script)], check=True, cwd=ROOT)
+
+
+@pytest.mark.real
+def test_torchrun_trains_a_recipe_on_two_processes_in_the_layout_it_is_given(recipe_path, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    settings = {"NODES": 1, "GPUS": 2, "HOST": "127.0.0.1", "PORT": port, "LAYOUT": "recipes/accelerate/2cpu.yaml"}
+    environment = {**os.environ, **{name: str(value) for name, value in settings.items()}, "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    script = [str(CLUSTER / "torchrun.sh"), str(recipe_path), "--stage", "k", "--out", str(tmp_path / "out")]
+    result = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    record = json.loads((tmp_path / "out/1-k/training.json").read_text())
+    assert record["hardware"]["processes"] == 2
+    assert record["tokens"] == 3 * 2 * 4 * 20

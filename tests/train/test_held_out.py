@@ -1,0 +1,101 @@
+"""Held-out blocks: from every source its share, and never a trace of them in the training."""
+
+import itertools
+import json
+import random
+import string
+
+import pytest
+import torch
+
+from coca_hf.train import held_out
+from coca_hf.train.data import PackedBlocks
+from coca_hf.train.held_out import HeldOut, shares
+from coca_hf.train.recipe import Source
+
+SEQ_LEN = 20
+GRAM = 8  # letters; two of 26^8 random ones are hardly ever equal
+
+
+def make_source(path, letters: str, lengths: list[int], weight: float = 1) -> Source:
+    draw = random.Random(letters)
+    rows = ["".join(draw.choices(letters, k=length)) for length in lengths]
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return Source(path=str(path), weight=weight)
+
+
+def grams(block) -> set[tuple[int, ...]]:
+    tokens = list(map(int, block))
+    return {tuple(tokens[start : start + GRAM]) for start in range(len(tokens) - GRAM + 1)}
+
+
+def trained_grams(sources, tokenizer, count: int, seed: int = 0) -> set[tuple[int, ...]]:
+    stream = itertools.islice(PackedBlocks(sources, tokenizer, SEQ_LEN, seed, held_out_blocks=6), count)
+    return set().union(*(grams(block["input_ids"]) for block in stream))
+
+
+DOCUMENTS = {
+    "one document": [3001],
+    "three documents": [900, 1100, 1000],
+    "of which only small ones can be spared": [4000, 140, 90, 160, 70, 120, 80, 4000],
+    "many documents": [33] * 1500,
+    "many documents, and copies of them": [33] * 1500,
+}
+
+
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_no_trace_of_a_held_out_block_is_ever_trained_on(kind, tiny_tokenizer, tmp_path):
+    source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, DOCUMENTS[kind])
+    if kind.endswith("copies of them"):
+        (tmp_path / "a.jsonl").write_text(2 * (tmp_path / "a.jsonl").read_text())
+    held = PackedBlocks([source], tiny_tokenizer, SEQ_LEN, held_out_blocks=6).held_out()
+    assert len(held) == 6
+    assert all(block.shape == (SEQ_LEN,) and block.dtype == torch.int64 for block in held)
+    text = sum(DOCUMENTS[kind])
+    trained = trained_grams([source], tiny_tokenizer, 3 * text // SEQ_LEN)  # one whole pass at the least
+    assert len(trained) > 0.8 * text * (SEQ_LEN - GRAM) / SEQ_LEN
+    assert not trained & set().union(*map(grams, held))
+
+
+def test_held_out_blocks_are_mixed_by_weight_and_independent_of_the_seed(tiny_tokenizer, tmp_path):
+    letters = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, [500] * 30, weight=3)
+    digits = make_source(tmp_path / "b.jsonl", string.digits, [500] * 30, weight=1)
+    held = PackedBlocks([letters, digits], tiny_tokenizer, SEQ_LEN, seed=1, held_out_blocks=8).held_out()
+    of_digits = ["0" <= tiny_tokenizer.decode(block[1:2]) <= "9" for block in held]
+    assert of_digits == 6 * [False] + 2 * [True]
+    again = PackedBlocks([letters, digits], tiny_tokenizer, SEQ_LEN, seed=2, held_out_blocks=8).held_out()
+    assert all(map(torch.equal, held, again))
+
+
+def test_a_source_gives_at_most_a_tenth_and_all_else_is_trained_on(tiny_tokenizer, tmp_path):
+    source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, [3001])
+    held = PackedBlocks([source], tiny_tokenizer, SEQ_LEN, held_out_blocks=1000).held_out()
+    assert 13 <= len(held) <= 15  # a tenth of 3001 bytes, a token each, in blocks of 20
+    stream = PackedBlocks([source], tiny_tokenizer, SEQ_LEN, held_out_blocks=1000)
+    text = json.loads((tmp_path / "a.jsonl").read_text())["text"]
+    trained = {tiny_tokenizer.decode(block["input_ids"]) for block in itertools.islice(stream, 135)}
+    assert trained == {text[start : start + SEQ_LEN] for start in range(0, 2700, SEQ_LEN)}
+
+
+def test_no_more_is_held_out_than_fills_the_blocks(tiny_tokenizer, tmp_path):
+    source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, [3001])
+    rule, blocks = held_out.hold_out(source, PackedBlocks([source], tiny_tokenizer, SEQ_LEN).encoder, SEQ_LEN, 3)
+    assert len(blocks) == 3
+    assert 3 * SEQ_LEN / 3001 < rule.tail < 4 * SEQ_LEN / 3001
+
+
+def test_without_held_out_blocks_everything_is_trained_on(tiny_tokenizer, tmp_path):
+    source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, [400])
+    assert PackedBlocks([source], tiny_tokenizer, SEQ_LEN, held_out_blocks=0).held_out() == []
+    assert HeldOut().split("all of it") == ("all of it", "")
+
+
+def test_a_document_is_cut_at_white_space_where_there_is_some():
+    assert HeldOut(tail=0.5).split("alpha beta gamma") == ("alpha beta", " gamma")
+    assert HeldOut(tail=0.5).split("abcdefgh") == ("abcd", "efgh")
+
+
+def test_shares_add_up():
+    assert shares([0.75, 0.25], 64) == [48, 16]
+    assert shares([1, 1, 1], 64) == [22, 21, 21]
+    assert shares([1000, 1], 5) == [5, 0]

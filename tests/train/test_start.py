@@ -1,0 +1,141 @@
+"""Where the first stage starts, with the recipe's `config` over the model's own, or from scratch; and adapters."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from coca_hf import CocaError
+from coca_hf.train.model import check_model, start_config
+from coca_hf.train.recipe import load_recipe
+from coca_hf.train.stages import run_recipe
+from coca_hf.train.trainer import StageTrainer
+from tests.conftest import TINY
+
+
+def write_recipe(path, tree: dict):
+    path.write_text(yaml.safe_dump(tree, sort_keys=False))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["tiny_llama_dir", "tiny_coca_dir"])
+def test_overrides_of_the_config_are_trained_with_and_kept_in_the_result(kind, recipe_tree, tmp_path, request):
+    recipe_tree["model"] = str(request.getfixturevalue(kind))
+    recipe_tree["stages"] = recipe_tree["stages"][2:]
+    plain = run_recipe(load_recipe(write_recipe(tmp_path / "r.yaml", recipe_tree)), tmp_path / "plain")
+    override = "config={max_position_embeddings: 256, rope_parameters: {rope_type: linear, factor: 4.0}}"
+    result = run_recipe(load_recipe(tmp_path / "r.yaml", [override]), tmp_path / "out")
+    config = AutoConfig.from_pretrained(result)
+    assert config.model_type == AutoConfig.from_pretrained(recipe_tree["model"]).model_type
+    assert config.max_position_embeddings == 256
+    assert config.rope_parameters["rope_type"] == "linear"
+    assert config.rope_parameters["factor"] == 4
+    assert config.rope_parameters["rope_theta"] == 10000  # kept
+    losses = [json.loads((run / "training.json").read_text())["loss_history"][0]["loss"] for run in (plain, result)]
+    assert losses[0] != losses[1]  # the first step already turns by other angles
+
+
+@pytest.fixture
+def scratch_path(recipe_tree, tiny_coca_dir, tmp_path):
+    del recipe_tree["model"]
+    sizes = {name: size for name, size in TINY.items() if name != "rms_norm_eps"}
+    recipe_tree |= {"tokenizer": str(tiny_coca_dir), "config": {"model_type": "coca_llama", **sizes}}
+    return write_recipe(tmp_path / "r.yaml", recipe_tree)
+
+
+def test_a_model_from_scratch_trains_to_a_checkpoint_twice_the_same(scratch_path, tmp_path):
+    result = run_recipe(load_recipe(scratch_path), tmp_path / "once")
+    run_recipe(load_recipe(scratch_path), tmp_path / "again", stage="k")
+    once, again = (load_file(tmp_path / name / "1-k/model.safetensors") for name in ("once", "again"))
+    assert all(once[name].equal(again[name]) for name in once)
+    model, report = AutoModelForCausalLM.from_pretrained(result, output_loading_info=True)
+    assert not any(report.values())
+    assert model.config.eos_token_id == AutoTokenizer.from_pretrained(result).eos_token_id == 2
+    record = json.loads((tmp_path / "once/1-k/training.json").read_text())
+    assert record["base_model"] == "coca_llama from scratch"
+    assert load_recipe(tmp_path / "once/recipe.yaml") == load_recipe(scratch_path)
+
+
+BAD_STARTS = {
+    "config.hidden_sizes=3": "config: CocaLlamaConfig has no 'hidden_sizes'; nearest: hidden_size",
+    "config.hidden_size=large": "config: CocaLlamaConfig does not take it: .*'hidden_size' expected int",
+    "config.rope_parameters={rope_type: liner}": "liner",
+    "config.model_type=coca_lama": "coca_lama from scratch: cannot be loaded",
+    "config.vocab_size=100": "config.vocab_size: got 100, expected at least the tokenizer's 259",
+    "config.num_attention_heads=5": "config: CocaLlamaConfig does not take it: .*multiple of the number of",
+    "model=somewhere": "model: expected a checkpoint, or, for a model from scratch, tokenizer instead",
+    "config={hidden_size: 3}": "config.model_type: expected beside tokenizer",
+    "tokenizer=none/here/at/all": "none/here/at/all: cannot be loaded",
+}
+
+
+@pytest.mark.parametrize("setting", BAD_STARTS)
+def test_a_start_that_does_not_work_is_refused_in_one_line(scratch_path, setting):
+    with pytest.raises(CocaError, match=BAD_STARTS[setting]) as caught:
+        check_model(load_recipe(scratch_path, [setting]))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_without_overrides_is_the_models(recipe_path, tiny_coca_dir):
+    config = start_config(load_recipe(recipe_path))
+    assert config.to_dict() == AutoConfig.from_pretrained(tiny_coca_dir).to_dict()
+
+
+LORA = {"r": 3, "alpha": 6, "dropout": 0.1}
+
+
+@pytest.fixture
+def lora_path(recipe_tree, tmp_path):
+    for stage in recipe_tree["stages"][1:]:
+        stage["lora"] = LORA
+    return write_recipe(tmp_path / "r.yaml", recipe_tree)
+
+
+def test_adapters_end_as_a_plain_checkpoint_that_differs_by_low_ranks(lora_path, unbroken, tmp_path, capsys):
+    out = tmp_path / "out"
+    run_recipe(load_recipe(lora_path), out)
+    # r (inputs + outputs) of q (48, 48), t (48, 8) and v (48, 16), in each of 3 layers
+    assert f"2-qkv: trains {3 * 3 * (96 + 56 + 64):,} of" in capsys.readouterr().out
+    before, after = (load_file(out / stage / "model.safetensors") for stage in ("1-k", "2-qkv"))
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert changed == {name for name in before if any(part in name for part in ("q_proj", "t_proj", "v_proj"))}
+    assert {torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-3).item() for name in changed} == {3}
+    final = load_file(out / "3-full/model.safetensors")
+    assert {name for name in after if not after[name].equal(final[name])} == {name for name in after if "_proj" in name}
+    for stage in ("2-qkv", "3-full"):
+        model, report = AutoModelForCausalLM.from_pretrained(out / stage, output_loading_info=True)
+        assert not any(report.values())
+        assert type(model).__name__ == "CocaLlamaForCausalLM"
+        assert {path.name for path in (out / stage).iterdir()} == {path.name for path in (unbroken / stage).iterdir()}
+
+
+def test_a_stage_of_adapters_resumes_to_the_same_bits(lora_path, tmp_path, monkeypatch):
+    run_recipe(load_recipe(lora_path), tmp_path / "whole")
+    plain = StageTrainer.training_step
+
+    def broken(self, *arguments):
+        if self.args.output_dir.endswith("2-qkv/trainer") and self.state.global_step == 3:
+            raise KeyboardInterrupt
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(StageTrainer, "training_step", broken)
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(load_recipe(lora_path), tmp_path / "out")
+    monkeypatch.undo()
+    assert (tmp_path / "out/2-qkv/trainer/checkpoint-2/adapter_model.safetensors").exists()
+    run_recipe(load_recipe(lora_path), tmp_path / "out", resume=True)
+    ours, theirs = (load_file(tmp_path / run / "3-full/model.safetensors") for run in ("out", "whole"))
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+
+def test_adapters_need_a_linear_layer(lora_path):
+    with pytest.raises(CocaError, match=r"stages\.qkv: none of \['embed_tokens'\] is a linear layer"):
+        check_model(load_recipe(lora_path, ["stages.qkv.train=[embed_tokens]"]))
+
+
+def test_a_setting_of_adapters_that_is_none_is_named(lora_path):
+    with pytest.raises(CocaError, match=r"stages\.qkv\.lora: unknown key 'rank'; nearest: r"):
+        load_recipe(lora_path, ["stages.qkv.lora.rank=3"])
