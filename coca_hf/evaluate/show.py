@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from coca_hf.evaluate.perplexity import Track
+from coca_hf.evaluate.batches import Track
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def progress_on(console: Console) -> Iterator[Track]:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    progress = Progress(*columns, console=console)
+    progress = Progress(*columns, console=console, disable=console.quiet)
 
     def track(items: list, description: str) -> Iterable:
         progress.start()

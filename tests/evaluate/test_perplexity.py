@@ -8,10 +8,11 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.perplexity import perplexity_rows, total_nll, windows_of
+from coca_hf.evaluate.perplexity import compute_windows, perplexity_rows, token_losses
 from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import Sample, draw_sample
+from coca_hf.evaluate.variants import windows_of
 
 DEFAULT = Rope("default")
 
@@ -26,6 +27,17 @@ def double_loop(model, documents, length, stride):
                 last = model(input_ids=ids[None, start:target]).logits[0, -1]
             losses.append(-last.double().log_softmax(-1)[ids[target]].item())
     return math.exp(math.fsum(losses) / len(losses))
+
+
+def total_nll(model, documents, length, stride, batch_size=1):
+    windows = [window for index, ids in enumerate(documents) for window in windows_of(len(ids), length, stride, index)]
+
+    def compute(batch):
+        return token_losses(model, documents, batch).double().sum(-1).tolist()
+
+    windows, nlls, error = compute_windows(windows, compute, batch_size)
+    assert error is None
+    return math.fsum(nlls), sum(window.scored_len for window in windows)
 
 
 def documents_of(*lengths, vocab_size=259):
@@ -132,7 +144,9 @@ def test_rows_say_what_is_needed_to_repeat_them(coca, books, tmp_path):
         "error": None,
     }
     assert {key: long[key] for key in expected} == expected
-    assert set(long["versions"]) == {"coca-hf", "torch", "transformers", "python"}
+    assert set(long["versions"]) == {
+        *("coca-hf", "torch", "transformers", "tokenizers", "accelerate", "datasets", "python", "cuda")
+    }
 
 
 def test_the_value_of_a_row_is_the_perplexity_under_its_rope_setting(llama, tmp_path):
