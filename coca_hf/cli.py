@@ -317,6 +317,47 @@ def boundary_command(
     _make_rows(out, partial(boundary_rows, subject, sample, wanted, ropes, pairs_per_document=pairs, seed=seed))
 
 
+@evaluate_app.command("speed")
+def speed_command(
+    model: ModelArgument,
+    lengths: LengthsOption,
+    out: OutOption,
+    baseline: Annotated[
+        str | None, typer.Option(help="Another model, as the unconverted one, measured in turns with MODEL.")
+    ] = None,
+    modes: Annotated[str, typer.Option(help="Some of prefill, decode and train.")] = "prefill,decode,train",
+    rope: RopeOption = "default",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed steps; the row has their median.")] = 10,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 3,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 1,
+    dtype: DtypeOption = "auto",
+    name: NameOption = None,
+) -> None:
+    """Seconds and memory of prefill, decoding and a training step against sequence length."""
+    wanted = _lengths(lengths)
+    from coca_hf.evaluate.load import load_subject
+    from coca_hf.evaluate.rope import check_rope
+    from coca_hf.evaluate.speed import parse_modes, speed_rows
+
+    chosen = parse_modes(modes)
+    subject, ropes, _ = _subject_and_ropes(model, rope, dtype, name)
+    other = load_subject(baseline, dtype) if baseline else None
+    for setting in ropes if other else []:
+        check_rope(other.model, setting)
+    rows = partial(
+        speed_rows,
+        subject,
+        wanted,
+        ropes,
+        baseline=other,
+        modes=chosen,
+        batch_size=batch_size,
+        repeats=repeats,
+        warmup=warmup,
+    )
+    _make_rows(out, rows)
+
+
 @evaluate_app.command("inspect")
 def inspect_command(
     model: Annotated[Path, typer.Argument(help="A checkpoint directory, CoCA or not.", show_default=False)],
@@ -369,13 +410,11 @@ def _lengths(text: str) -> list[int]:
 
 def _subject_and_ropes(model: str, rope: str, dtype: str, name: str | None, batch_size: str = "1"):
     """Load the model, say at once whether it takes the RoPE settings, and how many sequences it gets at a time."""
-    from accelerate import PartialState
-
-    from coca_hf.evaluate.batches import parse_batch_size
+    from coca_hf.evaluate.batches import parse_batch_size, processes
     from coca_hf.evaluate.load import load_subject
     from coca_hf.evaluate.rope import check_rope, parse_ropes
 
-    console.quiet = not PartialState().is_main_process
+    console.quiet = not processes().is_main_process
     ropes = parse_ropes(rope)
     subject = load_subject(model, dtype, name)
     for setting in ropes:
@@ -422,17 +461,15 @@ def _warn_beyond_trained(subject, ropes: list, lengths: list[int], new_tokens: i
 
 def _make_rows(out: Path, rows_of: Callable) -> None:
     """Make the rows, on all processes of `accelerate launch` if there are several, and print them."""
-    from accelerate import PartialState
-
+    from coca_hf.evaluate.batches import processes
     from coca_hf.evaluate.rows import RowStore
     from coca_hf.evaluate.show import progress_on, results_table
 
     store = RowStore(out)
     with progress_on(console) as track:
         rows = list(rows_of(store=store, track=track))
-    if PartialState().is_main_process:
+    if processes().is_main_process:
+        where = f"rows: {out / 'rows.jsonl'}\nnext: coca-eval report {out} --out {out / 'page'}"
         Console().print(results_table(rows))
-        Console().print(
-            f"rows: {out / 'rows.jsonl'}\nnext: coca-eval report {out} --out {out / 'page'}", soft_wrap=True
-        )
-    PartialState().destroy_process_group()
+        Console().print(where, soft_wrap=True)
+    processes().destroy_process_group()

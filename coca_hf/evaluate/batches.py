@@ -5,7 +5,7 @@ Batches are formed before they are dealt out, so a batch, and what it gives, is 
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from accelerate import PartialState
@@ -19,6 +19,11 @@ Result = TypeVar("Result")
 Track = Callable[[list, str], Iterable]  # wraps a list, with a description, to show how far a loop over it is
 
 AUTO_ON_GPU = 64  # sequences; halved as long as memory runs out
+
+
+def processes() -> PartialState:
+    """Those of `accelerate launch`, on GPUs or, where there are none, on CPUs; or the one there is."""
+    return PartialState(cpu=not torch.cuda.is_available())
 
 
 def parse_batch_size(text: str, device: torch.device) -> int:
@@ -50,7 +55,7 @@ def compute_all(
     in pieces of the size that fitted. What goes wrong is memory that ends at one item ("OOM: ..."), or positions that a
     model has not learned (IndexError); other exceptions are passed on.
     """
-    state = PartialState()
+    state = processes()
     mine = batches[state.process_index :: state.num_processes]
     results: list[list[Result]] = []
     error, size = None, max(map(len, batches), default=1)
@@ -89,8 +94,3 @@ def _in_pieces(batch: list[Item], compute: Callable[[list[Item]], list[Result]],
             raise MemoryError(f"one sequence alone does not fit ({reason})")
         size = math.ceil(len(piece) / 2)
     return results, size
-
-
-def on_every_process(value: Any) -> list[Any]:
-    """`value` of each process, in their order."""
-    return gather_object([value]) if PartialState().num_processes > 1 else [value]

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from coca_hf.errors import CocaError
+from coca_hf.evaluate.batches import processes
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -44,7 +44,7 @@ def load_subject(path: str, dtype: str = "auto", name: str | None = None) -> Sub
     model = _load_model(path, config, dtype)
     tokens_seen, trained_seq_len = _training(Path(path))
     return Subject(
-        model=model.eval().to(PartialState().device),
+        model=model.eval().to(processes().device),
         tokenizer=_load_tokenizer(path),
         name=name or Path(path).resolve().name,
         path=str(Path(path).resolve()) if Path(path).is_dir() else path,

@@ -150,7 +150,7 @@ def token_losses(model: Any, documents: list[Tensor], batch: list[Window], prefi
     ends = [(documents[w.document], w.start + input_len + 1) for w in batch]
     targets = torch.stack([ids[end - scored_len : end] for ids, end in ends]).to(model.device)
 
-    only_scored = {"logits_to_keep": scored_len} if _keeps_logits(model) else {}
+    only_scored = {"logits_to_keep": scored_len} if keeps_logits(model) else {}
     logits = model(input_ids=inputs, use_cache=False, **only_scored).logits[:, -scored_len:]  # (b, k, vocab)
     # In pieces, so that the float32 copy of the logits stays small beside them.
     pieces = zip(logits.split(512, dim=1), targets.split(512, dim=1), strict=True)
@@ -158,5 +158,6 @@ def token_losses(model: Any, documents: list[Tensor], batch: list[Window], prefi
     return torch.cat(losses, dim=1)
 
 
-def _keeps_logits(model: Any) -> bool:
+def keeps_logits(model: Any) -> bool:
+    """Whether the model's forward can leave out the logits that nobody asked for."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters

@@ -28,9 +28,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from accelerate import PartialState
 
 from coca_hf.errors import CocaError
+from coca_hf.evaluate.batches import processes
 from coca_hf.evaluate.load import Subject
 from coca_hf.evaluate.rope import trained_length
 
@@ -52,7 +52,7 @@ class RowStore:
 
     def __init__(self, out_dir: Path):
         self.out_dir = out_dir
-        with PartialState().main_process_first():
+        with processes().main_process_first():
             try:
                 out_dir.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -68,7 +68,7 @@ class RowStore:
         row_id = hashlib.sha256(_identity(row).encode()).hexdigest()[:16]
         paths = {name: f"{row['task']}-{name}/{row_id}.parquet" for name, lines in (raw or {}).items() if lines}
         row = row | {"row_id": row_id, "raw": paths}
-        if PartialState().is_main_process:
+        if processes().is_main_process:
             for name, path in paths.items():
                 _write_table(self.out_dir / path, row_id, (raw or {})[name])
             _append(self.out_dir / "rows.jsonl", row)
@@ -90,7 +90,7 @@ def subject_settings(subject: Subject) -> dict:
         "tokens_seen": subject.tokens_seen,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": _device_name(model.device),
-        "processes": PartialState().num_processes,
+        "processes": processes().num_processes,
         "versions": {name: version(name) for name in PACKAGES}
         | {"python": platform.python_version(), "cuda": torch.version.cuda},
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),

@@ -40,7 +40,7 @@ class Sample:
 PRESETS: dict[str, dict] = {
     # The paper: PG-19's test documents of at least 32768 tokens, cut to them.
     "pg19": {"data": "emozilla/pg19-test", "split": "test", "column": "text", "min_tokens": 32768, "max_tokens": 32768},
-    # YaRN's eval.sh: 50 documents of Proof-pile's test split of at least 32768 tokens. Drawn here, the first ones there.
+    # YaRN's eval.sh: 50 of Proof-pile's test documents of at least 32768 tokens; it takes the first, this draws them.
     "proof-pile": {
         "data": "emozilla/proofpile-test-tokenized",
         "split": "test",

@@ -70,7 +70,7 @@ def test_a_batch_size_is_a_number_or_auto():
     assert parse_batch_size("auto", torch.device("cpu")) == 1
     assert parse_batch_size("auto", torch.device("cuda")) == AUTO_ON_GPU
     for text in ("0", "-1", "many", ""):
-        with pytest.raises(CocaError, match="--batch-size: got .*, expected auto or a whole number of at least 1"):
+        with pytest.raises(CocaError, match=r"--batch-size: got .* expected auto or"):
             parse_batch_size(text, torch.device("cpu"))
 
 
@@ -181,8 +181,8 @@ def test_two_processes_make_the_rows_of_one(tiny_coca_dir, books, tmp_path):
 
 @pytest.mark.real
 def test_a_killed_run_goes_on_after_its_last_whole_row(tiny_coca_dir, books, tmp_path):
-    arguments = ["perplexity", tiny_coca_dir, "--data", books, "--stride", 1]
-    arguments += ["--lengths", ",".join(map(str, range(10, 34, 2))), "--out"]
+    arguments = ["perplexity", tiny_coca_dir, "--data", books, "--stride", 5]
+    arguments += ["--lengths", ",".join(map(str, range(20, 28))), "--out"]
     process = run([*arguments, tmp_path / "killed"], tmp_path, wait=False)
     rows = tmp_path / "killed" / "rows.jsonl"
     deadline = time.monotonic() + 120
@@ -193,7 +193,7 @@ def test_a_killed_run_goes_on_after_its_last_whole_row(tiny_coca_dir, books, tmp
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     before = rows.read_bytes()
-    assert 2 <= before.count(b"\n") < 12
+    assert 2 <= before.count(b"\n") < 8
     run([*arguments, tmp_path / "killed"], tmp_path)
     run([*arguments, tmp_path / "whole"], tmp_path)
     assert rows.read_bytes().startswith(before[: before.rindex(b"\n") + 1])
