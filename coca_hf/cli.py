@@ -317,6 +317,44 @@ def boundary_command(
     _make_rows(out, partial(boundary_rows, subject, sample, wanted, ropes, pairs_per_document=pairs, seed=seed))
 
 
+@evaluate_app.command("tasks")
+def tasks_command(
+    model: ModelArgument,
+    out: OutOption,
+    tasks: Annotated[
+        str, typer.Option(help="lm-eval's names with commas between them; opencompass: those nearest the paper's.")
+    ] = "",
+    ruler: Annotated[str, typer.Option(help="Lengths in tokens at which to run RULER.")] = "",
+    shots: Annotated[int | None, typer.Option(min=0, help="Examples before a question; the task's own.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Cases of every task; all by default.")] = None,
+    include_path: Annotated[str | None, typer.Option(help="A directory of lm-eval tasks of your own.")] = None,
+    rope: RopeOption = "default",
+    batch_size: BatchOption = "1",
+    dtype: DtypeOption = "auto",
+    name: NameOption = None,
+) -> None:
+    """Tasks of lm-eval by name, and RULER: whether short contexts are as good as before, and long ones are used."""
+    from coca_hf.evaluate.tasks import parse_tasks, task_rows
+
+    names = parse_tasks(tasks, include_path) if tasks else []
+    wanted = _lengths(ruler, "--ruler") if ruler else []
+    if not names and not wanted:
+        raise CocaError("--tasks, --ruler: got neither, expected at least one of them")
+    subject, ropes, size = _subject_and_ropes(model, rope, dtype, name, batch_size)
+    rows = partial(
+        task_rows,
+        subject,
+        names,
+        ropes,
+        ruler_lengths=wanted,
+        shots=shots,
+        limit=limit,
+        batch_size=size,
+        include_path=include_path,
+    )
+    _make_rows(out, rows)
+
+
 @evaluate_app.command("speed")
 def speed_command(
     model: ModelArgument,
@@ -342,8 +380,9 @@ def speed_command(
     chosen = parse_modes(modes)
     subject, ropes, _ = _subject_and_ropes(model, rope, dtype, name)
     other = load_subject(baseline, dtype) if baseline else None
-    for setting in ropes if other else []:
-        check_rope(other.model, setting)
+    for setting in ropes:
+        if other:
+            check_rope(other.model, setting)
     rows = partial(
         speed_rows,
         subject,
@@ -401,10 +440,10 @@ def card_command(
     Console().print(f"card: {path}\nnext: hf upload OWNER/NAME {model}", soft_wrap=True, highlight=False)
 
 
-def _lengths(text: str) -> list[int]:
+def _lengths(text: str, option: str = "--lengths") -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 1 for part in parts):
-        raise CocaError(f"--lengths: got {text!r}, expected whole numbers above 1, as in 512,1024,2048")
+        raise CocaError(f"{option}: got {text!r}, expected whole numbers above 1, as in 512,1024,2048")
     return list(dict.fromkeys(int(part) for part in parts))
 
 

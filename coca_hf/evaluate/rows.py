@@ -63,6 +63,11 @@ class RowStore:
         """The row already measured with these settings, or None."""
         return self._rows.get(_identity(settings))
 
+    def find_all(self, settings: dict, but: tuple[str, ...]) -> list[dict]:
+        """The rows that differ from these settings in nothing else than the fields `but`."""
+        wanted = {name: settings.get(name) for name in IDENTITY if name not in but}
+        return [row for row in self._rows.values() if all(row.get(name) == value for name, value in wanted.items())]
+
     def append(self, row: dict, raw: Mapping[str, list[dict]] | None = None) -> dict:
         """Write `row` after the tables of `raw`, each a list of lines by the name of the table. Returns the row."""
         row_id = hashlib.sha256(_identity(row).encode()).hexdigest()[:16]
