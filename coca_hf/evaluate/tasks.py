@@ -4,12 +4,14 @@
 (`DIMENSIONS`); its numbers are not OpenCompass's own. `ruler` lengths run lm-eval's RULER group at those lengths.
 
 A row, task `tasks`, has besides what `rows.py` lists: `value`, the metric; `benchmark`, lm-eval's name of the task;
-`metric`, `filter`, `stderr` or null, `shots` (null: the task's own), `limit`, `cases`; `dimension`, a key of
+`metric`, `filter`, `stderr` or null, `shots` (null: the task's own), `limit`, `scored` cases; `dimension`, a key of
 `DIMENSIONS`, "ruler" or null; `length`, RULER's, in tokens, else null; `metrics`, how many rows the benchmark has. Its
-raw table `samples`: case, score (the metric of one document, null where it is no number).
+raw table `samples`: case, score (the metric of one document, null where it is no number); for RULER the mean of each of
+its tasks: benchmark, score.
 """
 
 import difflib
+import functools
 import itertools
 import math
 import time
@@ -41,7 +43,7 @@ def parse_tasks(text: str, include_path: str | None = None) -> list[str]:
     Raises CocaError where lm-eval is not installed, or knows no such task.
     """
     known = _task_manager(include_path).all_tasks
-    names = []
+    names: list[str] = []
     for name in (part.strip() for part in text.split(",")):
         names += itertools.chain(*DIMENSIONS.values()) if name == GROUP else [name]
     for name in names:
@@ -128,7 +130,7 @@ def _measure(subject: Subject, rope: Rope, settings: dict, include_path: str | N
     for result, _ in found:
         if error is None and not math.isfinite(result["value"]):
             result |= {"value": None, "error": f"the metric is {result['value']}"}
-    defaults = {"stderr": None, "cases": 0, "error": error}
+    defaults = {"stderr": None, "scored": 0, "error": error}
     return [(defaults | result | shared, samples) for result, samples in found]
 
 
@@ -138,28 +140,27 @@ def _evaluate(subject: Subject, settings: dict, batch_size: int, include_path: s
 
     length = settings["length"]
     model = HFLM(pretrained=subject.model, tokenizer=subject.tokenizer, batch_size=batch_size, max_length=length)
-    metadata = {"max_seq_lengths": [length], "tokenizer": subject.path} if length else None
+    tokenizer = subject.path if length else None
     return simple_evaluate(
         model,
         tasks=[settings["benchmark"]],
         num_fewshot=settings["shots"],
         limit=settings["limit"],
         bootstrap_iters=0,
-        task_manager=_task_manager(include_path, metadata),
-        metadata=metadata,
+        task_manager=_task_manager(include_path, length, tokenizer),
     )
 
 
 def _metrics(output: dict[str, Any], name: str, length: int | None) -> list[tuple[dict, list[dict]]]:
     """Every number that lm-eval gives for `name`, with its samples where it has any."""
+    if name == RULER:
+        return _ruler_mean(output, str(length))
     results = output["results"].get(name, {})
     found = []
     for key, value in results.items():
         metric, comma, filter_name = key.partition(",")
         if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
             continue
-        if length and metric != str(length):
-            continue  # lm-eval has a number for every RULER length, -1 where it was not run
         samples = [
             {"case": sample["doc_id"], "score": _number(sample.get(metric))}
             for task, some in output.get("samples", {}).items()
@@ -174,12 +175,25 @@ def _metrics(output: dict[str, Any], name: str, length: int | None) -> list[tupl
                     "filter": filter_name,
                     "value": float(value),
                     "stderr": stderr if isinstance(stderr, int | float) else None,
-                    "cases": sum(sizes["effective"] for sizes in output.get("n-samples", {}).values()),
+                    "scored": sum(sizes["effective"] for sizes in output.get("n-samples", {}).values()),
                 },
                 samples,
             )
         )
     return found
+
+
+def _ruler_mean(output: dict[str, Any], length: str) -> list[tuple[dict, list[dict]]]:
+    """The mean over RULER's tasks, each of one weight: lm-eval's own group has one for 4096 tokens only."""
+    scores = {task: result.get(f"{length},none") for task, result in output["results"].items() if task != RULER}
+    samples = [
+        {"benchmark": task, "score": float(score)} for task, score in scores.items() if score is not None and score >= 0
+    ]
+    if not samples:
+        return []
+    value = sum(sample["score"] for sample in samples) / len(samples)
+    scored = sum(sizes["effective"] for sizes in output.get("n-samples", {}).values())
+    return [({"metric": "string_match", "filter": "none", "value": value, "scored": scored}, samples)]
 
 
 def _number(value: Any) -> float | None:
@@ -190,9 +204,12 @@ def _dimension(name: str) -> str | None:
     return RULER if name == RULER else next((key for key, names in DIMENSIONS.items() if name in names), None)
 
 
-def _task_manager(include_path: str | None, metadata: dict | None = None) -> Any:
+@functools.cache
+def _task_manager(include_path: str | None, ruler_length: int | None = None, tokenizer: str | None = None) -> Any:
+    """It reads every task's file, which takes a while. RULER makes its own cases, by the length and the tokenizer."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise CocaError("coca-eval tasks needs lm-eval: pip install 'coca-hf[lm-eval]'") from error
+    metadata = {"max_seq_lengths": [ruler_length], "tokenizer": tokenizer} if ruler_length else None
     return TaskManager(include_path=include_path, metadata=metadata)

@@ -64,6 +64,18 @@ def test_perplexity_equals_a_double_loop_over_tokens(kind, length, stride, batch
     assert math.exp(nll / tokens) == pytest.approx(double_loop(model, documents, length, stride), rel=1e-6)
 
 
+def test_every_combination_of_length_stride_and_batch_equals_the_double_loop(llama):
+    """Documents of unequal lengths, so that batches of windows differ in shape and last windows are short."""
+    model, documents = llama.model.double(), documents_of(12, 19, 21)
+    for length in (2, 5, 12):
+        for stride in {1, 2, length - 1, length}:
+            expected = double_loop(model, documents, length, stride)
+            for batch_size in (1, 2, 7, 100):
+                nll, tokens = total_nll(model, documents, length, stride, batch_size)
+                assert tokens == 11 + 18 + 20
+                assert math.exp(nll / tokens) == pytest.approx(expected, rel=1e-6), (length, stride, batch_size)
+
+
 @pytest.mark.parametrize("batch_size", [2, 3, 64])
 def test_batch_size_does_not_change_the_result(coca, batch_size):
     documents = documents_of(41, 29, 53)

@@ -22,7 +22,7 @@ def test_rows_have_the_numbers_of_the_model_itself(coca, task_dir, expected, tmp
     rows = list(task_rows(coca, NAMES, DEFAULT, RowStore(tmp_path), **options))
     likelihood, answer = rows
     assert likelihood["value"] == pytest.approx(expected["perplexity"], rel=1e-4)
-    assert (answer["value"], answer["metric"], answer["cases"]) == (1 - 1 / len(PAIRS), "exact_match", len(PAIRS))
+    assert (answer["value"], answer["metric"], answer["scored"]) == (1 - 1 / len(PAIRS), "exact_match", len(PAIRS))
     scores = [line["score"] for line in pq.read_table(tmp_path / answer["raw"]["samples"]).to_pylist()]
     assert sum(scores) / len(scores) == answer["value"]
     assert (answer["length"], answer["dimension"], answer["filter"]) == (None, None, "none")
@@ -54,11 +54,12 @@ def test_the_group_of_the_paper_has_four_dimensions_of_tasks_that_lm_eval_knows(
 
 
 def test_an_unknown_task_is_refused_with_the_nearest():
-    with pytest.raises(CocaError, match="--tasks: got 'helaswag', expected opencompass or .* nearest: hellaswag"):
+    with pytest.raises(CocaError, match=r"--tasks: got 'helaswag', expected opencompass or .* nearest: hellaswag"):
         parse_tasks("helaswag")
 
 
 def test_without_lm_eval_one_line_says_what_to_install(monkeypatch, tiny_coca_dir, tmp_path, coca_eval):
+    tasks._task_manager.cache_clear()
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     code, stdout, stderr = coca_eval("tasks", tiny_coca_dir, "--tasks", "piqa", "--out", tmp_path)
     assert (code, stdout) == (2, "")
@@ -69,3 +70,24 @@ def test_data_that_are_not_there_are_one_line(coca, tmp_path):
     """No network here, so lm-eval cannot load them."""
     with pytest.raises(CocaError, match="--tasks piqa: lm-eval cannot run it: "):
         list(task_rows(coca, ["piqa"], DEFAULT, RowStore(tmp_path), limit=1))
+
+
+def test_ruler_at_a_length_is_the_mean_of_its_tasks_there(coca, tmp_path, monkeypatch):
+    """lm-eval's results, as its RULER files make them: -1 at lengths that were not run, and no group mean but 4096's."""
+    lengths = []
+
+    def ran(subject, settings, batch_size, include_path):  # noqa: F811
+        lengths.append(settings["length"])
+        key = f"{settings['length']},none"
+        results = {"niah_single_1": {key: 0.75, "4096,none": -1}, "ruler_vt": {key: 0.25}, "ruler": {"4096,none": -1}}
+        return {"results": results, "n-samples": {"niah_single_1": {"effective": 8}, "ruler_vt": {"effective": 5}}}
+
+    monkeypatch.setattr(tasks, "_evaluate", ran)
+    rows = list(task_rows(coca, [], DEFAULT, RowStore(tmp_path), ruler_lengths=[8192, 16384]))
+    assert [(row["length"], row["value"], row["dimension"], row["scored"]) for row in rows] == [
+        *((8192, 0.5, "ruler", 13), (16384, 0.5, "ruler", 13))
+    ]
+    scores = pq.read_table(tmp_path / rows[0]["raw"]["samples"]).to_pylist()
+    assert {line["benchmark"]: line["score"] for line in scores} == {"niah_single_1": 0.75, "ruler_vt": 0.25}
+    list(task_rows(coca, [], DEFAULT, RowStore(tmp_path), ruler_lengths=[8192, 16384]))
+    assert lengths == [8192, 16384]
