@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.console import Console
@@ -182,60 +182,99 @@ ModelArgument = Annotated[str, typer.Argument(help="A model directory, or a hub 
 LengthsOption = Annotated[str, typer.Option(help="Context lengths in tokens, with commas between them.")]
 OutOption = Annotated[Path, typer.Option(help="Directory for rows.jsonl; rows that are there are not made again.")]
 RopeOption = Annotated[
-    str, typer.Option(help="default, linear:FACTOR or dynamic:FACTOR, or several with commas between them.")
+    str,
+    typer.Option(help="default, linear:F, dynamic:F or yarn:F with a factor F, or several with commas between them."),
 ]
 DtypeOption = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
 NameOption = Annotated[str | None, typer.Option(help="What rows call the model; the directory's name by default.")]
-BatchOption = Annotated[int, typer.Option(min=1, help="Sequences at a time; it does not change the result.")]
+BatchOption = Annotated[
+    str, typer.Option(help="Sequences at a time, or auto: as many as fit. It does not change the result.")
+]
+DataOption = Annotated[
+    str | None,
+    typer.Option(help="A .txt, .jsonl or .parquet file, a directory or glob of them, or a data set on the hub."),
+]
+PresetOption = Annotated[str | None, typer.Option(help="pg19 or proof-pile: the data sets of published numbers.")]
+DocumentsOption = Annotated[int | None, typer.Option(min=1, help="Draw so many documents; all by default.")]
+MaxTokensOption = Annotated[int | None, typer.Option(min=2, help="Cut every document to its first tokens.")]
+ColumnOption = Annotated[str, typer.Option(help="Where .jsonl, .parquet or a data set keeps the text.")]
+SplitOption = Annotated[str, typer.Option(help="Of a data set on the hub.")]
+SkipShortOption = Annotated[
+    bool, typer.Option("--skip-short", help="Leave out, and name, documents shorter than a window.")
+]
 SeedOption = Annotated[int, typer.Option(help="Of the drawn documents or cases.")]
 
 
 @evaluate_app.command("perplexity")
 def perplexity_command(
     model: ModelArgument,
-    data: Annotated[
-        str,
-        typer.Option(help="A .txt, .jsonl or .parquet file, a directory or glob of them, or a data set on the hub."),
-    ],
     lengths: LengthsOption,
     out: OutOption,
+    data: DataOption = None,
+    preset: PresetOption = None,
     stride: Annotated[
-        int, typer.Option(min=1, help="Tokens between windows; for a shorter length, that length is used and said so.")
-    ] = 512,
+        int | None,
+        typer.Option(
+            min=1, help="Tokens between windows, 512 by default; for a shorter length, that length is used and said so."
+        ),
+    ] = None,
+    variant: Annotated[
+        str, typer.Option(help="sliding, or yarn, yarn-truncate or longlora: the numbers of those scripts, stride 256.")
+    ] = "sliding",
     rope: RopeOption = "default",
-    documents: Annotated[int | None, typer.Option(min=1, help="Draw so many documents; all by default.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=2, help="Cut every document to its first tokens.")] = None,
-    column: Annotated[str, typer.Option(help="Where .jsonl, .parquet or a data set keeps the text.")] = "text",
-    split: Annotated[str, typer.Option(help="Of a data set on the hub.")] = "test",
-    skip_short: Annotated[
-        bool, typer.Option("--skip-short", help="Leave out, and name, documents shorter than a window.")
-    ] = False,
+    documents: DocumentsOption = None,
+    max_tokens: MaxTokensOption = None,
+    column: ColumnOption = "text",
+    split: SplitOption = "test",
+    skip_short: SkipShortOption = False,
     seed: SeedOption = 0,
-    batch_size: BatchOption = 1,
+    batch_size: BatchOption = "1",
     dtype: DtypeOption = "auto",
     name: NameOption = None,
 ) -> None:
     """Perplexity with a sliding window (window = length), token-weighted, each token scored once."""
     wanted = _lengths(lengths)
     from coca_hf.evaluate.perplexity import perplexity_rows
-    from coca_hf.evaluate.sample import draw_sample
+    from coca_hf.evaluate.variants import check_variant
 
-    subject, ropes = _subject_and_ropes(model, rope, dtype, name)
-    sample = draw_sample(
-        subject,
-        data,
-        max(wanted),
-        column=column,
-        split=split,
-        documents=documents,
-        max_tokens=max_tokens,
-        seed=seed,
-        skip_short=skip_short,
-    )
-    if sample.skipped:
-        console.print(f"skipped {len(sample.skipped)} short documents: {', '.join(sample.skipped)}", style="yellow")
+    kind = check_variant(variant)
+    subject, ropes, size = _subject_and_ropes(model, rope, dtype, name, batch_size)
+    source = _Source(data, preset, column, split, documents, max_tokens, seed, skip_short)
+    sample = _draw_sample(subject, max(wanted), source, kind.special_tokens)
     _warn_beyond_trained(subject, ropes, wanted)
-    _make_rows(out, partial(perplexity_rows, subject, sample, wanted, stride, ropes, batch_size=batch_size))
+    stride = stride or kind.stride
+    rows = partial(perplexity_rows, subject, sample, wanted, stride, ropes, batch_size=size, variant=variant)
+    _make_rows(out, rows)
+
+
+@evaluate_app.command("position-loss")
+def position_command(
+    model: ModelArgument,
+    lengths: LengthsOption,
+    out: OutOption,
+    data: DataOption = None,
+    preset: PresetOption = None,
+    bucket: Annotated[int, typer.Option(min=1, help="Token indices whose losses are summed.")] = 64,
+    rope: RopeOption = "default",
+    documents: DocumentsOption = None,
+    max_tokens: MaxTokensOption = None,
+    column: ColumnOption = "text",
+    split: SplitOption = "test",
+    skip_short: SkipShortOption = False,
+    seed: SeedOption = 0,
+    batch_size: BatchOption = "1",
+    dtype: DtypeOption = "auto",
+    name: NameOption = None,
+) -> None:
+    """Loss against the token's index in a window of LENGTH tokens: where the model's context really ends."""
+    wanted = _lengths(lengths)
+    from coca_hf.evaluate.position import position_rows
+
+    subject, ropes, size = _subject_and_ropes(model, rope, dtype, name, batch_size)
+    source = _Source(data, preset, column, split, documents, max_tokens, seed, skip_short)
+    sample = _draw_sample(subject, max(wanted), source)
+    _warn_beyond_trained(subject, ropes, wanted)
+    _make_rows(out, partial(position_rows, subject, sample, wanted, ropes, bucket=bucket, batch_size=size))
 
 
 @evaluate_app.command("passkey")
@@ -244,18 +283,28 @@ def passkey_command(
     lengths: LengthsOption,
     out: OutOption,
     cases: Annotated[int, typer.Option(min=1, help="Prompts per length.")] = 100,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens the model may answer with.")] = 64,
+    depths: Annotated[
+        int | None, typer.Option(min=1, help="A grid of so many depths, in turn; drawn uniformly by default.")
+    ] = None,
+    variant: Annotated[
+        str, typer.Option(help="paper, or yarn or longlora: the prompts and scoring of those scripts.")
+    ] = "paper",
+    new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens the model may answer with; 64, the paper's, by default.")
+    ] = None,
     rope: RopeOption = "default",
     seed: SeedOption = 0,
-    batch_size: BatchOption = 1,
+    batch_size: BatchOption = "1",
     dtype: DtypeOption = "auto",
     name: NameOption = None,
 ) -> None:
     """Passkey retrieval as in the paper: a number hidden in up to LENGTH tokens, greedy decoding, share found."""
     wanted = _lengths(lengths)
-    from coca_hf.evaluate.passkey import passkey_rows
+    from coca_hf.evaluate.passkey import check_variant, passkey_rows
 
-    subject, ropes = _subject_and_ropes(model, rope, dtype, name)
+    kind = check_variant(variant)
+    subject, ropes, size = _subject_and_ropes(model, rope, dtype, name, batch_size)
+    new_tokens = new_tokens or kind.new_tokens
     _warn_beyond_trained(subject, ropes, wanted, new_tokens)
     rows = partial(
         passkey_rows,
@@ -265,7 +314,117 @@ def passkey_command(
         num_cases=cases,
         new_tokens=new_tokens,
         seed=seed,
+        batch_size=size,
+        variant=variant,
+        depths=depths,
+    )
+    _make_rows(out, rows)
+
+
+@evaluate_app.command("boundary")
+def boundary_command(
+    model: ModelArgument,
+    lengths: LengthsOption,
+    out: OutOption,
+    data: DataOption = None,
+    preset: PresetOption = None,
+    pairs: Annotated[int, typer.Option(min=1, help="Positions (query, key) drawn from every document.")] = 1024,
+    rope: RopeOption = "default",
+    documents: DocumentsOption = None,
+    max_tokens: MaxTokensOption = None,
+    column: ColumnOption = "text",
+    split: SplitOption = "test",
+    skip_short: SkipShortOption = False,
+    seed: SeedOption = 0,
+    dtype: DtypeOption = "auto",
+    name: NameOption = None,
+) -> None:
+    """The angle between query and key that RoPE starts from, and where it breaks the order of scores."""
+    wanted = _lengths(lengths)
+    from coca_hf.evaluate.boundary import boundary_rows
+
+    subject, ropes, _ = _subject_and_ropes(model, rope, dtype, name)
+    source = _Source(data, preset, column, split, documents, max_tokens, seed, skip_short)
+    sample = _draw_sample(subject, max(wanted), source)
+    _make_rows(out, partial(boundary_rows, subject, sample, wanted, ropes, pairs_per_document=pairs, seed=seed))
+
+
+@evaluate_app.command("tasks")
+def tasks_command(
+    model: ModelArgument,
+    out: OutOption,
+    tasks: Annotated[
+        str, typer.Option(help="lm-eval's names with commas between them; opencompass: those nearest the paper's.")
+    ] = "",
+    ruler: Annotated[str, typer.Option(help="Lengths in tokens at which to run RULER.")] = "",
+    shots: Annotated[int | None, typer.Option(min=0, help="Examples before a question; the task's own.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Cases of every task; all by default.")] = None,
+    include_path: Annotated[str | None, typer.Option(help="A directory of lm-eval tasks of your own.")] = None,
+    rope: RopeOption = "default",
+    batch_size: BatchOption = "1",
+    dtype: DtypeOption = "auto",
+    name: NameOption = None,
+) -> None:
+    """Tasks of lm-eval by name, and RULER: whether short contexts are as good as before, and long ones are used."""
+    from coca_hf.evaluate.tasks import parse_tasks, task_rows
+
+    names = parse_tasks(tasks, include_path) if tasks else []
+    wanted = _lengths(ruler, "--ruler") if ruler else []
+    if not names and not wanted:
+        raise CocaError("--tasks, --ruler: got neither, expected at least one of them")
+    subject, ropes, size = _subject_and_ropes(model, rope, dtype, name, batch_size)
+    rows = partial(
+        task_rows,
+        subject,
+        names,
+        ropes,
+        ruler_lengths=wanted,
+        shots=shots,
+        limit=limit,
+        batch_size=size,
+        include_path=include_path,
+    )
+    _make_rows(out, rows)
+
+
+@evaluate_app.command("speed")
+def speed_command(
+    model: ModelArgument,
+    lengths: LengthsOption,
+    out: OutOption,
+    baseline: Annotated[
+        str | None, typer.Option(help="Another model, as the unconverted one, measured in turns with MODEL.")
+    ] = None,
+    modes: Annotated[str, typer.Option(help="Some of prefill, decode and train.")] = "prefill,decode,train",
+    rope: RopeOption = "default",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed steps; the row has their median.")] = 10,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 3,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 1,
+    dtype: DtypeOption = "auto",
+    name: NameOption = None,
+) -> None:
+    """Seconds and memory of prefill, decoding and a training step against sequence length."""
+    wanted = _lengths(lengths)
+    from coca_hf.evaluate.load import load_subject
+    from coca_hf.evaluate.rope import check_rope
+    from coca_hf.evaluate.speed import parse_modes, speed_rows
+
+    chosen = parse_modes(modes)
+    subject, ropes, _ = _subject_and_ropes(model, rope, dtype, name)
+    other = load_subject(baseline, dtype) if baseline else None
+    for setting in ropes:
+        if other:
+            check_rope(other.model, setting)
+    rows = partial(
+        speed_rows,
+        subject,
+        wanted,
+        ropes,
+        baseline=other,
+        modes=chosen,
         batch_size=batch_size,
+        repeats=repeats,
+        warmup=warmup,
     )
     _make_rows(out, rows)
 
@@ -313,23 +472,55 @@ def card_command(
     Console().print(f"card: {path}\nnext: hf upload OWNER/NAME {model}", soft_wrap=True, highlight=False)
 
 
-def _lengths(text: str) -> list[int]:
+def _lengths(text: str, option: str = "--lengths") -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 1 for part in parts):
-        raise CocaError(f"--lengths: got {text!r}, expected whole numbers above 1, as in 512,1024,2048")
+        raise CocaError(f"{option}: got {text!r}, expected whole numbers above 1, as in 512,1024,2048")
     return list(dict.fromkeys(int(part) for part in parts))
 
 
-def _subject_and_ropes(model: str, rope: str, dtype: str, name: str | None):
-    """Load the model, and say at once whether it takes the RoPE settings."""
+def _subject_and_ropes(model: str, rope: str, dtype: str, name: str | None, batch_size: str = "1"):
+    """Load the model, say at once whether it takes the RoPE settings, and how many sequences it gets at a time."""
+    from coca_hf.evaluate.batches import parse_batch_size, processes
     from coca_hf.evaluate.load import load_subject
     from coca_hf.evaluate.rope import check_rope, parse_ropes
 
+    console.quiet = not processes().is_main_process
     ropes = parse_ropes(rope)
     subject = load_subject(model, dtype, name)
     for setting in ropes:
         check_rope(subject.model, setting)
-    return subject, ropes
+    return subject, ropes, parse_batch_size(batch_size, subject.model.device)
+
+
+class _Source(NamedTuple):
+    """What the commands are asked to read."""
+
+    data: str | None
+    preset: str | None
+    column: str
+    split: str
+    documents: int | None
+    max_tokens: int | None
+    seed: int
+    skip_short: bool
+
+
+def _draw_sample(subject, min_tokens: int, source: _Source, special_tokens: bool = True):
+    from coca_hf.evaluate.sample import check_preset, draw_sample
+
+    if (source.data is None) == (source.preset is None):
+        raise CocaError("--data, --preset: got both or neither, expected one of them")
+    options = source._asdict()
+    if preset := options.pop("preset"):
+        chosen = check_preset(preset)
+        min_tokens = max(min_tokens, chosen.pop("min_tokens"))
+        options |= chosen | {"max_tokens": source.max_tokens or chosen["max_tokens"]}
+        options["documents"] = source.documents or chosen.get("documents")
+    sample = draw_sample(subject, min_tokens=min_tokens, special_tokens=special_tokens, **options)
+    if sample.skipped:
+        console.print(f"skipped {len(sample.skipped)} short documents: {', '.join(sample.skipped)}", style="yellow")
+    return sample
 
 
 def _warn_beyond_trained(subject, ropes: list, lengths: list[int], new_tokens: int = 0) -> None:
@@ -340,11 +531,16 @@ def _warn_beyond_trained(subject, ropes: list, lengths: list[int], new_tokens: i
 
 
 def _make_rows(out: Path, rows_of: Callable) -> None:
+    """Make the rows, on all processes of `accelerate launch` if there are several, and print them."""
+    from coca_hf.evaluate.batches import processes
     from coca_hf.evaluate.rows import RowStore
     from coca_hf.evaluate.show import progress_on, results_table
 
     store = RowStore(out)
     with progress_on(console) as track:
         rows = list(rows_of(store=store, track=track))
-    Console().print(results_table(rows))
-    Console().print(f"rows: {out / 'rows.jsonl'}\nnext: coca-eval report {out} --out {out / 'page'}", soft_wrap=True)
+    if processes().is_main_process:
+        where = f"rows: {out / 'rows.jsonl'}\nnext: coca-eval report {out} --out {out / 'page'}"
+        Console().print(results_table(rows))
+        Console().print(where, soft_wrap=True)
+    processes().destroy_process_group()

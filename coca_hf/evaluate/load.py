@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from coca_hf.errors import CocaError
+from coca_hf.evaluate.batches import processes
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -25,6 +26,7 @@ class Subject:
     path: str
     fingerprint: str
     tokens_seen: int | None = None  # in CoCA training; None for a model that coca_hf did not make
+    trained_seq_len: int | None = None  # tokens in a block of the last stage of that training
 
 
 def load_subject(path: str, dtype: str = "auto", name: str | None = None) -> Subject:
@@ -40,13 +42,15 @@ def load_subject(path: str, dtype: str = "auto", name: str | None = None) -> Sub
     disable_progress_bar()
     config = _load_config(path)
     model = _load_model(path, config, dtype)
+    tokens_seen, trained_seq_len = _training(Path(path))
     return Subject(
-        model=model.eval().to("cuda" if torch.cuda.is_available() else "cpu"),
+        model=model.eval().to(processes().device),
         tokenizer=_load_tokenizer(path),
         name=name or Path(path).resolve().name,
         path=str(Path(path).resolve()) if Path(path).is_dir() else path,
         fingerprint=_fingerprint(path, config),
-        tokens_seen=_tokens_seen(Path(path)),
+        tokens_seen=tokens_seen,
+        trained_seq_len=trained_seq_len,
     )
 
 
@@ -122,14 +126,18 @@ def _fingerprint(path: str, config: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _tokens_seen(directory: Path) -> int | None:
-    """What `coca-train` wrote beside the model; 0 for one that was only converted."""
+def _training(directory: Path) -> tuple[int | None, int | None]:
+    """Tokens seen and the block length of the last stage, as `coca-train` wrote them; 0 tokens if only converted."""
     record = directory / "training.json"
     if not record.is_file():
-        return 0 if (directory / "conversion.json").is_file() else None
+        return (0 if (directory / "conversion.json").is_file() else None), None
     try:
-        return int(json.loads(record.read_text(encoding="utf-8"))["tokens_seen"])
-    except (ValueError, KeyError, TypeError):
+        facts = json.loads(record.read_text(encoding="utf-8"))
+        tokens_seen = int(facts["tokens_seen"])
+        stages = facts.get("stages") or [{}]
+        seq_len = stages[-1].get("seq_len") or facts.get("recipe", {}).get("data", {}).get("seq_len")
+        return tokens_seen, seq_len
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise CocaError(
             f"{record}: got no whole number under 'tokens_seen', expected one; delete or repair it"
         ) from None

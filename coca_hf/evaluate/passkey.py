@@ -1,13 +1,28 @@
 """Passkey retrieval: a number hidden in irrelevant text, asked for at the end (the paper's section 4.3 and appendix).
 
-The prompt is the paper's listing, word for word, "Remeber" included: its paragraphs stand apart by a blank line, and
-every repeat of the filler is a line. As many fillers as fit make the prompt at most `length` tokens long; the passkey
-stands after a share of them that is drawn uniformly. The draws of a case depend on the seed, the length and the case's
-number only, so a case is the same whichever others run beside it.
+As much filler as fits makes the prompt at most `length` tokens long; the passkey stands after a share of it that is
+drawn uniformly, or, with `depths`, lies on a grid from 0 to 1. The draws of a case depend on the seed, the length and
+the case's number only, so a case is the same whichever others run beside it. Variants:
+
+    paper      the paper's listing, word for word, "Remeber" included: its paragraphs stand apart by a blank line, and
+               every repeat of the filler is a line. Found where the answer, 64 tokens, holds the five digits
+    yarn       eval/passkey.py of jquesnelle/yarn: keys of 1 to 50000, filler cut anywhere, "The pass key is" to go on
+               from. Found where the first number of the answer, 10 tokens, is the key
+    longlora   passkey_retrivial.py of dvlab-research/LongLoRA: the same prompt. Found where the answer's first tokens
+               are the key's. Its key after a space, as LLaMA's tokenizers, for which it was written, put one there
+
+Both scripts set the characters of filler and take the tokens as they come; here the tokens are set.
+
+A row, task `passkey`, has besides what `rows.py` lists: `value`, the share of cases found; `variant`, `cases`,
+`new_tokens`, `depths` (null where depth is uniform); and of the cases whose key is at most, or more than,
+`trained_length` tokens from the end (the paper's figure 4): `cases_inside`, `correct_inside`, `cases_beyond`,
+`correct_beyond`. Its raw table `cases`: case, key, depth (0 to 1), distance (tokens from the beginning of the passkey's
+sentence to the end), prompt_tokens, output, correct.
 """
 
 import itertools
 import random
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -16,8 +31,9 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor
 
 from coca_hf.errors import CocaError
+from coca_hf.evaluate.batches import Track, batches_of, compute_all
 from coca_hf.evaluate.load import Subject, check_vocabulary
-from coca_hf.evaluate.perplexity import Track
+from coca_hf.evaluate.perplexity import failed
 from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.rows import RowStore, now, subject_settings
 
@@ -26,53 +42,110 @@ INSTRUCTION = (
     "I will quiz you about the important information there."
 )
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-PASSKEY = "The passkey is {key}. Remeber it. {key} is the passkey."
-QUESTION = "What is the passkey?"
 
 
 class Case(NamedTuple):
-    key: int  # five digits
-    depth: float  # share of the fillers that stand before the passkey, 0 to 1
+    key: int
+    depth: float  # share of the filler that stands before the passkey, 0 to 1
     distance: int  # tokens from the first of the passkey's sentence to the end of the prompt
     token_ids: list[int]
+    answer_ids: list[int]  # a space and the key, after the prompt
 
 
-def make_case(tokenizer: Any, length: int, seed: int, case_number: int) -> Case:
-    """Draw a case whose prompt has at most `length` tokens, special tokens included, and one filler more would not fit.
+class Variant(NamedTuple):
+    keys: tuple[int, int]  # first and last
+    sentence: str  # that holds the key
+    prompt: Callable[[str, int, int], str]  # of the sentence, and filler before it and in all
+    found: Callable[[Case, str, list[int]], bool]  # in the text and tokens of the answer
+    new_tokens: int
 
-    `length` must fit a prompt without fillers: see `check_lengths`.
+
+def _paper_prompt(sentence: str, before: int, filler: int) -> str:
+    """Filler is counted in sentences of it."""
+    lines = ["\n".join([FILLER] * before), sentence, "\n".join([FILLER] * (filler - before))]
+    return "\n\n".join(part for part in (INSTRUCTION, *lines, "What is the passkey?") if part)
+
+
+def _landmark_prompt(sentence: str, before: int, filler: int) -> str:
+    """Filler is counted in characters."""
+    text = " ".join([FILLER] * (filler // len(FILLER) + 1))
+    question = "What is the pass key? The pass key is"
+    return "\n".join((INSTRUCTION, text[:before], sentence, text[: filler - before], question))
+
+
+def _first_number(case: Case, text: str, token_ids: list[int]) -> bool:
+    number = re.search(r"\d+", text)
+    return number is not None and int(number.group()) == case.key
+
+
+_LANDMARK = "The pass key is {key}. Remember it. {key} is the pass key."
+VARIANTS = {
+    "paper": Variant(
+        (10_000, 99_999),
+        "The passkey is {key}. Remeber it. {key} is the passkey.",
+        _paper_prompt,
+        lambda case, text, token_ids: str(case.key) in text,
+        64,
+    ),
+    "yarn": Variant((1, 50_000), _LANDMARK, _landmark_prompt, _first_number, 10),
+    "longlora": Variant(
+        (1, 50_000),
+        _LANDMARK,
+        _landmark_prompt,
+        lambda case, text, token_ids: token_ids[: len(case.answer_ids)] == case.answer_ids,
+        10,
+    ),
+}
+
+
+def check_variant(name: str) -> Variant:
+    """Raises CocaError for a name that is none of `VARIANTS`."""
+    if name not in VARIANTS:
+        raise CocaError(f"--variant: got {name!r}, expected one of {', '.join(VARIANTS)}")
+    return VARIANTS[name]
+
+
+def make_case(
+    tokenizer: Any, length: int, seed: int, case_number: int, variant: str = "paper", depths: int | None = None
+) -> Case:
+    """Draw a case whose prompt has at most `length` tokens, special tokens included, and no room for more filler.
+
+    depths: so many depths from 0 to 1, which cases take in turn; by default they are drawn. `length` must fit a prompt
+    without filler: see `check_lengths`.
     """
-    key, share = _draw(length, seed, case_number)
+    kind = VARIANTS[variant]
+    key, share = _draw(kind, length, seed, case_number)
+    sentence = kind.sentence.format(key=key)
 
-    def tokens_with(fillers: int) -> list[int]:
-        return tokenizer(_prompt(key, int(share * (fillers + 1)), fillers))["input_ids"]
+    def before(filler: int) -> int:
+        if depths is None:
+            return int(share * (filler + 1))
+        return round(filler * (case_number % depths) / max(depths - 1, 1))
 
-    shortest = len(tokens_with(0))
-    filler_len = (len(tokens_with(64)) - shortest) / 64
-    fillers = int((length - shortest) / filler_len)
-    while len(tokens_with(fillers)) > length:
-        fillers -= 1
-    while len(tokens_with(fillers + 1)) <= length:
-        fillers += 1
+    def tokens_with(filler: int) -> list[int]:
+        return tokenizer(kind.prompt(sentence, before(filler), filler))["input_ids"]
 
-    before = int(share * (fillers + 1))
-    prompt = _prompt(key, before, fillers)
-    from_passkey = prompt[prompt.index(PASSKEY.format(key=key)) :]
+    filler = _most_that_fits(lambda filler: len(tokens_with(filler)), length)
+    prompt = kind.prompt(sentence, before(filler), filler)
+    from_passkey = prompt[prompt.index(sentence) :]
+    token_ids = tokens_with(filler)
     return Case(
         key=key,
-        depth=before / fillers if fillers else 0.0,
+        depth=before(filler) / filler if filler else 0.0,
         distance=len(tokenizer(from_passkey, add_special_tokens=False)["input_ids"]),
-        token_ids=tokenizer(prompt)["input_ids"],
+        token_ids=token_ids,
+        answer_ids=tokenizer(f"{prompt} {key}")["input_ids"][len(token_ids) :],
     )
 
 
-def check_lengths(subject: Subject, lengths: list[int], seed: int, num_cases: int) -> None:
-    """Raise CocaError where a length does not fit the prompt without fillers, or the vocabulary not the prompt."""
+def check_lengths(subject: Subject, lengths: list[int], seed: int, num_cases: int, variant: str = "paper") -> None:
+    """Raise CocaError where a length does not fit the prompt without filler, or the vocabulary not the prompt."""
+    kind = VARIANTS[variant]
     for length in lengths:
-        keys = [_draw(length, seed, number)[0] for number in range(num_cases)]
-        prompts = [subject.tokenizer(_prompt(key, 0, 1))["input_ids"] for key in keys]
+        sentences = [kind.sentence.format(key=_draw(kind, length, seed, number)[0]) for number in range(num_cases)]
+        prompts = [subject.tokenizer(kind.prompt(sentence, 0, len(FILLER)))["input_ids"] for sentence in sentences]
         check_vocabulary(subject, torch.tensor(list(itertools.chain(*prompts))), "passkey prompt")
-        shortest = max(len(subject.tokenizer(_prompt(key, 0, 0))["input_ids"]) for key in keys)
+        shortest = max(len(subject.tokenizer(kind.prompt(sentence, 0, 0))["input_ids"]) for sentence in sentences)
         if length < shortest:
             raise CocaError(
                 f"--lengths: got {length}, expected at least {shortest} tokens: the passkey prompt without any filler"
@@ -85,22 +158,24 @@ def answers(
     new_tokens: int,
     batch_size: int = 1,
     track: Callable[[list], Iterable] = iter,
-) -> tuple[list[str], bool]:
-    """The text of `new_tokens` greedily decoded tokens for every case, and whether any logit was NaN.
+) -> tuple[list[list[int]], bool, str | None]:
+    """At most `new_tokens` greedily decoded tokens for every case, whether any logit was NaN, and what went wrong.
 
-    Batches are padded on the left and masked, so the answers do not depend on `batch_size`.
+    What may go wrong: see `compute_all`. Batches are padded on the left and masked, so the answers do not depend on
+    `batch_size`.
     """
     model, tokenizer = subject.model, subject.tokenizer
     eos = model.generation_config.eos_token_id
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     # The checkpoint's own habits (sampling, penalties) must not leak in: generate() fills what is unset from there.
     model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad)
-    watch, texts = _NanWatch(), []
-    for batch in track([cases[first : first + batch_size] for first in range(0, len(cases), batch_size)]):
+
+    def compute(batch: list[Case]) -> list[tuple[list[int], bool]]:
         longest = max(len(case.token_ids) for case in batch)
         padding = [longest - len(case.token_ids) for case in batch]
         input_ids = torch.tensor([[pad] * n + case.token_ids for n, case in zip(padding, batch, strict=True)])
         mask = torch.tensor([[0] * n + [1] * (longest - n) for n in padding])
+        watch = _NanWatch()
         output = model.generate(
             input_ids=input_ids.to(model.device),
             attention_mask=mask.to(model.device),
@@ -108,8 +183,10 @@ def answers(
             do_sample=False,
             logits_processor=[watch],
         )
-        texts += tokenizer.batch_decode(output[:, longest:], skip_special_tokens=True)
-    return texts, watch.saw_nan
+        return [(ids, watch.saw_nan) for ids in output[:, longest:].tolist()]
+
+    results, error = compute_all(batches_of(cases, batch_size), compute, track)
+    return [ids for ids, _ in results], any(nan for _, nan in results), error
 
 
 def passkey_rows(
@@ -118,57 +195,74 @@ def passkey_rows(
     ropes: list[Rope],
     store: RowStore,
     num_cases: int = 100,
-    new_tokens: int = 64,
+    new_tokens: int | None = None,
     seed: int = 0,
     batch_size: int = 1,
+    variant: str = "paper",
+    depths: int | None = None,
     track: Track = lambda items, description: items,
 ) -> Iterator[dict]:
     """Yield a row for every RoPE setting and length; those that `store` already has are not measured again.
 
-    The value is the share of cases whose answer holds the key. Dynamic NTK is fixed for `length` + `new_tokens`.
+    new_tokens: the variant's, by default. Dynamic NTK is fixed for `length` + `new_tokens`.
 
     Raises CocaError where a length is too short for the prompt, naming the shortest that does, before any work.
     """
-    check_lengths(subject, lengths, seed, num_cases)
+    check_lengths(subject, lengths, seed, num_cases, variant)
     for rope, length in itertools.product(ropes, lengths):
         settings = {
             "task": "passkey",
+            "variant": variant,
             "rope": str(rope),
             "length": length,
             "stride": None,
             "documents": None,
             "seed": seed,
             "cases": num_cases,
-            "new_tokens": new_tokens,
+            "depths": depths,
+            "new_tokens": new_tokens or VARIANTS[variant].new_tokens,
             **subject_settings(subject),
             "batch_size": batch_size,
         }
         row = store.find(settings)
         if row is None:
             results, records = _measure(subject, rope, settings, track)
-            row = store.append(settings | results, records)
+            row = store.append(settings | results, {"cases": records})
         yield row
 
 
 def _measure(subject: Subject, rope: Rope, settings: dict, track: Track) -> tuple[dict, list[dict]]:
     """The results of a row, and a record for each of its cases."""
-    length, new_tokens = settings["length"], settings["new_tokens"]
-    description = f"passkey  {rope}  {length}"
-    began, value, error, records = time.perf_counter(), None, None, []
-    cases = [make_case(subject.tokenizer, length, settings["seed"], number) for number in range(settings["cases"])]
+    length, new_tokens, variant = settings["length"], settings["new_tokens"], settings["variant"]
+    began = time.perf_counter()
+    cases = [
+        make_case(subject.tokenizer, length, settings["seed"], number, variant, settings["depths"])
+        for number in range(settings["cases"])
+    ]
     use_rope_(subject.model, rope, length + new_tokens)
-    try:
-        texts, saw_nan = answers(
-            subject, cases, new_tokens, settings["batch_size"], lambda batches: track(batches, description)
-        )
-        records = [_record(number, case, text) for number, (case, text) in enumerate(zip(cases, texts, strict=True))]
-        value = sum(record["correct"] for record in records) / len(records)
-        if saw_nan:
-            value, error = None, "the model's logits are NaN"
-    except IndexError as index_error:  # learned positions end where the model's training did
-        error = f"the model failed on {length} + {new_tokens} tokens (IndexError: {index_error})"
+    outputs, saw_nan, error = answers(
+        subject, cases, new_tokens, settings["batch_size"], lambda batches: track(batches, f"passkey  {rope}  {length}")
+    )
+    texts = subject.tokenizer.batch_decode(outputs, skip_special_tokens=True)
+    records = [
+        {
+            "case": number,
+            "key": case.key,
+            "depth": case.depth,
+            "distance": case.distance,
+            "prompt_tokens": len(case.token_ids),
+            "output": text,
+            "correct": VARIANTS[variant].found(case, text, ids),
+        }
+        for number, (case, text, ids) in enumerate(zip(cases, texts, outputs, strict=False))
+    ]
+    if saw_nan:
+        error = "the model's logits are NaN"
+    elif error:
+        error = failed(error, f"{length} + {new_tokens}")
     results = {
-        "value": value,
+        "value": None if error else sum(record["correct"] for record in records) / len(records),
+        **count_by_distance(records, settings["trained_length"]),
         "tokens": sum(len(case.token_ids) for case in cases),
         "error": error,
         "seconds": round(time.perf_counter() - began, 3),
@@ -177,22 +271,38 @@ def _measure(subject: Subject, rope: Rope, settings: dict, track: Track) -> tupl
     return results, records
 
 
-def _record(number: int, case: Case, text: str) -> dict:
+def count_by_distance(records: list[dict], trained_length: int | None) -> dict[str, int]:
+    """Cases, and those that were found, whose key is within the trained length of the end, and further away."""
+    inside = [trained_length is None or record["distance"] <= trained_length for record in records]
     return {
-        "case": number,
-        "key": case.key,
-        "depth": case.depth,
-        "distance": case.distance,
-        "prompt_tokens": len(case.token_ids),
-        "output": text,
-        "correct": str(case.key) in text,
+        "cases_inside": sum(inside),
+        "correct_inside": sum(r["correct"] for r, near in zip(records, inside, strict=True) if near),
+        "cases_beyond": len(records) - sum(inside),
+        "correct_beyond": sum(r["correct"] for r, near in zip(records, inside, strict=True) if not near),
     }
 
 
-def _draw(length: int, seed: int, case_number: int) -> tuple[int, float]:
-    """Key and share of the fillers before it, the same for every tokenizer."""
+def _most_that_fits(tokens_of: Callable[[int], int], length: int) -> int:
+    """An amount of filler whose tokens fit `length` while those of one more do not; 0 fits."""
+    shortest, too_much = tokens_of(0), 1
+    while (tokens := tokens_of(too_much)) <= length:
+        too_much *= 2
+    fits = int(too_much * (length - shortest) / (tokens - shortest))
+    step, does_not = 1, fits + 1
+    while fits and tokens_of(fits) > length:
+        does_not, fits, step = fits, max(fits - step, 0), 2 * step
+    while tokens_of(does_not) <= length:
+        fits, does_not, step = does_not, does_not + step, 2 * step
+    while does_not - fits > 1:
+        middle = (fits + does_not) // 2
+        fits, does_not = (middle, does_not) if tokens_of(middle) <= length else (fits, middle)
+    return fits
+
+
+def _draw(variant: Variant, length: int, seed: int, case_number: int) -> tuple[int, float]:
+    """Key and share of the filler before it, the same for every tokenizer."""
     rng = random.Random(f"passkey {seed} {length} {case_number}")
-    return rng.randint(10_000, 99_999), rng.random()
+    return rng.randint(*variant.keys), rng.random()
 
 
 class _NanWatch(LogitsProcessor):
@@ -201,14 +311,3 @@ class _NanWatch(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.saw_nan = self.saw_nan or bool(scores.isnan().any())
         return scores
-
-
-def _prompt(key: int, before: int, fillers: int) -> str:
-    parts = [
-        INSTRUCTION,
-        "\n".join([FILLER] * before),
-        PASSKEY.format(key=key),
-        "\n".join([FILLER] * (fillers - before)),
-        QUESTION,
-    ]
-    return "\n\n".join(part for part in parts if part)

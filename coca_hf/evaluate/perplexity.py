@@ -6,6 +6,12 @@ sees more than `length` positions. A token is scored by the first window that pr
 its targets, every later one the last `stride`, and the last window ends where the document does, so it may be shorter.
 Every token of a document but the first is scored exactly once. Perplexity is exp(sum of negative log-likelihoods /
 number of scored tokens), over all documents together.
+
+That is the variant `sliding`. `variants.py` has those that give the numbers of other people's scripts.
+
+A row, task `perplexity`, has besides what `rows.py` lists: `variant`; `stride`, and `asked_stride` where a length was
+shorter; what `Sample.describe` says; `nll`, nats per token. Its raw table `windows`: document (index into
+`document_names`), start, input_len, tokens (scored), nll (their sum in nats).
 """
 
 import inspect
@@ -13,69 +19,37 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from coca_hf.errors import CocaError
+from coca_hf.evaluate.batches import Track, batches_of, compute_all
 from coca_hf.evaluate.load import Subject
 from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.rows import RowStore, now, subject_settings
 from coca_hf.evaluate.sample import Sample
-
-Track = Callable[[list, str], Iterable]  # wraps a list, with a description, to show how far a loop over it is
-
-
-class Window(NamedTuple):
-    document: int
-    start: int  # of the inputs, in tokens
-    input_len: int
-    scored_len: int  # how many of the last targets are scored
+from coca_hf.evaluate.variants import VARIANTS, Variant, Window
 
 
-def windows_of(doc_len: int, length: int, stride: int, document: int = 0) -> list[Window]:
-    """The windows of a document of `doc_len` tokens, by the definition at the top of this file.
-
-    Raises CocaError where the stride is longer than the window (tokens would be left out), or the document has fewer
-    than `length` tokens.
-    """
-    if not 1 <= stride <= length:
-        raise CocaError(f"stride: got {stride}, expected 1 to {length}, the window's length; a longer one skips tokens")
-    if doc_len < length:
-        raise CocaError(f"document {document}: got {doc_len} tokens, expected at least {length}")
-    scored = min(length, doc_len - 1)
-    windows = [Window(document, 0, scored, scored)]
-    while scored < doc_len - 1:
-        start = windows[-1].start + stride
-        input_len = min(length, doc_len - 1 - start)
-        windows.append(Window(document, start, input_len, start + input_len - scored))
-        scored = start + input_len
-    return windows
-
-
-def total_nll(
-    model: Any,
-    documents: list[Tensor],
-    length: int,
-    stride: int,
+def compute_windows(
+    windows: list[Window],
+    compute: Callable[[list[Window]], list[Any]],
     batch_size: int = 1,
     track: Callable[[list], Iterable] = iter,
-) -> tuple[float, int]:
-    """Sum of the negative log-likelihoods in nats, and the number of tokens scored, over all windows of `documents`.
+) -> tuple[list[Window], list[Any], str | None]:
+    """The windows in the order they were computed, the result of each, and what went wrong (see `compute_all`).
 
-    documents: token ids, each (tokens,). Log-softmax in float32, sums in float64. Only windows of one shape share a
-    batch, so nothing is padded and the result does not depend on `batch_size`.
-
-    Raises CocaError as `windows_of` does.
+    Only windows of one shape share a batch, so nothing is padded and results do not depend on `batch_size`.
     """
-    windows = [window for index, ids in enumerate(documents) for window in windows_of(len(ids), length, stride, index)]
-    nll = torch.zeros((), dtype=torch.float64)
-    for batch in track(_batches(windows, batch_size)):
-        inputs = torch.stack([documents[w.document][w.start : w.start + w.input_len] for w in batch])
-        targets = torch.stack([documents[w.document][w.start + 1 : w.start + w.input_len + 1] for w in batch])
-        nll += _nll(model, inputs.to(model.device), targets[:, -batch[0].scored_len :].to(model.device)).cpu()
-    return nll.item(), sum(window.scored_len for window in windows)
+
+    def shape(window: Window) -> tuple[int, int]:
+        return window.input_len, window.scored_len
+
+    by_shape = itertools.groupby(sorted(windows, key=shape), key=shape)
+    batches = [batch for _, same in by_shape for batch in batches_of(list(same), batch_size)]
+    results, error = compute_all(batches, compute, track)
+    return list(itertools.chain.from_iterable(batches)), results, error
 
 
 def perplexity_rows(
@@ -86,17 +60,21 @@ def perplexity_rows(
     ropes: list[Rope],
     store: RowStore,
     batch_size: int = 1,
+    variant: str = "sliding",
     track: Track = lambda items, description: items,
 ) -> Iterator[dict]:
     """Yield a row for every RoPE setting and length; those that `store` already has are not measured again.
 
     Where `stride` is longer than a length, that length's row uses the length, and says so in its `stride`. A value that
     is not finite becomes null, with the reason in `error`.
+
+    Raises CocaError as the variant's `windows` does.
     """
     documents = sample.describe()
     for rope, length in itertools.product(ropes, lengths):
         settings = {
             "task": "perplexity",
+            "variant": variant,
             "rope": str(rope),
             "length": length,
             "stride": min(stride, length),
@@ -106,67 +84,80 @@ def perplexity_rows(
             "batch_size": batch_size,
         }
         row = store.find(settings)
-        yield row or store.append(settings | _measure(subject.model, sample, rope, settings, track))
+        if row is None:
+            results, windows = _measure(subject, sample, rope, settings, track)
+            row = store.append(settings | results, {"windows": windows})
+        yield row
 
 
-def _measure(model: Any, sample: Sample, rope: Rope, settings: dict, track: Track) -> dict:
-    length, description = settings["length"], f"perplexity  {rope}  {settings['length']}"
-    began, error = time.perf_counter(), None
-    use_rope_(model, rope, length)
-    try:
-        nll, tokens = total_nll(
-            model,
-            sample.token_ids,
-            length,
-            settings["stride"],
-            settings["batch_size"],
-            lambda batches: track(batches, description),
-        )
-        value = math.exp(nll / tokens)
-        if not math.isfinite(value):
-            error = f"the model's loss is {nll}"
-    except OverflowError:
-        error = "the perplexity is beyond a float64"
-    except IndexError as index_error:  # learned positions end where the model's training did
-        error, tokens = f"the model failed on {length} tokens (IndexError: {index_error})", 0
-    return {
-        "value": None if error else value,
-        "nll": nll / tokens if not error else None,
+def _measure(subject: Subject, sample: Sample, rope: Rope, settings: dict, track: Track) -> tuple[dict, list[dict]]:
+    """The results of a row, and a line for each of its windows."""
+    length, variant = settings["length"], VARIANTS[settings["variant"]]
+    began = time.perf_counter()
+    documents = variant.documents(sample.token_ids)
+    prefix = variant.prefix(subject.tokenizer)
+    windows = variant.windows([len(ids) for ids in documents], length, settings["stride"], prefix)
+    use_rope_(subject.model, rope, length)
+    windows, nlls, error = compute_windows(
+        windows,
+        lambda batch: token_losses(subject.model, documents, batch, prefix).double().sum(-1).tolist(),
+        settings["batch_size"],
+        lambda batches: track(batches, f"perplexity  {rope}  {length}"),
+    )
+    lines = [
+        {"document": w.document, "start": w.start, "input_len": w.input_len, "tokens": w.scored_len, "nll": nll}
+        for w, nll in zip(windows, nlls, strict=False)
+    ]
+    tokens = sum(line["tokens"] for line in lines)
+    value, error = (None, failed(error, length)) if error else perplexity_of(variant, lines)
+    results = {
+        "value": value,
+        "nll": math.fsum(line["nll"] for line in lines) / tokens if value is not None else None,
         "tokens": tokens,
         "error": error,
         "seconds": round(time.perf_counter() - began, 3),
         "date": now(),
     }
+    return results, lines
 
 
-def _batches(windows: list[Window], batch_size: int) -> list[list[Window]]:
-    """Windows of one shape at a time, at most `batch_size` together."""
+def perplexity_of(variant: Variant, windows: list[dict]) -> tuple[float | None, str | None]:
+    """The value of a row from the lines of its raw table, or None and why there is none."""
+    total = math.fsum(window["nll"] for window in windows)
+    if not math.isfinite(total):
+        return None, f"the model's loss is {total}"
+    try:
+        return variant.perplexity([w["nll"] for w in windows], [w["tokens"] for w in windows]), None
+    except OverflowError:
+        return None, "the perplexity is beyond a float64"
 
-    def shape(window: Window) -> tuple[int, int]:
-        return window.input_len, window.scored_len
 
-    return [
-        list(group[first : first + batch_size])
-        for group in (list(same) for _, same in itertools.groupby(sorted(windows, key=shape), key=shape))
-        for first in range(0, len(group), batch_size)
-    ]
+def failed(error: str, length: int | str) -> str:
+    """An error of `compute_all` as a row says it; learned positions end where the model's training did."""
+    return error if error.startswith("OOM") else f"the model failed on {length} tokens ({error})"
 
 
 @torch.inference_mode()
-def _nll(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Sum over the last targets: inputs (b, m), targets (b, k) for the last k positions. Returns a float64 scalar."""
-    scored_len = targets.shape[1]
-    only_scored = {"logits_to_keep": scored_len} if _keeps_logits(model) else {}
+def token_losses(model: Any, documents: list[Tensor], batch: list[Window], prefix: list[int] | None = None) -> Tensor:
+    """The negative log-likelihoods, in nats, of the scored tokens of windows of one shape: (b, scored_len), float32.
+
+    documents: token ids, each (tokens,). prefix: token ids that every window begins with.
+    """
+    input_len, scored_len = batch[0].input_len, batch[0].scored_len
+    inputs = torch.stack([documents[w.document][w.start : w.start + input_len] for w in batch]).to(model.device)
+    if prefix:
+        inputs = torch.cat((inputs.new_tensor(prefix).expand(len(batch), -1), inputs), dim=1)
+    ends = [(documents[w.document], w.start + input_len + 1) for w in batch]
+    targets = torch.stack([ids[end - scored_len : end] for ids, end in ends]).to(model.device)
+
+    only_scored = {"logits_to_keep": scored_len} if keeps_logits(model) else {}
     logits = model(input_ids=inputs, use_cache=False, **only_scored).logits[:, -scored_len:]  # (b, k, vocab)
-    nll = torch.zeros((), dtype=torch.float64, device=logits.device)
     # In pieces, so that the float32 copy of the logits stays small beside them.
-    for some_logits, some_targets in zip(logits.split(512, dim=1), targets.split(512, dim=1), strict=True):
-        losses = nn.functional.cross_entropy(
-            some_logits.float().flatten(0, 1), some_targets.flatten(), reduction="none"
-        )
-        nll += losses.double().sum()
-    return nll
+    pieces = zip(logits.split(512, dim=1), targets.split(512, dim=1), strict=True)
+    losses = [nn.functional.cross_entropy(x.float().mT, y, reduction="none") for x, y in pieces]
+    return torch.cat(losses, dim=1)
 
 
-def _keeps_logits(model: Any) -> bool:
+def keeps_logits(model: Any) -> bool:
+    """Whether the model's forward can leave out the logits that nobody asked for."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters

@@ -1,4 +1,7 @@
-"""RoPE settings as values: `default`, `linear:8`, `dynamic:4`, put on a live model without loading it again.
+"""RoPE settings as values: `default`, `linear:8`, `dynamic:4`, `yarn:8`, put on a live model without loading it again.
+
+`linear` is position interpolation, `yarn` transformers' YaRN for a model trained at its own length: with the factor on
+cosine and sine, so on CoCA's scores squared, as on those of a plain model.
 
 Dynamic NTK is made stateless: its base is computed once, for the length that is evaluated, so that no row depends on
 the rows before it and decoding with a cache equals the full forward.
@@ -15,11 +18,12 @@ from coca_hf.errors import CocaError
 from coca_hf.models.rotary import ntk_base
 
 _UNTRAINED = ("default", "dynamic")  # RoPE types that reach beyond the trained length without training
-FORMS = "default, linear:FACTOR, dynamic:FACTOR (a factor of at least 1, as in dynamic:4)"
+KINDS = ("linear", "dynamic", "yarn")
+FORMS = f"default, {', '.join(f'{kind}:FACTOR' for kind in KINDS)} (a factor of at least 1, as in dynamic:4)"
 
 
 class Rope(NamedTuple):
-    kind: str  # default, linear or dynamic
+    kind: str  # default, or one of KINDS
     factor: float = 1.0
 
     def __str__(self) -> str:
@@ -39,7 +43,7 @@ def _parse_rope(text: str) -> Rope:
         factor = float(number)
     except ValueError:
         factor = math.nan
-    if kind not in ("linear", "dynamic") or not colon or not 1 <= factor < math.inf:
+    if kind not in KINDS or not colon or not 1 <= factor < math.inf:
         raise CocaError(f"--rope: got {text!r}, expected {FORMS}, or several with commas between them")
     return Rope(kind, factor)
 
@@ -49,7 +53,7 @@ def check_rope(model: PreTrainedModel, rope: Rope) -> None:
     if rope.kind == "default":
         return
     parameters = getattr(_text_config(model), "rope_parameters", None)
-    if not parameters or not _rotary_modules(model):
+    if not parameters or not rotary_modules(model):
         raise CocaError(
             f"--rope {rope}: got {type(model).__name__}, which has no rotary embedding that can be changed; "
             f"use --rope default"
@@ -76,16 +80,18 @@ def use_rope_(model: PreTrainedModel, rope: Rope, total_len: int) -> None:
     Raises CocaError as `check_rope` does.
     """
     check_rope(model, rope)
-    for parent, name, rotary in _rotary_modules(model):
+    for parent, name, rotary in rotary_modules(model):
         config = copy.deepcopy(_text_config(model))
         parameters = config.rope_parameters
         kind, factor = rope
         if kind == "default" and parameters["rope_type"] == "dynamic":
             kind, factor = "dynamic", parameters["factor"]
+        trained_len = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
         if kind == "linear":
             parameters.update(rope_type="linear", factor=factor)
+        elif kind == "yarn":
+            parameters.update(rope_type="yarn", factor=factor, original_max_position_embeddings=trained_len)
         elif kind == "dynamic":
-            trained_len = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
             rotary_dim = 2 * rotary.inv_freq.numel()
             base = ntk_base(parameters["rope_theta"], factor, total_len, trained_len, rotary_dim)
             parameters.update(rope_type="default", rope_theta=base)
@@ -107,22 +113,31 @@ def config_trained_length(config: PreTrainedConfig) -> int | None:
 def warn_beyond_trained(
     model: PreTrainedModel, ropes: list[Rope], lengths: list[int], new_tokens: int = 0
 ) -> str | None:
-    """One line for whoever evaluates past the trained length without a RoPE setting made for it, else None."""
-    made_for = getattr(_text_config(model), "max_position_embeddings", None)
-    beyond = [length for length in lengths if made_for and length + new_tokens > made_for]
-    if not beyond or Rope("default") not in ropes:
-        return None
-    return (
-        f"lengths {', '.join(map(str, beyond))}{f' and {new_tokens} new tokens' if new_tokens else ''} are beyond the "
-        f"{made_for} tokens the model was made for, and --rope default extends nothing; --rope dynamic:4 does"
-    )
+    """One line for whoever evaluates past what a static RoPE setting was made for, else None.
+
+    `default` is made for the config's `max_position_embeddings`, `linear` and `yarn` for so many times their factor;
+    dynamic NTK has no such length.
+    """
+    config = _text_config(model)
+    made_for = getattr(config, "max_position_embeddings", None)
+    dynamic = (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "dynamic"
+    parts = []
+    for rope in ropes:
+        if not made_for or rope.kind == "dynamic" or dynamic:
+            continue
+        reach = int(made_for * rope.factor)
+        beyond = [str(length) for length in lengths if length + new_tokens > reach]
+        if beyond:
+            new = f" and {new_tokens} new tokens" if new_tokens else ""
+            parts.append(f"lengths {', '.join(beyond)}{new} are beyond the {reach} tokens of --rope {rope}")
+    return f"{'; '.join(parts)}, as the model was made; --rope dynamic:4 extends it" if parts else None
 
 
 def _text_config(model: PreTrainedModel) -> PreTrainedConfig:
     return model.config.get_text_config(decoder=True)
 
 
-def _rotary_modules(model: PreTrainedModel) -> list[tuple[nn.Module, str, Any]]:
+def rotary_modules(model: PreTrainedModel) -> list[tuple[nn.Module, str, Any]]:
     """Parent, name and module of every rotary embedding that is built from one set of `rope_parameters`."""
     config = _text_config(model)
     if "rope_type" not in (getattr(config, "rope_parameters", None) or {}):  # absent, or one set per kind of layer

@@ -1,54 +1,82 @@
-"""Results as JSON lines: one row per measurement, with whatever is needed to repeat it, kept across kills."""
+"""Results as JSON lines: one row per measurement, with whatever is needed to repeat it, kept across kills.
 
+    OUT/rows.jsonl                                 a line per row
+    OUT/perplexity-windows/<row_id>.parquet        what the value of a row was made of: `raw` of the row names these
+
+A row is written after its raw tables, so a row on disk is complete. Every row of every task has the fields of
+`subject_settings`, and
+
+    task, rope, length (tokens), stride, seed      what was measured
+    value      the task's number, or null, and then `error` says why ("OOM: ..." where memory ran out)
+    tokens     how many were scored or read
+    row_id     sixteen hex digits of the settings that make a row the same measurement
+    raw        {name: path under OUT}; every raw table has the column row_id
+    date, seconds
+"""
+
+import hashlib
 import json
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 from coca_hf.errors import CocaError
+from coca_hf.evaluate.batches import processes
 from coca_hf.evaluate.load import Subject
 from coca_hf.evaluate.rope import trained_length
 
 # A row that has these in common with another is the same measurement.
 IDENTITY = (
     *("model", "fingerprint", "dtype", "task", "rope", "length", "stride", "asked_stride", "seed"),
-    *("data", "data_hash", "documents", "max_tokens", "cases", "new_tokens"),
+    *("data", "data_hash", "documents", "max_tokens", "cases", "new_tokens", "variant", "depths", "bucket"),
+    *("pairs_per_document", "mode", "repeats", "baseline_fingerprint", "measured_on", "benchmark", "metric", "filter"),
+    *("shots", "limit"),
 )
+PACKAGES = ("coca-hf", "torch", "transformers", "tokenizers", "accelerate", "datasets")
 
 
 class RowStore:
-    """The rows of a directory. Opening it drops a last line that a kill cut short.
+    """The rows of a directory. Opening it drops a last line that a kill cut short; only the main process writes.
 
     Raises CocaError where the directory cannot be made or another line is no JSON object.
     """
 
     def __init__(self, out_dir: Path):
         self.out_dir = out_dir
-        try:
-            out_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CocaError(f"--out {out_dir}: got {error.strerror}, expected a directory or a free name") from None
-        self._rows = {_identity(row): row for row in _read_and_repair(out_dir / "rows.jsonl")}
+        with processes().main_process_first():
+            try:
+                out_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CocaError(f"--out {out_dir}: got {error.strerror}, expected a directory or a free name") from None
+            self._rows = {_identity(row): row for row in _read_and_repair(out_dir / "rows.jsonl")}
 
     def find(self, settings: dict) -> dict | None:
         """The row already measured with these settings, or None."""
         return self._rows.get(_identity(settings))
 
-    def append(self, row: dict, cases: Iterable[dict] = ()) -> dict:
-        """Write `row`, after its `cases` to `TASK-cases.jsonl`, so that a row on disk is complete. Returns the row."""
-        path = self.out_dir / f"{row['task']}-cases.jsonl"
-        lines = [{key: row[key] for key in ("model", "fingerprint", "rope", "length", "seed")} | case for case in cases]
-        if lines:
-            _read_and_repair(path)
-            _append(path, lines)
-        _append(self.out_dir / "rows.jsonl", [row])
+    def find_all(self, settings: dict, but: tuple[str, ...]) -> list[dict]:
+        """The rows that differ from these settings in nothing else than the fields `but`."""
+        wanted = {name: settings.get(name) for name in IDENTITY if name not in but}
+        return [row for row in self._rows.values() if all(row.get(name) == value for name, value in wanted.items())]
+
+    def append(self, row: dict, raw: Mapping[str, list[dict]] | None = None) -> dict:
+        """Write `row` after the tables of `raw`, each a list of lines by the name of the table. Returns the row."""
+        row_id = hashlib.sha256(_identity(row).encode()).hexdigest()[:16]
+        paths = {name: f"{row['task']}-{name}/{row_id}.parquet" for name, lines in (raw or {}).items() if lines}
+        row = row | {"row_id": row_id, "raw": paths}
+        if processes().is_main_process:
+            for name, path in paths.items():
+                _write_table(self.out_dir / path, row_id, (raw or {})[name])
+            _append(self.out_dir / "rows.jsonl", row)
         self._rows[_identity(row)] = row
         return row
 
@@ -63,11 +91,13 @@ def subject_settings(subject: Subject) -> dict:
         "model_type": model.config.model_type,
         "coca_constraint": getattr(model.config, "coca_constraint", None),
         "trained_length": trained_length(model),
+        "trained_seq_len": subject.trained_seq_len,
         "tokens_seen": subject.tokens_seen,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": _device_name(model.device),
-        "versions": {name: version(name) for name in ("coca-hf", "torch", "transformers")}
-        | {"python": platform.python_version()},
+        "processes": processes().num_processes,
+        "versions": {name: version(name) for name in PACKAGES}
+        | {"python": platform.python_version(), "cuda": torch.version.cuda},
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 
@@ -104,8 +134,16 @@ def _read_and_repair(path: Path) -> list[dict]:
     return rows
 
 
-def _append(path: Path, rows: list[dict]) -> None:
+def _append(path: Path, row: dict) -> None:
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+        file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+def _write_table(path: Path, row_id: str, lines: list[dict]) -> None:
+    """So that a reader, and a run that is killed, finds the whole file or none."""
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_suffix(".partial")
+    pq.write_table(pa.Table.from_pylist([{"row_id": row_id} | line for line in lines]), partial)
+    os.replace(partial, path)

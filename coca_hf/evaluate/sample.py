@@ -37,6 +37,29 @@ class Sample:
         }
 
 
+PRESETS: dict[str, dict] = {
+    # The paper: PG-19's test documents of at least 32768 tokens, cut to them.
+    "pg19": {"data": "emozilla/pg19-test", "split": "test", "column": "text", "min_tokens": 32768, "max_tokens": 32768},
+    # YaRN's eval.sh: 50 of Proof-pile's test documents of at least 32768 tokens; it takes the first, this draws them.
+    "proof-pile": {
+        "data": "emozilla/proofpile-test-tokenized",
+        "split": "test",
+        "column": "text",
+        "documents": 50,
+        "min_chars": 4 * 32768,
+        "min_tokens": 32768,
+        "max_tokens": 32768,
+    },
+}
+
+
+def check_preset(name: str) -> dict:
+    """The arguments of `draw_sample` that a preset stands for. Raises CocaError for a name that is none."""
+    if name not in PRESETS:
+        raise CocaError(f"--preset: got {name!r}, expected one of {', '.join(PRESETS)}")
+    return PRESETS[name] | {"skip_short": True}
+
+
 def draw_sample(
     subject: Subject,
     data: str,
@@ -48,11 +71,14 @@ def draw_sample(
     max_tokens: int | None = None,
     seed: int = 0,
     skip_short: bool = False,
+    special_tokens: bool = True,
+    min_chars: int = 0,
 ) -> Sample:
     """Read `data` (see `read_documents`), draw `documents` of them and tokenize each, cut to its first `max_tokens`.
 
     The draw comes before the tokenizer, so that models with different ones are measured on the same documents. A text
-    is tokenized as the tokenizer does by default: with its token for the beginning, if it sets one.
+    is tokenized as the tokenizer does by default: with its token for the beginning, if it sets one; or without
+    `special_tokens`. Only documents of at least `min_chars` characters are drawn from.
 
     Raises CocaError where a document has fewer than `min_tokens` tokens (unless `skip_short`), there are fewer
     documents than asked for, none is left, or the tokenizer does not fit the model.
@@ -60,8 +86,12 @@ def draw_sample(
     if max_tokens is not None and max_tokens < min_tokens:
         raise CocaError(f"--max-tokens: got {max_tokens}, expected at least {min_tokens}, the longest of --lengths")
     sample = Sample({"data": data, "column": column, "split": split, "seed": seed, "max_tokens": max_tokens})
-    for document in _draw(data, column, split, documents, seed):
-        ids = torch.tensor(subject.tokenizer(document.text)["input_ids"][:max_tokens], dtype=torch.long)
+    if min_chars:
+        sample.settings["min_chars"] = min_chars
+    texts = (text for text in read_documents(data, column, split) if len(text.text) >= min_chars)
+    for document in _draw(texts, data, documents, seed):
+        ids = subject.tokenizer(document.text, add_special_tokens=special_tokens)["input_ids"]
+        ids = torch.tensor(ids[:max_tokens], dtype=torch.long)
         if len(ids) >= min_tokens:
             check_vocabulary(subject, ids, document.name)
             sample.names.append(document.name)
@@ -78,13 +108,13 @@ def draw_sample(
     return sample
 
 
-def _draw(data: str, column: str, split: str, documents: int | None, seed: int) -> Iterator[Document]:
+def _draw(texts: Iterator[Document], data: str, documents: int | None, seed: int) -> Iterator[Document]:
     """All documents, or a uniform sample of `documents` in their own order: one pass, `documents` texts in memory."""
     if documents is None:
-        yield from read_documents(data, column, split)
+        yield from texts
         return
     rng, drawn = random.Random(f"documents {seed}"), {}
-    for row_number, document in enumerate(read_documents(data, column, split)):
+    for row_number, document in enumerate(texts):
         place = row_number if row_number < documents else rng.randint(0, row_number)
         if place < documents:
             drawn[place] = row_number, document

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from coca_hf.evaluate.perplexity import Track
+from coca_hf.evaluate.batches import Track
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def progress_on(console: Console) -> Iterator[Track]:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    progress = Progress(*columns, console=console)
+    progress = Progress(*columns, console=console, disable=console.quiet)
 
     def track(items: list, description: str) -> Iterable:
         progress.start()
@@ -35,18 +35,29 @@ def progress_on(console: Console) -> Iterator[Track]:
 
 
 def results_table(rows: Iterable[dict]) -> Table:
-    """Model and RoPE setting against length, in the order of `rows`, which are all of one task."""
+    """Model and RoPE setting, or what else tells lines apart, against length, in the order of `rows` of one task."""
     rows = list(rows)
     lengths = list(dict.fromkeys(row["length"] for row in rows))
-    table = Table("model", "rope", *map(str, lengths), title=f"{rows[0]['task']} by context length")
-    values = {(row["model"], row["rope"], row["length"]): show_value(row) for row in rows}
-    for model, rope in dict.fromkeys((row["model"], row["rope"]) for row in rows):
-        table.add_row(model, rope, *(values.get((model, rope, length), "") for length in lengths))
+    kinds = [name for name in ("mode", "benchmark", "metric") if name in rows[0]]
+    columns = ("value" if length is None else str(length) for length in lengths)
+    table = Table("model", "rope", *kinds, *columns, title=_title(rows[0]))
+    lines: dict[tuple, dict] = {}
+    for row in rows:
+        lines.setdefault(tuple(str(row[name]) for name in ("model", "rope", *kinds)), {})[row["length"]] = row
+    for line, by_length in lines.items():
+        table.add_row(*line, *(show_value(by_length[n]) if n in by_length else "" for n in lengths))
     return table
 
 
+def _title(row: dict) -> str:
+    titles = {"speed": "seconds of a step by sequence length", "tasks": "tasks"}
+    return titles.get(row["task"], f"{row['task']} by context length")
+
+
 def show_value(row: dict) -> str:
-    """Perplexity to four digits, accuracy to two places, or the row's error."""
+    """Perplexity to four digits, shares to two places, seconds to three digits, or the row's error."""
     if row["value"] is None:
         return row["error"]
+    if row["task"] == "speed":
+        return f"{row['value']:.3g}" + (f" ({row['ratio']:.2f}x)" if row["ratio"] else "")
     return f"{row['value']:.2f}" if row["task"] == "passkey" or row["value"] < 1e4 else f"{row['value']:.3g}"

@@ -2,6 +2,8 @@ import json
 
 import pytest
 
+from coca_hf.evaluate import sample
+
 
 def rows_in(directory):
     return [json.loads(line) for line in (directory / "rows.jsonl").read_text().splitlines()]
@@ -110,3 +112,33 @@ def test_a_report_of_nothing_is_refused(tmp_path, coca_eval):
     code, _, stderr = coca_eval("report", tmp_path / "nowhere", "--out", tmp_path / "page")
     assert code == 2
     assert stderr.startswith(f"error: {tmp_path / 'nowhere'}: got no rows.jsonl there, expected the --out of coca-eval")
+
+
+def test_a_preset_measures_its_documents_cut_to_its_length(tiny_llama_dir, books, tmp_path, coca_eval, monkeypatch):
+    preset = {"data": str(books), "split": "test", "column": "text", "min_tokens": 220, "max_tokens": 220}
+    monkeypatch.setitem(sample.PRESETS, "pg19", preset)
+    common = (tiny_llama_dir, "--lengths", 100, "--stride", 60, "--out", tmp_path / "out", "--preset", "pg19")
+    code, _, stderr = coca_eval("perplexity", *common)
+    assert code == 0
+    assert "skipped 1 short documents: austen.txt" in stderr
+    (row,) = rows_in(tmp_path / "out")
+    assert (row["documents"], row["tokens"], row["skipped_documents"]) == (2, 2 * 219, ["austen.txt"])
+    for both_or_neither in (("--data", books), ()):
+        options = common if both_or_neither else common[:-2]
+        code, _, stderr = coca_eval("perplexity", *options, *both_or_neither)
+        assert (code, stderr) == (2, "error: --data, --preset: got both or neither, expected one of them\n")
+
+
+def test_position_loss_boundary_and_speed_are_commands(tiny_coca_dir, tiny_llama_dir, books, tmp_path, coca_eval):
+    out = tmp_path / "out"
+    runs = {
+        "position-loss": ("--data", books, "--lengths", 100, "--rope", "default,yarn:2"),
+        "boundary": ("--data", books, "--lengths", 100, "--pairs", 20),
+        "speed": ("--lengths", 16, "--modes", "decode", "--baseline", tiny_llama_dir, "--repeats", 2),
+    }
+    for task, options in runs.items():
+        code, stdout, _ = coca_eval(task, tiny_coca_dir, "--out", out, *options)
+        assert code == 0
+        assert "tiny-coca" in stdout
+    assert [row["task"] for row in rows_in(out)] == ["position-loss", "position-loss", "boundary", "speed", "speed"]
+    assert all((out / path).is_file() for row in rows_in(out) for path in row["raw"].values())

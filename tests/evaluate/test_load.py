@@ -45,6 +45,10 @@ def test_tokens_seen_are_read_from_the_training_record(checkpoint):
     assert load_subject(str(checkpoint)).tokens_seen == 0
     (checkpoint / "training.json").write_text(json.dumps({"tokens_seen": 123_904}))
     assert load_subject(str(checkpoint)).tokens_seen == 123_904
+    assert load_subject(str(checkpoint)).trained_seq_len is None
+    stages = [{"seq_len": 96}, {"seq_len": 160}]
+    (checkpoint / "training.json").write_text(json.dumps({"tokens_seen": 123_904, "stages": stages}))
+    assert load_subject(str(checkpoint)).trained_seq_len == 160
     (checkpoint / "training.json").write_text('{"tokens": 3}')
     with pytest.raises(CocaError, match=r"training\.json: got no whole number under 'tokens_seen'"):
         load_subject(str(checkpoint))

@@ -1,8 +1,9 @@
-import json
+import itertools
 import math
 import re
 from types import SimpleNamespace
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.load import Subject
-from coca_hf.evaluate.passkey import answers, check_lengths, make_case, passkey_rows
+from coca_hf.evaluate.passkey import VARIANTS, Case, answers, check_lengths, make_case, passkey_rows
 from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.rows import RowStore
 
@@ -82,11 +83,11 @@ def test_prompts_fill_their_length_never_exceed_it_and_hold_the_key_at_the_state
 
 
 def test_depths_are_spread_over_the_whole_prompt(tiny_tokenizer):
-    depths = [make_case(tiny_tokenizer, 760, 0, number).depth for number in range(200)]
-    shares = [sum(low <= depth < low + 0.25 for depth in depths) / 200 for low in (0.0, 0.25, 0.5, 0.75)]
+    depths = [make_case(tiny_tokenizer, 760, 0, number).depth for number in range(120)]
+    shares = [sum(low <= depth < low + 0.25 for depth in depths) / 120 for low in (0.0, 0.25, 0.5, 0.75)]
     assert {0.0, 1.0} < set(depths)
     assert all(0.1 < share < 0.4 for share in shares)
-    assert sum(depths) / 200 == pytest.approx(0.5, abs=0.08)
+    assert sum(depths) / 120 == pytest.approx(0.5, abs=0.08)
 
 
 def test_a_case_depends_on_seed_length_and_number_only(tiny_tokenizer):
@@ -119,14 +120,14 @@ def test_accuracy_is_the_share_of_correct_cases_and_each_has_a_record(tiny_token
         return read_key(prompt) if int(read_key(prompt)[-1]) % 2 == 0 else "no idea"
 
     (row,) = passkey_rows(talker(tiny_tokenizer, even_only), [400], DEFAULT, RowStore(tmp_path), 20, 30, seed=2)
-    records = [json.loads(line) for line in (tmp_path / "passkey-cases.jsonl").read_text().splitlines()]
+    records = pq.read_table(tmp_path / row["raw"]["cases"]).to_pylist()
     assert [record["case"] for record in records] == list(range(20))
     assert all(record["correct"] == (record["key"] % 2 == 0) for record in records)
     assert 0 < row["value"] < 1
     assert row["value"] == sum(record["correct"] for record in records) / 20
     first = make_case(tiny_tokenizer, 400, 2, 0)
     assert (records[0]["key"], records[0]["depth"], records[0]["distance"]) == (first.key, first.depth, first.distance)
-    assert records[0]["length"] == 400
+    assert {record["row_id"] for record in records} == {row["row_id"]}
 
 
 @pytest.mark.parametrize("kind", ["llama", "coca"])
@@ -135,15 +136,15 @@ def test_a_batch_gives_the_answers_of_single_cases(kind, request):
     subject.model.double()
     lengths = (SHORTEST, 700, 325)  # cases that need much padding
     cases = [make_case(subject.tokenizer, length, 0, number) for number, length in enumerate(lengths)]
-    together, _ = answers(subject, cases, 9, batch_size=3)
+    together, _, _ = answers(subject, cases, 9, batch_size=3)
     alone = [answers(subject, [case], 9)[0][0] for case in cases]
     assert together == alone
-    assert len(set(alone)) == 3
+    assert len(set(map(tuple, alone))) == 3
 
 
 def test_decoding_is_greedy_whatever_the_checkpoint_prefers(llama):
     cases = [make_case(llama.tokenizer, 320, 0, number) for number in range(2)]
-    greedy, _ = answers(llama, cases, 12)
+    greedy, _, _ = answers(llama, cases, 12)
     llama.model.generation_config.update(do_sample=True, temperature=9.0, repetition_penalty=5.0, min_new_tokens=3)
     assert answers(llama, cases, 12)[0] == greedy
 
@@ -167,7 +168,7 @@ def test_rows_already_there_are_not_measured_again(llama, tmp_path, monkeypatch)
     first = list(passkey_rows(llama, [320], DEFAULT, RowStore(tmp_path), 2, 3))
     monkeypatch.setattr(llama.model, "generate", None)
     assert list(passkey_rows(llama, [320], DEFAULT, RowStore(tmp_path), 2, 3)) == first
-    assert len((tmp_path / "passkey-cases.jsonl").read_text().splitlines()) == 2
+    assert pq.read_table(tmp_path / "passkey-cases").num_rows == 2
     with pytest.raises(TypeError):
         list(passkey_rows(llama, [320], DEFAULT, RowStore(tmp_path), 2, 4))
 
@@ -185,3 +186,91 @@ def test_lengths_beyond_learned_positions_get_a_row_that_says_so_and_the_rest_go
     assert long["value"] is None
     assert long["error"].startswith("the model failed on 700 + 3 tokens (IndexError")
     assert short["value"] == 0.0
+
+
+def test_a_grid_of_depths_is_kept_in_turn(tiny_tokenizer):
+    """With 22 fillers of 90 bytes, grid points are at most half a filler off."""
+    cases = [make_case(tiny_tokenizer, SHORTEST + 22 * FILLER_LEN + 2, 0, number, depths=5) for number in range(10)]
+    assert [case.depth for case in cases] == pytest.approx([0, 0.25, 0.5, 0.75, 1] * 2, abs=0.5 / 22)
+    assert (cases[0].depth, cases[4].depth) == (0.0, 1.0)
+    assert len({case.key for case in cases}) == 10
+
+
+@pytest.mark.parametrize("variant", ["yarn", "longlora"])
+@pytest.mark.parametrize("length", [300, 777])
+def test_the_prompt_of_other_scripts_is_theirs_and_never_too_long(variant, length, tiny_tokenizer):
+    for number in range(8):
+        case = make_case(tiny_tokenizer, length, 3, number, variant)
+        assert length - 2 < len(case.token_ids) <= length  # filler is cut by characters, and a byte is a token
+        assert 1 <= case.key <= 50_000
+        task, prefix, line, suffix, question = tiny_tokenizer.decode(case.token_ids).split("\n")
+        garbage = " ".join(
+            ["The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."] * 9
+        )
+        assert task.startswith("There is an important info hidden inside a lot of irrelevant text.")
+        assert garbage.startswith(prefix)
+        assert garbage.startswith(suffix)
+        assert case.depth == len(prefix) / len(prefix + suffix)
+        assert line == f"The pass key is {case.key}. Remember it. {case.key} is the pass key."
+        assert question == "What is the pass key? The pass key is"
+        assert tiny_tokenizer.decode(case.token_ids[-case.distance :]).startswith(line)
+
+
+CASE = Case(key=417, depth=0.5, distance=9, token_ids=[1], answer_ids=[32, 52, 49, 55])
+FOUND = {
+    "paper": ({"It is 417.", "1417", " 417"}, {"41 7", "", "four"}),
+    "yarn": ({" 417.", "well, 417 or 5", "0417"}, {" 5 or 417", "4170", "", "none"}),
+}
+
+
+@pytest.mark.parametrize("variant", FOUND)
+def test_scoring_is_that_of_the_script(variant):
+    right, wrong = FOUND[variant]
+    assert all(VARIANTS[variant].found(CASE, text, []) for text in right)
+    assert not any(VARIANTS[variant].found(CASE, text, []) for text in wrong)
+
+
+def test_longlora_wants_the_very_tokens_first():
+    found = VARIANTS["longlora"].found
+    assert found(CASE, "", [32, 52, 49, 55])
+    assert found(CASE, "", [32, 52, 49, 55, 9])
+    assert not found(CASE, "", [32, 52, 49])
+    assert not found(CASE, "", [9, 32, 52, 49, 55])
+
+
+@pytest.mark.parametrize("variant", ["paper", "yarn", "longlora"])
+def test_a_model_that_goes_on_with_the_key_scores_one_under_every_variant(tiny_tokenizer, tmp_path, variant):
+    copier = talker(tiny_tokenizer, lambda prompt: " " + re.search(r"key is (\d+)", prompt).group(1))
+    (row,) = passkey_rows(copier, [400], DEFAULT, RowStore(tmp_path), 12, variant=variant, depths=3)
+    assert (row["value"], row["variant"], row["depths"]) == (1.0, variant, 3)
+
+
+def test_a_guesser_is_right_once_in_90000():
+    """A million guesses by a uniform five-digit number: 11 hits are expected, with a standard deviation of 3.3."""
+    generator = torch.Generator().manual_seed(4)
+    keys, guesses = torch.randint(10_000, 100_000, (2, 1_000_000), generator=generator).tolist()
+    found, cases = VARIANTS["paper"].found, (SimpleNamespace(key=key) for key in keys)
+    hits = sum(found(case, f"It is {guess}.", []) for case, guess in zip(cases, guesses, strict=True))
+    assert 2 <= hits <= 21
+
+
+def test_cases_inside_and_beyond_the_trained_length_add_up(llama, tiny_tokenizer, tmp_path, monkeypatch):
+    """A model that sees 300 tokens back: right up to there, wrong beyond."""
+
+    def near_only(prompt):
+        return read_key(prompt) if len(prompt) - prompt.index("The passkey is") <= 300 else "?"
+
+    subject = talker(tiny_tokenizer, near_only)
+    subject.model.config.max_position_embeddings = 300
+    (row,) = passkey_rows(subject, [900], DEFAULT, RowStore(tmp_path), 40)
+    assert row["trained_length"] == 300
+    assert row["cases_inside"] == row["correct_inside"] > 0
+    assert row["cases_beyond"] > 0 == row["correct_beyond"]
+    assert row["cases_inside"] + row["cases_beyond"] == 40
+    assert row["value"] == row["correct_inside"] / 40
+    cases = pq.read_table(tmp_path / row["raw"]["cases"]).to_pylist()
+    assert sum(case["distance"] <= 300 for case in cases) == row["cases_inside"]
+    edges = [0, 150, 300, 600, 10**9]  # any distances make buckets whose cases add up
+    buckets = [[c for c in cases if low < c["distance"] <= high] for low, high in itertools.pairwise(edges)]
+    assert sum(map(len, buckets)) == 40
+    assert sum(c["correct"] for bucket in buckets for c in bucket) == row["correct_inside"] + row["correct_beyond"]

@@ -8,10 +8,11 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.perplexity import perplexity_rows, total_nll, windows_of
+from coca_hf.evaluate.perplexity import compute_windows, perplexity_rows, token_losses
 from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import Sample, draw_sample
+from coca_hf.evaluate.variants import windows_of
 
 DEFAULT = Rope("default")
 
@@ -26,6 +27,17 @@ def double_loop(model, documents, length, stride):
                 last = model(input_ids=ids[None, start:target]).logits[0, -1]
             losses.append(-last.double().log_softmax(-1)[ids[target]].item())
     return math.exp(math.fsum(losses) / len(losses))
+
+
+def total_nll(model, documents, length, stride, batch_size=1):
+    windows = [window for index, ids in enumerate(documents) for window in windows_of(len(ids), length, stride, index)]
+
+    def compute(batch):
+        return token_losses(model, documents, batch).double().sum(-1).tolist()
+
+    windows, nlls, error = compute_windows(windows, compute, batch_size)
+    assert error is None
+    return math.fsum(nlls), sum(window.scored_len for window in windows)
 
 
 def documents_of(*lengths, vocab_size=259):
@@ -50,6 +62,18 @@ def test_perplexity_equals_a_double_loop_over_tokens(kind, length, stride, batch
     nll, tokens = total_nll(model, documents, length, stride, batch_size)
     assert tokens == sum(doc_lens) - len(doc_lens)
     assert math.exp(nll / tokens) == pytest.approx(double_loop(model, documents, length, stride), rel=1e-6)
+
+
+def test_every_combination_of_length_stride_and_batch_equals_the_double_loop(llama):
+    """Documents of unequal lengths, so that batches of windows differ in shape and last windows are short."""
+    model, documents = llama.model.double(), documents_of(12, 19, 21)
+    for length in (2, 5, 12):
+        for stride in {1, 2, length - 1, length}:
+            expected = double_loop(model, documents, length, stride)
+            for batch_size in (1, 2, 7, 100):
+                nll, tokens = total_nll(model, documents, length, stride, batch_size)
+                assert tokens == 11 + 18 + 20
+                assert math.exp(nll / tokens) == pytest.approx(expected, rel=1e-6), (length, stride, batch_size)
 
 
 @pytest.mark.parametrize("batch_size", [2, 3, 64])
@@ -132,7 +156,9 @@ def test_rows_say_what_is_needed_to_repeat_them(coca, books, tmp_path):
         "error": None,
     }
     assert {key: long[key] for key in expected} == expected
-    assert set(long["versions"]) == {"coca-hf", "torch", "transformers", "python"}
+    assert set(long["versions"]) == {
+        *("coca-hf", "torch", "transformers", "tokenizers", "accelerate", "datasets", "python", "cuda")
+    }
 
 
 def test_the_value_of_a_row_is_the_perplexity_under_its_rope_setting(llama, tmp_path):

@@ -1,11 +1,12 @@
 import copy
+import math
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.rope import Rope, check_rope, parse_ropes, use_rope_, warn_beyond_trained
+from coca_hf.evaluate.rope import Rope, check_rope, parse_ropes, rotary_modules, use_rope_, warn_beyond_trained
 
 TRAINED, LENGTH = 64, 150
 
@@ -45,10 +46,11 @@ def test_settings_are_read_in_order_and_each_once():
 
 
 @pytest.mark.parametrize(
-    "text", ["ntk", "dynamic", "dynamic:", "linear:x", "yarn:8", "default:2", "dynamic:0.5", "linear:inf", "", "a,"]
+    "text",
+    ["ntk", "dynamic", "dynamic:", "linear:x", "yarn", "llama3:8", "default:2", "dynamic:0.5", "linear:inf", "", "a,"],
 )
 def test_an_unknown_setting_is_refused_with_the_forms_that_exist(text):
-    with pytest.raises(CocaError, match=r"expected default, linear:FACTOR, dynamic:FACTOR"):
+    with pytest.raises(CocaError, match=r"expected default, linear:FACTOR, dynamic:FACTOR, yarn:FACTOR"):
         parse_ropes(text)
 
 
@@ -72,6 +74,35 @@ def test_linear_equals_transformers_own_linear_rope(directory):
     model = load(directory)
     use_rope_(model, Rope("linear", 5.0), LENGTH)
     assert_close(logits_of(model, tokens(LENGTH)), logits_of(load(directory, "linear", 5.0), tokens(LENGTH)))
+
+
+@pytest.mark.parametrize("constraint", ["slack", "strict"])
+def test_yarn_equals_transformers_own_yarn_rope(directory, constraint):
+    model, config = load(directory), copy.deepcopy(load(directory).config)
+    config.rope_parameters.update(rope_type="yarn", factor=4.0, original_max_position_embeddings=TRAINED)
+    expected = AutoModelForCausalLM.from_pretrained(directory, config=config)
+    for each in (model, expected):
+        each.config.coca_constraint = constraint
+    plain = logits_of(model, tokens(LENGTH))
+    use_rope_(model, Rope("yarn", 4.0), LENGTH)
+    got = logits_of(model, tokens(LENGTH))
+    assert_close(got, logits_of(expected, tokens(LENGTH)))
+    assert (got - plain).abs().max() > 0.1
+
+
+def test_yarn_scales_coca_scores_by_the_square_of_its_factor_as_plain_ones(directory):
+    model = load(directory)
+    use_rope_(model, Rope("yarn", 4.0), LENGTH)
+    assert model.model.rotary_emb.attention_scaling == pytest.approx(0.1 * math.log(4) + 1)
+    model.set_attn_implementation("eager")
+    ids = tokens(9)[:1]
+    scaled = model(input_ids=ids, output_attentions=True).attentions[0].log()
+    for _, _, rotary in rotary_modules(model):
+        rotary.attention_scaling = 1.0
+    once = model(input_ids=ids, output_attentions=True).attentions[0].log()
+    row = slice(0, 9)
+    differences = [(x[0, 0, 8, row] - x[0, 0, 8, 0]).double() for x in (scaled, once)]
+    torch.testing.assert_close(differences[0], differences[1] * (0.1 * math.log(4) + 1) ** 2, rtol=1e-3, atol=1e-4)
 
 
 def test_a_setting_depends_on_nothing_that_ran_before_it(directory):
@@ -127,9 +158,14 @@ def test_the_config_of_the_model_stays_as_it_is(directory):
     assert model.config.to_dict() == before
 
 
-def test_lengths_beyond_the_trained_one_are_warned_of_only_under_default(directory):
+def test_lengths_beyond_the_trained_one_are_warned_of_under_static_settings(directory):
     model, default, dynamic = load(directory), Rope("default"), Rope("dynamic", 2.0)
-    assert "lengths 65, 128 are beyond the 64 tokens" in warn_beyond_trained(model, [default, dynamic], [32, 65, 128])
+    assert "lengths 65, 128 are beyond the 64 tokens of --rope default" in warn_beyond_trained(
+        model, [default, dynamic], [32, 65, 128]
+    )
     assert warn_beyond_trained(model, [default], [32, 64]) is None
     assert warn_beyond_trained(model, [dynamic], [128]) is None
+    linear, yarn = Rope("linear", 2.0), Rope("yarn", 4.0)
+    warning = warn_beyond_trained(model, [linear, yarn], [128, 200, 400])
+    assert "lengths 200, 400 are beyond the 128 tokens of --rope linear:2; lengths 400 are beyond the 256" in warning
     assert "lengths 63 and 2 new tokens are beyond the 64" in warn_beyond_trained(model, [default], [62, 63], 2)

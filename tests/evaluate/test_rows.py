@@ -1,5 +1,6 @@
 import json
 
+import pyarrow.parquet as pq
 import pytest
 
 from coca_hf.errors import CocaError
@@ -9,10 +10,10 @@ ROW = {"model": "a", "fingerprint": "f", "task": "passkey", "rope": "default", "
 
 
 def test_a_row_is_found_by_its_settings_in_a_later_run(tmp_path):
-    RowStore(tmp_path).append(ROW)
+    row = RowStore(tmp_path).append(ROW)
     store = RowStore(tmp_path)
     settings = {key: value for key, value in ROW.items() if key != "value"}
-    assert store.find(settings | {"batch_size": 7}) == ROW
+    assert store.find(settings | {"batch_size": 7}) == row
     for change in ({"length": 513}, {"rope": "linear:2"}, {"fingerprint": "g"}, {"new_tokens": 3}, {"model": "b"}):
         assert store.find(settings | change) is None
 
@@ -30,14 +31,17 @@ def test_a_last_line_that_a_kill_cut_short_is_dropped_and_the_file_goes_on(tmp_p
     assert [json.loads(line)["length"] for line in path.read_text().splitlines()] == [512, 2048]
 
 
-def test_cases_cut_short_are_repaired_too(tmp_path):
+def test_raw_tables_carry_the_rows_id_and_are_read_together(tmp_path):
     store = RowStore(tmp_path)
-    store.append(ROW, [{"case": 0}, {"case": 1}])
-    with (tmp_path / "passkey-cases.jsonl").open("a") as file:
-        file.write('{"case": 2, "out')
-    store.append(ROW | {"length": 1024}, [{"case": 0}])
-    cases = [json.loads(line) for line in (tmp_path / "passkey-cases.jsonl").read_text().splitlines()]
-    assert [(case["length"], case["case"]) for case in cases] == [(512, 0), (512, 1), (1024, 0)]
+    first = store.append(ROW, {"cases": [{"case": 0}, {"case": 1}], "empty": []})
+    second = store.append(ROW | {"length": 1024}, {"cases": [{"case": 0}]})
+    assert first["raw"] == {"cases": f"passkey-cases/{first['row_id']}.parquet"}
+    together = pq.read_table(tmp_path / "passkey-cases").to_pylist()
+    assert sorted((line["row_id"] == first["row_id"], line["case"]) for line in together) == [
+        *((False, 0), (True, 0), (True, 1))
+    ]
+    assert second["row_id"] != first["row_id"]
+    assert RowStore(tmp_path).find(ROW) == first
 
 
 @pytest.mark.parametrize("line", ["not json", "[1, 2]", "7"])

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.sample import draw_sample
+from coca_hf.evaluate.sample import PRESETS, check_preset, draw_sample
 
 
 @pytest.fixture
@@ -71,3 +71,26 @@ def test_token_ids_that_the_model_does_not_embed_are_refused(llama, many):
     llama.model.set_input_embeddings(nn.Embedding(60, 48))
     with pytest.raises(CocaError, match=r"00\.txt: got token id \d+ .* below the model's vocabulary of 60"):
         draw_sample(llama, many, 10)
+
+
+def test_documents_of_too_few_characters_are_not_drawn_from(llama, many):
+    sample = draw_sample(llama, many, 10, documents=5, min_chars=75)
+    assert sample.names == ["25.txt", "26.txt", "27.txt", "28.txt", "29.txt"]
+    assert sample.describe()["min_chars"] == 75
+
+
+def test_without_special_tokens_the_text_alone_is_tokenized(llama, many):
+    llama.tokenizer.add_special_tokens({"bos_token": "<s>"})
+    plain = draw_sample(llama, many, 10, special_tokens=False).token_ids[0]
+    assert llama.tokenizer.decode(plain).startswith("00 xxx")
+    assert len(plain) == 50
+
+
+def test_the_preset_of_the_paper_is_its_setting():
+    """Section 4.2: documents of at least 32768 tokens of PG-19's test split, cut to them."""
+    preset = check_preset("pg19")
+    assert preset["data"] == "emozilla/pg19-test"
+    assert (preset["min_tokens"], preset["max_tokens"], preset["skip_short"]) == (32768, 32768, True)
+    assert set(PRESETS) == {"pg19", "proof-pile"}
+    with pytest.raises(CocaError, match="--preset: got 'pile', expected one of pg19, proof-pile"):
+        check_preset("pile")

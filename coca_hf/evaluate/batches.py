@@ -1,0 +1,96 @@
+"""Batches, computed on every process of `accelerate launch`, in smaller ones where memory runs out.
+
+Batches are formed before they are dealt out, so a batch, and what it gives, is the same on one process and on many.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+
+from coca_hf.errors import CocaError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Track = Callable[[list, str], Iterable]  # wraps a list, with a description, to show how far a loop over it is
+
+AUTO_ON_GPU = 64  # sequences; halved as long as memory runs out
+
+
+def processes() -> PartialState:
+    """Those of `accelerate launch`, on GPUs or, where there are none, on CPUs; or the one there is."""
+    return PartialState(cpu=not torch.cuda.is_available())
+
+
+def parse_batch_size(text: str, device: torch.device) -> int:
+    """`"8"`, or `"auto"`: the largest of 64, 32, ..., 1 that fits on a GPU, where `compute_all` finds it by trying.
+
+    On a CPU auto is 1: larger batches save no time there, and a full memory is not an error but a killed process.
+
+    Raises CocaError for anything else.
+    """
+    if text == "auto":
+        return 1 if device.type == "cpu" else AUTO_ON_GPU
+    if not text.isdecimal() or int(text) < 1:
+        raise CocaError(f"--batch-size: got {text!r}, expected auto or a whole number of at least 1")
+    return int(text)
+
+
+def batches_of(items: list[Item], batch_size: int) -> list[list[Item]]:
+    return [items[first : first + batch_size] for first in range(0, len(items), batch_size)]
+
+
+def compute_all(
+    batches: list[list[Item]],
+    compute: Callable[[list[Item]], list[Result]],
+    track: Callable[[list], Iterable] = iter,
+) -> tuple[list[Result], str | None]:
+    """A result for every item of `batches`, in order and on every process, and None; or no results and what went wrong.
+
+    `compute` turns a batch into one result an item. Where memory runs out, it gets the batch in halves, and later ones
+    in pieces of the size that fitted. What goes wrong is memory that ends at one item ("OOM: ..."), or positions that a
+    model has not learned (IndexError); other exceptions are passed on.
+    """
+    state = processes()
+    mine = batches[state.process_index :: state.num_processes]
+    results: list[list[Result]] = []
+    error, size = None, max(map(len, batches), default=1)
+    try:
+        for batch in track(mine):
+            done, size = _in_pieces(batch, compute, size)
+            results.append(done)
+    except (MemoryError, IndexError) as failure:
+        error = f"OOM: {failure}" if isinstance(failure, MemoryError) else f"IndexError: {failure}"
+    if state.num_processes > 1:
+        gathered = gather_object([(results, error)])
+        error = next((one for _, one in gathered if one), None)
+        results = [
+            gathered[number % state.num_processes][0][number // state.num_processes]
+            for number in range(0 if error else len(batches))
+        ]
+    return ([], error) if error else ([result for batch in results for result in batch], None)
+
+
+def _in_pieces(batch: list[Item], compute: Callable[[list[Item]], list[Result]], size: int) -> tuple[list[Result], int]:
+    """The results of a batch, and the size of the pieces it was computed in."""
+    results: list[Result] = []
+    while batch:
+        piece = batch[:size]
+        try:
+            results += compute(piece)
+        except (RuntimeError, MemoryError) as failure:
+            if not isinstance(failure, MemoryError) and not should_reduce_batch_size(failure):
+                raise
+            reason = " ".join(str(failure).split())[:200]
+        else:
+            batch = batch[size:]
+            continue
+        clear_device_cache(garbage_collection=True)  # out here, where the failed call's tensors are no longer held
+        if len(piece) == 1:
+            raise MemoryError(f"one sequence alone does not fit ({reason})")
+        size = math.ceil(len(piece) / 2)
+    return results, size

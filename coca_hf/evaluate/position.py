@@ -1,0 +1,110 @@
+"""Loss against the token's index in its window: it shows the boundary that an average over all tokens hides.
+
+Windows of `length` tokens without overlap, so the target with index i is predicted from the i + 1 tokens before it in
+the window, and from nothing else. Losses are summed over buckets of indices.
+
+A row, task `position-loss`, has besides what `rows.py` lists: `value`, the perplexity over all tokens; `stride`, which
+is the length; `bucket`, in tokens; what `Sample.describe` says; `nll`, nats per token, and the same for buckets that
+begin below and from the trained length on, `nll_inside` and `nll_beyond` (null where there are none). Its raw table
+`buckets`: document (index into `document_names`), first (index of the bucket), tokens, nll (their sum in nats).
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Iterator
+
+from torch.nn.functional import pad
+
+from coca_hf.evaluate.batches import Track
+from coca_hf.evaluate.load import Subject
+from coca_hf.evaluate.perplexity import compute_windows, failed, perplexity_of, token_losses
+from coca_hf.evaluate.rope import Rope, use_rope_
+from coca_hf.evaluate.rows import RowStore, now, subject_settings
+from coca_hf.evaluate.sample import Sample
+from coca_hf.evaluate.variants import VARIANTS, Window
+
+
+def position_rows(
+    subject: Subject,
+    sample: Sample,
+    lengths: list[int],
+    ropes: list[Rope],
+    store: RowStore,
+    bucket: int = 64,
+    batch_size: int = 1,
+    track: Track = lambda items, description: items,
+) -> Iterator[dict]:
+    """Yield a row for every RoPE setting and length; those that `store` already has are not measured again."""
+    documents = sample.describe()
+    for rope, length in itertools.product(ropes, lengths):
+        settings = {
+            "task": "position-loss",
+            "rope": str(rope),
+            "length": length,
+            "stride": length,
+            "bucket": bucket,
+            **documents,
+            **subject_settings(subject),
+            "batch_size": batch_size,
+        }
+        row = store.find(settings)
+        if row is None:
+            results, lines = _measure(subject, sample, rope, settings, track)
+            row = store.append(settings | results, {"buckets": lines})
+        yield row
+
+
+def _measure(subject: Subject, sample: Sample, rope: Rope, settings: dict, track: Track) -> tuple[dict, list[dict]]:
+    """The results of a row, and a line for each bucket of each document."""
+    length, bucket = settings["length"], settings["bucket"]
+    began = time.perf_counter()
+
+    def compute(batch: list[Window]) -> list[list[float]]:
+        losses = token_losses(subject.model, sample.token_ids, batch).double()  # (b, m)
+        whole = pad(losses, (0, -losses.shape[1] % bucket))
+        return whole.unflatten(1, (-1, bucket)).sum(-1).tolist()
+
+    windows = VARIANTS["sliding"].windows([len(ids) for ids in sample.token_ids], length, length, [])
+    use_rope_(subject.model, rope, length)
+    windows, sums, error = compute_windows(
+        windows, compute, settings["batch_size"], lambda batches: track(batches, f"position-loss  {rope}  {length}")
+    )
+    lines = _by_document(windows, sums, bucket)
+    tokens = sum(line["tokens"] for line in lines)
+    value, error = (None, failed(error, length)) if error else perplexity_of(VARIANTS["sliding"], lines)
+    trained = settings["trained_length"] or length
+    results = {
+        "value": value,
+        "nll": nats_per_token(lines) if value is not None else None,
+        "nll_inside": nats_per_token([line for line in lines if line["first"] < trained]) if value else None,
+        "nll_beyond": nats_per_token([line for line in lines if line["first"] >= trained]) if value else None,
+        "tokens": tokens,
+        "error": error,
+        "seconds": round(time.perf_counter() - began, 3),
+        "date": now(),
+    }
+    return results, lines
+
+
+def nats_per_token(buckets: list[dict]) -> float | None:
+    """Over lines of the raw table, token-weighted; None of no lines."""
+    return math.fsum(b["nll"] for b in buckets) / sum(b["tokens"] for b in buckets) if buckets else None
+
+
+def _by_document(windows: list[Window], sums: list[list[float]], bucket: int) -> list[dict]:
+    parts: dict[tuple[int, int], list[tuple[int, float]]] = {}
+    for window, of_window in zip(windows, sums, strict=False):
+        for number, nll in enumerate(of_window):
+            first = number * bucket
+            tokens = min(bucket, window.scored_len - first)
+            parts.setdefault((window.document, first), []).append((tokens, nll))
+    return [
+        {
+            "document": document,
+            "first": first,
+            "tokens": sum(tokens for tokens, _ in some),
+            "nll": math.fsum(nll for _, nll in some),
+        }
+        for (document, first), some in sorted(parts.items())
+    ]

@@ -1,0 +1,226 @@
+"""Time and memory of prefill, decoding and training against sequence length, beside another model in the same run.
+
+    prefill   one forward of `length` tokens, logits of the last
+    decode    one token more, after `length` tokens, and those of the steps before, in the model's own cache
+    train     forward, backward and AdamW step of `length` tokens
+
+Where there is a baseline, the two models take turns, step by step, so that what else the machine does meets both. Steps
+are timed by CUDA events on a GPU, else by the clock. Memory is the model's weights, what it holds between steps (cache,
+optimizer) and what the step added at its peak: what PyTorch allocated on a GPU, or the process held in RAM (Linux).
+
+A row, task `speed`, has besides what `rows.py` lists: `value`, the median of `repeats` steps in seconds, after `warmup`
+steps; `mode`, `batch_size`, `tokens_per_second`, `peak_bytes` and `memory_kind` ("device", "process" or null);
+`baseline`, a name, and `ratio`, the value over the baseline's (null for the baseline's own rows). Its raw table `runs`:
+repeat, seconds.
+"""
+
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+
+from coca_hf.errors import CocaError
+from coca_hf.evaluate.batches import Track, processes
+from coca_hf.evaluate.load import Subject
+from coca_hf.evaluate.perplexity import failed, keeps_logits
+from coca_hf.evaluate.rope import Rope, use_rope_
+from coca_hf.evaluate.rows import RowStore, now, subject_settings
+
+MODES = ("prefill", "decode", "train")
+
+
+class Step(NamedTuple):
+    run: Callable[[], Any]
+    held_bytes: Callable[[], int] = lambda: 0  # between steps, besides the weights
+
+
+def parse_modes(text: str) -> list[str]:
+    """`"prefill,train"` as a list. Raises CocaError for what is none of `MODES`."""
+    modes = [part.strip() for part in text.split(",")]
+    if unknown := [mode for mode in modes if mode not in MODES]:
+        raise CocaError(f"--modes: got {unknown[0]!r}, expected some of {', '.join(MODES)}")
+    return list(dict.fromkeys(modes))
+
+
+def speed_rows(
+    subject: Subject,
+    lengths: list[int],
+    ropes: list[Rope],
+    store: RowStore,
+    baseline: Subject | None = None,
+    modes: tuple[str, ...] | list[str] = MODES,
+    batch_size: int = 1,
+    repeats: int = 10,
+    warmup: int = 3,
+    track: Track = lambda items, description: items,
+) -> Iterator[dict]:
+    """Yield rows for every mode, RoPE setting and length, the baseline's before the model's.
+
+    Rows that `store` already has are not measured again, unless one of a pair is missing.
+
+    Raises CocaError on several processes.
+    """
+    if processes().num_processes > 1:
+        raise CocaError(
+            f"coca-eval speed: got {processes().num_processes} processes, expected one: they would share the machine"
+        )
+    for mode, rope, length in itertools.product(modes, ropes, lengths):
+        subjects = ([baseline] if baseline else []) + [subject]
+        settings = [
+            {
+                "task": "speed",
+                "mode": mode,
+                "rope": str(rope),
+                "length": length,
+                "stride": None,
+                "batch_size": batch_size,
+                "warmup": warmup,
+                "repeats": repeats,
+                "baseline": baseline.name if baseline and each is subject else None,
+                "baseline_fingerprint": baseline.fingerprint if baseline and each is subject else None,
+                "tokens": batch_size * (1 if mode == "decode" else length),
+                **subject_settings(each),
+            }
+            for each in subjects
+        ]
+        for one in settings:
+            one["measured_on"] = f"{one['device']}, batch {batch_size}"
+        rows = [store.find(one) for one in settings]
+        if not all(rows):
+            results, seconds = _measure(subjects, rope, settings[0], track)
+            rows = []
+            for one, result, times in zip(settings, results, seconds, strict=True):
+                runs = [{"repeat": number, "seconds": value} for number, value in enumerate(times)]
+                rows.append(store.append(one | result, {"runs": runs}))
+        yield from (row for row in rows if row)
+
+
+def _measure(subjects: list[Subject], rope: Rope, settings: dict, track: Track) -> tuple[list[dict], list[list[float]]]:
+    """Results and the times in seconds of every subject."""
+    mode, length, warmup, repeats = (settings[name] for name in ("mode", "length", "warmup", "repeats"))
+    began = time.perf_counter()
+    seconds: list[list[float]] = [[] for _ in subjects]
+    peaks: list[int | None] = [None for _ in subjects]
+    errors: list[str | None] = [None for _ in subjects]
+    steps: list[Step | None] = [None for _ in subjects]
+    description = f"speed  {mode}  {rope}  {length}"
+    for number in track(list(range(warmup + repeats)), description):
+        for i, each in enumerate(subjects):
+            if errors[i]:
+                continue
+            try:
+                if steps[i] is None:
+                    use_rope_(each.model, rope, length + warmup + repeats)
+                    steps[i] = _step(each.model, mode, length, settings["batch_size"])
+                taken, peak = _timed(steps[i], each.model)  # type: ignore[arg-type]
+            except (RuntimeError, MemoryError, IndexError) as failure:
+                errors[i] = _error(failure, length)
+                steps[i] = None
+                continue
+            if number >= warmup:
+                seconds[i].append(taken)
+                peaks[i] = max(peak, peaks[i] or 0) if peak is not None else None
+    steps.clear()
+    for each in subjects:
+        each.model.zero_grad(set_to_none=True)
+        each.model.eval()
+    clear_device_cache(garbage_collection=True)
+    medians = [None if error else statistics.median(times) for error, times in zip(errors, seconds, strict=True)]
+    results = []
+    for i, median in enumerate(medians):
+        is_model = i == len(subjects) - 1
+        ratio = median / medians[0] if is_model and len(subjects) > 1 and median and medians[0] else None
+        results.append(
+            {
+                "value": median,
+                "tokens_per_second": settings["tokens"] / median if median else None,
+                "ratio": ratio,
+                "peak_bytes": None if errors[i] else peaks[i],
+                "memory_kind": None if peaks[i] is None else "device" if torch.cuda.is_available() else "process",
+                "error": errors[i],
+                "seconds": round(time.perf_counter() - began, 3),
+                "date": now(),
+            }
+        )
+    return results, [[] if error else times for error, times in zip(errors, seconds, strict=True)]
+
+
+def _error(failure: Exception, length: int) -> str:
+    if isinstance(failure, IndexError):
+        return failed(f"IndexError: {failure}", length)
+    if isinstance(failure, RuntimeError) and not should_reduce_batch_size(failure):
+        raise failure
+    return f"OOM: {' '.join(str(failure).split())[:200]}"
+
+
+def _step(model: Any, mode: str, length: int, batch_size: int) -> Step:
+    """What is timed, on random tokens."""
+    only_last = {"logits_to_keep": 1} if keeps_logits(model) else {}
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocab_size, (batch_size, length), generator=generator).to(model.device)
+    if mode == "train":
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # a step that leaves the model as it is
+
+        def train() -> None:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return Step(train, lambda: _bytes(value for state in optimizer.state.values() for value in state.values()))
+    model.eval()
+    if mode == "prefill":
+        return Step(torch.inference_mode()(lambda: model(input_ids=ids, use_cache=False, **only_last)))
+    with torch.inference_mode():
+        cache = model(input_ids=ids, use_cache=True, **only_last).past_key_values
+
+    @torch.inference_mode()
+    def decode() -> None:
+        model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True, **only_last)
+
+    return Step(decode, lambda: _bytes(part for layer in cache.layers for part in (layer.keys, layer.values)))
+
+
+def _bytes(tensors: Iterable[Any]) -> int:
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+
+
+def _timed(step: Step, model: Any) -> tuple[float, int | None]:
+    """Seconds of a step, and the bytes held before it with what it added at its peak, where that can be told."""
+    held = _bytes(model.parameters()) + step.held_bytes()
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        step.run()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1000, held + torch.cuda.max_memory_allocated() - before
+    gc.collect()
+    resident = _resident(reset=True)
+    began = time.perf_counter()
+    step.run()
+    taken = time.perf_counter() - began
+    peak = _resident(reset=False)
+    return taken, None if resident is None or peak is None else held + max(peak - resident, 0)
+
+
+def _resident(reset: bool) -> int | None:
+    """Bytes that the process holds in RAM, having told Linux to forget its peak; without `reset`, the peak since."""
+    try:
+        if reset:
+            Path("/proc/self/clear_refs").write_text("5")
+        field = "VmRSS:" if reset else "VmHWM:"
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+    except (OSError, StopIteration):
+        return None

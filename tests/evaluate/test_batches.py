@@ -1,0 +1,200 @@
+"""Memory that runs out, batches dealt to processes, and a run that is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+
+from coca_hf.errors import CocaError
+from coca_hf.evaluate.batches import AUTO_ON_GPU, batches_of, compute_all, parse_batch_size
+from coca_hf.evaluate.passkey import VARIANTS as PROMPTS
+from coca_hf.evaluate.passkey import passkey_rows
+from coca_hf.evaluate.perplexity import perplexity_of, perplexity_rows
+from coca_hf.evaluate.rope import parse_ropes
+from coca_hf.evaluate.rows import RowStore
+from coca_hf.evaluate.sample import draw_sample
+from coca_hf.evaluate.variants import VARIANTS
+from tests.train.test_processes import TWO_PROCESSES
+
+MESSAGES = [
+    "CUDA out of memory. Tried to allocate 2.00 GiB",
+    "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes",
+]
+
+
+def holds(limit, tried, message=MESSAGES[0]):
+    """A computation whose memory holds `limit` items; it notes the sizes it was asked for."""
+
+    def compute(batch):
+        tried.append(len(batch))
+        if len(batch) > limit:
+            raise torch.OutOfMemoryError(message) if "CUDA" in message else RuntimeError(message)
+        return [item * item for item in batch]
+
+    return compute
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_memory_that_runs_out_is_retried_in_halves_that_later_batches_keep(message):
+    tried = []
+    results, error = compute_all(batches_of(list(range(20)), 8), holds(3, tried, message))
+    assert (results, error) == ([item * item for item in range(20)], None)
+    assert tried == [8, 4, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2]
+
+
+def test_memory_that_does_not_hold_one_item_is_an_error_of_the_row():
+    tried = []
+    results, error = compute_all(batches_of(list(range(20)), 8), holds(0, tried))
+    assert results == []
+    assert error.startswith("OOM: one sequence alone does not fit (CUDA out of memory.")
+    assert tried == [8, 4, 2, 1]
+
+
+def test_other_exceptions_are_passed_on():
+    def broken(batch):
+        raise RuntimeError("shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        compute_all([[1]], broken)
+
+
+def test_a_batch_size_is_a_number_or_auto():
+    assert parse_batch_size("7", torch.device("cpu")) == 7
+    assert parse_batch_size("auto", torch.device("cpu")) == 1
+    assert parse_batch_size("auto", torch.device("cuda")) == AUTO_ON_GPU
+    for text in ("0", "-1", "many", ""):
+        with pytest.raises(CocaError, match=r"--batch-size: got .* expected auto or"):
+            parse_batch_size(text, torch.device("cpu"))
+
+
+@pytest.fixture
+def short_of_memory(llama):
+    """A model whose memory ends at 2 sequences of 40 tokens, or one of 80."""
+    forward = llama.model.forward
+
+    def limited(*args, input_ids, **kwargs):
+        if input_ids.numel() > 80:
+            raise torch.OutOfMemoryError(MESSAGES[0])
+        return forward(*args, input_ids=input_ids, **kwargs)
+
+    limited.__signature__ = __import__("inspect").signature(forward)
+    llama.model.forward = limited
+    return llama
+
+
+def test_a_row_that_does_not_fit_says_oom_and_the_others_go_on(short_of_memory, books, tmp_path):
+    sample = draw_sample(short_of_memory, str(books), 100)
+    rows = list(
+        perplexity_rows(
+            short_of_memory, sample, [40, 100, 20], 20, parse_ropes("default"), RowStore(tmp_path), batch_size=16
+        )
+    )
+    assert [row["value"] is None for row in rows] == [False, True, False]
+    assert rows[1]["error"].startswith("OOM: one sequence alone does not fit")
+    assert rows[1]["tokens"] == 0
+    del short_of_memory.model.forward
+    whole = list(perplexity_rows(short_of_memory, sample, [40], 20, parse_ropes("default"), RowStore(tmp_path / "b")))
+    assert rows[0]["value"] == pytest.approx(whole[0]["value"], rel=1e-6)
+
+
+def measure(subject, books, out):
+    sample = draw_sample(subject, str(books), 60)
+    ropes, store = parse_ropes("default,dynamic:4,yarn:2"), RowStore(out)
+    rows = list(perplexity_rows(subject, sample, [30, 60], 25, ropes, store, 4))
+    rows += passkey_rows(subject, [320], ropes[:1], store, num_cases=6, new_tokens=5, depths=3)
+    return rows
+
+
+CHANGING = {"date", "seconds", "command", "processes"}
+
+
+def lasting(rows):
+    return [{key: value for key, value in row.items() if key not in CHANGING} for row in rows]
+
+
+def test_a_repeated_run_is_equal_to_the_last_bit(coca, books, tmp_path):
+    first, second = (measure(coca, books, tmp_path / name) for name in "ab")
+    assert lasting(first) == lasting(second)
+    for row in first:
+        for path in row["raw"].values():
+            assert (tmp_path / "a" / path).read_bytes() == (tmp_path / "b" / path).read_bytes()
+
+
+def test_every_value_can_be_computed_again_from_the_raw_tables(coca, books, tmp_path):
+    for row in measure(coca, books, tmp_path):
+        ((_, path),) = row["raw"].items()
+        lines = pq.read_table(tmp_path / path).to_pylist()
+        if row["task"] == "perplexity":
+            assert perplexity_of(VARIANTS["sliding"], lines) == (row["value"], None)
+            assert sum(line["tokens"] for line in lines) == row["tokens"]
+        else:
+            assert sum(line["correct"] for line in lines) / len(lines) == row["value"]
+            assert all(str(line["key"]).isdecimal() and len(line) == 8 for line in lines)
+            assert PROMPTS["paper"].new_tokens == 64
+
+
+def run(arguments, tmp_path, *launcher, wait=True):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, "-c" if not launcher else str(tmp_path / "eval.py"), *map(str, arguments)]
+    if not launcher:
+        command.insert(2, "from coca_hf.cli import evaluate; evaluate()")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    if not wait:
+        return process
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return out
+
+
+def rows_of(directory):
+    return [json.loads(line) for line in (directory / "rows.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.real
+def test_two_processes_make_the_rows_of_one(tiny_coca_dir, books, tmp_path):
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(TWO_PROCESSES | {"main_process_port": 29547}))
+    (tmp_path / "eval.py").write_text("from coca_hf.cli import evaluate\nevaluate()\n")
+    launcher = ("-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "two.yaml"))
+    for name, prefix in (("one", ()), ("two", launcher)):
+        common = ("--out", tmp_path / name, "--rope", "default,dynamic:4", "--batch-size", 4)
+        out = run(
+            ("perplexity", tiny_coca_dir, "--data", books, "--lengths", "30,60", "--stride", 25, *common),
+            tmp_path,
+            *prefix,
+        )
+        assert out.count("perplexity by context length") == 1
+    one, two = rows_of(tmp_path / "one"), rows_of(tmp_path / "two")
+    assert len(one) == 4
+    assert lasting(one) == lasting(two)
+    assert {row["processes"] for row in two} == {2}
+    for row in one:
+        paths = [tmp_path / name / row["raw"]["windows"] for name in ("one", "two")]
+        assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+@pytest.mark.real
+def test_a_killed_run_goes_on_after_its_last_whole_row(tiny_coca_dir, books, tmp_path):
+    arguments = ["perplexity", tiny_coca_dir, "--data", books, "--stride", 5]
+    arguments += ["--lengths", ",".join(map(str, range(20, 28))), "--out"]
+    process = run([*arguments, tmp_path / "killed"], tmp_path, wait=False)
+    rows = tmp_path / "killed" / "rows.jsonl"
+    deadline = time.monotonic() + 120
+    while not (rows.exists() and rows.read_bytes().count(b"\n") >= 2):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    before = rows.read_bytes()
+    assert 2 <= before.count(b"\n") < 8
+    run([*arguments, tmp_path / "killed"], tmp_path)
+    run([*arguments, tmp_path / "whole"], tmp_path)
+    assert rows.read_bytes().startswith(before[: before.rindex(b"\n") + 1])
+    assert lasting(rows_of(tmp_path / "killed")) == lasting(rows_of(tmp_path / "whole"))

@@ -1,0 +1,65 @@
+import statistics
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from coca_hf.errors import CocaError
+from coca_hf.evaluate import speed
+from coca_hf.evaluate.rope import Rope
+from coca_hf.evaluate.rows import RowStore
+from coca_hf.evaluate.speed import MODES, parse_modes, speed_rows
+
+DEFAULT = [Rope("default")]
+
+
+def test_every_mode_has_a_row_for_the_model_and_its_baseline(coca, llama, tmp_path):
+    before = {name: value.clone() for name, value in coca.model.state_dict().items()}
+    store = RowStore(tmp_path)
+    rows = list(speed_rows(coca, [16, 48], DEFAULT, store, llama, repeats=3, warmup=1, batch_size=2))
+    assert [(row["mode"], row["length"], row["model"]) for row in rows] == [
+        (mode, length, model) for mode in MODES for length in (16, 48) for model in ("tiny-llama", "tiny-coca")
+    ]
+    for plain, row in zip(rows[::2], rows[1::2], strict=True):
+        assert (row["baseline"], plain["baseline"], plain["ratio"]) == ("tiny-llama", None, None)
+        assert row["ratio"] == pytest.approx(row["value"] / plain["value"])
+        assert row["value"] > 0
+        assert row["tokens"] == 2 * (1 if row["mode"] == "decode" else row["length"])
+        assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["value"])
+        runs = pq.read_table(tmp_path / row["raw"]["runs"]).to_pylist()
+        assert statistics.median(run["seconds"] for run in runs) == row["value"]
+        assert [run["repeat"] for run in runs] == [0, 1, 2]
+        weights = sum(parameter.nbytes for parameter in coca.model.parameters())
+        if row["memory_kind"] == "process":
+            assert row["peak_bytes"] >= weights * (3 if row["mode"] == "train" else 1)
+    assert list(speed_rows(coca, [16, 48], DEFAULT, store, llama, repeats=3, warmup=1, batch_size=2)) == rows
+    for name, value in coca.model.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+    assert not coca.model.training
+
+
+def test_decoding_holds_its_cache_and_a_coca_cache_is_three_quarters_of_a_plain_one(coca, llama):
+    plain, ours = (speed._step(each.model, "decode", 640, 1) for each in (llama, coca))
+    for step in (plain, ours):
+        step.run()
+    width = 2 * 8  # of 2 key/value heads, head_dim 8: keys and values of 3 layers, 641 tokens, 4 bytes
+    assert plain.held_bytes() == 641 * 3 * 2 * width * 4
+    angles = 641 * 8 * 4
+    assert ours.held_bytes() == 641 * 3 * (width + width // 2) * 4 + angles
+
+
+def test_memory_that_runs_out_is_a_row_and_the_other_model_goes_on(coca, llama, tmp_path):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    coca.model.forward = full
+    plain, ours = speed_rows(coca, [16], DEFAULT, RowStore(tmp_path), llama, ["prefill"], repeats=2, warmup=0)
+    assert (ours["value"], ours["ratio"], ours["raw"]) == (None, None, {})
+    assert ours["error"].startswith("OOM: CUDA out of memory")
+    assert plain["value"] > 0
+
+
+def test_modes_are_read_and_others_refused():
+    assert parse_modes("train, decode,train") == ["train", "decode"]
+    with pytest.raises(CocaError, match="--modes: got 'serve', expected some of prefill, decode, train"):
+        parse_modes("train,serve")
