@@ -29,9 +29,10 @@ def boundary(measured: Measured) -> Section | None:
             parts.append(_angle_figure(table, angles, number))
         parts.append(_scenarios(table))
         if angles:
-            parts += [_tau_figure(table, angles, number), _layers_figure(table, angles, number)]
+            parts.append(_tau_figure(table, angles, number))
         if decays:
             parts.append(_decay_figure(table, decays, number))
+        parts += _layer_figures(angles, number)
         parts += missing_values(table)
     return Section(TITLES["boundary"], parts) if tables else None
 
@@ -96,25 +97,29 @@ def _tau_figure(table: Table, angles: dict[str, list[dict]], number: int) -> Fig
     )
 
 
-def _layers_figure(table: Table, angles: dict[str, list[dict]], number: int) -> Figure:
-    panels = []
+def _layer_figures(angles: dict[str, list[dict]], number: int) -> list[Figure]:
+    """The share of scenario d by layer and head, a heat map for each model, all to one scale."""
+    heats = []
     for name, lines in angles.items():
         layers, heads = (sorted({line[key] for line in lines}) for key in ("layer", "head"))
-        counts: dict[tuple, list[int]] = {}
+        counts = {(layer, head): np.zeros(36, dtype=int) for layer in layers for head in heads}
         for line in lines:
-            upper, total = counts.get((line["layer"], line["head"]), [0, 0])
-            bins = line["angle_counts"]
-            place = line["layer"], line["head"]
-            counts[place] = [upper + sum(bins[len(bins) // 2 :]), total + sum(bins)]
-        shares = [[_quotient(*counts[layer, head]) for layer in layers] for head in heads]
-        panels.append(Heat(name, [*map(str, layers)], [*map(str, heads)], shares))
-    return Figure(
-        name=numbered("boundary-layers", number),
-        alt="Share of scenario d by layer and head; one heat map for each of " + ", ".join(angles) + ".",
-        caption="Share of pairs in scenario d, by layer (across) and head (down).",
-        draw=heat_figure(panels, "layer", "head"),
-        height=0.6 + len(panels) * (0.7 + 0.13 * max(len(panel.lines) for panel in panels)),
-    )
+            counts[line["layer"], line["head"]] += line["angle_counts"]
+        shares = [
+            [_quotient(counts[layer, head][18:].sum(), counts[layer, head].sum()) for layer in layers] for head in heads
+        ]
+        heats.append(Heat(name, [*map(str, layers)], [*map(str, heads)], shares))
+    top = max((share for heat in heats for line in heat.shares for share in line if share), default=1)
+    return [
+        Figure(
+            name=f"{numbered('boundary-layers', number)}-of-{panel}",
+            alt=f"Share of pairs in scenario d by layer and head of {heat.title}.",
+            caption=f"Share of pairs in scenario d in {heat.title}, by layer (across) and head (down).",
+            draw=heat_figure(heat, "layer", "head", top),
+            height=1.2 + 0.13 * len(heat.lines),
+        )
+        for panel, heat in enumerate(heats, 1)
+    ]
 
 
 def _decay_figure(table: Table, decays: dict[str, list[dict]], number: int) -> Figure:
@@ -147,4 +152,4 @@ def _summed(lines: list[dict], counts: str) -> list[float]:
 
 
 def _quotient(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
+    return float(part / whole) if whole else None

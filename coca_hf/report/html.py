@@ -12,8 +12,8 @@ SVG_WIDTH = 5.0  # inches: 360 units, the width of a telephone, where its text o
 DARK_COLORS = ("#5cb3ec", "#ff9a5c", "#3fcfa2", "#e69ac6", "#9fd3f5", "#e8b84a", "#cfcfcf")  # of COLORS, in their order
 
 
-def html(page: Section, made: str) -> str:
-    """The page as HTML; `made` says in its foot when and on what its numbers were measured."""
+def html(page: Section) -> str:
+    """The page as HTML."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -27,7 +27,7 @@ def html(page: Section, made: str) -> str:
     environment.filters["swatch"] = lambda key: Markup(key_svg(key))
     environment.filters["anchor"] = lambda title: "".join(sign if sign.isalnum() else "-" for sign in title.lower())
     template = environment.get_template("report.html.j2")
-    return template.render(page=page, made=made, colors=COLORS, dark_colors=DARK_COLORS)
+    return template.render(page=page, colors=COLORS, dark_colors=DARK_COLORS)
 
 
 def _rows(parts: list) -> list[list]:

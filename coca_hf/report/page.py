@@ -21,19 +21,24 @@ def write_report(runs: Sequence[Path], out_dir: Path, paper: Sequence[str] = ())
 
     Raises CocaError where a directory has no rows, a line is not one, a name is unknown, or `out_dir` cannot be made.
     """
-    if unknown := [name for name in paper if name not in PUBLISHED]:
-        raise CocaError(f"--paper: got {unknown[0]!r}, expected one of {', '.join(PUBLISHED)}")
-    measured = Measured(read_tables(runs), runs, paper)
+    page = read_page(runs, paper)
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CocaError(f"--out {out_dir}: got {error.strerror}, expected a directory or a free name") from None
-    page = Section("Evaluation", [section for make in SECTIONS if (section := make(measured))])
     for figure in page.figures():
         _replace(out_dir / f"{figure.name}.png", to_png(figure.draw(9, max(4.5, figure.height * 1.4), True)))
     _replace(out_dir / "report.md", (markdown(page) + "\n").encode())
-    _replace(out_dir / "report.html", html(page, _made(measured.tables)).encode())
+    _replace(out_dir / "report.html", html(page).encode())
     return out_dir / "report.html"
+
+
+def read_page(runs: Sequence[Path], paper: Sequence[str] = ()) -> Section:
+    """The page of the directories `runs`, with nothing drawn yet. Raises CocaError as `write_report` does."""
+    if unknown := [name for name in paper if name not in PUBLISHED]:
+        raise CocaError(f"--paper: got {unknown[0]!r}, expected one of {', '.join(PUBLISHED)}")
+    measured = Measured(read_tables(runs), runs, paper)
+    return Section("Evaluation", [section for make in SECTIONS if (section := make(measured))])
 
 
 def tables_markdown(runs: Sequence[Path]) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from coca_hf.report.against_length import Measured, against_length, keys_of, numbered, trained_lengths
+from coca_hf.report.against_length import NBSP, Measured, against_length, keys_of, numbered, trained_lengths
 from coca_hf.report.document import Figure, Grid, Section
 from coca_hf.report.plots import Curve, Heat, heat_figure, line_figure
 from coca_hf.report.rows import Table, read_raw
@@ -28,8 +28,7 @@ def _where_found(table: Table, number: int) -> Iterable:
         return
     bins = min(table.rows[0]["depths"] or DEPTHS, 10)
     depths = [f"{100 * depth // bins}-{100 * (depth + 1) // bins}%" for depth in range(bins)]
-    panels = []
-    for name, by_length in found.items():
+    for panel, (name, by_length) in enumerate(found.items(), 1):
         shares = [
             [
                 _share(case for case in by_length.get(length, []) if min(int(case["depth"] * bins), bins - 1) == depth)
@@ -37,16 +36,15 @@ def _where_found(table: Table, number: int) -> Iterable:
             ]
             for depth in range(bins)
         ]
-        panels.append(Heat(name, [str(length) for length in table.lengths], depths, shares))
-    yield Figure(
-        name=numbered("passkey-depth", number),
-        alt="Share found by context length and by depth of the passkey in the prompt; one heat map for each of "
-        f"{', '.join(found)}.",
-        caption=f"Where the passkey is found: context length across, depth in the prompt down (0% is its beginning). "
-        f"{table.settings}.",
-        draw=heat_figure(panels, "context length (tokens)", "depth"),
-        height=0.6 + len(panels) * (0.55 + 0.24 * bins),
-    )
+        heat = Heat(name, [str(length) for length in table.lengths], depths, shares)
+        yield Figure(
+            name=f"{numbered('passkey-depth', number)}-of-{panel}",
+            alt=f"Share of passkeys that {name} finds, by context length and depth in the prompt; a number a cell.",
+            caption=f"Where {name} finds the passkey: context length across, depth in the prompt down (0% is its "
+            f"beginning).",
+            draw=heat_figure(heat, "context length (tokens)", "depth"),
+            height=0.9 + 0.28 * bins,
+        )
     yield from _by_distance(table, found, number)
 
 
@@ -69,7 +67,7 @@ def _by_distance(table: Table, found: dict[str, dict[int, list[dict]]], number: 
         draw=line_figure(curves, "share found", "distance (tokens)", "share", trained_lengths=trained_lengths(table)),
         keys=[curve.key for curve in curves],
     )
-    yield Grid(["distance", *(f"≤ {edge}" for edge in edges)], lines, numbers_from=1)
+    yield Grid(["distance", *(f"≤{NBSP}{edge}" for edge in edges)], lines, numbers_from=1)
 
 
 def _octave(distance: int) -> int:

@@ -3,6 +3,7 @@
 import io
 import math
 import re
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -131,21 +132,19 @@ class Heat:
     shares: list[list[float | None]]
 
 
-def heat_figure(panels: list[Heat], x_label: str, y_label: str) -> Draw:
-    """A function that draws the panels below each other: numbers in the cells, or a scale where cells are too many."""
-    many = max(len(panel.lines) * len(panel.columns) for panel in panels) > 64
-    top = max((share for panel in panels for line in panel.shares for share in line if share), default=1) if many else 1
+def heat_figure(heat: Heat, x_label: str, y_label: str, top: float = 1) -> Draw:
+    """A function that draws shares from 0 to `top`: a number in every cell, or a scale where cells are many."""
+    numbers = len(heat.lines) * len(heat.columns) <= 100
 
     def draw(width: float, height: float, legend: bool) -> Figure:
         with matplotlib.rc_context(STYLE | {"axes.grid": False}):
             figure = _figure(width, height, legend)
-            all_axes = figure.subplots(len(panels), squeeze=False)[:, 0]
-            for axes, panel in zip(all_axes, panels, strict=True):
-                colors = _draw_heat(axes, panel, top, numbers=not many)
-                axes.set_ylabel(y_label)
-            all_axes[-1].set_xlabel(x_label)
-            if many:
-                figure.colorbar(colors, ax=list(all_axes), aspect=30).outline.set_visible(False)
+            axes = figure.subplots()
+            colors = _draw_heat(axes, heat, top, numbers)
+            axes.set_ylabel(y_label)
+            axes.set_xlabel(x_label)
+            if not numbers:
+                figure.colorbar(colors, ax=axes).outline.set_visible(False)
             return figure
 
     return draw
@@ -197,7 +196,7 @@ def key_svg(key: Key) -> str:
 def _draw_curve(axes: Axes, curve: Curve) -> Any:
     values = [math.nan if value is None else value for value in curve.values]
     look = curve.key.look
-    (line,) = axes.plot(curve.xs, values, label=curve.key.label, clip_on=False, zorder=3, **look)
+    (line,) = axes.plot(curve.xs, values, label=_plain(curve.key.label), clip_on=False, zorder=3, **look)
     missing = [x for x, value in zip(curve.xs, curve.values, strict=True) if value is None]
     cross = {"color": look["color"], "marker": "x", "linestyle": "none", "clip_on": False, "zorder": 4}
     axes.plot(missing, [1.0] * len(missing), transform=axes.get_xaxis_transform(), label="_", **cross)
@@ -208,17 +207,17 @@ def _draw_curve(axes: Axes, curve: Curve) -> Any:
     return line
 
 
-def _draw_heat(axes: Axes, panel: Heat, top: float, numbers: bool) -> Any:
-    values = [[math.nan if share is None else share for share in line] for line in panel.shares]
+def _draw_heat(axes: Axes, heat: Heat, top: float, numbers: bool) -> Any:
+    values = [[math.nan if share is None else share for share in line] for line in heat.shares]
     edges: Any = {"edgecolors": PAPER, "linewidth": 1} if numbers else {"rasterized": True}
     colors = axes.pcolormesh(values, cmap="cividis", vmin=0, vmax=top, **edges)
-    for y, line in enumerate(panel.shares if numbers else []):
+    for y, line in enumerate(heat.shares if numbers else []):
         for x, share in enumerate(line):
             if share is not None:
                 shade = "#000000" if share > top / 2 else "#fefefe"
                 axes.text(x + 0.5, y + 0.5, f"{share:.2f}", ha="center", va="center", fontsize=8.5, color=shade)
-    axes.set_title(panel.title, fontsize=10.5, loc="left")
-    for axis, names in ((axes.xaxis, panel.columns), (axes.yaxis, panel.lines)):
+    axes.set_title(_plain(heat.title), fontsize=10.5, loc="left")
+    for axis, names in ((axes.xaxis, heat.columns), (axes.yaxis, heat.lines)):
         step = -(-len(names) // 12)  # so that names do not touch
         axis.set_ticks([place + 0.5 for place in range(0, len(names), step)], names[::step])
     axes.tick_params(length=0)
@@ -262,8 +261,8 @@ def _mark_trained_lengths(axes: Axes, ticks: list[float], lengths: list[int], at
 def _log_values(axes: Axes) -> None:
     axes.set_yscale("log")
     axes.yaxis.set_minor_locator(NullLocator())
-    locator = LogLocator(base=10, subs=(1, 2, 5))
     low, high = axes.get_ylim()
+    locator = LogLocator(base=10, subs=(1, 2, 5) if high / low < 1e5 else (1,))
     few = sum(low <= tick <= high for tick in locator.tick_values(low, high)) < 3
     axes.yaxis.set_major_locator(MaxNLocator(5) if few else locator)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
@@ -280,6 +279,11 @@ def _short(length: float) -> str:
         if length >= least and length % unit == 0:
             return f"{length / unit:g}{name}"
     return f"{length:g}"
+
+
+def _plain(text: str) -> str:
+    """`text` in lines of a figure's width, a dollar no beginning of mathematics."""
+    return "\n".join(textwrap.wrap(text, 44)).replace("$", r"\$")
 
 
 def _attribute(text: str) -> str:

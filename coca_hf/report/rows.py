@@ -117,9 +117,7 @@ def _read(path: Path) -> list[dict]:
             row = DEFAULTS | {"variant": VARIANTS.get(row["task"])} | row
             missing = {*COMMON, *SETTINGS[row["task"]]} - row.keys()
         except (ValueError, TypeError, KeyError):
-            raise CocaError(
-                f"{path}, line {line_number}: got no row of {', '.join(SETTINGS)}; delete the line"
-            ) from None
+            raise CocaError(f"{path}, line {line_number}: got no row of coca-eval; delete the line") from None
         if missing:
             raise CocaError(f"{path}, line {line_number}: got a row without {', '.join(sorted(missing))}; delete it")
         row["raw"] = {name: path.parent / file for name, file in row["raw"].items()}

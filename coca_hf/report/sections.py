@@ -37,7 +37,7 @@ def models(measured: Measured) -> Section:
         seen = f"{row['tokens_seen']:,}" if row["tokens_seen"] is not None else ""
         length = trained_length(row)
         lines.append([name, form, dtype, f"{length:,}" if length else "", seen])
-    header = ["model", "attention", "dtype", "trained length", "tokens seen in CoCA training"]
+    header = ["model", "attention", "dtype", "trained length", "tokens seen"]
     return Section("Models", [Grid(header, lines, numbers_from=3), *_notice(measured.rows)])
 
 
