@@ -144,7 +144,7 @@ def test_the_length_of_the_last_training_stage_counts_before_that_of_the_config(
     page = markdown_of([run])
     assert "| coca | CoCA, slack | float32 | 256 |" in page
     assert "Trained at: 2048 (llama), 256 (coca)." in page
-    svg = (tmp_path / "page" / "report.html").read_text()
+    svg = write_report([run], tmp_path / "page").read_text()
     assert "trained at 256" in svg
     assert "trained at 2048" in svg
 
@@ -208,6 +208,7 @@ def test_a_value_that_is_none_is_explained_and_the_rest_is_shown(tmp_path):
     assert "- no value for llama at 1024: the model's loss is nan" in page
     only_none = write_rows(tmp_path / "b", row(**nan))
     assert "| llama | none |" in markdown_of([only_none])
+    write_report([only_none], tmp_path / "page")
     assert png_size(tmp_path / "page" / "perplexity.png") == (1800, 900)
 
 
