@@ -448,12 +448,16 @@ def inspect_command(
 @evaluate_app.command("report")
 def report_command(
     runs: Annotated[list[Path], typer.Argument(help="Directories with a rows.jsonl.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="Directory for report.md and its plots.")],
+    out: Annotated[Path, typer.Option(help="Directory for report.html, report.md and a PNG for each figure.")],
+    paper: Annotated[
+        str, typer.Option(help="Published curves to draw beside: 350m, llama-7b, pi-32k, with commas between them.")
+    ] = "",
 ) -> None:
-    """Turn the rows of several runs into one page: Markdown tables and PNG plots."""
+    """Turn the rows of several runs into one page: HTML that needs nothing else, Markdown, and PNG figures."""
     from coca_hf.report import write_report
 
-    Console().print(f"report: {write_report(runs, out)}", soft_wrap=True, highlight=False)
+    page = write_report(runs, out, [name.strip() for name in paper.split(",") if name.strip()])
+    Console().print(f"report: {page}", soft_wrap=True, highlight=False)
 
 
 @evaluate_app.command("card")

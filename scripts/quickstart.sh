@@ -40,8 +40,7 @@ coca-eval report "$out/eval" --out "$out/report"
 say "Done."
 cat << END
   checkpoint  $out/train/3-full   (AutoModelForCausalLM.from_pretrained after import coca_hf)
-  table       $out/report/report.md
-  plot        $out/report/perplexity.png
+  page        $out/report/report.html
 
 Next, your own checkpoint: coca-convert meta-llama/Llama-2-7b-hf checkpoints/llama-2-7b-coca
 END

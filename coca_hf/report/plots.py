@@ -1,6 +1,12 @@
-"""Value against context length, one panel per table: log axis, trained length marked."""
+"""Figures: lines against length, heat maps, histograms; as PNG for a paper and as SVG that takes a page's colours."""
 
 import io
+import math
+import re
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import matplotlib
@@ -8,78 +14,255 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from coca_hf.report.rows import Table
-
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#444444")  # Okabe and Ito: for all eyes
+# After Okabe and Ito, for all eyes; three of them darker, so that every one has a contrast of 3 on white.
+COLORS = ("#0072b2", "#d55e00", "#009068", "#b8578f", "#2e8bc0", "#a87000", "#444444")
 DASHES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D")
+PUBLISHED_MARKERS = ("v", "<", ">", "P", "X")
+INK, MUTED, FAINT, PAPER = "#1b1b1b", "#5f5f5f", "#d9d9d9", "#ffffff"
+CSS_NAMES = {INK: "ink", MUTED: "muted", FAINT: "faint", PAPER: "paper"} | {
+    color: f"c{number}" for number, color in enumerate(COLORS)
+}
 STYLE: Any = {
-    "font.size": 11,
+    "font.size": 10.5,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": MUTED,
+    "axes.facecolor": "none",
+    "xtick.color": INK,
+    "ytick.color": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
-    "grid.alpha": 0.25,
+    "axes.axisbelow": True,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.7,
+    "legend.frameon": False,
+    "svg.fonttype": "none",
 }
-AXES = {"perplexity": "perplexity (lower is better)", "passkey": "passkey accuracy (higher is better)"}
+
+Draw = Callable[[float, float, bool], Figure]  # width, height in inches, whether the legend is inside
 
 
-def plot_png(tables: list[Table]) -> bytes:
-    """A PNG of 150 dpi with a panel for each of `tables`, which are all of one task.
+@dataclass(frozen=True)
+class Key:
+    """How a line looks: the number of its model, of its RoPE setting, or of the published curve that it is."""
 
-    Colour tells models apart, dashes and markers their RoPE settings; the legend is in the order of the last values.
+    label: str
+    color: int = 0
+    style: int = 0
+    published: bool = False
+    marked: bool = True  # whether its points are worth a marker each
+
+    @property
+    def look(self) -> dict[str, Any]:
+        """Colour tells models apart, dashes and markers their RoPE settings; from the eighth model on, hollow ones."""
+        if self.published:
+            marker = PUBLISHED_MARKERS[self.style % len(PUBLISHED_MARKERS)]
+            return {"color": MUTED, "linestyle": (0, (2, 2)), "marker": marker, "linewidth": 1.2, "markersize": 4.5}
+        return {
+            "color": COLORS[self.color % len(COLORS)],
+            "linestyle": DASHES[self.style % len(DASHES)],
+            "marker": MARKERS[self.style % len(MARKERS)] if self.marked else "",
+            "linewidth": 2,
+            "markersize": 5.5,
+        } | ({"markerfacecolor": PAPER} if self.color >= len(COLORS) else {})
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values over `xs`; None where there is none. `band`: the low and the high end of the spread at each x."""
+
+    key: Key
+    xs: list[float]
+    values: list[float | None]
+    band: list[tuple[float, float] | None] | None = None
+
+
+def line_figure(
+    curves: list[Curve],
+    y_label: str,
+    x_label: str = "context length (tokens)",
+    y_scale: str = "log",
+    trained_lengths: list[int] | None = None,
+    ticks: list[float] | None = None,
+    x_scale: str = "log",
+) -> Draw:
+    """A function that draws `curves` at a size in inches, with or without a legend inside.
+
+    y_scale: log, linear, zero (linear from 0) or share (0 to 1). ticks: of the x axis, by default every x there is. A
+    value that is None is a cross at the upper edge.
     """
+    xs = ticks or sorted({x for curve in curves for x in curve.xs})
+    xs = xs[(len(xs) - 1) % 2 :: 2] if len(xs) > 9 else xs  # so that they do not touch
+
+    def draw(width: float, height: float, legend: bool) -> Figure:
+        with matplotlib.rc_context(STYLE):
+            figure = _figure(width, height, legend)
+            axes = figure.subplots()
+            lines = [_draw_curve(axes, curve) for curve in curves]
+            axes.set_ylabel(y_label)
+            axes.set_xlabel(x_label)
+            if x_scale == "log":
+                axes.set_xscale("log", base=2)
+            axes.set_xticks(xs, [_short(x) for x in xs])
+            axes.xaxis.set_minor_locator(NullLocator())
+            _mark_trained_lengths(axes, xs, trained_lengths or [], at_top=y_scale != "share")
+            if y_scale == "share":
+                axes.set_ylim(-0.03, 1.05)  # room for whole markers at 0 and 1
+            elif y_scale == "zero":
+                axes.set_ylim(bottom=0)
+            elif y_scale == "log" and any(value for curve in curves for value in curve.values):  # it needs a number
+                _log_values(axes)
+            if legend and len(lines) > 1:
+                lines.sort(key=lambda line: -_last(line.get_ydata()))
+                axes.legend(handles=lines, loc="center left", bbox_to_anchor=(1.01, 0.5))
+            return figure
+
+    return draw
+
+
+@dataclass(frozen=True)
+class Heat:
+    """Shares by line and column; None where there is none."""
+
+    title: str
+    columns: list[str]
+    lines: list[str]
+    shares: list[list[float | None]]
+
+
+def heat_figure(heat: Heat, x_label: str, y_label: str, top: float = 1) -> Draw:
+    """A function that draws shares from 0 to `top`: a number in every cell, or a scale where cells are many."""
+    numbers = len(heat.lines) * len(heat.columns) <= 100
+
+    def draw(width: float, height: float, legend: bool) -> Figure:
+        with matplotlib.rc_context(STYLE | {"axes.grid": False}):
+            figure = _figure(width, height, legend)
+            axes = figure.subplots()
+            colors = _draw_heat(axes, heat, top, numbers)
+            axes.set_ylabel(y_label)
+            axes.set_xlabel(x_label)
+            if not numbers:
+                figure.colorbar(colors, ax=axes).outline.set_visible(False)
+            return figure
+
+    return draw
+
+
+def to_png(figure: Figure) -> bytes:
+    """For a paper or a README: 200 dpi."""
+    png = io.BytesIO()
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9, 4.5 * len(tables)), dpi=150, layout="constrained", facecolor="white")
-        for axes, table in zip(figure.subplots(len(tables), squeeze=False)[:, 0], tables, strict=True):
-            _draw(axes, table)
-        png = io.BytesIO()
-        figure.savefig(png, format="png")
+        figure.savefig(png, format="png", dpi=200)
     return png.getvalue()
 
 
-def _draw(axes: Axes, table: Table) -> None:
-    models = list(dict.fromkeys((row["model"], row["model_path"]) for row in table.rows))
-    ropes = list(dict.fromkeys(["default", *(row["rope"] for row in table.rows)]))  # default is solid on every plot
-    lines = []
-    for name, rows in table.series.items():
-        color = COLORS[models.index((rows[0]["model"], rows[0]["model_path"])) % len(COLORS)]
-        rope = ropes.index(rows[0]["rope"])
-        values = [float("nan") if row["value"] is None else row["value"] for row in rows]
-        style: Any = {"color": color, "linestyle": DASHES[rope % 4], "marker": MARKERS[rope % 4], "linewidth": 2}
-        lines += axes.plot([row["length"] for row in rows], values, label=name, clip_on=False, zorder=3, **style)
+def to_svg(figure: Figure, name: str, alt: str) -> str:
+    """For a page: text stays text, and every colour of this file becomes the page's own variable of that name.
 
-    axes.set_title(table.settings, fontsize=10, color="#555555", loc="left", pad=20)
-    axes.set_ylabel(AXES[table.task])
-    axes.set_xlabel("context length (tokens)")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(table.lengths, [str(length) for length in table.lengths])
-    axes.xaxis.set_minor_locator(NullLocator())
-    _mark_trained_lengths(axes, table)
-    if table.task == "passkey":
-        axes.set_ylim(-0.02, 1.04)  # room for whole markers at 0 and 1
-    elif any(row["value"] for row in table.rows):  # a log axis needs a number
-        _log_values(axes)
-    lines.sort(key=lambda line: -_last(line.get_ydata()))
-    axes.legend(handles=lines, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    name: unique on the page; it keeps the ids inside the drawing apart.
+    """
+    file = io.StringIO()
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    svg = file.getvalue()[file.getvalue().index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)  # of groups; what is referred to has a hash for an id
+    for color, css_name in CSS_NAMES.items():
+        svg = svg.replace(color, f"var(--{css_name})")
+    svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font: \1px var(--font)", svg)
+    _, width, height = re.search(r'<svg[^>]*viewBox="(0 0) ([\d.]+) ([\d.]+)"', svg).groups()  # type: ignore[union-attr]
+    opening = (
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{_attribute(alt)}" '
+        f'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
+    )
+    return opening + svg[svg.index(">") + 1 :]
 
 
-def _mark_trained_lengths(axes: Axes, table: Table) -> None:
+@cache
+def key_svg(key: Key) -> str:
+    """The line of a legend, 34 by 14 pixels."""
+    look = key.look
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(34 / 72, 14 / 72), facecolor="none")
+        axes = figure.add_axes((0, 0, 1, 1))
+        axes.axis("off")
+        axes.plot([0, 1, 2], [0, 0, 0], markevery=[1], **look)
+        axes.set_xlim(0, 2)
+        return to_svg(figure, f"key-{key}", "").replace('role="img" aria-label=""', 'aria-hidden="true"')
+
+
+def _draw_curve(axes: Axes, curve: Curve) -> Any:
+    values = [math.nan if value is None else value for value in curve.values]
+    look = curve.key.look
+    (line,) = axes.plot(curve.xs, values, label=_plain(curve.key.label), clip_on=False, zorder=3, **look)
+    missing = [x for x, value in zip(curve.xs, curve.values, strict=True) if value is None]
+    cross = {"color": look["color"], "marker": "x", "linestyle": "none", "clip_on": False, "zorder": 4}
+    axes.plot(missing, [1.0] * len(missing), transform=axes.get_xaxis_transform(), label="_", **cross)
+    spread = [(x, *ends) for x, ends in zip(curve.xs, curve.band or [], strict=False) if ends]
+    if spread:
+        xs, low, high = zip(*spread, strict=True)
+        axes.fill_between(xs, low, high, color=look["color"], alpha=0.15, linewidth=0, zorder=1)
+    return line
+
+
+def _draw_heat(axes: Axes, heat: Heat, top: float, numbers: bool) -> Any:
+    values = [[math.nan if share is None else share for share in line] for line in heat.shares]
+    edges: Any = {"edgecolors": PAPER, "linewidth": 1} if numbers else {"rasterized": True}
+    colors = axes.pcolormesh(values, cmap="cividis", vmin=0, vmax=top, **edges)
+    for y, line in enumerate(heat.shares if numbers else []):
+        for x, share in enumerate(line):
+            if share is not None:
+                shade = "#000000" if share > top / 2 else "#fefefe"
+                axes.text(x + 0.5, y + 0.5, f"{share:.2f}", ha="center", va="center", fontsize=8.5, color=shade)
+    axes.set_title(_plain(heat.title), fontsize=10.5, loc="left")
+    for axis, names in ((axes.xaxis, heat.columns), (axes.yaxis, heat.lines)):
+        step = -(-len(names) // 12)  # so that names do not touch
+        axis.set_ticks([place + 0.5 for place in range(0, len(names), step)], names[::step])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.invert_yaxis()
+    return colors
+
+
+def _figure(width: float, height: float, opaque: bool) -> Figure:
+    return Figure(figsize=(width, height), layout="constrained", facecolor=PAPER if opaque else "none")
+
+
+def _mark_trained_lengths(axes: Axes, ticks: list[float], lengths: list[int], at_top: bool) -> None:
     """A dashed line at each trained length on the plot or within an octave of it; an arrow's word for longer ones."""
-    first, last = table.lengths[0], table.lengths[-1]
-    for length in sorted({row["trained_length"] for row in table.rows if row["trained_length"]}):
-        text: Any = {"transform": axes.get_xaxis_transform(), "fontsize": 9, "color": "#666666"}
+    first, last = ticks[0], ticks[-1]
+    for length in lengths:
         if first / 2 <= length <= last * 2:
-            axes.axvline(length, color="#888888", linestyle=(0, (5, 4)), linewidth=1.2, zorder=1)
-            axes.text(length, 1.02, f"trained length {length}", ha="center", **text)
-        elif length > last:
-            axes.text(last, 1.02, f"trained length {length} \N{RIGHTWARDS ARROW}", ha="right", **text)
+            axes.axvline(length, color=MUTED, linestyle=(0, (5, 4)), linewidth=1.1, zorder=1)
+            side = 1 if length <= first else -1  # of the line; at the left edge it stands inside
+            text: Any = {
+                "rotation": 90,
+                "va": "top" if at_top else "bottom",
+                "fontsize": 8.5,
+                "color": MUTED,
+                "zorder": 1,
+            }
+            axes.annotate(
+                f"trained at {_short(length)}",
+                (length, 0.98 if at_top else 0.04),
+                xytext=(3 * side, 0),
+                xycoords=axes.get_xaxis_transform(),
+                textcoords="offset points",
+                ha="left" if side == 1 else "right",
+                **text,
+            )
+    if beyond := [length for length in lengths if length > last * 2]:
+        text = f"trained at {', '.join(map(_short, beyond))} \N{RIGHTWARDS ARROW}"
+        axes.set_title(text, loc="right", fontsize=8.5, color=MUTED)
 
 
 def _log_values(axes: Axes) -> None:
     axes.set_yscale("log")
     axes.yaxis.set_minor_locator(NullLocator())
-    locator = LogLocator(base=10, subs=(1, 2, 5))
     low, high = axes.get_ylim()
+    locator = LogLocator(base=10, subs=(1, 2, 5) if high / low < 1e5 else (1,))
     few = sum(low <= tick <= high for tick in locator.tick_values(low, high)) < 3
     axes.yaxis.set_major_locator(MaxNLocator(5) if few else locator)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
@@ -88,3 +271,20 @@ def _log_values(axes: Axes) -> None:
 def _last(values) -> float:
     """The last value that is a number, else 0."""
     return next((float(value) for value in reversed(values) if value == value), 0.0)
+
+
+def _short(length: float) -> str:
+    """8192 as 8k, 1048576 as 1M: long axes need short names."""
+    for unit, name, least in ((2**20, "M", 2**20), (1024, "k", 8192)):
+        if length >= least and length % unit == 0:
+            return f"{length / unit:g}{name}"
+    return f"{length:g}"
+
+
+def _plain(text: str) -> str:
+    """`text` in lines of a figure's width, a dollar no beginning of mathematics."""
+    return "\n".join(textwrap.wrap(text, 44)).replace("$", r"\$")
+
+
+def _attribute(text: str) -> str:
+    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")

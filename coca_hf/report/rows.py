@@ -9,14 +9,22 @@ from pathlib import Path
 from coca_hf.errors import CocaError
 
 # What the rows of one table have in common: only then are their values comparable.
+_TEXTS = ("data", "column", "split", "document_names", "max_tokens")
 SETTINGS = {
-    "perplexity": ("data", "column", "split", "document_names", "max_tokens", "asked_stride"),
-    "passkey": ("cases", "new_tokens", "seed"),
+    "perplexity": (*_TEXTS, "asked_stride", "variant"),
+    "position-loss": (*_TEXTS, "bucket"),
+    "passkey": ("cases", "new_tokens", "seed", "variant", "depths"),
+    "boundary": (*_TEXTS, "pairs_per_document", "seed"),
+    "tasks": ("benchmark", "metric", "filter", "shots", "limit"),
+    "speed": ("mode", "batch_size", "device"),
 }
 COMMON = (
-    *("model", "task", "rope", "length", "stride", "value", "error", "tokens", "date", "seconds"),
+    *("model", "task", "rope", "length", "value", "error", "date", "seconds"),
     *("model_path", "trained_length", "coca_constraint", "tokens_seen", "dtype", "device", "versions", "command"),
 )
+# What rows of coca_hf 0.1.0.dev did not say yet.
+DEFAULTS: dict = {"raw": {}, "trained_seq_len": None, "depths": None}
+VARIANTS = {"perplexity": "sliding", "passkey": "paper"}
 
 
 @dataclass
@@ -28,7 +36,7 @@ class Table:
 
     @property
     def lengths(self) -> list[int]:
-        return sorted({row["length"] for row in self.rows})
+        return sorted({row["length"] for row in self.rows if row["length"] is not None})
 
     @property
     def series(self) -> dict[str, list[dict]]:
@@ -41,7 +49,7 @@ class Table:
             lines.setdefault((_label(row), row["model_path"], row["dtype"]), []).append(row)
         shared = Counter(name for name, _, _ in lines)
         return {
-            name if shared[name] == 1 else f"{name} ({path}, {dtype})": sorted(rows, key=lambda row: row["length"])
+            name if shared[name] == 1 else f"{name} ({path}, {dtype})": sorted(rows, key=_length)
             for (name, path, dtype), rows in lines.items()
         }
 
@@ -50,10 +58,26 @@ class Table:
         """What the rows share, in words."""
         row = self.rows[0]
         if self.task == "passkey":
-            return f"{row['cases']} cases per length, {row['new_tokens']} new tokens, seed {row['seed']}"
+            depths = f"{row['depths']} depths" if row["depths"] else "uniform depth"
+            cases = f"{row['cases']} cases per length, {depths}, {row['new_tokens']} new tokens, seed {row['seed']}"
+            return cases if row["variant"] == "paper" else f"{cases}, {row['variant']}'s prompt and scoring"
+        if self.task == "speed":
+            return f"{row['mode']}, batch size {row['batch_size']}, {row['device']}"
+        if self.task == "tasks":
+            cut = f", first {row['limit']} cases" if row["limit"] else ""
+            return f"{row['benchmark']}, {row['metric']} ({row['filter']}), {row['shots']} shots{cut}"
         count = len(row["document_names"])
         cut = f" cut to {row['max_tokens']} tokens" if row["max_tokens"] else ""
-        return f"{row['data']}, {count} document{'s' * (count > 1)}{cut}, stride {row['asked_stride']}"
+        text = f"{row['data']}, {count} document{'s' * (count > 1)}{cut}"
+        if self.task == "position-loss":
+            return f"{text}, buckets of {row['bucket']} tokens"
+        if self.task == "boundary":
+            return f"{text}, {row['pairs_per_document']} pairs of positions a document, seed {row['seed']}"
+        return f"{text}, stride {row['asked_stride']}" + (f", {row['variant']}" * (row["variant"] != "sliding"))
+
+
+def _length(row: dict) -> int:
+    return row["length"] or 0  # benchmarks of lm-eval have none
 
 
 def _label(row: dict) -> str:
@@ -63,7 +87,8 @@ def _label(row: dict) -> str:
 def read_tables(runs: Sequence[Path]) -> list[Table]:
     """The tables of the directories `runs`, perplexity first. Of rows that measure the same, the latest counts.
 
-    Raises CocaError where a directory has no rows, or a line is not one.
+    A row's `raw` becomes paths, of which those may be absent that somebody left behind. Raises CocaError where a
+    directory has no rows, or a line is not one.
     """
     rows: dict[tuple, dict] = {}
     for run in runs:
@@ -83,22 +108,33 @@ def _settings_of(row: dict) -> str:
 
 def _read(path: Path) -> list[dict]:
     if not path.is_file():
-        raise CocaError(
-            f"{path.parent}: got no rows.jsonl there, expected the --out of coca-eval perplexity or passkey"
-        )
+        raise CocaError(f"{path.parent}: got no rows.jsonl there, expected the --out of coca-eval")
     *lines, _cut_short = path.read_text(encoding="utf-8").split("\n")
     rows = []
     for line_number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
+            row = DEFAULTS | {"variant": VARIANTS.get(row["task"])} | row
             missing = {*COMMON, *SETTINGS[row["task"]]} - row.keys()
         except (ValueError, TypeError, KeyError):
-            raise CocaError(
-                f"{path}, line {line_number}: got no row of {' or '.join(SETTINGS)}; delete the line"
-            ) from None
+            raise CocaError(f"{path}, line {line_number}: got no row of coca-eval; delete the line") from None
         if missing:
             raise CocaError(f"{path}, line {line_number}: got a row without {', '.join(sorted(missing))}; delete it")
+        row["raw"] = {name: path.parent / file for name, file in row["raw"].items()}
         rows.append(row)
     if not rows:
-        raise CocaError(f"{path}: got no rows, expected at least one; run coca-eval perplexity or passkey first")
+        raise CocaError(f"{path}: got no rows, expected at least one; run coca-eval first")
     return rows
+
+
+def trained_length(row: dict) -> int | None:
+    """The tokens of a sequence in the model's last training: a stage of coca-train, else what its config says."""
+    return row["trained_seq_len"] or row["trained_length"]
+
+
+def read_raw(row: dict, name: str) -> list[dict] | None:
+    """The raw results of a row, a dict for each line of its parquet file; None where the file is not there."""
+    from pyarrow.parquet import read_table
+
+    path = row["raw"].get(name)
+    return read_table(path).to_pylist() if path and path.is_file() else None

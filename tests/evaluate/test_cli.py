@@ -35,7 +35,7 @@ def test_perplexity_passkey_and_report_follow_each_other(tiny_llama_dir, tiny_co
         assert rows_in(out)[4]["command"].startswith("coca-eval passkey ")
     code, stdout, _ = coca_eval("report", tmp_path / "tiny-llama", tmp_path / "tiny-coca", "--out", tmp_path / "page")
     assert code == 0
-    assert stdout.strip() == f"report: {tmp_path / 'page' / 'report.md'}"
+    assert stdout.strip() == f"report: {tmp_path / 'page' / 'report.html'}"
     assert "tiny-coca + dynamic:4" in (tmp_path / "page" / "report.md").read_text()
 
 

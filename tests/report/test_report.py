@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import struct
 
@@ -6,42 +7,15 @@ import pytest
 
 from coca_hf.errors import CocaError
 from coca_hf.report import write_report
-from coca_hf.report.plots import plot_png
+from coca_hf.report.against_length import curves_of
+from coca_hf.report.document import markdown
+from coca_hf.report.page import read_page, tables_markdown
 from coca_hf.report.rows import read_tables
+from tests.report.made import full_run, row, with_raw, write_rows
 
 
-def row(model="llama", rope="default", length=512, value=7.25, task="perplexity", **changes):
-    shared = {
-        "model": model,
-        "model_path": f"/models/{model}",
-        "rope": rope,
-        "length": length,
-        "value": value,
-        "task": task,
-        "error": None,
-        "trained_length": 2048,
-        "coca_constraint": "slack" if "coca" in model else None,
-        "tokens_seen": 123_904 if "coca" in model else None,
-        "dtype": "float32",
-        "device": "cpu (x86_64, 2 threads)",
-        "versions": {"torch": "2.13.0", "python": "3.11.7"},
-        "command": f"coca-eval {task} {model}",
-        "date": "2026-01-02T03:04:05+00:00",
-        "seconds": 61.5,
-    }
-    if task == "perplexity":
-        of_task = {"stride": 256, "asked_stride": 256, "tokens": 98_301, "data": "books", "column": "text"}
-        of_task |= {"split": "test", "document_names": ["emma.txt", "persuasion.txt"], "max_tokens": None}
-    else:
-        of_task = {"stride": None, "tokens": 51_100, "cases": 100, "new_tokens": 64, "seed": 0}
-    return shared | of_task | changes
-
-
-def write_rows(directory, *rows):
-    directory.mkdir(exist_ok=True)
-    with (directory / "rows.jsonl").open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    return directory
+def markdown_of(runs, paper=()):
+    return markdown(read_page(runs, paper))
 
 
 def png_size(path):
@@ -61,20 +35,18 @@ def test_the_page_holds_every_value_by_model_rope_and_length(tmp_path):
         row("coca", "dynamic:4", 1024, 8.25),
         row("coca", "dynamic:4", 4096, 0.81, task="passkey"),
     )
-    page = write_report([original, coca], tmp_path / "page").read_text()
+    page = markdown_of([original, coca])
     assert (
-        "| model | tokens seen in CoCA training | 512 | 1024 | 4096 |\n"
-        "| --- | ---: | ---: | ---: | ---: |\n"
-        "| llama |  | 7.26 | 7.00 | 9.67e+04 |\n"
-        "| coca | 123,904 | 8.50 |  |  |\n"
-        "| coca + dynamic:4 | 123,904 |  | 8.25 |  |\n"
+        "| model | 512 | 1024 | 4096 |\n"
+        "| --- | ---: | ---: | ---: |\n"
+        "| llama | 7.26 | 7.00 | 9.67e+04 |\n"
+        "| coca | 8.50 |  |  |\n"
+        "| coca + dynamic:4 |  | 8.25 |  |\n"
     ) in page
-    assert (
-        "| model | tokens seen in CoCA training | 4096 |\n| --- | ---: | ---: |\n| coca + dynamic:4 | 123,904 | 0.81 |"
-        in page
-    )
-    assert "![Perplexity against context length](perplexity.png)" in page
-    assert "![Passkey retrieval against context length](passkey.png)" in page
+    assert "| model | 4096 |\n| --- | ---: |\n| coca + dynamic:4 | 0.81 |" in page
+    assert "| llama | llama | float32 | 2,048 |  |\n| coca | CoCA, slack | float32 | 2,048 | 123,904 |" in page
+    assert "](perplexity.png)" in page
+    assert "](passkey.png)" in page
 
 
 def test_the_page_says_how_each_number_was_made(tmp_path):
@@ -82,19 +54,19 @@ def test_the_page_says_how_each_number_was_made(tmp_path):
     run = write_rows(
         tmp_path / "a", row(length=128, stride=128), row(**gpu), row(length=320, value=1.0, task="passkey")
     )
-    page = write_report([run], tmp_path / "page").read_text()
+    page = markdown_of([run])
     making = page[page.index("## How each number was made") :]
     for said in (
-        "| llama | 128 | 128 | 98,301 | float32 | 61.5 | 2026-01-02T03:04:05+00:00 | [1] |",
-        "| llama | 512 | 256 | 98,301 | float32 | 61.5 | 2026-01-02T03:04:05+00:00 | [2] |",
-        "| llama | 320 |  | 51,100 | float32 | 61.5 | 2026-01-02T03:04:05+00:00 | [1] |",
+        "| llama | 128 | 128 | 98,301 | 0 | float32 | 61.5 | 2026-01-02T03:04:05+00:00 | [1] |",
+        "| llama | 512 | 256 | 98,301 | 0 | float32 | 61.5 | 2026-01-02T03:04:05+00:00 | [2] |",
+        "| llama | 320 |  | 51,100 | 0 | float32 | 61.5 | 2026-01-02T03:04:05+00:00 | [1] |",
         "- [1] cpu (x86\\_64, 2 threads); torch 2.13.0, python 3.11.7",
         "- [2] NVIDIA H200; torch 2.13.0, python 3.11.7",
-        "### Perplexity: books, 2 documents, stride 256",
-        "### Passkey retrieval: 100 cases per length, 64 new tokens, seed 0",
+        "<summary>Perplexity: books, 2 documents, stride 256</summary>",
+        "<summary>Passkey retrieval: 100 cases per length, uniform depth, 64 new tokens, seed 0</summary>",
         "- emma.txt\n- persuasion.txt",
         "coca-eval perplexity llama --stride 999\n",
-        "- llama: `/models/llama`",
+        "- llama: /models/llama",
     ):
         assert said in making
 
@@ -104,51 +76,140 @@ def test_the_page_says_how_each_number_was_made(tmp_path):
 )
 def test_a_model_hardly_trained_is_said_to_show_the_machinery_only(tmp_path, tokens_seen, said):
     run = write_rows(tmp_path / "a", row("coca", tokens_seen=tokens_seen))
-    page = write_report([run], tmp_path / "page").read_text()
+    page = markdown_of([run])
     assert ("minutes of training show the machinery, not the paper's result" in page) == said
     assert (f"coca: {tokens_seen or 0:,}. The paper" in page) == said
 
 
 def test_only_what_there_are_rows_for_is_written(tmp_path):
     run = write_rows(tmp_path / "a", row(value=0.5, task="passkey"))
-    page = write_report([run], tmp_path / "page")
-    assert sorted(os.listdir(tmp_path / "page")) == ["passkey.png", "report.md"]
-    assert "erplexity" not in page.read_text()
-    assert "CoCA" not in page.read_text()
+    page = (write_report([run], tmp_path / "page").parent / "report.md").read_text()
+    assert sorted(os.listdir(tmp_path / "page")) == ["passkey.png", "report.html", "report.md"]
+    for absent in ("erplexity", "CoCA", "boundaries", "Speed"):
+        assert absent not in page
 
 
-def test_plots_are_images_of_the_size_asked_for(tmp_path):
-    run = write_rows(
-        tmp_path / "a",
-        *(row(length=length, value=7.0 + length / 512) for length in (512, 1024, 8192)),
-        row(value=0.5, task="passkey"),
-        row(value=0.5, task="passkey", cases=7),
+def test_every_figure_is_a_png_for_a_paper_and_stands_in_the_markdown(tmp_path):
+    run = full_run(tmp_path / "a", models=("llama", "coca"), lengths=(512, 1024))
+    page = (write_report([run], tmp_path / "page").parent / "report.md").read_text()
+    pngs = sorted(path.name for path in (tmp_path / "page").glob("*.png"))
+    assert pngs == sorted(
+        ["perplexity.png", "position-loss.png", "passkey.png", "passkey-distance.png", "speed.png", "speed-2.png"]
+        + [f"passkey-depth-of-{number}.png" for number in (1, 2, 3, 4)]
+        + ["boundary-angle.png", "boundary-tau.png", "boundary-decay.png"]
+        + ["boundary-layers-of-1.png", "boundary-layers-of-2.png"]
     )
-    write_report([run], tmp_path / "page")
-    assert png_size(tmp_path / "page" / "perplexity.png") == (9 * 150, 4.5 * 150)
-    assert png_size(tmp_path / "page" / "passkey.png") == (9 * 150, 2 * 4.5 * 150)
+    for name in pngs:
+        assert page.count(f"]({name})") == 1
+        assert png_size(tmp_path / "page" / name)[0] == 9 * 200
 
 
-def test_a_plot_changes_with_its_values_and_its_trained_length(tmp_path):
-    def png(**changes):
-        number = len(list(tmp_path.iterdir()))
-        rows = (row(value=value, length=length, **changes) for value, length in ((7, 512), (9, 1024), (8, 4096)))
-        return plot_png(read_tables([write_rows(tmp_path / f"{number}", *rows)]))
+def test_numbers_drawn_from_raw_files_are_those_of_the_files(tmp_path):
+    """Shares by distance and the scenarios, against counting by hand."""
+    cases = [(4, True), (5, False), (8, True), (300, False), (512, True), (513, False)]
+    lines = [{"depth": 0.5, "distance": distance, "correct": correct} for distance, correct in cases]
+    (tmp_path / "a").mkdir()
+    found = with_raw(tmp_path / "a", "cases", row(length=1024, value=0.5, task="passkey"), lines)
+    run = write_rows(tmp_path / "a", found, row(length=512, value=0.25, task="boundary"))
+    page = markdown_of([run]).replace("\N{NO-BREAK SPACE}", " ")
+    assert (
+        "| distance | ≤ 4 | ≤ 8 | ≤ 512 | ≤ 1024 |\n| --- | ---: | ---: | ---: | ---: |\n"
+        "| llama | 1.00 | 0.50 | 0.50 | 0.00 |" in page
+    )
+    assert "| llama | 512 | 0.000 | 0.750 | 0.000 | 0.250 | 0.250 | 0.125 | 0.750 |" in page
 
-    images = [png(), png(), png(trained_length=1024), png(trained_length=None), png(rope="linear:2")]
-    assert images[0] == images[1]
-    assert len(set(images)) == 4
+
+def test_the_spread_is_of_perplexities_of_documents(tmp_path):
+    """Eleven documents of several windows, whose losses per token are 1.0, 1.1, ... 2.0: deciles 1.1 and 1.9."""
+    windows = [
+        {"document": document, "tokens": tokens, "nll": tokens * (1 + document / 10)}
+        for document in range(11)
+        for tokens in (30, 70)
+    ]
+    (tmp_path / "a").mkdir()
+    (table,) = read_tables([write_rows(tmp_path / "a", with_raw(tmp_path / "a", "windows", row(), windows))])
+    (curve,) = curves_of(table)
+    assert curve.band == [pytest.approx((math.exp(1.1), math.exp(1.9)))]
+
+
+def test_one_document_has_no_spread(tmp_path):
+    (tmp_path / "a").mkdir()
+    made = with_raw(tmp_path / "a", "windows", row(), [{"document": 0, "tokens": 3, "nll": 2.0}])
+    (curve,) = curves_of(read_tables([write_rows(tmp_path / "a", made)])[0])
+    assert curve.band == [None]
+
+
+def test_the_length_of_the_last_training_stage_counts_before_that_of_the_config(tmp_path):
+    run = write_rows(tmp_path / "a", row(), row("coca", trained_seq_len=256))
+    page = markdown_of([run])
+    assert "| coca | CoCA, slack | float32 | 256 |" in page
+    assert "Trained at: 2048 (llama), 256 (coca)." in page
+    svg = write_report([run], tmp_path / "page").read_text()
+    assert "trained at 256" in svg
+    assert "trained at 2048" in svg
+
+
+def test_trained_lengths_far_beyond_the_plot_are_named_at_its_edge(tmp_path):
+    run = write_rows(tmp_path / "a", row(trained_length=131072))
+    svg = write_report([run], tmp_path / "page").read_text()
+    assert "trained at 128k \N{RIGHTWARDS ARROW}" in svg
+
+
+def test_published_curves_are_drawn_when_asked_for_only(tmp_path):
+    run = write_rows(tmp_path / "a", row(), row(length=1024, value=0.5, task="passkey"))
+    page = markdown_of([run], ["llama-7b"])
+    assert "| paper: LLaMA-7B + dynamic NTK & CoCA | 9.91 | 8.49 | 8.27 | 8.61 | 9.56 | 11.10 | 13.98 |" in page
+    assert "| paper: LLaMA-7B + CoCA | 1.00 | 1.00 | 1.00 | 0.71 | 0.28 | 0.11 | 0.10 |" in page
+    assert "arXiv 2309.08646" in page
+    assert "shapes can be compared, values cannot" in page
+    assert "paper: " not in markdown_of([run])
+    with pytest.raises(CocaError, match="--paper: got 'llama', expected one of 350m, llama-7b, pi-32k"):
+        write_report([run], tmp_path / "page", ["llama"])
+
+
+def test_raw_files_that_were_left_behind_are_named(tmp_path):
+    (tmp_path / "a").mkdir()
+    made = with_raw(tmp_path / "a", "windows", row(), [{"document": 0, "tokens": 3, "nll": 2.0}])
+    write_rows(tmp_path / "b", made)
+    page = markdown_of([tmp_path / "b"])
+    assert "1 files of raw results are not beside their rows" in page
+
+
+def test_out_of_memory_is_told_apart_and_a_ratio_and_an_error_stand_by_their_values(tmp_path):
+    slow = row("coca", length=512, value=0.5, task="speed") | {"ratio": 1.25, "baseline": "llama"}
+    oom = row("coca", length=1024, value=None, task="speed", error="OOM: at batch size 1") | {"peak_bytes": None}
+    run = write_rows(tmp_path / "a", slow, oom, row(length=None, value=0.4321, task="tasks"))
+    page = markdown_of([run]).replace("\N{NO-BREAK SPACE}", " ")
+    assert "| coca | 0.5 s (1.25 x) | OOM |" in page
+    assert "- no value for coca at 1024: OOM: at batch size 1" in page
+    assert "| arc\\_easy | reasoning | acc (none) | 0 shots | 0.432 ± 0.012 |" in page
+
+
+def test_rows_of_before_the_raw_files_are_still_read(tmp_path):
+    old = {key: value for key, value in row().items() if key not in ("raw", "trained_seq_len", "variant")}
+    new = row(value=8.0, date="2027-01-01T00:00:00+00:00")
+    (table,) = read_tables([write_rows(tmp_path / "a", old, new)])
+    assert [found["value"] for found in table.rows] == [8.0]
+
+
+def test_tables_for_a_model_card_are_those_of_the_page(tmp_path):
+    run = write_rows(tmp_path / "a", row(value=7.5), row(value=0.5, task="passkey"))
+    markdown = tables_markdown([run])
+    assert markdown.startswith("Perplexity: books, 2 documents, stride 256. Sliding window")
+    assert "| model | 512 |\n| --- | ---: |\n| llama | 7.50 |" in markdown
+    assert markdown.endswith("2026-01-02 on cpu (x86\\_64, 2 threads); torch 2.13.0, python 3.11.7.")
 
 
 def test_a_value_that_is_none_is_explained_and_the_rest_is_shown(tmp_path):
     nan = {"value": None, "error": "the model's loss is nan"}
     run = write_rows(tmp_path / "a", row(length=512, value=9.5), row(length=1024, **nan))
-    page = write_report([run], tmp_path / "page").read_text()
+    page = markdown_of([run])
     assert "| llama | 9.50 | none |" in page
-    assert "- llama at 1024: the model's loss is nan" in page
+    assert "- no value for llama at 1024: the model's loss is nan" in page
     only_none = write_rows(tmp_path / "b", row(**nan))
-    assert "| llama | none |" in write_report([only_none], tmp_path / "page").read_text()
-    assert png_size(tmp_path / "page" / "perplexity.png") == (1350, 675)
+    assert "| llama | none |" in markdown_of([only_none])
+    write_report([only_none], tmp_path / "page")
+    assert png_size(tmp_path / "page" / "perplexity.png") == (1800, 900)
 
 
 def test_the_latest_of_two_rows_of_one_measurement_counts_whatever_the_order(tmp_path):
@@ -176,9 +237,9 @@ def test_models_of_one_name_are_told_apart_by_path_and_dtype(tmp_path):
 
 def test_what_markdown_would_read_as_its_own_is_escaped(tmp_path):
     run = write_rows(tmp_path / "a", row("a|b*c", value=8.0, data="<books>_*"))
-    page = write_report([run], tmp_path / "page").read_text()
+    page = markdown_of([run])
     assert "| a\\|b\\*c | 8.00 |" in page
-    assert "\\<books>\\_\\*, 2 documents, stride 256:" in page
+    assert "\\<books>\\_\\*, 2 documents, stride 256" in page
 
 
 def test_a_last_line_cut_short_is_left_out_and_left_as_it_is(tmp_path):
@@ -194,17 +255,23 @@ def test_a_page_replaces_its_predecessor_and_leaves_nothing_else_behind(tmp_path
     run = write_rows(tmp_path / "a", row(value=8.0))
     write_report([run], tmp_path / "page")
     write_rows(run, row(value=9.0, date="2027-01-01T00:00:00+00:00"))
-    assert "| llama | 9.00 |" in write_report([run], tmp_path / "page").read_text()
-    assert sorted(os.listdir(tmp_path / "page")) == ["perplexity.png", "report.md"]
+    assert "| llama | 9.00 |" in markdown_of([run])
+    assert sorted(os.listdir(tmp_path / "page")) == ["perplexity.png", "report.html", "report.md"]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "a: got no rows.jsonl there, expected the --out of coca-eval perplexity or passkey"),
-        ("", "rows.jsonl: got no rows, expected at least one; run coca-eval perplexity or passkey first"),
-        ("oops\n", "rows.jsonl, line 1: got no row of perplexity or passkey; delete the line"),
-        ('{"task": "other"}\n', "rows.jsonl, line 1: got no row of perplexity or passkey; delete the line"),
+        (None, "a: got no rows.jsonl there, expected the --out of coca-eval"),
+        ("", "rows.jsonl: got no rows, expected at least one; run coca-eval first"),
+        (
+            "oops\n",
+            "rows.jsonl, line 1: got no row of coca-eval; delete the line",
+        ),
+        (
+            '{"task": "other"}\n',
+            "rows.jsonl, line 1: got no row of coca-eval; delete the line",
+        ),
         (
             json.dumps({**row(), "dtype": 0, "command": ""}).replace('"seconds"', '"s"') + "\n",
             "got a row without seconds",

@@ -1,0 +1,80 @@
+"""Passkey retrieval: against length, where in the prompt, and how far from its end (the paper's figures 4 and 5)."""
+
+from collections.abc import Iterable
+
+from coca_hf.report.against_length import NBSP, Measured, against_length, keys_of, numbered, trained_lengths
+from coca_hf.report.document import Figure, Grid, Section
+from coca_hf.report.plots import Curve, Heat, heat_figure, line_figure
+from coca_hf.report.rows import Table, read_raw
+
+DEPTHS = 5  # lines of a heat map: fifths of the prompt
+
+
+def passkey(measured: Measured) -> Section | None:
+    section = against_length("passkey", measured)
+    for number, table in enumerate(measured.of_task("passkey"), 1):
+        section.parts.extend(_where_found(table, number))  # type: ignore[union-attr]
+    return section
+
+
+def _where_found(table: Table, number: int) -> Iterable:
+    """Heat map of length and depth, and the share found against the distance from the passkey to the end."""
+    found = {
+        name: by_length
+        for name, rows in table.series.items()
+        if (by_length := {row["length"]: cases for row in rows if (cases := read_raw(row, "cases"))})
+    }
+    if not found:
+        return
+    bins = min(table.rows[0]["depths"] or DEPTHS, 10)
+    depths = [f"{100 * depth // bins}-{100 * (depth + 1) // bins}%" for depth in range(bins)]
+    for panel, (name, by_length) in enumerate(found.items(), 1):
+        shares = [
+            [
+                _share(case for case in by_length.get(length, []) if min(int(case["depth"] * bins), bins - 1) == depth)
+                for length in table.lengths
+            ]
+            for depth in range(bins)
+        ]
+        heat = Heat(name, [str(length) for length in table.lengths], depths, shares)
+        yield Figure(
+            name=f"{numbered('passkey-depth', number)}-of-{panel}",
+            alt=f"Share of passkeys that {name} finds, by context length and depth in the prompt; a number a cell.",
+            caption=f"Where {name} finds the passkey: context length across, depth in the prompt down (0% is its "
+            f"beginning).",
+            draw=heat_figure(heat, "context length (tokens)", "depth"),
+            height=0.9 + 0.28 * bins,
+        )
+    yield from _by_distance(table, found, number)
+
+
+def _by_distance(table: Table, found: dict[str, dict[int, list[dict]]], number: int) -> Iterable:
+    everything = [case for by_length in found.values() for some in by_length.values() for case in some]
+    edges = sorted({_octave(case["distance"]) for case in everything})
+    keys, curves, lines = keys_of(table), [], []
+    for name, by_length in found.items():
+        cases = [case for some in by_length.values() for case in some]
+        within = {edge: [case for case in cases if _octave(case["distance"]) == edge] for edge in edges}
+        shares = [_share(within[edge]) for edge in edges]
+        known = [(edge, share) for edge, share in zip(edges, shares, strict=True) if share is not None]
+        curves.append(Curve(keys[name], *map(list, zip(*known, strict=True))))
+        lines.append([name, *("" if share is None else f"{share:.2f}" for share in shares)])
+    yield Figure(
+        name=numbered("passkey-distance", number),
+        alt="Share found against the distance from the passkey to the end of the prompt: the table beside it.",
+        caption="Share found against the distance from the passkey to the end of the prompt, in tokens, over all "
+        "context lengths: each point is the octave up to its distance.",
+        draw=line_figure(curves, "share found", "distance (tokens)", "share", trained_lengths=trained_lengths(table)),
+        keys=[curve.key for curve in curves],
+    )
+    yield Grid(["distance", *(f"≤{NBSP}{edge}" for edge in edges)], lines, numbers_from=1)
+
+
+def _octave(distance: int) -> int:
+    """The least power of two that is not below `distance`."""
+    return 1 << max(distance - 1, 0).bit_length()
+
+
+def _share(cases: Iterable[dict]) -> float | None:
+    correct = [case["correct"] for case in cases]
+    return sum(correct) / len(correct) if correct else None

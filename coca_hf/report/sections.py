@@ -1,0 +1,221 @@
+"""The sections of a page. `SECTIONS` is the page, in order; what there are no rows for is left out."""
+
+from collections.abc import Callable
+
+from coca_hf.report.against_length import (
+    AXES,
+    EXPLANATIONS,
+    TITLES,
+    Measured,
+    against_length,
+    curves_of,
+    finite,
+    in_words,
+    keys_of,
+    missing_values,
+    numbered,
+    show,
+    trained_lengths,
+    values,
+    xs_of,
+)
+from coca_hf.report.boundary import boundary
+from coca_hf.report.document import Bullets, Code, Figure, Fold, Grid, Section, Text
+from coca_hf.report.passkey import passkey
+from coca_hf.report.plots import Curve, line_figure
+from coca_hf.report.rows import Table, read_raw, trained_length
+
+LITTLE_TRAINING = 1_000_000_000  # tokens; the paper trained on 7.5 billion a stage
+
+
+def models(measured: Measured) -> Section:
+    """Which models, and how much training stands behind their numbers."""
+    found = {(row["model"], row["model_path"], row["dtype"]): row for row in measured.rows}
+    lines = []
+    for (name, _, dtype), row in found.items():
+        form = f"CoCA, {row['coca_constraint']}" if row["coca_constraint"] else row.get("model_type") or ""
+        seen = f"{row['tokens_seen']:,}" if row["tokens_seen"] is not None else ""
+        length = trained_length(row)
+        lines.append([name, form, dtype, f"{length:,}" if length else "", seen])
+    header = ["model", "attention", "dtype", "trained length", "tokens seen"]
+    return Section("Models", [Grid(header, lines, numbers_from=3), *_notice(measured.rows)])
+
+
+def perplexity(measured: Measured) -> Section | None:
+    return against_length("perplexity", measured)
+
+
+def position_loss(measured: Measured) -> Section | None:
+    """Loss against the index of a token, of the longest length of every model and RoPE setting."""
+    parts: list = [Text(EXPLANATIONS["position-loss"])]
+    tables = measured.of_task("position-loss")
+    for number, table in enumerate(tables, 1):
+        keys, curves = keys_of(table, marked=False), []
+        for name, rows in table.series.items():
+            if buckets := read_raw(rows[-1], "buckets"):
+                firsts = sorted({bucket["first"] for bucket in buckets})
+                sums = {first: [0.0, 0] for first in firsts}
+                for bucket in buckets:
+                    sums[bucket["first"]][0] += bucket["nll"]
+                    sums[bucket["first"]][1] += bucket["tokens"]
+                ends = [first + table.rows[0]["bucket"] for first in firsts]
+                curves.append(Curve(keys[name], ends, [finite(sums[first][0] / sums[first][1]) for first in firsts]))
+        if curves:
+            last = max(x for curve in curves for x in curve.xs)
+            parts.append(
+                Figure(
+                    name=numbered("position-loss", number),
+                    alt="Loss in nats per token against the index of the token in its window: the table beside it says "
+                    "how the windows do as a whole.",
+                    caption=f"Loss against the token's index, in the longest windows: {table.settings}.",
+                    draw=line_figure(
+                        curves,
+                        AXES["position-loss"],
+                        "token index",
+                        y_scale="linear",
+                        trained_lengths=trained_lengths(table),
+                        ticks=[2**power for power in range(4, 31) if min(xs_of(curves)) <= 2**power <= last],
+                    ),
+                    keys=[curve.key for curve in curves],
+                )
+            )
+        parts += [values(table), *missing_values(table)]
+    return Section(TITLES["position-loss"], parts) if tables else None
+
+
+def tasks(measured: Measured) -> Section | None:
+    """Benchmark and metric against model."""
+    tables = measured.of_task("tasks")
+    names = list(dict.fromkeys(name for table in tables for name in table.series))
+    lines = []
+    for table in tables:
+        row = table.rows[0]
+        for length in table.lengths or (None,):
+            cells = {
+                name: show(found) for name, rows in table.series.items() for found in rows if found["length"] == length
+            }
+            at = f" at {length}" if length else ""
+            shots = f"{row['shots']} shots" + (f", first {row['limit']} cases" if row["limit"] else "")
+            what = [f"{row['benchmark']}{at}", row["dimension"] or "", f"{row['metric']} ({row['filter']})", shots]
+            lines.append([*what, *(cells.get(name, "") for name in names)])
+    grid = Grid(["benchmark", "dimension", "metric", "shots", *names], lines, numbers_from=4)
+    missing = [part for table in tables for part in missing_values(table)]
+    return Section(TITLES["tasks"], [Text(EXPLANATIONS["tasks"]), grid, *missing]) if tables else None
+
+
+def speed(measured: Measured) -> Section | None:
+    parts: list = [Text(EXPLANATIONS["speed"])]
+    tables = measured.of_task("speed")
+    for number, table in enumerate(tables, 1):
+        mode = table.rows[0]["mode"]
+        parts.append(
+            Figure(
+                name=numbered("speed", number),
+                alt=f"Median seconds of {mode} against length. {in_words(table)}",
+                caption=f"Median seconds of {table.settings}, against length.",
+                draw=line_figure(curves_of(table), "seconds", "length (tokens)"),
+                keys=list(keys_of(table).values()),
+            )
+        )
+        parts += [values(table), _memory(table), *missing_values(table)]
+    return Section(TITLES["speed"], parts) if tables else None
+
+
+def makings(measured: Measured) -> Section:
+    """How each number was made: the settings of every row, its machine, and the commands."""
+    parts: list = []
+    for table in measured.tables:
+        parts.append(Fold(f"{TITLES[table.task]}: {table.settings}", [*_making(table), *_documents(table)]))
+    if absent := [path for row in measured.rows for path in row["raw"].values() if not path.is_file()]:
+        parts.append(
+            Text(
+                f"{len(absent)} files of raw results are not beside their rows: what is drawn from them is "
+                f"left out (the first: {absent[0]}).",
+                notice=True,
+            )
+        )
+    commands = dict.fromkeys(row["command"] for row in measured.rows)
+    paths = dict.fromkeys(f"{row['model']}: {row['model_path']}" for row in measured.rows)
+    parts.append(Fold("Commands and paths", [Code("\n".join(commands)), Bullets(list(paths))]))
+    return Section("How each number was made", parts)
+
+
+SECTIONS: list[Callable[[Measured], Section | None]] = [
+    models,
+    perplexity,
+    position_loss,
+    passkey,
+    boundary,
+    tasks,
+    speed,
+    makings,
+]
+
+
+def _notice(rows: list[dict]) -> list[Text]:
+    """The one sentence that must stand before the numbers of a model that has hardly been trained."""
+    seen = {
+        row["model"]: row["tokens_seen"]
+        for row in rows
+        if row["tokens_seen"] is not None and row["tokens_seen"] < LITTLE_TRAINING
+    }
+    if not seen:
+        return []
+    names = ", ".join(f"{model}: {tokens:,}" for model, tokens in seen.items())
+    return [
+        Text(
+            f"Little training. Tokens seen: {names}. The paper trained on 7.5 billion tokens in each of three stages; "
+            f"minutes of training show the machinery, not the paper's result.",
+            notice=True,
+        )
+    ]
+
+
+def _memory(table: Table) -> Fold:
+    """Peak memory and tokens per second, model against length."""
+    header = ["model", "length", "tokens per second", "peak memory", "memory of"]
+    lines = [
+        [
+            name,
+            str(row["length"]),
+            "" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:,.0f}",
+            "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f} GiB",
+            row["memory_kind"] or "",
+        ]
+        for name, rows in table.series.items()
+        for row in rows
+    ]
+    return Fold("Memory and throughput", [Grid(header, lines, numbers_from=1)])
+
+
+def _making(table: Table) -> list:
+    """A line for each number, and the machines and versions that made them."""
+    header = ["model", "length", "stride", "tokens", "seed", "dtype", "seconds", "date", "made with"]
+    machines: dict[str, int] = {}
+    lines = []
+    for name, rows in table.series.items():
+        for row in rows:
+            machine = machines.setdefault(surroundings(row), len(machines) + 1)
+            length, stride, seed = (
+                "" if row.get(key) is None else str(row[key]) for key in ("length", "stride", "seed")
+            )
+            tokens = "" if row.get("tokens") is None else f"{row['tokens']:,}"
+            cells = [name, length, stride, tokens, seed, row["dtype"]]
+            lines.append([*cells, f"{row['seconds']:.1f}", row["date"], f"[{machine}]"])
+    return [
+        Grid(header, lines, numbers_from=1),
+        Bullets([f"[{number}] {machine}" for machine, number in machines.items()]),
+    ]
+
+
+def surroundings(row: dict) -> str:
+    """The machine and the versions of a row."""
+    return f"{row['device']}; {', '.join(f'{package} {number}' for package, number in row['versions'].items())}"
+
+
+def _documents(table: Table) -> list:
+    row = table.rows[0]
+    if "document_names" not in row:
+        return []
+    skipped = [f"{name} (too short, left out)" for name in row.get("skipped_documents", [])]
+    return [Fold(f"Documents of {row['data']}", [Bullets([*row["document_names"], *skipped])])]

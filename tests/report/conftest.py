@@ -1,0 +1,57 @@
+"""A page as a person gets it, in a real headless Chromium."""
+
+import os
+import shutil
+
+import pytest
+
+from coca_hf.report import write_report
+from tests.report.made import full_run
+
+FLAGS = [
+    *("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-quic"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+]
+
+
+@pytest.fixture(scope="session")
+def report_html(tmp_path_factory):
+    """The page of rows of every task, with published curves."""
+    directory = tmp_path_factory.mktemp("report")
+    return write_report([full_run(directory / "run")], directory / "page", ["llama-7b"])
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    """The browser; in CI, where `.ci/run` installs it, its absence is a failure."""
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if not path:
+        assert not os.environ.get("CI"), "CI has to have a Chromium: see .ci/run"
+        pytest.skip("needs Chromium: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(chromium):
+    """Open a file at a width in a colour scheme; what the page says on its console and asks for is kept with it."""
+    contexts = []
+
+    def open_(path, width=1280, scheme="light"):
+        context = chromium.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme)
+        contexts.append(context)
+        page = context.new_page()
+        page.said, page.requests = [], []
+        page.on("console", lambda message: page.said.append(message.text))
+        page.on("pageerror", lambda error: page.said.append(str(error)))
+        page.on("request", lambda request: page.requests.append(request.url))
+        page.goto(path.as_uri())
+        return page
+
+    yield open_
+    for context in contexts:
+        context.close()

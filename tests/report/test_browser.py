@@ -1,0 +1,154 @@
+"""The HTML page in a real browser, at the width of a desk and of a telephone, in light and dark."""
+
+import re
+
+import pytest
+
+from coca_hf.report import write_report
+from tests.report.made import row, write_rows
+
+WIDTHS = [1280, 390]
+SCHEMES = ["light", "dark"]
+
+# Contrast as WCAG 2 defines it, of every text against the nearest opaque colour behind it, and of every drawn line.
+CONTRASTS = """
+() => {
+  const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+  const rgb = color => {
+    canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data];
+  };
+  const light = color => rgb(color).slice(0, 3).map(v => v / 255)
+    .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const contrast = (a, b) => (Math.max(light(a), light(b)) + 0.05) / (Math.min(light(a), light(b)) + 0.05);
+  const behind = element => {
+    for (let at = element; at; at = at.parentElement) {
+      const color = getComputedStyle(at).backgroundColor;
+      if (rgb(color)[3] === 255) return color;
+    }
+    return 'white';
+  };
+  const found = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || element.closest('style')) continue;
+    const inSvg = element.closest('svg');
+    const style = getComputedStyle(element);
+    if (inSvg && ['rgb(0, 0, 0)', 'rgb(254, 254, 254)'].includes(style.fill)) continue;  // on the cell of a heat map
+    found.push(['text', walker.currentNode.data.trim(), contrast(inSvg ? style.fill : style.color, behind(element))]);
+  }
+  for (const path of document.querySelectorAll('.legend svg path')) {
+    const style = getComputedStyle(path);
+    if (style.stroke !== 'none') found.push(['line', style.stroke, contrast(style.stroke, behind(path))]);
+  }
+  return found;
+}
+"""
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_page_opens_without_errors_and_asks_nobody_for_anything(open_page, report_html, width, scheme):
+    page = open_page(report_html, width, scheme)
+    assert page.said == []
+    assert page.requests == [report_html.as_uri()]
+    assert page.title() == "Evaluation – coca_hf"  # noqa: RUF001
+    overflow = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+    assert overflow <= 0
+
+
+def test_every_figure_is_drawn_inside_its_frame(open_page, report_html):
+    page = open_page(report_html)
+    names = [path.stem for path in report_html.parent.glob("*.png")]
+    figures = {
+        figure.get_attribute("id").removeprefix("figure-"): figure for figure in page.query_selector_all("figure")
+    }
+    assert sorted(figures) == sorted(names)
+    for name, figure in figures.items():
+        svg = figure.query_selector(":scope > svg")
+        box = svg.bounding_box()
+        assert box["width"] > 300, name
+        assert box["height"] > 100, name
+        drawn = svg.evaluate("svg => [...svg.querySelectorAll('path, use')].filter(e => e.getBBox().width).length")
+        assert drawn > 10, name
+        # every marker and clip that is referred to is there, and inside this very drawing
+        lost = "svg => [...svg.querySelectorAll('use')].filter(e => !svg.querySelector(e.href.baseVal)).length"
+        assert svg.evaluate(lost) == 0, name
+        outside = svg.evaluate(
+            "svg => { const f = svg.getBoundingClientRect(); return [...svg.querySelectorAll('text')].filter(e => {"
+            "const b = e.getBoundingClientRect(); return b.left < f.left - 4 || b.right > f.right + 4 })"
+            ".map(e => e.textContent) }"
+        )
+        assert outside == [], name
+
+
+def test_a_figure_has_words_for_whoever_cannot_see_it_and_ids_are_not_shared(open_page, report_html):
+    page = open_page(report_html)
+    labels = page.evaluate("[...document.querySelectorAll('figure > svg')].map(e => e.getAttribute('aria-label'))")
+    assert len(labels) > 10
+    assert all(len(label) > 30 for label in labels)
+    assert any("LLaMA-7B: 8.00 at 512, none at 8192." in label for label in labels)
+    shared = page.evaluate(
+        "(() => { const ids = [...document.querySelectorAll('[id]')].filter(e => !e.closest('.legend')).map(e => e.id);"
+        "return ids.filter((id, place) => ids.indexOf(id) !== place) })()"
+    )
+    assert shared == []
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_text_and_lines_stand_out_from_what_is_behind_them(open_page, report_html, scheme):
+    found = open_page(report_html, scheme=scheme).evaluate(CONTRASTS)
+    assert sum(kind == "line" for kind, _, _ in found) > 10
+    assert sum(kind == "text" for kind, _, _ in found) > 300
+    weak = [entry for entry in found if entry[2] < (3 if entry[0] == "line" else 4.5)]
+    assert weak == []
+
+
+def test_dark_mode_is_dark_and_the_figures_follow(open_page, report_html):
+    light, dark = (open_page(report_html, scheme=scheme) for scheme in SCHEMES)
+    colors = "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector('text')).fill]"
+    assert light.evaluate(colors) == ["rgb(255, 255, 255)", "rgb(27, 27, 27)"]
+    assert dark.evaluate(colors) == ["rgb(22, 22, 22)", "rgb(236, 236, 236)"]
+
+
+def test_text_of_figures_is_readable_on_a_telephone(open_page, report_html):
+    page = open_page(report_html, 390)
+    smallest = page.evaluate(
+        "Math.min(...[...document.querySelectorAll('figure > svg')].map(svg => svg.getBoundingClientRect().width"
+        " / svg.viewBox.baseVal.width * Math.min(...[...svg.querySelectorAll('text')].map(e =>"
+        " parseFloat(getComputedStyle(e).fontSize)))))"
+    )
+    assert smallest > 8  # CSS pixels, the marks of trained lengths; the axes have 10.5
+
+
+EDGES = {
+    "one model, one length, one number": [row()],
+    "no number at all": [row(value=None, error="OOM: at batch size 1"), row(length=1024, value=None, error="OOM: too")],
+    "twelve models": [row(f"model {n}", length=length, value=7.0 + n) for n in range(12) for length in (512, 1024)],
+    "names as hostile as names can be": [row("</svg><script>alert(1)</script>&\"'", value=8.0), row("$x_1$ \\frac{")],
+    "a name without end": [row("a" * 300, value=8.0), row("b" * 300, value=9.0)],
+    "values near and far": [row(value=1.0), row(length=1024, value=1e300), row(length=4096, value=1.0001)],
+}
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_rows_at_the_edge_make_a_page_that_holds(open_page, tmp_path, edge):
+    html = write_report([write_rows(tmp_path / "run", *EDGES[edge])], tmp_path / "page")
+    page = open_page(html, 390)
+    assert page.said == []
+    assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+    (figure,) = page.query_selector_all("figure")
+    assert figure.query_selector("svg").bounding_box()["height"] > 100
+    names = dict.fromkeys(row["model"] for row in EDGES[edge])
+    assert len(page.query_selector_all(".legend li")) == (len(names) if len(names) > 1 else 0)
+    assert [page.inner_text(f"#perplexity tbody tr:nth-child({n}) th") for n in range(1, len(names) + 1)] == [*names]
+
+
+def test_nothing_in_the_file_could_be_fetched(report_html):
+    text = report_html.read_text()
+    assert set(re.findall(r"https?://[\w./]+", text)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert "<script" not in text
+    assert "@import" not in text
+    assert "url(" not in re.sub(r"url\(#\w+\)", "", text)

@@ -1,0 +1,61 @@
+"""The paper's tables as files: every model has a recipe that takes the settings of every scale."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from coca_hf.train.recipe import load_recipe
+
+PAPER = Path(__file__).parents[2] / "scripts" / "paper"
+tables = sorted(path.stem for path in PAPER.glob("*.yaml") if path.stem not in ("models", "scales"))
+models, scales = (yaml.safe_load((PAPER / f"{name}.yaml").read_text()) for name in ("models", "scales"))
+
+
+def commands(name, scale, tmp_path):
+    finished = subprocess.run(
+        [sys.executable, PAPER / "make.py", name, "--scale", scale, "--out", tmp_path, "--dry-run"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [shlex.split(line.removeprefix("$ ")) for line in finished.stdout.splitlines()]
+
+
+def test_there_is_a_file_for_every_table_and_every_measured_figure():
+    assert tables == [*(f"figure-{number}" for number in (1, 4, 5, 7)), *(f"table-{number}" for number in range(1, 7))]
+
+
+@pytest.mark.parametrize("scale", scales)
+@pytest.mark.parametrize("name", tables)
+def test_a_table_is_made_of_the_three_commands_and_ends_in_its_page(name, scale, tmp_path):
+    run = [words for words in commands(name, scale, tmp_path) if words[0] != "bash"]
+    assert {words[0] for words in run} <= {"coca-convert", "coca-train", "coca-eval", "accelerate"}
+    assert all(words[0] != "accelerate" or "coca_hf.train" in words for words in run)
+    assert run[-1][:2] == ["coca-eval", "report"]
+    trained = [words[words.index("--out") + 1] for words in run if "--resume" in words]
+    assert len(trained) == len(set(trained))  # each model once
+    measured = [words for words in run[:-1] if words[0] == "coca-eval"]
+    assert len(measured) == sum(
+        len(step["models"]) for step in yaml.safe_load((PAPER / f"{name}.yaml").read_text())["measure"]
+    )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("scale", scales)
+@pytest.mark.parametrize("model", [name for name, plan in models.items() if "recipe" in plan])
+def test_a_recipe_takes_the_settings_of_a_scale(model, scale):
+    plan = models[model]
+    settings = [
+        f"{key}={yaml.safe_dump(value, default_flow_style=True, width=10**6).splitlines()[0]}"
+        for key, value in scales[scale]["train"][plan["kind"]].items()
+    ]
+    recipe = load_recipe(PAPER.parents[1] / plan["recipe"], settings)
+    changed = scales[scale]["train"][plan["kind"]]
+    assert recipe.data.seq_len == changed.get("data.seq_len", recipe.data.seq_len)
+    assert [source.path for source in recipe.data.sources] == [
+        source["path"] for source in changed.get("data.sources", recipe.to_dict()["data"]["sources"])
+    ]

@@ -1,0 +1,56 @@
+"""Rows and raw files as `coca-eval` writes them, of tiny models, become a page."""
+
+import sys
+
+import pytest
+
+from coca_hf import cli
+from coca_hf.report.document import markdown
+from coca_hf.report.page import read_page
+
+TASKS = {
+    "perplexity": ("--lengths", "32,64", "--stride", 32, "--rope", "default,dynamic:4", "--data", "BOOKS"),
+    "position-loss": ("--lengths", 96, "--bucket", 16, "--data", "BOOKS"),
+    "passkey": ("--lengths", 256, "--cases", 4, "--new-tokens", 2),
+    "boundary": ("--lengths", 96, "--pairs", 50, "--data", "BOOKS"),
+    "speed": ("--lengths", 16, "--modes", "prefill", "--repeats", 1, "--warmup", 0),
+}
+
+
+@pytest.fixture(scope="module")
+def real_page(tiny_llama_dir, tiny_coca_dir, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("real")
+    (directory / "books").mkdir()
+    for name in ("austen", "bronte", "conrad"):
+        (directory / "books" / f"{name}.txt").write_text(f"{name} wrote of sea voyages, one ball and no trains. " * 5)
+    places = {"BOOKS": directory / "books"}
+    with pytest.MonkeyPatch.context() as patch:
+        for model in (tiny_llama_dir, tiny_coca_dir):
+            for task, options in TASKS.items():
+                words = ["coca-eval", task, model, *(places.get(word, word) for word in options)]
+                patch.setattr(sys, "argv", [str(word) for word in [*words, "--out", directory / "rows"]])
+                with pytest.raises(SystemExit) as exit_info:
+                    cli.evaluate()
+                assert not exit_info.value.code
+    return read_page([directory / "rows"])
+
+
+def test_every_task_has_its_section_and_every_figure_can_be_drawn(real_page):
+    assert [section.title for section in real_page.parts] == [
+        *("Models", "Perplexity", "Loss by position", "Passkey retrieval", "Rotary boundaries", "Speed and memory"),
+        "How each number was made",
+    ]
+    names = [figure.name for figure in real_page.figures()]
+    assert names == [
+        *("perplexity", "position-loss", "passkey", "passkey-depth-of-1", "passkey-depth-of-2", "passkey-distance"),
+        *("boundary-angle", "boundary-tau", "boundary-decay", "boundary-layers-of-1", "boundary-layers-of-2", "speed"),
+    ]
+    for figure in real_page.figures():
+        drawn = figure.draw(5.0, figure.height, True)
+        assert any(axes.has_data() for axes in drawn.axes), figure.name
+
+
+def test_the_angle_of_coca_is_zero_on_the_page(real_page):
+    page = markdown(real_page)
+    assert "| tiny-coca | 96 | 0.000 | 1.000 | 0.000 | 0.000 | 0.000 | 0.000 | 0.000 |" in page
+    assert "of raw results are not beside their rows" not in page
