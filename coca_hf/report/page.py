@@ -6,6 +6,7 @@ from pathlib import Path
 
 from coca_hf.errors import CocaError
 from coca_hf.report.plots import plot_png
+from coca_hf.report.recovery import read_recovery, recovery_markdown, recovery_png
 from coca_hf.report.rows import Table, read_tables
 
 TITLES = {"perplexity": "Perplexity", "passkey": "Passkey retrieval"}
@@ -20,11 +21,14 @@ LITTLE_TRAINING = 1_000_000_000  # tokens; the paper trained on 7.5 billion a st
 def write_report(runs: Sequence[Path], out_dir: Path) -> Path:
     """Write `report.md`, and a PNG for each task there are rows for, from the `rows.jsonl` of all directories `runs`.
 
+    A directory that coca-train wrote gives its recovery curve instead.
+
     Returns the path of `report.md`. Every file replaces its predecessor whole, the page last.
 
     Raises CocaError where a directory has no rows, a line is not one, or `out_dir` cannot be made.
     """
-    tables = read_tables(runs)
+    recoveries = {run: recovery for run in runs if (recovery := read_recovery(run))}
+    tables = read_tables([run for run in runs if run not in recoveries])
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -32,7 +36,12 @@ def write_report(runs: Sequence[Path], out_dir: Path) -> Path:
     for task in TITLES:
         if of_task := [table for table in tables if table.task == task]:
             _replace(out_dir / f"{task}.png", plot_png(of_task))
-    _replace(out_dir / "report.md", _page(tables).encode())
+    page = _page(tables)
+    if recoveries:
+        _replace(out_dir / "recovery.png", recovery_png([*recoveries.values()]))
+        curve = "## Recovery\n\n![Loss against tokens seen](recovery.png)\n\n"
+        page += f"\n{curve}{recovery_markdown([*recoveries.values()])}\n"
+    _replace(out_dir / "report.md", page.encode())
     return out_dir / "report.md"
 
 
