@@ -1,0 +1,66 @@
+"""The recovery curve from a directory as coca-train writes it."""
+
+import json
+import math
+
+import pytest
+
+from coca_hf import CocaError
+from coca_hf.report.page import write_report
+from coca_hf.report.recovery import read_recovery, recovery_markdown, recovery_png
+
+
+@pytest.fixture
+def out(tmp_path):
+    """Two complete stages and one that has begun."""
+    directory = tmp_path / "run"
+    losses = {"1-k": (9.0, 5.0), "2-qkv": (5.0, 4.0), "10-full": (4.0, None)}
+    for number, (stage, (before, after)) in enumerate(losses.items()):
+        (directory / stage).mkdir(parents=True)
+        lines = [{"step": 0, "held_out_loss": before, "tokens_seen": number * 100}]
+        lines.append({"step": 5, "loss": before - 0.5, "learning_rate": 0.1, "tokens_seen": number * 100 + 50})
+        if after:
+            lines.append({"step": 10, "held_out_loss": after, "tokens_seen": number * 100 + 100})
+            record = {"tokens_seen": number * 100 + 100, "held_out": {"before": before, "after": after}}
+            (directory / stage / "training.json").write_text(json.dumps(record))
+        (directory / stage / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (directory / "recipe.yaml").write_text("model: x\n")
+    return directory
+
+
+def test_stages_are_read_in_order_with_their_losses(out):
+    recovery = read_recovery(out)
+    assert [stage.name for stage in recovery.stages] == ["k", "qkv", "full"]
+    assert recovery.stages[1].held_out == [(100, 5.0), (200, 4.0)]
+    assert recovery.stages[2].training == [(250, 3.5)]
+    assert recovery.stages[2].record is None
+
+
+def test_the_table_has_loss_and_perplexity_of_complete_stages(out):
+    _, _, *rows = recovery_markdown([read_recovery(out)]).splitlines()
+    assert rows == [
+        f"| run | k | 100 | 9.0000 | 5.0000 | {math.exp(9):,.2f} | {math.exp(5):,.2f} |",
+        f"| run | qkv | 200 | 5.0000 | 4.0000 | {math.exp(5):,.2f} | {math.exp(4):,.2f} |",
+    ]
+
+
+def test_the_plot_is_a_png_that_changes_with_the_losses(out):
+    before = recovery_png([read_recovery(out)])
+    assert before.startswith(b"\x89PNG")
+    with (out / "10-full/log.jsonl").open("a") as log:
+        log.write(json.dumps({"step": 9, "loss": 1.0, "tokens_seen": 290}) + "\n")
+    assert recovery_png([read_recovery(out)]) != before
+
+
+def test_another_directory_is_none_and_a_broken_line_is_named(out, tmp_path):
+    assert read_recovery(tmp_path) is None
+    (out / "1-k/log.jsonl").write_text("{}\n[\n")
+    with pytest.raises(CocaError, match=r"1-k/log\.jsonl, line 1: got no line of coca-train's"):
+        read_recovery(out)
+
+
+def test_the_report_takes_a_training_directory_among_its_runs(out, tmp_path):
+    page = write_report([out], tmp_path / "page").read_text()
+    assert "![Loss against tokens seen](recovery.png)" in page
+    assert "| run | k | 100 |" in page
+    assert (tmp_path / "page/recovery.png").read_bytes().startswith(b"\x89PNG")
