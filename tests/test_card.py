@@ -131,7 +131,7 @@ def test_the_card_command_adds_measured_tables_and_the_base(checkpoint, tmp_path
     result = CliRunner().invoke(evaluate_app, options)
     assert result.exit_code == 0, result.output
     card = card_of(checkpoint)
-    assert "| tiny | 0 | 0.60 | 0.40 |" in card.text
+    assert "| tiny | 0.60 | 0.40 |" in card.text
     assert "Not measured yet" not in card.text
     assert "on cpu; torch 2.13.0" in card.text
     assert card.data.base_model == "owner/model"

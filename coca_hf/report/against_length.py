@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from coca_hf.report.document import Bullets, Figure, Grid, Section, Text
-from coca_hf.report.plots import Curve, Key, line_figure
+from coca_hf.report.plots import FAR, Curve, Key, line_figure
 from coca_hf.report.rows import Table, read_raw, trained_length
 
 TITLES = {
@@ -106,7 +106,8 @@ def _figure(table: Table, number: int, published: dict[str, list]) -> Figure:
         known = [(x, y) for x, y in zip(PAPER["lengths"], numbers, strict=True) if y is not None]
         curves.append(Curve(Key(f"paper: {name}", style=style, published=True), *map(list, zip(*known, strict=True))))
     title = TITLES[table.task]
-    crosses = " A cross at the upper edge: no value." if any(row["value"] is None for row in table.rows) else ""
+    far = any(row["value"] is None or row["value"] > FAR for row in table.rows)
+    crosses = " A cross at the upper edge: no value, or one beyond the page." if far else ""
     banded = any(ends for curve in curves for ends in curve.band or [])
     bands = " Shaded: from the 10th to the 90th percentile of the documents." if banded else ""
     return Figure(

@@ -23,6 +23,7 @@ INK, MUTED, FAINT, PAPER = "#1b1b1b", "#5f5f5f", "#d9d9d9", "#ffffff"
 CSS_NAMES = {INK: "ink", MUTED: "muted", FAINT: "faint", PAPER: "paper"} | {
     color: f"c{number}" for number, color in enumerate(COLORS)
 }
+FAR = 1e12  # a perplexity beyond it is drawn as no number at all
 STYLE: Any = {
     "font.size": 10.5,
     "text.color": INK,
@@ -112,7 +113,9 @@ def line_figure(
                 axes.set_ylim(-0.03, 1.05)  # room for whole markers at 0 and 1
             elif y_scale == "zero":
                 axes.set_ylim(bottom=0)
-            elif y_scale == "log" and any(value for curve in curves for value in curve.values):  # it needs a number
+            elif y_scale == "log" and any(
+                value and value <= FAR for curve in curves for value in curve.values
+            ):  # it needs a number
                 _log_values(axes)
             if legend and len(lines) > 1:
                 lines.sort(key=lambda line: -_last(line.get_ydata()))
@@ -194,10 +197,10 @@ def key_svg(key: Key) -> str:
 
 
 def _draw_curve(axes: Axes, curve: Curve) -> Any:
-    values = [math.nan if value is None else value for value in curve.values]
+    values = [math.nan if value is None or value > FAR else value for value in curve.values]
     look = curve.key.look
     (line,) = axes.plot(curve.xs, values, label=_plain(curve.key.label), clip_on=False, zorder=3, **look)
-    missing = [x for x, value in zip(curve.xs, curve.values, strict=True) if value is None]
+    missing = [x for x, value in zip(curve.xs, values, strict=True) if math.isnan(value)]
     cross = {"color": look["color"], "marker": "x", "linestyle": "none", "clip_on": False, "zorder": 4}
     axes.plot(missing, [1.0] * len(missing), transform=axes.get_xaxis_transform(), label="_", **cross)
     spread = [(x, *ends) for x, ends in zip(curve.xs, curve.band or [], strict=False) if ends]

@@ -11,7 +11,7 @@ from coca_hf.report.against_length import curves_of
 from coca_hf.report.document import markdown
 from coca_hf.report.page import read_page, tables_markdown
 from coca_hf.report.rows import read_tables
-from tests.report.made import full_run, row, with_raw, write_rows
+from tests.report.made import row, with_raw, write_rows
 
 
 def markdown_of(runs, paper=()):
@@ -89,10 +89,10 @@ def test_only_what_there_are_rows_for_is_written(tmp_path):
         assert absent not in page
 
 
-def test_every_figure_is_a_png_for_a_paper_and_stands_in_the_markdown(tmp_path):
-    run = full_run(tmp_path / "a", models=("llama", "coca"), lengths=(512, 1024))
-    page = (write_report([run], tmp_path / "page").parent / "report.md").read_text()
-    pngs = sorted(path.name for path in (tmp_path / "page").glob("*.png"))
+def test_every_figure_is_a_png_for_a_paper_and_stands_in_the_markdown(report_html):
+    directory = report_html.parent
+    page = (directory / "report.md").read_text()
+    pngs = sorted(path.name for path in directory.glob("*.png"))
     assert pngs == sorted(
         ["perplexity.png", "position-loss.png", "passkey.png", "passkey-distance.png", "speed.png", "speed-2.png"]
         + [f"passkey-depth-of-{number}.png" for number in (1, 2, 3, 4)]
@@ -101,7 +101,7 @@ def test_every_figure_is_a_png_for_a_paper_and_stands_in_the_markdown(tmp_path):
     )
     for name in pngs:
         assert page.count(f"]({name})") == 1
-        assert png_size(tmp_path / "page" / name)[0] == 9 * 200
+        assert png_size(directory / name)[0] == 9 * 200
 
 
 def test_numbers_drawn_from_raw_files_are_those_of_the_files(tmp_path):
