@@ -1,0 +1,132 @@
+"""Floating-point operations of training, per token, and what GPUs can do in a second: what time and MFU are made of.
+
+Counted are the matrix products, two operations for each multiplication: those of the linear layers, head included, and
+those of attention over the whole square of scores, not its causal half, as in PaLM (arXiv 2204.02311, appendix B).
+Going backward, a frozen weight has no gradient, and nothing has one before the first parameter that learns.
+"""
+
+import re
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from coca_hf.models.attention import layer_types
+
+# Dense bfloat16 operations a second, from the manufacturers' data sheets (which often print twice as many, for sparse
+# matrices): nvidia.com/en-us/data-center/{b200,h200,h100,a100,l40s,l4,...}, NVIDIA's Ampere and Ada GPU architecture
+# whitepapers for RTX (with float32 sums), amd.com/en/products/accelerators/instinct. The first whose words a name has
+# counts.
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200 NVL": 836e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 149.7e12,
+    "A30": 165e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 4090": 165.2e12,
+    "RTX 3090": 71e12,
+    "MI325X": 1307.4e12,
+    "MI300X": 1307.4e12,
+}
+
+# What follows what inside a decoder layer, by the names of all families; a name that is not here comes first.
+_STEPS = (
+    ("input_layernorm",),
+    ("q_proj", "k_proj", "t_proj", "v_proj", "query_key_value"),
+    ("q_norm", "k_norm", "t_norm"),
+    ("o_proj", "dense"),
+    ("post_attention_layernorm",),
+    ("gate_proj", "up_proj", "dense_h_to_4h"),
+    ("down_proj", "dense_4h_to_h"),
+)
+_STEP = {part: step for step, parts in enumerate(_STEPS) for part in parts}
+_PROJECT, _OUTPUT = _STEP["q_proj"], _STEP["o_proj"]
+_QUERY = {"q_proj", "q_norm", "query_key_value"}
+_KEY = {"k_proj", "k_norm", "t_proj", "t_norm", "query_key_value"}
+_VALUE = {"v_proj", "query_key_value"}
+
+
+@dataclass(frozen=True)
+class TokenFlops:
+    """Operations for one token. MFU is made of `model`: what gradient checkpointing adds is no part of it."""
+
+    forward: int
+    backward_activations: int
+    backward_weights: int
+    checkpointing: int  # added by gradient checkpointing: every layer's forward again, and gradients down to the
+    # embedding whatever learns, because transformers asks for them then
+
+    @property
+    def model(self) -> int:
+        return self.forward + self.backward_activations + self.backward_weights
+
+
+def count_flops(model: PreTrainedModel, seq_len: int) -> TokenFlops:
+    """Operations per token of a causal language model, for blocks of `seq_len` tokens, with what `requires_grad` says.
+
+    The model may lie on the meta device or be sharded. Adapters of LoRA count as linear layers. In a layer whose
+    attention and MLP stand side by side (GPT-NeoX), they count as one after the other: the first layer that learns may
+    come out a little high.
+    """
+    config = model.config
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    first = min(map(_position, trained), default=(float("inf"), 0))
+    forward = activations = weights = layers = unneeded = 0
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            place, flops = _position(name), 2 * module.weight.numel()
+            forward += flops
+            activations += flops * (place > first)
+            unneeded += flops * (place <= first)
+            weights += flops * module.weight.requires_grad
+            layers += flops * (place[0] < config.num_hidden_layers)
+
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for layer, kind in enumerate(layer_types(config)):
+        keys = min(seq_len, config.sliding_window) if kind == "sliding_attention" else seq_len
+        product = 2 * config.num_attention_heads * head_dim * keys  # forward two: the scores, and the sums of values
+        gradients = _attention_gradients(trained, layer, first)
+        forward += 2 * product
+        activations += product * gradients
+        unneeded += product * (4 - gradients)
+        layers += 2 * product
+    return TokenFlops(forward, activations, weights, layers + unneeded)
+
+
+def peak_flops(gpu: str) -> float | None:
+    """Dense bfloat16 operations a second of a GPU, by the name that torch gives it, or short: H100."""
+    return next((peak for name, peak in PEAK_FLOPS.items() if _words(name) <= _words(gpu)), None)
+
+
+def _position(name: str) -> tuple[float, int]:
+    """Where in the forward a module or parameter comes: its layer (the embedding before all), and its step there."""
+    parts = name.split(".")
+    if "layers" in parts:
+        return int(parts[parts.index("layers") + 1]), max((_STEP.get(part, 0) for part in parts), default=0)
+    return (-1, 0) if any("embed" in part for part in parts) else (float("inf"), 0)
+
+
+def _attention_gradients(trained: list[str], layer: int, first: tuple[float, int]) -> int:
+    """Products in the backward of a layer's attention: for the values, the probabilities, the queries, the keys."""
+    if not (layer, _PROJECT) <= first < (layer, _OUTPUT):
+        return 4 if first < (layer, _PROJECT) else 0
+    parts = {part for name in trained if _position(name)[0] == layer for part in name.split(".")}
+    queries, keys, values = (not parts.isdisjoint(names) for names in (_QUERY, _KEY, _VALUE))
+    return values + (queries or keys) + queries + keys
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"\w+", name.lower()))
