@@ -123,8 +123,19 @@ def train_command(
     out: Annotated[Path | None, typer.Option(help="Where stages go; runs/<name of the recipe> by default.")] = None,
     stage: Annotated[str | None, typer.Option(help="Run this one; the stage before it must be complete.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue what is in OUT.")] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Train nothing: say what each stage takes on the GPUs described below.")
+    ] = False,
+    world_size: Annotated[int, typer.Option(help="Of a plan: GPUs, sharded by FSDP2 where there are several.")] = 1,
+    gpu_memory: Annotated[float, typer.Option(help="Of a plan: GB of each GPU.")] = 80,
+    gpu: Annotated[str, typer.Option(help="Of a plan: whose peak FLOPS; A100, H100, H200, L40S, RTX 4090 …")] = "H100",
+    mfu: Annotated[float, typer.Option(help="Of a plan: the share of the peak that the training is to reach.")] = 0.4,
+    as_json: Annotated[bool, typer.Option("--json", help="Of a plan: for programs.")] = False,
 ) -> None:
     """Train a CoCA checkpoint in the stages of a recipe, each from directory to directory."""
+    if plan:
+        _plan(recipe, settings or [], world_size, gpu_memory, gpu, mfu, as_json)
+        return
     from accelerate import PartialState
     from transformers.utils.logging import disable_progress_bar
 
@@ -144,6 +155,22 @@ def train_command(
             highlight=False,
         )
     PartialState().destroy_process_group()  # or a process that exits under gloo's threads may abort
+
+
+def _plan(
+    path: Path, settings: list[str], world_size: int, gpu_memory: float, gpu: str, mfu: float, as_json: bool
+) -> None:
+    from coca_hf.train.plan import plan_recipe, plan_table
+    from coca_hf.train.recipe import load_recipe
+
+    with console.status("planning"):
+        plan = plan_recipe(load_recipe(path, settings), world_size, gpu_memory, gpu, mfu)
+    if as_json:
+        print(json.dumps(plan.to_dict(), indent=2))
+        return
+    Console().print(plan_table(plan))
+    for line in plan.advice():
+        Console().print(line, soft_wrap=True, highlight=False)
 
 
 ModelArgument = Annotated[str, typer.Argument(help="A model directory, or a hub id as owner/name.", show_default=False)]

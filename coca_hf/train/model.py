@@ -14,12 +14,17 @@ from coca_hf.train.tree import nearest
 
 def check_model(recipe: Recipe) -> None:
     """Find out from the config alone whether every stage has something to train."""
-    with _loading(recipe.model):
-        config = AutoConfig.from_pretrained(recipe.model, trust_remote_code=False)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+    with torch.device("meta"):
+        model = model_from_config(recipe)
     for stage in recipe.stages:
         freeze_(model, stage)
+
+
+def model_from_config(recipe: Recipe) -> PreTrainedModel:
+    """The recipe's model in float32, with random weights: for a device that keeps none, `meta` or a fake one."""
+    with _loading(recipe.model):
+        config = AutoConfig.from_pretrained(recipe.model, trust_remote_code=False)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def load_model(name: str) -> PreTrainedModel:
