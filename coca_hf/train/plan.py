@@ -7,7 +7,6 @@ context, NCCL's buffers, workspaces of kernels, fragmentation; `RESERVE` is left
 """
 
 import dataclasses
-import gc
 import inspect
 import weakref
 from collections.abc import Iterator
@@ -240,7 +239,6 @@ def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
         with MemoryTracker(model, optimizer) as tracker:
             for _ in range(2):
                 _step(model, optimizer, ids, accumulated=min(setting.accumulation, 2))
-    gc.collect()  # modules of FSDP refer to themselves
     return Memory(tracker.at_peak, tracker.at_step)
 
 
@@ -338,7 +336,10 @@ class MemoryTracker(TorchDispatchMode):
 
     def __enter__(self):
         self._fake_mode = active_fake_mode()
-        self._hook = self._optimizer.register_step_pre_hook(self._before_step)
+        self._hooks = (
+            self._optimizer.register_step_pre_hook(self._before_step),
+            self._optimizer.register_step_post_hook(self._after_step),
+        )
         self._resize = resize = torch.UntypedStorage.resize_
 
         def resize_(
@@ -353,7 +354,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def __exit__(self, *error):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         super().__exit__(*error)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -365,15 +367,15 @@ class MemoryTracker(TorchDispatchMode):
                 if isinstance(tensor, Tensor) and tensor.untyped_storage() not in self._entries:
                     self._count(tensor, "activations" if torch.is_grad_enabled() else "other")
             if sum(self._now.values()) > sum(self.at_peak.values()):
-                self._find_gradients_and_states()
+                self._find_gradients()
                 self.at_peak = dict(self._now)
         return result
 
     def _before_step(self, *_: Any) -> None:
-        self._find_gradients_and_states()
+        self._find_gradients()
         self.at_step = dict(self._now)
 
-    def _find_gradients_and_states(self) -> None:
+    def _find_gradients(self) -> None:
         gradients = [parameter.grad for parameter in self._learning]
         for parameter in self._sharded:
             gradients.append(parameter.unsharded_accumulated_grad)
@@ -381,13 +383,15 @@ class MemoryTracker(TorchDispatchMode):
         for gradient in gradients:
             if gradient is not None:
                 self._count(gradient, "gradients")
+
+    def _after_step(self, *_: Any) -> None:
         for state in tree_leaves(dict(self._optimizer.state)):
             if isinstance(state, Tensor):
                 self._count(state, "optimizer")
 
     def _count(self, tensor: Tensor, category: str) -> None:
         """Count a tensor's storage under a category, if it was under another or under none."""
-        storage = _local(tensor).untyped_storage()
+        storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
         entry = self._entries.get(storage)
         if entry is None:
             entry = self._entries[storage] = [category, 0]
