@@ -11,6 +11,8 @@
     stages:                                   # each may override anything under `training`
       - {name: k, train: [t_proj], max_steps: 15000}
       - {name: full, train: all, max_steps: 15000}
+    teacher: checkpoints/smollm2-135m         # the original model, for stages with an objective beside `lm`, such as
+                                              # `objective: {lm: 0.5, distill: 0.5}`; see objectives.py
 
 Relative paths are relative to the current directory. The schedule of the paper, linear from `start_lr` to the learning
 rate over `warmup_steps` (below 1, a share of all steps) and linear to `end_lr`, is
@@ -45,6 +47,8 @@ DEFAULTS = {
     "disable_tqdm": False,
     "ddp_find_unused_parameters": False,  # every parameter that learns is used in every step
 }
+
+OBJECTIVES = ("lm", "distill", "attention-transfer")
 
 _BY_DATA = "coca-train feeds the blocks itself, so that every run sees the same ones"
 _BY_EVAL = "coca-train only trains; evaluate the result with coca-eval"
@@ -97,11 +101,19 @@ class Data(_Part):
     seed: int = 0
 
 
+_OF_STAGES = ("name", "train", "objective", "temperature")  # all else is a training option
+
+
 class Stage(_Part):
-    """One run of the trainer: the parameters that learn, by module name or `all`, and its own training options."""
+    """One run of the trainer: the parameters that learn, by module name or `all`, and its own training options.
+
+    `objective` names what is minimised, or gives several their weights: see `objectives.py`.
+    """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")  # a directory name, and a step in a dotted path
     train: str | list[str]
+    objective: dict[str, float] = {"lm": 1.0}
+    temperature: float = Field(default=1.0, gt=0)  # of distillation
     training: dict[str, Any]
 
     @model_validator(mode="before")
@@ -109,7 +121,7 @@ class Stage(_Part):
     def _gather_training(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        own = {key: value for key, value in given.items() if key in ("name", "train")}
+        own = {key: value for key, value in given.items() if key in _OF_STAGES}
         return {**own, "training": {key: value for key, value in given.items() if key not in own}}
 
     @field_validator("train", mode="before")
@@ -120,16 +132,32 @@ class Stage(_Part):
             raise ValueError(f"got {train!r}, expected all or a list of module names such as [t_proj]")
         return train
 
+    @field_validator("objective", mode="before")
+    @classmethod
+    def _weights(cls, given: Any) -> Any:
+        weights = {given: 1.0} if isinstance(given, str) else given
+        for name in weights if isinstance(weights, dict) else ():
+            if name not in OBJECTIVES:
+                raise ValueError(f"got {name!r}, expected {', '.join(OBJECTIVES)}, or a mapping of them to weights")
+        if isinstance(weights, dict) and not all(isinstance(w, int | float) and w > 0 for w in weights.values()):
+            raise ValueError(f"got {given!r}, expected weights above 0")
+        return weights
+
+    @property
+    def needs_teacher(self) -> bool:
+        return set(self.objective) != {"lm"}
+
     @field_validator("training")
     @classmethod
     def _check_training(cls, training: dict[str, Any]) -> dict[str, Any]:
-        return checked_training(training, also_known=("name", "train"))
+        return checked_training(training, also_known=_OF_STAGES)
 
 
 class Recipe(_Part):
     """A checked recipe. `to_dict` gives it back in the shape of its file, with every default filled in."""
 
     model: str
+    teacher: str | None = None  # the original model, where an objective needs it
     data: Data
     training: dict[str, Any] = Field(default={}, validate_default=True)
     stages: list[Stage] = Field(min_length=1)
@@ -143,6 +171,11 @@ class Recipe(_Part):
     def _check_stages(self) -> "Recipe":
         names = [stage.name for stage in self.stages]
         for stage in self.stages:
+            if stage.needs_teacher and self.teacher is None:
+                raise ValueError(
+                    f"stages.{stage.name}: objective {', '.join(stage.objective)} needs the original model, got none; "
+                    f"give its directory or hub id as teacher, beside model"
+                )
             if names.count(stage.name) > 1:
                 raise ValueError(f"stages: got two of the name {stage.name!r}, expected a name for each")
             options = self.options(stage)
@@ -159,8 +192,17 @@ class Recipe(_Part):
         return {**self.training, **stage.training}
 
     def to_dict(self) -> dict[str, Any]:
-        stages = [{"name": stage.name, "train": stage.train, **stage.training} for stage in self.stages]
-        return {"model": self.model, "data": self.data.model_dump(), "training": self.training, "stages": stages}
+        stages = [
+            stage.model_dump(exclude={"training"}, exclude_defaults=True) | stage.training for stage in self.stages
+        ]
+        teacher = {"teacher": self.teacher} if self.teacher else {}
+        return {
+            "model": self.model,
+            **teacher,
+            "data": self.data.model_dump(),
+            "training": self.training,
+            "stages": stages,
+        }
 
 
 class LinearBounds(_Part):

@@ -26,6 +26,7 @@ from coca_hf.documents import is_on_hub
 from coca_hf.errors import CocaError
 from coca_hf.train.data import PackedBlocks
 from coca_hf.train.model import check_model, freeze_, load_model, load_tokenizer
+from coca_hf.train.objectives import Objective, check_teacher, load_teacher
 from coca_hf.train.out import (
     PARTIAL,
     RECORD,
@@ -65,6 +66,8 @@ def run_recipe(recipe: Recipe, out_dir: str | Path, stage: str | None = None, re
         check_out(recipe, out_dir, resume)
         check_before(chosen[0])
         check_model(recipe)
+        if recipe.teacher:
+            check_teacher(recipe.teacher, recipe.model)
         PackedBlocks(recipe.data.sources, load_tokenizer(recipe.model), recipe.data.seq_len).check()
         open_out(recipe, out_dir)
     state.wait_for_everyone()
@@ -118,6 +121,8 @@ def _run_stage(recipe: Recipe, run: StageRun, state: PartialState) -> None:
     AcceleratorState._reset_state()  # or the stage before would fix the precision of this one
     with _trainer_errors(run.stage):
         trainer = StageTrainer(model, run.arguments, default_data_collator, blocks, callbacks=[log])
+    if recipe.teacher and run.stage.needs_teacher:
+        trainer.objective = Objective(run.stage.objective, load_teacher(recipe.teacher), run.stage.temperature)
 
     state.print(
         f"{run.directory}: trains {trained:,} of {total:,} parameters ({trained / total:.1%}) for "

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,12 +13,28 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import rotate_checkpoints
 
 from coca_hf.errors import CocaError
+from coca_hf.train.objectives import Objective
 from coca_hf.train.out import PARTIAL, saving_to, write_whole
 from coca_hf.train.recipe import LinearBounds
 
 
 class StageTrainer(Trainer):
     """A Trainer that stops at a loss that is not a number, and whose `checkpoint-N` directories are always whole."""
+
+    objective: Objective | None = None  # set where something else than the text's next token is learned
+
+    def compute_loss(self, model: nn.Module, inputs: dict, return_outputs: bool = False, num_items_in_batch=None):
+        if self.objective is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        text = partial(super().compute_loss, model, inputs, True, num_items_in_batch)
+        accumulated = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
+        with self.accelerator.autocast():
+            return self.objective(text, model, inputs, accumulated)
+
+    def log(self, logs: dict, *args, **kwargs) -> None:
+        if self.objective is not None and "loss" in logs:
+            logs |= self.objective.take_means()
+        super().log(logs, *args, **kwargs)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
         """With `linear` and `start_lr` or `end_lr`, `linear_rate` at every step; else Hugging Face's schedule."""
@@ -97,6 +114,7 @@ class StageLog(TrainerCallback, ExportableState):
             line = {
                 "step": state.global_step,
                 "loss": logs["loss"],
+                **{key: value for key, value in logs.items() if key.startswith("loss_")},
                 "learning_rate": logs["learning_rate"],
                 "grad_norm": logs.get("grad_norm"),
                 "tokens_seen": self.next_block * self.seq_len,
