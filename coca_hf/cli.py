@@ -126,11 +126,21 @@ def train_command(
     prepare: Annotated[
         bool, typer.Option("--prepare", help="Do not train: tokenise what all stages will read, once, to disk.")
     ] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Train nothing: say what each stage takes on the GPUs described below.")
+    ] = False,
     world_size: Annotated[
-        int, typer.Option(min=1, help="Processes that will train: with --prepare, how many blocks they take.")
+        int, typer.Option(min=1, help="With --plan and --prepare: the processes, each with a GPU, that will train.")
     ] = 1,
+    gpu_memory: Annotated[float, typer.Option(help="Of a plan: GB of each GPU.")] = 80,
+    gpu: Annotated[str, typer.Option(help="Of a plan: whose peak FLOPS; A100, H100, H200, L40S, RTX 4090 …")] = "H100",
+    mfu: Annotated[float, typer.Option(help="Of a plan: the share of the peak that the training is to reach.")] = 0.4,
+    as_json: Annotated[bool, typer.Option("--json", help="Of a plan: for programs.")] = False,
 ) -> None:
     """Train a CoCA checkpoint in the stages of a recipe, each from directory to directory."""
+    if plan:
+        _plan(recipe, settings or [], world_size, gpu_memory, gpu, mfu, as_json)
+        return
     from accelerate import PartialState
     from transformers.utils.logging import disable_progress_bar
 
@@ -176,6 +186,22 @@ def _prepare(recipe, world_size: int) -> None:
         soft_wrap=True,
         highlight=False,
     )
+
+
+def _plan(
+    path: Path, settings: list[str], world_size: int, gpu_memory: float, gpu: str, mfu: float, as_json: bool
+) -> None:
+    from coca_hf.train.plan import plan_recipe, plan_table
+    from coca_hf.train.recipe import load_recipe
+
+    with console.status("planning"):
+        plan = plan_recipe(load_recipe(path, settings), world_size, gpu_memory, gpu, mfu)
+    if as_json:
+        print(json.dumps(plan.to_dict(), indent=2))
+        return
+    Console().print(plan_table(plan))
+    for line in plan.advice():
+        Console().print(line, soft_wrap=True, highlight=False)
 
 
 ModelArgument = Annotated[str, typer.Argument(help="A model directory, or a hub id as owner/name.", show_default=False)]

@@ -69,6 +69,9 @@ class StageLog(TrainerCallback, ExportableState):
             self._append({"step": state.global_step, "held_out_loss": logs["eval_loss"], "tokens_seen": tokens_seen})
         elif "loss" in logs:
             values = {name: logs.get(name) for name in COLUMNS}
+            values |= {
+                name: value for name, value in logs.items() if name.startswith("loss_")
+            }  # of an objective's parts
             seconds = round(self.seconds, 3)
             self._append({"step": state.global_step, **values, "tokens_seen": tokens_seen, "seconds": seconds})
 

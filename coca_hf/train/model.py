@@ -25,10 +25,9 @@ from coca_hf.train.tree import nearest
 
 def check_model(recipe: Recipe) -> None:
     """Find out from the config alone whether every stage has something to train."""
-    config = start_config(recipe)
     for stage in recipe.stages:
-        with _loading(recipe.start), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+        with torch.device("meta"):
+            model = model_from_config(recipe)
         stage_model(model, stage)
 
 
@@ -41,14 +40,14 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
     """
     overrides = dict(recipe.config)
     smallest_vocabulary = 0
-    with _loading(recipe.start):
-        if recipe.model is None:
-            tokenizer = start_tokenizer(recipe)
-            ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-            smallest_vocabulary = len(tokenizer)
+    if recipe.model is None:
+        tokenizer = start_tokenizer(recipe)
+        ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+        smallest_vocabulary = len(tokenizer)
+        with _loading(recipe.start):
             config = AutoConfig.for_model(overrides.pop("model_type"), vocab_size=len(tokenizer), **ids)
-        else:
-            config = AutoConfig.from_pretrained(recipe.model, trust_remote_code=False)
+    else:
+        config = load_config(recipe.model)
     known = sorted(field.name for field in dataclasses.fields(type(config)))
     for key in overrides:
         if key not in known:
@@ -69,17 +68,22 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
         raise CocaError(f"config: {type(config).__name__} does not take it: {' '.join(str(error).split())}") from error
 
 
+def model_from_config(recipe: Recipe, attn_implementation: str | None = None) -> PreTrainedModel:
+    """The recipe's model in float32, with random weights: from scratch, or for a device that keeps none."""
+    config = start_config(recipe)
+    with _loading(recipe.start):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
+
+
 def start_model(recipe: Recipe, attn_implementation: str | None = None) -> PreTrainedModel:
     """The model of the first stage, in float32: the recipe's checkpoint, or one from scratch.
 
     From scratch, every module draws its weights from `data.seed` and its own name, so that models of different
     attention have the same weights where they have the same parameters.
     """
-    config = start_config(recipe)
     if recipe.model is not None:
-        return load_model(recipe.model, config, attn_implementation)
-    with _loading(recipe.start):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
+        return load_model(recipe.model, start_config(recipe), attn_implementation)
+    model = model_from_config(recipe, attn_implementation)
     state = torch.get_rng_state()
     for name, module in model.named_modules():
         torch.manual_seed(zlib.crc32(f"{recipe.data.seed} {name}".encode()))
@@ -89,6 +93,11 @@ def start_model(recipe: Recipe, attn_implementation: str | None = None) -> PreTr
     torch.set_rng_state(state)
     model.tie_weights()
     return model
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    with _loading(name):
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
 
 
 def start_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:

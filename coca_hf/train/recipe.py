@@ -11,6 +11,8 @@
     stages:                                   # each may override anything under `training`
       - {name: k, train: [t_proj], max_steps: 15000}
       - {name: full, train: all, max_steps: 15000}
+    teacher: checkpoints/smollm2-135m         # the original model, for stages with an objective beside `lm`, such as
+                                              # `objective: {lm: 0.5, distill: 0.5}`; see objectives.py
 
 `config` overrides fields of the model's config. A model from scratch has `tokenizer` in the place of `model`, and a
 `config` with its `model_type`. A stage with `lora: {r: 16, alpha: 32}` trains adapters on the linear layers that it
@@ -49,6 +51,8 @@ DEFAULTS = {
     "disable_tqdm": False,
     "ddp_find_unused_parameters": False,  # every parameter that learns is used in every step
 }
+
+OBJECTIVES = ("lm", "distill", "attention-transfer")
 
 _BY_DATA = "coca-train feeds the blocks itself, so that every run sees the same ones"
 _BY_EVAL = "coca-train only trains; evaluate the result with coca-eval"
@@ -143,18 +147,21 @@ class Lora(_Part):
     dropout: float = Field(default=0.0, ge=0, lt=1)
 
 
-_STAGE_KEYS = ("name", "train", "lora")
+_STAGE_KEYS = ("name", "train", "lora", "objective", "temperature")  # all else is a training option
 
 
 class Stage(_Part):
     """One run of the trainer: the parameters that learn, by module name or `all`, and its own training options.
 
     With `lora`, adapters on the linear layers of that name learn instead; `all` means those of the decoder's layers.
+    `objective` names what is minimised, or gives several their weights: see `objectives.py`.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")  # a directory name, and a step in a dotted path
     train: str | list[str]
     lora: Lora | None = None
+    objective: dict[str, float] = {"lm": 1.0}
+    temperature: float = Field(default=1.0, gt=0)  # of distillation
     training: dict[str, Any]
 
     @model_validator(mode="before")
@@ -173,6 +180,21 @@ class Stage(_Part):
             raise ValueError(f"got {train!r}, expected all or a list of module names such as [t_proj]")
         return train
 
+    @field_validator("objective", mode="before")
+    @classmethod
+    def _weights(cls, given: Any) -> Any:
+        weights = {given: 1.0} if isinstance(given, str) else given
+        for name in weights if isinstance(weights, dict) else ():
+            if name not in OBJECTIVES:
+                raise ValueError(f"got {name!r}, expected {', '.join(OBJECTIVES)}, or a mapping of them to weights")
+        if isinstance(weights, dict) and not all(isinstance(w, int | float) and w > 0 for w in weights.values()):
+            raise ValueError(f"got {given!r}, expected weights above 0")
+        return weights
+
+    @property
+    def needs_teacher(self) -> bool:
+        return set(self.objective) != {"lm"}
+
     @field_validator("training")
     @classmethod
     def _check_training(cls, training: dict[str, Any]) -> dict[str, Any]:
@@ -185,6 +207,7 @@ class Recipe(_Part):
     model: str | None = None
     tokenizer: str | None = None
     config: dict[str, Any] = {}
+    teacher: str | None = None  # the original model, where an objective needs it
     data: Data
     training: dict[str, Any] = Field(default={}, validate_default=True)
     stages: list[Stage] = Field(min_length=1)
@@ -206,6 +229,11 @@ class Recipe(_Part):
     def _check_stages(self) -> "Recipe":
         names = [stage.name for stage in self.stages]
         for stage in self.stages:
+            if stage.needs_teacher and self.teacher is None:
+                raise ValueError(
+                    f"stages.{stage.name}: objective {', '.join(stage.objective)} needs the original model, got none; "
+                    f"give its directory or hub id as teacher, beside model"
+                )
             if names.count(stage.name) > 1:
                 raise ValueError(f"stages: got two of the name {stage.name!r}, expected a name for each")
             options = self.options(stage)
@@ -252,7 +280,7 @@ class Recipe(_Part):
     def to_dict(self) -> dict[str, Any]:
         parts = self.model_dump(exclude={"stages"}, exclude_none=True)
         stages = [
-            {**stage.model_dump(exclude={"training"}, exclude_none=True), **stage.training} for stage in self.stages
+            {**stage.model_dump(exclude={"training"}, exclude_defaults=True), **stage.training} for stage in self.stages
         ]
         return {**parts, "data": self.data.model_dump(), "stages": stages}
 

@@ -40,9 +40,11 @@ from coca_hf.train.model import (
     load_tokenizer,
     plain_model,
     stage_model,
+    start_config,
     start_model,
     start_tokenizer,
 )
+from coca_hf.train.objectives import Objective, check_teacher, load_teacher
 from coca_hf.train.out import (
     PARTIAL,
     RECORD,
@@ -94,6 +96,8 @@ def _run_stages(recipe: Recipe, out_dir: Path, chosen: list[StageRun], state: Pa
         check_out(recipe, out_dir, resume)
         check_before(chosen[0])
         check_model(recipe)
+        if recipe.teacher:
+            check_teacher(recipe.teacher, start_config(recipe))
         blocks = blocks_of(recipe, start_tokenizer(recipe))
         blocks.check()
         prepared = blocks.prepared()
@@ -197,6 +201,9 @@ def _run_stage(recipe: Recipe, run: StageRun, state: PartialState, held_out: Ten
     blocks = blocks_of(recipe, tokenizer, place["next_block"])
     log = StageLog(run.directory / "log.jsonl", data.seq_len, run.blocks_per_step, options.held_out_steps, place)
     meter = SpeedMeter(run.blocks_per_step * data.seq_len, count_flops(model, data.seq_len).model)
+    objective = None
+    if recipe.teacher and run.stage.needs_teacher:
+        objective = Objective(run.stage.objective, load_teacher(recipe.teacher), run.stage.temperature)
     with _trainer_errors(run.stage):
         trainer = StageTrainer(
             model,
@@ -210,6 +217,7 @@ def _run_stage(recipe: Recipe, run: StageRun, state: PartialState, held_out: Ten
             held_out=held_out,
             stop=stop,
             sources=lambda first, count: _in_words(blocks, first, count),
+            objective=objective,
         )
     _set_callbacks(trainer, run)
 

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from coca_hf.errors import CocaError
 from coca_hf.train.checkpoint import check_room, load_state, save_state, state_bytes
 from coca_hf.train.held_out_loss import held_out_loss
 from coca_hf.train.log import SpeedMeter, StageLog
+from coca_hf.train.objectives import Objective
 from coca_hf.train.out import PARTIAL, saving_to
 from coca_hf.train.recipe import LinearBounds, StageOptions
 from coca_hf.train.stop import StopRequest
@@ -30,7 +32,8 @@ class StageTrainer(Trainer):
 
     log: the stage's, whose `place` goes into checkpoints; options: the recipe's own; meter: of its speed; held_out:
     blocks (num_blocks, seq_len), may be none; stop: asks for a checkpoint and an end after the current step; sources:
-    gives the sources of a range of blocks of the stream, in words.
+    gives the sources of a range of blocks of the stream, in words; objective: where something else than the text's next
+    token is learned.
     """
 
     def __init__(
@@ -42,11 +45,12 @@ class StageTrainer(Trainer):
         held_out: Tensor,
         stop: StopRequest,
         sources: Callable[[int, int], str],
+        objective: Objective | None = None,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
         self.stage_log, self.options, self.meter = log, options, meter
-        self.held_out, self.stop, self.sources = held_out, stop, sources
+        self.held_out, self.stop, self.sources, self.objective = held_out, stop, sources, objective
         self.stopping: str | None = None  # the signal, once all processes know of it
         self.control: TrainerControl
         self._logged_step = 0
@@ -60,6 +64,14 @@ class StageTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | None = None, **kwargs):
         self._random_state_of = resume_from_checkpoint
         return super().train(resume_from_checkpoint, **kwargs)
+
+    def compute_loss(self, model: nn.Module, inputs: dict, return_outputs: bool = False, num_items_in_batch=None):
+        if self.objective is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        text = partial(super().compute_loss, model, inputs, True, num_items_in_batch)
+        accumulated = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
+        with self.accelerator.autocast():
+            return self.objective(text, model, inputs, accumulated)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
         """With `linear` and `start_lr` or `end_lr`, `linear_rate` at every step; else Hugging Face's schedule."""
@@ -149,6 +161,7 @@ class StageTrainer(Trainer):
     def log(self, logs: dict, *args, **kwargs) -> None:
         if "loss" in logs:
             logs.update(self.meter.measure(self.state.global_step - self._logged_step))
+            logs.update(self.objective.take_means() if self.objective else {})
             logs["skipped_steps"] = self.stage_log.place["skipped_steps"]
             self._logged_step = self.state.global_step
         super().log(logs, *args, **kwargs)

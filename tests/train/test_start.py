@@ -125,7 +125,7 @@ def test_a_stage_of_adapters_resumes_to_the_same_bits(lora_path, tmp_path, monke
     with pytest.raises(KeyboardInterrupt):
         run_recipe(load_recipe(lora_path), tmp_path / "out")
     monkeypatch.undo()
-    assert (tmp_path / "out/2-qkv/trainer/checkpoint-2/adapter_model.safetensors").exists()
+    assert (tmp_path / "out/2-qkv/trainer/checkpoint-2/state").exists()
     run_recipe(load_recipe(lora_path), tmp_path / "out", resume=True)
     ours, theirs = (load_file(tmp_path / run / "3-full/model.safetensors") for run in ("out", "whole"))
     assert all(ours[name].equal(theirs[name]) for name in theirs)

@@ -1,0 +1,121 @@
+"""What a stage minimises: the text's next token, the original model's predictions, its attention's outputs, or a mix.
+
+    lm                  cross-entropy with the text
+    distill             KL(original || student), per token (Hinton et al., arXiv 1503.02531)
+    attention-transfer  |student - original|^2 / |original|^2 of what attention adds, mean over layers (issue 7)
+
+The original, the teacher, runs once per batch on the same tokens, without gradients; every GPU has all its weights, in
+float32, and computes in the stage's precision. For attention transfer each model works on its own hidden states: one
+forward of each gives all layers, and a layer learns to undo what the layers below it changed, which it would not see on
+the teacher's.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import log_softmax
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from coca_hf.errors import CocaError
+from coca_hf.train.model import load_config, load_model
+
+_CHUNK_TOKENS = 1024  # of logits in float32 at a time
+
+
+def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+    """KL(teacher || student) of softened predictions, times temperature^2, mean over tokens, in float32.
+
+    student, teacher: (b, m, vocabulary) logits of any dtype. A chunk of positions at a time, made again in the
+    backward: beside the logits there are never more than a chunk's in float32. Returns a scalar.
+    """
+    pairs = zip(student.flatten(0, 1).split(_CHUNK_TOKENS), teacher.flatten(0, 1).split(_CHUNK_TOKENS), strict=True)
+    divergence = sum(checkpoint(_divergence, *pair, temperature, use_reentrant=False) for pair in pairs)
+    return divergence * temperature**2 / student.shape[:-1].numel()
+
+
+def _divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    expected = log_softmax(teacher.float() / temperature, dim=-1)
+    return (expected.exp() * (expected - log_softmax(student.float() / temperature, dim=-1))).sum()
+
+
+def attention_transfer_loss(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
+    """Relative squared error of the attention's outputs, mean over layers, in float32.
+
+    student, teacher: a (b, m, hidden) tensor per layer. Returns a scalar.
+    """
+    errors = [
+        (ours.float() - theirs.float()).square().sum() / theirs.float().square().sum()
+        for ours, theirs in zip(student, teacher, strict=True)
+    ]
+    return torch.stack(errors).mean()
+
+
+class Objective:
+    """A weighted sum of losses beside a teacher, which stays as it is; keeps the mean of each for the log."""
+
+    def __init__(self, weights: Mapping[str, float], teacher: PreTrainedModel, temperature: float = 1.0):
+        self.weights = dict(weights)
+        self.temperature = temperature
+        self._teacher = teacher.requires_grad_(False).eval()
+        self._sums: Counter[str] = Counter()
+        self._calls = 0
+
+    def __call__(self, language_loss: Callable, model: nn.Module, inputs: Mapping, accumulated: int) -> Tensor:
+        """The loss of a batch that is one of `accumulated`; `language_loss()` gives that with the text, and outputs."""
+        transfer = "attention-transfer" in self.weights
+        with _attention_outputs(model, transfer) as ours:
+            text_loss, outputs = language_loss()
+        device = inputs["input_ids"].device
+        with torch.no_grad(), _attention_outputs(self._teacher.to(device), transfer) as theirs:
+            teacher_logits = self._teacher(input_ids=inputs["input_ids"], use_cache=False).logits
+        losses = {"lm": text_loss}
+        if "distill" in self.weights:
+            losses["distill"] = distillation_loss(outputs["logits"], teacher_logits, self.temperature) / accumulated
+        if transfer:
+            losses["attention-transfer"] = attention_transfer_loss(ours, theirs) / accumulated
+        self._sums.update({name: losses[name].detach().item() * accumulated for name in self.weights})
+        self._calls += 1
+        return sum(weight * losses[name] for name, weight in self.weights.items())
+
+    def take_means(self) -> dict[str, float]:
+        """Each loss of this process, unweighted, mean since the last call, as `loss_<name>`."""
+        means = {f"loss_{name}": total / self._calls for name, total in self._sums.items()}
+        self._sums.clear()
+        self._calls = 0
+        return means
+
+
+@functools.lru_cache(maxsize=1)
+def load_teacher(name: str) -> PreTrainedModel:
+    """The teacher of a recipe, loaded once for all its stages."""
+    return load_model(name)
+
+
+def check_teacher(teacher: str, student: PreTrainedConfig) -> None:
+    """Raises CocaError, from the configs alone, for a teacher that does not go with the student."""
+    config = load_config(teacher)
+    for key in ("vocab_size", "num_hidden_layers", "hidden_size"):
+        theirs, ours = getattr(config, key), getattr(student, key)
+        if theirs != ours:
+            raise CocaError(
+                f"teacher: {teacher} has {key} {theirs}, but the model has {ours}; take the one it was converted from"
+            )
+
+
+@contextmanager
+def _attention_outputs(model: nn.Module, wanted: bool) -> Iterator[list[Tensor]]:
+    """What the attention of each layer gives in the forward inside, in the order of the layers."""
+    outputs: list[Tensor] = []
+    names = ("self_attn", "attention") if wanted else ()
+    modules = [module for name, module in model.named_modules() if name.rpartition(".")[2] in names]
+    hooks = [module.register_forward_hook(lambda _, __, output: outputs.append(output[0])) for module in modules]
+    try:
+        yield outputs
+    finally:  # before the backward, in which checkpointing runs the layers again
+        for hook in hooks:
+            hook.remove()

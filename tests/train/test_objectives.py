@@ -1,0 +1,105 @@
+"""Losses against plain formulas; a teacher that stays as it is and goes nowhere; stages that use one."""
+
+import json
+
+import pytest
+import torch
+from torch.nn.functional import kl_div
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from coca_hf.errors import CocaError
+from coca_hf.train.model import load_model
+from coca_hf.train.objectives import Objective, attention_transfer_loss, check_teacher, distillation_loss
+from coca_hf.train.recipe import load_recipe
+from coca_hf.train.stages import run_recipe
+from tests.conftest import TINY
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_distillation_is_the_mean_divergence_with_its_gradient(temperature, monkeypatch):
+    monkeypatch.setattr("coca_hf.train.objectives._CHUNK_TOKENS", 7)  # does not divide 3 x 5
+    student, teacher = torch.randn(3, 5, 11, requires_grad=True), torch.randn(3, 5, 11)
+    expected = kl_div(
+        (student / temperature).log_softmax(-1).view(-1, 11),
+        (teacher / temperature).softmax(-1).view(-1, 11),
+        reduction="batchmean",
+    )
+    (wanted,) = torch.autograd.grad(expected * temperature**2, student)
+    loss = distillation_loss(student, teacher, temperature)
+    (gradient,) = torch.autograd.grad(loss, student)
+    torch.testing.assert_close(loss, expected * temperature**2)
+    torch.testing.assert_close(gradient, wanted)
+
+
+def test_attention_transfer_is_the_mean_relative_error():
+    ours, theirs = ([torch.randn(2, 3, 5) for _ in range(4)] for _ in range(2))
+    errors = [float((a - b).norm() ** 2 / b.norm() ** 2) for a, b in zip(ours, theirs, strict=True)]
+    assert float(attention_transfer_loss(ours, theirs)) == pytest.approx(sum(errors) / 4)
+    assert attention_transfer_loss(theirs, theirs) == 0
+
+
+def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(tiny_llama_dir):
+    student, teacher = load_model(str(tiny_llama_dir)).train(), load_model(str(tiny_llama_dir))
+    ids = torch.arange(4, 24)[None]
+    objective = Objective({"distill": 0.5, "attention-transfer": 0.5}, teacher)
+
+    def text():
+        outputs = student(input_ids=ids, labels=ids)
+        return outputs.loss, outputs
+
+    loss = objective(text, student, {"input_ids": ids}, 1)
+    assert float(loss) == pytest.approx(0, abs=1e-6)
+    loss.backward()
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    assert not teacher.training
+    assert set(objective.take_means()) == {"loss_distill", "loss_attention-transfer"}
+
+
+def overrides(teacher, objective) -> list[str]:
+    return [f"teacher={teacher}", f"stages.qkv.objective={objective}"]
+
+
+def test_a_stage_logs_each_loss_and_its_checkpoint_holds_no_teacher(recipe_path, tiny_llama_dir, tmp_path):
+    before = {file.name: file.read_bytes() for file in tiny_llama_dir.glob("*.safetensors")}
+    mixed = "{lm: 0.5, distill: 0.25, attention-transfer: 0.25}"
+    out = tmp_path / "out"
+    run_recipe(load_recipe(recipe_path, [*overrides(tiny_llama_dir, mixed), "stages.qkv.logging_steps=1"]), out)
+    lines = [json.loads(line) for line in (out / "2-qkv/log.jsonl").read_text().splitlines()]
+    for line in lines:
+        parts = 0.5 * line["loss_lm"] + 0.25 * line["loss_distill"] + 0.25 * line["loss_attention-transfer"]
+        assert line["loss"] == pytest.approx(parts, rel=1e-4)
+    assert "loss_lm" not in (out / "1-k/log.jsonl").read_text()
+    shapes = {name: value.shape for name, value in load_model(str(out / "1-k")).state_dict().items()}
+    assert shapes == {name: value.shape for name, value in load_model(str(out / "2-qkv")).state_dict().items()}
+    assert before == {file.name: file.read_bytes() for file in tiny_llama_dir.glob("*.safetensors")}
+    again = run_recipe(load_recipe(out / "recipe.yaml"), tmp_path / "again", resume=False)
+    assert (again / "model.safetensors").read_bytes() == (out / "3-full/model.safetensors").read_bytes()
+
+
+def test_the_objective_lm_is_the_plain_path_to_the_bit(recipe_path, unbroken, tmp_path):
+    run_recipe(load_recipe(recipe_path, ["stages.k.objective=lm"]), tmp_path / "out", stage="k")
+    ours, theirs = ((directory / "1-k/model.safetensors").read_bytes() for directory in (tmp_path / "out", unbroken))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [({"vocab_size": 99}, "vocab_size 99"), ({"num_hidden_layers": 2}, "num_hidden_layers 2")]
+)
+def test_a_teacher_of_another_shape_is_refused(tiny_coca_dir, tmp_path, change, message):
+    config = LlamaConfig(**{"vocab_size": load_model(str(tiny_coca_dir)).config.vocab_size, **TINY, **change})
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(CocaError, match=message):
+        check_teacher(str(tmp_path), str(tiny_coca_dir))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["stages.k.objective=distill"], "stages.k: objective distill needs the original model"),
+        (["teacher=x", "stages.k.objective=distil"], "got 'distil', expected lm, distill, attention-transfer"),
+        (["teacher=x", "stages.k.objective={lm: 0}"], "expected weights above 0"),
+    ],
+)
+def test_an_objective_that_makes_no_sense_is_refused(recipe_path, given, message):
+    with pytest.raises(CocaError, match=message):
+        load_recipe(recipe_path, given)

@@ -1,0 +1,217 @@
+"""A plan's memory against closed forms, and against a real run as torch's profiler and saved-tensor hooks see it."""
+
+import gc
+import json
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from accelerate import PartialState
+from torch.profiler import ProfilerActivity, profile
+from transformers import masking_utils
+from typer.testing import CliRunner
+
+import coca_hf
+from coca_hf.cli import train_app
+from coca_hf.errors import CocaError
+from coca_hf.train import plan as planning
+from coca_hf.train.model import freeze_, model_from_config
+from coca_hf.train.plan import GIB, Setting, measure, plan_recipe
+from coca_hf.train.recipe import load_recipe
+from tests.conftest import TINY as THREE_LAYERS
+
+TINY = {**THREE_LAYERS, "num_hidden_layers": 2}
+BATCH, SEQ_LEN, VOCAB = 4, 60, 70
+STAGES = [{"name": "k", "train": ["t_proj"]}, {"name": "full", "train": "all"}]
+
+
+@pytest.fixture
+def path(tmp_path):
+    coca_hf.CocaLlamaConfig(vocab_size=VOCAB, **TINY).save_pretrained(tmp_path / "model")  # no weights
+    tree = {
+        "model": str(tmp_path / "model"),
+        "data": {"seq_len": SEQ_LEN, "sources": [{"path": "absent.txt", "weight": 1}]},
+        "training": {"max_steps": 5, "per_device_train_batch_size": BATCH, "optim": "adamw_torch_fused"},
+        "stages": STAGES,
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    return tmp_path / "recipe.yaml"
+
+
+@pytest.fixture
+def recipe(path, monkeypatch):
+    monkeypatch.setattr(planning, "_BLOCK_BYTES", 1)  # closed forms do not round up to an allocator's blocks
+    return load_recipe(path)
+
+
+def shard_bytes(parameter, world_size: int) -> int:
+    """Of float32 numbers, split by rows; the first process has the most."""
+    rows, *others = parameter.shape
+    return 4 * math.ceil(rows / world_size) * math.prod(others)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 32])
+@pytest.mark.parametrize("number", [0, 1], ids=["k", "full"])
+def test_weights_gradients_and_optimizer_are_exactly_the_shards(recipe, number, world_size):
+    stage = recipe.stages[number]
+    with torch.device("meta"):
+        model = model_from_config(recipe)
+    freeze_(model, stage)
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    held = measure(recipe, stage, Setting(world_size, BATCH, 1, False)).at_step
+    trained = sum(shard_bytes(parameter, world_size) for parameter in learning)
+    assert held["weights"] == sum(shard_bytes(parameter, world_size) for parameter in model.parameters())
+    assert held["gradients"] == trained
+    assert held["optimizer"] == 2 * trained + 4 * len(learning)  # two moments, and a step counter for each
+
+
+def real_run(recipe, stage, checkpointing: bool) -> tuple[int, int]:
+    """Two real steps: the peak of what the allocator gave, and the bytes saved for the backward, weights apart."""
+    gc.collect()
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        model = model_from_config(recipe).train()
+        freeze_(model, stage)
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+        ids = torch.zeros(BATCH, SEQ_LEN, dtype=torch.int64)
+        for _ in range(2):
+            saved.clear()
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                loss = model(input_ids=ids, labels=ids, num_items_in_batch=torch.tensor(ids.numel())).loss
+            loss.backward()
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
+    for parameter in model.parameters():
+        saved.pop(parameter.data_ptr(), None)
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak, sum(saved.values())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("number", [0, 1], ids=["k", "full"])
+def test_the_peak_is_that_of_a_real_run_within_two_percent(recipe, number, checkpointing):
+    memory = measure(recipe, recipe.stages[number], Setting(1, BATCH, 1, checkpointing))
+    peak, saved = real_run(recipe, recipe.stages[number], checkpointing)
+    assert memory.peak == pytest.approx(peak, rel=0.02)
+    if not checkpointing:  # the peak comes early in the backward, when some of what was saved is free again
+        assert memory.at_peak["activations"] == pytest.approx(saved, rel=0.1)
+
+
+def test_float32_logits_are_in_the_measure(recipe, path):
+    wide = 40 * VOCAB
+    config = coca_hf.CocaLlamaConfig(vocab_size=wide, **TINY)
+    config.save_pretrained(recipe.model)
+    logits = BATCH * SEQ_LEN * wide * 4
+    memory = measure(recipe, recipe.stages[0], Setting(32, BATCH, 1, True))
+    assert memory.peak > 3 * logits  # the probabilities' logarithms, their gradient, and that of the logits
+
+
+def test_more_processes_need_less_each(recipe):
+    peaks = [measure(recipe, recipe.stages[1], Setting(size, BATCH, 1, False)).peak for size in (2, 4, 32)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[0] > peaks[-1]
+
+
+def test_accumulation_keeps_the_gradients_of_all_shards_on_every_process(recipe):
+    plain, accumulated = (
+        measure(recipe, recipe.stages[1], Setting(32, BATCH, accumulation, False)).at_peak["gradients"]
+        for accumulation in (1, 2)
+    )
+    with torch.device("meta"):
+        whole = sum(4 * parameter.numel() for parameter in model_from_config(recipe).parameters())
+    assert plain < whole / 4
+    assert accumulated > whole / 2
+
+
+def test_bf16_halves_what_is_saved(path):
+    kept = [
+        measure(recipe, recipe.stages[1], Setting(2, BATCH, 1, False)).at_peak["activations"]
+        for recipe in (load_recipe(path), load_recipe(path, ["training.bf16=true"]))
+    ]
+    assert 0.5 * kept[0] < kept[1] < 0.8 * kept[0]  # norms and the loss stay in float32
+
+
+def test_a_plan_leaves_nothing_behind(recipe):
+    resize, find = torch.UntypedStorage.resize_, masking_utils.find_packed_sequence_indices
+    shared = dict(PartialState._shared_state)
+    for world_size in (1, 32):
+        measure(recipe, recipe.stages[0], Setting(world_size, BATCH, 1, True))
+    assert not dist.is_initialized()
+    assert torch.UntypedStorage.resize_ is resize
+    assert masking_utils.find_packed_sequence_indices is find
+    assert PartialState._shared_state == shared
+    assert torch.zeros(2).sum() == 0  # no mode is left
+
+
+def test_time_is_operations_over_what_the_gpus_do(recipe):
+    recipe = recipe.model_copy(update={"stages": recipe.stages[:1]})
+    one, many = (plan_recipe(recipe, size, gpu="A100", mfu=0.5).stages[0] for size in (1, 32))
+    assert one.tokens == 5 * BATCH * SEQ_LEN
+    assert many.tokens == 32 * one.tokens
+    assert one.seconds == pytest.approx(one.flops / (0.5 * 312e12))
+    assert many.seconds == pytest.approx(one.seconds)
+
+
+def test_what_is_advised_fits(recipe, path):
+    share = 0.5  # of the peak: checkpointing alone is not enough
+    full = recipe.stages[1]
+    recipe = recipe.model_copy(update={"stages": [full]})
+    memory = measure(recipe, full, Setting(1, BATCH, 1, False)).peak * share / GIB / (1 - planning.RESERVE)
+    (stage,) = plan_recipe(recipe, 1, memory).stages
+    assert not stage.fits
+    words = stage.change.split(" with ")[1].split(" (")[0].split()
+    assert words[0] == "gradient_checkpointing=true"
+    assert words[1].startswith("per_device_train_batch_size=")
+    changed = load_recipe(path, [f"stages.full.{word}" for word in words])
+    (changed,) = plan_recipe(changed.model_copy(update={"stages": changed.stages[1:]}), 1, memory).stages
+    assert changed.fits
+    assert changed.setting.global_batch == stage.setting.global_batch
+
+
+def test_more_gpus_are_advised_last_and_nothing_where_nothing_helps(recipe):
+    full = recipe.stages[1]
+    recipe = recipe.model_copy(update={"stages": [full]})
+    memory = 0.75 * measure(recipe, full, Setting(1, 1, BATCH, True)).peak / GIB / (1 - planning.RESERVE)
+    assert "--world-size" in plan_recipe(recipe, 1, memory).stages[0].change
+    assert "nothing helps" in plan_recipe(recipe, 1, 1e-6).stages[0].change
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "ABACUS"], "--gpu: got 'ABACUS', expected one of"),
+        (["--mfu", "0"], "--mfu 0; expected"),
+        (["--world-size", "0"], "got --world-size 0"),
+        (["training.use_cpu=true"], "stages.k: got use_cpu, but a plan is for GPUs; add training.use_cpu=false"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(path, arguments, message):
+    result = CliRunner().invoke(train_app, [str(path), "--plan", *arguments])
+    assert isinstance(result.exception, CocaError)
+    assert message in str(result.exception)
+
+
+def test_the_command_prints_a_table_or_json(path):
+    table = CliRunner().invoke(train_app, [str(path), "--plan", "--world-size", "2"], env={"COLUMNS": "200"})
+    assert table.exit_code == 0, table.exception
+    assert "2 x H100, 80 GB each, at MFU 0.4 of 989 TFLOPS" in table.stdout
+    result = CliRunner().invoke(train_app, [str(path), "training.use_liger_kernel=true", "--plan", "--json"])
+    plan = json.loads(result.stdout)
+    assert [stage["name"] for stage in plan["stages"]] == ["k", "full"]
+    assert plan["stages"][0]["peak_bytes"] == sum(plan["stages"][0]["memory"]["at_peak"].values())
+    assert "stages.k: planned without use_liger_kernel" in plan["notes"]
