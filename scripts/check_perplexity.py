@@ -69,7 +69,8 @@ def main() -> int:
         worst = max(worst, abs(difference))
         print(
             f"length {length}: coca-eval {row['value']:.6f}, transformers {expected:.6f}, "
-            f"difference {difference:+.1e}; {len(ids)} books, {row['tokens']} tokens scored, {time.perf_counter() - began:.0f} s",
+            f"difference {difference:+.1e}; {len(ids)} books, {row['tokens']} tokens scored, "
+            f"{time.perf_counter() - began:.0f} s",
             flush=True,
         )
     return int(worst > 1e-3)

@@ -73,7 +73,7 @@ def test_data_that_are_not_there_are_one_line(coca, tmp_path):
 
 
 def test_ruler_at_a_length_is_the_mean_of_its_tasks_there(coca, tmp_path, monkeypatch):
-    """lm-eval's results, as its RULER files make them: -1 at lengths that were not run, and no group mean but 4096's."""
+    """Results as lm-eval's RULER files make them: -1 at lengths that were not run, and no group mean but 4096's."""
     lengths = []
 
     def ran(subject, settings, batch_size, include_path):  # noqa: F811
