@@ -10,6 +10,7 @@ import numpy as np
 
 from coca_hf.report.document import Bullets, Figure, Grid, Section, Text
 from coca_hf.report.plots import FAR, Curve, Key, line_figure
+from coca_hf.report.recovery import Recovery
 from coca_hf.report.rows import Table, read_raw, trained_length
 
 TITLES = {
@@ -44,6 +45,7 @@ class Measured:
     tables: list[Table]
     runs: Sequence[Path]
     paper: Sequence[str] = ()
+    recoveries: Sequence[Recovery] = ()
 
     def of_task(self, task: str) -> list[Table]:
         return [table for table in self.tables if table.task == task]

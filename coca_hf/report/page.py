@@ -9,12 +9,15 @@ from coca_hf.report.against_length import EXPLANATIONS, PUBLISHED, TITLES, Measu
 from coca_hf.report.document import Section, escape, markdown, markdown_table
 from coca_hf.report.html import html
 from coca_hf.report.plots import to_png
+from coca_hf.report.recovery import read_recovery
 from coca_hf.report.rows import Table, read_tables
 from coca_hf.report.sections import SECTIONS, surroundings
 
 
 def write_report(runs: Sequence[Path], out_dir: Path, paper: Sequence[str] = ()) -> Path:
     """Write `report.html`, `report.md` and a PNG for each figure, from the `rows.jsonl` of all directories `runs`.
+
+    A directory that coca-train wrote gives its recovery curve instead.
 
     paper: names of the published curves to show, of `PUBLISHED`. Returns the path of `report.html`. Every file replaces
     its predecessor whole, the HTML last.
@@ -37,7 +40,9 @@ def read_page(runs: Sequence[Path], paper: Sequence[str] = ()) -> Section:
     """The page of the directories `runs`, with nothing drawn yet. Raises CocaError as `write_report` does."""
     if unknown := [name for name in paper if name not in PUBLISHED]:
         raise CocaError(f"--paper: got {unknown[0]!r}, expected one of {', '.join(PUBLISHED)}")
-    measured = Measured(read_tables(runs), runs, paper)
+    recoveries = {run: recovery for run in runs if (recovery := read_recovery(run))}
+    tables = read_tables([run for run in runs if run not in recoveries])
+    measured = Measured(tables, runs, paper, list(recoveries.values()))
     return Section("Evaluation", [section for make in SECTIONS if (section := make(measured))])
 
 

@@ -88,11 +88,12 @@ def line_figure(
     trained_lengths: list[int] | None = None,
     ticks: list[float] | None = None,
     x_scale: str = "log",
+    borders: list[tuple[float, str]] | None = None,
 ) -> Draw:
     """A function that draws `curves` at a size in inches, with or without a legend inside.
 
     y_scale: log, linear, zero (linear from 0) or share (0 to 1). ticks: of the x axis, by default every x there is. A
-    value that is None is a cross at the upper edge.
+    value that is None is a cross at the upper edge. borders: places on the x axis, and what begins there.
     """
     xs = ticks or sorted({x for curve in curves for x in curve.xs})
     xs = xs[(len(xs) - 1) % 2 :: 2] if len(xs) > 9 else xs  # so that they do not touch
@@ -109,6 +110,8 @@ def line_figure(
             axes.set_xticks(xs, [_short(x) for x in xs])
             axes.xaxis.set_minor_locator(NullLocator())
             _mark_trained_lengths(axes, xs, trained_lengths or [], at_top=y_scale != "share")
+            for x, name in borders or []:
+                _mark(axes, x, name, side=1, at_top=True)
             if y_scale == "share":
                 axes.set_ylim(-0.03, 1.05)  # room for whole markers at 0 and 1
             elif y_scale == "zero":
@@ -237,28 +240,29 @@ def _mark_trained_lengths(axes: Axes, ticks: list[float], lengths: list[int], at
     """A dashed line at each trained length on the plot or within an octave of it; an arrow's word for longer ones."""
     first, last = ticks[0], ticks[-1]
     for length in lengths:
-        if first / 2 <= length <= last * 2:
-            axes.axvline(length, color=MUTED, linestyle=(0, (5, 4)), linewidth=1.1, zorder=1)
-            side = 1 if length <= first else -1  # of the line; at the left edge it stands inside
-            text: Any = {
-                "rotation": 90,
-                "va": "top" if at_top else "bottom",
-                "fontsize": 8.5,
-                "color": MUTED,
-                "zorder": 1,
-            }
-            axes.annotate(
-                f"trained at {_short(length)}",
-                (length, 0.98 if at_top else 0.04),
-                xytext=(3 * side, 0),
-                xycoords=axes.get_xaxis_transform(),
-                textcoords="offset points",
-                ha="left" if side == 1 else "right",
-                **text,
-            )
+        if first / 2 <= length <= last * 2:  # its name stands left of the line, but at the left edge inside
+            _mark(axes, length, f"trained at {_short(length)}", 1 if length <= first else -1, at_top)
     if beyond := [length for length in lengths if length > last * 2]:
         text = f"trained at {', '.join(map(_short, beyond))} \N{RIGHTWARDS ARROW}"
         axes.set_title(text, loc="right", fontsize=8.5, color=MUTED)
+
+
+def _mark(axes: Axes, x: float, name: str, side: int, at_top: bool) -> None:
+    """A dashed line across, with its name to the right of it (side 1) or to the left (-1)."""
+    axes.axvline(x, color=MUTED, linestyle=(0, (5, 4)), linewidth=1.1, zorder=1)
+    axes.annotate(
+        name,
+        (x, 0.98 if at_top else 0.04),
+        xytext=(3 * side, 0),
+        xycoords=axes.get_xaxis_transform(),
+        textcoords="offset points",
+        ha="left" if side == 1 else "right",
+        va="top" if at_top else "bottom",
+        rotation=90,
+        fontsize=8.5,
+        color=MUTED,
+        zorder=1,
+    )
 
 
 def _log_values(axes: Axes) -> None:

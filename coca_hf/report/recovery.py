@@ -1,20 +1,23 @@
 """The recovery curve of a training run: how the loss comes back, in training and on held-out blocks."""
 
-import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from coca_hf.errors import CocaError
-from coca_hf.report.plots import COLORS, STYLE
+from coca_hf.report.document import Figure, Fold, Grid, Section, Text
+from coca_hf.report.plots import Curve, Key, line_figure
 
 RECIPE, RECORD, LOG = "recipe.yaml", "training.json", "log.jsonl"
+EXPLANATION = (
+    "Loss on blocks of the training's sources that it never sees, before and after every stage of coca-train. Not to "
+    "be compared with perplexities of coca-eval: other text, blocks instead of sliding windows."
+)
 
 
 @dataclass
@@ -47,48 +50,74 @@ def read_recovery(out_dir: Path) -> Recovery | None:
     return Recovery(out_dir.name, [_read_stage(directory) for directory in directories])
 
 
-def recovery_png(recoveries: Sequence[Recovery]) -> bytes:
-    """Loss against tokens seen: thin lines in training, points on held-out blocks, stages parted by dashed lines."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9, 4.5), dpi=150, layout="constrained", facecolor="white")
-        axes = figure.subplots()
-        for number, recovery in enumerate(recoveries):
-            color = COLORS[number % len(COLORS)]
-            training = [point for stage in recovery.stages for point in stage.training]
-            held_out = [point for stage in recovery.stages for point in stage.held_out]
-            axes.plot(*_columns(training), color=color, linewidth=1, alpha=0.5, label=f"{recovery.name}, training")
-            axes.plot(*_columns(held_out), color=color, marker="o", linewidth=2, label=f"{recovery.name}, held out")
-            for stage in recovery.stages:
-                points = stage.held_out or stage.training
-                if not points:
-                    continue
-                place: Any = {"transform": axes.get_xaxis_transform(), "fontsize": 9, "color": "#666666"}
-                axes.axvline(points[0][0], color="#888888", linestyle=(0, (5, 4)), linewidth=1.2, zorder=1)
-                if number == 0:
-                    axes.text(points[0][0], 1.02, f" {stage.name}", ha="left", **place)
-        axes.set_xlabel("tokens seen in CoCA training")
-        axes.set_ylabel("loss, nats per token (lower is better)")
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
-        png = io.BytesIO()
-        figure.savefig(png, format="png")
-    return png.getvalue()
+def recovery(recoveries: Sequence[Recovery]) -> Section | None:
+    """Loss against tokens seen, and held-out loss and perplexity before and after every stage that is complete."""
+    if not recoveries:
+        return None
+    curves: list[Curve] = []
+    borders: list[tuple[float, str]] = []
+    for number, run in enumerate(recoveries):
+        for style, kind in enumerate(("held out", "training")):
+            points = [point for stage in run.stages for point in (stage.training if style else stage.held_out)]
+            if points:
+                key = Key(f"{run.name}, {kind}", number, style, marked=not style)
+                curves.append(
+                    Curve(
+                        key,
+                        [tokens for tokens, _ in points],
+                        [loss if math.isfinite(loss) else None for _, loss in points],
+                    )
+                )
+        for stage in run.stages if number == 0 else ():
+            if points := stage.held_out or stage.training:
+                borders.append((points[0][0], stage.name))
+    ticks = MaxNLocator(5, integer=True).tick_values(0, max((x for curve in curves for x in curve.xs), default=1))
+    draw = line_figure(
+        curves,
+        "loss (nats per token)",
+        "tokens seen in CoCA training",
+        y_scale="linear",
+        ticks=list(ticks[:-1]),
+        x_scale="linear",
+        borders=borders,
+    )
+    figure = Figure(
+        name="recovery",
+        alt="Loss against tokens seen in training; the table below has its values before and after every stage.",
+        caption="How the loss comes back after conversion: on held-out blocks, and in training (the mean since the "
+        f"line before). Dashed: where the stages of {recoveries[0].name} begin.",
+        draw=draw,
+        keys=[curve.key for curve in curves],
+    )
+    return Section("Recovery in training", [Text(EXPLANATION), figure, _losses(recoveries), _makings(recoveries)])
 
 
-def recovery_markdown(recoveries: Sequence[Recovery]) -> str:
-    """Held-out loss and perplexity before and after every stage that is complete."""
-    lines = [
-        "| run | stage | tokens seen | held-out loss before | after | perplexity before | after |",
-        "|---|---|---:|---:|---:|---:|---:|",
-    ]
-    for recovery in recoveries:
-        for stage in recovery.stages:
-            if stage.record is None or not stage.record.get("held_out"):
-                continue
-            before, after = stage.record["held_out"]["before"], stage.record["held_out"]["after"]
-            cells = [recovery.name, stage.name, f"{stage.record['tokens_seen']:,}", f"{before:.4f}", f"{after:.4f}"]
-            cells += [f"{math.exp(before):,.2f}", f"{math.exp(after):,.2f}"]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def _losses(recoveries: Sequence[Recovery]) -> Grid:
+    lines = []
+    for run, stage, record in _complete(recoveries):
+        if held_out := record.get("held_out"):
+            losses = held_out["before"], held_out["after"]
+            cells = [f"{loss:.4f}" for loss in losses] + [f"{math.exp(loss):,.2f}" for loss in losses]
+            lines.append([run, stage, f"{record['tokens_seen']:,}", *cells])
+    header = ["run", "stage", "tokens seen", "loss before", "loss after", "perplexity before", "perplexity after"]
+    return Grid(header, lines, numbers_from=2)
+
+
+def _makings(recoveries: Sequence[Recovery]) -> Fold:
+    lines = []
+    for run, stage, record in _complete(recoveries):
+        machine, packages = record.get("hardware", {}), record.get("versions", {})
+        versions = ", ".join(f"{package} {number}" for package, number in packages.items())
+        where = f"{machine.get('processes')} x {machine.get('device')}" if machine else ""
+        lines.append([run, stage, where, versions, f"{record.get('seconds', 0):,.0f}", record.get("date", "")])
+    return Fold("How these were made", [Grid(["run", "stage", "machine", "versions", "seconds", "date"], lines, 4)])
+
+
+def _complete(recoveries: Sequence[Recovery]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for run in recoveries:
+        for stage in run.stages:
+            if stage.record is not None:
+                yield run.name, stage.name, stage.record
 
 
 def _read_stage(directory: Path) -> StageCurve:
@@ -103,7 +132,3 @@ def _read_stage(directory: Path) -> StageCurve:
     if (directory / RECORD).is_file():
         stage.record = json.loads((directory / RECORD).read_text(encoding="utf-8"))
     return stage
-
-
-def _columns(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]

@@ -23,13 +23,16 @@ from coca_hf.report.boundary import boundary
 from coca_hf.report.document import Bullets, Code, Figure, Fold, Grid, Section, Text
 from coca_hf.report.passkey import passkey
 from coca_hf.report.plots import Curve, line_figure
+from coca_hf.report.recovery import recovery
 from coca_hf.report.rows import Table, read_raw, trained_length
 
 LITTLE_TRAINING = 1_000_000_000  # tokens; the paper trained on 7.5 billion a stage
 
 
-def models(measured: Measured) -> Section:
+def models(measured: Measured) -> Section | None:
     """Which models, and how much training stands behind their numbers."""
+    if not measured.rows:
+        return None
     found = {(row["model"], row["model_path"], row["dtype"]): row for row in measured.rows}
     lines = []
     for (name, _, dtype), row in found.items():
@@ -121,8 +124,10 @@ def speed(measured: Measured) -> Section | None:
     return Section(TITLES["speed"], parts) if tables else None
 
 
-def makings(measured: Measured) -> Section:
+def makings(measured: Measured) -> Section | None:
     """How each number was made: the settings of every row, its machine, and the commands."""
+    if not measured.rows:
+        return None
     parts: list = []
     for table in measured.tables:
         parts.append(Fold(f"{TITLES[table.task]}: {table.settings}", [*_making(table), *_documents(table)]))
@@ -148,6 +153,7 @@ SECTIONS: list[Callable[[Measured], Section | None]] = [
     boundary,
     tasks,
     speed,
+    lambda measured: recovery(measured.recoveries),
     makings,
 ]
 

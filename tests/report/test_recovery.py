@@ -6,8 +6,10 @@ import math
 import pytest
 
 from coca_hf import CocaError
+from coca_hf.report.document import Grid
 from coca_hf.report.page import write_report
-from coca_hf.report.recovery import read_recovery, recovery_markdown, recovery_png
+from coca_hf.report.recovery import read_recovery, recovery
+from tests.report.made import row, write_rows
 
 
 @pytest.fixture
@@ -37,19 +39,19 @@ def test_stages_are_read_in_order_with_their_losses(out):
 
 
 def test_the_table_has_loss_and_perplexity_of_complete_stages(out):
-    _, _, *rows = recovery_markdown([read_recovery(out)]).splitlines()
-    assert rows == [
-        f"| run | k | 100 | 9.0000 | 5.0000 | {math.exp(9):,.2f} | {math.exp(5):,.2f} |",
-        f"| run | qkv | 200 | 5.0000 | 4.0000 | {math.exp(5):,.2f} | {math.exp(4):,.2f} |",
+    (losses,) = [part for part in recovery([read_recovery(out)]).parts if isinstance(part, Grid)]
+    assert losses.lines == [
+        ["run", "k", "100", "9.0000", "5.0000", f"{math.exp(9):,.2f}", f"{math.exp(5):,.2f}"],
+        ["run", "qkv", "200", "5.0000", "4.0000", f"{math.exp(5):,.2f}", f"{math.exp(4):,.2f}"],
     ]
 
 
-def test_the_plot_is_a_png_that_changes_with_the_losses(out):
-    before = recovery_png([read_recovery(out)])
-    assert before.startswith(b"\x89PNG")
-    with (out / "10-full/log.jsonl").open("a") as log:
-        log.write(json.dumps({"step": 9, "loss": 1.0, "tokens_seen": 290}) + "\n")
-    assert recovery_png([read_recovery(out)]) != before
+def test_the_curve_has_every_loss_and_names_where_stages_begin(out):
+    (figure,) = recovery([read_recovery(out)]).figures()
+    lines = {line.get_label(): line.get_xydata().tolist() for line in figure.draw(5, 3, True).axes[0].lines}
+    assert lines["run, held out"] == [[0, 9], [100, 5], [100, 5], [200, 4], [200, 4]]
+    assert lines["run, training"] == [[50, 8.5], [150, 4.5], [250, 3.5]]
+    assert [text.get_text() for text in figure.draw(5, 3, True).axes[0].texts] == ["k", "qkv", "full"]
 
 
 def test_another_directory_is_none_and_a_broken_line_is_named(out, tmp_path):
@@ -59,8 +61,11 @@ def test_another_directory_is_none_and_a_broken_line_is_named(out, tmp_path):
         read_recovery(out)
 
 
-def test_the_report_takes_a_training_directory_among_its_runs(out, tmp_path):
-    page = write_report([out], tmp_path / "page").read_text()
-    assert "![Loss against tokens seen](recovery.png)" in page
+def test_the_report_takes_a_training_directory_alone_or_among_others(out, tmp_path):
+    page = (write_report([out], tmp_path / "page").parent / "report.md").read_text()
+    assert "(recovery.png)" in page
     assert "| run | k | 100 |" in page
+    both = write_report([write_rows(tmp_path / "rows", row()), out], tmp_path / "page").read_text()
+    assert "Recovery in training" in both
+    assert "Perplexity" in both
     assert (tmp_path / "page/recovery.png").read_bytes().startswith(b"\x89PNG")

@@ -8,7 +8,7 @@ from torch.nn.functional import kl_div
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_hf.errors import CocaError
-from coca_hf.train.model import load_model
+from coca_hf.train.model import load_config, load_model
 from coca_hf.train.objectives import Objective, attention_transfer_loss, check_teacher, distillation_loss
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
@@ -89,7 +89,7 @@ def test_a_teacher_of_another_shape_is_refused(tiny_coca_dir, tmp_path, change, 
     config = LlamaConfig(**{"vocab_size": load_model(str(tiny_coca_dir)).config.vocab_size, **TINY, **change})
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(CocaError, match=message):
-        check_teacher(str(tmp_path), str(tiny_coca_dir))
+        check_teacher(str(tmp_path), load_config(str(tiny_coca_dir)))
 
 
 @pytest.mark.parametrize(
