@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from transformers import TrainerState, TrainingArguments
 
-import coca_hf
 from coca_hf.documents import is_on_hub
 from coca_hf.train.log import StageLog
 from coca_hf.train.out import RECORD, StageRun
@@ -96,7 +95,7 @@ def _surroundings(arguments: TrainingArguments) -> dict[str, Any]:
 
 def _commit() -> str | None:
     """The commit that coca_hf runs from, with `+changes` where files differ from it; None outside a checkout."""
-    source = Path(coca_hf.__file__).parent
+    source = Path(__file__).parents[1]
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", "-C", str(source), *arguments], capture_output=True, text=True, check=True).stdout

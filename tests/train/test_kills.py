@@ -1,6 +1,6 @@
 """Processes that are told to stop, or killed at any moment: the rerun ends with the losses of an unbroken run.
 
-COCA_KILLS sets how many random kills; scripts/kill_runs.sh runs 20.
+COCA_KILLS sets how many random kills: COCA_KILLS=20 pytest tests/train/test_kills.py -k random_moment
 """
 
 import contextlib
