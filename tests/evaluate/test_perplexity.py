@@ -12,7 +12,7 @@ from coca_hf.evaluate.perplexity import compute_windows, perplexity_rows, token_
 from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import Sample, draw_sample
-from coca_hf.evaluate.variants import windows_of
+from coca_hf.evaluate.variants import Window, windows_of
 
 DEFAULT = Rope("default")
 
@@ -66,13 +66,13 @@ def test_perplexity_equals_a_double_loop_over_tokens(kind, length, stride, batch
 
 def test_every_combination_of_length_stride_and_batch_equals_the_double_loop(llama):
     """Documents of unequal lengths, so that batches of windows differ in shape and last windows are short."""
-    model, documents = llama.model.double(), documents_of(12, 19, 21)
+    model, documents = llama.model.double(), documents_of(12, 15, 17)
     for length in (2, 5, 12):
-        for stride in {1, 2, length - 1, length}:
+        for stride in {1, length - 1, length}:
             expected = double_loop(model, documents, length, stride)
-            for batch_size in (1, 2, 7, 100):
+            for batch_size in (1, 7, 100):
                 nll, tokens = total_nll(model, documents, length, stride, batch_size)
-                assert tokens == 11 + 18 + 20
+                assert tokens == 11 + 14 + 16
                 assert math.exp(nll / tokens) == pytest.approx(expected, rel=1e-6), (length, stride, batch_size)
 
 
@@ -88,6 +88,24 @@ def test_a_uniform_models_perplexity_is_its_vocabulary_size(llama):
     nn.init.zeros_(llama.model.lm_head.weight)
     nll, tokens = total_nll(llama.model, documents_of(37, 30), 12, 5)
     assert math.exp(nll / tokens) == pytest.approx(llama.model.config.vocab_size, rel=1e-6)
+
+
+def test_losses_over_a_large_vocabulary_are_exact():
+    """Of 50,000 logits in float32, against float64: the sum of their exponentials must not lose digits."""
+    generator = torch.Generator().manual_seed(6)
+    logits = torch.randn(2, 21, 50_000, generator=generator)
+
+    class Fixed(nn.Module):
+        device = torch.device("cpu")
+
+        def forward(self, input_ids, use_cache):
+            return SimpleNamespace(logits=logits)
+
+    documents = documents_of(22, vocab_size=50_000) + documents_of(22, vocab_size=49_000)
+    losses = token_losses(Fixed(), documents, [Window(0, 0, 21, 21), Window(1, 0, 21, 21)])
+    targets = torch.stack(documents)[:, 1:, None]
+    expected = -logits.double().log_softmax(-1).gather(-1, targets)[..., 0]
+    torch.testing.assert_close(losses.double(), expected, rtol=0, atol=3e-6)
 
 
 def test_perplexity_weighs_tokens_and_not_windows_or_documents():
