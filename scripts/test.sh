@@ -9,4 +9,4 @@ cd "$(dirname "$0")/.."
 ruff check .
 ruff format --check .
 mypy
-python -m pytest "$@"
+python -m pytest -n 2 --dist loadfile "$@"  # a file to each of two processes, in turn
