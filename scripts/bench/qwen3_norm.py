@@ -1,0 +1,142 @@
+"""What Qwen3's key norm should become in CoCA, on a small Qwen3 trained from scratch on bytes of English.
+
+    python scripts/bench/qwen3_norm.py --out docs/results/qwen3-norm.json
+
+Every seed trains one model, converts it three ways and trains each on with the same batches: `before`, RMSNorm of the
+coefficients before the ReLU (what coca_hf does: coca_hf/models/qwen3.py), `after`, RMSNorm after it, and `none`. The
+start of `none` is scaled so that its scores have the bound of the original's, as the other families'. Prints held-out
+perplexity per byte, writes JSON. The text is pydoc's own, which every Python has.
+"""
+
+import argparse
+import copy
+import json
+import math
+import os
+import platform
+import sys
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from coca_hf import patch_
+from coca_hf.models.qwen3 import CocaQwen3Attention
+
+TEXT = "\n\n".join(topics[name] for name in sorted(topics))
+LENGTH, BATCH = 128, 8
+
+
+class NormAfter(CocaQwen3Attention):
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, _, value = super().project(hidden_states)
+        t = self.t_proj(hidden_states).view(*hidden_states.shape[:-1], -1, self.head_dim // 2)
+        return q, self.t_norm(t.relu()).transpose(1, 2), value
+
+
+class NoNorm(CocaQwen3Attention):
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, _, value = super().project(hidden_states)
+        t = self.t_proj(hidden_states).view(*hidden_states.shape[:-1], -1, self.head_dim // 2)
+        return q, t.relu().transpose(1, 2), value
+
+
+VARIANTS = {"before": CocaQwen3Attention, "after": NormAfter, "none": NoNorm}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=600, help="of the original")
+    parser.add_argument("--coca-steps", type=int, nargs="+", default=[0, 50, 200], help="where to measure")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    data = torch.tensor(list(TEXT.encode()))
+    held_out, training = data[: 64 * (LENGTH + 1)].view(64, -1), data[64 * (LENGTH + 1) :]
+    rows = []
+    for seed in range(options.seeds):
+        original = qwen3(seed)
+        train(original, training, range(options.steps), 1e-3, seed)
+        rows.append(
+            {"seed": seed, "variant": "original", "steps": options.steps, "ppl": perplexity(original, held_out)}
+        )
+        for constraint in ("slack", "strict"):
+            for name, attention in VARIANTS.items():
+                model = converted(original, attention, constraint)
+                for first, last in zip([0, *options.coca_steps], options.coca_steps, strict=False):
+                    train(model, training, range(first, last), 5e-4, seed + 100)
+                    value = perplexity(model, held_out)
+                    rows.append({"seed": seed, "constraint": constraint, "variant": name, "steps": last, "ppl": value})
+                    print(rows[-1], file=sys.stderr)
+    show(rows, options.coca_steps)
+    result = {
+        "task": "qwen3-norm",
+        "rows": rows,
+        "command": " ".join(["python", *sys.argv]),
+        "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {name: version(name) for name in ("coca-hf", "torch", "transformers")},
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def qwen3(seed: int) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=256, max_position_embeddings=LENGTH, **sizes, **heads))
+
+
+def converted(original: Qwen3ForCausalLM, attention: type, constraint: str) -> torch.nn.Module:
+    model = patch_(copy.deepcopy(original), constraint)
+    for layer, old in zip(model.model.layers, original.model.layers, strict=True):
+        layer.self_attn.__class__ = attention
+        if attention is NoNorm:  # |score| <= c d |w_q|^2 sqrt(hidden) |row|, the original's d |w_q| |w_k|
+            norms = (old.self_attn.q_norm.weight.abs().max(), old.self_attn.k_norm.weight.abs().max())
+            t = layer.self_attn.t_proj.weight
+            row = (t * old.input_layernorm.weight).norm(dim=1).max()
+            c = 2**0.5 if constraint == "slack" else 1.0
+            t.data *= (norms[1] / (c * norms[0] * t.shape[1] ** 0.5 * row)).detach()
+    return model
+
+
+def train(model: torch.nn.Module, data: Tensor, steps: range, rate: float, seed: int) -> None:
+    """AdamW with a warm-up of 20 steps; its moments start anew with every call, alike for all variants."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95))
+    for number, step in enumerate(steps):
+        optimizer.param_groups[0]["lr"] = rate * min((number + 1) / 20, 1)
+        draw = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        starts = torch.randint(len(data) - LENGTH, (BATCH,), generator=draw)
+        ids = torch.stack([data[start : start + LENGTH] for start in starts])
+        model(ids, labels=ids).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@torch.no_grad()
+def perplexity(model: torch.nn.Module, ids: Tensor) -> float:
+    return math.exp(model(ids, labels=ids).loss.item())
+
+
+def show(rows: list[dict], steps: list[int]) -> None:
+    print("| form | norm of t | " + " | ".join(f"{step} steps" for step in steps) + " |")
+    print("|---|---|" + "---|" * len(steps))
+    kinds = dict.fromkeys((row["constraint"], row["variant"]) for row in rows if "constraint" in row)
+    for constraint, variant in kinds:
+        cells = []
+        for step in steps:
+            same = [r for r in rows if (r.get("constraint"), r["variant"], r["steps"]) == (constraint, variant, step)]
+            cells.append(" / ".join(f"{row['ppl']:.2f}" for row in same))
+        print(f"| {constraint} | {variant} | " + " | ".join(cells) + " |")
+    print("original: " + " / ".join(f"{row['ppl']:.2f}" for row in rows if row["variant"] == "original"))
+
+
+if __name__ == "__main__":
+    main()
