@@ -35,7 +35,7 @@ say "6/7 Evaluate the result, 1 minute"
 evaluate "$out/train/3-full" "+ CoCA, trained"
 
 say "7/7 Report"
-coca-eval report "$out/eval" --out "$out/report"
+coca-eval report "$out/eval" "$out/train" --out "$out/report"
 
 say "Done."
 cat << END
