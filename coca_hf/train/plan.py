@@ -42,8 +42,7 @@ RESERVE = 0.1  # of a GPU's memory
 GIB = 2**30
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "other")
 _BLOCK_BYTES = 512  # CUDA's allocator gives whole ones
-_NEED_A_GPU = ("bf16", "fp16", "tf32", "fsdp", "torch_compile", "use_liger_kernel", "use_cpu")
-_NOT_PLANNED = ("torch_compile", "use_liger_kernel")
+_NEED_A_GPU = ("bf16", "fp16", "tf32", "fsdp", "torch_compile", "use_cpu")
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,8 @@ def plan_recipe(
         options = recipe.options(stage)
         if options.get("use_cpu"):
             raise CocaError(f"stages.{stage.name}: got use_cpu, but a plan is for GPUs; add training.use_cpu=false")
-        notes += [f"stages.{stage.name}: planned without {name}" for name in _NOT_PLANNED if options.get(name)]
+        missing = {"torch_compile": options.get("torch_compile"), "the teacher": stage.needs_teacher}
+        notes += [f"stages.{stage.name}: planned without {name}" for name, is_used in missing.items() if is_used]
         stages.append(_plan_stage(recipe, stage, world_size, gpu_memory * GIB, mfu * peak))
     return Plan(gpu, peak, mfu, world_size, int(gpu_memory * GIB), notes, stages)
 
