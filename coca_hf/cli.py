@@ -14,7 +14,9 @@ from transformers.utils.logging import set_verbosity_error
 
 from coca_hf.errors import CocaError
 
-console = Console(stderr=True, soft_wrap=True)
+# Prints paths and names as they are, whatever rich would read into them.
+PlainConsole = partial(Console, markup=False, emoji=False, highlight=False)
+console = PlainConsole(stderr=True, soft_wrap=True)
 
 convert_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 train_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -39,7 +41,7 @@ def _run(app: typer.Typer) -> None:
     try:
         app()
     except CocaError as error:
-        console.print(f"error: {error}", style="red", markup=False, highlight=False)
+        console.print(f"error: {error}", style="red")
         sys.exit(2)
 
 
@@ -67,7 +69,7 @@ def convert_command(
     """Turn a LLaMA, Mistral, Qwen2, Qwen3 or GPT-NeoX checkpoint into CoCA. Interrupted, it continues if run again."""
     from coca_hf.convert import convert_checkpoint
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"converting {src}", visible=False)
         record = convert_checkpoint(
@@ -88,24 +90,22 @@ def convert_command(
 def _print_conversion(record: dict, dst: str) -> None:
     parameters, cache = record["parameters"], record["kv_cache_bytes_per_token"]
     shares = record["trainable_fraction"]
-    console.print(f"{dst}: {record['constraint']}, {record['dtype']}", highlight=False)
+    console.print(f"{dst}: {record['constraint']}, {record['dtype']}")
     console.print(f"  parameters            {parameters['before']:,} before, {parameters['after']:,} after")
     console.print(f"  trained per stage     k {shares['k']:.1%}, qkv {shares['qkv']:.1%}, full {shares['full']:.0%}")
     console.print(f"  key/value cache       {cache['before']:,} bytes per token before, {cache['after']:,} after")
-    console.print(f"  start of W_T          {record['start']['rule']}", highlight=False)
+    console.print(f"  start of W_T          {record['start']['rule']}")
     if rope := record.get("rope"):
         console.print(
             f"  RoPE                  base {rope['rope_theta']['after']:,.0f} for {rope['ntk_length']:,} tokens, "
             f"made of {rope['rope_theta']['before']:,.0f} for {rope['trained_length']:,} by dynamic NTK, factor "
             f"{rope['factor']:g}",
-            highlight=False,
         )
     if "CoCA" in record["source_format"] and "released" not in record["source_format"]:
         return
     console.print(
         f"The attention has to be trained before the model is useful. Next: set `model: {dst}` in a recipe, then "
         f"coca-train RECIPE (recipes/llama-7b/three-stage.yaml is the paper's)",
-        highlight=False,
     )
 
 
@@ -136,12 +136,11 @@ def train_command(
     directory = run_recipe(checked, out or Path("runs") / recipe.stem, stage, resume)
     if PartialState().is_main_process:
         lengths = f"{checked.data.seq_len},{2 * checked.data.seq_len}"
-        Console().print(f"checkpoint: {directory}", soft_wrap=True, highlight=False)
-        Console().print(
+        PlainConsole().print(f"checkpoint: {directory}", soft_wrap=True)
+        PlainConsole().print(
             f"next: coca-eval perplexity {directory} --data TEXT --lengths {lengths} --rope default,dynamic:2 "
             f"--out {directory.parent / 'rows'}",
             soft_wrap=True,
-            highlight=False,
         )
     PartialState().destroy_process_group()  # or a process that exits under gloo's threads may abort
 
@@ -262,7 +261,7 @@ def report_command(
     """Turn the rows of several runs into one page: Markdown tables and PNG plots."""
     from coca_hf.report import write_report
 
-    Console().print(f"report: {write_report(runs, out)}", soft_wrap=True, highlight=False)
+    PlainConsole().print(f"report: {write_report(runs, out)}", soft_wrap=True)
 
 
 @evaluate_app.command("card")
@@ -278,7 +277,7 @@ def card_command(
     from coca_hf.report.page import tables_markdown
 
     path = write_card(model, measured=tables_markdown(rows) if rows else None, base_model=base_model)
-    Console().print(f"card: {path}\nnext: hf upload OWNER/NAME {model}", soft_wrap=True, highlight=False)
+    PlainConsole().print(f"card: {path}\nnext: hf upload OWNER/NAME {model}", soft_wrap=True)
 
 
 def _lengths(text: str) -> list[int]:
@@ -304,7 +303,7 @@ def _warn_beyond_trained(subject, ropes: list, lengths: list[int], new_tokens: i
     from coca_hf.evaluate.rope import warn_beyond_trained
 
     if warning := warn_beyond_trained(subject.model, ropes, lengths, new_tokens):
-        console.print(f"warning: {warning}", style="yellow", highlight=False)
+        console.print(f"warning: {warning}", style="yellow")
 
 
 def _make_rows(out: Path, rows_of: Callable) -> None:
@@ -314,5 +313,7 @@ def _make_rows(out: Path, rows_of: Callable) -> None:
     store = RowStore(out)
     with progress_on(console) as track:
         rows = list(rows_of(store=store, track=track))
-    Console().print(results_table(rows))
-    Console().print(f"rows: {out / 'rows.jsonl'}\nnext: coca-eval report {out} --out {out / 'page'}", soft_wrap=True)
+    PlainConsole().print(results_table(rows))
+    PlainConsole().print(
+        f"rows: {out / 'rows.jsonl'}\nnext: coca-eval report {out} --out {out / 'page'}", soft_wrap=True
+    )
