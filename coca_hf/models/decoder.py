@@ -145,8 +145,8 @@ class CocaModel(CocaPreTrainedModel):
         """As `LlamaModel.forward`, with `rope_length`: the total length that fixes the angles of dynamic NTK, longrope.
 
         Where `position_ids` is absent it is counted from a 2-d `attention_mask`, because the slack score depends on
-        absolute positions: padding must not move them. Under dynamic NTK and longrope `rope_length` is noted on the cache
-        and holds for all that follows; ValueError where it is not known by which length a cache was made.
+        absolute positions: padding must not move them. Under dynamic NTK and longrope a cache keeps the `rope_length`
+        it was begun with; ValueError for another one, or where none was planned (`planned_length`).
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(
@@ -214,8 +214,8 @@ def positions(inputs_embeds: Tensor, attention_mask: Tensor | dict[str, Tensor] 
 def planned_length(cache: Cache, asked: int | None, new_len: int | None, trained_len: int) -> int | None:
     """The `rope_length` of the next tokens of `cache`, which is noted on it: keys that are there keep their angles.
 
-    asked: the caller's, if any. new_len: how many tokens come; None where only the caller knows their positions. Without
-    a plan, a cache holds up to the trained length, where every plan has the same angles.
+    asked: the caller's, if any. new_len: how many tokens come; None where only the caller knows their positions.
+    Without a plan, a cache holds up to the trained length, where every plan has the same angles.
 
     Raises ValueError where the keys that are there have other angles, or nobody knows which.
     """
@@ -229,7 +229,7 @@ def planned_length(cache: Cache, asked: int | None, new_len: int | None, trained
         return cache.rope_length
     if noted is None:
         raise ValueError(
-            "past_key_values: got keys whose rotary angles were not planned, and the RoPE type makes them depend on the "
+            "past_key_values: got keys whose rotary angles were not planned, and this RoPE type has them depend on the "
             "total length; start again without the old cache, with rope_length=(tokens in all) from the first call on"
         )
     wanted = asked if asked is not None else total_len
