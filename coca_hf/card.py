@@ -8,13 +8,13 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from coca_hf.errors import CocaError
-from coca_hf.weights import read_json
+from coca_hf.weights import checkpoint_file, open_regular, read_json
 
 CARD = "README.md"
 CARRIED_OVER = ("license", "license_name", "license_link", "language")  # from the card of the base model
 LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "USE_POLICY.md", "NOTICE")  # they go where the weights go
 MARK = "<!-- written by coca_hf from conversion.json and training.json -->"
-FRONT_MATTER_CHARACTERS = 100_000
+FRONT_MATTER_BYTES = 100_000
 
 _TEMPLATE = """---
 {{ card_data }}
@@ -63,9 +63,9 @@ def base_metadata(source: str, directory: Path) -> dict[str, Any]:
     its own conversion.
     """
     if (directory / "conversion.json").is_file():
-        return _read_record(directory / "conversion.json").get("base", {})
+        return read_json(checkpoint_file(directory, "conversion.json")).get("base", {})
     found: dict[str, Any] = {} if Path(source).exists() else {"model": source}
-    front_matter = _front_matter(directory / CARD)
+    front_matter = _front_matter(directory)
     for field in CARRIED_OVER:
         value = front_matter.get(field)
         if isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value)):
@@ -84,7 +84,7 @@ def write_card(
     Raises CocaError where there is no conversion.json, a record is not one, or README.md is somebody else's.
     """
     path = directory / CARD
-    if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
+    if path.exists() and MARK not in _beginning(path):
         raise CocaError(f"{path}: not written by coca_hf, and left as it is; move it to have a card made")
     conversion = _read_record(directory / "conversion.json")
     if training is None:
@@ -185,10 +185,14 @@ def _training(stages: list[dict]) -> str:
     return f"{table}\n\nData:\n\n" + "\n".join(sources)
 
 
-def _front_matter(path: Path) -> dict:
+def _beginning(path: Path) -> str:
+    with open_regular(path) as stream:
+        return stream.read(FRONT_MATTER_BYTES).decode("utf-8-sig", errors="replace")
+
+
+def _front_matter(directory: Path) -> dict:
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            text = file.read(FRONT_MATTER_CHARACTERS)
+        text = _beginning(checkpoint_file(directory, CARD))
         match = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
         content = yaml.safe_load(match[1]) if match else {}
     except (OSError, ValueError, yaml.YAMLError, RecursionError):

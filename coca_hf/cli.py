@@ -14,7 +14,9 @@ from transformers.utils.logging import set_verbosity_error
 
 from coca_hf.errors import CocaError
 
-console = Console(stderr=True, soft_wrap=True)
+# Prints paths and names as they are, whatever rich would read into them.
+PlainConsole = partial(Console, markup=False, emoji=False, highlight=False)
+console = PlainConsole(stderr=True, soft_wrap=True)
 
 convert_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 train_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -39,7 +41,7 @@ def _run(app: typer.Typer) -> None:
     try:
         app()
     except CocaError as error:
-        console.print(f"error: {error}", style="red", markup=False, highlight=False)
+        console.print(f"error: {error}", style="red")
         sys.exit(2)
 
 
@@ -67,7 +69,7 @@ def convert_command(
     """Turn a LLaMA, Mistral, Qwen2, Qwen3 or GPT-NeoX checkpoint into CoCA. Interrupted, it continues if run again."""
     from coca_hf.convert import convert_checkpoint
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"converting {src}", visible=False)
         record = convert_checkpoint(
@@ -88,24 +90,22 @@ def convert_command(
 def _print_conversion(record: dict, dst: str) -> None:
     parameters, cache = record["parameters"], record["kv_cache_bytes_per_token"]
     shares = record["trainable_fraction"]
-    console.print(f"{dst}: {record['constraint']}, {record['dtype']}", highlight=False)
+    console.print(f"{dst}: {record['constraint']}, {record['dtype']}")
     console.print(f"  parameters            {parameters['before']:,} before, {parameters['after']:,} after")
     console.print(f"  trained per stage     k {shares['k']:.1%}, qkv {shares['qkv']:.1%}, full {shares['full']:.0%}")
     console.print(f"  key/value cache       {cache['before']:,} bytes per token before, {cache['after']:,} after")
-    console.print(f"  start of W_T          {record['start']['rule']}", highlight=False)
+    console.print(f"  start of W_T          {record['start']['rule']}")
     if rope := record.get("rope"):
         console.print(
             f"  RoPE                  base {rope['rope_theta']['after']:,.0f} for {rope['ntk_length']:,} tokens, "
             f"made of {rope['rope_theta']['before']:,.0f} for {rope['trained_length']:,} by dynamic NTK, factor "
             f"{rope['factor']:g}",
-            highlight=False,
         )
     if "CoCA" in record["source_format"] and "released" not in record["source_format"]:
         return
     console.print(
         f"The attention has to be trained before the model is useful. Next: set `model: {dst}` in a recipe, then "
         f"coca-train RECIPE (recipes/llama-7b/three-stage.yaml is the paper's)",
-        highlight=False,
     )
 
 
@@ -156,17 +156,16 @@ def train_command(
         directory = run_recipe(checked, out or Path("runs") / recipe.stem, stage, resume)
     except Stopped as stopped:
         if PartialState().is_main_process:
-            console.print(str(stopped), highlight=False)
+            console.print(str(stopped))
         PartialState().destroy_process_group()
         raise typer.Exit(EXIT_STOPPED) from None
     if PartialState().is_main_process:
         lengths = f"{checked.data.seq_len},{2 * checked.data.seq_len}"
-        Console().print(f"checkpoint: {directory}", soft_wrap=True, highlight=False)
-        Console().print(
+        PlainConsole().print(f"checkpoint: {directory}", soft_wrap=True)
+        PlainConsole().print(
             f"next: coca-eval perplexity {directory} --data TEXT --lengths {lengths} --rope default,dynamic:2 "
             f"--out {directory.parent / 'rows'}",
             soft_wrap=True,
-            highlight=False,
         )
     PartialState().destroy_process_group()  # or a process that exits under gloo's threads may abort
 
@@ -180,11 +179,10 @@ def _prepare(recipe, world_size: int) -> None:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("preparing blocks", total=wanted)
         prepared = blocks.prepare(wanted, lambda done: bar.update(task, completed=done))
-    Console().print(
+    PlainConsole().print(
         f"prepared: {prepared.num_blocks:,} blocks, {prepared.num_blocks * prepared.seq_len:,} tokens in "
         f"{prepared.directory}: all stages on {world_size} processes take {wanted:,} blocks",
         soft_wrap=True,
-        highlight=False,
     )
 
 
@@ -199,9 +197,9 @@ def _plan(
     if as_json:
         print(json.dumps(plan.to_dict(), indent=2))
         return
-    Console().print(plan_table(plan))
+    PlainConsole().print(plan_table(plan))
     for line in plan.advice():
-        Console().print(line, soft_wrap=True, highlight=False)
+        PlainConsole().print(line, soft_wrap=True)
 
 
 ModelArgument = Annotated[str, typer.Argument(help="A model directory, or a hub id as owner/name.", show_default=False)]
@@ -483,7 +481,7 @@ def report_command(
     from coca_hf.report import write_report
 
     page = write_report(runs, out, [name.strip() for name in paper.split(",") if name.strip()])
-    Console().print(f"report: {page}", soft_wrap=True, highlight=False)
+    PlainConsole().print(f"report: {page}", soft_wrap=True)
 
 
 @evaluate_app.command("card")
@@ -499,7 +497,7 @@ def card_command(
     from coca_hf.report.page import tables_markdown
 
     path = write_card(model, measured=tables_markdown(rows) if rows else None, base_model=base_model)
-    Console().print(f"card: {path}\nnext: hf upload OWNER/NAME {model}", soft_wrap=True, highlight=False)
+    PlainConsole().print(f"card: {path}\nnext: hf upload OWNER/NAME {model}", soft_wrap=True)
 
 
 def _lengths(text: str, option: str = "--lengths") -> list[int]:
@@ -557,7 +555,7 @@ def _warn_beyond_trained(subject, ropes: list, lengths: list[int], new_tokens: i
     from coca_hf.evaluate.rope import warn_beyond_trained
 
     if warning := warn_beyond_trained(subject.model, ropes, lengths, new_tokens):
-        console.print(f"warning: {warning}", style="yellow", highlight=False)
+        console.print(f"warning: {warning}", style="yellow")
 
 
 def _make_rows(out: Path, rows_of: Callable) -> None:
@@ -571,6 +569,6 @@ def _make_rows(out: Path, rows_of: Callable) -> None:
         rows = list(rows_of(store=store, track=track))
     if processes().is_main_process:
         where = f"rows: {out / 'rows.jsonl'}\nnext: coca-eval report {out} --out {out / 'page'}"
-        Console().print(results_table(rows))
-        Console().print(where, soft_wrap=True)
+        PlainConsole().print(results_table(rows))
+        PlainConsole().print(where, soft_wrap=True)
     processes().destroy_process_group()

@@ -190,7 +190,7 @@ def open_regular(file: Path):
 def is_derived(name: str, config: PreTrainedConfig) -> bool:
     """Whether a tensor follows from config and other tensors: a tied head; angles and masks, which old files have."""
     if name in ("lm_head.weight", "embed_out.weight"):
-        return bool(config.tie_word_embeddings)
+        return bool(getattr(config, "tie_word_embeddings", False))
     return name.endswith(("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"))
 
 

@@ -1,6 +1,7 @@
 """The model card: what conversion, training and measurements put into README.md beside the weights."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -146,6 +147,14 @@ def test_a_card_written_by_hand_is_left_as_it_is(checkpoint):
     (checkpoint / "README.md").write_text(f"{MARK}\nAn older card.")
     write_card(checkpoint)
     assert "An older card" not in (checkpoint / "README.md").read_text()
+
+
+@pytest.mark.timeout(20)
+def test_a_card_that_is_a_pipe_is_refused_and_does_not_hang(checkpoint):
+    (checkpoint / "README.md").unlink()
+    os.mkfifo(checkpoint / "README.md")
+    with pytest.raises(CocaError, match=r"README.md: is no ordinary file"):
+        write_card(checkpoint)
 
 
 def test_records_that_are_not_ours_are_refused(checkpoint):

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timezone
@@ -23,15 +24,16 @@ from coca_hf.convert.export import coca_source_config
 from coca_hf.convert.families import coca_config
 from coca_hf.convert.ntk import bake_ntk_
 from coca_hf.convert.source import GgufSource, SafetensorsSource, open_source
-from coca_hf.convert.staging import Staging, locked_staging, staging_directory
+from coca_hf.convert.staging import FinishedShard, Staging, locked_staging, staging_directory
 from coca_hf.convert.start import NORM_RULE, RULE
-from coca_hf.convert.tensors import Maker, Piece, check_tensors
+from coca_hf.convert.tensors import Maker, Piece, check_tensors, untie_
 from coca_hf.convert.writer import ShardWriter, bytes_of, file_hash
 from coca_hf.errors import CocaError
-from coca_hf.weights import INDEX, SINGLE, parse_size, read_json
+from coca_hf.weights import INDEX, SINGLE, checkpoint_file, parse_size, read_json
 
 RECORD = "conversion.json"
 TRAINING_RECORD = "training.json"
+TOKENIZER = "tokenizer_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Progress = Callable[[int, int], None]
@@ -67,6 +69,8 @@ def convert_checkpoint(
     src, target = os.fspath(src), Path(dst).absolute()
     _check_options(constraint, dtype, ntk_length, ntk_factor)
     shard_bytes = parse_size(max_shard_size, "--max-shard-size")
+    for path in (Path(src).absolute(), target, staging_directory(target)):
+        _check_path(path)
     _check_target(src, target, overwrite)
     with contextlib.closing(open_source(src)) as source, _os_errors(target):
         conversion = _Conversion(source, src, constraint, dtype, shard_bytes, ntk_length, ntk_factor, released)
@@ -101,10 +105,12 @@ class _Conversion:
                 f"{where}: got num_hidden_layers={self.config.num_hidden_layers}, expected no more layers than the "
                 f"{len(shapes)} tensors of the weights"
             )
+        untie_(self.config, shapes, self._are_equal)
         self.pieces, self.released = check_tensors(shapes, self.config, src, released, self.from_coca)
         self.maker = Maker(self.config, self.pieces, self._read, src, self.released)
         self.ntk = bake_ntk_(self.config, ntk_length, ntk_factor, where) if ntk_length else None
-        self.config.dtype = self._dtype_of(self.pieces[0])
+        self.config.dtype = self.dtype or self._stored_dtype()
+        self._check_tokenizer()
         self.shards = self._group(shard_bytes)
         self._hashes: dict[str, str] = {}  # of the tensors of the source that were read since the last shard
 
@@ -156,7 +162,7 @@ class _Conversion:
                 facts = self._write_shard(staging.checkpoint / shard, self.shards[shard], advance)
                 if recorded:
                     recorded.result()
-                recorded = pool.submit(staging.record, shard, **facts)
+                recorded = pool.submit(staging.record, facts)
             if recorded:
                 recorded.result()
         if len(self.shards) > 1:
@@ -167,20 +173,21 @@ class _Conversion:
     def _keep_finished(self, staging: Staging) -> None:
         """Drop the finished shards that are damaged; all of them where the source is another than it was."""
         current: dict[str, str] = {}
+        known = self.source.shapes()
         for shard, facts in list(staging.finished.items()):
-            for name, expected in facts["read"].items():
-                if name not in current:
+            for name, expected in facts.read.items():
+                if name not in current and name in known:
                     current[name] = _hash(self.source.blocks(name))
-                if current[name] != expected:
+                if current.get(name) != expected:
                     staging.start_over(self.made_from())
                     self.maker.scales = {}
                     return
-            if file_hash(staging.checkpoint / shard) != facts["written"]:
+            if shard not in self.shards or file_hash(staging.checkpoint / shard) != facts.written:
                 del staging.finished[shard]
             else:
-                self.maker.scales |= {int(layer): scales for layer, scales in facts["scales"].items()}
+                self.maker.scales |= facts.scales
 
-    def _write_shard(self, file: Path, pieces: list[Piece], advance: Callable[[int], None]) -> dict:
+    def _write_shard(self, file: Path, pieces: list[Piece], advance: Callable[[int], None]) -> FinishedShard:
         """Write all pieces of a shard; returns what `_keep_finished` checks by."""
         scales_before = set(self.maker.scales)
         self._hashes = {}
@@ -191,12 +198,13 @@ class _Conversion:
             made = _ahead(pool, self.maker.make, [piece for piece in pieces if not self._is_copied(piece)])
             for piece in pieces:
                 for block in self._blocks(piece.source) if self._is_copied(piece) else [next(made)]:
-                    advance(writer.write(block.to(self._dtype_of(piece))))
-        return {
-            "written": writer.hash.hexdigest(),
-            "read": self._hashes,
-            "scales": {layer: s for layer, s in self.maker.scales.items() if layer not in scales_before},
-        }
+                    advance(writer.write(self._as_stored(piece, block)))
+        return FinishedShard(
+            shard=file.name,
+            written=writer.hash.hexdigest(),
+            read=self._hashes,
+            scales={layer: s for layer, s in self.maker.scales.items() if layer not in scales_before},
+        )
 
     def _is_copied(self, piece: Piece) -> bool:
         return self.from_coca or piece.is_carried_over
@@ -235,11 +243,43 @@ class _Conversion:
         own = self.source.dtype(piece.source)  # also where it is not used: it refuses what is no floating point number
         return self.dtype or own
 
+    def _stored_dtype(self) -> torch.dtype:
+        """What `auto` calls the type of the whole: the source config's where it is stored, else the commonest."""
+        stored = Counter[torch.dtype]()
+        for piece in self.pieces:
+            stored[self._dtype_of(piece)] += self._num_bytes(piece)
+        stated = self.config.dtype
+        return stated if stated in list(stored) else stored.most_common(1)[0][0]
+
+    def _as_stored(self, piece: Piece, numbers: Tensor) -> Tensor:
+        """`numbers` of `piece` in the type they are written in. Raises CocaError where that has no such numbers."""
+        stored = numbers.to(self._dtype_of(piece))
+        if torch.finfo(stored.dtype).max < torch.finfo(numbers.dtype).max:
+            overflows = stored.isinf().any() and (stored.isinf() & numbers.isfinite()).any()
+            vanishes = piece.module == "t_proj" and numbers.any() and not stored.any()
+            if overflows or vanishes:
+                name, largest = str(stored.dtype).removeprefix("torch."), numbers.abs().max().item()
+                raise CocaError(
+                    f"{self.src}: tensor {piece.name}: got numbers up to {largest:g}, which in {name} are "
+                    f"{'infinite' if overflows else 'zero'}; expected another --dtype, as float32"
+                )
+        return stored
+
+    def _are_equal(self, first: str, second: str) -> bool:
+        same_kind = [(self.source.dtype(name), self.source.shapes()[name]) for name in (first, second)]
+        return same_kind[0] == same_kind[1] and _hash(self.source.blocks(first)) == _hash(self.source.blocks(second))
+
+    def _check_tokenizer(self) -> None:
+        """Of what `_save_companions` edits: before any weight is written, and by the name that its owner knows."""
+        directory = self.source.directory
+        if self.ntk and isinstance(self.source, SafetensorsSource) and os.path.lexists(directory / TOKENIZER):
+            read_json(checkpoint_file(directory, TOKENIZER))
+
     def _save_companions(self, directory: Path) -> None:
         self.source.save_companions(directory)
         if self.from_coca and isinstance(self.source, SafetensorsSource):
             self.source.copy_if_there(TRAINING_RECORD, directory)
-        tokenizer_file = directory / "tokenizer_config.json"
+        tokenizer_file = directory / TOKENIZER
         if self.ntk and tokenizer_file.is_file():  # serving engines take the smaller of its length and the model's
             tokenizer = read_json(tokenizer_file)
             length = tokenizer.get("model_max_length")
@@ -329,7 +369,7 @@ def _hash(blocks: Iterable[Tensor]) -> str:
 
 def _source_hash(staging: Staging) -> str:
     """The xxh3_128 of the names and xxh3_128 of all tensors read, in the order of their names."""
-    read = {name: digest for facts in staging.finished.values() for name, digest in facts["read"].items()}
+    read = {name: digest for facts in staging.finished.values() for name, digest in facts.read.items()}
     return xxhash.xxh3_128_hexdigest(json.dumps(read, sort_keys=True).encode())
 
 
@@ -346,6 +386,20 @@ def _check_options(constraint: str | None, dtype: str, ntk_length: int | None, n
         raise CocaError(f"--ntk-length: got {ntk_length}, expected the total number of tokens")
     if ntk_factor is not None and not (ntk_length and 1 <= ntk_factor < math.inf):
         raise CocaError(f"--ntk-factor: got {ntk_factor}, expected at least 1, together with --ntk-length")
+
+
+def _check_path(path: Path) -> None:
+    """Raise CocaError for a path that the system cannot look up, or that no file in UTF-8 can name."""
+    try:
+        str(path).encode()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except UnicodeEncodeError:
+        raise CocaError(f"{path}: got a name that is not UTF-8, which no JSON can hold; rename it") from None
+    except (OSError, ValueError) as error:  # too long, a circle of links, not permitted; a null byte
+        reason = getattr(error, "strerror", None) or str(error)
+        raise CocaError(f"{path}: cannot be used ({reason}); choose another path") from error
 
 
 def _check_target(src: str, target: Path, overwrite: bool) -> None:

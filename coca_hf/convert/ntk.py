@@ -1,5 +1,8 @@
 """Bake the base of dynamic NTK for one total length into a configuration, for engines that know static RoPE only."""
 
+import math
+
+import torch
 from transformers import PreTrainedConfig
 
 from coca_hf.errors import CocaError
@@ -15,8 +18,8 @@ def bake_ntk_(config: PreTrainedConfig, length: int, factor: float | None, where
     the trained length that the model is to reach. Where perplexity was measured with another (the paper's are 2, 4 and
     8), that one gives the function that was measured.
 
-    Raises CocaError where the configuration's RoPE is scaled otherwise or baked already, or the length is no longer
-    than the trained one. `where` names the configuration in errors.
+    Raises CocaError where the configuration's RoPE is scaled otherwise or baked already, the length is no longer
+    than the trained one, or the base is no float32 number. `where` names the configuration in errors.
     """
     rope = config.rope_parameters
     trained_len = rope.get("original_max_position_embeddings") or config.max_position_embeddings
@@ -36,9 +39,14 @@ def bake_ntk_(config: PreTrainedConfig, length: int, factor: float | None, where
         raise CocaError(
             f"{where}: --ntk-length: got {rotary_dim(config)} rotary dimensions, expected more than one rotary pair"
         )
-    if factor is None:
-        factor = rope["factor"] if rope["rope_type"] == "dynamic" else length / trained_len
-    base = ntk_base(rope["rope_theta"], factor, length, trained_len, rotary_dim(config))
+    try:
+        if factor is None:
+            factor = rope["factor"] if rope["rope_type"] == "dynamic" else length / trained_len
+        base = ntk_base(rope["rope_theta"], factor, length, trained_len, rotary_dim(config))
+    except OverflowError:
+        base = math.inf
+    if not base <= torch.finfo(torch.float32).max:  # what models compute angles in
+        raise CocaError(f"{where}: --ntk-length: got {length} and factor {factor}, whose base is beyond float32")
     done = {
         "ntk_length": length,
         "trained_length": trained_len,

@@ -4,7 +4,7 @@ import torch
 from transformers import PreTrainedModel
 
 from coca_hf.convert.families import FAMILIES, coca_config, family_of
-from coca_hf.convert.tensors import Maker, check_tensors
+from coca_hf.convert.tensors import Maker, check_tensors, untie_
 from coca_hf.errors import CocaError
 from coca_hf.models.decoder import CocaForCausalLM
 from coca_hf.models.rotary import CocaRotaryEmbedding
@@ -20,8 +20,10 @@ def patch_(model: PreTrainedModel, constraint: str = "slack", keep_original: boo
     queries and values are new, too. No other model of the process changes. keep_original: hold on to what is replaced,
     with the memory it takes, so that `unpatch_` can bring it back.
 
+    Gradient checkpointing and `enable_input_require_grads` stay on; hooks of others are refused, as they would be lost.
+
     Raises CocaError where the model is not a plain causal LM of a supported family (already CoCA, quantized, compiled,
-    wrapped).
+    wrapped), has hooks, or has not all of its weights in memory.
     """
     if isinstance(model, CocaForCausalLM):
         raise CocaError("patch_: got a CoCA model already; there is nothing to patch")
@@ -32,10 +34,13 @@ def patch_(model: PreTrainedModel, constraint: str = "slack", keep_original: boo
     if getattr(model, "hf_quantizer", None) is not None:
         raise CocaError("patch_: got a quantized model, expected plain weights; load it with dequantize=True")
 
+    _check_movable(model)
     config = coca_config(model.config.to_dict(), constraint, where="patch_: model.config")
     config._attn_implementation = model.config._attn_implementation
     source = dict(model.named_parameters())
-    pieces, _ = check_tensors({name: tuple(p.shape) for name, p in source.items()}, config, where="patch_")
+    shapes = {name: tuple(p.shape) for name, p in source.items()}
+    untie_(config, shapes, lambda first, second: torch.equal(source[first], source[second]))
+    pieces, _ = check_tensors(shapes, config, where="patch_")
     maker = Maker(config, pieces, lambda name: source[name].cpu(), where="patch_")
     with torch.device("meta"):
         coca = family_of(config).coca_causal_lm(config)
@@ -49,6 +54,11 @@ def patch_(model: PreTrainedModel, constraint: str = "slack", keep_original: boo
     coca.model.rotary_emb = CocaRotaryEmbedding(config).to(model.device)
     coca.generation_config = model.generation_config
     coca.train(model.training)
+    checkpointing = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    if checkpointing:
+        coca._set_gradient_checkpointing(True, checkpointing[0]._gradient_checkpointing_func)
+    if hasattr(model, "_require_grads_hook"):
+        coca.enable_input_require_grads()
     original = (type(model), model.__dict__) if keep_original else None
     model.__class__, model.__dict__ = type(coca), coca.__dict__
     model.__dict__[ORIGINAL] = original
@@ -61,7 +71,8 @@ def unpatch_(model: CocaForCausalLM) -> PreTrainedModel:
     What the two share was trained, moved or cast together; what only the original has (its key projections) is as it
     was when it was patched.
 
-    Raises CocaError where the original was not kept: it cannot be computed from the CoCA model.
+    Raises CocaError where the original was not kept, which cannot be computed from the CoCA model, or where the
+    embeddings were resized since.
     """
     if not isinstance(model, CocaForCausalLM):
         raise CocaError(f"unpatch_: got {type(model).__name__}, expected a model that patch_ changed")
@@ -70,6 +81,29 @@ def unpatch_(model: CocaForCausalLM) -> PreTrainedModel:
             "unpatch_: got a model without its original projections, expected patch_(model, keep_original=True); load "
             "the original again"
         )
-    training = model.training
+    training, head, vocab_size = model.training, model.get_output_embeddings(), model.config.vocab_size
+    coca = type(model), model.__dict__
     model.__class__, model.__dict__ = model.__dict__[ORIGINAL]
+    if model.get_output_embeddings().weight is not head.weight or model.config.vocab_size != vocab_size:
+        model.__class__, model.__dict__ = coca
+        raise CocaError("unpatch_: got embeddings that were resized since patch_; resize the original, loaded again")
     return model.train(training)
+
+
+def _check_movable(model: PreTrainedModel) -> None:
+    """Raise CocaError where modules carry what `patch_` would lose: hooks, or weights that are elsewhere."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise CocaError(
+                f"patch_: {name} is on the meta device (offloaded to disk, or never loaded), expected all weights in "
+                f"memory; load the model without offloading, or use coca-convert"
+            )
+    for name, module in model.named_modules():
+        kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+        hooks = [hook for kind in kinds for hook in kind.values()]
+        own = ("transformers.utils.output_capturing", "transformers.modeling_utils")  # the CoCA model gets them, too
+        if hasattr(module, "_hf_hook") or any(getattr(hook, "__module__", None) not in own for hook in hooks):
+            raise CocaError(
+                f"patch_: {name or 'the model'} has hooks, which would be lost; remove them (of a model on several "
+                f"devices: load it on one), patch_, and add them again"
+            )

@@ -14,8 +14,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from pydantic import BaseModel
 
 from coca_hf.errors import CocaError
+
+
+class FinishedShard(BaseModel):
+    """A line of the manifest. written: the shard's hash; read: those of the source's tensors; scales: see `Maker`."""
+
+    shard: str
+    written: str
+    read: dict[str, str]
+    scales: dict[int, list[float]]
 
 
 class Staging:
@@ -26,7 +36,7 @@ class Staging:
         self.directory = staging_directory(target)
         self.checkpoint = self.directory / "checkpoint"
         self.begun = False
-        self.finished: dict[str, dict] = {}  # by name of the shard
+        self.finished: dict[str, FinishedShard] = {}  # by name of the shard
         self._manifest = self.directory / "manifest.jsonl"
         self._replaced = self.directory / "replaced"
 
@@ -44,11 +54,11 @@ class Staging:
         made_from: whatever decides the shards' names and contents, other than the contents of the source.
         """
         self.begun = True
-        lines = self._read_manifest()
-        if not lines or lines[0] != {"made_from": made_from}:
+        finished = self._read_manifest(made_from)
+        if finished is None:
             self.start_over(made_from)
             return
-        self.finished = {line["shard"]: line for line in lines[1:]}
+        self.finished = {line.shard: line for line in finished}
         for file in self.checkpoint.iterdir():
             if file.name not in self.finished:
                 _remove(file)
@@ -58,14 +68,14 @@ class Staging:
         self._manifest.unlink(missing_ok=True)
         _remove(self.checkpoint)
         self.checkpoint.mkdir()
-        self._append({"made_from": made_from})
+        self._append(json.dumps({"made_from": made_from}))
 
-    def record(self, shard: str, **facts) -> None:
+    def record(self, finished: FinishedShard) -> None:
         """Note a shard as finished, once it is on the disk."""
-        sync(self.checkpoint / shard)
+        sync(self.checkpoint / finished.shard)
         sync(self.checkpoint)
-        self.finished[shard] = {"shard": shard, **facts}
-        self._append(self.finished[shard])
+        self.finished[finished.shard] = finished
+        self._append(finished.model_dump_json())
 
     def publish(self) -> None:
         """Put the finished checkpoint in place: written to disk, then renamed."""
@@ -84,20 +94,25 @@ class Staging:
         for path in (self._manifest, self.checkpoint, self._replaced):
             _remove(path)
 
-    def _read_manifest(self) -> list[dict]:
-        """Its lines up to the first bad one: a power failure may have cut the last one short."""
-        lines: list[dict] = []
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            for text in self._manifest.read_text(encoding="utf-8").splitlines(keepends=True):
-                line = json.loads(text)
-                if not text.endswith("\n") or not isinstance(line, dict) or (lines and "shard" not in line):
+    def _read_manifest(self, made_from: str) -> list[FinishedShard] | None:
+        """Its lines up to the first bad one: a power failure may have cut the last one short. None: not ours."""
+        try:
+            first, *lines = self._manifest.read_text(encoding="utf-8").splitlines(keepends=True)
+            if json.loads(first) != {"made_from": made_from} or not self.checkpoint.is_dir():
+                return None
+        except (FileNotFoundError, ValueError):
+            return None
+        finished: list[FinishedShard] = []
+        with contextlib.suppress(ValueError):
+            for text in lines:
+                if not text.endswith("\n"):
                     break
-                lines.append(line)
-        return lines if self.checkpoint.is_dir() else []
+                finished.append(FinishedShard.model_validate_json(text))
+        return finished
 
-    def _append(self, line: dict) -> None:
+    def _append(self, line: str) -> None:
         with self._manifest.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(line) + "\n")
+            stream.write(line + "\n")
             stream.flush()
             os.fsync(stream.fileno())
 

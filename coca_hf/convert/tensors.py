@@ -44,6 +44,17 @@ class Piece:
         return self.pick is None and self.module not in ("t_proj", "t_norm")
 
 
+def untie_(config: CocaConfig, shapes: Mapping[str, Shape], are_equal: Callable[[str, str], bool]) -> None:
+    """Where a head of its own is stored although `config` calls it tied, say untied: so transformers loads it, too.
+
+    are_equal: compares two tensors of the source by name.
+    """
+    embeddings = [name for name in shapes if name.endswith(("embed_tokens.weight", "embed_in.weight"))]
+    heads = [name for name in shapes if name in ("lm_head.weight", "embed_out.weight")]
+    if config.tie_word_embeddings and embeddings and not all(are_equal(embeddings[0], head) for head in heads):
+        config.tie_word_embeddings = False
+
+
 def check_tensors(
     shapes: Mapping[str, Shape], config: CocaConfig, where: str, released: bool = False, from_coca: bool = False
 ) -> tuple[list[Piece], bool]:

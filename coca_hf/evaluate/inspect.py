@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.rope import config_trained_length
+from coca_hf.models.decoder import CocaConfig
 from coca_hf.weights import (
     DTYPE_BITS,
     FLOATS,
@@ -46,7 +47,7 @@ def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict
     facts: dict[str, Any] = {
         "checkpoint": str(directory),
         "family": config.model_type.removeprefix("coca_"),
-        "constraint": getattr(config, "coca_constraint", None),
+        "constraint": config.coca_constraint if isinstance(config, CocaConfig) else None,
         "rope": _rope(config),
         "trained_length": config_trained_length(config),
         "max_length": getattr(config, "max_position_embeddings", None),
@@ -105,9 +106,13 @@ def _read_config(directory: Path) -> PreTrainedConfig:
         raise CocaError(f"{file}: got model_type {model_type!r}, expected one that transformers or coca_hf knows")
     try:
         config = CONFIG_MAPPING[model_type](**{k: v for k, v in fields.items() if k not in ("model_type", "auto_map")})
-        return config.get_text_config(decoder=True)
+        config = config.get_text_config(decoder=True)
     except Exception as error:  # the validators of transformers raise several kinds
         raise CocaError(f"{file}: {' '.join(str(error).split())}") from error
+    for length in (config_trained_length(config), getattr(config, "max_position_embeddings", None)):
+        if not isinstance(length, int | None):
+            raise CocaError(f"{file}: got a length of {length!r}, expected a whole number of tokens")
+    return config
 
 
 def _dtype(config: PreTrainedConfig, tensors: dict[str, StoredTensor]) -> str:
@@ -137,7 +142,8 @@ def _cache_layers(directory: Path, config: PreTrainedConfig, tensors: dict[str, 
     for layer, found in sorted(rows.items()):
         fused = found["query_key_value"] + found["qkv_proj"]
         keys = found["t_proj"] or found["k_proj"]
-        if not fused and not (keys and found["v_proj"]):
+        is_half = 0 < found["t_proj"] < found["v_proj"]  # at full width: the released code, whose config says llama
+        if (not fused and not (keys and found["v_proj"])) or (is_half and not isinstance(config, CocaConfig)):
             break
         width = fused - heads * d if fused else keys + found["v_proj"]
         slides = window and (types[layer] == "sliding_attention" if layer < len(types) else not types)
@@ -151,7 +157,7 @@ def _cache_layers(directory: Path, config: PreTrainedConfig, tensors: dict[str, 
             f"{directory}: got {len(rows)} layers with key and value projections that are understood, expected "
             f"{getattr(config, 'num_hidden_layers', None)} from config.json; is it a decoder like LLaMA, and complete?"
         )
-    if hasattr(config, "coca_constraint"):
+    if isinstance(config, CocaConfig):
         numbers["growing"] += d  # the angles of a position, cos and sin of every pair, which all layers share
     return numbers
 

@@ -14,7 +14,7 @@ from coca_hf.evaluate.batches import Track
 def progress_on(console: Console) -> Iterator[Track]:
     """A `Track` that draws a bar on `console` for every list it wraps."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

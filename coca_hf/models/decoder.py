@@ -6,6 +6,7 @@ families' files and this one travel inside checkpoints, so that those load with 
 coca_hf. Letters: see `attention.py`.
 """
 
+import inspect
 from collections.abc import Mapping
 from typing import Literal
 
@@ -51,6 +52,18 @@ class CocaConfig(PreTrainedConfig):
             "AutoModel": f"{file}.{family}Model",  # vLLM's Transformers backend asks for this one
             "AutoModelForCausalLM": f"{file}.{family}ForCausalLM",
         }
+
+    def validate_sizes(self):
+        """Called by `@strict`. Raises ValueError for a model without numbers, and for heads that cannot be grouped."""
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+        for name in (*sizes, "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads is {self.num_attention_heads}, expected a multiple of num_key_value_heads, which "
+                f"is {self.num_key_value_heads}"
+            )
 
     def validate_pairs(self):
         """Called by `@strict`. Raises ValueError where dimensions that rotation turns do not make pairs."""
@@ -132,7 +145,8 @@ class CocaModel(CocaPreTrainedModel):
         """As `LlamaModel.forward`, with `rope_length`: the total length that fixes the angles of dynamic NTK, longrope.
 
         Where `position_ids` is absent it is counted from a 2-d `attention_mask`, because the slack score depends on
-        absolute positions: padding must not move them.
+        absolute positions: padding must not move them. Under dynamic NTK and longrope a cache keeps the `rope_length`
+        it was begun with; ValueError for another one, or where none was planned (`planned_length`).
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(
@@ -142,6 +156,9 @@ class CocaModel(CocaPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         if use_cache and past_key_values is None:
             past_key_values = CocaCache(self.config)
+        if past_key_values is not None and self.rotary_emb.rope_type in LENGTH_DEPENDENT_ROPE_TYPES:
+            new_len = inputs_embeds.shape[1] if position_ids is None else None
+            rope_length = planned_length(past_key_values, rope_length, new_len, self.rotary_emb.trained_len())
         if position_ids is None:
             past_len = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = positions(inputs_embeds, attention_mask, past_len)
@@ -194,6 +211,36 @@ def positions(inputs_embeds: Tensor, attention_mask: Tensor | dict[str, Tensor] 
     return torch.arange(past_len, past_len + new_len, device=inputs_embeds.device)[None]
 
 
+def planned_length(cache: Cache, asked: int | None, new_len: int | None, trained_len: int) -> int | None:
+    """The `rope_length` of the next tokens of `cache`, which is noted on it: keys that are there keep their angles.
+
+    asked: the caller's, if any. new_len: how many tokens come; None where only the caller knows their positions.
+    Without a plan, a cache holds up to the trained length, where every plan has the same angles.
+
+    Raises ValueError where the keys that are there have other angles, or nobody knows which.
+    """
+    noted = getattr(cache, "rope_length", None)
+    if asked is not None and asked == noted:  # first: a compiled graph would break at the length of a static cache
+        return asked
+    total_len = None if new_len is None else int(cache.get_seq_length()) + new_len
+    if not cache.get_seq_length():
+        unplanned = trained_len if total_len is not None and total_len <= trained_len else None
+        cache.rope_length = unplanned if asked is None else asked
+        return cache.rope_length
+    if noted is None:
+        raise ValueError(
+            "past_key_values: got keys whose rotary angles were not planned, and this RoPE type has them depend on the "
+            "total length; start again without the old cache, with rope_length=(tokens in all) from the first call on"
+        )
+    wanted = asked if asked is not None else total_len
+    if wanted is not None and (asked is not None or wanted > noted):
+        raise ValueError(
+            f"past_key_values: got {wanted} tokens in all, but the rotary angles were planned for {noted}; start again "
+            f"without the old cache, with rope_length={wanted}"
+        )
+    return noted
+
+
 class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
     """`LlamaForCausalLM` over a model of `model_class`; `forward` and the sharding plans are inherited."""
 
@@ -213,29 +260,56 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
             raise ValueError(one_row_error("continuous batching", rope_type))
         return super().init_continuous_batching(*args, **kwargs)
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, *args, rope_length: int | None = None, **kwargs) -> dict:
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        *args,
+        inputs_embeds: Tensor | None = None,  # named, as rope_length is, because generate reads this signature
+        rope_length: int | None = None,
+        **kwargs,
+    ) -> dict:
         """As transformers', with `rope_length`, which `generate` takes and hands on to `forward`."""
-        return {**super().prepare_inputs_for_generation(input_ids, *args, **kwargs), "rope_length": rope_length}
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
+        return {**inputs, "rope_length": rope_length}
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ):
         """Half-width keys unless another cache is asked for; the angles fixed for the whole generation.
 
         Cached keys keep the angles they were made with, so these are those of `rope_length`, the planned total length:
         the one passed to `generate`, that of the cache passed to it, or prompt and new tokens. Raises ValueError where
-        more is asked for than was planned.
+        more is asked for than was planned, and for a cache that was made without a plan.
         """
         given = model_kwargs.get("past_key_values")
-        if self.config.rope_parameters["rope_type"] in LENGTH_DEPENDENT_ROPE_TYPES:
-            planned = model_kwargs.get("rope_length") or getattr(given, "rope_length", None)
-            model_kwargs["rope_length"] = planned or generation_config.max_length
-            if generation_config.max_length > model_kwargs["rope_length"]:
-                raise ValueError(
-                    f"generate: got {generation_config.max_length} tokens in all, but the rotary angles were planned "
-                    f"for {planned}; start again without the old cache, with rope_length={generation_config.max_length}"
-                )
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
         cache = model_kwargs.get("past_key_values")
         if type(cache) is DynamicCache and given is None:
             cache = model_kwargs["past_key_values"] = CocaCache(self.config, offloading=cache.offloading)
-        if isinstance(cache, CocaCache):
-            cache.rope_length = model_kwargs.get("rope_length")
+        if self.config.rope_parameters["rope_type"] not in LENGTH_DEPENDENT_ROPE_TYPES:
+            return
+        total_len = max_cache_length + 1  # not max_length, which leaves out inputs_embeds
+        planned = model_kwargs.get("rope_length")
+        if cache is not None and cache.get_seq_length():
+            new_len = total_len - int(cache.get_seq_length())
+            planned = planned_length(cache, planned, new_len, self.model.rotary_emb.trained_len())
+        planned = model_kwargs["rope_length"] = planned or total_len
+        if total_len > planned:
+            raise ValueError(
+                f"generate: got {total_len} tokens in all, but the rotary angles were planned for {planned}; start "
+                f"again without the old cache, with rope_length={total_len}"
+            )
+        if cache is not None:
+            cache.rope_length = planned
+
+    def _get_candidate_generator(self, *args, model_kwargs, assistant_model=None, **kwargs):
+        """As transformers', which hands what `generate` got on to the assistant: a plain one takes no `rope_length`."""
+        if assistant_model is not None:
+            understood = inspect.signature(assistant_model.prepare_inputs_for_generation).parameters
+            if "rope_length" not in understood:
+                model_kwargs = {name: value for name, value in model_kwargs.items() if name != "rope_length"}
+        return super()._get_candidate_generator(
+            *args, model_kwargs=model_kwargs, assistant_model=assistant_model, **kwargs
+        )

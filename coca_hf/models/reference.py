@@ -66,5 +66,7 @@ def use_reference_(model: PreTrainedModel) -> PreTrainedModel:
     model.set_attn_implementation("eager")
     model.config.use_cache = False
     for layer in layers:
-        layer.__class__ = ReferenceCocaAttention
+        if not isinstance(layer, ReferenceCocaAttention):  # before the family's class, which keeps its `project`
+            bases = (ReferenceCocaAttention, type(layer))
+            layer.__class__ = type(f"Reference{type(layer).__name__}", bases, {})
     return model

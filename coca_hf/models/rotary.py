@@ -69,7 +69,7 @@ class CocaRotaryEmbedding(nn.Module):
         """The angle per position of every turned pair, at the trained length; for longrope past it, too."""
         buffers = {"inv_freq": self._rope()[0]}
         if self.rope_type == "longrope":
-            buffers["long_inv_freq"] = self._rope(seq_len=self._trained_len() + 1)[0]
+            buffers["long_inv_freq"] = self._rope(seq_len=self.trained_len() + 1)[0]
         return buffers
 
     def _rope(self, **options) -> tuple[Tensor, float]:
@@ -78,7 +78,8 @@ class CocaRotaryEmbedding(nn.Module):
             return GPTNeoXRotaryEmbedding.compute_default_rope_parameters(self.config)
         return ROPE_INIT_FUNCTIONS[self.rope_type](self.config, **options)
 
-    def _trained_len(self) -> int:
+    def trained_len(self) -> int:
+        """The length up to which neither dynamic NTK nor longrope changes an angle."""
         rope = self.config.rope_parameters
         return rope.get("original_max_position_embeddings") or self.config.max_position_embeddings
 
@@ -103,11 +104,11 @@ class CocaRotaryEmbedding(nn.Module):
         """seq_len: (b or 1,). Returns (b or 1, turned pairs)."""
         rope, turned = self.config.rope_parameters, rotary_dim(self.config)
         precise = torch.float32 if seq_len.device.type == "mps" else torch.float64  # MPS has no float64
-        base = ntk_base(rope["rope_theta"], rope["factor"], seq_len.to(precise), self._trained_len(), turned).float()
+        base = ntk_base(rope["rope_theta"], rope["factor"], seq_len.to(precise), self.trained_len(), turned).float()
         exponent = torch.arange(0, turned, 2, device=seq_len.device).float() / turned
         return 1.0 / base[:, None] ** exponent
 
     def _longrope_inv_freq(self, seq_len: Tensor) -> Tensor:
         """seq_len: (b or 1,). Returns (b or 1, turned pairs): the short factors up to the trained length."""
-        is_long = (seq_len > self._trained_len())[:, None]
+        is_long = (seq_len > self.trained_len())[:, None]
         return torch.where(is_long, self.long_inv_freq.float(), self.inv_freq.float())

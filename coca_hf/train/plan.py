@@ -411,25 +411,28 @@ def plan_table(plan: Plan) -> Table:
     table = Table(
         title=f"{plan.world_size} x {plan.gpu}, {plan.gpu_bytes / GIB:g} GB each, at MFU {plan.mfu:g} of "
         f"{plan.peak_flops / 1e12:g} TFLOPS (dense bf16)",
-        caption="GiB on one GPU at the moment of its peak",
     )
-    columns = ("stage", "trained", "batch", "tokens", "FLOPs", "time", "GPU hours", *CATEGORIES, "peak", "fits")
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("stage", "fits") else "right")
+    lines: dict[str, list[str]] = {}
     for stage in plan.stages:
         setting = stage.setting
-        table.add_row(
-            stage.name,
-            f"{stage.trained / 1e6:,.1f}M ({stage.trained / stage.total:.1%})",
-            f"{setting.batch_size} x {setting.accumulation}",
-            f"{stage.tokens / 1e9:.3g}B",
-            f"{stage.flops:.3g}",
-            _time(stage.seconds),
-            f"{stage.seconds * plan.world_size / 3600:,.1f}",
-            *(f"{stage.memory.at_peak[category] / GIB:.2f}" for category in CATEGORIES),
-            f"{stage.memory.peak / GIB:.2f}",
-            "yes" if stage.fits else "no",
-        )
+        cells = {
+            "parameters trained": f"{stage.trained / 1e6:,.1f}M ({stage.trained / stage.total:.1%})",
+            "batch x accumulation": f"{setting.batch_size} x {setting.accumulation}",
+            "tokens": f"{stage.tokens / 1e9:.3g}B",
+            "FLOPs": f"{stage.flops:.3g}",
+            "time": _time(stage.seconds),
+            "GPU hours": f"{stage.seconds * plan.world_size / 3600:,.1f}",
+            **{f"GiB of {category}": f"{stage.memory.at_peak[category] / GIB:.2f}" for category in CATEGORIES},
+            "GiB at the peak": f"{stage.memory.peak / GIB:.2f}",
+            "fits": "yes" if stage.fits else "no",
+        }
+        for name, cell in cells.items():
+            lines.setdefault(name, []).append(cell)
+    table.add_column("on one GPU at the moment of its peak")
+    for stage in plan.stages:
+        table.add_column(stage.name, justify="right")
+    for name, values in lines.items():
+        table.add_row(name, *values)
     return table
 
 

@@ -1,6 +1,7 @@
 """Bad input gets one clear line and exit code 2; the destination is absent, complete, or as it was."""
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -88,6 +89,12 @@ DAMAGE = {
         "proportional",
     ),
     "odd head_dim": (lambda d: edit_config(d, head_dim=9), "head_dim is 9, expected an even number"),
+    "ungrouped heads": (
+        lambda d: edit_config(d, num_key_value_heads=4),
+        "num_attention_heads is 6, expected a multiple of num_key_value_heads, which is 4",
+    ),
+    "no key heads": (lambda d: edit_config(d, num_key_value_heads=0), "num_key_value_heads is 0, expected at least 1"),
+    "nothing hidden": (lambda d: edit_config(d, hidden_size=0), "hidden_size is 0, expected at least 1"),
     "wrong type": (lambda d: edit_config(d, hidden_size="big"), "hidden_size"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "got no weights, expected model.safetensors"),
     "pickle only": (pickle_only, "got only pickled weights (pytorch_model.bin)"),
@@ -155,6 +162,48 @@ def test_wrong_argument_is_one_line_and_exit_code_2(source, tmp_path, monkeypatc
     assert (code, printed.count("\n")) == (2, 1)
     assert message in printed
     assert not (tmp_path / "dst").exists()
+
+
+NAMES = {
+    "not UTF-8": (os.fsdecode(b"bad\xff"), "got a name that is not UTF-8"),
+    "too long": ("y" * 300, "cannot be used (File name too long)"),
+    "circle": ("circle", "cannot be used (Too many levels of symbolic links)"),
+}
+
+
+@pytest.mark.parametrize("place", ["source", "destination"])
+@pytest.mark.parametrize(("name", "message"), NAMES.values(), ids=NAMES.keys())
+def test_path_that_cannot_be_used_is_refused_before_anything_is_read(source, tmp_path, convert, place, name, message):
+    (tmp_path / "circle").symlink_to("circle")
+    if name.startswith("bad") and place == "source":
+        source.rename(tmp_path / name)
+    before = sorted(tmp_path.iterdir())
+    path = tmp_path / name
+    code, printed = convert(*([path, tmp_path / "dst"] if place == "source" else [source, path]))
+    assert (code, printed.count("\n")) == (2, 1)
+    assert message in printed
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_destination_whose_staging_directory_has_too_long_a_name_is_refused(source, tmp_path, convert):
+    code, printed = convert(source, tmp_path / ("y" * 250))
+    assert (code, printed.count("\n")) == (2, 1)
+    assert "y.incomplete: cannot be used (File name too long)" in printed
+
+
+def test_names_that_rich_would_take_for_markup_are_printed_as_they_are(source, tmp_path, convert):
+    named = source.rename(tmp_path / "o[b]c:smile:")
+    code, printed = convert(named, tmp_path / "o[" / "b]c[/red]:smile:")
+    assert code == 0
+    assert f"{tmp_path}/o[/b]c[/red]:smile:: slack, float32" in printed
+
+
+def test_a_tokenizer_that_cannot_be_edited_is_named_before_weights_are_written(source, tmp_path, convert, monkeypatch):
+    (source / "tokenizer_config.json").write_text("{oops")
+    monkeypatch.setattr("coca_hf.convert.checkpoint.ShardWriter", None)
+    code, printed = convert(source, tmp_path / "dst", "--ntk-length", "128")
+    assert (code, printed.count("\n")) == (2, 1)
+    assert f"error: {source}/tokenizer_config.json: not JSON" in printed
 
 
 def test_coca_source_is_refused_by_name(tmp_path, convert, tiny_coca_dir):

@@ -8,9 +8,17 @@ import pytest
 import torch
 import xxhash
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
-from coca_hf import CocaLlamaConfig, CocaLlamaForCausalLM, convert_checkpoint, patch_
+from coca_hf import CocaError, CocaLlamaConfig, CocaLlamaForCausalLM, convert_checkpoint, patch_
 from coca_hf.convert.start import start_scales, start_t
 from coca_hf.models.attention import coca_key, coca_query
 from tests.conftest import TINY
@@ -141,6 +149,70 @@ def test_dtype_is_the_sources_or_the_one_asked_for(tmp_path, dtype, expected):
     assert {tensor.dtype for tensor in load_file(tmp_path / "dst" / "model.safetensors").values()} == {expected}
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "dst").dtype == expected
     assert record["dtype"] == str(expected).removeprefix("torch.")
+
+
+def stored_with(directory, **fields):
+    """Change the weights of a checkpoint: a tensor for a name with __ in place of dots, None to drop it."""
+    weights = load_file(directory / "model.safetensors")
+    weights |= {name.replace("__", "."): tensor for name, tensor in fields.items()}
+    weights = {name: tensor for name, tensor in weights.items() if tensor is not None}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(("stated", "expected"), [("bfloat16", "bfloat16"), ("float64", "float16"), (None, "float16")])
+def test_dtype_of_mixed_weights_is_the_stated_one_or_that_of_most_bytes(tmp_path, stated, expected):
+    """The first tensor, the embedding, is float32; the last norm is bfloat16; all else is float16."""
+    source = saved(llama(intermediate_size=400).half(), tmp_path / "src")
+    weights = load_file(source / "model.safetensors")
+    stored_with(
+        source,
+        model__embed_tokens__weight=weights["model.embed_tokens.weight"].float(),
+        model__norm__weight=weights["model.norm.weight"].bfloat16(),
+    )
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"dtype": stated}))
+    assert convert_checkpoint(source, tmp_path / "dst")["dtype"] == expected
+    assert AutoConfig.from_pretrained(tmp_path / "dst").dtype == getattr(torch, expected)
+    assert load_file(tmp_path / "dst" / "model.safetensors")["model.embed_tokens.weight"].dtype == torch.float32
+
+
+def test_a_dtype_too_narrow_for_the_numbers_is_refused_by_tensor(tmp_path):
+    source = saved(llama(), tmp_path / "src")
+    down, key = "model.layers.1.mlp.down_proj.weight", "model.layers.2.self_attn.k_proj.weight"
+    weights = load_file(source / "model.safetensors")
+    weights[down][3, 5] = 1e5
+    stored_with(source, **{down: weights[down]})
+    with pytest.raises(CocaError, match=rf"tensor {down}: got numbers up to 100000, which in float16 are infinite"):
+        convert_checkpoint(source, tmp_path / "dst", dtype="float16")
+    convert_checkpoint(source, tmp_path / "bfloat16", dtype="bfloat16")
+    weights[down][3, 5] = float("inf")  # was not made by the conversion
+    stored_with(source, **{down: weights[down], key: weights[key] * 1e-12})
+    with pytest.raises(CocaError, match=r"layers.2.self_attn.t_proj.weight: .* which in float16 are zero; expected"):
+        convert_checkpoint(source, tmp_path / "dst", dtype="float16")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bfloat16", "src"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("head", ["other", "equal", "absent"])
+def test_a_head_of_its_own_is_kept_although_the_config_calls_it_tied(tmp_path, family, head):
+    fields = {"tie_word_embeddings": True, "vocab_size": 259, "initializer_range": 0.2}
+    shape = {name: value for name, value in TINY.items() if name not in ("num_key_value_heads", "rms_norm_eps")}
+    stock = GPTNeoXForCausalLM(GPTNeoXConfig(**shape, **fields, rotary_pct=0.5)) if family == "gpt_neox" else None
+    source = saved(stock or llama(tie_word_embeddings=True), tmp_path / "src")
+    embedding = next(t for name, t in load_file(source / "model.safetensors").items() if "embed" in name)
+    stored = {"other": torch.randn(259, 48), "equal": embedding.clone(), "absent": None}[head]
+    stored_with(source, lm_head__weight=stored)
+    convert_checkpoint(source, tmp_path / "dst")
+    got = AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
+    assert torch.equal(got.lm_head.weight, stored if head == "other" else embedding)
+    assert got.config.tie_word_embeddings is (head != "other")
+    assert (got.lm_head.weight is got.model.embed_tokens.weight) is (head != "other")
+    written = load_file(tmp_path / "dst" / "model.safetensors")
+    assert ("lm_head.weight" in written) is (head == "other")
+    original = AutoModelForCausalLM.from_pretrained(source)
+    patched = patch_(original)
+    assert torch.equal(patched.lm_head.weight, got.lm_head.weight)
+    assert patched.config.tie_word_embeddings is (head != "other")
 
 
 @pytest.mark.parametrize("case", ["mha", "gqa", "linear", "dynamic"])

@@ -280,6 +280,14 @@ def test_pipe_in_the_place_of_a_file_is_refused_and_does_not_hang(source, name):
     assert "is no ordinary file" in refusal(source)
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("make", [os.mkfifo, lambda file: file.symlink_to(file.parent.parent / "secret")])
+def test_a_card_that_is_a_pipe_or_lies_elsewhere_declares_nothing(source, tmp_path, make):
+    (tmp_path / "secret").write_text("---\nlicense: secret\n---\n")
+    make(source / "README.md")
+    assert convert_checkpoint(source, tmp_path / "dst")["base"] == {}
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
 def test_duplicate_key_is_refused(source, name):
     if name == "config.json":

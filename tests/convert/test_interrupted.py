@@ -205,6 +205,29 @@ def test_rerun_with_a_damaged_manifest_gives_the_same_files(source, expected, tm
     assert weights_of(tmp_path / "dst") == expected
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"shard": 5},
+        {"written": None},
+        {"read": 3},
+        {"read": {"model.norm.weight": 1}},
+        {"read": {"no.such.tensor": "1"}},
+        {"scales": [1.0]},
+        {"scales": {"x": [1.0]}},
+        {"shard": "no-such-shard"},
+    ],
+    ids=str,
+)
+def test_rerun_with_a_manifest_of_wrong_values_gives_the_same_files(source, expected, tmp_path, changed):
+    interrupted(source, tmp_path / "dst")
+    file = tmp_path / ".dst.incomplete" / "manifest.jsonl"
+    first, second, *others = file.read_text().splitlines()
+    file.write_text("\n".join([first, json.dumps(json.loads(second) | changed), *others, ""]))
+    convert_checkpoint(source, tmp_path / "dst", **SHARDS)
+    assert weights_of(tmp_path / "dst") == expected
+
+
 def test_rerun_starts_over_when_a_number_of_the_source_or_an_option_is_another(source, tmp_path):
     changed = shutil.copytree(source, tmp_path / "changed")
     for number, (change, options) in enumerate(((True, {}), (False, {"constraint": "strict"}))):

@@ -119,6 +119,8 @@ def test_loading_an_export_warns_of_nothing(tmp_path, tiny_coca_dir):
         ({}, {"ntk_length": 128, "ntk_factor": 0.5}, "--ntk-factor: got 0.5, expected at least 1"),
         ({}, {"ntk_length": 128, "ntk_factor": float("nan")}, "--ntk-factor: got nan, expected at least 1"),
         ({}, {"ntk_factor": 2.0}, "--ntk-factor: got 2.0, expected at least 1, together with --ntk-length"),
+        ({}, {"ntk_length": 128, "ntk_factor": 1e308}, "got 128 and factor 1e+308, whose base is beyond float32"),
+        ({}, {"ntk_length": 10**400}, "whose base is beyond float32"),
         (
             {"head_dim": 2},
             {"ntk_length": 128},

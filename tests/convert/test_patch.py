@@ -81,6 +81,57 @@ def test_a_config_that_coca_does_not_support_is_refused_and_the_model_left_as_it
     assert CocaLlamaForCausalLM is not type(model)
 
 
+def test_hooks_and_weights_that_are_elsewhere_are_refused_and_the_model_left_as_it_was(tiny_llama_dir):
+    ids = torch.arange(20)[None]
+    for where, hook in {
+        "the model": lambda m: m.register_forward_hook(lambda *_: None),
+        "model.layers.1.mlp": lambda m: m.model.layers[1].mlp.register_forward_pre_hook(lambda *_: None),
+        "model.norm": lambda m: m.model.norm.register_full_backward_hook(lambda *_: None),
+    }.items():
+        model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
+        hook(model)
+        with pytest.raises(CocaError, match=f"patch_: {where} has hooks, which would be lost"):
+            patch_(model)
+        assert type(model) is LlamaForCausalLM
+    with torch.device("meta"):
+        model = LlamaForCausalLM(model.config)
+    with pytest.raises(CocaError, match=r"patch_: model.embed_tokens.weight is on the meta device"):
+        patch_(model)
+    model = LlamaForCausalLM.from_pretrained(tiny_llama_dir, attn_implementation="eager")
+    model(ids, output_attentions=True)  # transformers' own hooks stay behind
+    assert len(patch_(model)(ids, output_attentions=True).attentions) == 3
+
+
+def test_gradient_checkpointing_and_inputs_that_require_gradients_stay_on(tiny_llama_dir):
+    model = LlamaForCausalLM.from_pretrained(tiny_llama_dir).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    before = model.model.layers[0]._gradient_checkpointing_func
+    patch_(model)
+    for layer in model.model.layers:
+        assert layer.gradient_checkpointing
+        assert layer._gradient_checkpointing_func is before
+    ids = torch.arange(20)[None]
+    model.requires_grad_(False)
+    model.model.layers[0].self_attn.t_proj.requires_grad_(True)
+    assert model.get_input_embeddings()(ids).requires_grad
+    model(ids, labels=ids).loss.backward()
+    assert model.model.layers[0].self_attn.t_proj.weight.grad.abs().max() > 0
+    model.disable_input_require_grads()
+    assert not model.get_input_embeddings()(ids).requires_grad
+    assert not patch_(LlamaForCausalLM.from_pretrained(tiny_llama_dir)).model.layers[0].gradient_checkpointing
+
+
+@pytest.mark.parametrize("sizes", [[300], [300, 259]])
+def test_unpatch_refuses_embeddings_that_were_resized(tiny_llama_dir, sizes):
+    model = patch_(LlamaForCausalLM.from_pretrained(tiny_llama_dir), keep_original=True)
+    for size in sizes:
+        model.resize_token_embeddings(size)
+    with pytest.raises(CocaError, match="unpatch_: got embeddings that were resized since patch_"):
+        unpatch_(model)
+    assert type(model) is CocaLlamaForCausalLM
+    assert model(torch.arange(20)[None]).logits.shape == (1, 20, sizes[-1])
+
+
 def test_unpatch_restores_the_original_exactly(tiny_llama_dir):
     model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
     untouched, ids = copy.deepcopy(model), torch.arange(20)[None]

@@ -59,6 +59,17 @@ def test_a_second_run_makes_no_row_again(tiny_llama_dir, books, tmp_path, coca_e
     assert (tmp_path / "out" / "rows.jsonl").read_bytes() == before
 
 
+def test_names_that_rich_would_take_for_markup_are_printed_as_they_are(tiny_llama_dir, books, tmp_path, coca_eval):
+    out = tmp_path / "o[" / "b]c[/red]"
+    code, stdout, _ = coca_eval(
+        *("perplexity", tiny_llama_dir, "--data", books, "--lengths", 32, "--documents", 1, "--max-tokens", 40),
+        *("--out", out, "--name", "[/b]:smile:"),
+    )
+    assert code == 0
+    assert "[/b]:smile:" in stdout
+    assert f"rows: {out / 'rows.jsonl'}" in stdout
+
+
 def test_skipped_documents_are_counted_and_named(tiny_llama_dir, books, tmp_path, coca_eval):
     code, _, stderr = coca_eval(
         *("perplexity", tiny_llama_dir, "--data", books, "--lengths", 220, "--out", tmp_path / "out", "--skip-short")

@@ -20,6 +20,7 @@ from transformers import (
 from coca_hf import CocaError, convert_checkpoint
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
 from tests.conftest import TINY
+from tests.convert.test_bad_input import edit_config
 
 IDS = torch.arange(17)[None]
 
@@ -128,6 +129,15 @@ DAMAGE = {
         "config.json: .*hidden_size",
     ),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "got no weights"),
+    "length in words": (
+        lambda d: edit_config(
+            d, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "original_max_position_embeddings": "x"}
+        ),
+        "config.json: got a length of 'x', expected a whole number",
+    ),
+    "CoCA weights under clip": (lambda d: edit_config(d, model_type="clip"), "that are understood, expected"),
+    "CoCA weights under bert": (lambda d: edit_config(d, model_type="bert"), "that are understood, expected"),
+    "CoCA weights under mamba": (lambda d: edit_config(d, model_type="mamba"), "that are understood, expected"),
     "truncated": (lambda d: (d / "model.safetensors").write_bytes(b"\1"), "truncated or corrupted"),
     "a layer less": (
         lambda d: save_file(

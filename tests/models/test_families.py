@@ -1,5 +1,6 @@
 """Every family's CoCA is its own transformers model with other scores, on every path that people take."""
 
+import copy
 import itertools
 
 import pytest
@@ -8,6 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import coca_hf
 from coca_hf.models.cache import CocaCache
+from coca_hf.models.reference import use_reference_
 from tests.models.families import CASES, WINDOW, carry_t_, coca_model, reference_logits, stock_model, tokens
 
 # transformers' eager attention takes the softmax in fp32, and its RMS norms compute in fp32 whatever the model's dtype.
@@ -31,6 +33,15 @@ def test_logits_are_those_of_the_stock_model_with_contracted_scores(case, backen
     assert (got - expected)[mask.bool()].abs().max() < limit
     other = "strict" if constraint == "slack" else "slack"
     assert (got - reference_logits(stock, other, ids, mask))[mask.bool()].abs().max() > 1e-2
+
+
+@CONSTRAINTS
+@EVERY_CASE
+def test_the_reference_has_the_projections_of_its_family(case, constraint):
+    model, ids = coca_model(case, constraint, attn_implementation="eager"), tokens()
+    reference = use_reference_(use_reference_(copy.deepcopy(model)))
+    got, expected = model(ids).logits, reference(ids).logits
+    assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 @CONSTRAINTS

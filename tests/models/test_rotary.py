@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
-from transformers import GPTNeoXConfig, LlamaConfig
+from transformers import DynamicCache, GPTNeoXConfig, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from coca_hf import CocaGPTNeoXConfig
+from coca_hf.models.cache import CocaCache
 from coca_hf.models.rotary import CocaRotaryEmbedding, ntk_base
+from tests.conftest import TINY
 from tests.models.test_llama import tiny_model, tokens
 
 ROPES = {
@@ -112,6 +114,84 @@ def test_a_dialogue_goes_on_within_its_planned_length_and_is_refused_beyond_it()
         model.generate(first.sequences, past_key_values=first.past_key_values, max_length=130)
     with pytest.raises(ValueError, match="planned for 70"):
         model.generate(prompt, max_length=80, rope_length=70)
+
+
+CACHES = {
+    "dynamic": lambda config: DynamicCache(),
+    "static": lambda config: StaticCache(config=config, max_cache_len=130),
+    "coca": CocaCache,
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_plan_is_noted_on_any_cache_and_what_breaks_it_is_refused(kind):
+    """Two turns over a cache that the user supplies, against one forward under one base."""
+    model = tiny_model(rope_parameters=dict(ROPES["dynamic"])).double()
+    prompt, options = tokens(1, 60), {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    cache = CACHES[kind](model.config)
+    first = model.generate(prompt, max_length=80, past_key_values=cache, rope_length=120, **options)
+    second = model.generate(first.sequences, max_length=100, past_key_values=cache, **options)
+    full = model(second.sequences, rope_length=120, use_cache=False).logits[:, 79:-1]
+    assert (torch.stack(second.logits, dim=1) - full).abs().max() < 1e-5
+    with pytest.raises(ValueError, match="got 121 tokens in all, but the rotary angles were planned for 120; start"):
+        model.generate(second.sequences, max_length=121, past_key_values=cache)
+    with pytest.raises(ValueError, match="got 150 tokens in all, but the rotary angles were planned for 120; start"):
+        model.generate(second.sequences, max_length=110, past_key_values=cache, rope_length=150)
+    unplanned = CACHES[kind](model.config)
+    model.generate(prompt, max_length=80, past_key_values=unplanned)
+    with pytest.raises(ValueError, match="got 90 tokens in all, but the rotary angles were planned for 80; start"):
+        model.generate(tokens(1, 82), max_length=90, past_key_values=unplanned)
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_a_cache_of_forward_goes_on_only_under_one_plan(rope):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 5.0]} if rope == "longrope" else {}
+    model = tiny_model(rope_parameters=ROPES[rope] | factors).double()
+    ids = tokens(1, 90)
+
+    def filled(length, **options):
+        return model(ids[:, :length], use_cache=True, **options).past_key_values
+
+    planned = filled(70, rope_length=100)
+    expected = model(ids, rope_length=100, use_cache=False).logits[:, 70:]
+    assert (model(ids[:, 70:], past_key_values=planned).logits - expected).abs().max() < 1e-11
+    assert model.generate(ids, max_length=100, past_key_values=planned, do_sample=False).shape == (1, 100)
+    short = filled(40)  # within the 64 tokens trained no plan is needed
+    model(ids[:, 40:64], past_key_values=short)
+    for use in (
+        lambda: model(ids[:, 64:65], past_key_values=short),
+        lambda: model.generate(ids[:, :65], max_length=80, past_key_values=filled(40)),
+    ):
+        with pytest.raises(ValueError, match="tokens in all, but the rotary angles were planned for 64"):
+            use()
+    for use in (
+        lambda: model(ids[:, 70:], past_key_values=filled(70)),
+        lambda: model.generate(ids, max_length=100, past_key_values=filled(70)),
+        lambda: model(ids[:, 40:41], past_key_values=filled(40, position_ids=torch.arange(50, 90)[None])),
+    ):
+        with pytest.raises(ValueError, match=r"not planned.*start again without the old cache, with rope_length="):
+            use()
+    short.reset()
+    assert model(ids[:, :70], past_key_values=short).logits.shape[1] == 70
+
+
+def test_a_plain_llama_assists_a_model_of_dynamic_ntk():
+    model = tiny_model(rope_parameters=dict(ROPES["dynamic"])).double()
+    torch.manual_seed(5)
+    assistant = LlamaForCausalLM(LlamaConfig(**TINY, vocab_size=model.config.vocab_size)).double()
+    options = {"max_new_tokens": 12, "do_sample": False}
+    expected = model.generate(tokens(1, 60), **options)
+    assert torch.equal(model.generate(tokens(1, 60), assistant_model=assistant, **options), expected)
+
+
+@pytest.mark.parametrize("rope", ["default", "dynamic"])
+def test_generating_from_embeddings_equals_generating_from_their_ids(rope):
+    model, ids = tiny_model(rope_parameters=dict(ROPES[rope])).double(), tokens(1, 60)
+    embeddings, options = model.get_input_embeddings()(ids), {"max_new_tokens": 15, "do_sample": False}
+    expected = model.generate(ids, **options)[:, 60:]
+    assert len(expected[0].unique()) > 3
+    for cached in (True, False):
+        assert torch.equal(model.generate(inputs_embeds=embeddings, use_cache=cached, **options), expected)
 
 
 @pytest.mark.parametrize("rope", ROPES)
