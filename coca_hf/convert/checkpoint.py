@@ -25,8 +25,8 @@ from coca_hf.convert.families import coca_config
 from coca_hf.convert.ntk import bake_ntk_
 from coca_hf.convert.source import GgufSource, SafetensorsSource, open_source
 from coca_hf.convert.staging import FinishedShard, Staging, locked_staging, staging_directory
-from coca_hf.convert.start import NORM_RULE, RULE
-from coca_hf.convert.tensors import Maker, Piece, check_tensors, untie_
+from coca_hf.convert.start import RULE
+from coca_hf.convert.tensors import Maker, Piece, check_tensors, source_shapes, untie_
 from coca_hf.convert.writer import ShardWriter, bytes_of, file_hash
 from coca_hf.errors import CocaError
 from coca_hf.weights import INDEX, SINGLE, checkpoint_file, parse_size, read_json
@@ -288,9 +288,7 @@ class _Conversion:
                 tokenizer_file.write_text(json.dumps(tokenizer, indent=2) + "\n")
 
     def _record(self, source_hash: str) -> dict:
-        has_norm = any(piece.module == "t_norm" for piece in self.pieces)
-        rule = NORM_RULE if has_norm else RULE
-        start: dict = {"rule": rule, "scales": [self.maker.scales[layer] for layer in sorted(self.maker.scales)]}
+        start: dict = {"rule": RULE, "scales": [self.maker.scales[layer] for layer in sorted(self.maker.scales)]}
         if self.released:
             start = {"rule": "the released t_proj, mean over the two rows of every rotary pair"}
         if self.from_coca:
@@ -316,7 +314,7 @@ class _Conversion:
 
         The cache is the half-width one of `models/cache.py`; a CoCA source has it before as well as after.
         """
-        before = {piece.source: math.prod(piece.source_shape) for piece in self.pieces}
+        before = {name: math.prod(shape) for name, shape in source_shapes(self.pieces, self.config).items()}
         after = {piece.name: math.prod(piece.shape) for piece in self.pieces}
         total = sum(after.values())
 

@@ -10,12 +10,11 @@ an input is at most sqrt(hidden) long, so that with the norm's weight multiplied
 and the scale makes the second bound equal to the first, for every key/value head with its query heads. A bias, of the
 projection or of a LayerNorm before it, counts as one more column.
 
-Where queries and keys of a head are normalised (Qwen3), with weights w_q and w_k, the bounds need no projection:
+Where queries and keys of a head are normalised (Qwen3), with weights w_q and w_k, W_K stands for w_k o W_K, a query is
+at most sqrt(d) max |w_q| long, and |W_Q| and |W_K| give way to max |w_q| and max |w_k|:
 
     |original score| <= d * max |w_q| max |w_k|
-    |CoCA score|     <= c * d max |w_q|^2 * sqrt(d/2) max w_t
-
-W_T is then fold(w_k o W_K), whose size the norm takes out, and the norm's weight w_t is one number.
+    |CoCA score|     <= c * d * max |w_q|^2 * hidden^(1/2) max_j |row j of fold(W_K)|
 """
 
 import torch
@@ -25,10 +24,6 @@ from transformers import PreTrainedConfig
 RULE = (
     "W_T = scale * fold(W_K) per key/value head; fold: mean of the two rows of a rotary pair; scale: gives the scores "
     "the bound that the original's had over all inputs (formula: coca_hf/convert/start.py)"
-)
-NORM_RULE = (
-    "W_T = fold(key norm's weight * W_K); fold: mean of the two rows of a rotary pair; the norm of t has the weight "
-    "that gives the scores the bound that the original's had over all inputs (formula: coca_hf/convert/start.py)"
 )
 
 
@@ -44,11 +39,13 @@ def fold_pairs(projection: Tensor, num_key_value_heads: int) -> Tensor:
 def start_scales(weights: dict[str, Tensor], config: PreTrainedConfig) -> Tensor:
     """The factor on `fold(W_K)` of every key/value head, (g,), by the bounds at the top of this file.
 
-    weights: of one layer: `norm` (hidden,), `q` (h * d, hidden), `k` (g * d, hidden), and `q_bias`, `k_bias`,
-    `norm_bias` (hidden,) if any; the rows of a head are [first of every pair, second of every pair].
+    weights: of one layer: `norm` (hidden,), `q` (h * d, hidden), `k` (g * d, hidden), and, if any, `q_bias`, `k_bias`,
+    `norm_bias` (hidden,), `q_norm` and `k_norm` (d,), by which `k` and `k_bias` are multiplied already; the rows of a
+    head are [first of every pair, second of every pair].
     """
     g, grams = config.num_key_value_heads, {}
-    for name in ("q", "k"):
+    is_normed = "k_norm" in weights
+    for name in "k" if is_normed else "qk":
         biases = [weights[f"{name}_bias"].float()] if f"{name}_bias" in weights else []
         if "norm_bias" in weights:
             biases.append(weights[name].float() @ weights["norm_bias"].float())
@@ -56,15 +53,13 @@ def start_scales(weights: dict[str, Tensor], config: PreTrainedConfig) -> Tensor
         grams[name] = _grams(weights[name], weights["norm"].float(), extra, config.head_dim)
     if not all(gram.isfinite().all() for gram in grams.values()):  # LAPACK has errors of its own for those
         return torch.full((g,), torch.nan)
-    q_norm = _spectral_norm(grams["q"]).unflatten(0, (g, -1)).amax(1)  # (g,)
+    if is_normed:
+        q_size, k_size = (weights[f"{name}_norm"].float().abs().max() for name in "qk")
+    else:
+        q_size = _spectral_norm(grams["q"]).unflatten(0, (g, -1)).amax(1)  # (g,)
+        k_size = _spectral_norm(grams["k"])
     c = 2**0.5 if config.coca_constraint == "slack" else 1.0
-    return _spectral_norm(grams["k"]) / (c * config.hidden_size**0.5 * q_norm * _folded_row_norm(grams["k"]))
-
-
-def start_norm(q_norm: Tensor, k_norm: Tensor, constraint: str) -> float:
-    """The weight of `t_norm`, by the bounds at the top of this file. q_norm, k_norm: (d,)."""
-    c = 2**0.5 if constraint == "slack" else 1.0
-    return (k_norm.float().abs().max() / (c * q_norm.float().abs().max() * (len(k_norm) / 2) ** 0.5)).item()
+    return k_size / (c * config.hidden_size**0.5 * q_size * _folded_row_norm(grams["k"]))
 
 
 def _grams(projection: Tensor, norm: Tensor, bias: Tensor | None, head_dim: int) -> Tensor:

@@ -5,14 +5,14 @@ The CoCA model itself, built without memory, says what it has; a family says wha
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from coca_hf.convert.families import family_of
-from coca_hf.convert.start import fold_pairs, start_norm, start_scales, start_t
+from coca_hf.convert.start import fold_pairs, start_scales, start_t
 from coca_hf.errors import CocaError
 from coca_hf.models.decoder import CocaConfig
 from coca_hf.models.rotary import rotary_dim
@@ -26,6 +26,7 @@ class Piece:
     """A tensor of the CoCA checkpoint, `name` of `shape`, and the one of the source that it is made of.
 
     pick: the part of the source's tensor that is meant, rows in the order of CoCA's heads; None: all, as it is.
+    scaled_by: a tensor of the source, (head_dim,), that multiplies the rows of every head (Qwen3's key norm).
     """
 
     name: str
@@ -33,6 +34,7 @@ class Piece:
     source: str
     source_shape: Shape
     pick: Callable[[Tensor], Tensor] | None = None
+    scaled_by: str | None = None
 
     @property
     def module(self) -> str:
@@ -41,7 +43,7 @@ class Piece:
 
     @property
     def is_carried_over(self) -> bool:
-        return self.pick is None and self.module not in ("t_proj", "t_norm")
+        return self.pick is None and self.module != "t_proj"
 
 
 def untie_(config: CocaConfig, shapes: Mapping[str, Shape], are_equal: Callable[[str, str], bool]) -> None:
@@ -68,7 +70,7 @@ def check_tensors(
     released = not from_coca and (released or any(name.endswith("t_proj.weight") for name in shapes))
     _check_released(released, config, where)
     pieces = list(_pieces(config, shapes, released, from_coca, where))
-    expected = {piece.source: piece.source_shape for piece in pieces}
+    expected = source_shapes(pieces, config)
     missing = [name for name in expected if name not in shapes]
     if missing:
         raise CocaError(f"{where}: tensor {missing[0]} is missing{_and_more(missing)}; is the checkpoint complete?")
@@ -81,6 +83,12 @@ def check_tensors(
         if shapes[name] != shape:
             raise CocaError(f"{where}: tensor {name} has shape {shapes[name]}, expected {shape} from config.json")
     return pieces, released
+
+
+def source_shapes(pieces: Iterable[Piece], config: CocaConfig) -> dict[str, Shape]:
+    """Every tensor of the source that `pieces` are made of."""
+    norms = {piece.scaled_by: (config.head_dim,) for piece in pieces if piece.scaled_by}
+    return {piece.source: piece.source_shape for piece in pieces} | norms
 
 
 class Maker:
@@ -101,20 +109,25 @@ class Maker:
         tensor = self._picked(piece)
         if piece.module == "t_proj":
             return fold_pairs(tensor, self.config.num_key_value_heads) if self.released else self._start(piece, tensor)
-        if piece.module == "t_norm":
-            return torch.full(piece.shape, self._scales(piece)[0], dtype=tensor.dtype)
         return tensor
 
     def _start(self, piece: Piece, key: Tensor) -> Tensor:
-        g, scales = self.config.num_key_value_heads, self._scales(piece)
-        norm = self._pieces.get(f"{_layer(piece)}.self_attn.t_norm.weight")
-        if norm is None:
-            return start_t(key, torch.tensor(scales), g)
-        weight = self._picked(norm).float().repeat(g)  # (g * d,), of the rows of the key
-        return fold_pairs(key * weight.view(-1, *[1] * (key.dim() - 1)), g).to(key.dtype)
+        rows = self._scaled(piece, key)
+        return start_t(rows, torch.tensor(self._scales(piece)), self.config.num_key_value_heads).to(key.dtype)
+
+    def _scaled(self, piece: Piece, rows: Tensor) -> Tensor:
+        """The rows of all heads, (g * d, ...), times what `piece` is scaled by."""
+        if piece.scaled_by is None:
+            return rows
+        weight = self._norm_weight(piece).repeat(self.config.num_key_value_heads)
+        return rows * weight.view(-1, *[1] * (rows.dim() - 1))
+
+    def _norm_weight(self, piece: Piece) -> Tensor:
+        assert piece.scaled_by is not None
+        return self.read(piece.scaled_by).float()
 
     def _scales(self, piece: Piece) -> list[float]:
-        """Of the layer of `piece`: the factor of every key/value head, or the one weight of `t_norm`."""
+        """Of the layer of `piece`: the factor of every key/value head."""
         layer = int(piece.name.split(".")[2])
         if layer not in self.scales:
             scales = self._layer_scales(_layer(piece))
@@ -134,17 +147,15 @@ class Maker:
             "q_norm": "self_attn.q_norm.weight",
             "k": "self_attn.t_proj.weight",
             "k_bias": "self_attn.t_proj.bias",
-            "k_norm": "self_attn.t_norm.weight",
         }
         pieces = {letter: self._pieces.get(f"{layer}.{name}") for letter, name in names.items()}
-        if pieces["k_norm"] is not None:
-            q_norm, k_norm = (self._picked(pieces[letter]) for letter in ("q_norm", "k_norm"))
-            return [start_norm(q_norm, k_norm, self.config.coca_constraint)]
-        weights = {letter: self._picked(piece) for letter, piece in pieces.items() if piece is not None}
+        found = {letter: piece for letter, piece in pieces.items() if piece is not None}
+        weights = {letter: self._scaled(piece, self._picked(piece)) for letter, piece in found.items()}
+        if found["k"].scaled_by:
+            weights["k_norm"] = self._norm_weight(found["k"])
         return start_scales(weights, self.config).tolist()
 
-    def _picked(self, piece: Piece | None) -> Tensor:
-        assert piece is not None
+    def _picked(self, piece: Piece) -> Tensor:
         tensor = self.read(piece.source)
         return piece.pick(tensor) if piece.pick else tensor
 
@@ -165,9 +176,11 @@ def _pieces(
 
 
 def _llama_piece(config: CocaConfig, name: str, shape: Shape, shapes: Mapping[str, Shape], released: bool) -> Piece:
-    source = name if released else name.replace(".t_proj.", ".k_proj.").replace(".t_norm.", ".k_norm.")
-    is_half = ".t_proj." in name or ".t_norm." in name
-    return Piece(name, shape, source, (2 * shape[0], *shape[1:]) if is_half else shape)
+    if ".t_proj." not in name:
+        return Piece(name, shape, name, shape)
+    source = name if released else name.replace(".t_proj.", ".k_proj.")
+    norm = f"{name.partition('.t_proj.')[0]}.k_norm.weight" if config.model_type == "coca_qwen3" else None
+    return Piece(name, shape, source, (2 * shape[0], *shape[1:]), scaled_by=norm)
 
 
 def _gpt_neox_piece(config: CocaConfig, name: str, shape: Shape, shapes: Mapping[str, Shape], released: bool) -> Piece:

@@ -77,8 +77,8 @@ class CocaConfig(PreTrainedConfig):
 
 
 def t_plan(plan: Mapping[str, str]) -> dict[str, str]:
-    """A family's tensor-parallel plan, with `t_proj` and `t_norm` in the place of `k_proj` and `k_norm`."""
-    return {name.replace("k_proj", "t_proj").replace("k_norm", "t_norm"): style for name, style in plan.items()}
+    """A family's tensor-parallel plan, with `t_proj` in the place of `k_proj` and of its norm."""
+    return {name.replace("k_proj", "t_proj"): style for name, style in plan.items() if "k_norm" not in name}
 
 
 class CocaDecoderLayer(LlamaDecoderLayer):

@@ -46,7 +46,7 @@ PEAK_FLOPS = {
 _STEPS = (
     ("input_layernorm",),
     ("q_proj", "k_proj", "t_proj", "v_proj", "query_key_value"),
-    ("q_norm", "k_norm", "t_norm"),
+    ("q_norm", "k_norm"),
     ("o_proj", "dense"),
     ("post_attention_layernorm",),
     ("gate_proj", "up_proj", "dense_h_to_4h"),
@@ -55,7 +55,7 @@ _STEPS = (
 _STEP = {part: step for step, parts in enumerate(_STEPS) for part in parts}
 _PROJECT, _OUTPUT = _STEP["q_proj"], _STEP["o_proj"]
 _QUERY = {"q_proj", "q_norm", "query_key_value"}
-_KEY = {"k_proj", "k_norm", "t_proj", "t_norm", "query_key_value"}
+_KEY = {"k_proj", "k_norm", "t_proj", "query_key_value"}
 _VALUE = {"v_proj", "query_key_value"}
 
 

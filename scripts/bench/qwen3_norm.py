@@ -2,10 +2,10 @@
 
     python scripts/bench/qwen3_norm.py --out docs/results/qwen3-norm.json
 
-Every seed trains one model, converts it three ways and trains each on with the same batches: `before`, RMSNorm of the
-coefficients before the ReLU (what coca_hf does: coca_hf/models/qwen3.py), `after`, RMSNorm after it, and `none`. The
-start of `none` is scaled so that its scores have the bound of the original's, as the other families'. Prints held-out
-perplexity per byte, writes JSON. The text is pydoc's own, which every Python has.
+Every seed trains one model, converts it three ways and trains each on with the same batches: `none`, which is what
+coca_hf does (coca_hf/models/qwen3.py says why); RMSNorm of a head's coefficients `before` the ReLU, and `after` it. All
+start with scores bounded as the original's. Prints held-out perplexity per byte, writes JSON. The text is pydoc's own,
+which every Python has.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from pydoc_data.topics import topics
 import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from coca_hf import patch_
 from coca_hf.models.qwen3 import CocaQwen3Attention
@@ -31,21 +32,24 @@ TEXT = "\n\n".join(topics[name] for name in sorted(topics))
 LENGTH, BATCH = 128, 8
 
 
-class NormAfter(CocaQwen3Attention):
+class Normed(CocaQwen3Attention):
+    def coefficients(self, hidden_states: Tensor) -> Tensor:
+        return self.t_proj(hidden_states).view(*hidden_states.shape[:-1], -1, self.head_dim // 2)
+
+
+class NormBefore(Normed):
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, _, value = super().project(hidden_states)
-        t = self.t_proj(hidden_states).view(*hidden_states.shape[:-1], -1, self.head_dim // 2)
-        return q, self.t_norm(t.relu()).transpose(1, 2), value
+        return q, self.t_norm(self.coefficients(hidden_states)).relu().transpose(1, 2), value
 
 
-class NoNorm(CocaQwen3Attention):
+class NormAfter(Normed):
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, _, value = super().project(hidden_states)
-        t = self.t_proj(hidden_states).view(*hidden_states.shape[:-1], -1, self.head_dim // 2)
-        return q, t.relu().transpose(1, 2), value
+        return q, self.t_norm(self.coefficients(hidden_states).relu()).transpose(1, 2), value
 
 
-VARIANTS = {"before": CocaQwen3Attention, "after": NormAfter, "none": NoNorm}
+VARIANTS = {"before": NormBefore, "after": NormAfter, "none": CocaQwen3Attention}
 
 
 def main() -> None:
@@ -96,13 +100,13 @@ def qwen3(seed: int) -> Qwen3ForCausalLM:
 def converted(original: Qwen3ForCausalLM, attention: type, constraint: str) -> torch.nn.Module:
     model = patch_(copy.deepcopy(original), constraint)
     for layer, old in zip(model.model.layers, original.model.layers, strict=True):
-        layer.self_attn.__class__ = attention
-        if attention is NoNorm:  # |score| <= c d |w_q|^2 sqrt(hidden) |row|, the original's d |w_q| |w_k|
-            norms = (old.self_attn.q_norm.weight.abs().max(), old.self_attn.k_norm.weight.abs().max())
-            t = layer.self_attn.t_proj.weight
-            row = (t * old.input_layernorm.weight).norm(dim=1).max()
+        ours = layer.self_attn
+        ours.__class__ = attention
+        if attention is not CocaQwen3Attention:  # |score| <= c d |w_q|^2 sqrt(j) w_t, the original's d |w_q| |w_k|
+            q_size, k_size = (norm.weight.abs().max() for norm in (old.self_attn.q_norm, old.self_attn.k_norm))
             c = 2**0.5 if constraint == "slack" else 1.0
-            t.data *= (norms[1] / (c * norms[0] * t.shape[1] ** 0.5 * row)).detach()
+            ours.t_norm = Qwen3RMSNorm(ours.head_dim // 2, eps=original.config.rms_norm_eps)
+            ours.t_norm.weight.data[:] = k_size / (c * q_size * (ours.head_dim / 2) ** 0.5)
     return model
 
 

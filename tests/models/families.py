@@ -110,9 +110,8 @@ def carry_t_(stock, coca):
         for name, rows in key_rows(stock, layer).items():
             t = getattr(attention.t_proj, name).data.unflatten(0, (rows.shape[0], -1)).to(rows.dtype)
             rows[:, first], rows[:, second] = t, t
-        if hasattr(attention, "t_norm"):
-            k_norm = stock.model.layers[layer].self_attn.k_norm.weight.data
-            k_norm[first] = k_norm[second] = attention.t_norm.weight.data.to(k_norm.dtype)
+        if stock.config.model_type == "qwen3":
+            stock.model.layers[layer].self_attn.k_norm = torch.nn.Identity()
     return stock
 
 
@@ -152,9 +151,6 @@ def coca_model(case, constraint, **options):
     for layer in model.model.layers:
         for parameter in layer.self_attn.t_proj.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
-        if hasattr(layer.self_attn, "t_norm"):
-            t_norm = layer.self_attn.t_norm.weight
-            t_norm.data = 1 + 0.3 * torch.randn(t_norm.shape, generator=generator)
     model.set_attn_implementation(options.get("attn_implementation", "sdpa"))
     return model
 

@@ -111,7 +111,7 @@ def test_declarations_that_sharding_and_serving_read(case):
     assert not any("k_proj" in name or "k_norm" in name for name in plan)
     modules = {name.replace(".0.", ".*.") for name, _ in model.model.named_modules()}
     assert plan.keys() <= modules
-    assert ("layers.*.self_attn.t_norm" in plan) == (case == "qwen3")
+    assert ("layers.*.self_attn.q_norm" in plan) == (case == "qwen3")
     assert model._no_split_modules == {f"{family}DecoderLayer"}
     assert type(model.model.layers[0]).__name__ == f"{family}DecoderLayer"
     file = model.config.model_type.removeprefix("coca_")
