@@ -2,6 +2,7 @@
 
 import json
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,7 @@ def evaluate() -> None:
 def _run(app: typer.Typer) -> None:
     """Run a command; bad input becomes one line on stderr and exit code 2."""
     set_verbosity_error()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of names it will drop: not ours
     try:
         app()
     except CocaError as error:
