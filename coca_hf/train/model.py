@@ -31,6 +31,20 @@ def check_model(recipe: Recipe) -> None:
         stage_model(model, stage)
 
 
+def check_attention(recipe: Recipe) -> None:
+    """Raises CocaError for an `attn_implementation` that is unknown, or needs what this machine has not."""
+    for stage in recipe.stages:
+        attention = recipe.stage_options(stage).attn_implementation
+        try:
+            with torch.device("meta"):
+                AutoModelForCausalLM.from_config(start_config(recipe), attn_implementation=attention)
+        except (ImportError, ValueError) as error:
+            raise CocaError(
+                f"stages.{stage.name}: attn_implementation {attention!r} does not run here: "
+                f"{' '.join(str(error).split())}; sdpa runs everywhere"
+            ) from error
+
+
 def start_config(recipe: Recipe) -> PreTrainedConfig:
     """The config that the first stage starts with: the model's, or one from scratch, with the recipe's overrides.
 
