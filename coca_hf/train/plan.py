@@ -225,7 +225,7 @@ def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
     with _fake_processes(setting.world_size) as mesh, FakeTensorMode():
         base = model_from_config(recipe)
         if recipe.stage_options(stage).fused_cross_entropy:
-            fuse_cross_entropy_(base)
+            fuse_cross_entropy_(base)  # Liger's kernel takes only real tensors
         model: Any = stage_model(base, stage)
         if setting.checkpointing:
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)

@@ -67,7 +67,7 @@ OWNED = {
     "restore_callback_states_from_checkpoint": _BY_RESUME,
     "save_only_model": _BY_RESUME,
     "enable_jit_checkpoint": "SIGTERM and SIGUSR1 always write a checkpoint",
-    "use_liger_kernel": "Liger patches only model types that it knows, and CoCA's are none; set fused_cross_entropy",
+    "use_liger_kernel": "Liger patches only model types that it knows, not CoCA's; give fused_cross_entropy: liger",
     "parallelism_config": "coca-train has one block on one GPU; lower per_device_train_batch_size, shard with FSDP2",
     **dict.fromkeys(("remove_unused_columns", "ignore_data_skip", "accelerator_config", "data_seed"), _BY_DATA),
     **dict.fromkeys(("auto_find_batch_size", "train_sampling_strategy", "length_column_name"), _BY_DATA),
@@ -130,7 +130,8 @@ class StageOptions(_Part):
     held-out loss; 0: before and after the stage only. max_bad_steps: so many in a row end the run; fewer are skipped.
     A step is bad if its loss or its gradient is not a number, and, with spike_factor, if its loss is above so many
     times the running mean. attn_implementation: as `from_pretrained` takes it. fused_cross_entropy: never hold the
-    logits of all tokens, which with a large vocabulary are much of the memory, for one more product with the head.
+    logits of all tokens, which with a large vocabulary are much of the memory, for one more product with the head; or
+    liger: by its Triton kernel, for GPUs.
     """
 
     global_batch_size: int | None = Field(default=None, ge=1)
@@ -138,7 +139,7 @@ class StageOptions(_Part):
     max_bad_steps: int = Field(default=1, ge=1)
     spike_factor: float | None = Field(default=None, gt=1)
     attn_implementation: str | None = None
-    fused_cross_entropy: bool = False
+    fused_cross_entropy: bool | typing.Literal["liger"] = False
 
 
 class Lora(_Part):

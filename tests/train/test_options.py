@@ -1,6 +1,7 @@
 """Options that say how a step is computed: what it computes stays the same, and what they are for is there."""
 
 import json
+import os
 from contextlib import nullcontext
 
 import pytest
@@ -10,7 +11,7 @@ from torch.nn import functional
 
 from coca_hf import CocaError
 from coca_hf.train import objectives
-from coca_hf.train.objectives import linear_cross_entropy
+from coca_hf.train.objectives import liger_cross_entropy, linear_cross_entropy
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
@@ -110,18 +111,32 @@ def test_a_fused_cross_entropy_never_holds_the_logits_of_all_tokens(run, monkeyp
     assert_same(ours, plain, atol=1e-2 if "training.bf16=true" in options else 1e-5)
 
 
+@pytest.fixture(params=["linear", "liger"])
+def fused(request):
+    """liger: with TRITON_INTERPRET=1 its kernel runs on a CPU, too."""
+    if request.param == "linear":
+        return linear_cross_entropy
+    pytest.importorskip("liger_kernel")
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton needs a GPU, or TRITON_INTERPRET=1")
+    return liger_cross_entropy
+
+
 @pytest.mark.parametrize("num_items", [None, 5, torch.tensor(23)])
-def test_linear_cross_entropy_is_the_plain_one_with_its_gradients(num_items, monkeypatch):
+def test_a_fused_cross_entropy_is_the_plain_one_with_its_gradients(fused, num_items, monkeypatch):
     monkeypatch.setattr(objectives, "_CHUNK_TOKENS", 4)  # does not divide 3 x 5
-    head = torch.nn.Linear(7, 11).double()
-    hidden = torch.randn(3, 5, 7, dtype=torch.float64, requires_grad=True)
-    labels = torch.randint(11, (3, 5)).masked_fill(torch.rand(3, 5) < 0.2, -100)
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    head = torch.nn.Linear(7, 11, device=device)
+    hidden = torch.randn(3, 5, 7, requires_grad=True, device=device)
+    labels = torch.randint(11, (3, 5), device=device)
+    labels[1, 2:] = -100
     targets = labels[:, 1:].flatten()
     expected = functional.cross_entropy(head(hidden)[:, :-1].flatten(0, 1).float(), targets, reduction="sum")
     expected = expected / ((targets >= 0).sum() if num_items is None else num_items)
     inputs = (hidden, head.weight, head.bias)
     wanted = torch.autograd.grad(expected, inputs)
-    loss = linear_cross_entropy(head, hidden, labels, num_items)
+    loss = fused(head, hidden, labels, num_items)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(torch.autograd.grad(loss, inputs), wanted)
 
@@ -129,16 +144,17 @@ def test_linear_cross_entropy_is_the_plain_one_with_its_gradients(num_items, mon
 REFUSED = {
     "training.attn_implementation=flash_attention_2": "stages.k: attn_implementation 'flash_attention_2' does not run",
     "training.attn_implementation=sdpaa": "stages.k: attn_implementation 'sdpaa' does not run here: ",
+    "training.fused_cross_entropy=liger": "stages.k: fused_cross_entropy liger needs a GPU and `pip install liger",
 }
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="may have flash attention")
 @pytest.mark.parametrize("setting", REFUSED)
-def test_attention_that_is_not_there_is_refused_before_anything_is_written(recipe_path, tmp_path, setting):
+def test_what_is_not_there_is_refused_before_anything_is_written(recipe_path, tmp_path, setting):
     with pytest.raises(CocaError) as caught:
         run_recipe(load_recipe(recipe_path, [setting]), tmp_path / "out")
     assert REFUSED[setting] in str(caught.value)
-    assert str(caught.value).endswith("; sdpa runs everywhere")
+    assert str(caught.value).endswith(" runs everywhere")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
@@ -148,7 +164,7 @@ def test_attention_that_is_not_there_is_refused_before_anything_is_written(recip
     [
         (["training.label_smoothing_factor=0.1"], "stages.k: got fused_cross_entropy with label_smoothing_factor, wh"),
         (["teacher=x", "stages.k.objective=distill"], "stages.k: got fused_cross_entropy with objective distill, wh"),
-        (["training.use_liger_kernel=true"], "set fused_cross_entropy"),
+        (["training.use_liger_kernel=true"], "give fused_cross_entropy: liger"),
     ],
 )
 def test_what_does_not_go_with_a_fused_cross_entropy_is_refused(recipe_path, settings, message):

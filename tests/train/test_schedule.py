@@ -4,10 +4,13 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from coca_hf.train.recipe import load_recipe
+from coca_hf.train.log import SpeedMeter, StageLog, start_place
+from coca_hf.train.recipe import StageOptions, load_recipe
 from coca_hf.train.stages import run_recipe
+from coca_hf.train.stop import StopRequest
 from coca_hf.train.trainer import StageTrainer
 
 
@@ -16,7 +19,16 @@ def rates_of(options: dict, tmp_path) -> list[float]:
     model = LlamaForCausalLM(
         LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=6, num_hidden_layers=1, num_attention_heads=2)
     )
-    trainer = StageTrainer(model, TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **options))
+    trainer = StageTrainer(
+        model,
+        TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **options),
+        log=StageLog(tmp_path / "log.jsonl", 8, 1, 0, start_place(0)),
+        options=StageOptions(),
+        meter=SpeedMeter(8, 1),
+        held_out=torch.empty(0, 8),
+        stop=StopRequest(),
+        sources=lambda first, count: "",
+    )
     trainer.create_optimizer_and_scheduler(options["max_steps"])
     rates = []
     for _ in range(options["max_steps"] + 1):
