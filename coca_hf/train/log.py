@@ -117,11 +117,17 @@ class SpeedMeter:
         tokens_per_second = num_steps * self.tokens_per_step / max(time.monotonic() - self._since, 1e-9)
         self.restart()
         if state.device.type == "cuda":
-            peak, memory = peak_flops(torch.cuda.get_device_name(state.device)), torch.cuda.max_memory_allocated()
+            gpu, memory = torch.cuda.get_device_name(state.device), torch.cuda.max_memory_allocated()
         else:
-            peak, memory = None, psutil.Process().memory_info().rss
-        mfu = tokens_per_second * self.flops_per_token / (peak * state.num_processes) if peak else None
+            gpu, memory = None, psutil.Process().memory_info().rss
+        mfu = utilization(tokens_per_second, self.flops_per_token, gpu, state.num_processes)
         return {"tokens_per_second": tokens_per_second, "mfu": mfu, "memory_bytes": memory}
+
+
+def utilization(tokens_per_second: float, flops_per_token: float, gpu: str | None, num_gpus: int) -> float | None:
+    """MFU (PaLM, arXiv 2204.02311, appendix B): the share of the GPUs' peak; None without one whose peak is known."""
+    peak = peak_flops(gpu) if gpu else None
+    return tokens_per_second * flops_per_token / (peak * num_gpus) if peak else None
 
 
 class ProgressLine(TrainerCallback):

@@ -4,6 +4,7 @@ import dataclasses
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -29,6 +30,26 @@ def check_model(recipe: Recipe) -> None:
         with torch.device("meta"):
             model = model_from_config(recipe)
         stage_model(model, stage)
+
+
+def check_kernels(recipe: Recipe) -> None:
+    """Raises CocaError for attention that is unknown, and for kernels that this machine has not."""
+    for stage in recipe.stages:
+        options = recipe.stage_options(stage)
+        attention = options.attn_implementation
+        if options.fused_cross_entropy == "liger" and not (torch.cuda.is_available() and find_spec("liger_kernel")):
+            raise CocaError(
+                f"stages.{stage.name}: fused_cross_entropy liger needs a GPU and `pip install liger-kernel`; "
+                f"fused_cross_entropy: true runs everywhere"
+            )
+        try:
+            with torch.device("meta"):
+                AutoModelForCausalLM.from_config(start_config(recipe), attn_implementation=attention)
+        except (ImportError, ValueError) as error:
+            raise CocaError(
+                f"stages.{stage.name}: attn_implementation {attention!r} does not run here: "
+                f"{' '.join(str(error).split())}; sdpa runs everywhere"
+            ) from error
 
 
 def start_config(recipe: Recipe) -> PreTrainedConfig:

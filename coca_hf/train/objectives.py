@@ -4,6 +4,8 @@
     distill             KL(original || student), per token (Hinton et al., arXiv 1503.02531)
     attention-transfer  |student - original|^2 / |original|^2 of what attention adds, mean over layers (issue 7)
 
+Cross-entropy may be fused with the model's head, so that the logits of all tokens are never there at once.
+
 The original, the teacher, runs once per batch on the same tokens, without gradients; every GPU has all its weights, in
 float32, and computes in the stage's precision. For attention transfer each model works on its own hidden states: one
 forward of each gives all layers, and a layer learns to undo what the layers below it changed, which it would not see on
@@ -17,7 +19,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import log_softmax
+from torch.nn.functional import cross_entropy, linear, log_softmax, pad
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -25,6 +27,59 @@ from coca_hf.errors import CocaError
 from coca_hf.train.model import load_config, load_model
 
 _CHUNK_TOKENS = 1024  # of logits in float32 at a time
+_IGNORED = -100
+
+
+def fuse_cross_entropy_(model: PreTrainedModel, liger: bool = False) -> None:
+    """Let a model in training compute its loss from hidden states by `linear_cross_entropy`, or Liger's, in place.
+
+    Its outputs then hold the hidden states as `logits`. In evaluation it stays as it is.
+    """
+    head, plain_loss = model.get_output_embeddings(), model.loss_function
+    plain_head, fused = head.forward, liger_cross_entropy if liger else linear_cross_entropy
+
+    def loss(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch=None, **kwargs) -> Tensor:
+        if not head.training:
+            return plain_loss(logits, labels, vocab_size, num_items_in_batch, **kwargs)
+        return fused(head, logits, labels, num_items_in_batch)
+
+    head.forward = lambda hidden: hidden if head.training else plain_head(hidden)
+    model.loss_function = loss
+
+
+def linear_cross_entropy(
+    head: nn.Linear, hidden: Tensor, labels: Tensor, num_items: Tensor | int | None = None
+) -> Tensor:
+    """Cross-entropy of `head(hidden)` with the next label, in float32: the sum over `num_items`, or the mean.
+
+    hidden: (b, m, hidden); labels: (b, m), -100 where nothing is predicted. The head is computed again in the backward,
+    for a little time: beside the hidden states there are never more than a chunk's logits. Returns a scalar.
+    """
+    targets = _targets(labels)
+    chunks = zip(hidden.flatten(0, 1).split(_CHUNK_TOKENS), targets.split(_CHUNK_TOKENS), strict=True)
+    total = sum(checkpoint(_cross_entropy, head, *chunk, use_reentrant=False) for chunk in chunks)
+    return total / ((targets != _IGNORED).sum() if num_items is None else num_items)
+
+
+def liger_cross_entropy(
+    head: nn.Linear, hidden: Tensor, labels: Tensor, num_items: Tensor | int | None = None
+) -> Tensor:
+    """As `linear_cross_entropy`, by Liger's Triton kernel (arXiv 2410.10989): gradients come with the forward."""
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    targets = _targets(labels)
+    fused = LigerFusedLinearCrossEntropyLoss(ignore_index=_IGNORED, reduction="sum", accum_dtype=torch.float32)
+    total = fused(head.weight, hidden.flatten(0, 1), targets, head.bias)
+    return total / ((targets != _IGNORED).sum() if num_items is None else num_items)
+
+
+def _targets(labels: Tensor) -> Tensor:
+    return pad(labels, (0, 1), value=_IGNORED)[:, 1:].flatten()
+
+
+def _cross_entropy(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Tensor:
+    logits = linear(hidden, head.weight, head.bias)
+    return cross_entropy(logits.float(), targets, ignore_index=_IGNORED, reduction="sum")
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:

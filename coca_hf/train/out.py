@@ -34,8 +34,9 @@ RECIPE = "recipe.yaml"
 STOPPED = "stopped.json"
 PARTIAL = "partial"
 LAYOUT = (  # training options that may change with --resume: they say how the same steps are computed
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "torch_compile"),
-    *("attn_implementation", "report_to", "disable_tqdm", "save_steps", "save_total_limit", "dataloader_num_workers"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"),
+    *("activation_checkpointing", "torch_compile", "attn_implementation", "fused_cross_entropy", "report_to"),
+    *("disable_tqdm", "save_steps", "save_total_limit", "dataloader_num_workers"),
 )
 
 

@@ -36,6 +36,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments, masking_ut
 from coca_hf.errors import CocaError
 from coca_hf.train.flops import PEAK_FLOPS, TokenFlops, count_flops, peak_flops
 from coca_hf.train.model import count_parameters, model_from_config, stage_model
+from coca_hf.train.objectives import fuse_cross_entropy_
 from coca_hf.train.recipe import Recipe, Stage
 
 RESERVE = 0.1  # of a GPU's memory
@@ -222,7 +223,10 @@ def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
     """
     arguments = _arguments(recipe, stage)
     with _fake_processes(setting.world_size) as mesh, FakeTensorMode():
-        model: Any = stage_model(model_from_config(recipe), stage)
+        base = model_from_config(recipe)
+        if recipe.stage_options(stage).fused_cross_entropy:
+            fuse_cross_entropy_(base)  # Liger's kernel takes only real tensors
+        model: Any = stage_model(base, stage)
         if setting.checkpointing:
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
             enable(dict(arguments.gradient_checkpointing_kwargs or {}) or None)

@@ -67,7 +67,7 @@ OWNED = {
     "restore_callback_states_from_checkpoint": _BY_RESUME,
     "save_only_model": _BY_RESUME,
     "enable_jit_checkpoint": "SIGTERM and SIGUSR1 always write a checkpoint",
-    "use_liger_kernel": "Liger patches only the model types that it knows, and CoCA's are none of them",
+    "use_liger_kernel": "Liger patches only model types that it knows, not CoCA's; give fused_cross_entropy: liger",
     "parallelism_config": "coca-train has one block on one GPU; lower per_device_train_batch_size, shard with FSDP2",
     **dict.fromkeys(("remove_unused_columns", "ignore_data_skip", "accelerator_config", "data_seed"), _BY_DATA),
     **dict.fromkeys(("auto_find_batch_size", "train_sampling_strategy", "length_column_name"), _BY_DATA),
@@ -129,7 +129,9 @@ class StageOptions(_Part):
     that one recipe trains the same on any number of processes. held_out_steps: steps between measurements of the
     held-out loss; 0: before and after the stage only. max_bad_steps: so many in a row end the run; fewer are skipped.
     A step is bad if its loss or its gradient is not a number, and, with spike_factor, if its loss is above so many
-    times the running mean. attn_implementation: as `from_pretrained` takes it.
+    times the running mean. attn_implementation: as `from_pretrained` takes it. fused_cross_entropy: never hold the
+    logits of all tokens, which with a large vocabulary are much of the memory, for one more product with the head; or
+    liger: by its Triton kernel, for GPUs.
     """
 
     global_batch_size: int | None = Field(default=None, ge=1)
@@ -137,6 +139,7 @@ class StageOptions(_Part):
     max_bad_steps: int = Field(default=1, ge=1)
     spike_factor: float | None = Field(default=None, gt=1)
     attn_implementation: str | None = None
+    fused_cross_entropy: bool | typing.Literal["liger"] = False
 
 
 class Lora(_Part):
@@ -248,6 +251,8 @@ class Recipe(_Part):
             except ValidationError as error:
                 problems = "; ".join(_explain({}, problem) for problem in error.errors())
                 raise ValueError(f"stages.{stage.name}: {problems}") from None
+            if self.stage_options(stage).fused_cross_entropy:
+                _check_fused(stage, options)
         return self
 
     def options(self, stage: Stage) -> dict[str, Any]:
@@ -366,6 +371,17 @@ def _check_options(stage: str, options: dict[str, Any]) -> None:
         raise ValueError(f"stages.{stage}: lr_scheduler_kwargs of a linear schedule: {problems}") from None
     if options.get("learning_rate", 1.0) <= 0:
         raise ValueError(f"stages.{stage}: got learning_rate {options['learning_rate']}, expected a rate above 0")
+
+
+def _check_fused(stage: Stage, options: dict[str, Any]) -> None:
+    """Raises ValueError for what needs the logits that a fused cross-entropy does not give."""
+    needs = ["objective distill"] if "distill" in stage.objective else []
+    needs += ["label_smoothing_factor"] if options.get("label_smoothing_factor") else []
+    if needs:
+        raise ValueError(
+            f"stages.{stage.name}: got fused_cross_entropy with {' and '.join(needs)}, which needs the logits; "
+            f"leave one of them out"
+        )
 
 
 def _unknown(key: Any, known: Iterable[str]) -> str:

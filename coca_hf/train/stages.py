@@ -34,6 +34,7 @@ from coca_hf.train.data import PackedBlocks, blocks_of
 from coca_hf.train.flops import count_flops
 from coca_hf.train.log import ProgressLine, SpeedMeter, StageLog, start_place
 from coca_hf.train.model import (
+    check_kernels,
     check_model,
     count_parameters,
     load_model,
@@ -44,7 +45,7 @@ from coca_hf.train.model import (
     start_model,
     start_tokenizer,
 )
-from coca_hf.train.objectives import Objective, check_teacher, load_teacher
+from coca_hf.train.objectives import Objective, check_teacher, fuse_cross_entropy_, load_teacher
 from coca_hf.train.out import (
     PARTIAL,
     RECORD,
@@ -96,6 +97,7 @@ def _run_stages(recipe: Recipe, out_dir: Path, chosen: list[StageRun], state: Pa
         check_out(recipe, out_dir, resume)
         check_before(chosen[0])
         check_model(recipe)
+        check_kernels(recipe)
         if recipe.teacher:
             check_teacher(recipe.teacher, start_config(recipe))
         blocks = blocks_of(recipe, start_tokenizer(recipe))
@@ -193,6 +195,8 @@ def _run_stage(recipe: Recipe, run: StageRun, state: PartialState, held_out: Ten
     base = load_model(run.base, None, attention) if run.before else start_model(recipe, attention)
     tokenizer = load_tokenizer(run.base) if run.before else start_tokenizer(recipe)
     use_cache = base.config.use_cache  # the Trainer turns it off
+    if options.fused_cross_entropy:
+        fuse_cross_entropy_(base, liger=options.fused_cross_entropy == "liger")
     model = stage_model(base, run.stage)
     trained, total = count_parameters(model)
     parameters = {"trained": trained, "total": total, "fraction": trained / total}

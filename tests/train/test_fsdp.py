@@ -19,17 +19,28 @@ from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
 from tests.train.layouts import FSDP2, Interrupted, Run, launch, log_lines, succeed
+from tests.train.test_memory import assert_as_trained, bytes_of
 
 pytestmark = pytest.mark.real
 STAGES = {"1-k": ["t_proj"], "2-qkv": ["q_proj", "t_proj", "v_proj"], "3-full": [""]}
 
+LORA = [
+    "stages.qkv.lora={r: 4, alpha: 6}",
+    "stages.full.lora={r: 2, alpha: 6}",
+]  # the ranks are even, so that halves are equal
+FRUGAL = ["training.gradient_checkpointing=true", "training.fused_cross_entropy=true"]
 ONE_STAGE = ["--stage", "k", "stages.k.train=all", "stages.k.max_steps=5"]  # of which it saves 2, 4 and 5
 RANK_0_LOADS = FSDP2 | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
 
 
 def watch():
-    """Write what the model of every stage computes, and how it is sharded, just before it is saved."""
-    complete = stages._complete
+    """Write what the model of every stage computes, how it is sharded and what that takes, just before it is saved."""
+    complete, plain_step, taken = stages._complete, StageTrainer.training_step, {}
+
+    def watch_step(self, *arguments):
+        loss = plain_step(self, *arguments)
+        taken.update(bytes_of(self))
+        return loss
 
     def watch_and_complete(run, trainer, *rest):
         for module in trainer.model.modules():
@@ -38,6 +49,7 @@ def watch():
         facts = {
             "sharded": sorted({type(m).__name__ for m in trainer.model.modules() if isinstance(m, FSDPModule)}),
             "all_dtensors": all(isinstance(p, DTensor) for p in trainer.model.parameters()),
+            "bytes": taken,
         }
         with torch.no_grad():
             logits = trainer.model_wrapped.eval()(input_ids=torch.arange(3, 40)[None]).logits
@@ -46,7 +58,7 @@ def watch():
             (run.directory.parent.parent / f"{run.directory.name}.json").write_text(json.dumps(facts))
         complete(run, trainer, *rest)
 
-    stages._complete = watch_and_complete
+    stages._complete, StageTrainer.training_step = watch_and_complete, watch_step
 
 
 def interrupt_in_step_4():
@@ -62,9 +74,9 @@ def interrupt_in_step_4():
 
 @pytest.fixture(scope="module")
 def runs(real_recipe, tmp_path_factory):
-    """On two FSDP2 processes: `stages/out` of the whole recipe; `one` of one stage that trains everything;
-    `interrupted` of the same, with sharded state dicts, and `resumed` from there; `from-one`: what one process
-    left, resumed.
+    """On two FSDP2 processes: `stages/out` of the whole recipe, `lora/out` with adapters; `one` of one stage that
+    trains everything; `interrupted` of the same, with sharded state dicts, and `resumed` from there; `from-one`: what
+    one process left, resumed with less memory.
     """
     directory = tmp_path_factory.mktemp("fsdp")
     with pytest.MonkeyPatch.context() as patch:
@@ -77,9 +89,10 @@ def runs(real_recipe, tmp_path_factory):
         directory,
         [
             Run([real_recipe, "--out", directory / "stages/out"], FSDP2, watch),
+            Run([real_recipe, *LORA, "--out", directory / "lora/out"], FSDP2, watch),
             Run([*one, directory / "one"], RANK_0_LOADS),
             Run([*one, sharded], FSDP2, interrupt_in_step_4),
-            Run([*one, directory / "from-one", *resume], RANK_0_LOADS),
+            Run([*one, directory / "from-one", *resume, *FRUGAL], RANK_0_LOADS),
             Run([*one, directory / "resumed", *resume], FSDP2, functools.partial(copy_to_resume, sharded)),
         ],
     )
@@ -132,6 +145,12 @@ def test_every_stage_is_sharded_by_decoder_layer(sharded):
         assert {"FSDPCocaLlamaDecoderLayer", "FSDPCocaLlamaForCausalLM"} <= set(facts["sharded"])
 
 
+def test_a_process_keeps_gradients_and_optimizer_state_of_its_half_of_what_a_stage_trains(sharded):
+    for stage in STAGES:
+        facts = json.loads((sharded.parent / f"{stage}.json").read_text())
+        assert_as_trained(facts["bytes"], record(sharded / stage)["parameters"]["trained"], processes=2)
+
+
 def test_a_stage_changes_the_parameters_it_names_and_no_other_bit(sharded, tiny_coca_dir):
     before = weights(tiny_coca_dir)
     for stage, parts in STAGES.items():
@@ -149,6 +168,21 @@ def test_the_result_loads_and_is_the_live_model(sharded):
         with torch.no_grad():
             logits = model(torch.arange(3, 40)[None]).logits
         assert logits.double().sum().item() == pytest.approx(facts["logits"], rel=1e-5)
+
+
+def test_adapters_are_sharded_trained_and_merged_as_in_one_process(real_recipe, runs, tmp_path):
+    ours, one = runs / "lora/out", tmp_path / "one"
+    run_recipe(load_recipe(real_recipe, LORA), one)
+    for stage in STAGES:
+        facts = json.loads((runs / f"lora/{stage}.json").read_text())
+        assert facts["all_dtensors"]
+        assert "FSDPCocaLlamaDecoderLayer" in facts["sharded"]
+        assert_as_trained(facts["bytes"], record(ours / stage)["parameters"]["trained"], processes=2)
+        expected = [line["loss"] for line in log_lines(one / stage)]
+        assert [line["loss"] for line in log_lines(ours / stage)] == pytest.approx(expected, abs=1e-4)
+        a, b = weights(ours / stage), weights(one / stage)
+        assert a.keys() == b.keys()
+        assert all(torch.allclose(a[name], b[name], atol=1e-3) for name in b)
 
 
 def timeless(stage_dir):
@@ -170,7 +204,7 @@ def test_two_processes_resume_to_the_same_bits_whatever_the_type_of_state_dict(r
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_two_processes_resume_what_one_saved(runs):
+def test_two_processes_resume_what_one_saved_and_may_recompute_where_it_did_not(runs):
     assert_close(runs / "from-one/1-k", runs / "one/1-k")
 
 

@@ -16,7 +16,7 @@ from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.stop import EXIT_STOPPED
 from coca_hf.train.trainer import StageTrainer
-from tests.train.layouts import FSDP2, Run, launch, log_lines
+from tests.train.layouts import FSDP2, Run, launch, log_lines, succeed
 
 pytestmark = pytest.mark.real
 STAGES = ["1-k", "2-qkv", "3-full"]
@@ -101,6 +101,25 @@ def test_two_runs_do_not_write_to_one_directory(real_recipe, tmp_path):
     assert "another coca-train is writing it" in second.output.read_text()
     first.process.kill()
     first.wait()
+
+
+def test_one_process_killed_three_times_at_random_moments_ends_with_the_same_losses(
+    real_recipe, real_unbroken, tmp_path
+):
+    draw = random.Random(os.environ.get("COCA_KILLS_SEED", 0))
+    out = tmp_path / "out"
+    arguments = [real_recipe, "--out", out, "--resume"]
+    for stage in STAGES:  # each kill comes later than the one before
+        launched = launch(tmp_path, [Run(arguments, hook=slow_steps)], processes=1)
+        while not (out / stage / "log.jsonl").exists():
+            assert launched.process.is_alive(), launched.output.read_text()
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 1))
+        launched.process.kill()
+        assert launched.wait() == -signal.SIGKILL
+    succeed(tmp_path, [Run(arguments)], processes=1)
+    assert final_losses(out) == final_losses(real_unbroken)
+    assert not list(out.glob("**/checkpoint-*")) + list(out.glob("**/*partial*"))
 
 
 def kill(victim, launched):

@@ -1,0 +1,114 @@
+"""What people see of a run while it trains, and after: the bar or its lines, log.jsonl, TensorBoard's event files."""
+
+import io
+import json
+import re
+import sys
+from contextlib import redirect_stdout
+
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import TrainerState
+
+from coca_hf import CocaError
+from coca_hf.train.log import ProgressLine, utilization
+from coca_hf.train.recipe import load_recipe
+from coca_hf.train.stages import run_recipe
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def shown(real_recipe, tmp_path_factory):
+    """OUT of one stage with the default options of logging, held-out losses every 2 steps, and what it printed."""
+    directory = tmp_path_factory.mktemp("shown")
+    tree = yaml.safe_load(real_recipe.read_text())
+    for key in ("report_to", "disable_tqdm"):
+        del tree["training"][key]
+    tree["stages"] = [{"name": "k", "train": ["t_proj"], "max_steps": STEPS, "held_out_steps": 2}]
+    (directory / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    with redirect_stdout(io.StringIO()) as printed:
+        run_recipe(load_recipe(directory / "recipe.yaml"), directory / "out")
+    return directory / "out", printed.getvalue()
+
+
+def logged(out) -> list[dict]:
+    return [json.loads(line) for line in (out / "1-k/log.jsonl").read_text().splitlines()]
+
+
+def test_tensorboard_has_the_losses_and_rates_of_the_log_beside_the_stages(shown):
+    out, _ = shown
+    events = EventAccumulator(str(out / "tensorboard/1-k")).Reload()
+    lines = [line for line in logged(out) if "loss" in line]
+    for key in ("loss", "learning_rate", "tokens_per_second", "memory_bytes"):
+        scalars = events.Scalars(f"train/{key}")
+        assert [scalar.step for scalar in scalars] == [1, 2, 3, 4]
+        assert [scalar.value for scalar in scalars] == pytest.approx([line[key] for line in lines])
+    held_out = [line["held_out_loss"] for line in logged(out) if "held_out_loss" in line]
+    assert [scalar.value for scalar in events.Scalars("eval/loss")] == pytest.approx(held_out)
+
+
+def test_without_tensorboard_a_run_says_so_once_and_goes_on(real_recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("coca_hf.train.stages.is_tensorboard_available", lambda: False)
+    settings = ["training.report_to=tensorboard", "stages.k.max_steps=1"]
+    run_recipe(load_recipe(real_recipe, settings), tmp_path / "out", stage="k")
+    assert capsys.readouterr().out.count("report_to: tensorboard is not installed; going on without it") == 1
+    assert not (tmp_path / "out/tensorboard").exists()
+
+
+def test_every_line_of_the_log_has_speed_and_memory_and_no_mfu_on_a_cpu(shown):
+    for line in logged(shown[0]):
+        if "loss" in line:
+            assert line["tokens_per_second"] > 0
+            assert line["memory_bytes"] > 2**20
+            assert line["mfu"] is None
+
+
+def test_the_held_out_loss_is_measured_before_after_and_every_so_many_steps(shown):
+    measured = {line["step"]: line["held_out_loss"] for line in logged(shown[0]) if "held_out_loss" in line}
+    assert sorted(measured) == [0, 2, STEPS]
+    kept = json.loads((shown[0] / "1-k/training.json").read_text())["held_out"]
+    assert (kept["before"], kept["after"]) == (measured[0], measured[STEPS])
+
+
+def test_where_there_is_no_terminal_an_interval_is_a_line(shown):
+    out, printed = shown
+    values = r"loss \d\.\d{4}, lr [\d.e-]+, [\d,]+ tokens/s, \d+\.\d GiB, \d:\d\d:\d\d left"
+    lines = [line for line in printed.splitlines() if re.fullmatch(rf"1-k step \d/{STEPS}: {values}", line)]
+    assert len(lines) == STEPS
+    losses = [f"loss {line['loss']:.4f}" for line in logged(out) if "loss" in line]
+    assert all(loss in line for loss, line in zip(losses, lines, strict=True))
+    assert len(re.findall(r"1-k step [024]: held-out loss \d\.\d{4}\n", printed)) == 3
+
+
+def test_on_a_terminal_a_bar_has_the_same_values(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    bar, state = ProgressLine("1-k", show=True), TrainerState(max_steps=9, is_world_process_zero=True)
+    bar.on_train_begin(None, state, None)
+    state.global_step = 3
+    bar.on_step_end(None, state, None)
+    measured = {"tokens_per_second": 12345.6, "mfu": 0.412, "memory_bytes": 3.5 * 2**30}
+    bar.on_log(None, state, None, logs={"loss": 2.5, "learning_rate": 1e-4, **measured})
+    bar.on_log(None, state, None, logs={"eval_loss": 2.25})
+    bar.on_train_end(None, state, None)
+    printed = capsys.readouterr()
+    assert "loss 2.5000, lr 0.0001, 12,346 tokens/s, MFU 41.2%, 3.5 GiB" in printed.err
+    assert "3/9" in printed.err
+    assert "1-k step 3: held-out loss 2.2500" in printed.err
+    assert printed.out == ""
+
+
+def test_mfu_is_the_models_share_of_what_the_gpus_can_do():
+    assert utilization(50_000, 7e9, "NVIDIA A100-SXM4-80GB", 2) == pytest.approx(50_000 * 7e9 / (2 * 312e12))
+    assert utilization(50_000, 7e9, "NVIDIA RTX A4000", 2) is None
+    assert utilization(50_000, 7e9, None, 2) is None
+
+
+def test_a_global_batch_that_does_not_divide_is_refused(real_recipe, tmp_path):
+    message = (
+        "stages.k: got global_batch_size 4, expected a multiple of 3: per_device_train_batch_size 3 on 1 processes"
+    )
+    with pytest.raises(CocaError, match=message):
+        run_recipe(load_recipe(real_recipe, ["training.per_device_train_batch_size=3"]), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

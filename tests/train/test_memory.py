@@ -1,0 +1,63 @@
+"""What a stage freezes takes no gradients, no optimizer state and no room in checkpoints: bytes of a real run."""
+
+import json
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from coca_hf.train.checkpoint import STATE
+from coca_hf.train.recipe import load_recipe
+from coca_hf.train.stages import run_recipe
+from coca_hf.train.trainer import StageTrainer
+
+
+def bytes_of(trainer: StageTrainer) -> dict[str, int]:
+    """After a backward: bytes of this process, and of the tensors in the last checkpoint, which all processes wrote."""
+    gradients = [parameter.grad for parameter in trainer.model.parameters()]
+    states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    saved = [
+        tensor
+        for checkpoint in sorted(Path(trainer.args.output_dir).glob("checkpoint-*"))[-1:]
+        for tensor in FileSystemReader(checkpoint / STATE).read_metadata().state_dict_metadata.values()
+        if isinstance(tensor, TensorStorageMetadata) and tensor.size
+    ]
+    return {
+        "gradients": sum(map(_bytes, gradients)),
+        "optimizer": sum(map(_bytes, states)),
+        "saved": sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in saved),
+    }
+
+
+def _bytes(value) -> int:
+    if not isinstance(value, Tensor):
+        return 0
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return local.numel() * local.element_size() if local.dim() else 0  # Adam counts steps, for each parameter
+
+
+def assert_as_trained(measured: dict[str, int], trained: int, processes: int = 1) -> None:
+    """float32: 4 bytes of gradient and 8 of Adam's state a parameter, 12 saved."""
+    assert measured["gradients"] == pytest.approx(4 * trained / processes, rel=0.01)
+    assert measured["optimizer"] == pytest.approx(8 * trained / processes, rel=0.01)
+    assert measured["saved"] == pytest.approx(12 * trained, rel=0.01)
+
+
+def test_frozen_parameters_cost_neither_gradients_nor_optimizer_state(recipe_path, tmp_path, monkeypatch):
+    plain, measured = StageTrainer.training_step, {}
+
+    def step(self, *arguments):
+        loss = plain(self, *arguments)
+        measured[Path(self.args.output_dir).parent.name] = bytes_of(self)
+        return loss
+
+    monkeypatch.setattr(StageTrainer, "training_step", step)
+    out = tmp_path / "out"
+    run_recipe(load_recipe(recipe_path), out)
+    for stage, of_stage in measured.items():
+        assert_as_trained(of_stage, json.loads((out / stage / "training.json").read_text())["parameters"]["trained"])
+    share = {key: num_bytes / measured["3-full"][key] for key, num_bytes in measured["1-k"].items()}
+    assert share == pytest.approx(dict.fromkeys(share, 1152 / 77040), rel=0.01)

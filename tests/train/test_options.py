@@ -1,0 +1,172 @@
+"""Options that say how a step is computed: what it computes stays the same, and what they are for is there."""
+
+import json
+import os
+from contextlib import nullcontext
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional
+
+from coca_hf import CocaError
+from coca_hf.train import objectives
+from coca_hf.train.objectives import liger_cross_entropy, linear_cross_entropy
+from coca_hf.train.recipe import load_recipe
+from coca_hf.train.stages import run_recipe
+from coca_hf.train.trainer import StageTrainer
+
+TOKENS, VOCABULARY = 4 * 20, 259  # of a step
+
+
+class Seen:
+    """What a run computed: the shapes that its last forward saved for the backward, and calls of SDPA."""
+
+    def __init__(self):
+        self.saved: list[torch.Size] = []
+        self.bytes = self.sdpa_calls = self.compiled = 0
+
+
+@pytest.fixture
+def run(recipe_path, tmp_path, monkeypatch):
+    """Train everything for 3 steps with these options; gives the directory and what was Seen."""
+
+    def run(name: str, *options: str, hooks: bool = True):
+        seen = Seen()
+        plain_step, plain_sdpa = StageTrainer.training_step, functional.scaled_dot_product_attention
+
+        def pack(tensor):
+            seen.saved.append(tensor.shape)
+            seen.bytes += tensor.numel() * tensor.element_size()
+            return tensor
+
+        def step(self, *arguments):
+            seen.saved.clear()
+            seen.bytes = 0
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor) if hooks else nullcontext():
+                return plain_step(self, *arguments)
+
+        def sdpa(*arguments, **kwargs):
+            seen.sdpa_calls += 1
+            return plain_sdpa(*arguments, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(StageTrainer, "training_step", step)
+            patch.setattr(functional, "scaled_dot_product_attention", sdpa)
+            recipe = load_recipe(recipe_path, ["stages.k.train=all", *options])
+            return run_recipe(recipe, tmp_path / name, stage="k"), seen
+
+    return run
+
+
+def losses(directory) -> list[float]:
+    return [json.loads(line)["loss"] for line in (directory / "log.jsonl").read_text().splitlines()]
+
+
+def assert_same(ours, theirs, atol: float) -> None:
+    assert losses(ours) == pytest.approx(losses(theirs), abs=atol)
+    a, b = (load_file(directory / "model.safetensors") for directory in (ours, theirs))
+    assert all(torch.allclose(a[name], b[name], rtol=0, atol=atol) for name in b)
+
+
+def test_recomputed_activations_are_not_kept(run):
+    plain, before = run("plain")
+    ours, seen = run("ours", "training.gradient_checkpointing=true")
+    assert_same(ours, plain, atol=0)
+    assert seen.bytes < before.bytes / 2
+
+
+def test_eager_attention_is_that_of_sdpa(run):
+    sdpa, of_sdpa = run("sdpa", "training.attn_implementation=sdpa")
+    eager, of_eager = run("eager", "training.attn_implementation=eager")
+    assert (of_sdpa.sdpa_calls, of_eager.sdpa_calls) == (3 * 3, 0)  # steps, layers
+    assert losses(eager) == pytest.approx(losses(sdpa), abs=1e-5)
+
+
+def test_bfloat16_computes_close_to_float32_and_keeps_float32_weights(run):
+    plain, _ = run("plain")
+    ours, _ = run("ours", "training.bf16=true")
+    assert losses(ours) != losses(plain)
+    assert losses(ours) == pytest.approx(losses(plain), abs=2e-2)
+    assert {tensor.dtype for tensor in load_file(ours / "model.safetensors").values()} == {torch.float32}
+
+
+def test_a_compiled_run_is_the_plain_one(run, monkeypatch):
+    """By the backend that traces forward and backward but writes no C++, which takes minutes."""
+    plain, _ = run("plain")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    ours, _ = run("ours", "training.torch_compile=true", "training.torch_compile_backend=aot_eager", hooks=False)
+    assert torch._dynamo.utils.counters["aot_autograd"]["ok"] > 0
+    assert_same(ours, plain, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [[], ["training.bf16=true"], ["stages.k.lora={r: 3, alpha: 6}"]])
+def test_a_fused_cross_entropy_never_holds_the_logits_of_all_tokens(run, monkeypatch, options):
+    monkeypatch.setattr(objectives, "_CHUNK_TOKENS", 7)  # does not divide 80
+    plain, before = run("plain", *options)
+    ours, seen = run("ours", *options, "training.fused_cross_entropy=true")
+    assert any(shape[-1:] == (VOCABULARY,) and shape.numel() == TOKENS * VOCABULARY for shape in before.saved)
+    assert not any(shape[-1:] == (VOCABULARY,) and shape.numel() > 7 * VOCABULARY for shape in seen.saved)
+    assert_same(ours, plain, atol=1e-2 if "training.bf16=true" in options else 1e-5)
+
+
+@pytest.fixture(params=["linear", "liger"])
+def fused(request):
+    """liger: with TRITON_INTERPRET=1 its kernel runs on a CPU, too."""
+    if request.param == "linear":
+        return linear_cross_entropy
+    pytest.importorskip("liger_kernel")
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton needs a GPU, or TRITON_INTERPRET=1")
+    return liger_cross_entropy
+
+
+@pytest.mark.parametrize("num_items", [None, 5, torch.tensor(23)])
+def test_a_fused_cross_entropy_is_the_plain_one_with_its_gradients(fused, num_items, monkeypatch):
+    monkeypatch.setattr(objectives, "_CHUNK_TOKENS", 4)  # does not divide 3 x 5
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    head = torch.nn.Linear(7, 11, device=device)
+    hidden = torch.randn(3, 5, 7, requires_grad=True, device=device)
+    labels = torch.randint(11, (3, 5), device=device)
+    labels[1, 2:] = -100
+    targets = labels[:, 1:].flatten()
+    expected = functional.cross_entropy(head(hidden)[:, :-1].flatten(0, 1).float(), targets, reduction="sum")
+    expected = expected / ((targets >= 0).sum() if num_items is None else num_items)
+    inputs = (hidden, head.weight, head.bias)
+    wanted = torch.autograd.grad(expected, inputs)
+    loss = fused(head, hidden, labels, num_items)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, inputs), wanted)
+
+
+REFUSED = {
+    "training.attn_implementation=flash_attention_2": "stages.k: attn_implementation 'flash_attention_2' does not run",
+    "training.attn_implementation=sdpaa": "stages.k: attn_implementation 'sdpaa' does not run here: ",
+    "training.fused_cross_entropy=liger": "stages.k: fused_cross_entropy liger needs a GPU and `pip install liger",
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="may have flash attention")
+@pytest.mark.parametrize("setting", REFUSED)
+def test_what_is_not_there_is_refused_before_anything_is_written(recipe_path, tmp_path, setting):
+    with pytest.raises(CocaError) as caught:
+        run_recipe(load_recipe(recipe_path, [setting]), tmp_path / "out")
+    assert REFUSED[setting] in str(caught.value)
+    assert str(caught.value).endswith(" runs everywhere")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["training.label_smoothing_factor=0.1"], "stages.k: got fused_cross_entropy with label_smoothing_factor, wh"),
+        (["teacher=x", "stages.k.objective=distill"], "stages.k: got fused_cross_entropy with objective distill, wh"),
+        (["training.use_liger_kernel=true"], "give fused_cross_entropy: liger"),
+    ],
+)
+def test_what_does_not_go_with_a_fused_cross_entropy_is_refused(recipe_path, settings, message):
+    with pytest.raises(CocaError, match=message):
+        load_recipe(recipe_path, ["training.fused_cross_entropy=true", *settings])
