@@ -43,8 +43,8 @@ RESERVE = 0.1  # of a GPU's memory
 GIB = 2**30
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "other")
 _BLOCK_BYTES = 512  # CUDA's allocator gives whole ones
-_NEED_A_GPU = ("bf16", "fp16", "tf32", "fsdp", "torch_compile", "use_liger_kernel", "use_cpu")
-_NOT_PLANNED = ("torch_compile", "use_liger_kernel")
+_NEED_A_GPU = ("bf16", "fp16", "tf32", "fsdp", "torch_compile", "use_cpu")
+_NOT_PLANNED = ("torch_compile",)
 
 
 @dataclass(frozen=True)

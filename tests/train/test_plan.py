@@ -196,7 +196,6 @@ def test_more_gpus_are_advised_last_and_nothing_where_nothing_helps(recipe):
     [
         (["--gpu", "ABACUS"], "--gpu: got 'ABACUS', expected one of"),
         (["--mfu", "0"], "--mfu 0; expected"),
-        (["--world-size", "0"], "got --world-size 0"),
         (["training.use_cpu=true"], "stages.k: got use_cpu, but a plan is for GPUs; add training.use_cpu=false"),
     ],
 )
@@ -206,12 +205,18 @@ def test_what_cannot_be_planned_is_refused(path, arguments, message):
     assert message in str(result.exception)
 
 
+def test_a_world_of_no_processes_is_refused(path):
+    result = CliRunner().invoke(train_app, [str(path), "--plan", "--world-size", "0"])
+    assert result.exit_code == 2
+    assert "--world-size" in result.output
+
+
 def test_the_command_prints_a_table_or_json(path):
     table = CliRunner().invoke(train_app, [str(path), "--plan", "--world-size", "2"], env={"COLUMNS": "200"})
     assert table.exit_code == 0, table.exception
     assert "2 x H100, 80 GB each, at MFU 0.4 of 989 TFLOPS" in table.stdout
-    result = CliRunner().invoke(train_app, [str(path), "training.use_liger_kernel=true", "--plan", "--json"])
+    result = CliRunner().invoke(train_app, [str(path), "training.torch_compile=true", "--plan", "--json"])
     plan = json.loads(result.stdout)
     assert [stage["name"] for stage in plan["stages"]] == ["k", "full"]
     assert plan["stages"][0]["peak_bytes"] == sum(plan["stages"][0]["memory"]["at_peak"].values())
-    assert "stages.k: planned without use_liger_kernel" in plan["notes"]
+    assert "stages.k: planned without torch_compile" in plan["notes"]
