@@ -68,7 +68,7 @@ OWNED = {
     "save_only_model": _BY_RESUME,
     "enable_jit_checkpoint": "SIGTERM and SIGUSR1 always write a checkpoint",
     "use_liger_kernel": "Liger patches only model types that it knows, not CoCA's; give fused_cross_entropy: liger",
-    "parallelism_config": "coca-train has one block on one GPU; lower per_device_train_batch_size, shard with FSDP2",
+    "parallelism_config": "coca-train has a block on one GPU; set fused_cross_entropy, shard with FSDP2",
     **dict.fromkeys(("remove_unused_columns", "ignore_data_skip", "accelerator_config", "data_seed"), _BY_DATA),
     **dict.fromkeys(("auto_find_batch_size", "train_sampling_strategy", "length_column_name"), _BY_DATA),
     **dict.fromkeys(("do_train", "do_eval", "do_predict", "load_best_model_at_end"), _BY_EVAL),

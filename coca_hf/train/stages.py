@@ -82,6 +82,7 @@ def run_recipe(recipe: Recipe, out_dir: str | Path, stage: str | None = None, re
     SIGTERM or SIGUSR1, to any process, asks for.
     """
     out_dir = Path(out_dir)
+    _check_parallelism()
     runs = _plan(recipe, out_dir)
     state = PartialState()
     chosen = [run for run in runs if stage in (None, run.stage.name)]
@@ -90,6 +91,20 @@ def run_recipe(recipe: Recipe, out_dir: str | Path, stage: str | None = None, re
         raise CocaError(f"--stage: got {stage!r}, expected one of {', '.join(names)}; nearest: {nearest(stage, names)}")
     with locked(out_dir) if state.is_main_process else nullcontext():
         return _run_stages(recipe, out_dir, chosen, state, resume)
+
+
+def _check_parallelism() -> None:
+    """Refuse layouts of `accelerate launch` in which several processes work on one block.
+
+    torch's context parallelism has no kernel for a CPU, so that nothing here could test it.
+    """
+    for kind in ("CP", "SP", "TP"):
+        size = os.environ.get(f"PARALLELISM_CONFIG_{kind}_SIZE", "1")
+        if size != "1":
+            raise CocaError(
+                f"parallelism_config_{kind.lower()}_size: got {size}, expected 1: coca-train has a block on one GPU; "
+                f"for long blocks, set gradient_checkpointing and fused_cross_entropy, and shard with FSDP2"
+            )
 
 
 def _run_stages(recipe: Recipe, out_dir: Path, chosen: list[StageRun], state: PartialState, resume: bool) -> Path:

@@ -112,13 +112,16 @@ def test_the_peak_is_that_of_a_real_run_within_two_percent(recipe, number, check
         assert memory.at_peak["activations"] == pytest.approx(saved, rel=0.1)
 
 
-def test_float32_logits_are_in_the_measure(recipe, path):
+def test_float32_logits_are_in_the_measure_unless_cross_entropy_is_fused(recipe, path, monkeypatch):
+    monkeypatch.setattr("coca_hf.train.objectives._CHUNK_TOKENS", 5)
     wide = 40 * VOCAB
     config = coca_hf.CocaLlamaConfig(vocab_size=wide, **TINY)
     config.save_pretrained(recipe.model)
     logits = BATCH * SEQ_LEN * wide * 4
     memory = measure(recipe, recipe.stages[0], Setting(32, BATCH, 1, True))
     assert memory.peak > 3 * logits  # the probabilities' logarithms, their gradient, and that of the logits
+    fused = recipe.model_copy(update={"training": {**recipe.training, "fused_cross_entropy": True}})
+    assert measure(fused, recipe.stages[0], Setting(32, BATCH, 1, True)).peak < memory.peak - 2 * logits
 
 
 def test_more_processes_need_less_each(recipe):
@@ -204,6 +207,12 @@ def test_what_cannot_be_planned_is_refused(path, arguments, message):
     result = CliRunner().invoke(train_app, [str(path), "--plan", *arguments])
     assert isinstance(result.exception, CocaError)
     assert message in str(result.exception)
+
+
+def test_a_world_of_no_processes_is_refused(path):
+    result = CliRunner().invoke(train_app, [str(path), "--plan", "--world-size", "0"])
+    assert result.exit_code == 2
+    assert "--world-size" in result.output
 
 
 def test_the_command_prints_a_table_or_json(path):
