@@ -71,8 +71,10 @@ def is_on_hub(source: str) -> bool:
 def local_files(source: str) -> list[Path]:
     """The files that `source` names, in the order they are read; none where it may be a data set on the hub.
 
-    Raises CocaError for a directory without a file to read, and for a file of another kind.
+    Raises CocaError for a directory without a file to read, for a file of another kind, and for an empty name.
     """
+    if not source.strip():
+        raise CocaError("got an empty name of a source, expected a file, a directory, a glob of them or a hub id")
     path = Path(source)
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if _suffix(file))

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from coca_hf.errors import CocaError
 
@@ -18,10 +19,15 @@ SETTINGS = {
     "tasks": ("benchmark", "metric", "filter", "shots", "limit"),
     "speed": ("mode", "batch_size", "device"),
 }
-COMMON = (
-    *("model", "task", "rope", "length", "value", "error", "date", "seconds"),
-    *("model_path", "trained_length", "coca_constraint", "tokens_seen", "dtype", "device", "versions", "command"),
-)
+# What every row has.
+COMMON: dict[str, Any] = {
+    **dict.fromkeys(("model", "task", "rope", "date", "model_path", "dtype", "device", "command"), str),
+    **dict.fromkeys(("length", "trained_length", "tokens_seen"), int | None),
+    **dict.fromkeys(("error", "coca_constraint"), str | None),
+    **{"value": float | int | None, "seconds": float | int, "versions": dict},
+}
+# What only some have.
+SPECIAL: dict[str, Any] = {"raw": dict, "trained_seq_len": int | None, "document_names": list}
 # What rows of coca_hf 0.1.0.dev did not say yet.
 DEFAULTS: dict = {"raw": {}, "trained_seq_len": None, "depths": None}
 VARIANTS = {"perplexity": "sliding", "passkey": "paper"}
@@ -109,17 +115,21 @@ def _settings_of(row: dict) -> str:
 def _read(path: Path) -> list[dict]:
     if not path.is_file():
         raise CocaError(f"{path.parent}: got no rows.jsonl there, expected the --out of coca-eval")
-    *lines, _cut_short = path.read_text(encoding="utf-8").split("\n")
+    *lines, _cut_short = path.read_bytes().split(b"\n")
     rows = []
     for line_number, line in enumerate(lines, 1):
+        where = f"{path}, line {line_number}"
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_constant=_refuse)
             row = DEFAULTS | {"variant": VARIANTS.get(row["task"])} | row
             missing = {*COMMON, *SETTINGS[row["task"]]} - row.keys()
         except (ValueError, TypeError, KeyError):
-            raise CocaError(f"{path}, line {line_number}: got no row of coca-eval; delete the line") from None
+            raise CocaError(f"{where}: got no row of coca-eval; delete the line") from None
         if missing:
-            raise CocaError(f"{path}, line {line_number}: got a row without {', '.join(sorted(missing))}; delete it")
+            raise CocaError(f"{where}: got a row without {', '.join(sorted(missing))}; delete it")
+        for name, kind in (COMMON | SPECIAL).items():
+            if name in row and not isinstance(row[name], kind):
+                raise CocaError(f"{where}: got a row with {name} {row[name]!r}, no value of coca-eval's; delete it")
         row["raw"] = {name: path.parent / file for name, file in row["raw"].items()}
         rows.append(row)
     if not rows:
@@ -137,4 +147,13 @@ def read_raw(row: dict, name: str) -> list[dict] | None:
     from pyarrow.parquet import read_table
 
     path = row["raw"].get(name)
-    return read_table(path).to_pylist() if path and path.is_file() else None
+    if path is None or not path.is_file():
+        return None
+    try:
+        return read_table(path).to_pylist()
+    except (ValueError, OSError) as error:  # pyarrow's are of these
+        raise CocaError(f"{path}: cannot be read as parquet; delete the file and its row, and measure again") from error
+
+
+def _refuse(constant: str):
+    raise ValueError(f"{constant} is no JSON")

@@ -81,10 +81,18 @@ class StageLog(TrainerCallback, ExportableState):
 
     def _forget_after(self, step: int) -> None:
         """Drop the lines of steps that a killed run did after its last checkpoint; they are about to be done again."""
-        lines = self.path.read_text().splitlines() if self.path.exists() and step else []
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+        lines = self.path.read_text(errors="replace").splitlines() if self.path.exists() and step else []
+        kept = [line for line in lines if (done := _step_of(line)) is not None and done <= step]
         with saving_to(self.path.parent):
             write_whole(self.path, "".join(line + "\n" for line in kept))
+
+
+def _step_of(line: str) -> int | None:
+    """The step of a line of the log; None for what a kill, or somebody, left there instead."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def start_place(next_block: int) -> dict:

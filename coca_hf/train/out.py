@@ -1,6 +1,7 @@
 """What a run of a recipe keeps on disk, and when it may go on.
 
     OUT/recipe.yaml           the recipe, overrides and defaults filled in; can be run again as it is
+    OUT/inputs.json           what the recipe's paths held, and the blocks of a step; --resume checks them
     OUT/1-k/                  a stage: with training.json in it, a complete checkpoint that loads alone
     OUT/1-k/log.jsonl         a line per logging interval (see log.py), and one per measurement of the held-out loss
     OUT/1-k/trainer/          checkpoint-N, to resume from; they are deleted when the stage is complete
@@ -13,6 +14,7 @@ Files and directories named `partial` are being written; a run that is killed le
 
 import json
 import os
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,11 +30,15 @@ from transformers import TrainingArguments
 from coca_hf.convert.writer import file_hash
 from coca_hf.errors import CocaError
 from coca_hf.train.recipe import Recipe, Stage
+from coca_hf.train.tree import read_tree
+from coca_hf.weights import read_json
 
 RECORD = "training.json"
 RECIPE = "recipe.yaml"
+INPUTS = "inputs.json"
 STOPPED = "stopped.json"
 PARTIAL = "partial"
+DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, RuntimeError, pickle.UnpicklingError)
 LAYOUT = (  # training options that may change with --resume: they say how the same steps are computed
     *("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"),
     *("activation_checkpointing", "torch_compile", "attn_implementation", "fused_cross_entropy", "report_to"),
@@ -61,7 +67,13 @@ class StageRun:
     @property
     def start_block(self) -> int:
         """The first block of the stream that no earlier stage has seen."""
-        return json.loads((self.before.directory / RECORD).read_text())["end_block"] if self.before else 0
+        if self.before is None:
+            return 0
+        path = self.before.directory / RECORD
+        end_block = read_json(path).get("end_block")
+        if not isinstance(end_block, int):
+            raise CocaError(f"{path}: got no end_block, expected the record of a stage; train that stage again")
+        return end_block
 
     @property
     def blocks_per_step(self) -> int:
@@ -84,21 +96,38 @@ def check_out(recipe: Recipe, out_dir: Path, resume: bool) -> None:
         raise CocaError(f"{out_dir}: not empty; continue what is there with --resume, or choose another --out")
     if not (out_dir / RECIPE).exists():
         raise CocaError(f"{out_dir}: got a directory without {RECIPE}, expected one that coca-train made")
-    before = _flat(yaml.safe_load((out_dir / RECIPE).read_text(encoding="utf-8")))
-    now = _flat(recipe.to_dict())
+    before, now = _flat(read_tree(out_dir / RECIPE)), _flat(recipe.to_dict())
     for tree in (before, now):
         for key in [key for key in tree if key.rpartition(".")[2] in LAYOUT]:
             del tree[key]
-    changes = [
+    if changes := _changes(before, now):
+        raise CocaError(
+            f"{out_dir}: cannot --resume with another recipe: {changes}; give the one it was started with "
+            f"({out_dir / RECIPE}), or choose another --out"
+        )
+
+
+def check_inputs(out_dir: Path, inputs: dict[str, Any]) -> None:
+    """Note what the recipe's paths hold and how large a step is, or compare it with what was noted.
+
+    Raises CocaError where it is not the same: the stages would not be of one training.
+    """
+    path = out_dir / INPUTS
+    if not path.exists():
+        write_whole(path, json.dumps(inputs, indent=2) + "\n")
+    elif changes := _changes(_flat(read_json(path)), _flat(inputs)):
+        raise CocaError(
+            f"{out_dir}: cannot --resume on other inputs: {changes}; restore them, keep the product of processes, "
+            f"per_device_train_batch_size and gradient_accumulation_steps, or choose another --out"
+        )
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
+    return "; ".join(
         f"{key} was {before.get(key, 'absent')}, now {now.get(key, 'absent')}"
         for key in dict.fromkeys([*before, *now])
         if before.get(key) != now.get(key)
-    ]
-    if changes:
-        raise CocaError(
-            f"{out_dir}: cannot --resume with another recipe: {'; '.join(changes)}; give the one it was started with "
-            f"({out_dir / RECIPE}), or choose another --out"
-        )
+    )
 
 
 def check_before(run: StageRun) -> None:
@@ -135,12 +164,29 @@ def open_out(recipe: Recipe, out_dir: Path) -> None:
     if not _is_used(out_dir):
         with saving_to(out_dir):
             out_dir.mkdir(parents=True, exist_ok=True)
+            (out_dir / INPUTS).unlink(missing_ok=True)
             write_whole(out_dir / RECIPE, yaml.safe_dump(recipe.to_dict(), sort_keys=False))
 
 
 def last_checkpoint(trainer_dir: Path) -> Path | None:
     """The newest `checkpoint-N` of a stage, or None. All of them are whole: they get their name when they are."""
-    return max(trainer_dir.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), default=None)
+    found = [path for path in trainer_dir.glob("checkpoint-*") if path.name.split("-")[1].isdecimal()]
+    return max(found, key=lambda path: int(path.name.split("-")[1]), default=None)
+
+
+@contextmanager
+def reading(checkpoint: Path) -> Iterator[None]:
+    """Turn what a damaged checkpoint makes torch, json and pickle raise into one line: a CocaError."""
+    try:
+        yield
+    except CocaError:
+        raise
+    except (*DAMAGE, CheckpointException) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+        raise CocaError(
+            f"{checkpoint}: cannot be read ({reason}); delete it: --resume then goes on from the one before it, or "
+            f"starts the stage again"
+        ) from error
 
 
 def check_base(run: StageRun) -> None:
@@ -148,7 +194,7 @@ def check_base(run: StageRun) -> None:
     record = Path(run.base) / RECORD
     if not record.exists():
         return
-    for name, written in json.loads(record.read_text()).get("weights_xxh3_128", {}).items():
+    for name, written in read_json(record).get("weights_xxh3_128", {}).items():
         found = file_hash(Path(run.base) / name)
         if found != written:
             raise CocaError(
@@ -191,7 +237,9 @@ def saving_to(directory: Path, num_bytes: int | None = None) -> Iterator[None]:
 
 
 def _is_used(out_dir: Path) -> bool:
-    return out_dir.is_dir() and any(path.suffix != f".{PARTIAL}" for path in out_dir.iterdir())
+    """Whether anything was begun there, or it is somebody else's."""
+    files = (path for path in out_dir.rglob("*") if not path.is_dir())
+    return any(path.name not in (RECIPE, INPUTS) and path.suffix != f".{PARTIAL}" for path in files)
 
 
 def _flat(tree: Any, path: str = "") -> dict[str, Any]:

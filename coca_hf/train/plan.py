@@ -8,6 +8,7 @@ context, NCCL's buffers, workspaces of kernels, fragmentation; `RESERVE` is left
 
 import dataclasses
 import inspect
+import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -134,7 +135,7 @@ def plan_recipe(
     peak = peak_flops(gpu)
     if peak is None:
         raise CocaError(f"--gpu: got {gpu!r}, expected one of {', '.join(PEAK_FLOPS)}")
-    if world_size < 1 or gpu_memory <= 0 or not 0 < mfu <= 1:
+    if world_size < 1 or not 0 < gpu_memory < math.inf or not 0 < mfu <= 1:
         raise CocaError(
             f"got --world-size {world_size}, --gpu-memory {gpu_memory:g}, --mfu {mfu:g}; expected one GPU or more, "
             f"memory above 0 GB and an MFU above 0, at most 1"
@@ -161,7 +162,7 @@ def _plan_stage(recipe: Recipe, stage: Stage, world_size: int, gpu_bytes: float,
     setting = Setting(
         world_size,
         arguments.per_device_train_batch_size,
-        max(1, recipe.blocks_per_step(stage, world_size) // (world_size * arguments.per_device_train_batch_size)),
+        recipe.accumulation(stage, world_size),
         bool(arguments.gradient_checkpointing),
     )
     tokens = arguments.max_steps * setting.global_batch * seq_len

@@ -67,7 +67,7 @@ def describe_stream(
     return {
         "format": 1,
         "sources": described,
-        "tokenizer": _tokenizer_hash(tokenizer),
+        "tokenizer": tokenizer_hash(tokenizer),
         "dtype": "uint16" if max(tokenizer.get_vocab().values()) < 2**16 else "uint32",
         "seq_len": seq_len,
         "seed": seed,
@@ -86,6 +86,7 @@ def open_prepared(parent: Path, description: dict[str, Any]) -> Prepared | None:
         return None
     try:
         state = torch.load(directory / "state.pt", weights_only=True)
+        state["stream"]["next_block"], state["rules"], state["held_out"]
     except Exception as error:  # torch raises what pickle and zip readers raise
         raise CocaError(
             f"{directory / 'state.pt'}: cannot be read; delete {directory} and prepare again ({type(error).__name__})"
@@ -152,7 +153,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     os.replace(path.with_suffix(".partial"), path)
 
 
-def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     """Of the vocabulary, the rules, and what goes around a document; not of where the tokenizer was loaded from."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = json.loads(backend.to_str()) if backend else {"class": type(tokenizer).__name__}

@@ -61,6 +61,7 @@ _BY_RESUME = "coca-train keeps what --resume needs"
 OWNED = {
     "output_dir": "results lie in OUT/<number>-<name>; give OUT with --out",
     "num_train_epochs": "give max_steps, the length of a stage",
+    "label_smoothing_factor": "transformers takes the labels of models that it does not know one token too early",
     "logging_nan_inf_filter": "a loss that is not a number stops the run",
     "deepspeed": "shard with FSDP2, through `accelerate launch`",
     "resume_from_checkpoint": "continue a run with --resume",
@@ -73,6 +74,10 @@ OWNED = {
     **dict.fromkeys(("auto_find_batch_size", "train_sampling_strategy", "length_column_name"), _BY_DATA),
     **dict.fromkeys(("do_train", "do_eval", "do_predict", "load_best_model_at_end"), _BY_EVAL),
     **dict.fromkeys(("metric_for_best_model", "greater_is_better", "per_device_eval_batch_size"), _BY_EVAL),
+}
+_LEAST = {
+    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps", "save_steps", "logging_steps"), 1),
+    **dict.fromkeys(("dataloader_num_workers", "warmup_steps", "weight_decay", "max_grad_norm", "adam_epsilon"), 0),
 }
 _OWNED_PREFIXES = {"eval_": _BY_EVAL, "hub_": _BY_HAND, "push_to_hub": _BY_HAND}
 
@@ -94,7 +99,7 @@ class _Part(BaseModel):
 class Source(_Part):
     """Documents, and their share of the tokens among all sources."""
 
-    path: str
+    path: str = Field(min_length=1)
     weight: float = Field(gt=0)
     column: str = "text"
     split: str = "train"
@@ -160,7 +165,7 @@ class Stage(_Part):
     `objective` names what is minimised, or gives several their weights: see `objectives.py`.
     """
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")  # a directory name, and a step in a dotted path
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$")  # a directory name, and a step in a dotted path
     train: str | list[str]
     lora: Lora | None = None
     objective: dict[str, float] = {"lm": 1.0}
@@ -252,7 +257,7 @@ class Recipe(_Part):
                 problems = "; ".join(_explain({}, problem) for problem in error.errors())
                 raise ValueError(f"stages.{stage.name}: {problems}") from None
             if self.stage_options(stage).fused_cross_entropy:
-                _check_fused(stage, options)
+                _check_fused(stage)
         return self
 
     def options(self, stage: Stage) -> dict[str, Any]:
@@ -281,6 +286,18 @@ class Recipe(_Part):
             * options.get("per_device_train_batch_size", TrainingArguments.per_device_train_batch_size)
             * options.get("gradient_accumulation_steps", TrainingArguments.gradient_accumulation_steps)
         )
+
+    def accumulation(self, stage: Stage, world_size: int) -> int:
+        """Batches of one process that a step takes. Raises CocaError where global_batch_size cannot be had."""
+        options = self.options(stage)
+        batch = options.get("per_device_train_batch_size", TrainingArguments.per_device_train_batch_size)
+        blocks = self.blocks_per_step(stage, world_size)
+        if blocks % (batch * world_size):
+            raise CocaError(
+                f"stages.{stage.name}: got global_batch_size {blocks}, expected a multiple of {batch * world_size}: "
+                f"per_device_train_batch_size {batch} on {world_size} processes"
+            )
+        return blocks // (batch * world_size)
 
     def to_dict(self) -> dict[str, Any]:
         parts = self.model_dump(exclude={"stages"}, exclude_none=True)
@@ -359,6 +376,14 @@ def _check_options(stage: str, options: dict[str, Any]) -> None:
     for key in ("logging_strategy", "save_strategy"):
         if options.get(key, "steps") not in ("steps", "no"):
             raise ValueError(f"stages.{stage}: got {key} {options[key]!r}, expected steps or no: there are no epochs")
+    for key, least in _LEAST.items():
+        if options.get(key, least) < least:
+            raise ValueError(f"stages.{stage}: got {key} {options[key]}, expected at least {least}")
+    for key in ("adam_beta1", "adam_beta2"):
+        if not 0 <= options.get(key, 0) < 1:
+            raise ValueError(f"stages.{stage}: got {key} {options[key]}, expected at least 0 and below 1")
+    if options.get("learning_rate", 1.0) <= 0:
+        raise ValueError(f"stages.{stage}: got learning_rate {options['learning_rate']}, expected a rate above 0")
     if options.get("dataloader_num_workers", 0) > 1:
         raise ValueError(f"stages.{stage}: got several dataloader_num_workers, expected 0 or 1: there is one stream")
     kwargs = options.get("lr_scheduler_kwargs")
@@ -369,18 +394,14 @@ def _check_options(stage: str, options: dict[str, Any]) -> None:
     except ValidationError as error:
         problems = "; ".join(_explain(kwargs, problem) for problem in error.errors())
         raise ValueError(f"stages.{stage}: lr_scheduler_kwargs of a linear schedule: {problems}") from None
-    if options.get("learning_rate", 1.0) <= 0:
-        raise ValueError(f"stages.{stage}: got learning_rate {options['learning_rate']}, expected a rate above 0")
 
 
-def _check_fused(stage: Stage, options: dict[str, Any]) -> None:
+def _check_fused(stage: Stage) -> None:
     """Raises ValueError for what needs the logits that a fused cross-entropy does not give."""
-    needs = ["objective distill"] if "distill" in stage.objective else []
-    needs += ["label_smoothing_factor"] if options.get("label_smoothing_factor") else []
-    if needs:
+    if "distill" in stage.objective:
         raise ValueError(
-            f"stages.{stage.name}: got fused_cross_entropy with {' and '.join(needs)}, which needs the logits; "
-            f"leave one of them out"
+            f"stages.{stage.name}: got fused_cross_entropy with objective distill, which needs the logits; leave one "
+            f"of them out"
         )
 
 

@@ -1,6 +1,5 @@
 """training.json: what a stage was, what it made, from which code, and how its losses went."""
 
-import json
 import os
 import platform
 import subprocess
@@ -16,6 +15,7 @@ from coca_hf.documents import is_on_hub
 from coca_hf.train.log import StageLog
 from coca_hf.train.out import RECORD, StageRun
 from coca_hf.train.recipe import Recipe
+from coca_hf.weights import read_json
 
 PACKAGES = ("coca-hf", "torch", "transformers", "accelerate", "datasets")
 
@@ -64,7 +64,7 @@ def _held_out(log: StageLog, seq_len: int, num_blocks: int) -> dict[str, Any] | 
 def _stages_before(run: StageRun) -> list[dict[str, Any]]:
     """The stages that the model `run` starts from has behind it, of this recipe and of those before it."""
     record = Path(run.base) / RECORD
-    return json.loads(record.read_text()).get("stages", []) if record.exists() else []
+    return read_json(record).get("stages", []) if record.exists() else []
 
 
 def _summary(recipe: Recipe, run: StageRun, record: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from transformers import (
 from transformers.integrations import TensorBoardCallback, is_tensorboard_available
 
 from coca_hf.card import LICENCE_FILES, write_card
+from coca_hf.documents import local_files
 from coca_hf.errors import CocaError
 from coca_hf.train.checkpoint import check_room
 from coca_hf.train.data import PackedBlocks, blocks_of
@@ -53,14 +54,17 @@ from coca_hf.train.out import (
     StageRun,
     check_base,
     check_before,
+    check_inputs,
     check_out,
     last_checkpoint,
     locked,
     open_out,
+    reading,
     saving_to,
     weights_hashes,
     write_whole,
 )
+from coca_hf.train.prepared import tokenizer_hash
 from coca_hf.train.recipe import Recipe, Stage
 from coca_hf.train.record import make_record
 from coca_hf.train.stop import Stopped, StopRequest, stop_on_signals
@@ -86,11 +90,13 @@ def run_recipe(recipe: Recipe, out_dir: str | Path, stage: str | None = None, re
     runs = _plan(recipe, out_dir)
     state = PartialState()
     chosen = [run for run in runs if stage in (None, run.stage.name)]
-    if stage and not chosen:
+    if not chosen:
         names = [run.stage.name for run in runs]
-        raise CocaError(f"--stage: got {stage!r}, expected one of {', '.join(names)}; nearest: {nearest(stage, names)}")
+        raise CocaError(
+            f"--stage: got {stage!r}, expected one of {', '.join(names)}; nearest: {nearest(stage or '', names)}"
+        )
     with locked(out_dir) if state.is_main_process else nullcontext():
-        return _run_stages(recipe, out_dir, chosen, state, resume)
+        return _run_stages(recipe, out_dir, runs, chosen, state, resume)
 
 
 def _check_parallelism() -> None:
@@ -107,7 +113,9 @@ def _check_parallelism() -> None:
             )
 
 
-def _run_stages(recipe: Recipe, out_dir: Path, chosen: list[StageRun], state: PartialState, resume: bool) -> Path:
+def _run_stages(
+    recipe: Recipe, out_dir: Path, runs: list[StageRun], chosen: list[StageRun], state: PartialState, resume: bool
+) -> Path:
     if state.is_main_process:  # where this fails, the launcher ends the other processes
         check_out(recipe, out_dir, resume)
         check_before(chosen[0])
@@ -126,6 +134,7 @@ def _run_stages(recipe: Recipe, out_dir: Path, chosen: list[StageRun], state: Pa
             flush=True,
         )
         open_out(recipe, out_dir)
+        check_inputs(out_dir, _inputs(recipe, blocks, runs))
         (out_dir / STOPPED).unlink(missing_ok=True)
     state.wait_for_everyone()
     complete = _from_main_process(lambda: {run.directory for run in chosen if run.is_complete})
@@ -165,21 +174,22 @@ def _plan(recipe: Recipe, out_dir: Path) -> list[StageRun]:
             if number == 1:
                 PartialState().print("report_to: tensorboard is not installed; going on without it")
             arguments.report_to.remove("tensorboard")
-        _set_accumulation(arguments, stage, recipe.stage_options(stage).global_batch_size)
+        arguments.gradient_accumulation_steps = recipe.accumulation(stage, arguments.world_size)
         runs.append(StageRun(stage, str(before.directory) if before else recipe.start, before, directory, arguments))
     return runs
 
 
-def _set_accumulation(arguments: TrainingArguments, stage: Stage, global_batch_size: int | None) -> None:
-    if global_batch_size is None:
-        return
-    at_once = arguments.train_batch_size * arguments.world_size
-    if global_batch_size % at_once:
-        raise CocaError(
-            f"stages.{stage.name}: got global_batch_size {global_batch_size}, expected a multiple of {at_once}: "
-            f"per_device_train_batch_size {arguments.train_batch_size} on {arguments.world_size} processes"
-        )
-    arguments.gradient_accumulation_steps = global_batch_size // at_once
+def _inputs(recipe: Recipe, blocks: PackedBlocks, runs: list[StageRun]) -> dict[str, Any]:
+    """What decides the training and is not in the recipe itself. Data by size, so that it may be copied elsewhere."""
+    return {
+        "sources": [
+            {file.name: f"{file.stat().st_size} bytes" for file in local_files(source.path)}
+            for source in recipe.data.sources
+        ],
+        "tokenizer": tokenizer_hash(blocks.tokenizer),
+        "model": weights_hashes(Path(recipe.model)) if recipe.model and Path(recipe.model).is_dir() else None,
+        "blocks_per_step": {run.stage.name: run.blocks_per_step for run in runs},
+    }
 
 
 def _held_out(recipe: Recipe) -> Tensor:
@@ -216,7 +226,7 @@ def _run_stage(recipe: Recipe, run: StageRun, state: PartialState, held_out: Ten
     trained, total = count_parameters(model)
     parameters = {"trained": trained, "total": total, "fraction": trained / total}
     checkpoint = _from_main_process(lambda: last_checkpoint(run.trainer_dir))
-    step, place = _place(run, checkpoint) if checkpoint else (0, start_place(run.start_block))
+    step, place = _place(checkpoint) if checkpoint else (0, start_place(run.start_block))
     blocks = blocks_of(recipe, tokenizer, place["next_block"])
     log = StageLog(run.directory / "log.jsonl", data.seq_len, run.blocks_per_step, options.held_out_steps, place)
     meter = SpeedMeter(run.blocks_per_step * data.seq_len, count_flops(model, data.seq_len).model)
@@ -324,17 +334,11 @@ def _clear_trainer(run: StageRun) -> None:
         run.trainer_dir.rmdir()
 
 
-def _place(run: StageRun, checkpoint: Path) -> tuple[int, dict]:
+def _place(checkpoint: Path) -> tuple[int, dict]:
     """Steps done, and `StageLog.place`, as a trainer's checkpoint keeps them."""
-    kept = json.loads((checkpoint / "trainer_state.json").read_text())
-    step, place = kept["global_step"], kept["stateful_callbacks"][StageLog.__name__]["attributes"]["place"]
-    before = (place["next_block"] - run.start_block) // step
-    if before != run.blocks_per_step:
-        raise CocaError(
-            f"{checkpoint}: was made with {before} blocks a step, got {run.blocks_per_step} now; expected the same "
-            f"product of processes, per_device_train_batch_size and gradient_accumulation_steps: change one of these"
-        )
-    return step, place
+    with reading(checkpoint):
+        kept = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        return kept["global_step"], kept["stateful_callbacks"][StageLog.__name__]["attributes"]["place"]
 
 
 @contextmanager

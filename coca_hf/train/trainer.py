@@ -20,7 +20,7 @@ from coca_hf.train.checkpoint import check_room, load_state, save_state, state_b
 from coca_hf.train.held_out_loss import held_out_loss
 from coca_hf.train.log import SpeedMeter, StageLog
 from coca_hf.train.objectives import Objective
-from coca_hf.train.out import PARTIAL, saving_to
+from coca_hf.train.out import PARTIAL, reading, saving_to
 from coca_hf.train.recipe import LinearBounds, StageOptions
 from coca_hf.train.stop import StopRequest
 
@@ -77,7 +77,10 @@ class StageTrainer(Trainer):
         """With `linear` and `start_lr` or `end_lr`, `linear_rate` at every step; else Hugging Face's schedule."""
         kwargs = self.args.lr_scheduler_kwargs
         if not kwargs or self.args.lr_scheduler_type != "linear":
-            return super().create_scheduler(num_training_steps, optimizer)
+            try:
+                return super().create_scheduler(num_training_steps, optimizer)
+            except (TypeError, ValueError) as error:
+                raise CocaError(f"lr_scheduler_type {self.args.lr_scheduler_type}: {error}") from error
         bounds = LinearBounds.model_validate(kwargs)
         warmup_steps, peak = self.args.get_warmup_steps(num_training_steps), self.args.learning_rate
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -95,6 +98,10 @@ class StageTrainer(Trainer):
             self._load_rng_state(self._random_state_of)
             self._random_state_of = None
         return samples
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with reading(Path(checkpoint or "")):
+            super()._load_rng_state(checkpoint)
 
     def training_step(self, model: nn.Module, inputs: dict, num_items_in_batch=None) -> Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -203,9 +210,10 @@ class StageTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            load_state(self.model, self.optimizer.optimizer, Path(checkpoint))
-            scheduler = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True)
-            self.lr_scheduler.load_state_dict(scheduler)
+            with reading(Path(checkpoint)):
+                load_state(self.model, self.optimizer.optimizer, Path(checkpoint))
+                scheduler = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True)
+                self.lr_scheduler.load_state_dict(scheduler)
 
 
 class _EveryStep(TrainerCallback):

@@ -276,6 +276,12 @@ def test_a_page_replaces_its_predecessor_and_leaves_nothing_else_behind(tmp_path
             json.dumps({**row(), "dtype": 0, "command": ""}).replace('"seconds"', '"s"') + "\n",
             "got a row without seconds",
         ),
+        (
+            json.dumps(row() | {"length": "x"}) + "\n",
+            "line 1: got a row with length 'x', no value of coca-eval's; delete it",
+        ),
+        (json.dumps(row()).replace("7.25", "NaN") + "\n", "line 1: got no row of coca-eval; delete the line"),
+        (json.dumps(row(document_names=5)) + "\n", "line 1: got a row with document_names 5, no value of coca-eval's"),
     ],
 )
 def test_runs_without_rows_are_refused_and_no_page_is_begun(tmp_path, content, message):

@@ -170,7 +170,6 @@ def test_several_processes_on_one_block_are_refused(recipe_path, tmp_path, monke
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["training.label_smoothing_factor=0.1"], "stages.k: got fused_cross_entropy with label_smoothing_factor, wh"),
         (["teacher=x", "stages.k.objective=distill"], "stages.k: got fused_cross_entropy with objective distill, wh"),
         (["training.use_liger_kernel=true"], "give fused_cross_entropy: liger"),
     ],

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, Trainer
 from coca_hf import CocaError
 from coca_hf.train.data import PackedBlocks
 from coca_hf.train.out import last_checkpoint
-from coca_hf.train.recipe import load_recipe
+from coca_hf.train.recipe import Recipe, load_recipe
 from coca_hf.train.stages import run_recipe
 
 STAGES = ["1-k", "2-qkv", "3-full"]
@@ -261,3 +261,81 @@ def test_a_spike_stops_the_run_and_its_blocks_and_sources_are_named(recipe_path,
     for count, name in ((4 - digits, "words/"), (digits, "digits.jsonl")):
         assert (f"{count} of " in message and name in message) == (count > 0)
     assert last_checkpoint(tmp_path / "out/1-k/trainer").name == "checkpoint-2"
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def append(path, content):
+    path.write_bytes(path.read_bytes() + content + b"\n")
+
+
+def change_byte(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "file", ["trainer_state.json", "scheduler.pt", "rng_state.pth", "state/.metadata", "state/__0_0.distcp"]
+)
+def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_taken(
+    recipe_path, tmp_path, monkeypatch, capsys, file
+):
+    out, plain = tmp_path / "out", Trainer.training_step
+
+    def interrupted(self, *args):
+        if self.state.global_step == 4:
+            raise KeyboardInterrupt
+        return plain(self, *args)
+
+    monkeypatch.setattr(Trainer, "training_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(load_recipe(recipe_path, ["stages.k.max_steps=5", "training.save_total_limit=2"]), out, stage="k")
+    monkeypatch.undo()
+    truncate(out / "1-k/trainer/checkpoint-4" / file)
+    (out / "1-k/trainer/checkpoint-mine").mkdir()
+    recipe = load_recipe(recipe_path, ["stages.k.max_steps=5"])
+    with pytest.raises(CocaError, match=r"checkpoint-4: cannot be read \(.*delete it: --resume then goes on"):
+        run_recipe(recipe, out, stage="k", resume=True)
+    shutil.rmtree(out / "1-k/trainer/checkpoint-4")
+    run_recipe(recipe, out, stage="k", resume=True)
+    assert "continues after step 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda _, model, texts: (texts / "words/new.txt").write_text("abc"), "sources.0.new.txt was absent, now 3"),
+        (lambda _, model, texts: append(texts / "digits.jsonl", b'{"code": "1"}'), "sources.1.digits.jsonl was "),
+        (lambda _, model, texts: change_byte(model / "model.safetensors"), "model.model.safetensors was"),
+        (lambda recipe, *_: recipe.training.update(per_device_train_batch_size=8), "blocks_per_step.k was 4"),
+    ],
+    ids=["new file", "changed file", "weights", "batch"],
+)
+def test_other_inputs_are_refused(recipe_tree, tiny_coca_dir, texts, tmp_path, change, message):
+    model, texts = shutil.copytree(tiny_coca_dir, tmp_path / "model"), shutil.copytree(texts, tmp_path / "texts")
+    recipe_tree["model"] = str(model)
+    for source, path in zip(recipe_tree["data"]["sources"], ("words/*.txt", "digits.jsonl"), strict=True):
+        source["path"] = str(texts / path)
+    recipe = Recipe.model_validate(recipe_tree)
+    run_recipe(recipe, tmp_path / "out", stage="k")
+    change(recipe, model, texts)
+    with pytest.raises(CocaError, match=rf"out: cannot --resume on other inputs: .*{message}"):
+        run_recipe(recipe, tmp_path / "out", resume=True)
+
+
+def test_a_damaged_record_of_a_stage_is_named(recipe_path, tmp_path):
+    run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="k")
+    for content in ("{", "[]", "{}"):
+        (tmp_path / "out/1-k/training.json").write_text(content)
+        with pytest.raises(CocaError, match=r"1-k/training\.json: "):
+            run_recipe(load_recipe(recipe_path), tmp_path / "out", resume=True)
+
+
+def test_a_run_that_failed_before_its_first_step_leaves_room_for_the_corrected_recipe(recipe_path, tmp_path):
+    wrong = load_recipe(recipe_path, ["stages.k.lr_scheduler_type=cosine_with_min_lr"])
+    with pytest.raises(CocaError, match=r"lr_scheduler_type .*min_lr"):
+        run_recipe(wrong, tmp_path / "out", stage="k")
+    run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="k")
