@@ -6,9 +6,9 @@ how large its t are, and a norm over them would take just that away. So the key 
 
     t = ReLU(W_T x),  W_T = scale * fold(key norm's weight o W_K)
 
-Measured on a small Qwen3 (scripts/bench/qwen3_norm.py, docs/results/qwen3-norm.json, 2 seeds, perplexity per byte after
-200 steps, the original 4.18 / 4.21): no norm 4.72 / 4.51 (slack) and 4.44 / 4.18 (strict); RMSNorm of t before the ReLU
-5.12 / 4.83 and 4.54 / 4.38; after it 5.05 / 4.91 and 4.49 / 4.35.
+Measured on a small Qwen3 (scripts/bench/qwen3_norm.py at f3ddbd4, docs/results/qwen3-norm.json; 2 seeds, perplexity per
+byte after 200 steps, the original 4.18 / 4.21): no norm 4.72 / 4.51 (slack) and 4.44 / 4.18 (strict); RMSNorm of t
+before the ReLU 5.12 / 4.83 and 4.54 / 4.38; after it 5.05 / 4.91 and 4.49 / 4.35.
 """
 
 from huggingface_hub.dataclasses import strict
