@@ -13,7 +13,7 @@ from coca_hf.convert.tensors import Shape
 from coca_hf.errors import CocaError
 from coca_hf.weights import FLOATS, INDEX, SINGLE, checkpoint_file, open_regular, open_weights, read_json
 
-BLOCK_BYTES = 1 << 24
+BLOCK_BYTES = 1 << 21
 # Copied as they are: what from_pretrained and the serving engines look for beside weights and config, and what licences
 # ask to go along.
 COMPANIONS = (
