@@ -195,7 +195,8 @@ class Stage(_Part):
         for name in weights if isinstance(weights, dict) else ():
             if name not in OBJECTIVES:
                 raise ValueError(f"got {name!r}, expected {', '.join(OBJECTIVES)}, or a mapping of them to weights")
-        if isinstance(weights, dict) and not all(isinstance(w, int | float) and w > 0 for w in weights.values()):
+        numbers = weights.values() if isinstance(weights, dict) else [1.0]  # pydantic refuses what is no mapping
+        if not numbers or not all(isinstance(number, int | float) and number > 0 for number in numbers):
             raise ValueError(f"got {given!r}, expected weights above 0")
         return weights
 

@@ -98,6 +98,7 @@ def test_a_teacher_of_another_shape_is_refused(tiny_coca_dir, tmp_path, change, 
         (["stages.k.objective=distill"], "stages.k: objective distill needs the original model"),
         (["teacher=x", "stages.k.objective=distil"], "got 'distil', expected lm, distill, attention-transfer"),
         (["teacher=x", "stages.k.objective={lm: 0}"], "expected weights above 0"),
+        (["teacher=x", "stages.k.objective={}"], "expected weights above 0"),
     ],
 )
 def test_an_objective_that_makes_no_sense_is_refused(recipe_path, given, message):
