@@ -15,8 +15,8 @@ from coca_hf.report.plots import Curve, Key, line_figure
 
 RECIPE, RECORD, LOG = "recipe.yaml", "training.json", "log.jsonl"
 EXPLANATION = (
-    "Loss on blocks of the training's sources that it never sees, before and after every stage of coca-train. Not to "
-    "be compared with perplexities of coca-eval: other text, blocks instead of sliding windows."
+    "Loss in training, and, where data.held_out_blocks are kept out of it, on blocks that it never sees, before and "
+    "after every stage. Not to be compared with perplexities of coca-eval: other text, no sliding windows."
 )
 
 
@@ -89,7 +89,9 @@ def recovery(recoveries: Sequence[Recovery]) -> Section | None:
         draw=draw,
         keys=[curve.key for curve in curves],
     )
-    return Section("Recovery in training", [Text(EXPLANATION), figure, _losses(recoveries), _makings(recoveries)])
+    losses = _losses(recoveries)
+    tables = [losses] if losses.lines else []
+    return Section("Recovery in training", [Text(EXPLANATION), figure, *tables, _makings(recoveries)])
 
 
 def _losses(recoveries: Sequence[Recovery]) -> Grid:

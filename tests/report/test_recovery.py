@@ -54,6 +54,17 @@ def test_the_curve_has_every_loss_and_names_where_stages_begin(out):
     assert [text.get_text() for text in figure.draw(5, 3, True).axes[0].texts] == ["k", "qkv", "full"]
 
 
+def test_without_held_out_blocks_there_is_the_loss_in_training_alone(out):
+    for log in out.glob("*/log.jsonl"):
+        log.write_text("".join(line + "\n" for line in log.read_text().splitlines() if "held_out" not in line))
+    for record in out.glob("*/training.json"):
+        record.write_text(json.dumps({"tokens_seen": 100, "held_out": None}))
+    section = recovery([read_recovery(out)])
+    assert not [part for part in section.parts if isinstance(part, Grid)]
+    (figure,) = section.figures()
+    assert [key.label for key in figure.keys] == ["run, training"]
+
+
 def test_another_directory_is_none_and_a_broken_line_is_named(out, tmp_path):
     assert read_recovery(tmp_path) is None
     (out / "1-k/log.jsonl").write_text("{}\n[\n")
