@@ -9,4 +9,5 @@ cd "$(dirname "$0")/.."
 ruff check .
 ruff format --check .
 mypy
+export OMP_NUM_THREADS=1  # two processes of tests, and those that they start, share the machine's cores
 python -m pytest -n 2 --dist loadfile "$@"  # a file to each of two processes, in turn

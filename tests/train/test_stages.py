@@ -166,7 +166,7 @@ REFUSED = {
     "data.sources.0.path=none.txt": "none.txt: got no such file",
     "data.sources.1.column=text": "digits.jsonl: got columns code, expected a column 'text'",
     "data.seq_len=5000": "got fewer than 5000 tokens",
-    "stages.full.logging_steps=0": "stages.full: the trainer does not take these options",
+    "stages.full.logging_steps=0": "stages.full: got logging_steps 0.0, expected at least 1",
     "stages.full.lr_scheduler_type=lineal": "stages.full: the trainer does not take these options",
 }
 
