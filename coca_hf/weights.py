@@ -9,16 +9,19 @@ import math
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from coca_hf.errors import CocaError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+BLOCK_BYTES = 1 << 19  # what is done with a block finds it in the processor's cache
 MAX_HEADER_BYTES = 32_000_000
 MAX_CONFIG_BYTES = 10_000_000
 MAX_INDEX_BYTES = 100_000_000
@@ -72,10 +75,16 @@ class WeightsFile:
                 raise OSError(f"{self.file} became shorter while it was read")
             filled += count
 
-    def will_need(self, tensor: StoredTensor) -> None:
-        """Let the system read a tensor's bytes ahead."""
+    def blocks(self, name: str) -> Iterator[Tensor]:
+        """The bytes of a tensor in order, as uint8 over one buffer: use each block before asking for the next."""
+        stored = self.tensors[name]
         if hasattr(os, "posix_fadvise"):  # not on macOS
-            os.posix_fadvise(self._stream.fileno(), tensor.start, tensor.num_bytes, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(self._stream.fileno(), stored.start, stored.num_bytes, os.POSIX_FADV_WILLNEED)
+        buffer = torch.empty(min(BLOCK_BYTES, stored.num_bytes), dtype=torch.uint8)
+        for start in range(stored.start, stored.end, BLOCK_BYTES):
+            block = buffer[: stored.end - start]
+            self.read_into(block.numpy().data, start)
+            yield block
 
     def state(self) -> tuple[int, ...]:
         """What changes whenever the open file is written to."""

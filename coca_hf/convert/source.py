@@ -13,7 +13,6 @@ from coca_hf.convert.tensors import Shape
 from coca_hf.errors import CocaError
 from coca_hf.weights import FLOATS, INDEX, SINGLE, checkpoint_file, open_regular, open_weights, read_json
 
-BLOCK_BYTES = 1 << 21
 # Copied as they are: what from_pretrained and the serving engines look for beside weights and config, and what licences
 # ask to go along.
 COMPANIONS = (
@@ -49,7 +48,6 @@ class SafetensorsSource:
         self._files, self._file_of = open_weights(directory)
         self.files = [weights.file for weights in self._files.values()]
         self._states = self._current_states()
-        self._buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
 
     def shapes(self) -> dict[str, Shape]:
         return {name: weights.tensors[name].shape for name, weights in self._file_of.items()}
@@ -72,12 +70,8 @@ class SafetensorsSource:
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         """The numbers of a tensor in order, as 1-d tensors over one buffer: use each before asking for the next."""
-        weights, dtype = self._file_of[name], self.dtype(name)
-        stored = weights.tensors[name]
-        weights.will_need(stored)
-        for start in range(stored.start, stored.end, BLOCK_BYTES):
-            block = self._buffer[: min(BLOCK_BYTES, stored.end - start)]
-            weights.read_into(block.numpy().data, start)
+        dtype = self.dtype(name)
+        for block in self._file_of[name].blocks(name):
             yield block.view(dtype)
 
     def check_unchanged(self) -> None:
@@ -97,7 +91,7 @@ class SafetensorsSource:
                 open_regular(checkpoint_file(self.directory, name)) as stream,
                 (directory / name).open("wb") as copy,
             ):
-                shutil.copyfileobj(stream, copy, BLOCK_BYTES)
+                shutil.copyfileobj(stream, copy)
 
     def close(self) -> None:
         for weights in self._files.values():
@@ -155,7 +149,10 @@ class GgufSource:
         self._model.generation_config.save_pretrained(directory)
 
 
-def open_source(source: str) -> SafetensorsSource | GgufSource:
+Source = SafetensorsSource | GgufSource
+
+
+def open_source(source: str) -> Source:
     """Open a checkpoint: a directory, a .gguf file or a hub id.
 
     Raises CocaError where it is absent, has no weights that can be read safely, or is ambiguous.

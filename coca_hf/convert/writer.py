@@ -1,44 +1,162 @@
-"""Write safetensors files piece by piece, so that no shard has to fit in memory."""
+"""Write the weights of a plan: a few shards at a time, each a block at a time, hashing the tensors as they go by.
 
+The hashes, xxh3, find accidents. Whoever can change a shard in the staging directory can change the manifest beside it
+as well, so that a cryptographic hash, 40 times slower, would protect no better.
+"""
+
+import contextlib
 import json
 import math
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from functools import partial
+from io import FileIO
 from pathlib import Path
+from threading import Lock
 
 import torch
 import xxhash
 from torch import Tensor
 
-from coca_hf.convert.tensors import Piece
-from coca_hf.weights import FLOATS
+from coca_hf.convert.plan import Plan
+from coca_hf.convert.staging import FinishedShard, Staging
+from coca_hf.convert.tensors import Maker, Piece
+from coca_hf.errors import CocaError
+from coca_hf.weights import FLOATS, INDEX, WeightsFile
 
+SHARDS_AT_ONCE = 3  # two to keep two processors busy, and one that waits for the disk
 STORED_AS = {dtype: name for name, dtype in FLOATS.items()}
 
+Progress = Callable[[int, int], None]
 
-class ShardWriter:
-    """A safetensors file in the making: its header, then the numbers of `pieces`, in their order, as they come.
 
-    hash: xxh3 of what was written, to find accidents. Whoever can change a shard in the staging directory can change
-    the manifest beside it as well, so that a cryptographic hash, 40 times slower, would protect no better.
-    """
+class WeightsWriter:
+    """Writes the shards of `plan` that `staging` does not have yet."""
 
-    def __init__(self, file: Path, pieces: list[tuple[Piece, torch.dtype]]):
-        self.hash = xxhash.xxh3_128()
-        self._stream = file.open("wb", buffering=0)
-        self._write(memoryview(_header(pieces)))
+    def __init__(self, plan: Plan, staging: Staging, progress: Progress):
+        self.plan, self.staging, self.progress = plan, staging, progress
+        self._done, self._total = 0, plan.num_bytes(*plan.shards)
+        self._lock, self._stopped = Lock(), False
 
-    def write(self, numbers: Tensor) -> int:
-        """Append them; returns their bytes."""
-        data = bytes_of(numbers)
-        self._write(data)
-        return len(data)
+    def write(self) -> None:
+        with ThreadPoolExecutor(SHARDS_AT_ONCE) as pool:
+            try:
+                self._keep_intact(pool)
+                self._advance(self.plan.num_bytes(*self.staging.finished))
+                missing = [shard for shard in self.plan.shards if shard not in self.staging.finished]
+                for written in as_completed([pool.submit(self._write_shard, shard) for shard in missing]):
+                    written.result()
+            except BaseException:
+                self._stopped = True
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        if len(self.plan.shards) > 1:
+            weight_map = {piece.name: shard for shard, pieces in self.plan.shards.items() for piece in pieces}
+            index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+            (self.staging.checkpoint / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
-    def close(self) -> None:
-        self._stream.close()
+    def _keep_intact(self, pool: ThreadPoolExecutor) -> None:
+        """Drop the finished shards that are damaged; all of them where the source is another than it was."""
+        finished = list(self.staging.finished.values())
+        if not all(pool.map(self._is_source_as_read, finished)):
+            self.staging.start_over(self.plan.made_from())
+            return
+        for facts, is_intact in zip(finished, pool.map(self._is_as_written, finished), strict=True):
+            if not is_intact:
+                del self.staging.finished[facts.shard]
 
-    def _write(self, data: memoryview) -> None:
-        self.hash.update(data)
-        while data:
-            data = data[self._stream.write(data) :]
+    def _is_source_as_read(self, facts: FinishedShard) -> bool:
+        known = self.plan.source.shapes()
+        return all(
+            name in known and self._hash(self.plan.source.blocks(name)) == expected
+            for name, expected in facts.read.items()
+        )
+
+    def _is_as_written(self, facts: FinishedShard) -> bool:
+        if facts.shard not in self.plan.shards:
+            return False
+        try:
+            with contextlib.closing(WeightsFile(self.staging.checkpoint / facts.shard)) as file:
+                found = {name: self._hash(file.blocks(name)) for name in file.tensors}
+                return file.header == self._header(facts.shard) and found == facts.written
+        except CocaError:  # absent or damaged
+            return False
+
+    def _write_shard(self, shard: str) -> None:
+        plan = self.plan
+        read: dict[str, str] = {}
+        written: dict[str, str] = {}
+        maker = Maker(plan.config, plan.pieces, partial(self._read, read), plan.src, plan.released)
+        with (self.staging.checkpoint / shard).open("wb", buffering=0) as stream:
+            _write(stream, memoryview(self._header(shard)))
+            for piece in plan.shards[shard]:
+                if plan.is_copied(piece):
+                    read[piece.source], written[piece.name] = self._copy(piece, stream)
+                else:
+                    made = self._as_stored(piece, maker.make(piece))
+                    written[piece.name] = self._hash([made])
+                    self._advance(_write(stream, bytes_of(made)))
+        self.staging.record(FinishedShard(shard=shard, written=written, read=read, scales=maker.scales))
+
+    def _copy(self, piece: Piece, stream: FileIO) -> tuple[str, str]:
+        """Returns the hashes of what was read and of what was written: one and the same where the type stays."""
+        read = xxhash.xxh3_128()
+        written = read if self.plan.source.dtype(piece.source) == self.plan.dtype_of(piece) else xxhash.xxh3_128()
+        for block in self._unless_stopped(self.plan.source.blocks(piece.source)):
+            read.update(bytes_of(block))
+            data = bytes_of(self._as_stored(piece, block))
+            if written is not read:
+                written.update(data)
+            self._advance(_write(stream, data))
+        return read.hexdigest(), written.hexdigest()
+
+    def _read(self, hashes: dict[str, str], name: str) -> Tensor:
+        tensor = self.plan.source.read(name)
+        hashes[name] = self._hash([tensor])
+        return tensor
+
+    def _as_stored(self, piece: Piece, numbers: Tensor) -> Tensor:
+        """`numbers` of `piece` in the type they are written in. Raises CocaError where that has no such numbers."""
+        stored = numbers.to(self.plan.dtype_of(piece))
+        if torch.finfo(stored.dtype).max < torch.finfo(numbers.dtype).max:
+            overflows = stored.isinf().any() and (stored.isinf() & numbers.isfinite()).any()
+            vanishes = piece.module == "t_proj" and numbers.any() and not stored.any()
+            if overflows or vanishes:
+                name, largest = str(stored.dtype).removeprefix("torch."), numbers.abs().max().item()
+                raise CocaError(
+                    f"{self.plan.src}: tensor {piece.name}: got numbers up to {largest:g}, which in {name} are "
+                    f"{'infinite' if overflows else 'zero'}; expected another --dtype, as float32"
+                )
+        return stored
+
+    def _header(self, shard: str) -> bytes:
+        entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for piece in self.plan.shards[shard]:
+            dtype = self.plan.dtype_of(piece)
+            start, end = end, end + math.prod(piece.shape) * dtype.itemsize
+            entries[piece.name] = {"dtype": STORED_AS[dtype], "shape": list(piece.shape), "data_offsets": [start, end]}
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    def _hash(self, blocks: Iterable[Tensor]) -> str:
+        digest = xxhash.xxh3_128()
+        for block in self._unless_stopped(blocks):
+            digest.update(bytes_of(block))
+        return digest.hexdigest()
+
+    def _unless_stopped(self, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
+        """The blocks, until another shard has failed or the run is interrupted."""
+        for block in blocks:
+            if self._stopped:
+                raise CancelledError
+            yield block
+
+    def _advance(self, num_bytes: int) -> None:
+        with self._lock:
+            self._done += num_bytes
+            self.progress(self._done, self._total)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -47,7 +165,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def file_hash(file: Path) -> str | None:
-    """The `ShardWriter.hash` that a file has now; None where there is none."""
+    """The xxh3_128 of a file; None where there is none."""
     digest = xxhash.xxh3_128()
     try:
         with file.open("rb", buffering=0) as stream:
@@ -58,12 +176,9 @@ def file_hash(file: Path) -> str | None:
     return digest.hexdigest()
 
 
-def _header(pieces: list[tuple[Piece, torch.dtype]]) -> bytes:
-    entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for piece, dtype in pieces:
-        start, end = end, end + math.prod(piece.shape) * dtype.itemsize
-        entries[piece.name] = {"dtype": STORED_AS[dtype], "shape": list(piece.shape), "data_offsets": [start, end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+def _write(stream: FileIO, data: memoryview) -> int:
+    """All of `data`, which one call to the system may not take; returns its bytes."""
+    written = 0
+    while written < len(data):
+        written += stream.write(data[written:])
+    return written
