@@ -1,5 +1,6 @@
 """The three commands: `coca-convert`, `coca-train`, `coca-eval`."""
 
+import gc
 import json
 import sys
 import warnings
@@ -38,6 +39,7 @@ def evaluate() -> None:
 
 def _run(app: typer.Typer) -> None:
     """Run a command; bad input becomes one line on stderr and exit code 2."""
+    gc.freeze()  # what is imported stays; the collector's going over it would be most of the time that exiting takes
     set_verbosity_error()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of names it will drop: not ours
     try:

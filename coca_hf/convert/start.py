@@ -67,9 +67,9 @@ def _grams(projection: Tensor, norm: Tensor, bias: Tensor | None, head_dim: int)
 
     bias: (heads * d,), one more column, for an input that is always 1.
     """
-    grams = []
-    for number, rows in enumerate(projection.split(head_dim)):  # one at a time: they stay in the processor's cache
-        rows = rows.float() * norm
+    grams, buffer = [], norm.new_empty(head_dim, len(norm))
+    for number, head in enumerate(projection.split(head_dim)):  # one at a time: they stay in the processor's cache
+        rows = torch.mul(head, norm, out=buffer)
         gram = (rows @ rows.T).double()
         if bias is not None:
             column = bias[number * head_dim : (number + 1) * head_dim].double()
@@ -96,5 +96,5 @@ def start_t(k: Tensor, scales: Tensor, num_key_value_heads: int) -> Tensor:
     heads = k.unflatten(0, (num_key_value_heads, 2, -1))
     w_t = k.new_empty(num_key_value_heads, *heads.shape[2:])
     for head, (first, second) in enumerate(heads):  # one at a time: their doubles stay in the processor's cache
-        w_t[head] = (first.double() + second) / 2 * scales[head]
+        w_t[head] = (first.double() + second).div_(2).mul_(scales[head])
     return w_t.flatten(0, 1)

@@ -39,7 +39,7 @@ class WeightsWriter:
         self._lock, self._stopped = Lock(), False
 
     def write(self) -> None:
-        with ThreadPoolExecutor(SHARDS_AT_ONCE) as pool:
+        with _one_thread_of_torch(), ThreadPoolExecutor(SHARDS_AT_ONCE) as pool:
             try:
                 self._keep_intact(pool)
                 self._advance(self.plan.num_bytes(*self.staging.finished))
@@ -174,6 +174,17 @@ def file_hash(file: Path) -> str | None:
     except FileNotFoundError:
         return None
     return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _one_thread_of_torch() -> Iterator[None]:
+    """In each of ours, which keep the processors busy: more of torch's would only be in their way."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _write(stream: FileIO, data: memoryview) -> int:

@@ -71,7 +71,8 @@ def measure(folder: Path, options: argparse.Namespace) -> dict:
         "ratio_by_round": [ours / copy for ours, copy in zip(seconds["coca-convert"], seconds["cp -r"], strict=True)],
         "peak_rss_bytes": max(row["rss_bytes"] for row in peaks),
         "peak_anonymous_bytes": max(row["anonymous_bytes"] for row in peaks),
-        "command": " ".join(["python", *sys.argv]),
+        "command": f"python scripts/bench/convert.py --layers {options.layers} --rounds {options.rounds} "
+        f"--max-shard-size {options.max_shard_size}",
         "hardware": {
             "cpu": cpu_model(),
             "cores": os.cpu_count(),

@@ -9,9 +9,11 @@ import shutil
 import signal
 import subprocess
 import time
+from threading import Lock
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -88,9 +90,9 @@ def stop_after(num_bytes, action=None):
     return progress
 
 
-def interrupted(source, dst, num_bytes=2_000_000):
+def interrupted(source, dst, num_bytes=2_000_000, **options):
     with pytest.raises(Stop):
-        convert_checkpoint(source, dst, **SHARDS, progress=stop_after(num_bytes))
+        convert_checkpoint(source, dst, **SHARDS, **options, progress=stop_after(num_bytes))
     assert not dst.exists()
     finished = staged(dst)
     assert len(finished) >= 3
@@ -183,17 +185,89 @@ def test_rerun_keeps_the_finished_shards_and_gives_the_same_files(source, expect
     assert [file.name for file in tmp_path.iterdir()] == ["dst"]
 
 
-def test_rerun_makes_a_damaged_shard_again_and_keeps_the_others(source, expected, tmp_path):
+def test_rerun_keeps_shards_of_another_type_than_the_source(source, tmp_path):
+    dst = tmp_path / "dst"
+    before = interrupted(source, dst, num_bytes=1_600_000, dtype="bfloat16")
+    convert_checkpoint(source, dst, **SHARDS, dtype="bfloat16")
+    assert kept(dst, before)
+    convert_checkpoint(source, tmp_path / "fresh", **SHARDS, dtype="bfloat16")
+    assert weights_of(dst) == weights_of(tmp_path / "fresh")
+
+
+def hashes_of(weights):
+    return {name: xxhash.xxh3_128_hexdigest(tensor.numpy().tobytes()) for name, tensor in weights.items()}
+
+
+def test_manifest_has_the_hash_of_every_tensor_that_was_read_and_written(source, tmp_path):
+    interrupted(source, tmp_path / "dst")
+    manifest = tmp_path / ".dst.incomplete" / "manifest.jsonl"
+    of_source = hashes_of({n: t for file in source.glob("*.safetensors") for n, t in load_file(file).items()})
+    made = 0
+    for line in map(json.loads, manifest.read_text().splitlines()[1:]):
+        written = hashes_of(load_file(manifest.parent / "checkpoint" / line["shard"]))
+        assert line["written"] == written
+        assert line["read"].items() <= of_source.items()
+        copied = {name for name in written if "t_proj" not in name}
+        assert copied <= line["read"].keys()
+        for name in written.keys() - copied:
+            assert {name.replace("t_proj", part) for part in ("q_proj", "k_proj")} <= line["read"].keys()
+            made += 1
+    assert made
+
+
+def flip(position):
+    def damage(file):
+        data = bytearray(file.read_bytes())
+        data[position] ^= 1
+        file.write_bytes(data)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [flip(-5), flip(0), flip(30), lambda file: os.truncate(file, 5000), lambda file: file.unlink()],
+    ids=["number", "header's length", "header", "cut", "gone"],
+)
+def test_rerun_makes_a_damaged_shard_again_and_keeps_the_others(source, expected, tmp_path, damage):
     dst = tmp_path / "dst"
     before = interrupted(source, dst)
     file = tmp_path / ".dst.incomplete" / "checkpoint" / next(iter(before))
-    data = bytearray(file.read_bytes())
-    data[-5] ^= 1
-    file.write_bytes(data)
+    damage(file)
     convert_checkpoint(source, dst, **SHARDS)
     before.pop(file.name)
     assert kept(dst, before)
     assert weights_of(dst) == expected
+
+
+def test_progress_counts_every_byte_once_and_comes_from_one_thread_at_a_time(source, expected, tmp_path):
+    steps, inside = [(0, 0)], Lock()
+
+    def progress(done, total):
+        assert inside.acquire(blocking=False)
+        steps.append((done, total))
+        inside.release()
+
+    convert_checkpoint(source, tmp_path / "dst", **SHARDS, progress=progress)
+    done, totals = zip(*steps, strict=True)
+    assert list(done) == sorted(done)
+    files = [load_file(file) for file in (tmp_path / "dst").glob("*.safetensors")]
+    assert done[-1] == sum(tensor.nbytes for weights in files for tensor in weights.values())
+    assert set(totals[1:]) == {done[-1]}
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_threads_of_torch_are_as_many_as_before(source, tmp_path, stopped):
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 2)
+    try:
+        if stopped:
+            interrupted(source, tmp_path / "dst")
+        else:
+            convert_checkpoint(source, tmp_path / "dst")
+        assert torch.get_num_threads() == before + 2
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("manifest", ["", "{", '{"made_from": "x"}\n', "[]\n[]\n", "\xff\n", "whole, then cut"])
@@ -210,6 +284,8 @@ def test_rerun_with_a_damaged_manifest_gives_the_same_files(source, expected, tm
     [
         {"shard": 5},
         {"written": None},
+        {"written": {}},
+        {"written": "0"},
         {"read": 3},
         {"read": {"model.norm.weight": 1}},
         {"read": {"no.such.tensor": "1"}},
@@ -276,7 +352,7 @@ def test_source_that_shrinks_while_it_is_read_is_an_error_that_keeps_what_is_fin
 
 def test_file_size_limit_is_one_line_and_the_rerun_goes_on(source, expected, tmp_path):
     dst, limits = tmp_path / "dst", resource.getrlimit(resource.RLIMIT_FSIZE)
-    limit = stop_after(1_000_000, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1])))
+    limit = stop_after(2_000_000, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1])))
     try:
         with pytest.raises(CocaError, match=r"not written: .*File too large.*the same command continues"):
             convert_checkpoint(source, dst, **SHARDS, progress=limit)
@@ -310,7 +386,7 @@ def fill(disk):
 def test_disk_that_fills_up_is_one_line_and_the_rerun_goes_on(source, expected, small_disk):
     dst = small_disk / "dst"
     with pytest.raises(CocaError, match="disk full while writing; free some space; what is finished is kept"):
-        convert_checkpoint(source, dst, **SHARDS, progress=stop_after(1_500_000, lambda: fill(small_disk)))
+        convert_checkpoint(source, dst, **SHARDS, progress=stop_after(2_000_000, lambda: fill(small_disk)))
     before = staged(dst)
     assert len(before) >= 3
     assert not dst.exists()
@@ -326,7 +402,7 @@ def test_overwrite_that_fails_keeps_the_old_checkpoint(source, small_disk):
     dst.mkdir()
     (dst / "config.json").write_text("{}")
     with pytest.raises(CocaError, match="disk full while writing"):
-        convert_checkpoint(source, dst, overwrite=True, progress=stop_after(1_500_000, lambda: fill(small_disk)))
+        convert_checkpoint(source, dst, overwrite=True, progress=stop_after(2_000_000, lambda: fill(small_disk)))
     assert (dst / "config.json").read_text() == "{}"
     assert sorted(file.name for file in small_disk.iterdir()) == ["dst", "filler"]
 
