@@ -103,9 +103,10 @@ class WeightsWriter:
         read = xxhash.xxh3_128()
         written = read if self.plan.source.dtype(piece.source) == self.plan.dtype_of(piece) else xxhash.xxh3_128()
         for block in self._unless_stopped(self.plan.source.blocks(piece.source)):
-            read.update(bytes_of(block))
-            data = bytes_of(self._as_stored(piece, block))
+            data = bytes_of(block)
+            read.update(data)
             if written is not read:
+                data = bytes_of(self._as_stored(piece, block))
                 written.update(data)
             self._advance(_write(stream, data))
         return read.hexdigest(), written.hexdigest()
