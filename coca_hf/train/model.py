@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from coca_hf.errors import CocaError
+from coca_hf.train.context_parallel import check_model_for_context_parallel
 from coca_hf.train.recipe import Recipe, Stage
 from coca_hf.train.tree import nearest
 
@@ -33,7 +34,7 @@ def check_model(recipe: Recipe) -> None:
 
 
 def check_kernels(recipe: Recipe) -> None:
-    """Raises CocaError for attention that is unknown, and for kernels that this machine has not."""
+    """Raises CocaError for attention that is unknown, kernels that are not here, and models that cannot be cut."""
     for stage in recipe.stages:
         options = recipe.stage_options(stage)
         attention = options.attn_implementation
@@ -44,12 +45,14 @@ def check_kernels(recipe: Recipe) -> None:
             )
         try:
             with torch.device("meta"):
-                AutoModelForCausalLM.from_config(start_config(recipe), attn_implementation=attention)
+                model = AutoModelForCausalLM.from_config(start_config(recipe), attn_implementation=attention)
         except (ImportError, ValueError) as error:
             raise CocaError(
                 f"stages.{stage.name}: attn_implementation {attention!r} does not run here: "
                 f"{' '.join(str(error).split())}; sdpa runs everywhere"
             ) from error
+        if options.context_parallel_size > 1:
+            check_model_for_context_parallel(model, f"stages.{stage.name}")
 
 
 def start_config(recipe: Recipe) -> PreTrainedConfig:

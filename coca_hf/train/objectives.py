@@ -41,33 +41,42 @@ def fuse_cross_entropy_(model: PreTrainedModel, liger: bool = False) -> None:
     def loss(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch=None, **kwargs) -> Tensor:
         if not head.training:
             return plain_loss(logits, labels, vocab_size, num_items_in_batch, **kwargs)
-        return fused(head, logits, labels, num_items_in_batch)
+        return fused(head, logits, labels, num_items_in_batch, kwargs.get("shift_labels"))
 
     head.forward = lambda hidden: hidden if head.training else plain_head(hidden)
     model.loss_function = loss
 
 
 def linear_cross_entropy(
-    head: nn.Linear, hidden: Tensor, labels: Tensor, num_items: Tensor | int | None = None
+    head: nn.Linear,
+    hidden: Tensor,
+    labels: Tensor,
+    num_items: Tensor | int | None = None,
+    shift_labels: Tensor | None = None,
 ) -> Tensor:
     """Cross-entropy of `head(hidden)` with the next label, in float32: the sum over `num_items`, or the mean.
 
-    hidden: (b, m, hidden); labels: (b, m), -100 where nothing is predicted. The head is computed again in the backward,
-    for a little time: beside the hidden states there are never more than a chunk's logits. Returns a scalar.
+    hidden: (b, m, hidden); labels: (b, m), -100 where nothing is predicted; shift_labels: (b, m), of parts of blocks,
+    the next label of every place, in the place of labels. The head is computed again in the backward, for a little
+    time: beside the hidden states there are never more than a chunk's logits. Returns a scalar.
     """
-    targets = _targets(labels)
+    targets = _targets(labels) if shift_labels is None else shift_labels.flatten()
     chunks = zip(hidden.flatten(0, 1).split(_CHUNK_TOKENS), targets.split(_CHUNK_TOKENS), strict=True)
     total = sum(checkpoint(_cross_entropy, head, *chunk, use_reentrant=False) for chunk in chunks)
     return total / ((targets != _IGNORED).sum() if num_items is None else num_items)
 
 
 def liger_cross_entropy(
-    head: nn.Linear, hidden: Tensor, labels: Tensor, num_items: Tensor | int | None = None
+    head: nn.Linear,
+    hidden: Tensor,
+    labels: Tensor,
+    num_items: Tensor | int | None = None,
+    shift_labels: Tensor | None = None,
 ) -> Tensor:
     """As `linear_cross_entropy`, by Liger's Triton kernel (arXiv 2410.10989): gradients come with the forward."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    targets = _targets(labels)
+    targets = _targets(labels) if shift_labels is None else shift_labels.flatten()
     fused = LigerFusedLinearCrossEntropyLoss(ignore_index=_IGNORED, reduction="sum", accum_dtype=torch.float32)
     total = fused(head.weight, hidden.flatten(0, 1), targets, head.bias)
     return total / ((targets != _IGNORED).sum() if num_items is None else num_items)

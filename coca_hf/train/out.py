@@ -42,7 +42,7 @@ DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, Ru
 LAYOUT = (  # training options that may change with --resume: they say how the same steps are computed
     *("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"),
     *("activation_checkpointing", "torch_compile", "attn_implementation", "fused_cross_entropy", "report_to"),
-    *("disable_tqdm", "save_steps", "save_total_limit", "dataloader_num_workers"),
+    *("disable_tqdm", "save_steps", "save_total_limit", "dataloader_num_workers", "context_parallel_size"),
 )
 
 
@@ -79,7 +79,13 @@ class StageRun:
     def blocks_per_step(self) -> int:
         """Blocks that one optimizer step takes, over all processes."""
         arguments = self.arguments
-        return arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+        return arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size // self.sharing
+
+    @property
+    def sharing(self) -> int:
+        """Processes that share a block."""
+        parallelism = self.arguments.parallelism_config
+        return parallelism.cp_size if parallelism else 1
 
 
 def check_out(recipe: Recipe, out_dir: Path, resume: bool) -> None:

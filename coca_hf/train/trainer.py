@@ -20,8 +20,8 @@ from coca_hf.train.checkpoint import check_room, load_state, save_state, state_b
 from coca_hf.train.held_out_loss import held_out_loss
 from coca_hf.train.log import SpeedMeter, StageLog
 from coca_hf.train.objectives import Objective
+from coca_hf.train.options import LinearBounds, StageOptions
 from coca_hf.train.out import PARTIAL, reading, saving_to
-from coca_hf.train.recipe import LinearBounds, StageOptions
 from coca_hf.train.stop import StopRequest
 
 RUNNING_SHARE = 0.02  # of a step's loss in the running mean, which so spans about 50 steps
@@ -66,6 +66,8 @@ class StageTrainer(Trainer):
         return super().train(resume_from_checkpoint, **kwargs)
 
     def compute_loss(self, model: nn.Module, inputs: dict, return_outputs: bool = False, num_items_in_batch=None):
+        if self.args.parallelism_config and self.model.config.model_type.startswith("coca_"):
+            inputs = {**inputs, "rope_length": self.stage_log.seq_len}  # this process has a part of the block
         if self.objective is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         text = partial(super().compute_loss, model, inputs, True, num_items_in_batch)

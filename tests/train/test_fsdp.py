@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from coca_hf import CocaError
-from coca_hf.train import stages
+from coca_hf.train import one_stage
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
-from tests.train.layouts import FSDP2, Interrupted, Run, launch, log_lines, succeed
+from tests.train.layouts import FSDP2, Interrupted, Run, interrupt_in_step_4, launch, log_lines, succeed
 from tests.train.test_memory import assert_as_trained, bytes_of
 
 pytestmark = pytest.mark.real
@@ -35,7 +35,7 @@ RANK_0_LOADS = FSDP2 | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT", "FSDP_CPU_RAM
 
 def watch():
     """Write what the model of every stage computes, how it is sharded and what that takes, just before it is saved."""
-    complete, plain_step, taken = stages._complete, StageTrainer.training_step, {}
+    complete, plain_step, taken = one_stage._complete, StageTrainer.training_step, {}
 
     def watch_step(self, *arguments):
         loss = plain_step(self, *arguments)
@@ -58,18 +58,7 @@ def watch():
             (run.directory.parent.parent / f"{run.directory.name}.json").write_text(json.dumps(facts))
         complete(run, trainer, *rest)
 
-    stages._complete, StageTrainer.training_step = watch_and_complete, watch_step
-
-
-def interrupt_in_step_4():
-    plain = StageTrainer.training_step
-
-    def step(self, *args):
-        if self.state.global_step == 3:
-            raise Interrupted
-        return plain(self, *args)
-
-    StageTrainer.training_step = step
+    one_stage._complete, StageTrainer.training_step = watch_and_complete, watch_step
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 import coca_hf
 from coca_hf.cli import train_app
 from coca_hf.errors import CocaError
-from coca_hf.train import plan as planning
+from coca_hf.train import memory as measuring
+from coca_hf.train.memory import Setting, measure
 from coca_hf.train.model import freeze_, model_from_config
-from coca_hf.train.plan import GIB, Setting, measure, plan_recipe
+from coca_hf.train.plan import GIB, RESERVE, plan_recipe
 from coca_hf.train.recipe import load_recipe
 from tests.conftest import TINY as THREE_LAYERS
 
@@ -42,7 +43,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def recipe(path, monkeypatch):
-    monkeypatch.setattr(planning, "_BLOCK_BYTES", 1)  # closed forms do not round up to an allocator's blocks
+    monkeypatch.setattr(measuring, "_BLOCK_BYTES", 1)  # closed forms do not round up to an allocator's blocks
     return load_recipe(path)
 
 
@@ -174,7 +175,7 @@ def test_what_is_advised_fits(recipe, path):
     share = 0.5  # of the peak: checkpointing alone is not enough
     full = recipe.stages[1]
     recipe = recipe.model_copy(update={"stages": [full]})
-    memory = measure(recipe, full, Setting(1, BATCH, 1, False)).peak * share / GIB / (1 - planning.RESERVE)
+    memory = measure(recipe, full, Setting(1, BATCH, 1, False)).peak * share / GIB / (1 - RESERVE)
     (stage,) = plan_recipe(recipe, 1, memory).stages
     assert not stage.fits
     words = stage.change.split(" with ")[1].split(" (")[0].split()
@@ -189,7 +190,7 @@ def test_what_is_advised_fits(recipe, path):
 def test_more_gpus_are_advised_last_and_nothing_where_nothing_helps(recipe):
     full = recipe.stages[1]
     recipe = recipe.model_copy(update={"stages": [full]})
-    memory = 0.75 * measure(recipe, full, Setting(1, 1, BATCH, True)).peak / GIB / (1 - planning.RESERVE)
+    memory = 0.75 * measure(recipe, full, Setting(1, 1, BATCH, True)).peak / GIB / (1 - RESERVE)
     assert "--world-size" in plan_recipe(recipe, 1, memory).stages[0].change
     assert "nothing helps" in plan_recipe(recipe, 1, 1e-6).stages[0].change
 
