@@ -4,6 +4,7 @@ Importing torch and transformers takes longer than these runs, so launchers and 
 has imported them; they are processes of their own, which can be killed.
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -168,3 +169,6 @@ def log_lines(stage_dir: Path) -> list[dict]:
     """The training losses that a stage logged."""
     lines = map(json.loads, (stage_dir / "log.jsonl").read_text().splitlines())
     return [line for line in lines if "loss" in line]
+
+
+gc.freeze()  # what processes are forked with: no collection in them needs to look at it
