@@ -47,6 +47,7 @@ from coca_hf.train.recipe import Recipe, Stage
 from coca_hf.train.record import make_record
 from coca_hf.train.stop import Stopped, StopRequest
 from coca_hf.train.trainer import StageTrainer
+from coca_hf.train.tree import one_line
 
 CONVERSION_RECORD = "conversion.json"  # written by coca-convert; goes along from stage to stage
 
@@ -190,9 +191,10 @@ def _place(checkpoint: Path) -> tuple[int, dict]:
 def trainer_errors(stage: Stage) -> Iterator[None]:
     try:
         yield
-    except (ValueError, TypeError, ImportError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise CocaError(f"stages.{stage.name}: the trainer does not take these options: {reason}") from error
+    except CocaError:
+        raise
+    except Exception as error:  # whatever transformers makes of options that do not go together
+        raise CocaError(f"stages.{stage.name}: the trainer does not take these options: {one_line(error)}") from error
 
 
 def from_main_process(make: Callable[[], Any]) -> Any:

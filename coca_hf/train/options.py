@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from transformers import TrainingArguments
 
 from coca_hf.train.parts import Part, explain, unknown_key
+from coca_hf.train.tree import short
 
 DEFAULTS = {
     "report_to": ["tensorboard"],
@@ -84,7 +85,7 @@ def checked_training(options: dict[str, Any], also_known: tuple[str, ...] = ()) 
         if key not in _training_types():
             reason = _owned_reason(str(key))
             known = [*_training_types(), *also_known]
-            raise ValueError(f"{key!r} is not a recipe's to set: {reason}" if reason else unknown_key(key, known))
+            raise ValueError(f"{short(key)} is not a recipe's to set: {reason}" if reason else unknown_key(key, known))
         hint, adapter = _training_types()[key]
         try:
             if isinstance(value, bool) and bool not in (hint, *typing.get_args(hint)):
@@ -92,7 +93,7 @@ def checked_training(options: dict[str, Any], also_known: tuple[str, ...] = ()) 
             checked[key] = adapter.dump_python(adapter.validate_python(value), mode="json")
         except (TypeError, ValidationError):
             expected = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
-            raise ValueError(f"{key}: got {value!r}, expected {expected}") from None
+            raise ValueError(f"{key}: got {short(value)}, expected {expected}") from None
     return checked
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from coca_hf.train.tree import nearest
+from coca_hf.train.tree import nearest, short
 
 
 class Part(BaseModel):
@@ -23,7 +23,7 @@ class Part(BaseModel):
 
 
 def unknown_key(key: Any, known: Iterable[str]) -> str:
-    return f"unknown key {key!r}; nearest: {nearest(str(key), known)}"
+    return f"unknown key {short(key)}; nearest: {nearest(str(key), known)}"
 
 
 def explain(tree: Any, problem: Any) -> str:
@@ -40,5 +40,5 @@ def explain(tree: Any, problem: Any) -> str:
     if problem["type"] == "missing":
         return f"{where}missing, expected a value"
     if problem["type"] in ("dict_type", "model_type"):
-        return f"{where}got {problem['input']!r}, expected a mapping"
-    return f"{where}got {problem['input']!r}, expected {problem['msg'].removeprefix('Input should be ')}"
+        return f"{where}got {short(problem['input'])}, expected a mapping"
+    return f"{where}got {short(problem['input'])}, expected {problem['msg'].removeprefix('Input should be ')}"

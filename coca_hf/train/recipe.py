@@ -33,7 +33,7 @@ from transformers import TrainingArguments
 from coca_hf.errors import CocaError
 from coca_hf.train.options import DEFAULTS, StageOptions, check_options, checked_training
 from coca_hf.train.parts import Part, explain
-from coca_hf.train.tree import override_, read_tree
+from coca_hf.train.tree import override_, read_tree, short
 
 OBJECTIVES = ("lm", "distill", "attention-transfer")
 
@@ -107,7 +107,7 @@ class Stage(Part):
     def _names_or_all(cls, train: Any) -> Any:
         names = isinstance(train, list) and bool(train) and all(isinstance(name, str) for name in train)
         if train != "all" and not names:
-            raise ValueError(f"got {train!r}, expected all or a list of module names such as [t_proj]")
+            raise ValueError(f"got {short(train)}, expected all or a list of module names such as [t_proj]")
         return train
 
     @field_validator("objective", mode="before")
@@ -116,10 +116,12 @@ class Stage(Part):
         weights = {given: 1.0} if isinstance(given, str) else given
         for name in weights if isinstance(weights, dict) else ():
             if name not in OBJECTIVES:
-                raise ValueError(f"got {name!r}, expected {', '.join(OBJECTIVES)}, or a mapping of them to weights")
+                raise ValueError(
+                    f"got {short(name)}, expected {', '.join(OBJECTIVES)}, or a mapping of them to weights"
+                )
         numbers = weights.values() if isinstance(weights, dict) else [1.0]  # pydantic refuses what is no mapping
         if not numbers or not all(isinstance(number, int | float) and number > 0 for number in numbers):
-            raise ValueError(f"got {given!r}, expected weights above 0")
+            raise ValueError(f"got {short(given)}, expected weights above 0")
         return weights
 
     @property

@@ -38,7 +38,8 @@ from coca_hf.train.out import (
 from coca_hf.train.prepared import tokenizer_hash
 from coca_hf.train.recipe import Recipe
 from coca_hf.train.stop import stop_on_signals
-from coca_hf.train.tree import nearest
+from coca_hf.train.trainer import check_optimizer
+from coca_hf.train.tree import nearest, short
 
 SHARD = "shard with FSDP2, and set context_parallel_size in the recipe for blocks too long for one GPU"
 
@@ -62,7 +63,7 @@ def run_recipe(recipe: Recipe, out_dir: str | Path, stage: str | None = None, re
     if not chosen:
         names = [run.stage.name for run in runs]
         raise CocaError(
-            f"--stage: got {stage!r}, expected one of {', '.join(names)}; nearest: {nearest(stage or '', names)}"
+            f"--stage: got {short(stage)}, expected one of {', '.join(names)}; nearest: {nearest(stage or '', names)}"
         )
     with locked(out_dir) if state.is_main_process else nullcontext():
         return _run_stages(recipe, out_dir, runs, chosen, state, resume)
@@ -84,6 +85,8 @@ def _run_stages(
         check_before(chosen[0])
         check_model(recipe)
         check_kernels(recipe)
+        for run in runs:
+            check_optimizer(run.arguments, f"stages.{run.stage.name}")
         if recipe.teacher:
             check_teacher(recipe.teacher, start_config(recipe))
         blocks = blocks_of(recipe, start_tokenizer(recipe))

@@ -93,9 +93,9 @@ def watch_teacher():
 
 @pytest.fixture(scope="module")
 def runs(real_recipe, tiny_llama_dir, tmp_path_factory):
-    """On two FSDP2 processes: `stages/out` of the whole recipe, `lora/out` with adapters, `taught/out` with a teacher; `one` of one stage that
-    trains everything; `interrupted` of the same, with sharded state dicts, and `resumed` from there; `from-one`: what
-    one process left, resumed with less memory.
+    """On two FSDP2 processes: `stages/out` of the whole recipe, `lora/out` with adapters, `taught/out` with a teacher;
+    `one` of one stage that trains everything; `interrupted` of the same, with sharded state dicts, and `resumed` from
+    there; `from-one`: what one process left, resumed with less memory.
     """
     directory = tmp_path_factory.mktemp("fsdp")
     with pytest.MonkeyPatch.context() as patch:
