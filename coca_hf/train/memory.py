@@ -48,10 +48,11 @@ class Setting:
     batch_size: int  # blocks per device and forward
     accumulation: int
     checkpointing: bool
+    sharing: int = 1  # GPUs that have a part of each block
 
     @property
     def global_batch(self) -> int:
-        return self.world_size * self.batch_size * self.accumulation
+        return self.world_size // self.sharing * self.batch_size * self.accumulation
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
         # of the whole size, which would be counted
         shards = [nn.Parameter(_local(parameter)) for parameter in _learning(model)]
         optimizer = kind(shards, **options)
-        ids = torch.zeros(setting.batch_size, recipe.data.seq_len, dtype=torch.int64)
+        ids = torch.zeros(setting.batch_size, recipe.data.seq_len // setting.sharing, dtype=torch.int64)
         with MemoryTracker(model, optimizer) as tracker:
             for _ in range(2):
                 _step(model, optimizer, ids, accumulated=min(setting.accumulation, 2))

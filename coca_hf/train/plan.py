@@ -94,7 +94,11 @@ def plan_recipe(
         options = recipe.options(stage)
         if options.get("use_cpu"):
             raise CocaError(f"stages.{stage.name}: got use_cpu, but a plan is for GPUs; add training.use_cpu=false")
-        missing = {"torch_compile": options.get("torch_compile"), "the teacher": stage.needs_teacher}
+        missing = {
+            "torch_compile": options.get("torch_compile"),
+            "the teacher": stage.needs_teacher,
+            "the keys and values that GPUs exchange": recipe.stage_options(stage).context_parallel_size > 1,
+        }
         notes += [f"stages.{stage.name}: planned without {name}" for name, is_used in missing.items() if is_used]
         stages.append(_plan_stage(recipe, stage, world_size, gpu_memory * GIB, mfu * peak))
     return Plan(gpu, peak, mfu, world_size, int(gpu_memory * GIB), notes, stages)
@@ -110,6 +114,7 @@ def _plan_stage(recipe: Recipe, stage: Stage, world_size: int, gpu_bytes: float,
         arguments.per_device_train_batch_size,
         recipe.accumulation(stage, world_size),
         bool(arguments.gradient_checkpointing),
+        recipe.stage_options(stage).context_parallel_size,
     )
     tokens = arguments.max_steps * setting.global_batch * seq_len
     token_flops = count_flops(model, seq_len)

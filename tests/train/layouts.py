@@ -18,6 +18,7 @@ from pathlib import Path
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from coca_hf import cli
 from coca_hf.train import one_stage, stages
@@ -171,4 +172,5 @@ def log_lines(stage_dir: Path) -> list[dict]:
     return [line for line in lines if "loss" in line]
 
 
+get_checkpoint_conversion_mapping("llama")  # compiles its hundreds of patterns here, once for all processes
 gc.freeze()  # what processes are forked with: no collection in them needs to look at it

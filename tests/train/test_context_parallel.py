@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, LlamaConfig, MistralConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import coca_hf
@@ -180,7 +180,7 @@ MODELS = {
     "positions in its mask": ({}, coca_hf.AlibiLlamaConfig(**TINY)),
     "does not find by the name self_attn": (
         {},
-        coca_hf.CocaGPTNeoXConfig(num_hidden_layers=2),
+        GPTNeoXConfig(num_hidden_layers=2),
     ),
     "attention with dropout": ({}, coca_hf.CocaLlamaConfig(**TINY, attention_dropout=0.1)),
     "rope_type dynamic of transformers' own": (

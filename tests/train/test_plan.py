@@ -131,6 +131,18 @@ def test_more_processes_need_less_each(recipe):
     assert peaks[0] > peaks[-1]
 
 
+def test_gpus_that_share_a_block_have_the_activations_of_their_part(recipe, path):
+    whole, half = (
+        measure(recipe, recipe.stages[1], Setting(4, BATCH, 1, False, sharing)).at_peak["activations"]
+        for sharing in (1, 2)
+    )
+    assert half == pytest.approx(whole / 2, rel=0.05)
+    shared = load_recipe(path, ["training.context_parallel_size=2"])
+    plan = plan_recipe(shared.model_copy(update={"stages": shared.stages[:1]}), 4)
+    assert plan.stages[0].tokens == 5 * 2 * BATCH * SEQ_LEN  # two groups
+    assert "stages.k: planned without the keys and values that GPUs exchange" in plan.notes
+
+
 def test_accumulation_keeps_the_gradients_of_all_shards_on_every_process(recipe):
     plain, accumulated = (
         measure(recipe, recipe.stages[1], Setting(32, BATCH, accumulation, False)).at_peak["gradients"]
