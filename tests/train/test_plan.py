@@ -105,12 +105,17 @@ def real_run(recipe, stage, checkpointing: bool) -> tuple[int, int]:
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("number", [0, 1], ids=["k", "full"])
-def test_the_peak_is_that_of_a_real_run_within_two_percent(recipe, number, checkpointing):
+def test_the_peak_is_that_of_a_real_run_on_a_cpu(recipe, number, checkpointing):
+    """Off by up to 1.1%: what kernels take inside an operation, no tensor shows. Of GPUs this says nothing: there the
+    goal is 10%, and scripts/bench/plan.py compares.
+    """
     memory = measure(recipe, recipe.stages[number], Setting(1, BATCH, 1, checkpointing))
     peak, saved = real_run(recipe, recipe.stages[number], checkpointing)
-    assert memory.peak == pytest.approx(peak, rel=0.02)
-    if not checkpointing:  # the peak comes early in the backward, when some of what was saved is free again
-        assert memory.at_peak["activations"] == pytest.approx(saved, rel=0.1)
+    assert memory.peak == pytest.approx(peak, rel=0.015)
+    if not checkpointing:  # at the peak, early in the backward, the last of what was saved is free again
+        assert memory.at_peak["activations"] == pytest.approx(
+            saved, rel={"k": 0.07, "full": 0.01}[recipe.stages[number].name]
+        )
 
 
 def test_float32_logits_are_in_the_measure_unless_cross_entropy_is_fused(recipe, path, monkeypatch):
@@ -136,7 +141,7 @@ def test_gpus_that_share_a_block_have_the_activations_of_their_part(recipe, path
         measure(recipe, recipe.stages[1], Setting(4, BATCH, 1, False, sharing)).at_peak["activations"]
         for sharing in (1, 2)
     )
-    assert half == pytest.approx(whole / 2, rel=0.05)
+    assert 0.4 * whole < half < 0.5 * whole  # the scores of a part are fewer than half
     shared = load_recipe(path, ["training.context_parallel_size=2"])
     plan = plan_recipe(shared.model_copy(update={"stages": shared.stages[:1]}), 4)
     assert plan.stages[0].tokens == 5 * 2 * BATCH * SEQ_LEN  # two groups
@@ -150,8 +155,8 @@ def test_accumulation_keeps_the_gradients_of_all_shards_on_every_process(recipe)
     )
     with torch.device("meta"):
         whole = sum(4 * parameter.numel() for parameter in model_from_config(recipe).parameters())
-    assert plain < whole / 4
-    assert accumulated > whole / 2
+    assert plain < 0.1 * whole  # the shards and the layer at hand: 0.096
+    assert accumulated > 0.9 * whole  # every layer's are whole there: 0.92
 
 
 def test_bf16_halves_what_is_saved(path):
