@@ -30,8 +30,6 @@ from coca_hf.train.recipe import Source
 
 HASH_BYTES = 16  # at the end of state.pt, of what comes before
 STATE_TOKENS = 2**25  # between two states: what a killed preparation does again
-
-
 AGAIN = "`coca-train RECIPE --prepare` makes them again"
 
 
@@ -114,6 +112,8 @@ def open_prepared(parent: Path, description: dict[str, Any]) -> Prepared | None:
             raise ValueError("another hash than when it was written")
         state = torch.load(io.BytesIO(kept), weights_only=True)
         state["stream"]["next_block"], state["rules"], state["held_out"], state["hashes"]
+    except OSError as error:  # not damaged: nothing is to be made again because a disk did not answer
+        raise CocaError(f"{directory / 'state.pt'}: cannot be read: {error.strerror}") from None
     except Exception as error:  # torch raises what pickle and zip readers raise
         raise Damaged(f"{directory / 'state.pt'}: cannot be read ({type(error).__name__}); {AGAIN}") from error
     return Prepared(directory, description["seq_len"], description["dtype"], state)

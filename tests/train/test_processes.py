@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from transformers import Trainer
 
 from coca_hf.train.recipe import load_recipe
@@ -16,6 +17,7 @@ from tests.train.layouts import DDP, Run, interrupt_in_step_4, succeed
 
 pytestmark = pytest.mark.real
 LAYOUT = Path(__file__).parents[2] / "recipes/accelerate/2cpu.yaml"
+TWO_PROCESSES = yaml.safe_load(LAYOUT.read_text())
 HALVES = ["training.per_device_train_batch_size=2", "stages.qkv.per_device_train_batch_size=1"]
 FOUR_STEPS = ["stages.k.max_steps=4", "--stage", "k"]
 
