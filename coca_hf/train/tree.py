@@ -36,6 +36,7 @@ def override_(tree: dict[str, Any], override: str) -> None:
     if not equals or not all(path.split(".")):
         raise CocaError(f"{override}: expected key=value, such as training.learning_rate=1e-4")
     *steps, last = path.split(".")
+    override = override if len(override) <= 200 else f"{override[:200]} ..."  # what messages say
     node: Any = tree
     for step in steps:
         node = _item(node, step, override) if isinstance(node, list) else _mapping(node, override).setdefault(step, {})

@@ -78,7 +78,7 @@ BAD_STARTS = {
 }
 
 
-@pytest.mark.parametrize("setting", BAD_STARTS)
+@pytest.mark.parametrize("setting", BAD_STARTS, ids=[setting[:60] for setting in BAD_STARTS])
 def test_a_start_that_does_not_work_is_refused_in_one_line(scratch_path, setting):
     with pytest.raises(CocaError, match=BAD_STARTS[setting]) as caught:
         check_model(load_recipe(scratch_path, [setting]))
