@@ -1,6 +1,8 @@
 """Small real things that many tests start from. Sizes are pairwise different, so that a swapped axis cannot pass."""
 
+import gc
 import os
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -21,6 +23,44 @@ TINY = {
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-6,
 }
+
+
+# Files that take longest, the longest first: begun last, one of them would keep the other worker of xdist waiting.
+LONGEST = (
+    "test_real_checkpoint.py",
+    "test_vllm.py",
+    "train/test_fsdp.py",
+    "train/test_kills.py",
+    "test_lm_eval.py",
+    "evaluate/test_batches.py",
+    "evaluate/test_tasks.py",
+    "test_hub.py",
+    "models/test_backends.py",
+    "evaluate/test_speed.py",
+    "train/test_context_parallel.py",
+    "train/test_resume.py",
+    "train/test_data.py",
+    "train/test_processes.py",
+    "train/test_start.py",
+    "test_trl.py",
+    "convert/test_interrupted.py",
+)
+
+
+def pytest_configure(config):
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # xdist would take the files with most tests first
+
+
+def pytest_collection_modifyitems(items):
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_collection_finish():
+    """Keep what imports made out of every later garbage collection, which took half of a small training run."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

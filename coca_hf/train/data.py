@@ -104,7 +104,7 @@ class PackedBlocks(IterableDataset):
     def _blocks(self) -> Iterator[Tensor]:
         prepared = self.prepared()
         if prepared:
-            for block in prepared.blocks()[self.start_block :]:
+            for block in prepared.blocks(self.start_block):
                 yield torch.from_numpy(block.astype("int64"))
         stream, _ = self._stream_at(prepared.state if prepared else None)
         first = max(self.start_block, stream.next_block)

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -20,8 +19,9 @@ from transformers import (
 )
 
 from coca_hf.errors import CocaError
+from coca_hf.train.context_parallel import check_model_for_context_parallel
 from coca_hf.train.recipe import Recipe, Stage
-from coca_hf.train.tree import nearest
+from coca_hf.train.tree import nearest, one_line, short
 
 
 def check_model(recipe: Recipe) -> None:
@@ -33,7 +33,7 @@ def check_model(recipe: Recipe) -> None:
 
 
 def check_kernels(recipe: Recipe) -> None:
-    """Raises CocaError for attention that is unknown, and for kernels that this machine has not."""
+    """Raises CocaError for attention that is unknown, kernels that are not here, and models that cannot be cut."""
     for stage in recipe.stages:
         options = recipe.stage_options(stage)
         attention = options.attn_implementation
@@ -44,12 +44,14 @@ def check_kernels(recipe: Recipe) -> None:
             )
         try:
             with torch.device("meta"):
-                AutoModelForCausalLM.from_config(start_config(recipe), attn_implementation=attention)
+                model = AutoModelForCausalLM.from_config(start_config(recipe), attn_implementation=attention)
         except (ImportError, ValueError) as error:
             raise CocaError(
                 f"stages.{stage.name}: attn_implementation {attention!r} does not run here: "
-                f"{' '.join(str(error).split())}; sdpa runs everywhere"
+                f"{one_line(error)}; sdpa runs everywhere"
             ) from error
+        if options.context_parallel_size > 1:
+            check_model_for_context_parallel(model, f"stages.{stage.name}")
 
 
 def start_config(recipe: Recipe) -> PreTrainedConfig:
@@ -72,27 +74,28 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
     known = sorted(field.name for field in dataclasses.fields(type(config)))
     for key in overrides:
         if key not in known:
-            raise CocaError(f"config: {type(config).__name__} has no {key!r}; nearest: {nearest(str(key), known)}")
-    if overrides.get("vocab_size", smallest_vocabulary) < smallest_vocabulary:
-        raise CocaError(
-            f"config.vocab_size: got {overrides['vocab_size']}, expected at least the tokenizer's {smallest_vocabulary}"
-        )
+            raise CocaError(f"config: {type(config).__name__} has no {short(key)}; nearest: {nearest(str(key), known)}")
+    vocab_size = overrides.get("vocab_size")
+    if isinstance(vocab_size, int) and vocab_size < smallest_vocabulary:
+        raise CocaError(f"config.vocab_size: got {vocab_size}, expected at least the tokenizer's {smallest_vocabulary}")
     if not overrides:
         return config
-    merged = {
-        key: {**getattr(config, key), **value} if isinstance(getattr(config, key), dict) else value
-        for key, value in overrides.items()
-    }
+    merged = {}
+    for key, value in overrides.items():
+        before = getattr(config, key)
+        if isinstance(before, dict) and not isinstance(value, dict):
+            raise CocaError(f"config.{key}: got {short(value)}, expected a mapping, such as {short(before)}")
+        merged[key] = {**before, **value} if isinstance(before, dict) else value
     try:
         return type(config)(**{**config.to_dict(), **merged})
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise CocaError(f"config: {type(config).__name__} does not take it: {' '.join(str(error).split())}") from error
+    except Exception as error:  # what a config's checks, or what they call, make of a value
+        raise CocaError(f"config: {type(config).__name__} does not take it: {one_line(error)}") from error
 
 
 def model_from_config(recipe: Recipe, attn_implementation: str | None = None) -> PreTrainedModel:
     """The recipe's model in float32, with random weights: from scratch, or for a device that keeps none."""
     config = start_config(recipe)
-    with _loading(recipe.start):
+    with _loading(recipe.start), _building(config):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
 
 
@@ -220,9 +223,18 @@ def _has_part(parameter: str, module: str) -> bool:
 
 
 @contextmanager
+def _building(config: PreTrainedConfig) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever a model's code raises for sizes that do not go together
+        raise CocaError(f"config: no {type(config).__name__} model can be made of it: {one_line(error)}") from error
+
+
+@contextmanager
 def _loading(name: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
-        raise CocaError(f"{name}: cannot be loaded, expected a model directory or hub id: {reason}") from error
+    except CocaError:
+        raise
+    except Exception as error:  # whatever the libraries make of files that nobody vouches for
+        raise CocaError(f"{name}: cannot be loaded, expected a model directory or hub id: {one_line(error)}") from error

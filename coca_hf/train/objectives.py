@@ -2,7 +2,8 @@
 
     lm                  cross-entropy with the text
     distill             KL(original || student), per token (Hinton et al., arXiv 1503.02531)
-    attention-transfer  |student - original|^2 / |original|^2 of what attention adds, mean over layers (issue 7)
+    attention-transfer  |student - original|^2 / |original|^2 of what attention adds to a block, mean over blocks and
+                        layers (issue 7)
 
 Cross-entropy may be fused with the model's head, so that the logits of all tokens are never there at once.
 
@@ -18,6 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import reduce
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear, log_softmax, pad
 from torch.utils.checkpoint import checkpoint
@@ -41,33 +44,42 @@ def fuse_cross_entropy_(model: PreTrainedModel, liger: bool = False) -> None:
     def loss(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch=None, **kwargs) -> Tensor:
         if not head.training:
             return plain_loss(logits, labels, vocab_size, num_items_in_batch, **kwargs)
-        return fused(head, logits, labels, num_items_in_batch)
+        return fused(head, logits, labels, num_items_in_batch, kwargs.get("shift_labels"))
 
     head.forward = lambda hidden: hidden if head.training else plain_head(hidden)
     model.loss_function = loss
 
 
 def linear_cross_entropy(
-    head: nn.Linear, hidden: Tensor, labels: Tensor, num_items: Tensor | int | None = None
+    head: nn.Linear,
+    hidden: Tensor,
+    labels: Tensor,
+    num_items: Tensor | int | None = None,
+    shift_labels: Tensor | None = None,
 ) -> Tensor:
     """Cross-entropy of `head(hidden)` with the next label, in float32: the sum over `num_items`, or the mean.
 
-    hidden: (b, m, hidden); labels: (b, m), -100 where nothing is predicted. The head is computed again in the backward,
-    for a little time: beside the hidden states there are never more than a chunk's logits. Returns a scalar.
+    hidden: (b, m, hidden); labels: (b, m), -100 where nothing is predicted; shift_labels: (b, m), of parts of blocks,
+    the next label of every place, in the place of labels. The head is computed again in the backward, for a little
+    time: beside the hidden states there are never more than a chunk's logits. Returns a scalar.
     """
-    targets = _targets(labels)
+    targets = _targets(labels) if shift_labels is None else shift_labels.flatten()
     chunks = zip(hidden.flatten(0, 1).split(_CHUNK_TOKENS), targets.split(_CHUNK_TOKENS), strict=True)
     total = sum(checkpoint(_cross_entropy, head, *chunk, use_reentrant=False) for chunk in chunks)
     return total / ((targets != _IGNORED).sum() if num_items is None else num_items)
 
 
 def liger_cross_entropy(
-    head: nn.Linear, hidden: Tensor, labels: Tensor, num_items: Tensor | int | None = None
+    head: nn.Linear,
+    hidden: Tensor,
+    labels: Tensor,
+    num_items: Tensor | int | None = None,
+    shift_labels: Tensor | None = None,
 ) -> Tensor:
     """As `linear_cross_entropy`, by Liger's Triton kernel (arXiv 2410.10989): gradients come with the forward."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    targets = _targets(labels)
+    targets = _targets(labels) if shift_labels is None else shift_labels.flatten()
     fused = LigerFusedLinearCrossEntropyLoss(ignore_index=_IGNORED, reduction="sum", accum_dtype=torch.float32)
     total = fused(head.weight, hidden.flatten(0, 1), targets, head.bias)
     return total / ((targets != _IGNORED).sum() if num_items is None else num_items)
@@ -99,12 +111,13 @@ def _divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
 
 
 def attention_transfer_loss(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
-    """Relative squared error of the attention's outputs, mean over layers, in float32.
+    """Relative squared error of the attention's outputs on each block, mean over blocks and layers, in float32.
 
-    student, teacher: a (b, m, hidden) tensor per layer. Returns a scalar.
+    So it does not matter which blocks share a batch. student, teacher: a (b, m, hidden) tensor per layer. Returns a
+    scalar.
     """
     errors = [
-        (ours.float() - theirs.float()).square().sum() / theirs.float().square().sum()
+        (ours.float() - theirs.float()).square().sum((1, 2)) / theirs.float().square().sum((1, 2))
         for ours, theirs in zip(student, teacher, strict=True)
     ]
     return torch.stack(errors).mean()
@@ -138,11 +151,12 @@ class Objective:
         return sum(weight * losses[name] for name, weight in self.weights.items())
 
     def take_means(self) -> dict[str, float]:
-        """Each loss of this process, unweighted, mean since the last call, as `loss_<name>`."""
-        means = {f"loss_{name}": total / self._calls for name, total in self._sums.items()}
+        """Each loss, unweighted, mean over all processes since the last call, as `loss_<name>`; all of them call it."""
+        sums = torch.tensor([self._sums[name] for name in self.weights], device=PartialState().device)
+        means = reduce(sums / max(self._calls, 1), "mean").tolist()
         self._sums.clear()
         self._calls = 0
-        return means
+        return {f"loss_{name}": mean for name, mean in zip(self.weights, means, strict=True)}
 
 
 @functools.lru_cache(maxsize=1)

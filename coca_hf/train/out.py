@@ -30,7 +30,7 @@ from transformers import TrainingArguments
 from coca_hf.convert.writer import file_hash
 from coca_hf.errors import CocaError
 from coca_hf.train.recipe import Recipe, Stage
-from coca_hf.train.tree import read_tree
+from coca_hf.train.tree import read_tree, short
 from coca_hf.weights import read_json
 
 RECORD = "training.json"
@@ -38,11 +38,12 @@ RECIPE = "recipe.yaml"
 INPUTS = "inputs.json"
 STOPPED = "stopped.json"
 PARTIAL = "partial"
+MOST_CHANGES = 8  # that a message lists
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, RuntimeError, pickle.UnpicklingError)
 LAYOUT = (  # training options that may change with --resume: they say how the same steps are computed
     *("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"),
     *("activation_checkpointing", "torch_compile", "attn_implementation", "fused_cross_entropy", "report_to"),
-    *("disable_tqdm", "save_steps", "save_total_limit", "dataloader_num_workers"),
+    *("disable_tqdm", "save_steps", "save_total_limit", "dataloader_num_workers", "context_parallel_size"),
 )
 
 
@@ -79,7 +80,13 @@ class StageRun:
     def blocks_per_step(self) -> int:
         """Blocks that one optimizer step takes, over all processes."""
         arguments = self.arguments
-        return arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+        return arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size // self.sharing
+
+    @property
+    def sharing(self) -> int:
+        """Processes that share a block."""
+        parallelism = self.arguments.parallelism_config
+        return parallelism.cp_size if parallelism else 1
 
 
 def check_out(recipe: Recipe, out_dir: Path, resume: bool) -> None:
@@ -123,11 +130,13 @@ def check_inputs(out_dir: Path, inputs: dict[str, Any]) -> None:
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
-    return "; ".join(
-        f"{key} was {before.get(key, 'absent')}, now {now.get(key, 'absent')}"
-        for key in dict.fromkeys([*before, *now])
-        if before.get(key) != now.get(key)
-    )
+    def said(tree: dict[str, Any], key: str) -> str:
+        value = tree.get(key, "absent")
+        return value if isinstance(value, str) and len(value) < MOST_CHANGES * 20 else short(value)
+
+    changed = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
+    listed = [f"{key} was {said(before, key)}, now {said(now, key)}" for key in changed[:MOST_CHANGES]]
+    return "; ".join(listed + [f"and {len(changed) - MOST_CHANGES:,} more"] * (len(changed) > MOST_CHANGES))
 
 
 def check_before(run: StageRun) -> None:

@@ -2,22 +2,25 @@
 
     DIR/KEY/stream.json    what the blocks are made of; KEY is its hash
     DIR/KEY/blocks.bin     block after block of the stream, 2 or 4 bytes a token
-    DIR/KEY/state.pt       how many of them count, and where the stream went on
+    DIR/KEY/state.pt       how many of them count, their hashes, part by part, and where the stream went on
 
 Only what `state.pt` counts is read; it is replaced as a whole after the blocks are on disk. So a preparation can be
-killed and continued, prolonged later, and used by a training that runs past its end.
+killed and continued, prolonged later, and used by a training that runs past its end. A part is hashed again before the
+first of its blocks is used (xxh3: a part of 134 MB in a fraction of a second).
 """
 
 import hashlib
+import io
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
@@ -25,7 +28,13 @@ from coca_hf.documents import local_files
 from coca_hf.errors import CocaError
 from coca_hf.train.recipe import Source
 
+HASH_BYTES = 16  # at the end of state.pt, of what comes before
 STATE_TOKENS = 2**25  # between two states: what a killed preparation does again
+AGAIN = "`coca-train RECIPE --prepare` makes them again"
+
+
+class Damaged(CocaError):
+    """Prepared blocks that are not what was written."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +50,30 @@ class Prepared:
     def num_blocks(self) -> int:
         return self.state["stream"]["next_block"]
 
-    def blocks(self) -> np.ndarray:
-        """All blocks, (blocks, seq_len), mapped into memory."""
-        if self.num_blocks == 0:
-            return np.empty((0, self.seq_len), self.dtype)
+    def blocks(self, start_block: int = 0) -> Iterator[np.ndarray]:
+        """The blocks from `start_block` on, each (seq_len,).
+
+        Raises CocaError where a file is not what was written; `coca-train RECIPE --prepare` then writes it again.
+        """
         file = self.directory / "blocks.bin"
         expected = self.num_blocks * self.seq_len * np.dtype(self.dtype).itemsize
-        if not file.exists() or file.stat().st_size < expected:
-            raise CocaError(
-                f"{file}: got fewer than the {expected} bytes that were prepared; delete {self.directory} and prepare "
-                f"again"
-            )
-        return np.memmap(file, self.dtype, "r", shape=(self.num_blocks, self.seq_len))
+        found = file.stat().st_size if file.exists() else 0
+        if found < expected:
+            raise Damaged(f"{file}: got {found:,} bytes, expected the {expected:,} that were prepared; {AGAIN}")
+        if self.num_blocks == 0:
+            return
+        blocks = np.memmap(file, self.dtype, "r", shape=(self.num_blocks, self.seq_len))
+        first = 0
+        for end, written in self.state["hashes"]:
+            if start_block < end:
+                part = blocks[first:end]
+                if xxhash.xxh3_128_hexdigest(part.data) != written:
+                    raise Damaged(
+                        f"{file}: got another xxh3_128 of blocks {first} to {end - 1} than when they were prepared; "
+                        f"the file was changed; {AGAIN}"
+                    )
+                yield from part[max(start_block - first, 0) :]
+            first = end
 
 
 def describe_stream(
@@ -65,7 +86,7 @@ def describe_stream(
         stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         described.append({**source.model_dump(), **({"path": None, "files": stats} if files else {})})
     return {
-        "format": 1,
+        "format": 2,
         "sources": described,
         "tokenizer": tokenizer_hash(tokenizer),
         "dtype": "uint16" if max(tokenizer.get_vocab().values()) < 2**16 else "uint32",
@@ -85,12 +106,16 @@ def open_prepared(parent: Path, description: dict[str, Any]) -> Prepared | None:
     if not (directory / "state.pt").exists():
         return None
     try:
-        state = torch.load(directory / "state.pt", weights_only=True)
-        state["stream"]["next_block"], state["rules"], state["held_out"]
+        content = (directory / "state.pt").read_bytes()
+        kept, written = content[:-HASH_BYTES], content[-HASH_BYTES:]
+        if xxhash.xxh3_128_digest(kept) != written:
+            raise ValueError("another hash than when it was written")
+        state = torch.load(io.BytesIO(kept), weights_only=True)
+        state["stream"]["next_block"], state["rules"], state["held_out"], state["hashes"]
+    except OSError as error:  # not damaged: nothing is to be made again because a disk did not answer
+        raise CocaError(f"{directory / 'state.pt'}: cannot be read: {error.strerror}") from None
     except Exception as error:  # torch raises what pickle and zip readers raise
-        raise CocaError(
-            f"{directory / 'state.pt'}: cannot be read; delete {directory} and prepare again ({type(error).__name__})"
-        ) from error
+        raise Damaged(f"{directory / 'state.pt'}: cannot be read ({type(error).__name__}); {AGAIN}") from error
     return Prepared(directory, description["seq_len"], description["dtype"], state)
 
 
@@ -101,7 +126,7 @@ def write_prepared(
     num_blocks: int,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Prepared:
-    """Continue the preparation until there are `num_blocks` blocks.
+    """Continue the preparation until there are `num_blocks` blocks; what is damaged is made again.
 
     stream_at: makes, of the state of an earlier try, the stream and what the state keeps beside the stream's own.
     progress: called with the number of blocks that are written.
@@ -113,20 +138,23 @@ def write_prepared(
         directory.mkdir(parents=True, exist_ok=True)
         with FileLock(directory / "lock", timeout=0):
             _write_json(directory / "stream.json", description)
-            before = open_prepared(parent, description)
-            if before:
-                before.blocks()  # all there?
-            stream, kept = stream_at(before.state if before else None)
+            before = _undamaged(parent, description)
+            stream, kept = stream_at(before)
+            hashes = before["hashes"] if before else []
             seq_len, dtype = description["seq_len"], np.dtype(description["dtype"])
             with open(directory / "blocks.bin", "ab") as file:
                 file.truncate(stream.next_block * seq_len * dtype.itemsize)
                 while stream.next_block < num_blocks:
+                    part = xxhash.xxh3_128()
                     for _ in range(min(max(STATE_TOKENS // seq_len, 1), num_blocks - stream.next_block)):
-                        file.write(next(stream).numpy().astype(dtype).tobytes())
+                        content = next(stream).numpy().astype(dtype).tobytes()
+                        part.update(content)
+                        file.write(content)
                         progress(stream.next_block)
                     file.flush()
                     os.fsync(file.fileno())
-                    _save_state(directory, {"stream": stream.state(), **kept})
+                    hashes.append((stream.next_block, part.hexdigest()))
+                    _save_state(directory, {"stream": stream.state(), "hashes": hashes, **kept})
     except Timeout:  # an OSError, too
         raise CocaError(f"{directory}: another process is preparing these blocks; wait for it") from None
     except OSError as error:
@@ -140,9 +168,24 @@ def write_prepared(
     return prepared
 
 
+def _undamaged(parent: Path, description: dict[str, Any]) -> dict[str, Any] | None:
+    """The state of an earlier try, where all its blocks are what they were; else None."""
+    try:
+        before = open_prepared(parent, description)
+        if before is None:
+            return None
+        for _ in before.blocks():
+            pass
+    except Damaged:
+        return None
+    return before.state
+
+
 def _save_state(directory: Path, state: dict[str, Any]) -> None:
+    content = io.BytesIO()
+    torch.save(state, content)
     with open(directory / "state.pt.partial", "wb") as file:
-        torch.save(state, file)
+        file.write(content.getvalue() + xxhash.xxh3_128_digest(content.getvalue()))
         file.flush()
         os.fsync(file.fileno())
     os.replace(directory / "state.pt.partial", directory / "state.pt")

@@ -23,80 +23,22 @@ rate over `warmup_steps` (below 1, a share of all steps) and linear to `end_lr`,
 `lr_scheduler_kwargs: {start_lr: 1e-7, end_lr: 1e-5}`.
 """
 
-import dataclasses
-import functools
-import typing
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationError, field_validator, model_validator
 from transformers import TrainingArguments
 
 from coca_hf.errors import CocaError
-from coca_hf.train.tree import nearest, override_, read_tree
-
-DEFAULTS = {
-    "report_to": ["tensorboard"],
-    "logging_steps": 10,
-    "save_total_limit": 1,
-    "disable_tqdm": False,
-    "ddp_find_unused_parameters": False,  # every parameter that learns is used in every step
-}
+from coca_hf.train.options import DEFAULTS, StageOptions, check_options, checked_training
+from coca_hf.train.parts import Part, explain
+from coca_hf.train.tree import override_, read_tree, short
 
 OBJECTIVES = ("lm", "distill", "attention-transfer")
 
-_BY_DATA = "coca-train feeds the blocks itself, so that every run sees the same ones"
-_BY_EVAL = "coca-train only trains; evaluate the result with coca-eval"
-_BY_HAND = "upload a finished stage's directory yourself, with `hf upload`"
-_BY_RESUME = "coca-train keeps what --resume needs"
-OWNED = {
-    "output_dir": "results lie in OUT/<number>-<name>; give OUT with --out",
-    "num_train_epochs": "give max_steps, the length of a stage",
-    "label_smoothing_factor": "transformers takes the labels of models that it does not know one token too early",
-    "logging_nan_inf_filter": "a loss that is not a number stops the run",
-    "deepspeed": "shard with FSDP2, through `accelerate launch`",
-    "resume_from_checkpoint": "continue a run with --resume",
-    "restore_callback_states_from_checkpoint": _BY_RESUME,
-    "save_only_model": _BY_RESUME,
-    "enable_jit_checkpoint": "SIGTERM and SIGUSR1 always write a checkpoint",
-    "use_liger_kernel": "Liger patches only model types that it knows, not CoCA's; give fused_cross_entropy: liger",
-    "parallelism_config": "coca-train has a block on one GPU; set fused_cross_entropy, shard with FSDP2",
-    **dict.fromkeys(("remove_unused_columns", "ignore_data_skip", "accelerator_config", "data_seed"), _BY_DATA),
-    **dict.fromkeys(("auto_find_batch_size", "train_sampling_strategy", "length_column_name"), _BY_DATA),
-    **dict.fromkeys(("do_train", "do_eval", "do_predict", "load_best_model_at_end"), _BY_EVAL),
-    **dict.fromkeys(("metric_for_best_model", "greater_is_better", "per_device_eval_batch_size"), _BY_EVAL),
-}
-_LEAST = {
-    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps", "save_steps", "logging_steps"), 1),
-    **dict.fromkeys(("dataloader_num_workers", "warmup_steps", "weight_decay", "max_grad_norm", "adam_epsilon"), 0),
-}
-_OWNED_PREFIXES = {"eval_": _BY_EVAL, "hub_": _BY_HAND, "push_to_hub": _BY_HAND}
 
-
-class _Part(BaseModel):
-    """A mapping of the recipe that refuses keys it does not know."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unknown_keys(cls, given: Any) -> Any:
-        for key in given if isinstance(given, dict) else ():
-            if key not in cls.model_fields:
-                raise ValueError(_unknown(key, cls.model_fields))
-        return given
-
-
-class Source(_Part):
+class Source(Part):
     """Documents, and their share of the tokens among all sources."""
 
     path: str = Field(min_length=1)
@@ -113,7 +55,7 @@ class Source(_Part):
         return self.path, self.column, self.split, self.subset, self.revision, self.skip_empty
 
 
-class Data(_Part):
+class Data(Part):
     """What is trained on: blocks of `seq_len` tokens, mixed from `sources`; `seed` fixes the order of the blocks.
 
     held_out_blocks: so many are kept out of the training, to measure the loss on. prepared: the directory for blocks
@@ -127,27 +69,7 @@ class Data(_Part):
     prepared: str = "prepared"
 
 
-class StageOptions(_Part):
-    """What a recipe may say among the training options beside those of TrainingArguments.
-
-    global_batch_size: blocks that an optimizer step takes over all processes; it sets gradient_accumulation_steps, so
-    that one recipe trains the same on any number of processes. held_out_steps: steps between measurements of the
-    held-out loss; 0: before and after the stage only. max_bad_steps: so many in a row end the run; fewer are skipped.
-    A step is bad if its loss or its gradient is not a number, and, with spike_factor, if its loss is above so many
-    times the running mean. attn_implementation: as `from_pretrained` takes it. fused_cross_entropy: never hold the
-    logits of all tokens, which with a large vocabulary are much of the memory, for one more product with the head; or
-    liger: by its Triton kernel, for GPUs.
-    """
-
-    global_batch_size: int | None = Field(default=None, ge=1)
-    held_out_steps: int = Field(default=0, ge=0)
-    max_bad_steps: int = Field(default=1, ge=1)
-    spike_factor: float | None = Field(default=None, gt=1)
-    attn_implementation: str | None = None
-    fused_cross_entropy: bool | typing.Literal["liger"] = False
-
-
-class Lora(_Part):
+class Lora(Part):
     """Low-rank adapters of peft (Hu et al., arXiv 2106.09685): rank, scale `alpha / r`, dropout on their input."""
 
     r: int = Field(ge=1)
@@ -158,7 +80,7 @@ class Lora(_Part):
 _STAGE_KEYS = ("name", "train", "lora", "objective", "temperature")  # all else is a training option
 
 
-class Stage(_Part):
+class Stage(Part):
     """One run of the trainer: the parameters that learn, by module name or `all`, and its own training options.
 
     With `lora`, adapters on the linear layers of that name learn instead; `all` means those of the decoder's layers.
@@ -185,7 +107,7 @@ class Stage(_Part):
     def _names_or_all(cls, train: Any) -> Any:
         names = isinstance(train, list) and bool(train) and all(isinstance(name, str) for name in train)
         if train != "all" and not names:
-            raise ValueError(f"got {train!r}, expected all or a list of module names such as [t_proj]")
+            raise ValueError(f"got {short(train)}, expected all or a list of module names such as [t_proj]")
         return train
 
     @field_validator("objective", mode="before")
@@ -194,10 +116,12 @@ class Stage(_Part):
         weights = {given: 1.0} if isinstance(given, str) else given
         for name in weights if isinstance(weights, dict) else ():
             if name not in OBJECTIVES:
-                raise ValueError(f"got {name!r}, expected {', '.join(OBJECTIVES)}, or a mapping of them to weights")
+                raise ValueError(
+                    f"got {short(name)}, expected {', '.join(OBJECTIVES)}, or a mapping of them to weights"
+                )
         numbers = weights.values() if isinstance(weights, dict) else [1.0]  # pydantic refuses what is no mapping
         if not numbers or not all(isinstance(number, int | float) and number > 0 for number in numbers):
-            raise ValueError(f"got {given!r}, expected weights above 0")
+            raise ValueError(f"got {short(given)}, expected weights above 0")
         return weights
 
     @property
@@ -210,7 +134,7 @@ class Stage(_Part):
         return checked_training(training, also_known=_STAGE_KEYS)
 
 
-class Recipe(_Part):
+class Recipe(Part):
     """A checked recipe. `to_dict` gives it back in the shape of its file, with every default filled in."""
 
     model: str | None = None
@@ -251,14 +175,16 @@ class Recipe(_Part):
                     f"stages.{stage.name}: got max_steps {options.get('max_steps')}, expected a number above 0; "
                     f"say how long the stage is, here or under training"
                 )
-            _check_options(stage.name, options)
+            check_options(stage.name, options)
             try:
                 self.stage_options(stage)
             except ValidationError as error:
-                problems = "; ".join(_explain({}, problem) for problem in error.errors())
+                problems = "; ".join(explain({}, problem) for problem in error.errors())
                 raise ValueError(f"stages.{stage.name}: {problems}") from None
             if self.stage_options(stage).fused_cross_entropy:
                 _check_fused(stage)
+            if self.stage_options(stage).context_parallel_size > 1:
+                _check_context_parallel(stage, self.stage_options(stage), self.data.seq_len)
         return self
 
     def options(self, stage: Stage) -> dict[str, Any]:
@@ -283,7 +209,7 @@ class Recipe(_Part):
         """Blocks that one optimizer step of a stage takes, over so many processes."""
         options = self.options(stage)
         return self.stage_options(stage).global_batch_size or (
-            world_size
+            self._groups(stage, world_size)
             * options.get("per_device_train_batch_size", TrainingArguments.per_device_train_batch_size)
             * options.get("gradient_accumulation_steps", TrainingArguments.gradient_accumulation_steps)
         )
@@ -292,13 +218,23 @@ class Recipe(_Part):
         """Batches of one process that a step takes. Raises CocaError where global_batch_size cannot be had."""
         options = self.options(stage)
         batch = options.get("per_device_train_batch_size", TrainingArguments.per_device_train_batch_size)
-        blocks = self.blocks_per_step(stage, world_size)
-        if blocks % (batch * world_size):
+        blocks, at_once = self.blocks_per_step(stage, world_size), batch * self._groups(stage, world_size)
+        if blocks % at_once:
             raise CocaError(
-                f"stages.{stage.name}: got global_batch_size {blocks}, expected a multiple of {batch * world_size}: "
+                f"stages.{stage.name}: got global_batch_size {blocks}, expected a multiple of {at_once}: "
                 f"per_device_train_batch_size {batch} on {world_size} processes"
             )
-        return blocks // (batch * world_size)
+        return blocks // at_once
+
+    def _groups(self, stage: Stage, world_size: int) -> int:
+        """Groups of processes that share a block. Raises CocaError where there is no whole number of them."""
+        size = self.stage_options(stage).context_parallel_size
+        if world_size % size:
+            raise CocaError(
+                f"stages.{stage.name}: got context_parallel_size {size} on {world_size} processes, expected a divisor "
+                f"of their number"
+            )
+        return world_size // size
 
     def to_dict(self) -> dict[str, Any]:
         parts = self.model_dump(exclude={"stages"}, exclude_none=True)
@@ -306,13 +242,6 @@ class Recipe(_Part):
             {**stage.model_dump(exclude={"training"}, exclude_defaults=True), **stage.training} for stage in self.stages
         ]
         return {**parts, "data": self.data.model_dump(), "stages": stages}
-
-
-class LinearBounds(_Part):
-    """`lr_scheduler_kwargs` of a linear schedule: the rates before the warm-up and after the last step."""
-
-    start_lr: float = Field(default=0.0, ge=0)
-    end_lr: float = Field(default=0.0, ge=0)
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -329,72 +258,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        raise CocaError(f"{path}: {'; '.join(_explain(tree, problem) for problem in error.errors())}") from None
-
-
-def checked_training(options: dict[str, Any], also_known: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Training options with every value in the type that is declared for it, as plain YAML values.
-
-    Raises ValueError for an unknown option, one that coca-train sets itself, or a value of another type.
-    """
-    checked = {}
-    for key, value in options.items():
-        if key not in _training_types():
-            reason = _owned_reason(str(key))
-            known = [*_training_types(), *also_known]
-            raise ValueError(f"{key!r} is not a recipe's to set: {reason}" if reason else _unknown(key, known))
-        hint, adapter = _training_types()[key]
-        try:
-            if isinstance(value, bool) and bool not in (hint, *typing.get_args(hint)):
-                raise TypeError  # pydantic would take true for 1
-            checked[key] = adapter.dump_python(adapter.validate_python(value), mode="json")
-        except (TypeError, ValidationError):
-            expected = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
-            raise ValueError(f"{key}: got {value!r}, expected {expected}") from None
-    return checked
-
-
-@functools.cache
-def _training_types() -> dict[str, tuple[Any, TypeAdapter]]:
-    """Every option of TrainingArguments that a recipe may set, and our own, with its declared type."""
-    hints = typing.get_type_hints(TrainingArguments)
-    config = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
-    names = [field.name for field in dataclasses.fields(TrainingArguments) if field.init]
-    own = {name: field.annotation for name, field in StageOptions.model_fields.items()}
-    return {
-        name: (hint, TypeAdapter(hint, config=config))
-        for name, hint in [*((name, hints[name]) for name in names if _owned_reason(name) is None), *own.items()]
-    }
-
-
-def _owned_reason(key: str) -> str | None:
-    by_prefix = (reason for prefix, reason in _OWNED_PREFIXES.items() if key.startswith(prefix))
-    return OWNED.get(key) or next(by_prefix, None)
-
-
-def _check_options(stage: str, options: dict[str, Any]) -> None:
-    """What a stage's options must be beside their types. Raises ValueError."""
-    for key in ("logging_strategy", "save_strategy"):
-        if options.get(key, "steps") not in ("steps", "no"):
-            raise ValueError(f"stages.{stage}: got {key} {options[key]!r}, expected steps or no: there are no epochs")
-    for key, least in _LEAST.items():
-        if options.get(key, least) < least:
-            raise ValueError(f"stages.{stage}: got {key} {options[key]}, expected at least {least}")
-    for key in ("adam_beta1", "adam_beta2"):
-        if not 0 <= options.get(key, 0) < 1:
-            raise ValueError(f"stages.{stage}: got {key} {options[key]}, expected at least 0 and below 1")
-    if options.get("learning_rate", 1.0) <= 0:
-        raise ValueError(f"stages.{stage}: got learning_rate {options['learning_rate']}, expected a rate above 0")
-    if options.get("dataloader_num_workers", 0) > 1:
-        raise ValueError(f"stages.{stage}: got several dataloader_num_workers, expected 0 or 1: there is one stream")
-    kwargs = options.get("lr_scheduler_kwargs")
-    if not kwargs or options.get("lr_scheduler_type", "linear") != "linear":
-        return
-    try:
-        LinearBounds.model_validate(kwargs)
-    except ValidationError as error:
-        problems = "; ".join(_explain(kwargs, problem) for problem in error.errors())
-        raise ValueError(f"stages.{stage}: lr_scheduler_kwargs of a linear schedule: {problems}") from None
+        raise CocaError(f"{path}: {'; '.join(explain(tree, problem) for problem in error.errors())}") from None
 
 
 def _check_fused(stage: Stage) -> None:
@@ -406,23 +270,13 @@ def _check_fused(stage: Stage) -> None:
         )
 
 
-def _unknown(key: Any, known: Iterable[str]) -> str:
-    return f"unknown key {key!r}; nearest: {nearest(str(key), known)}"
-
-
-def _explain(tree: Any, problem: Any) -> str:
-    """One problem that pydantic found, as `where: got, expected`, with stages by name."""
-    steps: list[str] = []
-    node: Any = tree
-    for step in problem["loc"]:
-        node = node[step] if isinstance(node, list) or (isinstance(node, dict) and step in node) else None
-        named = isinstance(step, int) and isinstance(node, dict) and "name" in node
-        steps.append(str(node["name"] if named else step))
-    where = f"{'.'.join(step for step in steps if step != 'training' or steps[0] == 'training')}: " if steps else ""
-    if problem["type"] == "value_error":
-        return where + problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "missing":
-        return f"{where}missing, expected a value"
-    if problem["type"] in ("dict_type", "model_type"):
-        return f"{where}got {problem['input']!r}, expected a mapping"
-    return f"{where}got {problem['input']!r}, expected {problem['msg'].removeprefix('Input should be ')}"
+def _check_context_parallel(stage: Stage, options: StageOptions, seq_len: int) -> None:
+    """Raises ValueError for what cannot be computed on parts of a block."""
+    size = options.context_parallel_size
+    given = f"stages.{stage.name}: got context_parallel_size {size}"
+    if options.attn_implementation not in (None, "sdpa"):
+        raise ValueError(f"{given} with attn_implementation {options.attn_implementation}, expected sdpa")
+    if stage.needs_teacher:
+        raise ValueError(f"{given} with objective {', '.join(stage.objective)}, expected lm alone")
+    if seq_len % (2 * size):
+        raise ValueError(f"{given}, expected data.seq_len, {seq_len}, to be a multiple of {2 * size}")

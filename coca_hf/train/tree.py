@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import reprlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ def override_(tree: dict[str, Any], override: str) -> None:
     if not equals or not all(path.split(".")):
         raise CocaError(f"{override}: expected key=value, such as training.learning_rate=1e-4")
     *steps, last = path.split(".")
+    override = override if len(override) <= 200 else f"{override[:200]} ..."  # what messages say
     node: Any = tree
     for step in steps:
         node = _item(node, step, override) if isinstance(node, list) else _mapping(node, override).setdefault(step, {})
@@ -46,9 +48,26 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
 
 
+def short(value: Any) -> str:
+    """What a message says of a value: its `repr`, shortened where it is long."""
+    return _SHORT.repr(value)
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's message as one line, without its middle where it is long."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 500 else f"{text[:250]} ... {text[-240:]}"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
+
+
 def _mapping(node: Any, override: str) -> dict[str, Any]:
     if not isinstance(node, dict):
-        raise CocaError(f"{override}: the path goes through {node!r}, expected one that leads to a key of the recipe")
+        raise CocaError(
+            f"{override}: the path goes through {short(node)}, expected one that leads to a key of the recipe"
+        )
     return node
 
 
@@ -59,38 +78,66 @@ def _item(items: list, step: str, override: str) -> Any:
     }
     if step not in names:
         known = f"expected one of {', '.join(names)}; nearest: {nearest(step, names)}" if names else "the list is empty"
-        raise CocaError(f"{override}: got {step!r}, {known}")
+        raise CocaError(f"{override}: got {short(step)}, {known}")
     return names[step]
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's numbers and booleans (1e-4 is a number, no is a word), and a repeated key is an error."""
+    """YAML 1.2's numbers and booleans: 1e-4 is a number; no, 1:30 and 2026-11-21 are words."""
 
     yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("bool", "int", "float")]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def construct_mapping(self, node, deep=False):
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for repeated in (key for number, key in enumerate(keys) if key in keys[:number]):
-            raise yaml.constructor.ConstructorError(None, None, f"the key {repeated!r} stands twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?((\d[\d_]*\.\d*|\.\d+)([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.(inf|Inf|INF))$|^\.(nan|NaN|NAN)$"),
+    list("-+.0123456789"),
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][\d_]*|0x[\da-fA-F]+|0o[0-7]+)$"), list("-+0123456789")
 )
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
+}
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node), 0))
 
 
 def _parse(text: str, where: str) -> Any:
+    loader = None
     try:
-        return yaml.load(text, Loader=_Loader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        _refuse_repeated_keys(node, set())
+        return None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
-        problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        problem = getattr(error, "problem", None) or one_line(error)
         raise CocaError(f"{where}: {line}not YAML: {problem}") from None
+    except RecursionError:
+        raise CocaError(f"{where}: not a recipe: nested too deeply") from None
+    except ValueError as error:  # of a value with a tag of its own, such as !!int x
+        raise CocaError(f"{where}: not YAML: {one_line(error)}") from None
+    finally:
+        if loader:
+            loader.dispose()
+
+
+def _refuse_repeated_keys(node: yaml.Node | None, seen: set[int]) -> None:
+    """A key that stands twice in a mapping is an error; what `<<` merges in may stand beside it."""
+    if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+        return
+    seen.add(id(node))
+    keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+    for repeated in (key for number, key in enumerate(keys) if key in keys[:number]):
+        raise yaml.constructor.ConstructorError(None, None, f"the key {short(repeated)} stands twice", node.start_mark)
+    for child in node.value:
+        for part in child if isinstance(child, tuple) else (child,):
+            _refuse_repeated_keys(part, seen)

@@ -3,7 +3,10 @@
 #   HOST=name-of-one-of-them scripts/cluster/torchrun.sh recipes/llama-7b/three-stage.yaml [KEY=VALUE ...]
 # Machines that fail may come back: torchrun stops the others, waits for the full number, and starts all of them again
 # from the last checkpoint, RESTARTS times at most. The number of machines stays, and with it the tokens of a step.
+# SIGTERM to this script stops all processes after a checkpoint; its exit code is torchrun's, which is 1 (see
+# docs/training.md). GRACE: the seconds that they have for it; torchrun's own default is 30.
 set -euo pipefail
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${GRACE:-600}"
 cd "$(dirname "$0")/../.."
 . scripts/cluster/layout.sh "${LAYOUT:-recipes/accelerate/4x8gpu.yaml}"
 exec torchrun --nnodes="${NODES:-4}" --nproc-per-node="${GPUS:-8}" --max-restarts="${RESTARTS:-10}" \

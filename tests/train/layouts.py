@@ -4,6 +4,7 @@ Importing torch and transformers takes longer than these runs, so launchers and 
 has imported them; they are processes of their own, which can be killed.
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -17,9 +18,10 @@ from pathlib import Path
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from coca_hf import cli
-from coca_hf.train import stages
+from coca_hf.train import one_stage, stages
 from coca_hf.train.trainer import StageTrainer
 
 FSDP2 = {  # what `accelerate launch` makes of an FSDP2 configuration
@@ -37,6 +39,17 @@ server.set_forkserver_preload([__name__])
 
 class Interrupted(BaseException):
     """What a hook raises in all ranks to end a run in the middle; the next run of the launch goes on."""
+
+
+def interrupt_in_step_4():
+    plain = StageTrainer.training_step
+
+    def step(self, *arguments):
+        if self.state.global_step == 3:
+            raise Interrupted
+        return plain(self, *arguments)
+
+    StageTrainer.training_step = step
 
 
 @dataclass
@@ -126,7 +139,8 @@ def _rank(output: str, runs: list[Run], processes: int) -> None:
             _undo_hooks()
 
 
-_plan, _complete, _training_step = stages._plan, stages._complete, StageTrainer.training_step
+_plan, _complete = stages._plan, one_stage._complete
+_training_step, _compute_loss = StageTrainer.training_step, StageTrainer.compute_loss
 _destroy = PartialState.destroy_process_group
 
 
@@ -142,7 +156,8 @@ def _plan_on_pretended_gpus(*arguments):
 
 
 def _undo_hooks() -> None:
-    stages._plan, stages._complete, StageTrainer.training_step = _plan, _complete, _training_step
+    stages._plan, one_stage._complete = _plan, _complete
+    StageTrainer.training_step, StageTrainer.compute_loss = _training_step, _compute_loss
 
 
 def _write_to(path: str) -> None:
@@ -155,3 +170,7 @@ def log_lines(stage_dir: Path) -> list[dict]:
     """The training losses that a stage logged."""
     lines = map(json.loads, (stage_dir / "log.jsonl").read_text().splitlines())
     return [line for line in lines if "loss" in line]
+
+
+get_checkpoint_conversion_mapping("llama")  # compiles its hundreds of patterns here, once for all processes
+gc.freeze()  # what processes are forked with: no collection in them needs to look at it

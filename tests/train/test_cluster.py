@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -60,21 +61,30 @@ def test_slurm_is_asked_for_the_signal_ahead_of_the_limit_and_for_the_layouts_pr
 
 @pytest.mark.parametrize("script", sorted(CLUSTER.glob("*.sh")), ids=lambda path: path.name)
 def test_a_script_is_bash(script):
-    subprocess.run(["bash", "-n", str(script)], check=True)
-    if shutil.which("shellcheck"):
-        subprocess.run(["shellcheck", "-x", str(script)], check=True, cwd=ROOT)
+    checks = [["bash", "-n"], *([["shellcheck", "-x"]] if shutil.which("shellcheck") else [])]
+    for check in checks:
+        result = subprocess.run([*check, str(script)], capture_output=True, text=True, cwd=ROOT)
+        assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
 @pytest.mark.real
-def test_torchrun_trains_a_recipe_on_two_processes_in_the_layout_it_is_given(recipe_path, tmp_path):
+def test_torchrun_trains_on_two_processes_in_its_layout_until_sigterm_asks_for_a_checkpoint(recipe_path, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     settings = {"NODES": 1, "GPUS": 2, "HOST": "127.0.0.1", "PORT": port, "LAYOUT": "recipes/accelerate/2cpu.yaml"}
     environment = {**os.environ, **{name: str(value) for name, value in settings.items()}, "OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    script = [str(CLUSTER / "torchrun.sh"), str(recipe_path), "--stage", "k", "--out", str(tmp_path / "out")]
-    result = subprocess.run(script, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    record = json.loads((tmp_path / "out/1-k/training.json").read_text())
-    assert record["hardware"]["processes"] == 2
-    assert record["tokens"] == 3 * 2 * 4 * 20
+    out = tmp_path / "out"
+    script = [str(CLUSTER / "torchrun.sh"), str(recipe_path), "--stage", "k", "stages.k.max_steps=1000000"]
+    with (tmp_path / "printed").open("w") as printed:
+        running = subprocess.Popen([*script, "--out", str(out)], env=environment, stdout=printed, stderr=printed)
+    log = out / "1-k/log.jsonl"
+    while not (log.exists() and log.read_text()):
+        assert running.poll() is None, (tmp_path / "printed").read_text()
+        time.sleep(0.05)
+    running.terminate()
+    assert running.wait() == 1, (tmp_path / "printed").read_text()  # torchrun's own, whatever its processes ended with
+    stopped = json.loads((out / "stopped.json").read_text())
+    assert stopped["signal"] in ("SIGTERM", "a signal to another process")
+    assert (out / f"1-k/trainer/checkpoint-{stopped['step']}/state").exists()
+    assert json.loads((out / "inputs.json").read_text())["blocks_per_step"]["k"] == 2 * 4

@@ -154,20 +154,32 @@ def deal(blocks: PackedBlocks, count: int, file, port: int, world_size: int, wor
     os._exit(0)
 
 
+@pytest.fixture(scope="module")
+def first_10k(texts, tiny_tokenizer):
+    """What the blocks hash to, read in this process."""
+    stream = itertools.islice(mixed(texts, tiny_tokenizer), 10_000)
+    return hashlib.sha256(torch.stack([block["input_ids"] for block in stream]).numpy().tobytes()).hexdigest()
+
+
+def mixed(texts, tokenizer, start_block: int = 0) -> PackedBlocks:
+    sources = [
+        Source(path=str(texts / "words/*.txt"), weight=3),
+        Source(path=str(texts / "digits.jsonl"), weight=1, column="code"),
+    ]
+    return PackedBlocks(sources, tokenizer, SEQ_LEN, 0, start_block, held_out_blocks=7)
+
+
 @pytest.mark.real
 @pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (2, 1), (4, 0)])
 @pytest.mark.parametrize("restarts", [[], [1000, 3000]], ids=["unbroken", "restarted"])
 def test_the_first_10k_blocks_are_the_same_on_any_number_of_processes_and_after_restarts(
-    words, digits, tiny_tokenizer, tmp_path, world_size, workers, restarts
+    texts, tiny_tokenizer, first_10k, tmp_path, world_size, workers, restarts
 ):
-    def blocks(start_block: int = 0) -> PackedBlocks:
-        return PackedBlocks([words, digits], tiny_tokenizer, SEQ_LEN, 0, start_block, held_out_blocks=7)
-
     with (tmp_path / "dealt").open("w+b") as file:
         for start, end in zip([0, *restarts], [*restarts, 10_000], strict=True):
             with socket.create_server(("127.0.0.1", 0)) as free:
                 port = free.getsockname()[1]
-            shared = (blocks(start), end - start, file, port, world_size, workers)
+            shared = (mixed(texts, tiny_tokenizer, start), end - start, file, port, world_size, workers)
             processes = [get_context("fork").Process(target=deal, args=(*shared, rank)) for rank in range(world_size)]
             for process in processes:
                 process.start()
@@ -178,5 +190,4 @@ def test_the_first_10k_blocks_are_the_same_on_any_number_of_processes_and_after_
         file.seek(0)
         dealt = hashlib.sha256(file.read())
     assert (tmp_path / "dealt").stat().st_size == 10_000 * SEQ_LEN * 8
-    stream = torch.stack([block["input_ids"] for block in itertools.islice(blocks(), 10_000)])
-    assert dealt.hexdigest() == hashlib.sha256(stream.numpy().tobytes()).hexdigest()
+    assert dealt.hexdigest() == first_10k

@@ -10,9 +10,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from coca_hf.errors import CocaError
 from coca_hf.train.model import load_config, load_model
 from coca_hf.train.objectives import Objective, attention_transfer_loss, check_teacher, distillation_loss
+from coca_hf.train.out import last_checkpoint
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
+from coca_hf.train.trainer import StageTrainer
 from tests.conftest import TINY
+from tests.train.layouts import log_lines
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
@@ -33,8 +36,9 @@ def test_distillation_is_the_mean_divergence_with_its_gradient(temperature, monk
 
 def test_attention_transfer_is_the_mean_relative_error():
     ours, theirs = ([torch.randn(2, 3, 5) for _ in range(4)] for _ in range(2))
-    errors = [float((a - b).norm() ** 2 / b.norm() ** 2) for a, b in zip(ours, theirs, strict=True)]
-    assert float(attention_transfer_loss(ours, theirs)) == pytest.approx(sum(errors) / 4)
+    blocks = [pair for layer in zip(ours, theirs, strict=True) for pair in zip(*layer, strict=True)]
+    errors = [float((a - b).norm() ** 2 / b.norm() ** 2) for a, b in blocks]
+    assert float(attention_transfer_loss(ours, theirs)) == pytest.approx(sum(errors) / (4 * 2))
     assert attention_transfer_loss(theirs, theirs) == 0
 
 
@@ -74,6 +78,33 @@ def test_a_stage_logs_each_loss_and_its_checkpoint_holds_no_teacher(recipe_path,
     assert before == {file.name: file.read_bytes() for file in tiny_llama_dir.glob("*.safetensors")}
     again = run_recipe(load_recipe(out / "recipe.yaml"), tmp_path / "again", resume=False)
     assert (again / "model.safetensors").read_bytes() == (out / "3-full/model.safetensors").read_bytes()
+
+
+def test_a_stage_with_a_teacher_killed_in_the_middle_resumes_to_the_same_bits(
+    recipe_path, tiny_llama_dir, tmp_path, monkeypatch
+):
+    mixed = "{lm: 0.5, distill: 0.25, attention-transfer: 0.25}"
+    recipe = load_recipe(
+        recipe_path, [f"teacher={tiny_llama_dir}", f"stages.k.objective={mixed}", "stages.k.train=all"]
+    )
+    run_recipe(recipe, tmp_path / "whole", stage="k")
+    plain = StageTrainer.training_step
+
+    def broken(self, *arguments):
+        if self.state.global_step == 2:
+            raise KeyboardInterrupt
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(StageTrainer, "training_step", broken)
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(recipe, tmp_path / "out", stage="k")
+    monkeypatch.undo()
+    assert last_checkpoint(tmp_path / "out/1-k/trainer").name == "checkpoint-2"
+    run_recipe(recipe, tmp_path / "out", stage="k", resume=True)
+    ours, theirs = (tmp_path / name / "1-k" for name in ("out", "whole"))
+    assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+    for key in ("loss", "loss_lm", "loss_distill", "loss_attention-transfer"):
+        assert [line[key] for line in log_lines(ours)] == [line[key] for line in log_lines(theirs)]
 
 
 def test_the_objective_lm_is_the_plain_path_to_the_bit(recipe_path, unbroken, tmp_path):

@@ -15,6 +15,7 @@ from coca_hf.train.objectives import liger_cross_entropy, linear_cross_entropy
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
+from tests.conftest import TINY
 
 TOKENS, VOCABULARY = 4 * 20, 259  # of a step
 
@@ -91,12 +92,15 @@ def test_bfloat16_computes_close_to_float32_and_keeps_float32_weights(run):
     assert {tensor.dtype for tensor in load_file(ours / "model.safetensors").values()} == {torch.float32}
 
 
-def test_a_compiled_run_is_the_plain_one(run, monkeypatch):
-    """By the backend that traces forward and backward but writes no C++, which takes minutes."""
-    plain, _ = run("plain")
+def test_a_compiled_run_is_the_plain_one(run, tiny_coca_dir):
+    """By the backend that traces forward and backward but writes no C++, which takes minutes; of one layer."""
+    small = {"model_type": "coca_llama", **TINY, "num_hidden_layers": 1}
+    one_layer = ["model=null", f"tokenizer={tiny_coca_dir}", f"config={small}"]
+    plain, _ = run("plain", *one_layer)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    ours, _ = run("ours", "training.torch_compile=true", "training.torch_compile_backend=aot_eager", hooks=False)
+    compiled = ["training.torch_compile=true", "training.torch_compile_backend=aot_eager"]
+    ours, _ = run("ours", *one_layer, *compiled, hooks=False)
     assert torch._dynamo.utils.counters["aot_autograd"]["ok"] > 0
     assert_same(ours, plain, atol=1e-6)
 

@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 import coca_hf
 from coca_hf.cli import train_app
 from coca_hf.errors import CocaError
-from coca_hf.train import plan as planning
+from coca_hf.train import memory as measuring
+from coca_hf.train.memory import Setting, measure
 from coca_hf.train.model import freeze_, model_from_config
-from coca_hf.train.plan import GIB, Setting, measure, plan_recipe
+from coca_hf.train.plan import GIB, RESERVE, plan_recipe
 from coca_hf.train.recipe import load_recipe
 from tests.conftest import TINY as THREE_LAYERS
 
@@ -42,7 +43,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def recipe(path, monkeypatch):
-    monkeypatch.setattr(planning, "_BLOCK_BYTES", 1)  # closed forms do not round up to an allocator's blocks
+    monkeypatch.setattr(measuring, "_BLOCK_BYTES", 1)  # closed forms do not round up to an allocator's blocks
     return load_recipe(path)
 
 
@@ -104,12 +105,17 @@ def real_run(recipe, stage, checkpointing: bool) -> tuple[int, int]:
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("number", [0, 1], ids=["k", "full"])
-def test_the_peak_is_that_of_a_real_run_within_two_percent(recipe, number, checkpointing):
+def test_the_peak_is_that_of_a_real_run_on_a_cpu(recipe, number, checkpointing):
+    """Off by up to 1.1%: what kernels take inside an operation, no tensor shows. Of GPUs this says nothing: there the
+    goal is 10%, and scripts/bench/plan.py compares.
+    """
     memory = measure(recipe, recipe.stages[number], Setting(1, BATCH, 1, checkpointing))
     peak, saved = real_run(recipe, recipe.stages[number], checkpointing)
-    assert memory.peak == pytest.approx(peak, rel=0.02)
-    if not checkpointing:  # the peak comes early in the backward, when some of what was saved is free again
-        assert memory.at_peak["activations"] == pytest.approx(saved, rel=0.1)
+    assert memory.peak == pytest.approx(peak, rel=0.015)
+    if not checkpointing:  # at the peak, early in the backward, the last of what was saved is free again
+        assert memory.at_peak["activations"] == pytest.approx(
+            saved, rel={"k": 0.07, "full": 0.01}[recipe.stages[number].name]
+        )
 
 
 def test_float32_logits_are_in_the_measure_unless_cross_entropy_is_fused(recipe, path, monkeypatch):
@@ -130,6 +136,18 @@ def test_more_processes_need_less_each(recipe):
     assert peaks[0] > peaks[-1]
 
 
+def test_gpus_that_share_a_block_have_the_activations_of_their_part(recipe, path):
+    whole, half = (
+        measure(recipe, recipe.stages[1], Setting(4, BATCH, 1, False, sharing)).at_peak["activations"]
+        for sharing in (1, 2)
+    )
+    assert 0.4 * whole < half < 0.5 * whole  # the scores of a part are fewer than half
+    shared = load_recipe(path, ["training.context_parallel_size=2"])
+    plan = plan_recipe(shared.model_copy(update={"stages": shared.stages[:1]}), 4)
+    assert plan.stages[0].tokens == 5 * 2 * BATCH * SEQ_LEN  # two groups
+    assert "stages.k: planned without the keys and values that GPUs exchange" in plan.notes
+
+
 def test_accumulation_keeps_the_gradients_of_all_shards_on_every_process(recipe):
     plain, accumulated = (
         measure(recipe, recipe.stages[1], Setting(32, BATCH, accumulation, False)).at_peak["gradients"]
@@ -137,8 +155,8 @@ def test_accumulation_keeps_the_gradients_of_all_shards_on_every_process(recipe)
     )
     with torch.device("meta"):
         whole = sum(4 * parameter.numel() for parameter in model_from_config(recipe).parameters())
-    assert plain < whole / 4
-    assert accumulated > whole / 2
+    assert plain < 0.1 * whole  # the shards and the layer at hand: 0.096
+    assert accumulated > 0.9 * whole  # every layer's are whole there: 0.92
 
 
 def test_bf16_halves_what_is_saved(path):
@@ -174,7 +192,7 @@ def test_what_is_advised_fits(recipe, path):
     share = 0.5  # of the peak: checkpointing alone is not enough
     full = recipe.stages[1]
     recipe = recipe.model_copy(update={"stages": [full]})
-    memory = measure(recipe, full, Setting(1, BATCH, 1, False)).peak * share / GIB / (1 - planning.RESERVE)
+    memory = measure(recipe, full, Setting(1, BATCH, 1, False)).peak * share / GIB / (1 - RESERVE)
     (stage,) = plan_recipe(recipe, 1, memory).stages
     assert not stage.fits
     words = stage.change.split(" with ")[1].split(" (")[0].split()
@@ -186,12 +204,14 @@ def test_what_is_advised_fits(recipe, path):
     assert changed.setting.global_batch == stage.setting.global_batch
 
 
-def test_more_gpus_are_advised_last_and_nothing_where_nothing_helps(recipe):
+def test_more_gpus_are_advised_last_and_nothing_where_nothing_helps(recipe, path):
     full = recipe.stages[1]
     recipe = recipe.model_copy(update={"stages": [full]})
-    memory = 0.75 * measure(recipe, full, Setting(1, 1, BATCH, True)).peak / GIB / (1 - planning.RESERVE)
+    memory = 0.75 * measure(recipe, full, Setting(1, 1, BATCH, True)).peak / GIB / (1 - RESERVE)
     assert "--world-size" in plan_recipe(recipe, 1, memory).stages[0].change
-    assert "nothing helps" in plan_recipe(recipe, 1, 1e-6).stages[0].change
+    one_block = load_recipe(path, ["training.per_device_train_batch_size=1"])
+    one_block = one_block.model_copy(update={"stages": one_block.stages[1:]})
+    assert "nothing helps" in plan_recipe(one_block, 1, 1e-6).stages[0].change
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,10 @@ def take(blocks: PackedBlocks, count: int) -> list[tuple[int, ...]]:
     return [tuple(block["input_ids"].tolist()) for block in itertools.islice(blocks, count)]
 
 
+def rows(ready) -> list[tuple[int, ...]]:
+    return [tuple(block.tolist()) for block in ready.blocks()]
+
+
 @pytest.mark.parametrize("start_block", [0, 33, 200, 240])
 def test_the_stream_is_the_same_with_and_without_prepared_blocks_and_past_their_end(blocks, start_block):
     plain = take(blocks(start_block, None), 130)
@@ -71,7 +75,7 @@ def test_a_preparation_is_prolonged_to_the_same_stream(blocks):
     plain = take(blocks(0, None), 310)
     for count in (3, 100, 100, 310):
         ready = blocks().prepare(count)
-    assert [tuple(row) for row in ready.blocks().tolist()] == plain
+    assert rows(ready) == plain
     assert blocks().prepare(50).num_blocks == 310  # never shortened
 
 
@@ -82,7 +86,7 @@ def test_what_a_killed_preparation_left_behind_its_last_state_does_not_count(blo
         file.write(b"half a block")
     (directory / "state.pt.partial").write_bytes(b"half a state")
     assert take(blocks(), 120) == plain[:120]
-    assert [tuple(row) for row in blocks().prepare(260).blocks().tolist()] == plain
+    assert rows(blocks().prepare(260)) == plain
 
 
 def test_a_preparation_killed_again_and_again_goes_on_to_the_same_stream(blocks):
@@ -128,19 +132,45 @@ def test_the_place_does_not_depend_on_where_the_tokenizer_lies(blocks, sources, 
     assert PackedBlocks(sources, copy, SEQ_LEN, 0, 0, 7, tmp_path / "prepared").prepared().num_blocks == 5
 
 
-def test_blocks_that_are_gone_are_missed(blocks):
+def flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path):
+    os.truncate(path, 1000)
+
+
+def flip_block_50(path):
+    flip(path, 50 * SEQ_LEN * 2 + 3)  # two bytes a token
+
+
+DAMAGE = {
+    "cut": ("blocks.bin", cut, r"blocks\.bin: got 1,000 bytes, expected the 4,000 that were prepared"),
+    "gone": ("blocks.bin", os.unlink, r"blocks\.bin: got 0 bytes, expected the 4,000"),
+    "a bit": ("blocks.bin", flip_block_50, r"blocks\.bin: got another xxh3_128 of blocks 34 to 50 than when"),
+    "state": ("state.pt", lambda path: path.write_bytes(b"nonsense"), r"state\.pt: cannot be read"),
+    "a bit of the state": ("state.pt", lambda path: flip(path, path.stat().st_size // 2), r"state\.pt: cannot be read"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_is_damaged_is_named_by_who_reads_it_and_made_again_by_who_prepares(blocks, damage):
+    plain = take(blocks(0, None), 120)
     directory = blocks().prepare(100).directory
-    os.truncate(directory / "blocks.bin", 1000)
-    for use in (lambda: take(blocks(), 1), lambda: blocks().prepare(101)):
-        with pytest.raises(CocaError, match=r"blocks\.bin: got fewer than the 4000 bytes"):
-            use()
+    name, do, message = DAMAGE[damage]
+    do(directory / name)
+    with pytest.raises(CocaError, match=message + ".*; `coca-train RECIPE --prepare` makes them again"):
+        take(blocks(), 100)
+    assert rows(blocks().prepare(120)) == plain
+    assert take(blocks(), 120) == plain
 
 
-def test_a_state_that_is_no_state_is_named(blocks):
-    directory = blocks().prepare(20).directory
-    (directory / "state.pt").write_bytes(b"nonsense")
-    with pytest.raises(CocaError, match=r"state\.pt: cannot be read; delete .* and prepare again"):
-        take(blocks(), 1)
+def test_blocks_before_the_start_are_not_read(blocks):
+    plain = take(blocks(60, None), 40)
+    flip_block_50(blocks().prepare(100).directory / "blocks.bin")
+    assert take(blocks(60), 40) == plain
 
 
 def test_of_two_preparations_one_is_refused(blocks):
@@ -158,7 +188,7 @@ def test_a_full_disk_says_what_is_needed_and_loses_nothing(blocks, tmp_path):
     with no_file_above(12_000), pytest.raises(CocaError, match=message):
         blocks().prepare(400)
     assert blocks().prepared().num_blocks >= 100
-    assert [tuple(row) for row in blocks().prepare(400).blocks().tolist()] == plain
+    assert rows(blocks().prepare(400)) == plain
 
 
 def test_the_command_prepares_what_all_stages_take_and_a_run_from_it_is_the_same(

@@ -109,16 +109,43 @@ BAD_SETTINGS = {
     "stages.k.name=full": "got two of the name 'full'",
     "stages.k.name=a/b": "stages.a/b.name: got 'a/b'",
     "stages.k.train=[]": "stages.k.train: got [], expected all or a list of module names",
+    "training.max_steps=1:30": "max_steps: got '1:30', expected int",
+    "stages.k.max_steps=!!int x": "not YAML: invalid literal",
+    f"stages.k.train={'[' * 2000}": "nested too deeply",
+    f"training.max_steps={list(range(5000))}": "max_steps: got [0, 1, 2, 3, 4, 5, ...], expected int",
+    f"training.seed={'9' * 5000}": "not YAML: Exceeds the limit",
+    f"training.{'x' * 5000}=1": "nearest:",
+    "training.lr_scheduler_kwargs=fast": "lr_scheduler_kwargs of a linear schedule: got 'fast', expected a mapping",
     "stages.k.train=most": "stages.k.train: got 'most', expected all or a list of module names",
 }
 
 
-@pytest.mark.parametrize(("setting", "message"), BAD_SETTINGS.items(), ids=BAD_SETTINGS)
+@pytest.mark.parametrize(("setting", "message"), BAD_SETTINGS.items(), ids=[setting[:60] for setting in BAD_SETTINGS])
 def test_a_bad_setting_is_one_clear_line(recipe_path, setting, message):
     with pytest.raises(CocaError) as caught:
         load_recipe(recipe_path, [setting])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 700
+
+
+def test_a_mapping_may_be_merged_into_others(recipe_tree, tmp_path):
+    text = yaml.safe_dump({key: part for key, part in recipe_tree.items() if key != "stages"})
+    text += """
+stages:
+  - &first {name: k, train: [t_proj], max_steps: 3, seed: 1_000}
+  - &second {<<: *first, name: qkv, learning_rate: 2e-3}
+  - {<<: *second, name: full, train: all, max_steps: 0x10}
+"""
+    (tmp_path / "r.yaml").write_text(text)
+    recipe = load_recipe(tmp_path / "r.yaml")
+    options = [recipe.options(stage) for stage in recipe.stages]
+    assert [stage.train for stage in recipe.stages] == [["t_proj"], ["t_proj"], "all"]
+    assert [(o["max_steps"], o["learning_rate"], o["seed"]) for o in options] == [
+        (3, 1e-3, 1000),
+        (3, 2e-3, 1000),
+        (16, 2e-3, 1000),
+    ]
 
 
 BAD_FILES = {

@@ -2,12 +2,12 @@
 
 import itertools
 import json
+import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,56 +16,63 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, Trainer
 
 from coca_hf import CocaError
+from coca_hf.train import trainer
 from coca_hf.train.data import PackedBlocks
 from coca_hf.train.out import last_checkpoint
 from coca_hf.train.recipe import Recipe, load_recipe
 from coca_hf.train.stages import run_recipe
+from coca_hf.train.trainer import StageTrainer
+from tests.train.layouts import Run, launch
 
 STAGES = ["1-k", "2-qkv", "3-full"]
 
-# Each kills its own process, as `kill -9` would, at a moment of stage qkv. Stage k takes 3 steps, qkv 5.
-KILLED = {
-    "in step 4": """
-from coca_hf.train.trainer import StageTrainer
-plain, calls = StageTrainer.training_step, []
-def step(*args):
-    calls.append(1)
-    if len(calls) == 3 + 4:
-        die()
-    return plain(*args)
-StageTrainer.training_step = step
-""",
-    "with checkpoint-4 half written": """
-import pathlib
-from coca_hf.train import trainer
-plain = trainer.save_state
-def save(model, optimizer, checkpoint):
-    plain(model, optimizer, checkpoint)
-    if str(checkpoint).endswith("2-qkv/trainer/partial/checkpoint-4"):
-        for path in pathlib.Path(checkpoint).glob("state/*.distcp"):
-            path.write_bytes(path.read_bytes()[:500])
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_step_4():
+    plain = StageTrainer.training_step
+
+    def step(self, *args):
+        if "2-qkv" in self.args.output_dir and self.state.global_step == 3:
             die()
-trainer.save_state = save
-""",
-    "with the result half moved": """
-plain = os.replace
-def replace(source, target):
-    plain(source, target)
-    if str(target).endswith("2-qkv/model.safetensors"):
-        die()
-os.replace = replace
-""",
-    "with the record written and checkpoints not cleared": """
-plain = os.replace
-def replace(source, target):
-    plain(source, target)
-    if str(target).endswith("2-qkv/training.json"):
-        die()
-os.replace = replace
-""",
+        return plain(self, *args)
+
+    StageTrainer.training_step = step
+
+
+def die_with_a_checkpoint_half_written():
+    plain = trainer.save_state
+
+    def save(model, optimizer, checkpoint):
+        plain(model, optimizer, checkpoint)
+        if str(checkpoint).endswith("2-qkv/trainer/partial/checkpoint-4"):
+            for path in Path(checkpoint).glob("state/*.distcp"):
+                path.write_bytes(path.read_bytes()[:500])
+                die()
+
+    trainer.save_state = save
+
+
+def die_after_moving(name):
+    plain = os.replace
+
+    def replace(source, target):
+        plain(source, target)
+        if str(target).endswith(name):
+            die()
+
+    os.replace = replace
+
+
+# Each kills its own process, as `kill -9` would, at a moment of stage qkv, which takes 5 steps.
+KILLED = {
+    "in step 4": die_in_step_4,
+    "with checkpoint-4 half written": die_with_a_checkpoint_half_written,
+    "with the result half moved": partial(die_after_moving, "2-qkv/model.safetensors"),
+    "with the record written and checkpoints not cleared": partial(die_after_moving, "2-qkv/training.json"),
 }
-DIE = "import os, signal, sys\ndef die():\n    os.kill(os.getpid(), signal.SIGKILL)\n"
-RUN = "\nfrom coca_hf.cli import train\ntrain()\n"
 
 
 def losses(out: Path) -> list[dict]:
@@ -88,32 +95,23 @@ def assert_same_run(out: Path, unbroken: Path) -> None:
 
 @pytest.mark.real
 @pytest.mark.parametrize("moment", KILLED)
-def test_a_killed_run_resumes_to_the_same_bits(recipe_path, unbroken, tmp_path, moment):
+def test_a_killed_run_resumes_to_the_same_bits(recipe_path, unbroken, tmp_path, capsys, moment):
     out = tmp_path / "out"
-    command = [sys.executable, "-c", DIE + KILLED[moment] + RUN, str(recipe_path), "--out", str(out)]
-    killed = subprocess.run(command, capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    killed = launch(tmp_path, [Run([recipe_path, "--out", out], hook=KILLED[moment])], processes=1)
+    assert killed.wait() == -signal.SIGKILL, killed.output.read_text()
     assert (out / "1-k/training.json").exists()
     assert (out / "2-qkv/training.json").exists() == (moment.startswith("with the record"))
+    if "half written" in moment:
+        assert (out / "2-qkv/trainer/partial/checkpoint-4/state").exists()
+        assert last_checkpoint(out / "2-qkv/trainer") == out / "2-qkv/trainer/checkpoint-2"
     run_recipe(load_recipe(recipe_path), out, resume=True)
+    assert ("continues after step 2" in capsys.readouterr().out) == (moment in list(KILLED)[:2])
     assert_same_run(out, unbroken)
-
-
-@pytest.mark.real
-def test_a_half_written_checkpoint_is_never_chosen(recipe_path, tmp_path, capsys):
-    out = tmp_path / "out"
-    code = DIE + KILLED["with checkpoint-4 half written"] + RUN
-    subprocess.run([sys.executable, "-c", code, str(recipe_path), "--out", str(out)], capture_output=True)
-    trainer = out / "2-qkv/trainer"
-    assert (trainer / "partial/checkpoint-4/state").exists()
-    assert last_checkpoint(trainer) == trainer / "checkpoint-2"
-    run_recipe(load_recipe(recipe_path), out, resume=True)
-    assert "continues after step 2" in capsys.readouterr().out
 
 
 def test_log_lines_of_steps_that_are_done_again_are_dropped(recipe_path, unbroken, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    monkeypatch.setattr("coca_hf.train.stages._complete", interrupt)
+    monkeypatch.setattr("coca_hf.train.one_stage._complete", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_recipe(load_recipe(recipe_path), out)
     monkeypatch.undo()
@@ -142,7 +140,7 @@ def test_a_disk_that_is_full_at_the_end_of_a_stage_keeps_its_last_checkpoint(
     recipe_path, unbroken, tmp_path, monkeypatch
 ):
     out = tmp_path / "out"
-    monkeypatch.setattr("coca_hf.train.stages.StageTrainer.save_model", save_result_on_a_full_disk)
+    monkeypatch.setattr("coca_hf.train.one_stage.StageTrainer.save_model", save_result_on_a_full_disk)
     with pytest.raises(CocaError, match=r"1-k: cannot be written \(0.000 GB needed\): .*File too large"):
         run_recipe(load_recipe(recipe_path), out)
     monkeypatch.undo()

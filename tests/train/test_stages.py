@@ -167,6 +167,13 @@ REFUSED = {
     "data.sources.1.column=text": "digits.jsonl: got columns code, expected a column 'text'",
     "data.seq_len=5000": "got fewer than 5000 tokens",
     "stages.full.logging_steps=0": "stages.full: got logging_steps 0.0, expected at least 1",
+    "stages.full.optim=adamm": "stages.full: the trainer does not take these options: adamm is not a valid",
+    "stages.full.optim_args=quickly": "stages.full: optim adamw_torch_fused, optim_args 'quickly'",
+    "stages.full.optim_args=speed=3": "optim_args 'speed=3', lr_scheduler_type linear, lr_scheduler_kwargs None do not "
+    "work: adamw_torch_fused takes no optim_args",
+    "stages.full.optim=galore_adamw": "stages.full: optim galore_adamw, optim_args None",
+    'stages.full.lr_scheduler_type=inverse_sqrt stages.full.lr_scheduler_kwargs={"timescale":"x"}': "timescale",
+    'stages.full.lr_scheduler_type=cosine stages.full.lr_scheduler_kwargs={"cycles":3}': "do not work: ",
     "stages.full.lr_scheduler_type=lineal": "stages.full: the trainer does not take these options",
 }
 
@@ -174,7 +181,7 @@ REFUSED = {
 @pytest.mark.parametrize(("setting", "message"), REFUSED.items(), ids=REFUSED)
 def test_what_cannot_work_is_refused_before_anything_is_written(recipe_path, tmp_path, setting, message):
     with pytest.raises(CocaError) as caught:
-        run_recipe(load_recipe(recipe_path, [setting]), tmp_path / "out")
+        run_recipe(load_recipe(recipe_path, setting.split()), tmp_path / "out")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()

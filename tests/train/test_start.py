@@ -65,6 +65,12 @@ BAD_STARTS = {
     "config.rope_parameters={rope_type: liner}": "liner",
     "config.model_type=coca_lama": "coca_lama from scratch: cannot be loaded",
     "config.vocab_size=100": "config.vocab_size: got 100, expected at least the tokenizer's 259",
+    "config.rope_parameters=5": r"config\.rope_parameters: got 5, expected a mapping, such as \{",
+    "config.pad_token_id=99999": "config: no CocaLlamaConfig model can be made of it: Padding_idx must be within",
+    "config.vocab_size=many": "config: CocaLlamaConfig does not take it: .*'vocab_size' expected int",
+    "config.hidden_act=soft": "config: no CocaLlamaConfig model can be made of it: .*soft",
+    "config.model_type=[1]": "coca_llama from scratch|\\[1\\] from scratch: cannot be loaded",
+    f"config.hidden_size={list(range(9000))}": r"config: CocaLlamaConfig does not take it: .{250,600}$",
     "config.num_attention_heads=5": "config: CocaLlamaConfig does not take it: .*multiple of the number of",
     "model=somewhere": "model: expected a checkpoint, or, for a model from scratch, tokenizer instead",
     "config={hidden_size: 3}": "config.model_type: expected beside tokenizer",
@@ -72,7 +78,7 @@ BAD_STARTS = {
 }
 
 
-@pytest.mark.parametrize("setting", BAD_STARTS)
+@pytest.mark.parametrize("setting", BAD_STARTS, ids=[setting[:60] for setting in BAD_STARTS])
 def test_a_start_that_does_not_work_is_refused_in_one_line(scratch_path, setting):
     with pytest.raises(CocaError, match=BAD_STARTS[setting]) as caught:
         check_model(load_recipe(scratch_path, [setting]))

@@ -1,0 +1,81 @@
+"""Context parallelism: GPUs in groups of `context_parallel_size` share a block, each with a part of its tokens.
+
+transformers' Trainer cuts every batch along its tokens, with their positions and with labels that were shifted before
+the cut; torch computes attention over the parts as a ring (arXiv 2310.01889); Accelerate brings them together, under
+FSDP2. Here is the rest: what cannot be served is refused, and a group is dealt one block. The parts are not runs of
+tokens (a GPU has one of the beginning and one of the end, so that all have as much to do): what a model does must
+depend on `position_ids` alone. The rotary embeddings of CoCA do, given the length of the whole block (`rope_length`).
+
+torch's ring has kernels for GPUs only. Here it ran on a CPU alone, with another attention in its place.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from accelerate import ParallelismConfig
+from torch.utils.data import IterableDataset
+from transformers import PreTrainedModel, TrainingArguments
+
+from coca_hf.errors import CocaError
+from coca_hf.models.attention import layer_types
+from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES
+
+DEVICES = ("cuda",)  # that torch's ring attention has kernels for
+
+
+class DealtToGroups(IterableDataset):
+    """Batch after batch of `blocks`, each so many times in a row that all processes of a group get the same one.
+
+    Accelerate reads in process 0 and deals batches out to processes in the order of their ranks, in which those of a
+    group follow one another.
+    """
+
+    def __init__(self, blocks: Iterable[Any], batch_size: int, group_size: int):
+        self.blocks, self.batch_size, self.group_size = blocks, batch_size, group_size
+
+    def __iter__(self) -> Iterator[Any]:
+        blocks = iter(self.blocks)
+        while batch := list(islice(blocks, self.batch_size)):
+            for _ in range(self.group_size):
+                yield from batch
+
+
+def context_parallel(arguments: TrainingArguments, size: int, where: str) -> ParallelismConfig | None:
+    """Accelerate's configuration for groups of `size` processes; None for groups of one.
+
+    Raises CocaError for a layout of processes that cannot be so.
+    """
+    if size == 1:
+        return None
+    given = f"{where}: got context_parallel_size {size}"
+    device = arguments.device.type
+    if device not in DEVICES:
+        raise CocaError(f"{given} on a {device}, for which torch has no ring attention; expected GPUs, or leave it out")
+    if (os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("FSDP_VERSION")) != ("true", "2"):
+        raise CocaError(
+            f"{given} without FSDP2, expected it; start with `accelerate launch --config_file "
+            f"recipes/accelerate/8gpu.yaml`"
+        )
+    return ParallelismConfig(cp_size=size, dp_shard_size=arguments.world_size // size)
+
+
+def check_model_for_context_parallel(model: PreTrainedModel, where: str) -> None:
+    """Raises CocaError for a model that does not compute, part by part, what it computes on the whole block."""
+    config = model.config
+    is_coca = config.model_type.startswith("coca_")
+    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    reasons = {
+        "attention without SDPA": config._attn_implementation != "sdpa",
+        "sliding windows": set(layer_types(config)) != {"full_attention"},
+        "attention that Accelerate does not find by the name self_attn": not any(
+            name.endswith("self_attn") for name, _ in model.named_modules()
+        ),
+        "positions in its mask": "alibi" in config.model_type,
+        "attention with dropout": bool(getattr(config, "attention_dropout", 0)),
+        f"rope_type {rope_type} of transformers' own": rope_type in LENGTH_DEPENDENT_ROPE_TYPES and not is_coca,
+    }
+    found = [reason for reason, applies in reasons.items() if applies]
+    if found:
+        raise CocaError(f"{where}: context_parallel_size cannot be used with {type(model).__name__}: it has {found[0]}")

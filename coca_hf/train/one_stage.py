@@ -1,0 +1,206 @@
+"""One stage: its model, trained by `StageTrainer` from its last checkpoint on, and made a complete checkpoint."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, default_data_collator
+from transformers.integrations import TensorBoardCallback
+
+from coca_hf.card import LICENCE_FILES, write_card
+from coca_hf.errors import CocaError
+from coca_hf.train.checkpoint import check_room
+from coca_hf.train.context_parallel import DealtToGroups
+from coca_hf.train.data import PackedBlocks, blocks_of
+from coca_hf.train.flops import count_flops
+from coca_hf.train.log import ProgressLine, SpeedMeter, StageLog, start_place
+from coca_hf.train.model import (
+    count_parameters,
+    load_model,
+    load_tokenizer,
+    plain_model,
+    stage_model,
+    start_model,
+    start_tokenizer,
+)
+from coca_hf.train.objectives import Objective, fuse_cross_entropy_, load_teacher
+from coca_hf.train.out import (
+    PARTIAL,
+    RECORD,
+    STOPPED,
+    StageRun,
+    check_base,
+    last_checkpoint,
+    reading,
+    saving_to,
+    weights_hashes,
+    write_whole,
+)
+from coca_hf.train.recipe import Recipe, Stage
+from coca_hf.train.record import make_record
+from coca_hf.train.stop import Stopped, StopRequest
+from coca_hf.train.trainer import StageTrainer
+from coca_hf.train.tree import one_line
+
+CONVERSION_RECORD = "conversion.json"  # written by coca-convert; goes along from stage to stage
+
+
+def run_stage(recipe: Recipe, run: StageRun, state: PartialState, held_out: Tensor, stop: StopRequest) -> None:
+    if state.is_main_process:
+        check_base(run)
+        with saving_to(run.directory):
+            run.trainer_dir.mkdir(parents=True, exist_ok=True)
+            for half_written in (run.directory / PARTIAL, run.trainer_dir / PARTIAL):
+                shutil.rmtree(half_written, ignore_errors=True)
+    state.wait_for_everyone()
+
+    options, data = recipe.stage_options(run.stage), recipe.data
+    attention = options.attn_implementation
+    base = load_model(run.base, None, attention) if run.before else start_model(recipe, attention)
+    tokenizer = load_tokenizer(run.base) if run.before else start_tokenizer(recipe)
+    use_cache = base.config.use_cache  # the Trainer turns it off
+    if options.fused_cross_entropy:
+        fuse_cross_entropy_(base, liger=options.fused_cross_entropy == "liger")
+    model = stage_model(base, run.stage)
+    trained, total = count_parameters(model)
+    parameters = {"trained": trained, "total": total, "fraction": trained / total}
+    checkpoint = from_main_process(lambda: last_checkpoint(run.trainer_dir))
+    step, place = _place(checkpoint) if checkpoint else (0, start_place(run.start_block))
+    blocks = blocks_of(recipe, tokenizer, place["next_block"])
+    log = StageLog(run.directory / "log.jsonl", data.seq_len, run.blocks_per_step, options.held_out_steps, place)
+    meter = SpeedMeter(run.blocks_per_step * data.seq_len, count_flops(model, data.seq_len).model)
+    objective = None
+    if recipe.teacher and run.stage.needs_teacher:
+        objective = Objective(run.stage.objective, load_teacher(recipe.teacher), run.stage.temperature)
+    with trainer_errors(run.stage):
+        trainer = StageTrainer(
+            model,
+            run.arguments,
+            default_data_collator,
+            blocks if run.sharing == 1 else DealtToGroups(blocks, run.arguments.train_batch_size, run.sharing),
+            callbacks=[log],
+            log=log,
+            options=options,
+            meter=meter,
+            held_out=held_out,
+            stop=stop,
+            sources=lambda first, count: _in_words(blocks, first, count),
+            objective=objective,
+        )
+    _set_callbacks(trainer, run)
+
+    tokens = run.arguments.max_steps * run.blocks_per_step * data.seq_len
+    state.print(
+        f"{run.directory}: trains {trained:,} of {total:,} parameters ({trained / total:.1%}) for "
+        f"{run.arguments.max_steps:,} steps, {tokens:,} tokens"
+        + (f"; continues after step {step:,}" if checkpoint else ""),
+        flush=True,
+    )
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if trainer.state.global_step < run.arguments.max_steps:
+        _stop(run, trainer, state)
+    trainer.model = model = plain_model(trainer.model)
+    model.config.use_cache = use_cache
+    record = make_record(recipe, run, log, trainer.state, parameters, len(held_out))
+    _complete(run, trainer, tokenizer, record, state)
+
+
+def _in_words(blocks: PackedBlocks, first: int, count: int) -> str:
+    """Of which sources a range of blocks is."""
+    paths = [source.path for source in blocks.sources_of(first, count)]
+    return ", ".join(f"{paths.count(path)} of {path}" for path in dict.fromkeys(paths))
+
+
+def _set_callbacks(trainer: StageTrainer, run: StageRun) -> None:
+    """Our progress for Hugging Face's; TensorBoard's files beside the stages, which are complete checkpoints."""
+    for theirs in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(theirs)
+    trainer.add_callback(ProgressLine(run.directory.name, show=not run.arguments.disable_tqdm))
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
+            callback.logging_dir = str(run.directory.parent / "tensorboard" / run.directory.name)
+
+
+def _stop(run: StageRun, trainer: StageTrainer, state: PartialState) -> None:
+    """Leave word for the launcher's script, whose launcher does not hand on exit codes. Raises Stopped."""
+    facts = {"signal": trainer.stopping, "stage": run.stage.name, "step": trainer.state.global_step}
+    if state.is_main_process:
+        write_whole(run.directory.parent / STOPPED, json.dumps(facts) + "\n")
+    state.wait_for_everyone()
+    raise Stopped(
+        f"{run.directory}: stopped by {facts['signal']} after step {facts['step']}, with a checkpoint; continue with "
+        f"--resume"
+    )
+
+
+def _complete(
+    run: StageRun, trainer: StageTrainer, tokenizer: PreTrainedTokenizerBase, record: dict, state: PartialState
+) -> None:
+    """Turn a trained stage into a complete checkpoint; training.json, which says so, comes last."""
+    partial = run.directory / PARTIAL
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trainer.model.parameters())
+    check_room(run.directory, num_bytes, "the result")
+    with saving_to(run.directory, num_bytes):
+        if trainer.is_fsdp_enabled:
+            trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")  # else nothing is saved
+        trainer.save_model(str(partial))
+        if state.is_main_process:
+            (partial / "training_args.bin").unlink()  # a pickle, and training.json says more
+            record["weights_xxh3_128"] = weights_hashes(partial)
+            tokenizer.save_pretrained(partial)
+            if (Path(run.base) / CONVERSION_RECORD).exists():
+                shutil.copy(Path(run.base) / CONVERSION_RECORD, partial)
+                write_card(partial, record)
+            for name in LICENCE_FILES:
+                if (Path(run.base) / name).exists():
+                    shutil.copy(Path(run.base) / name, partial)
+            for path in partial.iterdir():
+                target = run.directory / path.name
+                if target.is_dir():  # moved by an earlier try
+                    shutil.rmtree(target)
+                os.replace(path, target)
+            partial.rmdir()
+            write_whole(run.directory / RECORD, json.dumps(record, indent=2) + "\n")
+            clear_trainer(run)
+    state.wait_for_everyone()
+
+
+def clear_trainer(run: StageRun) -> None:
+    """Delete what only served to resume the stage."""
+    for path in [*run.trainer_dir.glob("checkpoint-*"), run.trainer_dir / PARTIAL]:
+        shutil.rmtree(path, ignore_errors=True)
+    if run.trainer_dir.exists() and not any(run.trainer_dir.iterdir()):
+        run.trainer_dir.rmdir()
+
+
+def _place(checkpoint: Path) -> tuple[int, dict]:
+    """Steps done, and `StageLog.place`, as a trainer's checkpoint keeps them."""
+    with reading(checkpoint):
+        kept = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        return kept["global_step"], kept["stateful_callbacks"][StageLog.__name__]["attributes"]["place"]
+
+
+@contextmanager
+def trainer_errors(stage: Stage) -> Iterator[None]:
+    try:
+        yield
+    except CocaError:
+        raise
+    except Exception as error:  # whatever transformers makes of options that do not go together
+        raise CocaError(f"stages.{stage.name}: the trainer does not take these options: {one_line(error)}") from error
+
+
+def from_main_process(make: Callable[[], Any]) -> Any:
+    """What `make()` returns in the main process, in every process."""
+    state = PartialState()
+    made = [make() if state.is_main_process else None]
+    if state.num_processes > 1:
+        broadcast_object_list(made)
+    return made[0]

@@ -1,0 +1,215 @@
+"""Two processes that share every block, against one process. torch's ring attention has no kernel for a CPU: in its
+place stands attention that gathers all keys and values, and everything around it is what runs on GPUs.
+"""
+
+import functools
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.nn.functional import all_gather
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, LlamaConfig, MistralConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import coca_hf
+from coca_hf import CocaError
+from coca_hf.train import context_parallel
+from coca_hf.train.context_parallel import DealtToGroups, check_model_for_context_parallel
+from coca_hf.train.data import blocks_of
+from coca_hf.train.recipe import load_recipe
+from coca_hf.train.stages import run_recipe
+from coca_hf.train.trainer import StageTrainer
+from tests.conftest import TINY
+from tests.train.layouts import DDP, FSDP2, Run, launch, log_lines, succeed
+
+SEQ_LEN = 72  # beyond the trained 64, so that dynamic NTK turns by other angles
+SHARED = "training.context_parallel_size=2"
+FRUGAL = ["training.fused_cross_entropy=true", "training.gradient_checkpointing=true"]
+KINDS = {
+    "slack": (coca_hf.CocaLlamaConfig, {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}),
+    "strict": (coca_hf.CocaLlamaConfig, {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}),
+    "llama": (LlamaConfig, {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}),
+}
+
+
+@pytest.fixture(scope="module")
+def recipes(tiny_tokenizer, real_recipe, tmp_path_factory):
+    """By kind, a recipe of one stage for a model of that attention, 4 blocks a step."""
+    directory = tmp_path_factory.mktemp("kinds")
+    tree = yaml.safe_load(real_recipe.read_text())
+    tree["data"]["seq_len"] = SEQ_LEN
+    tree["stages"] = [{"name": "k", "train": "all", "max_steps": 2}]
+    for kind, (config, rope) in KINDS.items():
+        torch.manual_seed(1)
+        own = {"coca_constraint": kind} if kind in ("slack", "strict") else {}
+        sizes = {**TINY, "initializer_range": 0.3, "vocab_size": len(tiny_tokenizer)}
+        AutoModelForCausalLM.from_config(config(**sizes, **own, rope_parameters=rope)).save_pretrained(directory / kind)
+        tiny_tokenizer.save_pretrained(directory / kind)
+        (directory / f"{kind}.yaml").write_text(yaml.safe_dump(tree | {"model": str(directory / kind)}))
+    return directory
+
+
+def gathering_attention(module, query, key, value, mask, scaling, position_ids, is_causal=None, **kwargs):
+    """Causal attention of the tokens here, at these positions, with those of all processes. (b, h, m, d) each."""
+    if query.shape[2] == SEQ_LEN:  # the held-out loss, on whole blocks
+        return plain_sdpa(module, query, key, value, mask, scaling=scaling, is_causal=is_causal, **kwargs)
+    assert mask is None
+    assert is_causal
+    groups = query.shape[1] // key.shape[1]
+    key, value = (torch.cat(all_gather(part.contiguous()), dim=2).repeat_interleave(groups, 1) for part in (key, value))
+    positions = torch.cat(all_gather(position_ids.contiguous()), dim=1)
+    seen = positions[:, None, None] <= position_ids[:, None, :, None]
+    scores = (query @ key.mT * scaling).masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+
+plain_sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+def on_a_cpu(report=None):
+    """Pretend that torch's ring attention has a kernel here; write what this process is dealt to `report`."""
+    context_parallel.DEVICES = ("cuda", "cpu")
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", gathering_attention)
+    plain = StageTrainer.compute_loss
+
+    def compute_loss(self, model, inputs, *arguments, **kwargs):
+        if report:
+            line = {name: value.tolist() for name, value in inputs.items() if isinstance(value, Tensor)}
+            with open(f"{report}-{dist.get_rank()}.jsonl", "a") as file:
+                file.write(json.dumps(line) + "\n")
+        return plain(self, model, inputs, *arguments, **kwargs)
+
+    StageTrainer.compute_loss = compute_loss
+
+
+@pytest.fixture(scope="module")
+def runs(recipes, tmp_path_factory):
+    """OUT of each kind on two processes that share blocks; strict with what saves memory."""
+    directory = tmp_path_factory.mktemp("shared")
+    watch = functools.partial(on_a_cpu, str(directory / "dealt"))
+    hooks, options = {"slack": watch}, {"strict": FRUGAL}
+    runs = [
+        Run(
+            [recipes / f"{kind}.yaml", "--out", directory / kind, SHARED, *options.get(kind, [])],
+            FSDP2,
+            hooks.get(kind, on_a_cpu),
+        )
+        for kind in KINDS
+    ]
+    succeed(directory, runs)
+    return directory
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_that_share_blocks_train_as_one_that_has_them_whole(recipes, runs, tmp_path, kind):
+    run_recipe(load_recipe(recipes / f"{kind}.yaml"), tmp_path / "one")
+    ours, theirs = log_lines(runs / kind / "1-k"), log_lines(tmp_path / "one/1-k")
+    for key in ("loss", "grad_norm", "tokens_seen"):
+        assert [line[key] for line in ours] == pytest.approx([line[key] for line in theirs], rel=2e-5), key
+    records = [json.loads((out / "1-k/training.json").read_text()) for out in (runs / kind, tmp_path / "one")]
+    for key in ("tokens", "end_block", "blocks_per_step"):
+        assert records[0][key] == records[1][key]
+    assert records[0]["hardware"]["processes"] == 2
+    for key in ("before", "after"):
+        assert records[0]["held_out"][key] == pytest.approx(records[1]["held_out"][key], abs=1e-4)
+    a, b = (load_file(out / "1-k/model.safetensors") for out in (runs / kind, tmp_path / "one"))
+    assert all(torch.allclose(a[name], b[name], atol=1e-4) for name in b)
+
+
+@pytest.mark.real
+def test_the_parts_have_their_positions_in_the_block_and_the_labels_of_the_next_token_there(recipes, runs):
+    recipe = load_recipe(recipes / "slack.yaml")
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model)
+    stream = iter(blocks_of(recipe, tokenizer))
+    dealt = [[json.loads(line) for line in (runs / f"dealt-{rank}.jsonl").read_text().splitlines()] for rank in (0, 1)]
+    assert len(dealt[0]) == len(dealt[1]) == 2 * 2  # steps, batches of 2 blocks
+    for parts in zip(*dealt, strict=True):
+        for row in range(2):
+            block = next(stream)["input_ids"].tolist()
+            positions = [part["position_ids"][row] for part in parts]
+            assert sorted(positions[0] + positions[1]) == list(range(SEQ_LEN))
+            assert len(positions[0]) == SEQ_LEN // 2
+            for part in parts:
+                places = part["position_ids"][row]
+                assert part["input_ids"][row] == [block[place] for place in places]
+                assert part["shift_labels"][row] == [[*block, -100][place + 1] for place in places]
+
+
+def test_every_process_of_a_group_is_dealt_the_same_batch():
+    assert list(DealtToGroups(range(6), 2, 3)) == [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3, 4, 5, 4, 5, 4, 5]
+
+
+def test_steps_count_groups_and_not_processes(recipes):
+    recipe = load_recipe(recipes / "slack.yaml", ["training.context_parallel_size=4"])
+    del recipe.training["global_batch_size"]
+    stage = recipe.stages[0]
+    assert recipe.blocks_per_step(stage, 32) == 8 * 2
+    assert recipe.num_blocks(32) == 2 * 8 * 2
+    assert recipe.accumulation(stage, 32) == 1
+    with pytest.raises(CocaError, match=r"stages\.k: got context_parallel_size 4 on 6 processes, expected a divisor"):
+        recipe.num_blocks(6)
+
+
+REFUSED = {
+    "training.attn_implementation=eager": "got context_parallel_size 2 with attn_implementation eager, expected sdpa",
+    "data.seq_len=70": "expected data.seq_len, 70, to be a multiple of 4",
+    "stages.k.context_parallel_size=0": "context_parallel_size: got 0, expected greater than or equal to 1",
+}
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_what_cannot_be_cut_is_refused_by_the_recipe(recipes, setting):
+    with pytest.raises(CocaError, match=REFUSED[setting]):
+        load_recipe(recipes / "slack.yaml", [SHARED, setting])
+
+
+def test_a_teacher_needs_whole_blocks(recipes):
+    settings = [SHARED, "teacher=x", "stages.k.objective=distill"]
+    with pytest.raises(CocaError, match="context_parallel_size 2 with objective distill, expected lm alone"):
+        load_recipe(recipes / "slack.yaml", settings)
+
+
+MODELS = {
+    "attention without SDPA": ({"attn_implementation": "eager"}, coca_hf.CocaLlamaConfig(**TINY)),
+    "sliding windows": ({}, MistralConfig(**TINY, sliding_window=8)),
+    "positions in its mask": ({}, coca_hf.AlibiLlamaConfig(**TINY)),
+    "does not find by the name self_attn": (
+        {},
+        GPTNeoXConfig(num_hidden_layers=2),
+    ),
+    "attention with dropout": ({}, coca_hf.CocaLlamaConfig(**TINY, attention_dropout=0.1)),
+    "rope_type dynamic of transformers' own": (
+        {},
+        LlamaConfig(**TINY, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}),
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", MODELS)
+def test_a_model_that_cannot_be_cut_is_refused(reason):
+    options, config = MODELS[reason]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, **options)
+    with pytest.raises(CocaError, match=f"stages.k: context_parallel_size cannot be used with .*{reason}"):
+        check_model_for_context_parallel(model, "stages.k")
+
+
+def test_without_gpus_it_is_refused_in_one_line(recipes, tmp_path):
+    message = "stages.k: got context_parallel_size 2 on a cpu, for which torch has no ring attention; expected GPUs"
+    recipe = load_recipe(recipes / "slack.yaml", [SHARED, "training.global_batch_size=4"])
+    with pytest.raises(CocaError, match=message):
+        run_recipe(recipe, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.real
+def test_without_fsdp2_it_is_refused_in_one_line(recipes, tmp_path):
+    launched = launch(tmp_path, [Run([recipes / "slack.yaml", SHARED, "--out", tmp_path / "out"], DDP, on_a_cpu)])
+    assert launched.wait() != 0
+    assert "got context_parallel_size 2 without FSDP2, expected it" in " ".join(launched.output.read_text().split())
+    assert not (tmp_path / "out").exists()
