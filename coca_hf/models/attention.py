@@ -26,8 +26,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     x: (..., m, d); cos, sin: broadcastable to (..., m, j). Returns (..., m, d).
     """
-    real, imag = x.chunk(2, dim=-1)
-    return torch.cat((real * cos - imag * sin, imag * cos + real * sin), dim=-1)
+    return torch.cat(_turn(*x.chunk(2, dim=-1), cos, sin), dim=-1)
+
+
+def _turn(real: Tensor, imag: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.addcmul(real * cos, imag, sin, value=-1), torch.addcmul(imag * cos, real, sin)
 
 
 def coca_query(q: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
@@ -37,9 +40,10 @@ def coca_query(q: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
 
     q: (b, h, m, d); cos, sin: (b, 1, m, j). Returns (b, h, m, d).
     """
-    if constraint == "slack":
-        return q * rotate(q, cos, sin)
     real, imag = q.chunk(2, dim=-1)
+    if constraint == "slack":  # in halves: on a CPU, fewer passes over memory than q * rotate(q)
+        turned_real, turned_imag = _turn(real, imag, cos, sin)
+        return torch.cat((real * turned_real, imag * turned_imag), dim=-1)
     energy = real.square() + imag.square()
     return torch.cat((energy * cos, energy * sin), dim=-1)
 
@@ -47,13 +51,28 @@ def coca_query(q: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
 def coca_key(t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
     """Rotate the collinear coefficients into the key of a plain dot product.
 
-    slack: `R_n [t, t]`; strict: `R_n [t, 0]`. The coefficients are non-negative and one per pair (eq. 6 and 7).
+    slack: `R_n [t, t]`; strict: `R_n [t, 0]`. There is one coefficient per pair, and ReLU makes it non-negative (eq. 6
+    and 7).
 
-    t: (b, g, n, j); cos, sin: (b, 1, n, j). Returns (b, g, n, d).
+    t: (b, g, n, j), before the ReLU; cos, sin: (b, 1, n, j). Returns (b, g, n, d).
     """
+    t = t.relu()
     if constraint == "slack":
         return torch.cat((t * (cos - sin), t * (cos + sin)), dim=-1)
     return torch.cat((t * cos, t * sin), dim=-1)
+
+
+def plain_fold(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> tuple[Tensor, Tensor]:
+    """Query (b, h, m, d) and key (b, g, m, d) of ordinary attention; arguments as `coca_query` and `coca_key` take."""
+    return coca_query(q, cos, sin, constraint), coca_key(t, cos, sin, constraint)
+
+
+FOLDS = {}  # by type of device, what computes the same faster: coca_hf.kernels, where it is installed
+
+
+def fold(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> tuple[Tensor, Tensor]:
+    """`plain_fold`, by the fastest means that this machine has."""
+    return FOLDS.get(q.device.type, plain_fold)(q, t, cos, sin, constraint)
 
 
 def layer_types(config) -> list[str]:
@@ -90,12 +109,12 @@ class CocaAttention(nn.Module):
         self.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=config.attention_bias)
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (b, h, m, d), coefficients t (b, g, m, j), not negative, and values (b, g, m, d)."""
+        """Queries (b, h, m, d), coefficients t (b, g, m, j), before their ReLU, and values (b, g, m, d)."""
         leading = hidden_states.shape[:-1]
         q = self.q_proj(hidden_states).view(*leading, -1, self.head_dim).transpose(1, 2)
         t = self.t_proj(hidden_states).view(*leading, -1, self.head_dim // 2).transpose(1, 2)
         value = self.v_proj(hidden_states).view(*leading, -1, self.head_dim).transpose(1, 2)
-        return q, t.relu(), value
+        return q, t, value
 
     def forward(
         self,
@@ -109,8 +128,7 @@ class CocaAttention(nn.Module):
         leading = hidden_states.shape[:-1]
         q, t, value = self.project(hidden_states)
         cos, sin = (part.unsqueeze(1) for part in position_embeddings)
-        query = coca_query(q, cos, sin, self.config.coca_constraint)
-        key = coca_key(t, cos, sin, self.config.coca_constraint)
+        query, key = fold(q, t, cos, sin, self.config.coca_constraint)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx, t=t, angles=(cos, sin))
 
