@@ -133,6 +133,7 @@ class CocaAttention(nn.Module):
             key, value = past_key_values.update(key, value, self.layer_idx, t=t, angles=(cos, sin))
 
         # vLLM reads this source: one call, to a local assigned from get_interface, with scaling=self.scaling.
+        # The cache is for the attention `coca` of coca_hf.kernels, which makes keys from t; the others ignore it.
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, weights = attend(
             self,
@@ -143,6 +144,7 @@ class CocaAttention(nn.Module):
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
+            past_key_values=past_key_values,
             **kwargs,
         )
         return self.o_proj(output.reshape(*leading, -1)), weights
