@@ -32,7 +32,9 @@ KERNELS = {
 
 def main() -> None:
     parser = measure.arguments(__doc__, "llama-7b" if DEVICE == "cuda" else "smollm2-135m", [2048, 8192, 32768])
-    parser.add_argument("--mode", choices=["both", "forward", "fold"], default="both", help="both: forward and backward")
+    parser.add_argument(
+        "--mode", choices=["both", "forward", "fold"], default="both", help="both: forward and backward"
+    )
     parser.add_argument("--only", nargs="+", default=[""], help="rivals whose names contain one of these")
     options = parse(parser)
     rows = [row for length in options.lengths for row in measure_length(length, options)]
@@ -59,7 +61,7 @@ def measure_length(length: int, options) -> list[dict]:
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     head_dim = shape["hidden_size"] // heads
     bytes_per_set = length * head_dim * (2 * heads + 3 * kv_heads) * options.dtype.itemsize
-    sets = sets_for(bytes_per_set) if length * heads < 1 << 18 else 2
+    sets = sets_for(bytes_per_set)
     learns = options.mode == "both"
 
     def projected(count: int, width: int) -> list[Tensor]:
