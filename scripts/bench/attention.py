@@ -1,12 +1,12 @@
-"""Attention alone, from projections to output: CoCA in every form that this machine has, beside LLaMA's and the paper's.
+"""Attention alone, from projections to output: CoCA in every form that this machine has, beside LLaMA's.
 
     python scripts/bench/attention.py --lengths 2048 8192 32768 --out docs/results/attention.json
     python scripts/bench/attention.py --mode forward --lengths 512 1024 2048 4096 8192 16384 32768 65536 131072
     python scripts/bench/attention.py --mode fold                                 # rotation and fold alone
 
-`contraction` is the released code's arithmetic: scores by opt_einsum from three operands, a mask, softmax in fp32, and a
-product with the values (coca_hf/models/reference.py). `plain`, `compiled` (torch.compile) and `fused` (Triton, GPU) are
-ways to fold; what attends is SDPA as PyTorch chooses, or one of its kernels by name. One layer's heads, batch 1.
+`contraction` is the released code's arithmetic: scores by opt_einsum from three operands (coca_hf/models/reference.py), a
+mask, softmax in fp32, a product with the values. `plain`, `compiled` (torch.compile) and `fused` (Triton, GPU) are ways
+to fold; what attends is SDPA as PyTorch chooses, or one of its kernels by name. One layer's heads, batch 1.
 """
 
 import contextlib

@@ -4,8 +4,8 @@
     python scripts/bench/decode.py --what generate --lengths 32768 --out docs/results/generate.json
     python scripts/bench/decode.py --what tune --lengths 32768                # sizes of the kernel's programs
 
-attention   one layer: LLaMA's by SDPA's kernels and FlexAttention, the fastest of which is the measure; CoCA's kernel from
-            t (`fused`), and from keys that are made first (`plain`). On a GPU, CUDA graphs: launching costs nothing
+attention   one layer: LLaMA's by SDPA's kernels and FlexAttention, the fastest of which is the measure; CoCA's kernel
+            from t (`fused`), and from keys made first (`plain`). On a GPU, CUDA graphs: launching costs nothing
 generate    `model.generate` with a static cache, which transformers compiles on a GPU; seconds for each new token, from
             the difference of two lengths of the answer. LLaMA with `sdpa`, CoCA with `coca`
 Bytes of the caches, by counting them, are part of every run but `tune`.

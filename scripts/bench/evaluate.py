@@ -16,7 +16,7 @@ import torch
 from measure import DEVICE, check, clear, make_model, parse, record, show
 from transformers import AutoModelForCausalLM
 
-from coca_hf.evaluate.perplexity import token_losses
+from coca_hf.evaluate.perplexity import compute_windows, token_losses
 from coca_hf.evaluate.variants import VARIANTS, Window
 
 
@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=32768 + 1024, help="of a document")
     parser.add_argument("--stride", type=int, default=256, help="256 is the script's default")
+    parser.add_argument("--batch", type=int, default=1, help="windows at a time, of ours; the script has one")
     parser.add_argument("--attention", default="sdpa")
     options = parse(parser)
     if options.smoke:
@@ -56,24 +57,34 @@ def measure_length(model, documents: list[torch.Tensor], length: int, options) -
     scored = sum(window.scored_len for window in windows)
     means: dict[str, list[float]] = {}
 
-    def run(name: str, mean_loss) -> None:
-        means[name] = [mean_loss(model, documents, window) for window in windows]
+    def theirs(i: int) -> None:
+        means["YaRN's script"] = [yarn_loss(model, documents, window) for window in windows]
 
-    rivals = {"YaRN's script": yarn_loss, "coca-eval": our_loss}
-    results = measure.compare(
-        {name: (lambda i, name=name, loss=loss: run(name, loss)) for name, loss in rivals.items()},
-        options.repeats,
-        options.warmup,
-    )
+    def ours(i: int) -> None:
+        def compute(batch: list[Window]) -> list[float]:
+            return token_losses(model, documents, batch).double().mean(-1).tolist()
+
+        _, means["coca-eval"], error = compute_windows(windows, compute, options.batch)
+        if error:
+            raise torch.OutOfMemoryError(error)
+
+    rivals = {"YaRN's script": theirs, "coca-eval": ours}
+    results = measure.compare(rivals, options.repeats, options.warmup)
     perplexity = {name: math.exp(math.fsum(each) / len(each)) for name, each in means.items()}
     if len(perplexity) == 2:
-        theirs, ours = (math.log(perplexity[name]) for name in rivals)
-        check("perplexity", abs(ours - theirs) / theirs, options.dtype)
+        expected, got = (math.log(perplexity[name]) for name in rivals)
+        check("perplexity", abs(got - expected) / expected, options.dtype)
     clear()
     baseline = results["YaRN's script"]
     return [
         {
-            **{"rival": name, "shape": options.shape, "length": length, "stride": options.stride},
+            **{
+                "rival": name,
+                "shape": options.shape,
+                "length": length,
+                "stride": options.stride,
+                "batch": options.batch,
+            },
             **{"windows": len(windows), "scored_tokens": scored, **result, "perplexity": perplexity.get(name)},
             "tokens_per_second": scored / result["seconds"] if result["seconds"] else None,
             "over_yarn": baseline["seconds"] / result["seconds"] if baseline["seconds"] and result["seconds"] else None,
@@ -90,11 +101,6 @@ def yarn_loss(model, documents: list[torch.Tensor], window: Window) -> float:
     labels = ids.clone()
     labels[:, : -window.scored_len] = -100
     return model(ids, labels=labels, use_cache=False).loss.item()
-
-
-@torch.no_grad()
-def our_loss(model, documents: list[torch.Tensor], window: Window) -> float:
-    return token_losses(model, documents, [window]).double().mean().item()
 
 
 if __name__ == "__main__":
