@@ -7,17 +7,19 @@
 Checkpoints that load without coca_hf run the plain functions. Letters: see `models/attention.py`.
 """
 
+from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from coca_hf.models.attention import FOLDS, coca_key
 
-DECODERS = {}  # by type of device: `decode.decode_attention`
+DECODERS: dict[str, Callable] = {}  # by type of device: `decode.decode_attention`
 
 
 def register() -> None:
@@ -36,7 +38,7 @@ def register() -> None:
 
 
 def coca_attention_forward(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -73,7 +73,8 @@ def _gpu(x: Tensor) -> tuple[int, int]:
     if not x.is_cuda:  # Triton's interpreter
         return 2, 512
     gpu = torch.cuda.get_device_properties(x.device)
-    return gpu.multi_processor_count, gpu.shared_memory_per_block_optin // SHARED_BYTES
+    shared = getattr(gpu, "shared_memory_per_multiprocessor", 1 << 16)  # ROCm does not say
+    return gpu.multi_processor_count, shared // SHARED_BYTES
 
 
 @triton.jit

@@ -15,6 +15,8 @@ so any attention that takes a query, a key and a value (SDPA, FlashAttention, Fl
 CoCA as it stands. Strict depends on m - n only; slack depends on m and n.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -26,7 +28,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     x: (..., m, d); cos, sin: broadcastable to (..., m, j). Returns (..., m, d).
     """
-    return torch.cat(_turn(*x.chunk(2, dim=-1), cos, sin), dim=-1)
+    real, imag = x.chunk(2, dim=-1)
+    return torch.cat(_turn(real, imag, cos, sin), dim=-1)
 
 
 def _turn(real: Tensor, imag: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,7 +70,7 @@ def plain_fold(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str) 
     return coca_query(q, cos, sin, constraint), coca_key(t, cos, sin, constraint)
 
 
-FOLDS = {}  # by type of device, what computes the same faster: coca_hf.kernels, where it is installed
+FOLDS: dict[str, Callable] = {}  # by type of device: what computes the same faster, as coca_hf.kernels has it
 
 
 def fold(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> tuple[Tensor, Tensor]:

@@ -5,12 +5,12 @@ together then take 75% of what LLaMA's take. Letters: see `attention.py`.
 """
 
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, StaticCache, StaticLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
 from .attention import coca_key
 
 
-class HalfWidth:
+class HalfWidth(Cache):
     """A cache whose layers hold t (b, g, n, j), before its ReLU, in place of keys (b, g, n, d).
 
     The last of `layers` holds the angles of all positions, cos and sin (b, 1, n, j), so that whatever is done to the

@@ -4,7 +4,7 @@
     python scripts/bench/attention.py --mode forward --lengths 512 1024 2048 4096 8192 16384 32768 65536 131072
     python scripts/bench/attention.py --mode fold                                 # rotation and fold alone
 
-`contraction` is the released code's arithmetic: scores by opt_einsum from three operands (coca_hf/models/reference.py), a
+`contraction` is the released code's arithmetic: scores of three operands by opt_einsum (coca_hf/models/reference.py), a
 mask, softmax in fp32, a product with the values. `plain`, `compiled` (torch.compile) and `fused` (Triton, GPU) are ways
 to fold; what attends is SDPA as PyTorch chooses, or one of its kernels by name. One layer's heads, batch 1.
 """

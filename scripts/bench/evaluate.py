@@ -1,11 +1,11 @@
-"""Perplexity over long documents: tokens/s of `coca-eval perplexity --variant yarn` beside the arithmetic of YaRN's script.
+"""Perplexity over long documents: tokens/s of `coca-eval perplexity` beside the arithmetic of YaRN's script.
 
     python scripts/bench/evaluate.py --out docs/results/evaluate.json                 # documents and windows of 32k
     python scripts/bench/evaluate.py --model DIR --lengths 2048 --documents 2 --tokens 8192 --threads 2
 
-Both score the same windows (the first of a document all its tokens, later ones the last `stride`) of the same model, and
-must find the same perplexity. YaRN's script asks the model for its loss with -100 before the scored tokens: logits of
-every position, in fp32, shifted. Ours asks for the logits of the scored positions and adds up their losses in pieces.
+Both score the same windows (the first of a document all its tokens, later ones the last `stride`) of the same model,
+and must find the same perplexity. YaRN's script asks the model for its loss with -100 before the scored tokens: logits
+of every position, in fp32, shifted. Ours asks for the logits of scored positions and adds up their losses in pieces.
 Random tokens unless `--model` is a checkpoint; then `documents` of its own ids, as random.
 """
 

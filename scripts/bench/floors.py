@@ -4,8 +4,8 @@
 
 A floor is the larger of the bytes that must move through memory (inputs read once, outputs written once) over 4.8 TB/s
 and the multiplications and additions of matrix products over 989 TFLOPS, dense bf16: the vendor's numbers
-(nvidia.com/en-us/data-center/h200). `predicted` is the other's floor over CoCA's, for the CPU their operations. What was
-measured comes from the results of the other benchmarks in this folder, where they are.
+(nvidia.com/en-us/data-center/h200). `predicted` is the other's floor over CoCA's. What was measured comes from the
+results of the other benchmarks in this folder, where they are.
 """
 
 import argparse
@@ -57,8 +57,8 @@ def floor(num_bytes: float, operations: float) -> float:
 def attention(shape: Shape, length: int) -> tuple[float, float]:
     """Forward and backward of a layer's attention from projections on, batch 1: the contraction's floor, and ours.
 
-    Causal attention that skips what is masked: 2 products forward, 5 backward, each h L^2 d operations. Contraction: all
-    L^2, 2 products forward and 4 backward, and what PyTorch's operators read and write of h L^2 numbers: product,
+    Causal attention that skips what is masked: 2 products forward, 5 backward, each h L^2 d operations. Contraction:
+    all L^2, 2 products forward and 4 backward, and what PyTorch's operators read and write of h L^2 numbers: product,
     scaling, mask, softmax to fp32, cast and product, 22 bytes forward; backward the same and 6 bytes of what was kept.
     """
     product = shape.heads * length**2 * shape.dim
@@ -162,9 +162,7 @@ def table(made: list[Row]) -> str:
 
 
 def duration(seconds: float) -> str:
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if seconds * factor >= 1:
-            break
+    unit, factor = next(x for x in (("s", 1), ("ms", 1e3), ("us", 1e6)) if seconds * x[1] >= 1)
     return f"{seconds * factor:.3g} {unit}"
 
 
@@ -177,7 +175,7 @@ def others() -> list[tuple[str, str]]:
     held = BF16 * length * (2 * M350.hidden + 3 * M350.mlp)  # residual, normed, and the MLP's three
     operations = [model_operations(SMOLLM2, 2048, coca, 1) for coca in (False, True)]
     return [
-        ("cache bytes a token, 7B", f"{cache[0]:,.0f} and {cache[1]:,.0f}: {cache[1] / cache[0]:.4f}x, angles included"),
+        ("cache bytes a token, 7B", f"{cache[0]:,.0f} and {cache[1]:,.0f}: {cache[1] / cache[0]:.4f}x, with angles"),
         ("peak memory, 350M, 32k prefill", f"{(weights + held) / 2**30:.2f} GiB: weights, and one layer's activations"),
         ("prefill, SmolLM2-135M, 2k, operations", f"{operations[0]:.4g} and {operations[1]:.4g}: "
          f"{operations[0] / operations[1]:.3f}x"),

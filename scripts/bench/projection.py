@@ -3,8 +3,8 @@
     python scripts/bench/train.py --batch 8 --checkpointing --train t qkv all --out docs/results/train-stages.json
     python scripts/bench/projection.py docs/results/train-stages.json > docs/projection.md
 
-What is measured: the seconds that a layer adds to a step, from two depths, and the rest (embedding, head, loss). What is
-assumed is printed with the result.
+What is measured: the seconds that a layer adds to a step, from two depths, and the rest (embedding, head, loss). What
+is assumed is printed with the result.
 """
 
 import argparse
@@ -62,10 +62,9 @@ def page(result: dict, network: float, overlap: float) -> str:
         f"- a step of {by_stage['all']['batch']} blocks of {by_stage['all']['length']} tokens a GPU; {STEPS:,} steps a",
         f"  stage, {GPUS} GPUs (the paper's recipe);",
         f"- every one of {LAYERS} layers takes what the measured ones add, and the rest does not change with depth;",
-        f"- FSDP2 gathers all weights in bf16 twice a step, at {network:g} GB/s a GPU, and {overlap:.0%} of what can hide",
-        "  behind work does;",
-        "- the optimizer's step, sharded 32 ways, takes 32 times less than the measured one, which is counted whole: the",
-        "  projection is that much too long;",
+        f"- FSDP2 gathers all weights in bf16 twice a step, at {network:g} GB/s a GPU, and {overlap:.0%} of what can",
+        "  hide behind work does;",
+        "- the optimizer's step is counted as measured, though 32 GPUs share it: the projection is that much too long;",
         "- no time for data, evaluation, checkpoints or failures.",
     ]
     return "\n".join(lines)

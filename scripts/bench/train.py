@@ -1,6 +1,6 @@
 """A training step (forward, backward, AdamW) of some layers of a shape, CoCA beside HF's LLaMA, same options.
 
-    python scripts/bench/train.py --out docs/results/train.json                 # 4 layers of LLaMA-7B's shape, length 2048
+    python scripts/bench/train.py --out docs/results/train.json                 # layers of LLaMA-7B's shape
     python scripts/bench/train.py --train t qkv all --batch 8 --checkpointing   # the stages of the paper's recipe
 
 `--train`: what learns. In LLaMA k_proj stands for t_proj. Losses of CoCA with the plain fold and with this machine's
