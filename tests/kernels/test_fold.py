@@ -64,7 +64,7 @@ def test_any_strides(layout):
     check(q, LAYOUTS[layout](t), LAYOUTS["contiguous"](cos), sin.expand(2, 1, 7, 8), "strict")
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_any_shape(seed):
     draw = random.Random(seed)
     g, d = draw.randint(1, 4), 8 * draw.randint(1, 20)
