@@ -77,7 +77,8 @@ def _gpu(x: Tensor) -> tuple[int, int]:
     return gpu.multi_processor_count, shared // SHARED_BYTES
 
 
-@triton.jit
+# Numbers that change from token to token would else be compiled anew for what divides them.
+@triton.jit(do_not_specialize=["length", "splits", "mask_b", "cos_b", "sin_b"])
 def _split_kernel(
     query_ptr, t_ptr, value_ptr, cos_ptr, sin_ptr, mask_ptr, partial_ptr, log_sum_ptr,
     query_b, query_h, query_d, t_b, t_g, t_n, t_d, value_b, value_g, value_n, value_d,
@@ -86,7 +87,8 @@ def _split_kernel(
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, MASKED: tl.constexpr, STRICT: tl.constexpr,
 ):  # fmt: skip
-    first_head, split, b = tl.program_id(0) * HEADS, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    # 64 bits: a long cache has more numbers than 32 bits count
+    first_head, split, b = tl.program_id(0).to(tl.int64) * HEADS, tl.program_id(1), tl.program_id(2).to(tl.int64)
     HALF: tl.constexpr = HEADS * BLOCK_PAIRS
     row = tl.arange(0, ROWS)  # a query: its head among those together, times GROUPS, and its place in the group
     half = tl.arange(0, HALF)  # a number of t: its head, and its pair
@@ -149,7 +151,7 @@ def _split_kernel(
     tl.store(partial_ptr + place[:, None] * (2 * PAIRS) + dim[None, :], sums, mask=own)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _join_kernel(
     partial_ptr, log_sum_ptr, output_ptr, splits,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr,

@@ -100,7 +100,11 @@ def _launch(kernel, of_query: tuple[Tensor, ...], of_t: tuple[Tensor, ...], cos:
         )
 
 
-@triton.jit
+# Numbers that change from prompt to prompt would else be compiled anew for what divides them.
+UNSPECIALIZED = ["query_blocks", "query_rows", "t_rows", "length"]
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _fold_kernel(
     q_ptr, query_ptr, t_ptr, key_ptr, cos_ptr, sin_ptr,
     q_b, q_h, q_m, q_d, query_b, query_h, query_m, query_d,
@@ -141,7 +145,7 @@ def _fold_kernel(
         _store(key_ptr, row, (pair + PAIRS) * key_d, second, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _fold_backward_kernel(
     q_ptr, grad_query_ptr, grad_q_ptr, t_ptr, grad_key_ptr, grad_t_ptr, cos_ptr, sin_ptr,
     q_b, q_h, q_m, q_d, query_b, query_h, query_m, query_d, grad_q_b, grad_q_h, grad_q_m, grad_q_d,
