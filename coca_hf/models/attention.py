@@ -29,11 +29,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x: (..., m, d); cos, sin: broadcastable to (..., m, j). Returns (..., m, d).
     """
     real, imag = x.chunk(2, dim=-1)
-    return torch.cat(_turn(real, imag, cos, sin), dim=-1)
+    # Over whole rows of d, which a CPU passes over faster than over halves
+    return torch.addcmul(x * _row(cos, cos), _row(imag, real), _row(-sin, sin))
 
 
-def _turn(real: Tensor, imag: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.addcmul(real * cos, imag, sin, value=-1), torch.addcmul(imag * cos, real, sin)
+def _row(first: Tensor, second: Tensor) -> Tensor:
+    return torch.cat((first, second), dim=-1)
 
 
 def coca_query(q: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
@@ -43,12 +44,11 @@ def coca_query(q: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
 
     q: (b, h, m, d); cos, sin: (b, 1, m, j). Returns (b, h, m, d).
     """
+    if constraint == "slack":
+        return q * rotate(q, cos, sin)
     real, imag = q.chunk(2, dim=-1)
-    if constraint == "slack":  # in halves: on a CPU, fewer passes over memory than q * rotate(q)
-        turned_real, turned_imag = _turn(real, imag, cos, sin)
-        return torch.cat((real * turned_real, imag * turned_imag), dim=-1)
     energy = real.square() + imag.square()
-    return torch.cat((energy * cos, energy * sin), dim=-1)
+    return _row(energy, energy) * _row(cos, sin)
 
 
 def coca_key(t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
@@ -60,9 +60,7 @@ def coca_key(t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
     t: (b, g, n, j), before the ReLU; cos, sin: (b, 1, n, j). Returns (b, g, n, d).
     """
     t = t.relu()
-    if constraint == "slack":
-        return torch.cat((t * (cos - sin), t * (cos + sin)), dim=-1)
-    return torch.cat((t * cos, t * sin), dim=-1)
+    return _row(t, t) * (_row(cos - sin, cos + sin) if constraint == "slack" else _row(cos, sin))
 
 
 def plain_fold(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> tuple[Tensor, Tensor]:
