@@ -17,6 +17,7 @@ if not Version(SUPPORTED_TRANSFORMERS[0]) <= Version(transformers.__version__) <
 
 from coca_hf.convert import convert_checkpoint, patch_, unpatch_  # noqa: E402
 from coca_hf.errors import CocaError  # noqa: E402
+from coca_hf.kernels import register as register_kernels  # noqa: E402
 from coca_hf.models.alibi import AlibiLlamaConfig, AlibiLlamaForCausalLM, AlibiLlamaModel  # noqa: E402
 from coca_hf.models.gpt_neox import CocaGPTNeoXConfig, CocaGPTNeoXForCausalLM, CocaGPTNeoXModel  # noqa: E402
 from coca_hf.models.llama import CocaLlamaConfig, CocaLlamaForCausalLM, CocaLlamaModel  # noqa: E402
@@ -51,6 +52,7 @@ __all__ = [
     "unpatch_",
 ]
 
+register_kernels()
 for config, model, causal_lm in (
     (AlibiLlamaConfig, AlibiLlamaModel, AlibiLlamaForCausalLM),
     (CocaGPTNeoXConfig, CocaGPTNeoXModel, CocaGPTNeoXForCausalLM),
@@ -62,4 +64,4 @@ for config, model, causal_lm in (
     AutoConfig.register(config.model_type, config)
     AutoModel.register(config, model)
     AutoModelForCausalLM.register(config, causal_lm)
-del config, model, causal_lm
+del config, model, causal_lm, register_kernels

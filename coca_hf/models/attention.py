@@ -15,6 +15,8 @@ so any attention that takes a query, a key and a value (SDPA, FlashAttention, Fl
 CoCA as it stands. Strict depends on m - n only; slack depends on m and n.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -27,7 +29,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x: (..., m, d); cos, sin: broadcastable to (..., m, j). Returns (..., m, d).
     """
     real, imag = x.chunk(2, dim=-1)
-    return torch.cat((real * cos - imag * sin, imag * cos + real * sin), dim=-1)
+    # Over whole rows of d, which a CPU passes over faster than over halves
+    return torch.addcmul(x * _row(cos, cos), _row(imag, real), _row(-sin, sin))
+
+
+def _row(first: Tensor, second: Tensor) -> Tensor:
+    return torch.cat((first, second), dim=-1)
 
 
 def coca_query(q: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
@@ -41,19 +48,32 @@ def coca_query(q: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
         return q * rotate(q, cos, sin)
     real, imag = q.chunk(2, dim=-1)
     energy = real.square() + imag.square()
-    return torch.cat((energy * cos, energy * sin), dim=-1)
+    return _row(energy, energy) * _row(cos, sin)
 
 
 def coca_key(t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
     """Rotate the collinear coefficients into the key of a plain dot product.
 
-    slack: `R_n [t, t]`; strict: `R_n [t, 0]`. The coefficients are non-negative and one per pair (eq. 6 and 7).
+    slack: `R_n [t, t]`; strict: `R_n [t, 0]`. There is one coefficient per pair, and ReLU makes it non-negative (eq. 6
+    and 7).
 
-    t: (b, g, n, j); cos, sin: (b, 1, n, j). Returns (b, g, n, d).
+    t: (b, g, n, j), before the ReLU; cos, sin: (b, 1, n, j). Returns (b, g, n, d).
     """
-    if constraint == "slack":
-        return torch.cat((t * (cos - sin), t * (cos + sin)), dim=-1)
-    return torch.cat((t * cos, t * sin), dim=-1)
+    t = t.relu()
+    return _row(t, t) * (_row(cos - sin, cos + sin) if constraint == "slack" else _row(cos, sin))
+
+
+def plain_fold(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> tuple[Tensor, Tensor]:
+    """Query (b, h, m, d) and key (b, g, m, d) of ordinary attention; arguments as `coca_query` and `coca_key` take."""
+    return coca_query(q, cos, sin, constraint), coca_key(t, cos, sin, constraint)
+
+
+FOLDS: dict[str, Callable] = {}  # by type of device: what computes the same faster, as coca_hf.kernels has it
+
+
+def fold(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> tuple[Tensor, Tensor]:
+    """`plain_fold`, by the fastest means that this machine has."""
+    return FOLDS.get(q.device.type, plain_fold)(q, t, cos, sin, constraint)
 
 
 def layer_types(config) -> list[str]:
@@ -90,12 +110,12 @@ class CocaAttention(nn.Module):
         self.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=config.attention_bias)
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (b, h, m, d), coefficients t (b, g, m, j), not negative, and values (b, g, m, d)."""
+        """Queries (b, h, m, d), coefficients t (b, g, m, j), before their ReLU, and values (b, g, m, d)."""
         leading = hidden_states.shape[:-1]
         q = self.q_proj(hidden_states).view(*leading, -1, self.head_dim).transpose(1, 2)
         t = self.t_proj(hidden_states).view(*leading, -1, self.head_dim // 2).transpose(1, 2)
         value = self.v_proj(hidden_states).view(*leading, -1, self.head_dim).transpose(1, 2)
-        return q, t.relu(), value
+        return q, t, value
 
     def forward(
         self,
@@ -109,12 +129,12 @@ class CocaAttention(nn.Module):
         leading = hidden_states.shape[:-1]
         q, t, value = self.project(hidden_states)
         cos, sin = (part.unsqueeze(1) for part in position_embeddings)
-        query = coca_query(q, cos, sin, self.config.coca_constraint)
-        key = coca_key(t, cos, sin, self.config.coca_constraint)
+        query, key = fold(q, t, cos, sin, self.config.coca_constraint)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx, t=t, angles=(cos, sin))
 
         # vLLM reads this source: one call, to a local assigned from get_interface, with scaling=self.scaling.
+        # The cache is for the attention `coca` of coca_hf.kernels, which makes keys from t; the others ignore it.
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, weights = attend(
             self,
@@ -125,6 +145,7 @@ class CocaAttention(nn.Module):
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
+            past_key_values=past_key_values,
             **kwargs,
         )
         return self.o_proj(output.reshape(*leading, -1)), weights

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, LlamaPreTrainedModel, PreTrainedConfig
 from transformers import initialization as init
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -24,7 +24,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention import CocaAttention, layer_types
-from .cache import CocaCache
+from .cache import CocaCache, CocaStaticCache
 from .hub import PushesItsCard
 from .rotary import LENGTH_DEPENDENT_ROPE_TYPES, CocaRotaryEmbedding, one_row_error, rotary_dim
 
@@ -288,6 +288,9 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
         cache = model_kwargs.get("past_key_values")
         if type(cache) is DynamicCache and given is None:
             cache = model_kwargs["past_key_values"] = CocaCache(self.config, offloading=cache.offloading)
+        fresh = type(cache) is StaticCache and given is None and not cache.is_initialized
+        if fresh and not cache.offloading and not any(cache.is_sliding):
+            cache = model_kwargs["past_key_values"] = CocaStaticCache(self.config, cache.layers[0].max_cache_len)
         if self.config.rope_parameters["rope_type"] not in LENGTH_DEPENDENT_ROPE_TYPES:
             return
         total_len = max_cache_length + 1  # not max_length, which leaves out inputs_embeds

@@ -36,7 +36,7 @@ class CocaQwen3Attention(CocaAttention):
         q = self.q_norm(self.q_proj(hidden_states).view(*leading, -1, self.head_dim)).transpose(1, 2)
         t = self.t_proj(hidden_states).view(*leading, -1, self.head_dim // 2).transpose(1, 2)
         value = self.v_proj(hidden_states).view(*leading, -1, self.head_dim).transpose(1, 2)
-        return q, t.relu(), value
+        return q, t, value
 
 
 class CocaQwen3DecoderLayer(CocaDecoderLayer):

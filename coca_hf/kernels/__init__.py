@@ -1,0 +1,66 @@
+"""Faster means to the same numbers, and the one place that chooses among them.
+
+    fold          query and key from q and t, by one Triton kernel on a GPU, else by `models.attention.plain_fold`
+    attention     `attn_implementation="coca"`: `sdpa`, but a new token attends from the half-width cache, by a Triton
+                  kernel on a GPU, else from keys that are made of it
+
+Checkpoints that load without coca_hf run the plain functions. Letters: see `models/attention.py`.
+"""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from coca_hf.models.attention import FOLDS, coca_key
+
+DECODERS: dict[str, Callable] = {}  # by type of device: `decode.decode_attention`
+
+
+def register() -> None:
+    """Make the attention `coca` known to transformers and, where PyTorch is built for GPUs, the kernels to the models.
+
+    Whether there is a GPU is not asked: that would start its driver, and a process that forks later could not use it.
+    """
+    AttentionInterface.register("coca", coca_attention_forward)
+    AttentionMaskInterface.register("coca", sdpa_mask)
+    if (torch.version.cuda or torch.version.hip) and find_spec("triton"):
+        from coca_hf.kernels.decode import decode_attention
+        from coca_hf.kernels.fold import fused_fold
+
+        FOLDS["cuda"] = fused_fold
+        DECODERS["cuda"] = decode_attention
+
+
+def coca_attention_forward(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    past_key_values=None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Attention of transformers' interface. key: (b, g, n, d), or t, (b, g, n, j), as half-width caches hand it out."""
+    if key.shape[-1] < query.shape[-1]:
+        cos, sin = past_key_values.angles_of(key)
+        constraint = module.config.coca_constraint
+        decode = DECODERS.get(query.device.type)
+        if decode is not None and _can_decode(query, attention_mask):
+            output = decode(query, key, value, cos, sin, attention_mask, scaling, constraint == "strict")
+            return output.transpose(1, 2), None  # (b, 1, h, d)
+        key = coca_key(key, cos, sin, constraint)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+
+
+def _can_decode(query: Tensor, mask: Tensor | None) -> bool:
+    """Whether the kernel takes it: one new token, 16 bits, no gradient, a mask of truths that all heads share."""
+    plain_mask = mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1)
+    narrow = query.dtype in (torch.float16, torch.bfloat16)
+    return query.shape[-2] == 1 and narrow and plain_mask and not torch.is_grad_enabled()

@@ -1,0 +1,177 @@
+"""Attention alone, from projections to output: CoCA in every form that this machine has, beside LLaMA's.
+
+    python scripts/bench/attention.py --lengths 2048 8192 32768 --out docs/results/attention.json
+    python scripts/bench/attention.py --mode forward --lengths 512 1024 2048 4096 8192 16384 32768 65536 131072
+    python scripts/bench/attention.py --mode fold                                 # rotation and fold alone
+
+`contraction` is the released code's arithmetic: scores of three operands by opt_einsum (coca_hf/models/reference.py), a
+mask, softmax in fp32, a product with the values. `plain`, `compiled` (torch.compile) and `fused` (Triton, GPU) are ways
+to fold; what attends is SDPA as PyTorch chooses, or one of its kernels by name. One layer's heads, batch 1.
+"""
+
+import contextlib
+
+import measure
+import torch
+from measure import DEVICE, check, compare, parse, record, relative_error, sets_for, show
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
+
+from coca_hf.models.attention import FOLDS, plain_fold
+from coca_hf.models.reference import coca_scores
+
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def main() -> None:
+    parser = measure.arguments(__doc__, "llama-7b" if DEVICE == "cuda" else "smollm2-135m", [2048, 8192, 32768])
+    parser.add_argument(
+        "--mode", choices=["both", "forward", "fold"], default="both", help="both: forward and backward"
+    )
+    parser.add_argument("--only", nargs="+", default=[""], help="rivals whose names contain one of these")
+    options = parse(parser)
+    rows = [row for length in options.lengths for row in measure_length(length, options)]
+    show(
+        f"{options.mode}, {options.shape}, {options.dtype}",
+        ["rival", "length", "ms", "CPU ms", "GiB added", "x contraction", "x LLaMA", "error"],
+        [
+            [
+                *(row["rival"], row["length"], scaled(row["seconds"], 1e3), scaled(row["cpu_seconds"], 1e3)),
+                *(scaled(row["peak_bytes"], 2**-30), row["over_contraction"], row["over_llama"], row["error"]),
+            ]
+            for row in rows
+        ],
+    )
+    record("attention-bench", rows, options)
+
+
+def scaled(x: float | None, factor: float) -> float | None:
+    return None if x is None else x * factor
+
+
+def measure_length(length: int, options) -> list[dict]:
+    shape = measure.SHAPES[options.shape]
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    head_dim = shape["hidden_size"] // heads
+    bytes_per_set = length * head_dim * (2 * heads + 3 * kv_heads) * options.dtype.itemsize
+    sets = sets_for(bytes_per_set)
+    learns = options.mode == "both"
+
+    def projected(count: int, width: int) -> list[Tensor]:
+        made = [torch.randn(1, length, count, width, device=DEVICE, dtype=options.dtype) for _ in range(sets)]
+        return [x.transpose(1, 2).requires_grad_(learns) for x in made]
+
+    q, v = projected(heads, head_dim), projected(kv_heads, head_dim)
+    k, t = projected(kv_heads, head_dim), projected(kv_heads, head_dim // 2)
+    gradients = [torch.randn(1, heads, length, head_dim, device=DEVICE, dtype=options.dtype) for _ in range(sets)]
+    pairs = torch.arange(0, head_dim, 2, device=DEVICE) / head_dim
+    angle = torch.arange(length, device=DEVICE)[:, None] * 10000.0**-pairs
+    cos, sin = (x.to(options.dtype)[None, None] for x in (angle.cos(), angle.sin()))  # (1, 1, m, j)
+    whole_cos, whole_sin = (torch.cat((x, x), -1)[0] for x in (cos, sin))  # (1, m, d), as LLaMA takes them
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, kernel: str) -> Tensor:
+        chosen = sdpa_kernel(KERNELS[kernel]) if kernel in KERNELS else contextlib.nullcontext()
+        grouped = {"enable_gqa": True} if heads != kv_heads else {}
+        with chosen:
+            return scaled_dot_product_attention(query, key, value, is_causal=True, **grouped)
+
+    def llama(i: int, kernel: str) -> Tensor:
+        query, key = apply_rotary_pos_emb(q[i], k[i], whole_cos, whole_sin)
+        return torch.cat((query, key), 1) if kernel == "none" else attend(query, key, v[i], kernel)
+
+    def coca(i: int, fold, constraint: str, kernel: str) -> Tensor:
+        query, key = fold(q[i], t[i], cos, sin, constraint)
+        return torch.cat((query, key), 1) if kernel == "none" else attend(query, key, v[i], kernel)
+
+    def contraction(i: int) -> Tensor:
+        scores = coca_scores(q[i], t[i].relu(), cos, sin, "slack") * head_dim**-0.5
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=DEVICE).triu(1)
+        scores = scores.masked_fill(future, torch.finfo(scores.dtype).min)
+        weights = scores.softmax(dim=-1, dtype=torch.float32).to(options.dtype)
+        return weights @ repeat_kv(v[i], heads // kv_heads)
+
+    torch.compiler.reset()
+    folds = {"plain": plain_fold, "compiled": torch.compile(plain_fold, fullgraph=True, dynamic=False)}
+    if DEVICE in FOLDS:
+        folds["fused"] = FOLDS[DEVICE]
+    forwards = {}
+    if options.mode == "fold":
+        forwards["LLaMA rotation"] = lambda i: llama(i, "none")
+    else:
+        forwards["contraction"] = contraction
+        forwards |= {f"LLaMA {kernel}": lambda i, kernel=kernel: llama(i, kernel) for kernel in ["sdpa", *KERNELS]}
+    for constraint in ("slack", "strict"):
+        for name, fold in folds.items():
+            for kernel in ["none"] if options.mode == "fold" else ["sdpa", *KERNELS] if name == "plain" else ["sdpa"]:
+                label = f"CoCA {constraint} {name}" + ("" if kernel == "none" else f" {kernel}")
+                forwards[label] = lambda i, *rest, f=fold, c=constraint, k=kernel: coca(i, f, c, k)
+    forwards = {name: f for name, f in forwards.items() if any(part in name for part in options.only)}
+
+    def runs(forward):
+        def run(i: int) -> None:
+            if learns:
+                inputs = [x for x in (q[i], t[i], k[i], v[i]) if x.requires_grad]
+                torch.autograd.grad(forward(i), inputs, gradients[i], allow_unused=True)
+            else:
+                with torch.no_grad():
+                    forward(i)
+
+        return run
+
+    usable = {}
+    for name, forward in forwards.items():
+        if name == "contraction" and DEVICE == "cpu" and length > 8192:
+            continue  # it would take minutes
+        try:
+            runs(forward)(0)
+        except RuntimeError as failure:  # out of memory is `compare`'s to note
+            if any(words in str(failure) for words in ("No available kernel", "No viable backend")):
+                continue
+        usable[name] = forward
+    errors = {name: check_small(name, folds, options) for name in usable}
+    results = compare({name: runs(f) for name, f in usable.items()}, options.repeats, options.warmup, sets)
+
+    def over(name: str, other: str) -> float | None:
+        ours, theirs = results[name]["seconds"], results.get(other, {}).get("seconds")
+        return theirs / ours if ours and theirs else None
+
+    against = "LLaMA rotation" if options.mode == "fold" else "LLaMA sdpa"
+    return [
+        {
+            **{"rival": name, "shape": options.shape, "mode": options.mode, "length": length, "sets": sets},
+            **result,
+            **{"over_contraction": over(name, "contraction"), "over_llama": over(name, against)},
+            "relative_error": errors[name],
+        }
+        for name, result in results.items()
+    ]
+
+
+def check_small(name: str, folds: dict, options) -> float | None:
+    """The relative error of a fold's scores, against the contraction in float64, at a length where that is quick."""
+    if not name.startswith("CoCA"):
+        return None
+    _, constraint, fold, *_ = name.split()
+    shape = measure.SHAPES[options.shape]
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    head_dim = shape["hidden_size"] // heads
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(1, heads, 33, head_dim, generator=generator).to(DEVICE, options.dtype)
+    t = torch.randn(1, kv_heads, 33, head_dim // 2, generator=generator).to(DEVICE, options.dtype)
+    angle = torch.randn(1, 1, 33, head_dim // 2, generator=generator).to(DEVICE)
+    cos, sin = angle.cos().to(options.dtype), angle.sin().to(options.dtype)
+    query, key = folds[fold](q, t, cos, sin, constraint)
+    scores = query @ repeat_kv(key, heads // kv_heads).mT
+    expected = coca_scores(*(x.double() for x in (q, t.relu(), cos, sin)), constraint)
+    return check(name, relative_error(scores, expected), options.dtype)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""Decoding: attention of one token from the cache, whole generations, and the cache's bytes, CoCA beside HF's LLaMA.
+
+    python scripts/bench/decode.py --lengths 8192 32768 131072 --batches 1 8 32 --out docs/results/decode.json
+    python scripts/bench/decode.py --what generate --lengths 32768 --out docs/results/generate.json
+    python scripts/bench/decode.py --what tune --lengths 32768                # sizes of the kernel's programs
+
+attention   one layer: LLaMA's by SDPA's kernels and FlexAttention, the fastest of which is the measure; CoCA's kernel
+            from t (`fused`), and from keys made first (`plain`). On a GPU, CUDA graphs: launching costs nothing
+generate    `model.generate` with a static cache, which transformers compiles on a GPU; seconds for each new token, from
+            the difference of two lengths of the answer. LLaMA with `sdpa`, CoCA with `coca`
+Bytes of the caches, by counting them, are part of every run but `tune`.
+"""
+
+import itertools
+import time
+
+import measure
+import torch
+from measure import DEVICE, check, clear, compare, make_model, parse, record, relative_error, sets_for, show
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+from coca_hf.kernels import DECODERS
+from coca_hf.models.attention import coca_key
+
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+def main() -> None:
+    parser = measure.arguments(__doc__, "llama-7b" if DEVICE == "cuda" else "smollm2-135m", [8192, 32768], repeats=20)
+    parser.add_argument("--what", choices=["attention", "generate", "tune"], default="attention")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1])
+    parser.add_argument("--constraint", choices=["slack", "strict"], default="slack")
+    parser.add_argument("--layers", type=int, help="of generate: fewer than the shape has")
+    parser.add_argument("--new-tokens", type=int, nargs=2, default=[16, 80], help="of generate: two lengths")
+    options = parse(parser)
+    if options.smoke:
+        options.batches, options.new_tokens = [2], [2, 4]
+    if options.what == "tune":
+        rows = tune(options)
+    else:
+        run = attention if options.what == "attention" else generate
+        rows = [row for n, b in itertools.product(options.lengths, options.batches) for row in run(n, b, options)]
+        rows += [{"rival": name, "cache_bytes_per_token": size} for name, size in cache_bytes(options).items()]
+    show(
+        f"{options.what}, {options.shape}, {options.dtype}",
+        ["rival", "length", "batch", "us a token", "GB/s", "x LLaMA's fastest", "cache bytes a token", "error"],
+        [
+            [
+                *(row["rival"], row.get("length"), row.get("batch")),
+                row["seconds"] * 1e6 if row.get("seconds") else None,
+                *(row.get(key) for key in ("gb_per_second", "over_llama", "cache_bytes_per_token", "error")),
+            ]
+            for row in rows
+        ],
+    )
+    record(f"decode-{options.what}-bench", rows, options)
+
+
+def attention(length: int, batch: int, options) -> list[dict]:
+    shape = measure.SHAPES[options.shape]
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    head_dim = shape["hidden_size"] // heads
+    llama_bytes = 2 * batch * kv_heads * length * head_dim * options.dtype.itemsize
+    coca_bytes = llama_bytes * 3 // 4 + 2 * batch * length * head_dim // 2 * options.dtype.itemsize
+    sets = sets_for(coca_bytes)
+    try:
+        q, k, t, v, cos, sin = inputs(batch, heads, kv_heads, length, head_dim, sets, options.dtype)
+    except torch.OutOfMemoryError:
+        clear()
+        return [{"rival": "all", "length": length, "batch": batch, "error": "OOM"}]
+    scaling, strict = head_dim**-0.5, options.constraint == "strict"
+    grouped = {"enable_gqa": True} if heads != kv_heads else {}
+
+    def llama(kernel):
+        def run(i: int):
+            with sdpa_kernel(KERNELS[kernel]) if kernel in KERNELS else sdpa_kernel(list(KERNELS.values())):
+                return scaled_dot_product_attention(q[i], k[i], v[i], scale=scaling, **grouped)
+
+        return run
+
+    def plain(i: int):
+        key = coca_key(t[i], cos[i], sin[i], options.constraint)
+        return scaled_dot_product_attention(q[i], key, v[i], scale=scaling, **grouped)
+
+    rivals = {f"LLaMA {kernel}": llama(kernel) for kernel in KERNELS}
+    rivals["LLaMA sdpa"] = lambda i: scaled_dot_product_attention(q[i], k[i], v[i], scale=scaling, **grouped)
+    if DEVICE == "cuda":
+        torch.compiler.reset()
+        flex = torch.compile(flex_attention, dynamic=False)
+        rivals["LLaMA flex"] = lambda i: flex(q[i], k[i], v[i], scale=scaling, enable_gqa=heads != kv_heads)
+    rivals[f"CoCA {options.constraint} plain"] = plain
+    if DEVICE in DECODERS:
+        fused = DECODERS[DEVICE]
+        rivals[f"CoCA {options.constraint} fused"] = lambda i: fused(
+            q[i], t[i], v[i], cos[i], sin[i], None, scaling, strict
+        )
+    errors = {name: decode_error(name, rival, (q, k, t, v, cos, sin), options) for name, rival in rivals.items()}
+    rivals = {name: rival for name, rival in rivals.items() if errors[name] is not None}
+    with torch.no_grad():
+        results = compare(rivals, options.repeats, options.warmup, sets, graph=True)
+    measured = [one["seconds"] for name, one in results.items() if name.startswith("LLaMA") and one["seconds"]]
+    fastest = min(measured, default=None)
+    rows = []
+    for name, result in results.items():
+        num_bytes = llama_bytes if name.startswith("LLaMA") else coca_bytes
+        seconds = result["seconds"]
+        rows.append(
+            {
+                **{"rival": name, "shape": options.shape, "length": length, "batch": batch, **result},
+                "gb_per_second": num_bytes / seconds / 1e9 if seconds else None,  # of the cache, read once
+                "over_llama": fastest / seconds if seconds and fastest else None,
+                "relative_error": errors[name],
+            }
+        )
+    return rows
+
+
+def inputs(batch, heads, kv_heads, length, head_dim, sets, dtype) -> list[list[torch.Tensor]]:
+    def made(count: int, n: int, width: int) -> list[torch.Tensor]:
+        return [torch.randn(batch, count, n, width, device=DEVICE, dtype=dtype) for _ in range(sets)]
+
+    angle = torch.arange(length, device=DEVICE)[:, None] * 10000.0 ** -(
+        torch.arange(0, head_dim, 2, device=DEVICE) / head_dim
+    )
+    angles = [
+        [part.to(dtype).expand(batch, 1, -1, -1).contiguous() for _ in range(sets)]
+        for part in (angle.cos(), angle.sin())
+    ]
+    return [
+        *(made(heads, 1, head_dim), made(kv_heads, length, head_dim), made(kv_heads, length, head_dim // 2)),
+        *(made(kv_heads, length, head_dim), *angles),
+    ]
+
+
+def decode_error(name: str, rival, tensors, options) -> float | None:
+    """Against attention in float64, of the first row and key/value head; None where PyTorch has no such kernel here."""
+    try:
+        with torch.no_grad():
+            got = rival(0)
+    except torch.OutOfMemoryError:
+        clear()
+        return 0.0  # `compare` meets it again
+    except RuntimeError as failure:
+        if any(words in str(failure) for words in ("No available kernel", "No viable backend")):
+            return None
+        raise
+    q, k, t, v, cos, sin = (x[0] for x in tensors)
+    groups = q.shape[1] // v.shape[1]
+    query, value = q[:1, :groups].double(), v[:1, :1].double()
+    if name.startswith("LLaMA"):
+        key = k[:1, :1].double()
+    else:
+        key = coca_key(t[:1, :1].double(), cos[:1].double(), sin[:1].double(), options.constraint)
+    weights = (query @ key.mT * q.shape[-1] ** -0.5).softmax(-1)
+    return check(name, relative_error(got[:1, :groups], weights @ value), options.dtype)
+
+
+def tune(options) -> list[dict]:
+    """The kernel at several sizes of its programs; what is best belongs into coca_hf/kernels/decode.py."""
+    if DEVICE != "cuda":
+        raise SystemExit("decode.py --what tune: got no GPU, expected one")
+    from coca_hf.kernels import decode
+
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    rows = []
+    for length, batch in itertools.product(options.lengths, options.batches):
+        for width, block, programs in itertools.product((128, 256, 512), (16, 32, 64), (1, 2, 4)):
+            decode._gpu = lambda x, width=width: (processors, width)
+            decode.BLOCK_KEYS, decode.PROGRAMS_PER_PROCESSOR = block, programs
+            try:
+                found = attention_of_kernel(length, batch, options)
+            except Exception as failure:  # Triton's own, for what does not fit into a processor
+                found = {"error": type(failure).__name__}
+            rows.append({"rival": f"width {width}, keys {block}, programs {programs}", "length": length, **found})
+    return sorted(rows, key=lambda row: (row["length"], row.get("seconds") or 9.0))
+
+
+def attention_of_kernel(length: int, batch: int, options) -> dict:
+    shape = measure.SHAPES[options.shape]
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    head_dim = shape["hidden_size"] // heads
+    num_bytes = batch * length * head_dim * options.dtype.itemsize * (3 * kv_heads // 2 + 1)
+    sets = sets_for(num_bytes)
+    q, _, t, v, cos, sin = inputs(batch, heads, kv_heads, length, head_dim, sets, options.dtype)
+
+    def run(i: int):
+        return DECODERS[DEVICE](q[i], t[i], v[i], cos[i], sin[i], None, head_dim**-0.5, options.constraint == "strict")
+
+    with torch.no_grad():
+        (result,) = compare({"kernel": run}, options.repeats, options.warmup, sets, graph=True).values()
+    return {"batch": batch, **result, "gb_per_second": num_bytes / result["seconds"] / 1e9}
+
+
+def generate(length: int, batch: int, options) -> list[dict]:
+    fields = {"num_hidden_layers": options.layers} if options.layers else {}
+    ids = torch.randint(97, (batch, length), device=DEVICE)
+    rows = []
+    for name, backend in (
+        ("LLaMA", "sdpa"),
+        (f"CoCA {options.constraint}", "sdpa"),
+        (f"CoCA {options.constraint}", "coca"),
+    ):
+        model = make_model(name, options.shape, options.dtype, backend, **fields)
+        seconds = {}
+        for new_tokens in sorted(options.new_tokens, reverse=True):  # the longest sizes the static cache for both
+            times = []
+            for _ in range(2 + min(options.repeats, 3)):
+                if DEVICE == "cuda":
+                    torch.cuda.synchronize()
+                began = time.perf_counter()
+                output = model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=new_tokens,
+                    min_new_tokens=new_tokens,
+                    do_sample=False,
+                    cache_implementation="static",
+                    pad_token_id=0,
+                )
+                if DEVICE == "cuda":
+                    torch.cuda.synchronize()
+                times.append(time.perf_counter() - began)
+            assert output.shape[1] == length + new_tokens
+            seconds[new_tokens] = sorted(times[2:])[len(times[2:]) // 2]
+        few, many = sorted(options.new_tokens)
+        rows.append(
+            {
+                **{"rival": f"{name} {backend}", "shape": options.shape, "length": length, "batch": batch},
+                **{"layers": model.config.num_hidden_layers, "new_tokens": [few, many]},
+                "seconds": (seconds[many] - seconds[few]) / (many - few),
+                "whole_seconds": seconds[many],
+                "relative_error": None if name == "LLaMA" else generate_error(model, options.dtype),
+            }
+        )
+        del model
+        torch.compiler.reset()
+        clear()
+    for row in rows:
+        row["over_llama"] = rows[0]["seconds"] / row["seconds"]
+    return rows
+
+
+def generate_error(model, dtype: torch.dtype) -> float:
+    """The logits of a last token that attends from the cache, against those of the whole sequence at once."""
+    ids = torch.randint(97, (1, 40), device=DEVICE)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False, logits_to_keep=1).logits
+        cache = model(ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
+        got = model(ids[:, -1:], past_key_values=cache, logits_to_keep=1).logits
+    return check("decoding", relative_error(got, expected), dtype)
+
+
+def cache_bytes(options) -> dict[str, float]:
+    """Bytes of keys and values for a token, in all layers, counted in the cache of two layers that read 50 tokens."""
+    counted, layers = {}, measure.SHAPES[options.shape]["num_hidden_layers"]
+    for name in ("LLaMA", f"CoCA {options.constraint}"):
+        model = make_model(name, options.shape, options.dtype, num_hidden_layers=2)
+        with torch.no_grad():
+            cache = model(torch.zeros(1, 50, dtype=torch.int64, device=DEVICE), use_cache=True).past_key_values
+        per_layer = [(layer.keys.nbytes + layer.values.nbytes) / 50 for layer in cache.layers]
+        counted[f"cache of {name}"] = layers * per_layer[0] + sum(per_layer[2:])  # CoCA's last: angles, for all layers
+        del model
+        clear()
+    return counted
+
+
+if __name__ == "__main__":
+    main()

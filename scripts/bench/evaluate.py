@@ -1,0 +1,107 @@
+"""Perplexity over long documents: tokens/s of `coca-eval perplexity` beside the arithmetic of YaRN's script.
+
+    python scripts/bench/evaluate.py --out docs/results/evaluate.json                 # documents and windows of 32k
+    python scripts/bench/evaluate.py --model DIR --lengths 2048 --documents 2 --tokens 8192 --threads 2
+
+Both score the same windows (the first of a document all its tokens, later ones the last `stride`) of the same model,
+and must find the same perplexity. YaRN's script asks the model for its loss with -100 before the scored tokens: logits
+of every position, in fp32, shifted. Ours asks for the logits of scored positions and adds up their losses in pieces.
+Random tokens unless `--model` is a checkpoint; then `documents` of its own ids, as random.
+"""
+
+import math
+
+import measure
+import torch
+from measure import DEVICE, check, clear, make_model, parse, record, show
+from transformers import AutoModelForCausalLM
+
+from coca_hf.evaluate.perplexity import compute_windows, token_losses
+from coca_hf.evaluate.variants import VARIANTS, Window
+
+
+def main() -> None:
+    parser = measure.arguments(__doc__, "350m" if DEVICE == "cuda" else "smollm2-135m", [32768], repeats=3, warmup=1)
+    parser.add_argument("--model", help="a checkpoint, instead of random weights of the shape")
+    parser.add_argument("--documents", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=32768 + 1024, help="of a document")
+    parser.add_argument("--stride", type=int, default=256, help="256 is the script's default")
+    parser.add_argument("--batch", type=int, default=1, help="windows at a time, of ours; the script has one")
+    parser.add_argument("--attention", default="sdpa")
+    options = parse(parser)
+    if options.smoke:
+        options.tokens, options.stride, options.model = 90, 16, None
+    if options.model:
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(DEVICE).eval()
+        model.set_attn_implementation(options.attention)
+    else:
+        model = make_model("CoCA slack", options.shape, options.dtype, options.attention)
+    documents = [torch.randint(97, (options.tokens,)) for _ in range(options.documents)]
+    rows = [row for length in options.lengths for row in measure_length(model, documents, length, options)]
+    show(
+        f"perplexity, {options.model or options.shape}, documents of {options.tokens}, stride {options.stride}",
+        ["rival", "length", "s", "CPU s", "scored tokens/s", "x YaRN's", "x, CPU time", "perplexity", "GiB added"],
+        [
+            [
+                *(row[key] for key in ("rival", "length", "seconds", "cpu_seconds", "tokens_per_second", "over_yarn")),
+                *(row["over_yarn_cpu"], row["perplexity"], row["peak_bytes"] and row["peak_bytes"] / 2**30),
+            ]
+            for row in rows
+        ],
+    )
+    record("evaluate-bench", rows, options)
+
+
+def measure_length(model, documents: list[torch.Tensor], length: int, options) -> list[dict]:
+    windows = VARIANTS["yarn"].windows([len(ids) for ids in documents], length, options.stride, [])
+    scored = sum(window.scored_len for window in windows)
+    means: dict[str, list[float]] = {}
+
+    def theirs(i: int) -> None:
+        means["YaRN's script"] = [yarn_loss(model, documents, window) for window in windows]
+
+    def ours(i: int) -> None:
+        def compute(batch: list[Window]) -> list[float]:
+            return token_losses(model, documents, batch).double().mean(-1).tolist()
+
+        _, means["coca-eval"], error = compute_windows(windows, compute, options.batch)
+        if error:
+            raise torch.OutOfMemoryError(error)
+
+    rivals = {"YaRN's script": theirs, "coca-eval": ours}
+    results = measure.compare(rivals, options.repeats, options.warmup)
+    perplexity = {name: math.exp(math.fsum(each) / len(each)) for name, each in means.items()}
+    if len(perplexity) == 2:
+        expected, got = (math.log(perplexity[name]) for name in rivals)
+        check("perplexity", abs(got - expected) / expected, options.dtype)
+    clear()
+    baseline = results["YaRN's script"]
+    return [
+        {
+            **{
+                "rival": name,
+                "shape": options.shape,
+                "length": length,
+                "stride": options.stride,
+                "batch": options.batch,
+            },
+            **{"windows": len(windows), "scored_tokens": scored, **result, "perplexity": perplexity.get(name)},
+            "tokens_per_second": scored / result["seconds"] if result["seconds"] else None,
+            "over_yarn": baseline["seconds"] / result["seconds"] if baseline["seconds"] and result["seconds"] else None,
+            "over_yarn_cpu": baseline["cpu_seconds"] / result["cpu_seconds"] if baseline["cpu_seconds"] else None,
+        }
+        for name, result in results.items()
+    ]
+
+
+@torch.no_grad()
+def yarn_loss(model, documents: list[torch.Tensor], window: Window) -> float:
+    """The mean loss of a window's scored tokens, as eval/perplexity.py of jquesnelle/yarn has the model compute it."""
+    ids = documents[window.document][window.start : window.start + window.input_len + 1][None].to(model.device)
+    labels = ids.clone()
+    labels[:, : -window.scored_len] = -100
+    return model(ids, labels=labels, use_cache=False).loss.item()
+
+
+if __name__ == "__main__":
+    main()

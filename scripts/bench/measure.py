@@ -1,0 +1,259 @@
+"""What the benchmarks of speed share: shapes, rivals timed in turns, and the record that each run leaves."""
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from coca_hf import CocaLlamaConfig, CocaLlamaForCausalLM
+from coca_hf.models import attention
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CACHE_BYTES = 128 << 20  # above the L2 of an H200 (60 MB) and most processors' last level
+LIMITS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # of the relative error of an output
+SHAPES = {
+    "llama-7b": {
+        **{"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "vocab_size": 32000},
+        **{"num_attention_heads": 32, "num_key_value_heads": 32},
+    },
+    "llama-3-8b": {
+        **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8},
+    },
+    "350m": {  # recipes/from-scratch-350m
+        **{"hidden_size": 1024, "intermediate_size": 2736, "num_hidden_layers": 24, "vocab_size": 50277},
+        **{"num_attention_heads": 16, "num_key_value_heads": 16, "tie_word_embeddings": True},
+    },
+    "smollm2-135m": {
+        **{"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152},
+        **{"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
+    },
+    "tiny": {
+        **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 97},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2},
+    },
+}
+
+
+def arguments(description: str, shape: str, lengths: list[int], **defaults: Any) -> argparse.ArgumentParser:
+    """The options that all benchmarks have; `defaults` are of `--repeats` and `--warmup`."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default=shape)
+    parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
+    parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"])
+    parser.add_argument("--repeats", type=int, default=defaults.get("repeats", 10))
+    parser.add_argument("--warmup", type=int, default=defaults.get("warmup", 3))
+    parser.add_argument("--threads", type=int, help="of the CPU")
+    parser.add_argument("--smoke", action="store_true", help="the tiny shape, one repeat: only whether it runs")
+    parser.add_argument("--out", type=Path, help="JSON")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    options = parser.parse_args()
+    if options.smoke:
+        options.shape, options.repeats, options.warmup = "tiny", 1, 1
+        options.lengths = [min(options.lengths[0], 48)]
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    options.dtype = getattr(torch, options.dtype or ("bfloat16" if DEVICE == "cuda" else "float32"))
+    torch.manual_seed(0)
+    return options
+
+
+def make_model(name: str, shape: str, dtype: torch.dtype, attention: str = "sdpa", **fields: Any):
+    """`LLaMA`, or `CoCA slack` or `CoCA strict` of a shape, random weights, on the device."""
+    config_class, model_class = LlamaConfig, LlamaForCausalLM
+    if name.startswith("CoCA"):
+        config_class, model_class = CocaLlamaConfig, CocaLlamaForCausalLM
+        fields["coca_constraint"] = name.split()[1]
+    config = config_class(**SHAPES[shape] | {"max_position_embeddings": 1 << 17} | fields)
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model = model_class._from_config(config, dtype=dtype, attn_implementation=attention)
+    return model.eval()
+
+
+@contextlib.contextmanager
+def plain_folds():
+    """Without the fused kernel."""
+    fused = dict(attention.FOLDS)
+    attention.FOLDS.clear()
+    try:
+        yield
+    finally:
+        attention.FOLDS.update(fused)
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def check(what: str, error: float, dtype: torch.dtype, factor: float = 1.0) -> float:
+    """Raises SystemExit where a result is wrong: its speed would say nothing."""
+    if not error <= factor * LIMITS[dtype]:
+        raise SystemExit(f"{what}: got a relative error of {error:.2e}, expected at most {factor * LIMITS[dtype]:.0e}")
+    return error
+
+
+def sets_for(num_bytes: int) -> int:
+    """How many sets of inputs of this size go around before the cache has the first again; at most 16."""
+    return max(1, min(16, -(-2 * CACHE_BYTES // max(num_bytes, 1))))
+
+
+def compare(
+    rivals: dict[str, Callable[[int], Any]], repeats: int, warmup: int, sets: int = 1, graph: bool = False
+) -> dict[str, dict]:
+    """Time `rivals` in turns, so that what else the machine does meets all of them.
+
+    A rival is called with the number of the inputs' set, which goes around. `graph`: on a GPU, a CUDA graph of all sets
+    is replayed, so that launching costs nothing. Returns by name: seconds (median), cpu_seconds (median, of the whole
+    process; CPU only), runs (seconds, in order), peak_bytes (what a run added to the GPU's memory), error (memory that
+    ran out, or null).
+    """
+    results: dict[str, dict] = {
+        name: {"seconds": None, "cpu_seconds": None, "runs": [], "cpu_runs": [], "peak_bytes": None, "error": None}
+        for name in rivals
+    }
+    graphs: dict[str, Any] = {}
+    for number in range(warmup + repeats):
+        for name, rival in rivals.items():
+            one = results[name]
+            if one["error"]:
+                continue
+            try:
+                if graph and DEVICE == "cuda" and number == warmup:
+                    graphs[name] = _graph(rival, sets)
+                seconds, cpu_seconds, peak = _time(rival, number % sets, graphs.get(name))
+            except (torch.OutOfMemoryError, MemoryError, RuntimeError) as failure:
+                if not _is_memory(failure):
+                    raise
+                one["error"] = "OOM"
+                del failure
+                clear()
+                continue
+            if number >= warmup:
+                one["runs"].append(seconds / (sets if name in graphs else 1))
+                one["cpu_runs"].append(cpu_seconds)
+                one["peak_bytes"] = max(peak, one["peak_bytes"] or 0) if peak is not None else None
+    graphs.clear()
+    for one in results.values():
+        if one["runs"] and not one["error"]:
+            one["seconds"] = statistics.median(one["runs"])
+            one["cpu_seconds"] = None if DEVICE == "cuda" else statistics.median(one["cpu_runs"])
+        del one["cpu_runs"]
+    clear()
+    return results
+
+
+def _time(rival: Callable[[int], Any], number: int, graph: Any) -> tuple[float, float, int | None]:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay() if graph else rival(number)
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1000, 0.0, None if graph else torch.cuda.max_memory_allocated() - before
+    gc.collect()
+    began, cpu_began = time.perf_counter(), time.process_time()
+    rival(number)
+    return time.perf_counter() - began, time.process_time() - cpu_began, None
+
+
+def _graph(rival: Callable[[int], Any], sets: int) -> Any:
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for number in range(sets):
+            rival(number)
+    return graph
+
+
+def _is_memory(failure: BaseException) -> bool:
+    words = ("out of memory", "can't allocate memory", "not enough memory")
+    return isinstance(failure, (torch.OutOfMemoryError, MemoryError)) or any(w in str(failure).lower() for w in words)
+
+
+def clear() -> None:
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+
+
+def record(task: str, rows: Sequence[dict], options: argparse.Namespace) -> None:
+    """Write the rows of a run with what they were made on and by, where `--out` asks for it."""
+    if not options.out:
+        return
+    result = {
+        "task": task,
+        "dtype": str(options.dtype).removeprefix("torch."),
+        "repeats": options.repeats,
+        "warmup": options.warmup,
+        "rows": list(rows),
+        "command": _command(),
+        "hardware": hardware(),
+        "versions": versions(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _command() -> str:
+    """As it was typed in the repository's root, with the last names of absolute paths."""
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    return " ".join(["python", f"scripts/bench/{Path(sys.argv[0]).name}", *words])
+
+
+def hardware() -> dict:
+    if DEVICE == "cuda":
+        gpu = torch.cuda.get_device_properties(0)
+        return {"gpu": gpu.name, "processors": gpu.multi_processor_count, "bytes": gpu.total_memory}
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average_at_end": os.getloadavg(),
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("coca-hf", "torch", "transformers", "triton", "flash-attn"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def show(title: str, header: Sequence[str], lines: Sequence[Sequence[Any]]) -> None:
+    """A Markdown table, numbers to three digits."""
+    print(f"\n{title}\n")
+    print("| " + " | ".join(header) + " |")
+    print("|---" + "|---:" * (len(header) - 1) + "|")
+    for line in lines:
+        print("| " + " | ".join(_cell(x) for x in line) + " |", flush=True)
+
+
+def _cell(x: Any) -> str:
+    if x is None:
+        return ""
+    return f"{x:.4g}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else str(x)

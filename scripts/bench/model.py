@@ -1,0 +1,102 @@
+"""Prefill: one forward of the whole model over a prompt, logits of the last token, CoCA beside HF's LLaMA.
+
+    python scripts/bench/model.py --lengths 2048 8192 32768 --out docs/results/prefill.json
+    python scripts/bench/model.py --shape 350m --lengths 32768                     # peak memory; the paper: about 60 GB
+    python scripts/bench/model.py --shape smollm2-135m --lengths 2048 --threads 2  # on a CPU
+
+Random weights: the time does not depend on them. The same attention backend for all, by `--attention`. `peak` is all
+that is allocated on the GPU while the model runs, its weights included. Before it is timed, CoCA is compared with
+itself by the three-operand contraction, over a short prompt.
+"""
+
+import copy
+
+import measure
+import torch
+from measure import DEVICE, check, clear, compare, make_model, parse, plain_folds, record, relative_error, show
+
+from coca_hf.models.attention import FOLDS
+from coca_hf.models.reference import use_reference_
+
+
+def main() -> None:
+    parser = measure.arguments(__doc__, "llama-7b" if DEVICE == "cuda" else "smollm2-135m", [2048, 8192, 32768])
+    parser.add_argument("--layers", type=int, help="fewer than the shape has")
+    parser.add_argument("--attention", default="sdpa", help="of transformers")
+    parser.add_argument("--compile", action="store_true", help="torch.compile both")
+    parser.add_argument("--constraints", nargs="+", choices=["slack", "strict"], default=["slack"])
+    options = parse(parser)
+    names = ["LLaMA", *(f"CoCA {constraint}" for constraint in options.constraints)]
+    fields = {"num_hidden_layers": options.layers} if options.layers else {}
+    models = {name: make_model(name, options.shape, options.dtype, options.attention, **fields) for name in names}
+    errors = {name: check_model(name, model, options.dtype) for name, model in models.items() if name != "LLaMA"}
+    rows = [row for length in options.lengths for row in measure_length(length, models, options)]
+    for row in rows:
+        row["relative_error"] = errors.get(row["rival"].removesuffix(" plain"))
+    show(
+        f"prefill, {options.shape}, {options.dtype}, {options.attention}",
+        ["rival", "length", "s", "CPU s", "tokens/s", "x LLaMA", "x LLaMA, CPU time", "peak GiB"],
+        [
+            [
+                *(row[key] for key in ("rival", "length", "seconds", "cpu_seconds", "tokens_per_second", "over_llama")),
+                *(row["over_llama_cpu"], row["total_bytes"] and row["total_bytes"] / 2**30),
+            ]
+            for row in rows
+        ],
+    )
+    record("prefill-bench", rows, options)
+
+
+def check_model(name: str, model, dtype: torch.dtype) -> float:
+    ids = torch.randint(model.config.vocab_size, (1, 40), device=DEVICE)
+    with torch.no_grad():
+        got = model(ids, use_cache=False).logits
+        expected = use_reference_(copy.deepcopy(model).float())(ids, use_cache=False).logits
+    clear()
+    return check(name, relative_error(got, expected), dtype)
+
+
+def measure_length(length: int, models: dict, options) -> list[dict]:
+    ids = [torch.randint(97, (1, length), device=DEVICE) for _ in range(4)]
+
+    def prefill(model):
+        step = torch.compile(model, dynamic=False) if options.compile else model
+
+        @torch.inference_mode()
+        def run(i: int) -> None:
+            step(input_ids=ids[i % 4], use_cache=False, logits_to_keep=1)
+
+        return run
+
+    rivals = {name: prefill(model) for name, model in models.items()}
+    if DEVICE in FOLDS and not options.compile:
+
+        def plain(i: int) -> None:
+            with plain_folds():
+                rivals["CoCA slack"](i)
+
+        rivals["CoCA slack plain"] = plain
+    results = compare(rivals, options.repeats, options.warmup, sets=4)
+    baseline = results["LLaMA"]
+    rows = []
+    for name, result in results.items():
+        model = models[name.removesuffix(" plain")]
+        weights = sum(p.nbytes for p in model.parameters())
+        ratio = {
+            key: baseline[key] / result[key] if baseline[key] and result[key] else None
+            for key in ("seconds", "cpu_seconds")
+        }
+        rows.append(
+            {
+                **{"rival": name, "shape": options.shape, "layers": model.config.num_hidden_layers, "length": length},
+                **{"attention": options.attention, "compiled": options.compile, **result},
+                "tokens_per_second": length / result["seconds"] if result["seconds"] else None,
+                "total_bytes": weights + result["peak_bytes"] if result["peak_bytes"] is not None else None,
+                **{"over_llama": ratio["seconds"], "over_llama_cpu": ratio["cpu_seconds"]},
+            }
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    main()

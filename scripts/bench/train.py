@@ -1,0 +1,106 @@
+"""A training step (forward, backward, AdamW) of some layers of a shape, CoCA beside HF's LLaMA, same options.
+
+    python scripts/bench/train.py --out docs/results/train.json                 # layers of LLaMA-7B's shape
+    python scripts/bench/train.py --train t qkv all --batch 8 --checkpointing   # the stages of the paper's recipe
+
+`--train`: what learns. In LLaMA k_proj stands for t_proj. Losses of CoCA with the plain fold and with this machine's
+fastest are compared first, and its gradients. The head and the loss are left out of `layer_seconds`, which
+projection.py adds up: it is the difference between two depths, per layer.
+"""
+
+import measure
+import torch
+from measure import DEVICE, check, clear, compare, make_model, parse, plain_folds, record, relative_error, show
+
+TRAINED = {"t": ("t_proj", "k_proj"), "qkv": ("q_proj", "t_proj", "k_proj", "v_proj"), "all": ("",)}
+
+
+def main() -> None:
+    parser = measure.arguments(__doc__, "llama-7b" if DEVICE == "cuda" else "smollm2-135m", [2048])
+    parser.add_argument("--layers", type=int, nargs=2, default=[2, 6], help="two depths; the rows are of the second")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--train", nargs="+", choices=TRAINED, default=["all"])
+    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
+    parser.add_argument("--compile", action="store_true", help="torch.compile both")
+    options = parse(parser)
+    if options.smoke:
+        options.layers, options.batch = [1, 2], 1
+    rows = [row for length in options.lengths for what in options.train for row in measure_step(length, what, options)]
+    show(
+        f"training step, {options.shape}, {options.layers[1]} layers, batch {options.batch}, {options.dtype}",
+        ["rival", "learns", "length", "s", "tokens/s", "x LLaMA", "s per layer", "GiB added"],
+        [
+            [
+                *(row["rival"], row["train"], row["length"], row["seconds"], row["tokens_per_second"]),
+                *(row["over_llama"], row["layer_seconds"], row["peak_bytes"] and row["peak_bytes"] / 2**30),
+            ]
+            for row in rows
+        ],
+    )
+    record("train-bench", rows, options)
+
+
+def measure_step(length: int, what: str, options) -> list[dict]:
+    vocab_size = measure.SHAPES[options.shape]["vocab_size"]
+    ids = [torch.randint(vocab_size, (options.batch, length), device=DEVICE) for _ in range(4)]
+    by_depth = []
+    for layers in options.layers:
+        steps, error = {}, None
+        for name in ("LLaMA", "CoCA slack"):
+            model = make_model(name, options.shape, options.dtype, num_hidden_layers=layers).train()
+            if options.checkpointing:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            for parameter_name, parameter in model.named_parameters():
+                parameter.requires_grad_(any(part in parameter_name for part in TRAINED[what]))
+            if name != "LLaMA":
+                error = check_gradients(model, ids[0][:, :64], options.dtype)
+            steps[name] = step_of(model, ids, options)
+        by_depth.append(compare(steps, options.repeats, options.warmup, sets=4))
+        del steps, model
+        clear()
+    shallow, deep = by_depth
+    extra = options.layers[1] - options.layers[0]
+    return [
+        {
+            **{"rival": name, "shape": options.shape, "train": what, "length": length, "batch": options.batch},
+            **{"layers": options.layers[1], "checkpointing": options.checkpointing, "compiled": options.compile},
+            **result,
+            "tokens_per_second": options.batch * length / result["seconds"] if result["seconds"] else None,
+            "over_llama": deep["LLaMA"]["seconds"] / result["seconds"] if result["seconds"] else None,
+            "layer_seconds": (result["seconds"] - shallow[name]["seconds"]) / extra if result["seconds"] else None,
+            "relative_error": None if name == "LLaMA" else error,
+        }
+        for name, result in deep.items()
+    ]
+
+
+def step_of(model, ids: list[torch.Tensor], options):
+    learning = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learning, lr=1e-6, fused=DEVICE == "cuda")
+    forward = torch.compile(model, dynamic=False) if options.compile else model
+
+    def step(i: int) -> None:
+        forward(input_ids=ids[i], labels=ids[i], use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def check_gradients(model, ids: torch.Tensor, dtype: torch.dtype) -> float:
+    """The relative error of all gradients together, this machine's fold against the plain one."""
+
+    def gradients() -> torch.Tensor:
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
+
+    got = gradients()
+    with plain_folds():
+        error = check("gradients", relative_error(got, gradients()), dtype, factor=2)
+    model.zero_grad()
+    return error
+
+
+if __name__ == "__main__":
+    main()

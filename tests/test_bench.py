@@ -1,0 +1,88 @@
+"""The benchmarks run, check what they time and say what they were made on; how fast anything is, no test asserts."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCH = Path(__file__).parents[1] / "scripts" / "bench"
+SMOKE = {
+    "attention": ["--only", "contraction", "sdpa"],
+    "attention --mode fold": ["--only", "rotation", "plain"],
+    "model": ["--attention", "sdpa", "--constraints", "slack", "strict"],
+    "decode": ["--batches", "1"],
+    "decode --what generate": [],
+    "train": ["--train", "t", "all"],
+    "evaluate": ["--batch", "2"],
+}
+
+
+def run(script, *words, monkeypatch):
+    """What a script printed and did as if it were called; in this process, because imports take seconds."""
+    monkeypatch.syspath_prepend(BENCH)
+    monkeypatch.setattr(sys, "argv", [str(BENCH / f"{script}.py"), *map(str, words)])
+    return runpy.run_path(str(BENCH / f"{script}.py"), run_name="__main__")
+
+
+@pytest.fixture(autouse=True)
+def _no_compiler(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+
+
+@pytest.mark.parametrize("name", SMOKE)
+def test_a_benchmark_checks_its_rivals_and_records_what_it_was_made_on(name, tmp_path, monkeypatch, capsys):
+    script, *words = name.split()
+    run(script, *words, "--smoke", *SMOKE[name], "--out", tmp_path / "out.json", monkeypatch=monkeypatch)
+    result = json.loads((tmp_path / "out.json").read_text())
+    rivals = [row["rival"] for row in result["rows"]]
+    assert any("LLaMA" in rival or "YaRN" in rival for rival in rivals)
+    assert any("CoCA" in rival or "coca" in rival for rival in rivals)
+    timed = [row for row in result["rows"] if "cache" not in row["rival"]]
+    assert all(row["seconds"] > 0 for row in timed)
+    checked = [row for row in timed if "CoCA" in row["rival"]]
+    assert all(0 <= row["relative_error"] < 1e-4 for row in checked)
+    assert {"hardware", "versions", "date", "dtype"} <= set(result)
+    assert result["command"].startswith(f"python scripts/bench/{script}.py")
+    assert str(tmp_path) not in result["command"]
+    assert timed[0]["rival"] in capsys.readouterr().out
+
+
+def test_a_rival_that_is_wrong_ends_the_run(monkeypatch):
+    from coca_hf.models import attention
+
+    monkeypatch.setitem(attention.FOLDS, "cpu", lambda q, t, cos, sin, constraint: (q, torch.cat((t, t), -1)))
+    with pytest.raises(SystemExit, match="relative error"):
+        run("model", "--smoke", monkeypatch=monkeypatch)
+
+
+def test_the_floors_are_printed_beside_what_was_measured(tmp_path, monkeypatch, capsys):
+    row = {"rival": "CoCA slack", "length": 8192, "over_llama": 1.0625}
+    (tmp_path / "prefill.json").write_text(json.dumps({"rows": [row]}))
+    run("floors", "--results", tmp_path, monkeypatch=monkeypatch)
+    lines = capsys.readouterr().out.splitlines()
+    (prefill,) = [line for line in lines if "prefill, 7B, 8k" in line]
+    assert prefill.endswith("| 1.06x |")
+    assert sum("not yet measured (no GPU)" in line for line in lines) == 17
+    assert "524,288 and 393,472: 0.7505x" in "\n".join(lines)
+
+
+def test_the_projection_adds_up_measured_layers(tmp_path, monkeypatch, capsys):
+    rows = [
+        {"rival": "CoCA slack", "shape": "llama-7b", "train": stage, "layers": 6, "seconds": seconds}
+        | {"layer_seconds": 0.1, "batch": 8, "length": 2048}
+        for stage, seconds in {"t": 0.8, "qkv": 0.9, "all": 1.0}.items()
+    ]
+    file = tmp_path / "train-stages.json"
+    result = {"rows": rows, "hardware": {"gpu": "H200"}, "command": "python x", "date": "2026-01-01T00:00:00+00:00"}
+    file.write_text(json.dumps(result))
+    run("projection", file, "--overlap", "0", monkeypatch=monkeypatch)
+    page = capsys.readouterr().out
+    assert "| 1 | t_proj alone | 3.400 |" in page  # 32 * 0.1, and 0.8 - 6 * 0.1 for what is no layer
+    communication = 2 * (2 * 6470.1e6 + 268.4e6) * 31 / 32 / 40e9
+    assert f"| {communication:.3f} |" in page
+    file.write_text(json.dumps(result | {"rows": rows[:2]}))
+    with pytest.raises(SystemExit, match="no row of llama-7b that trains 'all'"):
+        run("projection", file, monkeypatch=monkeypatch)
