@@ -38,7 +38,7 @@ RELATIVE_RATE = 0.015  # the learning rate, over the root mean square of W_Q
 WARMUP_STEPS = 10
 BLOCK_TOKENS = 256
 HELD_OUT_BLOCKS = 8
-CANDIDATES = 8  # blocks read for every one that is taken
+CANDIDATES = 64  # blocks read for every one that is taken
 
 Report = Callable[[int, int], None]  # layers done, layers in all
 
