@@ -1,14 +1,21 @@
 """Convert a checkpoint on disk, a block at a time: `convert_checkpoint`. The destination is absent or complete."""
 
 import contextlib
+import copy
 import json
 import math
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+import xxhash
+
 from coca_hf.card import write_card
+from coca_hf.convert.calibrate import STEPS, calibrate, calibration_blocks
+from coca_hf.convert.patch import patch_
 from coca_hf.convert.plan import DTYPES, TOKENIZER, Plan
 from coca_hf.convert.record import conversion_record
 from coca_hf.convert.source import SafetensorsSource, open_source
@@ -32,6 +39,10 @@ def convert_checkpoint(
     ntk_length: int | None = None,
     ntk_factor: float | None = None,
     released: bool = False,
+    calibrate_on: str | None = None,
+    calibrate_tokens: int = 8192,
+    seed: int = 0,
+    calibrate_progress: Progress | None = None,
 ) -> dict:
     """Write a CoCA checkpoint made from the checkpoint `src` to the directory `dst`; returns its record.
 
@@ -41,8 +52,10 @@ def convert_checkpoint(
     time. max_shard_size: of the files of weights, as in `500MB`; a tensor that is larger has a file to itself.
     ntk_length: total tokens for which the base of dynamic NTK is written into the configuration (`bake_ntk_`;
     ntk_factor: its factor); then `src` may also be a CoCA checkpoint, whose weights are copied. released: `src` is a
-    GPT-NeoX checkpoint of the authors' released code, which no file of it says. The record is also written to
-    `dst/conversion.json`.
+    GPT-NeoX checkpoint of the authors' released code, which no file of it says. calibrate_on: text, as `read_documents`
+    takes it, on `calibrate_tokens` tokens of which W_Q and W_T are fitted to the original's attention
+    (`calibrate.py`), drawn by `seed`; the original is then loaded, and works on the GPU a layer at a time, where there
+    is one; calibrate_progress: called with layers done and in all. The record is also written to `dst/conversion.json`.
 
     Safetensors sources are read in blocks, a few shards of `dst` at a time; memory holds the projections of one layer
     for each, not a shard. An interrupted run leaves what is finished in a hidden directory beside `dst`, and the same
@@ -60,9 +73,12 @@ def convert_checkpoint(
         plan = Plan(source, src, constraint, dtype, shard_bytes, ntk_length, ntk_factor, released)
         with locked_staging(target) as staging:
             _check_target(src, target, overwrite)
+            fit = _Calibration(plan, calibrate_on, calibrate_tokens, seed) if calibrate_on else None
             staging.begin(plan.made_from())
+            if fit:
+                fit.run(staging, calibrate_progress or (lambda done, total: None))
             _check_disk_space(plan, staging)
-            record = _write(plan, staging, progress or (lambda done, total: None))
+            record = _write(plan, staging, progress or (lambda done, total: None), fit.record if fit else None)
             staging.publish()
     return record
 
@@ -77,7 +93,39 @@ def _check_disk_space(plan: Plan, staging: Staging) -> None:
         )
 
 
-def _write(plan: Plan, staging: Staging, progress: Progress) -> dict:
+class _Calibration:
+    """The calibration of a plan on the documents of `text`; sets what `plan` says of it."""
+
+    def __init__(self, plan: Plan, text: str, num_tokens: int, seed: int):
+        if plan.from_coca or plan.released:
+            raise CocaError("--calibrate: got a CoCA checkpoint, expected an original, whose attention it imitates")
+        self.plan, self.text, self.seed = plan, text, seed
+        tokenizer = plan.source.load_tokenizer()
+        self.blocks, self.held_out = calibration_blocks(text, tokenizer, plan.config, num_tokens, seed)
+        ids = torch.cat((self.blocks, self.held_out))
+        plan.calibrated_from = [plan.source.states(), ids.shape, xxhash.xxh3_128_hexdigest(ids.numpy()), seed, STEPS]
+
+    def run(self, staging: Staging, progress: Progress) -> None:
+        began = time.perf_counter()
+        original = self.plan.source.load_model().eval()
+        original.set_attn_implementation("eager")
+        coca = patch_(copy.copy(original), self.plan.config.coca_constraint)  # shares all weights but W_T
+        done = calibrate(original, coca, self.blocks, self.held_out, staging.calibrated, self.seed, report=progress)
+        self.plan.calibrated = done.tensors
+        self.record = {
+            "text": self.text,
+            "tokens": self.blocks.numel(),
+            "block_tokens": self.blocks.shape[1],
+            "held_out_tokens": self.held_out.numel(),
+            "seed": self.seed,
+            "steps_per_layer": STEPS,
+            "perplexity": done.perplexity,
+            "attention_kl": [layer._asdict() for layer in done.layers],
+            "seconds": round(time.perf_counter() - began, 1),
+        }
+
+
+def _write(plan: Plan, staging: Staging, progress: Progress, calibration: dict | None) -> dict:
     """Write all of the checkpoint into `staging`; returns its record."""
     WeightsWriter(plan, staging, progress).write()
     plan.source.check_unchanged()
@@ -85,6 +133,8 @@ def _write(plan: Plan, staging: Staging, progress: Progress) -> dict:
     plan.config.save_pretrained(directory)  # also copies the modelling files
     _save_companions(plan, directory)
     record = conversion_record(plan, staging.finished.values())
+    if calibration:
+        record["calibration"] = calibration
     (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n")
     write_card(directory)
     return record

@@ -9,6 +9,7 @@ from importlib.metadata import version
 
 import torch
 import xxhash
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from coca_hf.convert.export import coca_source_config
@@ -28,7 +29,9 @@ class Plan:
     """The conversion of `source`, which messages call `src`. The other arguments are those of `convert_checkpoint`.
 
     config: of what is written; ntk: what `bake_ntk_` did to it. pieces: the tensors that are written; shards: the same
-    by file. from_coca: whether the source is a CoCA checkpoint of ours; released: whether it is of the authors' code.
+    by file. calibrated: by the name of their piece, tensors that `calibrate` made of `calibrated_from`; both are for
+    the caller to set. from_coca: whether the source is a CoCA checkpoint of ours; released: whether it is of the
+    authors' code.
 
     Raises CocaError for a source that is not understood.
     """
@@ -54,6 +57,8 @@ class Plan:
             )
         untie_(self.config, shapes, self._are_equal)
         self.pieces, self.released = check_tensors(shapes, self.config, src, released, self.from_coca)
+        self.calibrated_from: object = None
+        self.calibrated: dict[str, Tensor] = {}
         self.ntk = bake_ntk_(self.config, ntk_length, ntk_factor, where) if ntk_length else None
         self.config.dtype = self._dtype or self._stored_dtype()
         self._check_tokenizer()
@@ -66,7 +71,8 @@ class Plan:
             for shard, pieces in self.shards.items()
         }
         sources = {piece.source: str(self.source.dtype(piece.source)) for piece in self.pieces}
-        facts = [plan, sources, self.config.to_dict(), self.source.config, self.released, RULE, version("coca-hf")]
+        facts = [plan, sources, self.config.to_dict(), self.source.config, self.released, RULE, self.calibrated_from]
+        facts.append(version("coca-hf"))
         return xxhash.xxh3_128_hexdigest(json.dumps(facts, default=str).encode())
 
     def num_bytes(self, *shards: str) -> int:
@@ -80,7 +86,7 @@ class Plan:
 
     def is_copied(self, piece: Piece) -> bool:
         """Whether its numbers are the source's, in their order, though maybe of another type."""
-        return self.from_coca or piece.is_carried_over
+        return piece.name not in self.calibrated and (self.from_coca or piece.is_carried_over)
 
     def _num_bytes(self, piece: Piece) -> int:
         return math.prod(piece.shape) * self.dtype_of(piece).itemsize

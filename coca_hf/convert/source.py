@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_hf.card import LICENCE_FILES
 from coca_hf.convert.tensors import Shape
@@ -93,6 +94,24 @@ class SafetensorsSource:
             ):
                 shutil.copyfileobj(stream, copy)
 
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self.directory)
+        except Exception as error:  # transformers raises what its readers raise
+            reason = " ".join(str(error).split())[:200]
+            raise CocaError(f"{self.directory}: got no tokenizer that can be read, expected one ({reason})") from error
+
+    def load_model(self) -> PreTrainedModel:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(self.directory, dtype="auto")
+
+    def states(self) -> list[tuple[int, ...]]:
+        """What changes whenever a file of weights is written to."""
+        return sorted(self._current_states().values())
+
     def close(self) -> None:
         for weights in self._files.values():
             weights.close()
@@ -142,6 +161,16 @@ class GgufSource:
 
     def close(self) -> None:
         """Nothing to close."""
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._tokenizer
+
+    def load_model(self) -> PreTrainedModel:
+        return self._model
+
+    def states(self) -> list[tuple[int, ...]]:
+        found = self.files[0].stat()
+        return [(found.st_size, found.st_mtime_ns)]
 
     def save_companions(self, directory: Path) -> None:
         """Write the tokenizer and the generation config that the file carries."""

@@ -2,6 +2,7 @@
 
 .DST.incomplete/lock            held by the one process that writes; the system frees it when that process dies
 .DST.incomplete/manifest.jsonl  what is made here and from what; then a line for every shard that is on the disk
+.DST.incomplete/calibrated/     a file for every layer that is calibrated
 .DST.incomplete/checkpoint/     renamed to DST when it is complete
 .DST.incomplete/replaced/       the former DST, from just before that rename until just after it
 """
@@ -36,6 +37,7 @@ class Staging:
         self.target = target
         self.directory = staging_directory(target)
         self.checkpoint = self.directory / "checkpoint"
+        self.calibrated = self.directory / "calibrated"
         self.begun = False
         self.finished: dict[str, FinishedShard] = {}  # by name of the shard
         self._manifest = self.directory / "manifest.jsonl"
@@ -68,6 +70,7 @@ class Staging:
     def start_over(self, made_from: str) -> None:
         self.finished = {}
         self._manifest.unlink(missing_ok=True)
+        _remove(self.calibrated)
         _remove(self.checkpoint)
         self.checkpoint.mkdir()
         self._append(json.dumps({"made_from": made_from}))
@@ -91,10 +94,14 @@ class Staging:
         sync(self.target.parent)
         self.discard()
 
+    def has_results(self) -> bool:
+        """Whether there is something to continue from."""
+        return bool(self.finished) or any(self.calibrated.glob("*.safetensors"))
+
     def discard(self) -> None:
         """Remove everything but the lock."""
         self.finished = {}
-        for path in (self._manifest, self.checkpoint, self._replaced):
+        for path in (self._manifest, self.calibrated, self.checkpoint, self._replaced):
             _remove(path)
 
     def _read_manifest(self, made_from: str) -> list[FinishedShard] | None:
@@ -140,7 +147,7 @@ def locked_staging(target: Path) -> Iterator[Staging]:
         yield staging
     except BaseException as error:
         staging.recover()
-        if staging.begun and (isinstance(error, CocaError) or not staging.finished):
+        if staging.begun and (isinstance(error, CocaError) or not staging.has_results()):
             staging.discard()
         raise
     finally:

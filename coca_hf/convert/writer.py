@@ -93,10 +93,14 @@ class WeightsWriter:
                 if plan.is_copied(piece):
                     read[piece.source], written[piece.name] = self._copy(piece, stream)
                 else:
-                    made = self._as_stored(piece, maker.make(piece))
+                    made = self._as_stored(piece, self._made(piece, maker))
                     written[piece.name] = self._hash([made])
                     self._advance(_write(stream, bytes_of(made)))
         self.staging.record(FinishedShard(shard=shard, written=written, read=read, scales=maker.scales))
+
+    def _made(self, piece: Piece, maker: Maker) -> Tensor:
+        tensor = maker.make(piece)  # also where it is not used: it notes the source's hash, and the scale of W_T
+        return self.plan.calibrated.get(piece.name, tensor)
 
     def _copy(self, piece: Piece, stream: FileIO) -> tuple[str, str]:
         """Returns the hashes of what was read and of what was written: one and the same where the type stays."""

@@ -1,0 +1,280 @@
+"""A start from activations: W_Q and W_T that give every layer the attention of the original (`--calibrate`, issue 7).
+
+Layer by layer, on the hidden states that the original has there, Adam minimises over W_Q and W_T (and their biases)
+
+    mean over queries m of  w_m ( KL(original's map || CoCA's map)  +  |output - original's|^2 / |original's|^2 )
+
+with w_m proportional to (m + 1)^(-1/2). The first term is what matters: fitting outputs alone leaves most of the error
+(LoLCATs, arXiv 2410.10254, starts linear attention likewise). The second and the weights guard the first few tokens: a
+CoCA score is largest at distance 0, and a second token that attends to itself looks like the first one, which some MLP
+then makes another attention sink of. All else stays as it is, and no gradient passes from layer to layer: the layers
+see what the original's see, so that none has to make up for the others, and one layer is on the GPU at a time.
+
+Letters: see `models/attention.py`; n_b blocks of text. Memory is n_b (m * hidden + h * m * m) * 4 bytes and a layer.
+"""
+
+import copy
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from coca_hf.documents import read_documents
+from coca_hf.errors import CocaError
+from coca_hf.models.attention import CocaAttention, coca_key, coca_query
+from coca_hf.models.decoder import CocaForCausalLM
+
+STEPS = 60  # of Adam for every layer
+BATCH_TOKENS = 1024
+RELATIVE_RATE = 0.015  # the learning rate, over the root mean square of W_Q
+WARMUP_STEPS = 10
+BLOCK_TOKENS = 256
+HELD_OUT_BLOCKS = 8
+CANDIDATES = 64  # blocks read for every one that is taken
+
+Report = Callable[[int, int], None]  # layers done, layers in all
+
+
+class LayerFit(NamedTuple):
+    """What a layer came to: KL(original's map || CoCA's), nats, mean over heads and held-out queries."""
+
+    kl_start: float
+    kl_fitted: float
+
+
+class Calibration(NamedTuple):
+    """The fitted tensors by name in the CoCA model, float32, and what they are worth on held-out text."""
+
+    tensors: dict[str, Tensor]
+    layers: list[LayerFit]
+    perplexity: dict[str, float]  # of `original`, `start`, `calibrated`
+
+
+def calibration_blocks(
+    text: str, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, num_tokens: int, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Blocks of the documents of `text`, drawn at random: (n_b, m) to fit on, and (n, m) held out, token ids.
+
+    text: what `read_documents` reads. num_tokens: to fit on, in blocks of `BLOCK_TOKENS`, or less where the model is
+    for less; blocks are cut within documents, of which the last tokens are left out.
+
+    Raises CocaError where there are too few, or the tokenizer has words that the model does not know.
+    """
+    length = min(BLOCK_TOKENS, config.max_position_embeddings, getattr(config, "sliding_window", None) or BLOCK_TOKENS)
+    wanted = max(1, num_tokens // length) + HELD_OUT_BLOCKS
+    blocks: list[Tensor] = []
+    for document in read_documents(text, skip_empty=True):
+        ids = torch.tensor(tokenizer(document.text, verbose=False)["input_ids"])
+        blocks += ids[: len(ids) // length * length].view(-1, length)
+        if len(blocks) >= CANDIDATES * wanted:
+            break
+    if len(blocks) < wanted:
+        raise CocaError(
+            f"--calibrate {text}: got {len(blocks)} blocks of {length} tokens, expected at least {wanted}, of which "
+            f"{HELD_OUT_BLOCKS} are held out; give more text, or a smaller --calibrate-tokens"
+        )
+    chosen = torch.stack(random.Random(seed).sample(blocks, wanted))
+    if chosen.max() >= config.vocab_size:
+        raise CocaError(
+            f"--calibrate {text}: got token id {chosen.max()} from the tokenizer, expected ids below the model's "
+            f"vocabulary of {config.vocab_size}; the tokenizer belongs to another model"
+        )
+    return chosen[HELD_OUT_BLOCKS:], chosen[:HELD_OUT_BLOCKS]
+
+
+def calibrate(
+    original: PreTrainedModel,
+    coca: CocaForCausalLM,
+    blocks: Tensor,
+    held_out: Tensor,
+    finished: Path,
+    seed: int = 0,
+    steps: int = STEPS,
+    report: Report = lambda done, total: None,
+) -> Calibration:
+    """Fit the queries and coefficients of `coca`, which `patch_` or a conversion made of `original`, layer by layer.
+
+    blocks: (n_b, m) token ids to fit on; held_out: (n, m) others, to measure on. finished: a directory where every
+    layer's tensors are kept when it is done, and taken from if they are there. seed: of the order of the blocks.
+    Neither model is changed; on one machine and number of threads the same arguments give the same bits.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    base = original.base_model
+    angles = _Angles(base, coca, blocks.shape[1], device)
+    embed = original.get_input_embeddings()
+    with torch.no_grad():
+        states = embed(blocks.to(embed.weight.device)).float()
+        streams = {
+            name: embed(held_out.to(embed.weight.device)).float() for name in ("original", "start", "calibrated")
+        }
+    tensors: dict[str, Tensor] = {}
+    layers: list[LayerFit] = []
+    finished.mkdir(exist_ok=True)
+    for number, (theirs, ours) in enumerate(zip(base.layers, coca.model.layers, strict=True)):
+        theirs, start = (copy.deepcopy(layer).to(device, torch.float32).eval() for layer in (theirs, ours))
+        seen, after = _run_original(theirs, states, angles)
+        seen_held_out, streams["original"] = _run_original(theirs, streams["original"], angles)
+        fitted = copy.deepcopy(start)
+        file = finished / f"layer-{number:05}.safetensors"
+        if file.exists():
+            fitted.self_attn.load_state_dict(load_file(file), strict=False)
+        else:
+            _fit(fitted.self_attn, seen, angles, steps, seed + number)
+            _save(_fitted_tensors(fitted.self_attn), file)
+        layers.append(
+            LayerFit(*(_divergence(layer.self_attn, seen_held_out, angles) for layer in (start, fitted))),
+        )
+        for name, layer in (("start", start), ("calibrated", fitted)):
+            streams[name] = _run_coca(layer, streams[name], angles)
+        prefix = f"model.layers.{number}.self_attn."
+        tensors |= {prefix + name: tensor.cpu() for name, tensor in _fitted_tensors(fitted.self_attn).items()}
+        states = after
+        report(number + 1, len(base.layers))
+    perplexity = {name: _perplexity(coca, stream, held_out) for name, stream in streams.items()}
+    return Calibration(tensors, layers, perplexity)
+
+
+class _Seen(NamedTuple):
+    """What the original's attention of one layer does: on the CPU, float32."""
+
+    inputs: Tensor  # (n_b, m, hidden)
+    maps: Tensor  # (n_b, h, m, n)
+    outputs: Tensor  # (n_b, m, hidden)
+
+
+class _Angles:
+    """The positions of a block, as both models want them."""
+
+    def __init__(self, base: nn.Module, coca: CocaForCausalLM, length: int, device: str):
+        self.device = device
+        self.position_ids = torch.arange(length, device=device)[None]
+        probe = torch.zeros(1, length, 1, device=device)
+        rotary = [copy.deepcopy(module).to(device) for module in (base.rotary_emb, coca.model.rotary_emb)]
+        self.original, self.coca = (module(probe, self.position_ids) for module in rotary)
+        self.causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+        self.mask = torch.zeros(length, length, device=device).masked_fill(~self.causal, torch.finfo().min)[None, None]
+        weights = (self.position_ids[0] + 1.0) ** -0.5
+        self.weights = weights / weights.mean()  # (m,)
+
+    def batches(self, states: Tensor) -> Iterator[Tensor]:
+        for batch in states.split(max(1, BATCH_TOKENS // states.shape[1])):
+            yield batch.to(self.device)
+
+
+@torch.no_grad()
+def _run_original(layer: nn.Module, states: Tensor, angles: _Angles) -> tuple[_Seen, Tensor]:
+    """What the attention of `layer` did on the way, and the hidden states after it."""
+    attention = layer.self_attn if hasattr(layer, "self_attn") else layer.attention
+    seen: list[tuple[Tensor, ...]] = []
+    after = []
+    with _watching(attention, seen):
+        for batch in angles.batches(states):
+            output = layer(
+                batch,
+                attention_mask=angles.mask,
+                position_ids=angles.position_ids,
+                position_embeddings=angles.original,
+            )
+            after.append(output.cpu())
+    return _Seen(*(torch.cat(parts) for parts in zip(*seen, strict=True))), torch.cat(after)
+
+
+@contextmanager
+def _watching(attention: nn.Module, seen: list[tuple[Tensor, ...]]) -> Iterator[None]:
+    def note(module: nn.Module, args: tuple, kwargs: dict, result: tuple) -> None:
+        inputs = args[0] if args else kwargs["hidden_states"]
+        output, maps = result
+        seen.append((inputs.cpu(), maps.cpu(), output.cpu()))
+
+    hook = attention.register_forward_hook(note, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@torch.no_grad()
+def _run_coca(layer: nn.Module, states: Tensor, angles: _Angles) -> Tensor:
+    arguments = {"attention_mask": angles.mask, "position_embeddings": angles.coca}
+    return torch.cat([layer(batch, **arguments).cpu() for batch in angles.batches(states)])
+
+
+def _fit(attention: CocaAttention, seen: _Seen, angles: _Angles, steps: int, seed: int) -> None:
+    """Train W_Q and W_T of `attention`, in place."""
+    attention.requires_grad_(False)
+    parameters = [*attention.q_proj.parameters(), *attention.t_proj.parameters()]
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    rate = RELATIVE_RATE * attention.q_proj.weight.square().mean().sqrt().item()
+    optimizer = torch.optim.Adam(parameters, lr=rate, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS) * (1 - step / steps)
+    )
+    num_blocks, length = seen.inputs.shape[:2]
+    batch_size = min(num_blocks, max(1, BATCH_TOKENS // length))
+    order = torch.Generator().manual_seed(seed)
+    waiting: list[int] = []
+    for _ in range(steps):
+        if len(waiting) < batch_size:
+            waiting = torch.randperm(num_blocks, generator=order).tolist()
+        chosen, waiting = waiting[:batch_size], waiting[batch_size:]
+        inputs, maps, outputs = (part[chosen].to(angles.device) for part in seen)
+        log_maps, found = _attend(attention, inputs, angles)
+        divergence = -(maps * log_maps).sum(-1).mean((0, 1))  # up to the entropy of `maps`
+        error = ((found - outputs).square().sum(-1) / outputs.square().sum(-1).clamp(min=1e-12)).mean(0)
+        ((divergence + error) * angles.weights).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    attention.requires_grad_(False)
+
+
+def _attend(attention: CocaAttention, inputs: Tensor, angles: _Angles) -> tuple[Tensor, Tensor]:
+    """The logarithm of the attention map, (b, h, m, n), and the attention's output, (b, m, hidden)."""
+    q, t, value = attention.project(inputs)
+    cos, sin = (part.unsqueeze(1) for part in angles.coca)
+    constraint, groups = attention.config.coca_constraint, attention.num_key_value_groups
+    key = coca_key(t, cos, sin, constraint).repeat_interleave(groups, 1)
+    scores = coca_query(q, cos, sin, constraint) @ key.mT * attention.scaling
+    log_maps = scores.masked_fill(~angles.causal, torch.finfo().min).log_softmax(-1)
+    context = log_maps.exp() @ value.repeat_interleave(groups, 1)
+    return log_maps, attention.o_proj(context.transpose(1, 2).flatten(2))
+
+
+@torch.no_grad()
+def _divergence(attention: CocaAttention, seen: _Seen, angles: _Angles) -> float:
+    total = 0.0
+    for inputs, maps in zip(angles.batches(seen.inputs), angles.batches(seen.maps), strict=True):
+        total += (torch.xlogy(maps, maps) - maps * _attend(attention, inputs, angles)[0]).sum().item()
+    return total / seen.maps.shape[:-1].numel()
+
+
+def _fitted_tensors(attention: CocaAttention) -> dict[str, Tensor]:
+    tensors = attention.state_dict()
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(("q_proj.", "t_proj."))}
+
+
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    """Under another name first, so that a file that is there is whole."""
+    save_file(tensors, file.with_suffix(".part"))
+    file.with_suffix(".part").rename(file)
+
+
+@torch.no_grad()
+def _perplexity(coca: CocaForCausalLM, states: Tensor, token_ids: Tensor) -> float:
+    """Of hidden states after the last layer, (n, m, hidden): the norm and the head are the same in both models."""
+    norm, head = coca.model.norm, coca.get_output_embeddings()
+    weight = head.weight
+    losses = [
+        cross_entropy(head(norm(row.to(weight.device, weight.dtype)))[:-1].float(), ids[1:].to(weight.device)).item()
+        for row, ids in zip(states, token_ids, strict=True)
+    ]
+    return math.exp(sum(losses) / len(losses))

@@ -1,0 +1,164 @@
+"""`--calibrate`: W_Q and W_T fitted to the original's attention, layer by layer, on text."""
+
+import copy
+import json
+import math
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from coca_hf import CocaError, convert_checkpoint, patch_
+from coca_hf.convert.calibrate import _Angles, _attend, _run_original, calibrate
+from tests.models.families import CASES, WINDOW, stock_model
+
+
+def blocks_of(number, length=WINDOW, vocab_size=89, seed=0):
+    return torch.randint(1, vocab_size, (number, length), generator=torch.Generator().manual_seed(seed))
+
+
+def perplexity(model, ids):
+    return math.exp(model(input_ids=ids, labels=ids).loss.item())
+
+
+def bits_of(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("constraint", ["slack", "strict"])
+@pytest.mark.parametrize("case", CASES)
+def test_attention_comes_nearer_and_perplexities_are_those_of_the_models(case, constraint, tmp_path):
+    original, ids = stock_model(case), blocks_of(24)
+    coca = patch_(copy.copy(original), constraint).eval()
+    before = bits_of(original) | {f"coca.{name}": tensor for name, tensor in bits_of(coca).items()}
+    result = calibrate(original, coca, ids, ids, tmp_path / "layers", steps=40)
+    after = bits_of(original) | {f"coca.{name}": tensor for name, tensor in bits_of(coca).items()}
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert {name.split(".")[-2] for name in result.tensors} == {"q_proj", "t_proj"}
+    assert all(layer.kl_fitted < 0.9 * layer.kl_start for layer in result.layers), result.layers
+
+    expected = {"original": perplexity(original, ids), "start": perplexity(coca, ids)}
+    assert not coca.load_state_dict(result.tensors, strict=False).unexpected_keys
+    expected["calibrated"] = perplexity(coca, ids)
+    assert result.perplexity == pytest.approx(expected, rel=1e-4)
+
+
+def test_divergence_is_that_of_the_two_models_maps(tmp_path):
+    original, ids = stock_model("llama"), blocks_of(8, length=20)
+    coca = patch_(copy.copy(original), "slack").eval()
+    result = calibrate(original, coca, ids, ids, tmp_path / "layers", steps=1)
+    coca.set_attn_implementation("eager")  # of the first layer alone, both models see the same inputs
+    ours, theirs = (model(ids, output_attentions=True).attentions[0].double() for model in (coca, original))
+    expected = (torch.xlogy(theirs, theirs) - torch.xlogy(theirs, ours)).sum(-1).mean().item()
+    assert result.layers[0].kl_start == pytest.approx(expected, rel=1e-5)
+
+
+def test_maps_and_outputs_that_are_fitted_are_those_of_the_attention(tmp_path):
+    original, ids = stock_model("llama"), blocks_of(5, length=9)
+    coca = patch_(copy.copy(original), "strict").eval()
+    angles = _Angles(original.model, coca, 9, "cpu")
+    seen, _ = _run_original(original.model.layers[0], original.model.embed_tokens(ids), angles)
+    log_maps, outputs = _attend(coca.model.layers[0].self_attn, seen.inputs, angles)
+    coca.set_attn_implementation("eager")
+    expected = coca.model.layers[0].self_attn(
+        seen.inputs,
+        attention_mask=angles.mask,
+        position_embeddings=coca.model.rotary_emb(ids.float(), angles.position_ids),
+    )
+    torch.testing.assert_close(outputs, expected[0])
+    torch.testing.assert_close(log_maps.exp(), expected[1])
+    assert torch.allclose(angles.weights, torch.arange(1, 10) ** -0.5 / (torch.arange(1, 10) ** -0.5).mean())
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("".join(f"{n} times {n % 7} is {n * (n % 7)}; " for n in range(400)))
+    return file
+
+
+def convert(src, dst, text, **options):
+    return convert_checkpoint(src, dst, calibrate_on=str(text), calibrate_tokens=256, **options)
+
+
+def weights(directory):
+    return load_file(directory / "model.safetensors")
+
+
+def test_checkpoint_differs_in_queries_and_coefficients_only_and_says_what_was_done(tiny_llama_dir, text, tmp_path):
+    record = convert(tiny_llama_dir, tmp_path / "calibrated", text)
+    convert_checkpoint(tiny_llama_dir, tmp_path / "plain")
+    ours, plain = weights(tmp_path / "calibrated"), weights(tmp_path / "plain")
+    changed = {name for name in plain if not torch.equal(ours[name], plain[name])}
+    assert changed == {name for name in plain if "q_proj" in name or "t_proj" in name}
+    assert record == json.loads((tmp_path / "calibrated" / "conversion.json").read_text())
+    facts = record["calibration"]
+    assert (facts["tokens"], facts["block_tokens"], facts["held_out_tokens"], facts["seed"]) == (256, 64, 512, 0)
+    assert facts["text"] == str(text)
+    assert len(facts["attention_kl"]) == 3
+    assert all(layer["kl_fitted"] < layer["kl_start"] for layer in facts["attention_kl"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "calibrated")
+    assert torch.equal(model.model.layers[1].self_attn.q_proj.weight, ours["model.layers.1.self_attn.q_proj.weight"])
+    assert record["source_xxh3_128"] == json.loads((tmp_path / "plain/conversion.json").read_text())["source_xxh3_128"]
+
+
+def test_killed_between_layers_it_goes_on_to_the_same_bits(tiny_llama_dir, text, tmp_path):
+    expected = convert(tiny_llama_dir, tmp_path / "whole", text)
+    layers = tmp_path / ".cut.incomplete" / "calibrated"
+
+    def stop_after_two(done, total):
+        assert total == 3
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(tiny_llama_dir, tmp_path / "cut", text, calibrate_progress=stop_after_two)
+    assert not (tmp_path / "cut").exists()
+    (layers / "layer-00002.part").write_bytes(b"half")
+    kept = {file.name: file.stat().st_mtime_ns for file in layers.glob("*.safetensors")}
+    assert sorted(kept) == ["layer-00000.safetensors", "layer-00001.safetensors"]
+
+    def look(done, total):
+        now = {file.name: file.stat().st_mtime_ns for file in layers.glob("*.safetensors")}
+        assert {name: now[name] for name in kept} == kept
+
+    record = convert(tiny_llama_dir, tmp_path / "cut", text, calibrate_progress=look)
+    ours, theirs = weights(tmp_path / "cut"), weights(tmp_path / "whole")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert record["calibration"]["perplexity"] == expected["calibration"]["perplexity"]
+    assert not layers.parent.exists()
+
+
+@pytest.mark.parametrize("change", ["seed", "text", "source"])
+def test_layers_of_another_seed_text_or_source_are_not_taken(tiny_llama_dir, text, tmp_path, change):
+    source = tmp_path / "source"
+    shutil.copytree(tiny_llama_dir, source)
+
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "dst", text, calibrate_progress=stop)
+    options = {"seed": 1} if change == "seed" else {}
+    if change == "text":
+        text.write_text(text.read_text().replace("times", "plus"))
+    if change == "source":
+        os.utime(source / "model.safetensors", ns=(1, 1))
+    convert(source, tmp_path / "dst", text, **options)
+    convert(source, tmp_path / "fresh", text, **options)
+    ours, theirs = weights(tmp_path / "dst"), weights(tmp_path / "fresh")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_too_little_text_and_what_is_coca_already_are_refused(tiny_llama_dir, tiny_coca_dir, text, tmp_path):
+    (tmp_path / "short.txt").write_text("too short")
+    with pytest.raises(CocaError, match=r"got 0 blocks of 64 tokens, expected at least 12, of which 8 are held out"):
+        convert(tiny_llama_dir, tmp_path / "dst", tmp_path / "short.txt")
+    with pytest.raises(CocaError, match="got no such file"):
+        convert(tiny_llama_dir, tmp_path / "dst", tmp_path / "none.txt")
+    with pytest.raises(CocaError, match="--calibrate: got a CoCA checkpoint, expected an original"):
+        convert(tiny_coca_dir, tmp_path / "dst", text, ntk_length=128)
+    assert not list(tmp_path.glob("*dst*"))
