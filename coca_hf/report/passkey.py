@@ -2,9 +2,17 @@
 
 from collections.abc import Iterable
 
-from coca_hf.report.against_length import NBSP, Measured, against_length, keys_of, numbered, trained_lengths
+from coca_hf.report.against_length import (
+    NBSP,
+    Measured,
+    against_length,
+    curve_figure,
+    keys_of,
+    numbered,
+    trained_lengths,
+)
 from coca_hf.report.document import Figure, Grid, Section
-from coca_hf.report.plots import Curve, Heat, heat_figure, line_figure
+from coca_hf.report.plots import Curve, Heat, heat_figure
 from coca_hf.report.rows import Table, read_raw
 
 DEPTHS = 5  # lines of a heat map: fifths of the prompt
@@ -59,13 +67,16 @@ def _by_distance(table: Table, found: dict[str, dict[int, list[dict]]], number: 
         known = [(edge, share) for edge, share in zip(edges, shares, strict=True) if share is not None]
         curves.append(Curve(keys[name], *map(list, zip(*known, strict=True))))
         lines.append([name, *("" if share is None else f"{share:.2f}" for share in shares)])
-    yield Figure(
-        name=numbered("passkey-distance", number),
-        alt="Share found against the distance from the passkey to the end of the prompt: the table beside it.",
-        caption="Share found against the distance from the passkey to the end of the prompt, in tokens, over all "
-        "context lengths: each point is the octave up to its distance.",
-        draw=line_figure(curves, "share found", "distance (tokens)", "share", trained_lengths=trained_lengths(table)),
-        keys=[curve.key for curve in curves],
+    yield curve_figure(
+        numbered("passkey-distance", number),
+        "Share found against the distance from the passkey to the end of the prompt: the table beside it.",
+        "Share found against the distance from the passkey to the end of the prompt, in tokens, over all context "
+        "lengths: each point is the octave up to its distance.",
+        curves,
+        "share found",
+        x_label="distance (tokens)",
+        y_scale="share",
+        trained_lengths=trained_lengths(table),
     )
     yield Grid(["distance", *(f"≤{NBSP}{edge}" for edge in edges)], lines, numbers_from=1)
 
