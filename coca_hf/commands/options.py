@@ -115,8 +115,14 @@ class Texts:
             options["documents"] = self.documents or chosen.get("documents")
         sample = draw_sample(subject, min_tokens=min_tokens, special_tokens=special_tokens, **options)
         if sample.skipped:
-            console.print(f"skipped {len(sample.skipped)} short documents: {', '.join(sample.skipped)}", style="yellow")
+            console.print(f"skipped {len(sample.skipped)} short documents: {_first(sample.skipped)}", style="yellow")
         return sample
+
+
+def _first(names: list[str], most: int = 10) -> str:
+    """Of many names the first; the rows have them all."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def parse_lengths(text: str, option: str = "--lengths") -> list[int]:

@@ -146,17 +146,21 @@ def _device_name(device: torch.device) -> str:
 def _read_and_repair(path: Path) -> list[dict]:
     if not path.exists():
         return []
-    *whole, rest = path.read_bytes().split(b"\n")
+    try:
+        *whole, rest = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise CocaError(f"{path}: got {error.strerror}, expected the rows of coca-eval or nothing") from None
     if rest:
         os.truncate(path, path.stat().st_size - len(rest))
     rows = []
     for line_number, line in enumerate(whole, 1):
         try:
-            rows.append(dict(json.loads(line)))
-        except (ValueError, TypeError):
-            raise CocaError(
-                f"{path}, line {line_number}: got no JSON object, expected a row; delete the line"
-            ) from None
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict):
+            raise CocaError(f"{path}, line {line_number}: got no JSON object, expected a row; delete the line")
+        rows.append(row)
     return rows
 
 

@@ -185,13 +185,6 @@ def test_out_of_memory_is_told_apart_and_a_ratio_and_an_error_stand_by_their_val
     assert "| arc\\_easy | reasoning | acc (none) | 0 shots | 0.432 ± 0.012 |" in page
 
 
-def test_rows_of_before_the_raw_files_are_still_read(tmp_path):
-    old = {key: value for key, value in row().items() if key not in ("raw", "trained_seq_len", "variant")}
-    new = row(value=8.0, date="2027-01-01T00:00:00+00:00")
-    (table,) = read_tables([write_rows(tmp_path / "a", old, new)])
-    assert [found["value"] for found in table.rows] == [8.0]
-
-
 def test_tables_for_a_model_card_are_those_of_the_page(tmp_path):
     run = write_rows(tmp_path / "a", row(value=7.5), row(value=0.5, task="passkey"))
     markdown = tables_markdown([run])
@@ -282,6 +275,14 @@ def test_a_page_replaces_its_predecessor_and_leaves_nothing_else_behind(tmp_path
         ),
         (json.dumps(row()).replace("7.25", "NaN") + "\n", "line 1: got no row of coca-eval; delete the line"),
         (json.dumps(row(document_names=5)) + "\n", "line 1: got a row with document_names 5, no value of coca-eval's"),
+        (json.dumps(row(document_names=[5])) + "\n", "line 1: got a row with document_names [5], no value"),
+        (json.dumps(row(raw={"windows": None})) + "\n", "line 1: got a row with raw {'windows': None}, no value"),
+        (json.dumps(row(length=0)) + "\n", "line 1: got a row with length 0, no value"),
+        (json.dumps(row(tokens="many")) + "\n", "line 1: got a row with tokens 'many', no value"),
+        (json.dumps(row("half \ud83d")) + "\n", "line 1: got no row of coca-eval; delete the line"),
+        (json.dumps([row()]) + "\n", "line 1: got no row of coca-eval; delete the line"),
+        ('{"task": ["perplexity"]}\n', "line 1: got no row of coca-eval; delete the line"),
+        ("[" * 9999 + "\n", "line 1: got no row of coca-eval; delete the line"),
     ],
 )
 def test_runs_without_rows_are_refused_and_no_page_is_begun(tmp_path, content, message):
@@ -292,6 +293,43 @@ def test_runs_without_rows_are_refused_and_no_page_is_begun(tmp_path, content, m
         write_report([tmp_path / "a"], tmp_path / "page")
     assert message in str(error.value)
     assert not (tmp_path / "page").exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"document": 0, "tokens": 3},
+        {"document": 0, "tokens": 3, "nll": "much"},
+        {"document": 0, "tokens": 3, "nll": None},
+        {"document": [0], "tokens": 3, "nll": 2.0},
+    ],
+)
+def test_a_raw_file_with_other_columns_is_refused_by_name(tmp_path, line):
+    (tmp_path / "a").mkdir()
+    run = write_rows(tmp_path / "a", with_raw(tmp_path / "a", "windows", row(), [line]))
+    with pytest.raises(CocaError) as error:
+        write_report([run], tmp_path / "page")
+    (file,) = run.glob("perplexity-windows/*.parquet")
+    assert str(error.value) == (
+        f"{file}: got no parquet file with columns document, tokens, nll as coca-eval writes them; delete it and its "
+        f"row, and measure again"
+    )
+
+
+def test_a_raw_file_that_is_no_parquet_is_refused_by_name(tmp_path):
+    (tmp_path / "a").mkdir()
+    run = write_rows(tmp_path / "a", with_raw(tmp_path / "a", "windows", row(), [{"document": 0}]))
+    next(run.glob("perplexity-windows/*.parquet")).write_bytes(b"PAR1 and no more")
+    with pytest.raises(CocaError, match="got no parquet file with columns document, tokens, nll"):
+        write_report([run], tmp_path / "page")
+
+
+def test_a_boundary_row_that_is_an_error_has_no_shares_and_is_explained(tmp_path):
+    made = row(length=512, value=None, task="boundary", error="7 products of queries and keys are not finite")
+    run = write_rows(tmp_path / "a", {name: value for name, value in made.items() if "share" not in name})
+    page = markdown_of([run])
+    assert "| llama | 512 |  |  |  |  |  |  |" in page
+    assert "- no value for llama at 512: 7 products of queries and keys are not finite" in page
 
 
 def test_an_out_that_is_a_file_is_refused(tmp_path):
