@@ -94,7 +94,8 @@ def test_every_figure_is_a_png_for_a_paper_and_stands_in_the_markdown(report_htm
     page = (directory / "report.md").read_text()
     pngs = sorted(path.name for path in directory.glob("*.png"))
     assert pngs == sorted(
-        ["perplexity.png", "position-loss.png", "passkey.png", "passkey-distance.png", "speed.png", "speed-2.png"]
+        ["perplexity.png", "position-loss.png", "passkey.png", "speed.png", "speed-2.png"]
+        + [f"passkey-{which}.png" for which in ("inside", "beyond", "distance")]
         + [f"passkey-depth-of-{number}.png" for number in (1, 2, 3, 4)]
         + ["boundary-angle.png", "boundary-tau.png", "boundary-decay.png"]
         + ["boundary-layers-of-1.png", "boundary-layers-of-2.png"]
@@ -117,6 +118,33 @@ def test_numbers_drawn_from_raw_files_are_those_of_the_files(tmp_path):
         "| llama | 1.00 | 0.50 | 0.50 | 0.00 |" in page
     )
     assert "| llama | 512 | 0.000 | 0.750 | 0.000 | 0.250 | 0.250 | 0.125 | 0.750 |" in page
+
+
+def test_passkeys_inside_and_beyond_the_trained_length_are_told_apart(tmp_path):
+    """The paper's figure 4, by hand: the model trained at 256 has its border there, the other at 2048."""
+    cases = [(200, True), (256, True), (257, False), (900, False), (1000, True)]
+    lines = [{"depth": 0.5, "distance": distance, "correct": correct} for distance, correct in cases]
+    (tmp_path / "a").mkdir()
+    rows = [
+        with_raw(
+            tmp_path / "a", "cases", row(model, length=1024, value=0.6, task="passkey", trained_seq_len=own), lines
+        )
+        for model, own in (("llama", None), ("coca", 256))
+    ]
+    run = write_rows(tmp_path / "a", *rows)
+    page = markdown_of([run]).replace("\N{NO-BREAK SPACE}", " ")
+    assert "| inside the trained length | 1024 |\n| --- | ---: |\n| llama | 0.60 of 5 |\n| coca | 1.00 of 2 |" in page
+    assert "| beyond the trained length | 1024 |\n| --- | ---: |\n| coca | 0.33 of 3 |" in page
+    figures = {figure.name: figure for figure in read_page([run]).figures()}
+    (line,) = [line for line in figures["passkey-beyond"].draw(5, 3, True).axes[0].lines if line.get_label() == "coca"]
+    assert line.get_xydata().tolist() == [[1024, pytest.approx(1 / 3)]]
+
+
+def test_without_a_passkey_beyond_the_trained_length_there_is_nothing_to_tell_apart(tmp_path):
+    (tmp_path / "a").mkdir()
+    lines = [{"depth": 0.5, "distance": 300, "correct": True}]
+    run = write_rows(tmp_path / "a", with_raw(tmp_path / "a", "cases", row(value=1.0, task="passkey"), lines))
+    assert "passkey-inside" not in markdown_of([run])
 
 
 def test_the_spread_is_of_perplexities_of_documents(tmp_path):
