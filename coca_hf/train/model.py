@@ -84,7 +84,8 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
         for key, value in overrides.items()
     }
     try:
-        return type(config)(**{**config.to_dict(), **merged})
+        # From scratch, what defaults were derived from (head_dim, of hidden_size and heads) may have changed.
+        return type(config)(**{**(config.to_dict() if recipe.model else config.to_diff_dict()), **merged})
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise CocaError(f"config: {type(config).__name__} does not take it: {' '.join(str(error).split())}") from error
 
