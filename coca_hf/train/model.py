@@ -66,9 +66,11 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
         ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
         smallest_vocabulary = len(tokenizer)
         with _loading(recipe.start):
-            config = AutoConfig.for_model(overrides.pop("model_type"), vocab_size=len(tokenizer), **ids)
+            kept = {"vocab_size": len(tokenizer), **ids}  # no default: head_dim is derived from the overrides' width
+            config = AutoConfig.for_model(overrides.pop("model_type"), **kept)
     else:
         config = load_config(recipe.model)
+        kept = config.to_dict()
     known = sorted(field.name for field in dataclasses.fields(type(config)))
     for key in overrides:
         if key not in known:
@@ -84,8 +86,7 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
         for key, value in overrides.items()
     }
     try:
-        # From scratch, what defaults were derived from (head_dim, of hidden_size and heads) may have changed.
-        return type(config)(**{**(config.to_dict() if recipe.model else config.to_diff_dict()), **merged})
+        return type(config)(**{**kept, **merged})
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise CocaError(f"config: {type(config).__name__} does not take it: {' '.join(str(error).split())}") from error
 
