@@ -141,7 +141,9 @@ def tasks_command(
     tasks: Annotated[
         str, typer.Option(help="lm-eval's names with commas between them; opencompass: those nearest the paper's.")
     ] = "",
-    ruler: Annotated[str, typer.Option(help="Lengths in tokens at which to run RULER.")] = "",
+    ruler: Annotated[
+        str, typer.Option(help="Lengths in tokens at which to run RULER, or those of its tasks that --tasks names.")
+    ] = "",
     shots: Annotated[int | None, typer.Option(min=0, help="Examples before a question; the task's own.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Cases of every task; all by default.")] = None,
     include_path: Annotated[str | None, typer.Option(help="A directory of lm-eval tasks of your own.")] = None,
