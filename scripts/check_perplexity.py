@@ -1,28 +1,98 @@
-"""Check coca-eval's perplexity of a real model on real books against plain transformers: equal within 0.1%.
+"""Check coca-eval's perplexity of a real model on real books against two computations that share nothing with it.
 
-    python scripts/check_perplexity.py SmolLM2-135M books-test.parquet --lengths 512,1024,2048,4096,8192
+    python scripts/check_perplexity.py quickstart/original ../shared/data/books-test.parquet \\
+        --out docs/results/perplexity-check.json
 
-The other computation shares nothing with coca_hf: transformers' own loss of each window, with -100 for what is not
-scored. Every book is cut to the length and half a stride more, so that every length has a second window.
-Exit code 1 where any length differs by more.
+transformers: its own loss of every window, with -100 for what is not scored. Every book is cut to the length and 256
+tokens, so every length has a second window, `stride` after the first (`--stride`, but no less than half the length:
+a stride of 512 at 8192 tokens would take hours on a CPU for the same second window).
+
+lm-eval: its rolling perplexity. Its windows are disjoint, begin with a token that is not scored, and its last one reads
+back; they are coca-eval's with a stride of the length where the text is a multiple of the length, so of two windows.
+
+In float32. Exit code 1 where a perplexity differs by more than 0.1%.
 """
 
 import argparse
+import json
 import math
+import os
+import platform
+import shlex
 import sys
 import tempfile
 import time
+from datetime import datetime, timezone
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coca_hf.documents import read_documents
-from coca_hf.evaluate.load import load_subject
+from coca_hf.evaluate.load import Subject, load_subject
 from coca_hf.evaluate.perplexity import perplexity_rows
 from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.rows import RowStore
-from coca_hf.evaluate.sample import draw_sample
+from coca_hf.evaluate.sample import Sample, draw_sample
+
+LARGEST_DIFFERENCE = 1e-3
+SECOND_WINDOW = 256  # tokens that it scores
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("data")
+    parser.add_argument("--lengths", default="512,1024,2048,4096,8192")
+    parser.add_argument("--rolling-lengths", default="512,1024", help="of the comparison with lm-eval")
+    parser.add_argument("--books", type=int, default=10)
+    parser.add_argument("--stride", type=int, default=512)
+    parser.add_argument("--out", type=Path, help="JSON, written anew after every length")
+    options = parser.parse_args()
+    subject = load_subject(options.model, "float32")
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    texts = {document.name: document.text for document in read_documents(options.data)}
+    rows: list[dict] = []
+
+    def add(length: int, stride: int, row: dict, against: str, value: float, began: float) -> None:
+        rows.append(
+            {
+                **{"length": length, "stride": stride, "books": row["documents"], "tokens": row["tokens"]},
+                **{"coca-eval": row["value"], against: value, "difference": row["value"] / value - 1},
+                "seconds": round(time.perf_counter() - began),
+            }
+        )
+        print(json.dumps(rows[-1]), flush=True)
+        if options.out:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(result(rows, subject, row), indent=1) + "\n")
+
+    for length in map(int, options.rolling_lengths.split(",")):
+        began = time.perf_counter()
+        sample = draw_sample(subject, options.data, 2 * length, documents=options.books, max_tokens=2 * length)
+        rolling = HFLM(pretrained=model, tokenizer=tokenizer, max_length=length)
+        value = rolling_perplexity(rolling, sample)
+        prefix = torch.tensor([rolling.prefix_token_id])
+        sample.token_ids = [torch.cat((prefix, ids)) for ids in sample.token_ids]
+        add(length, length, measure(subject, sample, length, length), "lm-eval", value, began)
+    for length in map(int, options.lengths.split(",")):
+        began, stride = time.perf_counter(), min(max(options.stride, length // 2), length)
+        cut = length + SECOND_WINDOW + 1
+        sample = draw_sample(subject, options.data, cut, documents=options.books, max_tokens=cut)
+        ids = [torch.tensor(tokenizer(texts[name])["input_ids"][:cut]) for name in sample.names]
+        row = measure(subject, sample, length, stride)
+        add(length, stride, row, "transformers", plain_perplexity(model, ids, length, stride), began)
+    return int(max(abs(row["difference"]) for row in rows) > LARGEST_DIFFERENCE)
+
+
+def measure(subject: Subject, sample: Sample, length: int, stride: int) -> dict:
+    with tempfile.TemporaryDirectory() as out:
+        (row,) = perplexity_rows(subject, sample, [length], stride, [Rope("default")], RowStore(Path(out)))
+    return row
 
 
 @torch.no_grad()
@@ -43,37 +113,32 @@ def plain_perplexity(model, texts: list[torch.Tensor], length: int, stride: int)
     return math.exp(total / tokens)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("data")
-    parser.add_argument("--lengths", default="512,1024,2048,4096,8192")
-    parser.add_argument("--books", type=int, default=10)
-    parser.add_argument("--stride", type=int, default=512)
-    arguments = parser.parse_args()
-    subject = load_subject(arguments.model, "float32")
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    texts = {document.name: document.text for document in read_documents(arguments.data)}
-    worst = 0.0
-    for length in map(int, arguments.lengths.split(",")):
-        cut, began = length + arguments.stride // 2, time.perf_counter()
-        sample = draw_sample(subject, arguments.data, length, documents=arguments.books, max_tokens=cut)
-        with tempfile.TemporaryDirectory() as out:
-            (row,) = perplexity_rows(
-                subject, sample, [length], arguments.stride, [Rope("default")], RowStore(Path(out))
-            )
-        ids = [torch.tensor(tokenizer(texts[name])["input_ids"][:cut]) for name in sample.names]
-        expected = plain_perplexity(model, ids, length, arguments.stride)
-        difference = row["value"] / expected - 1
-        worst = max(worst, abs(difference))
-        print(
-            f"length {length}: coca-eval {row['value']:.6f}, transformers {expected:.6f}, "
-            f"difference {difference:+.1e}; {len(ids)} books, {row['tokens']} tokens scored, "
-            f"{time.perf_counter() - began:.0f} s",
-            flush=True,
-        )
-    return int(worst > 1e-3)
+def rolling_perplexity(model: HFLM, sample: Sample) -> float:
+    """By lm-eval, of the very tokens of `sample`."""
+    tokens_of = dict(zip(sample.names, sample.token_ids, strict=True))
+    model.tok_encode = lambda name, **_: tokens_of[name].tolist()  # type: ignore[method-assign]
+    requests = [
+        Instance(request_type="loglikelihood_rolling", doc={}, arguments=(name,), idx=number)
+        for number, name in enumerate(sample.names)
+    ]
+    total = math.fsum(model.loglikelihood_rolling(requests, disable_tqdm=True))
+    return math.exp(-total / sum(map(len, sample.token_ids)))
+
+
+def result(rows: list[dict], subject: Subject, row: dict) -> dict:
+    return {
+        "task": "perplexity-check",
+        "model": subject.name,
+        "document_names": row["document_names"],
+        "seed": row["seed"],
+        "dtype": row["dtype"],
+        "rows": rows,
+        "command": f"python scripts/check_perplexity.py {shlex.join(sys.argv[1:])}",
+        "hardware": f"{row['device']} of {os.cpu_count()} cores",
+        "versions": {name: version(name) for name in ("coca-hf", "torch", "transformers", "lm-eval")}
+        | {"python": platform.python_version()},
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ FLOORS = {
     "convert": 3,
     "evaluate": 3,
     "train": 4,
-    "cli": 5,
+    "commands": 5,
+    "cli": 6,
     "vllm": 5,
 }
 SHARED = {"attention.py", "cache.py", "decoder.py", "hub.py", "rotary.py"}

@@ -19,7 +19,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -107,9 +107,9 @@ def calibrate(
     Neither model is changed; on one machine and number of threads the same arguments give the same bits.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    base = original.base_model
+    base: Any = original.base_model
     angles = _Angles(base, coca, blocks.shape[1], device)
-    embed = original.get_input_embeddings()
+    embed: Any = original.get_input_embeddings()
     with torch.no_grad():
         states = embed(blocks.to(embed.weight.device)).float()
         streams = {
@@ -119,23 +119,23 @@ def calibrate(
     layers: list[LayerFit] = []
     finished.mkdir(exist_ok=True)
     for number, (theirs, ours) in enumerate(zip(base.layers, coca.model.layers, strict=True)):
+        start: Any
         theirs, start = (copy.deepcopy(layer).to(device, torch.float32).eval() for layer in (theirs, ours))
         seen, after = _run_original(theirs, states, angles)
         seen_held_out, streams["original"] = _run_original(theirs, streams["original"], angles)
         fitted = copy.deepcopy(start)
+        attention: CocaAttention = fitted.self_attn
         file = finished / f"layer-{number:05}.safetensors"
         if file.exists():
-            fitted.self_attn.load_state_dict(load_file(file), strict=False)
+            attention.load_state_dict(load_file(file), strict=False)
         else:
-            _fit(fitted.self_attn, seen, angles, steps, seed + number)
-            _save(_fitted_tensors(fitted.self_attn), file)
-        layers.append(
-            LayerFit(*(_divergence(layer.self_attn, seen_held_out, angles) for layer in (start, fitted))),
-        )
+            _fit(attention, seen, angles, steps, seed + number)
+            _save(_fitted_tensors(attention), file)
+        layers.append(LayerFit(*(_divergence(one, seen_held_out, angles) for one in (start.self_attn, attention))))
         for name, layer in (("start", start), ("calibrated", fitted)):
             streams[name] = _run_coca(layer, streams[name], angles)
         prefix = f"model.layers.{number}.self_attn."
-        tensors |= {prefix + name: tensor.cpu() for name, tensor in _fitted_tensors(fitted.self_attn).items()}
+        tensors |= {prefix + name: tensor.cpu() for name, tensor in _fitted_tensors(attention).items()}
         states = after
         report(number + 1, len(base.layers))
     perplexity = {name: _perplexity(coca, stream, held_out) for name, stream in streams.items()}
@@ -157,7 +157,7 @@ class _Angles:
         self.device = device
         self.position_ids = torch.arange(length, device=device)[None]
         probe = torch.zeros(1, length, 1, device=device)
-        rotary = [copy.deepcopy(module).to(device) for module in (base.rotary_emb, coca.model.rotary_emb)]
+        rotary: list[Any] = [copy.deepcopy(module).to(device) for module in (base.rotary_emb, coca.model.rotary_emb)]
         self.original, self.coca = (module(probe, self.position_ids) for module in rotary)
         self.causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
         self.mask = torch.zeros(length, length, device=device).masked_fill(~self.causal, torch.finfo().min)[None, None]
@@ -170,7 +170,7 @@ class _Angles:
 
 
 @torch.no_grad()
-def _run_original(layer: nn.Module, states: Tensor, angles: _Angles) -> tuple[_Seen, Tensor]:
+def _run_original(layer: Any, states: Tensor, angles: _Angles) -> tuple[_Seen, Tensor]:
     """What the attention of `layer` did on the way, and the hidden states after it."""
     attention = layer.self_attn if hasattr(layer, "self_attn") else layer.attention
     seen: list[tuple[Tensor, ...]] = []

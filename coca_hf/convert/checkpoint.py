@@ -20,7 +20,7 @@ from coca_hf.convert.plan import DTYPES, TOKENIZER, Plan
 from coca_hf.convert.record import conversion_record
 from coca_hf.convert.source import SafetensorsSource, open_source
 from coca_hf.convert.staging import Staging, locked_staging, staging_directory
-from coca_hf.convert.writer import Progress, WeightsWriter
+from coca_hf.convert.writer import Progress, WeightsWriter, bytes_of
 from coca_hf.errors import CocaError
 from coca_hf.weights import parse_size, read_json
 
@@ -103,7 +103,7 @@ class _Calibration:
         tokenizer = plan.source.load_tokenizer()
         self.blocks, self.held_out = calibration_blocks(text, tokenizer, plan.config, num_tokens, seed)
         ids = torch.cat((self.blocks, self.held_out))
-        plan.calibrated_from = [plan.source.states(), ids.shape, xxhash.xxh3_128_hexdigest(ids.numpy()), seed, STEPS]
+        plan.calibrated_from = [plan.source.states(), ids.shape, xxhash.xxh3_128_hexdigest(bytes_of(ids)), seed, STEPS]
 
     def run(self, staging: Staging, progress: Progress) -> None:
         began = time.perf_counter()

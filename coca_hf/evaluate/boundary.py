@@ -29,32 +29,24 @@ nearer than their tau; `layers`, `heads`, `rotary_pairs`, `pairs_per_document`; 
 """
 
 import itertools
-import math
 import random
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from coca_hf.errors import CocaError
+from coca_hf.evaluate.angles import count_angles, decay_distances, decay_sums, partial_sums
 from coca_hf.evaluate.batches import Track, compute_all
 from coca_hf.evaluate.load import Subject
 from coca_hf.evaluate.perplexity import failed
-from coca_hf.evaluate.rope import Rope, rotary_modules, use_rope_
-from coca_hf.evaluate.rows import RowStore, now, subject_settings
+from coca_hf.evaluate.products import Products, frequencies, visiting_products
+from coca_hf.evaluate.rope import Rope, use_rope_
+from coca_hf.evaluate.rows import Raw, RowStore, rows_over, subject_settings
 from coca_hf.evaluate.sample import Sample
-from coca_hf.models.attention import CocaAttention
-
-ANGLE_BINS = 36
-TAU_BINS = 24
-
-Products = Callable[[Tensor, Tensor], Tensor]  # of query and key positions, each (p,): h_j of every head, (h, p, j)
 
 
 def boundary_rows(
@@ -73,32 +65,28 @@ def boundary_rows(
 
     Raises CocaError where the model has no rotary embedding, or turns its heads in a way that is not understood.
     """
-    documents = sample.describe()
-    for rope, length in itertools.product(ropes, lengths):
-        settings = {
-            "task": "boundary",
-            "rope": str(rope),
-            "length": length,
-            "stride": None,
-            **documents,
-            "pairs_per_document": pairs_per_document,
-            "seed": seed,
-            **subject_settings(subject),
-        }
-        row = store.find(settings)
-        if row is None:
-            results, raw = _measure(subject.model, sample, rope, settings, track)
-            row = store.append(settings | results, raw)
-        yield row
+    settings = {
+        "task": "boundary",
+        "stride": None,
+        **sample.describe(),
+        "pairs_per_document": pairs_per_document,
+        "seed": seed,
+        **subject_settings(subject),
+    }
+    return rows_over(
+        ropes,
+        lengths,
+        store,
+        lambda length: settings,
+        lambda rope, settings: _measure(subject.model, sample, rope, settings, track),
+    )
 
 
-def _measure(
-    model: Any, sample: Sample, rope: Rope, settings: dict, track: Track
-) -> tuple[dict, dict[str, list[dict]]]:
+def _measure(model: Any, sample: Sample, rope: Rope, settings: dict, track: Track) -> tuple[dict, Raw]:
     """The results of a row and its raw tables."""
-    length, began = settings["length"], time.perf_counter()
+    length = settings["length"]
     use_rope_(model, rope, length)
-    theta = _frequencies(model)
+    theta = frequencies(model)
     distances = decay_distances(max(length, settings["trained_length"] or 0))
 
     def compute(batch: list[int]) -> list[dict[str, np.ndarray]]:
@@ -110,7 +98,7 @@ def _measure(
         lambda batches: track(batches, f"boundary  {rope}  {length}"),
     )
     results: dict[str, Any] = {"value": None, "error": failed(error, length) if error else None}
-    raw: dict[str, list[dict]] = {}
+    raw: Raw = {}
     if found:
         sums = {name: np.sum([one[name] for one in found], axis=0) for name in found[0]}
         if sums["not_finite"].any():
@@ -121,12 +109,7 @@ def _measure(
                 "angles": _angle_lines(sums, theta),
                 "decay": _decay_lines(sums, theta, distances, len(found)),
             }
-    results |= {
-        "tokens": sum(len(ids[:length]) for ids in sample.token_ids),
-        "seconds": round(time.perf_counter() - began, 3),
-        "date": now(),
-    }
-    return results, raw
+    return results | {"tokens": sum(len(ids[:length]) for ids in sample.token_ids)}, raw
 
 
 def _of_document(
@@ -138,7 +121,7 @@ def _of_document(
 
     def visit(layer: int, products: Products) -> None:
         h = products(m.to(model.device), n.to(model.device))
-        layers[layer] = count_angles(h, theta, (m - n).to(model.device)) | _decay_sums(h, theta, distances)
+        layers[layer] = count_angles(h, theta, (m - n).to(model.device)) | decay_sums(h, theta, distances)
 
     with visiting_products(model, theta, visit), torch.inference_mode():
         model.base_model(input_ids=token_ids[None].to(model.device), use_cache=False)
@@ -156,77 +139,6 @@ def draw_positions(length: int, count: int, seed: str) -> tuple[Tensor, Tensor]:
     rng = random.Random(seed)
     pairs = torch.tensor([rng.sample(range(length), 2) for _ in range(count)])
     return pairs.amax(1), pairs.amin(1)
-
-
-def count_angles(h: Tensor, theta: Tensor, distance: Tensor) -> dict[str, Tensor]:
-    """Histograms of the initial angles, and of the positions where monotonicity breaks.
-
-    h: (h, p, j) complex; theta: (j,) radians per position; distance: (p,) tokens. Returns tensors (h, j, ...).
-    """
-    heads, _, num_pairs = h.shape
-    finite = h.isfinite()
-    defined = finite & (h != 0)
-    angle = torch.atan2(h.imag.double(), h.real.double()) % (2 * math.pi)  # (h, p, j); in float32 pi is above pi
-    angle = torch.where(defined, angle, 0.0)
-    falls, rises = defined & (angle <= math.pi), defined & (angle > math.pi)
-    tau = (2 * math.pi - angle) / theta
-    place = torch.arange(heads * num_pairs, device=h.device).view(heads, 1, num_pairs).expand(h.shape)
-
-    def histogram(bins: Tensor, among: Tensor, num_bins: int) -> Tensor:
-        index = (place * num_bins + bins.clamp(0, num_bins - 1))[among]
-        return index.bincount(minlength=heads * num_pairs * num_bins).view(heads, num_pairs, num_bins)
-
-    def octave(positions: Tensor) -> Tensor:
-        return positions.clamp(min=2**-1).log2().floor().long() + 1
-
-    magnitude = torch.where(defined, h.abs(), 0.0).double()
-    wrapped = torch.where(angle > math.pi, angle - 2 * math.pi, angle).abs()
-    return {
-        "angle_counts": histogram((angle / (2 * math.pi) * ANGLE_BINS).long(), defined, ANGLE_BINS),
-        "tau_counts": histogram(octave(tau), rises, TAU_BINS),
-        "fall_counts": histogram(octave((math.pi - angle) / theta), falls, TAU_BINS),
-        "scenario_b": falls.sum(1),
-        "scenario_d": rises.sum(1),
-        "abnormal": (rises & (distance[:, None] < tau)).sum(1),
-        "undefined": (h == 0).sum(1),
-        "not_finite": (~finite).sum(1),
-        "abs_angle": torch.where(defined, wrapped, 0.0).sum(1),
-        "magnitude": magnitude.sum(1),
-        "magnitude_d": torch.where(rises, magnitude, 0.0).sum(1),
-    }
-
-
-def decay_distances(longest: int) -> list[int]:
-    """Distances on a grid of half octaves up to four times `longest`."""
-    steps = math.ceil(2 * math.log2(4 * longest))
-    return sorted({round(2 ** (step / 2)) for step in range(steps + 1)})
-
-
-def partial_sums(theta: Tensor, distances: list[int]) -> tuple[Tensor, Tensor]:
-    """sum_j |S_{j+1}| and sum_j |C_{j+1}| at every distance, each (s,), for the bounds of appendix B.1.
-
-    S_j = sum_{k<j} exp(i s theta_k), and C_j is its real part. theta: (j,).
-    """
-    angles = torch.tensor(distances, device=theta.device).double()[:, None] * theta  # (s, j)
-    turns = torch.polar(torch.ones_like(angles), angles).cumsum(-1)
-    return turns.abs().sum(-1), turns.real.abs().sum(-1)
-
-
-def largest_steps(h: Tensor) -> Tensor:
-    """max_j |h_{j+1} - h_j|, where the one after the last is 0 (Su et al. 2021). h: (..., j). Returns (...)."""
-    after = torch.cat((h[..., 1:], torch.zeros_like(h[..., :1])), dim=-1)
-    return (after - h).abs().amax(-1)
-
-
-def _decay_sums(h: Tensor, theta: Tensor, distances: list[int]) -> dict[str, Tensor]:
-    """Means over heads and sampled pairs: `max_h`, `max_l` (), and |a(s)| (s,)."""
-    angles = torch.tensor(distances, device=h.device).double()[:, None] * theta
-    turns = torch.polar(torch.ones_like(angles), angles).to(h.dtype)  # (s, j)
-    return {
-        "max_h": largest_steps(h).double().mean(),
-        "max_l": largest_steps(h.abs()).double().mean(),
-        "score": (h @ turns.mT).real.abs().double().mean((0, 1)),
-    }
 
 
 def _shares(sums: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -285,104 +197,3 @@ def _decay_lines(sums: dict[str, np.ndarray], theta: Tensor, distances: list[int
                 }
             )
     return lines
-
-
-def _frequencies(model: Any) -> Tensor:
-    """The angle per position of every rotary pair, (j,) float64. Raises CocaError where there is none."""
-    frequencies = [rotary.inv_freq for _, _, rotary in rotary_modules(model)]
-    if not frequencies:
-        raise CocaError(f"{type(model).__name__}: got no rotary embedding, or several kinds, expected one (RoPE)")
-    return frequencies[0].double()
-
-
-@contextmanager
-def visiting_products(model: Any, theta: Tensor, visit: Callable[[int, Products], None]) -> Iterator[None]:
-    """While it lasts, every attention layer of `model` hands its number and its products h_j to `visit`.
-
-    theta: radians per position of every rotary pair, (j,); pairs that are not turned are left out. Rows of a batch but
-    the first are not looked at. A plain model's q and k are those that its modelling file hands to its own
-    `apply_rotary_pos_emb`, which all families call by that name: after biases, norms and whatever else comes before.
-    """
-    attentions = [module for module in model.modules() if isinstance(module, CocaAttention)]
-    if attentions:
-        with _visiting_coca(attentions, len(theta), visit):
-            yield
-        return
-    modelling = sys.modules[type(model).__module__]
-    rotate = getattr(modelling, "apply_rotary_pos_emb", None)
-    if rotate is None:
-        raise CocaError(
-            f"{type(model).__name__}: got a model whose file has no apply_rotary_pos_emb, expected one with RoPE as in "
-            f"transformers' LLaMA, Mistral, Qwen or GPT-NeoX"
-        )
-    layers = itertools.count()
-
-    def seen(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        real, imag = rotary_pairs(lambda x: rotate(x, x, cos[:, :2], sin[:, :2], *args, **kwargs)[0], q, theta)
-
-        def products(m: Tensor, n: Tensor) -> Tensor:
-            query, key = q[0, :, m].float(), k[0, :, n].float()  # (h, p, d), (g, p, d)
-            key = key.repeat_interleave(len(query) // len(key), dim=0)
-            return torch.complex(query[..., real], query[..., imag]) * torch.complex(key[..., real], -key[..., imag])
-
-        visit(next(layers), products)
-        return rotate(q, k, cos, sin, *args, **kwargs)
-
-    with patch.object(modelling, "apply_rotary_pos_emb", seen):
-        yield
-
-
-def rotary_pairs(turn: Callable[[Tensor], Tensor], q: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:
-    """The dimensions of a head that a rotation turns into each other: first and second of every pair, each (j,).
-
-    Found by turning unit vectors to position 1, so whatever the layout (halves, neighbours, a part of the head), they
-    are the pairs that the model turns. turn: rotates (1, h, 2, d), at positions 0 and 1. q: (b, h, m, d).
-
-    Raises CocaError where what it does is no rotation of pairs by `theta`.
-    """
-    d = q.shape[-1]
-    units = torch.eye(d, dtype=q.dtype, device=q.device)[None, :, None].expand(1, d, 2, d)
-    try:
-        turned = turn(units)[0, :, 1].double()  # (d, d): row i is where unit vector i goes
-    except RuntimeError:  # of shapes that are not those of heads before positions
-        turned = torch.zeros(d, d, dtype=torch.float64, device=q.device)
-    first, second = (turned * (1 - torch.eye(d, device=q.device)) > 0).nonzero().unbind(1)
-    angle = torch.atan2(turned[first, second], turned[first, first])
-    if len(first) != len(theta) or not torch.allclose(angle, theta, rtol=0.02):
-        raise CocaError(
-            f"got an apply_rotary_pos_emb that turns {len(first)} pairs of {d} dimensions, expected {len(theta)} pairs "
-            f"by the angles of the rotary embedding; coca-eval boundary does not understand this model's rotation"
-        )
-    return first, second
-
-
-@contextmanager
-def _visiting_coca(
-    attentions: list[CocaAttention], turned: int, visit: Callable[[int, Products], None]
-) -> Iterator[None]:
-    """The same for CoCA, of whose pairs the first `turned` are turned."""
-
-    def watch(attention: CocaAttention) -> None:
-        project = attention.project
-
-        def seen(hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            q, t, value = project(hidden_states)
-
-            def products(m: Tensor, n: Tensor) -> Tensor:
-                real, imag = q[0, :, m].float().chunk(2, dim=-1)  # each (h, p, j)
-                coefficient = t[0, :, n].float()  # (g, p, j)
-                coefficient = coefficient.repeat_interleave(len(real) // len(coefficient), dim=0)
-                return (coefficient * (real.square() + imag.square()))[..., :turned].to(torch.complex64)
-
-            visit(attention.layer_idx, products)
-            return q, t, value
-
-        attention.project = seen  # type: ignore[method-assign]
-
-    for attention in attentions:
-        watch(attention)
-    try:
-        yield
-    finally:
-        for attention in attentions:
-            del attention.project

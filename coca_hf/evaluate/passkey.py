@@ -23,7 +23,6 @@ sentence to the end), prompt_tokens, output, correct.
 import itertools
 import random
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ from coca_hf.evaluate.batches import Track, batches_of, compute_all
 from coca_hf.evaluate.load import Subject, check_vocabulary
 from coca_hf.evaluate.perplexity import failed
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import RowStore, now, subject_settings
+from coca_hf.evaluate.rows import Raw, RowStore, rows_over, subject_settings
 
 INSTRUCTION = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -209,32 +208,30 @@ def passkey_rows(
     Raises CocaError where a length is too short for the prompt, naming the shortest that does, before any work.
     """
     check_lengths(subject, lengths, seed, num_cases, variant)
-    for rope, length in itertools.product(ropes, lengths):
-        settings = {
-            "task": "passkey",
-            "variant": variant,
-            "rope": str(rope),
-            "length": length,
-            "stride": None,
-            "documents": None,
-            "seed": seed,
-            "cases": num_cases,
-            "depths": depths,
-            "new_tokens": new_tokens or VARIANTS[variant].new_tokens,
-            **subject_settings(subject),
-            "batch_size": batch_size,
-        }
-        row = store.find(settings)
-        if row is None:
-            results, records = _measure(subject, rope, settings, track)
-            row = store.append(settings | results, {"cases": records})
-        yield row
+    settings = {
+        "task": "passkey",
+        "variant": variant,
+        "stride": None,
+        "documents": None,
+        "seed": seed,
+        "cases": num_cases,
+        "depths": depths,
+        "new_tokens": new_tokens or VARIANTS[variant].new_tokens,
+        **subject_settings(subject),
+        "batch_size": batch_size,
+    }
+    return rows_over(
+        ropes,
+        lengths,
+        store,
+        lambda length: settings,
+        lambda rope, settings: _measure(subject, rope, settings, track),
+    )
 
 
-def _measure(subject: Subject, rope: Rope, settings: dict, track: Track) -> tuple[dict, list[dict]]:
+def _measure(subject: Subject, rope: Rope, settings: dict, track: Track) -> tuple[dict, Raw]:
     """The results of a row, and a record for each of its cases."""
     length, new_tokens, variant = settings["length"], settings["new_tokens"], settings["variant"]
-    began = time.perf_counter()
     cases = [
         make_case(subject.tokenizer, length, settings["seed"], number, variant, settings["depths"])
         for number in range(settings["cases"])
@@ -265,10 +262,8 @@ def _measure(subject: Subject, rope: Rope, settings: dict, track: Track) -> tupl
         **count_by_distance(records, settings["trained_length"]),
         "tokens": sum(len(case.token_ids) for case in cases),
         "error": error,
-        "seconds": round(time.perf_counter() - began, 3),
-        "date": now(),
     }
-    return results, records
+    return results, {"cases": records}
 
 
 def count_by_distance(records: list[dict], trained_length: int | None) -> dict[str, int]:

@@ -17,7 +17,6 @@ shorter; what `Sample.describe` says; `nll`, nats per token. Its raw table `wind
 import inspect
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from coca_hf.evaluate.batches import Track, batches_of, compute_all
 from coca_hf.evaluate.load import Subject
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import RowStore, now, subject_settings
+from coca_hf.evaluate.rows import Raw, RowStore, rows_over, subject_settings
 from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.variants import VARIANTS, Variant, Window
 
@@ -70,30 +69,26 @@ def perplexity_rows(
 
     Raises CocaError as the variant's `windows` does.
     """
-    documents = sample.describe()
-    for rope, length in itertools.product(ropes, lengths):
-        settings = {
-            "task": "perplexity",
-            "variant": variant,
-            "rope": str(rope),
-            "length": length,
-            "stride": min(stride, length),
-            "asked_stride": stride,
-            **documents,
-            **subject_settings(subject),
-            "batch_size": batch_size,
-        }
-        row = store.find(settings)
-        if row is None:
-            results, windows = _measure(subject, sample, rope, settings, track)
-            row = store.append(settings | results, {"windows": windows})
-        yield row
+    settings = {
+        "task": "perplexity",
+        "variant": variant,
+        "asked_stride": stride,
+        **sample.describe(),
+        **subject_settings(subject),
+        "batch_size": batch_size,
+    }
+    return rows_over(
+        ropes,
+        lengths,
+        store,
+        lambda length: settings | {"stride": min(stride, length)},
+        lambda rope, settings: _measure(subject, sample, rope, settings, track),
+    )
 
 
-def _measure(subject: Subject, sample: Sample, rope: Rope, settings: dict, track: Track) -> tuple[dict, list[dict]]:
+def _measure(subject: Subject, sample: Sample, rope: Rope, settings: dict, track: Track) -> tuple[dict, Raw]:
     """The results of a row, and a line for each of its windows."""
     length, variant = settings["length"], VARIANTS[settings["variant"]]
-    began = time.perf_counter()
     documents = variant.documents(sample.token_ids)
     prefix = variant.prefix(subject.tokenizer)
     windows = variant.windows([len(ids) for ids in documents], length, settings["stride"], prefix)
@@ -115,10 +110,8 @@ def _measure(subject: Subject, sample: Sample, rope: Rope, settings: dict, track
         "nll": math.fsum(line["nll"] for line in lines) / tokens if value is not None else None,
         "tokens": tokens,
         "error": error,
-        "seconds": round(time.perf_counter() - began, 3),
-        "date": now(),
     }
-    return results, lines
+    return results, {"windows": lines}
 
 
 def perplexity_of(variant: Variant, windows: list[dict]) -> tuple[float | None, str | None]:

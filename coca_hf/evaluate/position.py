@@ -9,9 +9,7 @@ begin below and from the trained length on, `nll_inside` and `nll_beyond` (null 
 `buckets`: document (index into `document_names`), first (index of the bucket), tokens, nll (their sum in nats).
 """
 
-import itertools
 import math
-import time
 from collections.abc import Iterator
 
 from torch.nn.functional import pad
@@ -20,7 +18,7 @@ from coca_hf.evaluate.batches import Track
 from coca_hf.evaluate.load import Subject
 from coca_hf.evaluate.perplexity import compute_windows, failed, perplexity_of, token_losses
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import RowStore, now, subject_settings
+from coca_hf.evaluate.rows import Raw, RowStore, rows_over, subject_settings
 from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.variants import VARIANTS, Window
 
@@ -36,29 +34,25 @@ def position_rows(
     track: Track = lambda items, description: items,
 ) -> Iterator[dict]:
     """Yield a row for every RoPE setting and length; those that `store` already has are not measured again."""
-    documents = sample.describe()
-    for rope, length in itertools.product(ropes, lengths):
-        settings = {
-            "task": "position-loss",
-            "rope": str(rope),
-            "length": length,
-            "stride": length,
-            "bucket": bucket,
-            **documents,
-            **subject_settings(subject),
-            "batch_size": batch_size,
-        }
-        row = store.find(settings)
-        if row is None:
-            results, lines = _measure(subject, sample, rope, settings, track)
-            row = store.append(settings | results, {"buckets": lines})
-        yield row
+    settings = {
+        "task": "position-loss",
+        "bucket": bucket,
+        **sample.describe(),
+        **subject_settings(subject),
+        "batch_size": batch_size,
+    }
+    return rows_over(
+        ropes,
+        lengths,
+        store,
+        lambda length: settings | {"stride": length},
+        lambda rope, settings: _measure(subject, sample, rope, settings, track),
+    )
 
 
-def _measure(subject: Subject, sample: Sample, rope: Rope, settings: dict, track: Track) -> tuple[dict, list[dict]]:
+def _measure(subject: Subject, sample: Sample, rope: Rope, settings: dict, track: Track) -> tuple[dict, Raw]:
     """The results of a row, and a line for each bucket of each document."""
     length, bucket = settings["length"], settings["bucket"]
-    began = time.perf_counter()
 
     def compute(batch: list[Window]) -> list[list[float]]:
         losses = token_losses(subject.model, sample.token_ids, batch).double()  # (b, m)
@@ -81,10 +75,8 @@ def _measure(subject: Subject, sample: Sample, rope: Rope, settings: dict, track
         "nll_beyond": nats_per_token([line for line in lines if line["first"] >= trained]) if value else None,
         "tokens": tokens,
         "error": error,
-        "seconds": round(time.perf_counter() - began, 3),
-        "date": now(),
     }
-    return results, lines
+    return results, {"buckets": lines}
 
 
 def nats_per_token(buckets: list[dict]) -> float | None:

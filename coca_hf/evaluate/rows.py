@@ -15,12 +15,14 @@ A row is written after its raw tables, so a row on disk is complete. Every row o
 """
 
 import hashlib
+import itertools
 import json
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -32,7 +34,7 @@ import torch
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.batches import processes
 from coca_hf.evaluate.load import Subject
-from coca_hf.evaluate.rope import trained_length
+from coca_hf.evaluate.rope import Rope, trained_length
 
 # A row that has these in common with another is the same measurement.
 IDENTITY = (
@@ -41,6 +43,7 @@ IDENTITY = (
     *("pairs_per_document", "mode", "repeats", "baseline_fingerprint", "measured_on", "benchmark", "metric", "filter"),
     *("shots", "limit"),
 )
+Raw = Mapping[str, list[dict]]  # lines of a raw table, by its name
 PACKAGES = ("coca-hf", "torch", "transformers", "tokenizers", "accelerate", "datasets")
 
 
@@ -68,7 +71,7 @@ class RowStore:
         wanted = {name: settings.get(name) for name in IDENTITY if name not in but}
         return [row for row in self._rows.values() if all(row.get(name) == value for name, value in wanted.items())]
 
-    def append(self, row: dict, raw: Mapping[str, list[dict]] | None = None) -> dict:
+    def append(self, row: dict, raw: Raw | None = None) -> dict:
         """Write `row` after the tables of `raw`, each a list of lines by the name of the table. Returns the row."""
         row_id = hashlib.sha256(_identity(row).encode()).hexdigest()[:16]
         paths = {name: f"{row['task']}-{name}/{row_id}.parquet" for name, lines in (raw or {}).items() if lines}
@@ -79,6 +82,29 @@ class RowStore:
             _append(self.out_dir / "rows.jsonl", row)
         self._rows[_identity(row)] = row
         return row
+
+
+def rows_over(
+    ropes: list[Rope],
+    lengths: list[int],
+    store: RowStore,
+    settings_at: Callable[[int], dict],
+    measure: Callable[[Rope, dict], tuple[dict, Raw]],
+) -> Iterator[dict]:
+    """Yield a row for every RoPE setting and length; those that `store` already has are not measured again.
+
+    settings_at: what a row of a length says besides `rope` and `length`. measure: of these settings, what they came to
+    and the raw tables.
+    """
+    for rope, length in itertools.product(ropes, lengths):
+        settings = {"rope": str(rope), "length": length} | settings_at(length)
+        row = store.find(settings)
+        if row is None:
+            began = time.perf_counter()
+            results, raw = measure(rope, settings)
+            made = {"seconds": round(time.perf_counter() - began, 3), "date": now()}
+            row = store.append(settings | results | made, raw)
+        yield row
 
 
 def subject_settings(subject: Subject) -> dict:
@@ -120,17 +146,21 @@ def _device_name(device: torch.device) -> str:
 def _read_and_repair(path: Path) -> list[dict]:
     if not path.exists():
         return []
-    *whole, rest = path.read_bytes().split(b"\n")
+    try:
+        *whole, rest = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise CocaError(f"{path}: got {error.strerror}, expected the rows of coca-eval or nothing") from None
     if rest:
         os.truncate(path, path.stat().st_size - len(rest))
     rows = []
     for line_number, line in enumerate(whole, 1):
         try:
-            rows.append(dict(json.loads(line)))
-        except (ValueError, TypeError):
-            raise CocaError(
-                f"{path}, line {line_number}: got no JSON object, expected a row; delete the line"
-            ) from None
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict):
+            raise CocaError(f"{path}, line {line_number}: got no JSON object, expected a row; delete the line")
+        rows.append(row)
     return rows
 
 

@@ -68,7 +68,8 @@ def speed_rows(
     """
     if processes().num_processes > 1:
         raise CocaError(
-            f"coca-eval speed: got {processes().num_processes} processes, expected one: they would share the machine"
+            f"coca-eval speed: got {processes().num_processes} processes, expected one: a timing is of one device, and "
+            f"others beside it would slow it down; run it without accelerate launch"
         )
     for mode, rope, length in itertools.product(modes, ropes, lengths):
         subjects = ([baseline] if baseline else []) + [subject]

@@ -1,29 +1,33 @@
 """lm-eval's tasks in this process, as rows: does a model that reads further still know what it knew?
 
 `opencompass` stands for the lm-eval tasks nearest the suites behind the four dimensions of the paper's table 5
-(`DIMENSIONS`); its numbers are not OpenCompass's own. `ruler` lengths run lm-eval's RULER group at those lengths.
+(`DIMENSIONS`); its numbers are not OpenCompass's own. `ruler` lengths run lm-eval's RULER at those lengths: all of its
+tasks, or those that are named.
 
 A row, task `tasks`, has besides what `rows.py` lists: `value`, the metric; `benchmark`, lm-eval's name of the task;
 `metric`, `filter`, `stderr` or null, `shots` (null: the task's own), `limit`, `scored` cases; `dimension`, a key of
 `DIMENSIONS`, "ruler" or null; `length`, RULER's, in tokens, else null; `metrics`, how many rows the benchmark has. Its
-raw table `samples`: case, score (the metric of one document, null where it is no number); for RULER the mean of each of
-its tasks: benchmark, score.
+raw table `samples`: case, score (the metric of one document, null where it is no number); for RULER, the mean of each
+of its tasks: benchmark, score.
 """
 
 import difflib
 import functools
 import itertools
 import math
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from accelerate.utils import broadcast_object_list
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import Track, processes
+from coca_hf.evaluate.batches import Track, batches_of, compute_all
 from coca_hf.evaluate.load import Subject
+from coca_hf.evaluate.perplexity import failed
 from coca_hf.evaluate.rope import Rope, trained_length, use_rope_
 from coca_hf.evaluate.rows import RowStore, now, subject_settings
 
@@ -35,6 +39,9 @@ DIMENSIONS = {
 }
 GROUP = "opencompass"
 RULER = "ruler"
+# Those of RULER's tasks that make up their text; the others fetch essays (niah_single_2 and _3, niah_multikey_1,
+# niah_multivalue, niah_multiquery) or questions (ruler_qa_squad, ruler_qa_hotpot).
+WITHOUT_NETWORK = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")
 
 
 def parse_tasks(text: str, include_path: str | None = None) -> list[str]:
@@ -54,6 +61,11 @@ def parse_tasks(text: str, include_path: str | None = None) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def ruler_tasks() -> list[str]:
+    """lm-eval's names of RULER's tasks, and of all of them together."""
+    return [RULER, *_ruler_manager().task_index[RULER].cfg["task"]]
+
+
 def task_rows(
     subject: Subject,
     names: list[str],
@@ -70,13 +82,13 @@ def task_rows(
 
     Dynamic NTK is fixed for RULER's length, or else for the trained one. Benchmarks that `store` has are not run again.
 
-    Raises CocaError on several processes, and where a benchmark cannot be run: its data are not there, or a package of
-    its own.
+    Raises CocaError where a benchmark cannot be run: its data are not there, or a package of its own.
     """
-    if processes().num_processes > 1:
-        raise CocaError(f"coca-eval tasks: got {processes().num_processes} processes, expected one; run without launch")
-    wanted: list[tuple[str, int | None]] = [(name, None) for name in names]
-    wanted += [(RULER, length) for length in ruler_lengths or []]
+    of_ruler = [name for name in names if name in ruler_tasks()] if names else []
+    if of_ruler and not ruler_lengths:
+        raise CocaError(f"--tasks {of_ruler[0]}: got no --ruler, expected the lengths at which to run a task of RULER")
+    wanted: list[tuple[str, int | None]] = [(name, None) for name in names if name not in of_ruler]
+    wanted += itertools.product(of_ruler or [RULER], ruler_lengths or [])
     for rope in ropes:
         for name, length in track(wanted, f"tasks  {rope}"):
             settings = {
@@ -85,7 +97,7 @@ def task_rows(
                 "length": length,
                 "stride": None,
                 "benchmark": name,
-                "dimension": _dimension(name),
+                "dimension": _dimension(name, length),
                 "shots": shots,
                 "limit": limit,
                 **subject_settings(subject),
@@ -95,30 +107,30 @@ def task_rows(
             rows = store.find_all(settings, but=("metric", "filter"))
             if not rows or len(rows) < rows[0]["metrics"]:
                 done = {(row["metric"], row["filter"]) for row in rows}
-                for result, samples in _measure(subject, rope, settings, include_path):
+                for result, samples in _measure(subject, rope, settings, include_path, track):
                     if (result["metric"], result["filter"]) not in done:
                         rows.append(store.append(settings | result, {"samples": samples}))
             yield from rows
 
 
-def _measure(subject: Subject, rope: Rope, settings: dict, include_path: str | None) -> list[tuple[dict, list[dict]]]:
+def _measure(
+    subject: Subject, rope: Rope, settings: dict, include_path: str | None, track: Track
+) -> list[tuple[dict, list[dict]]]:
     """What every metric of a benchmark came to, and its samples; one without a metric where memory ran out."""
     name, length, began = settings["benchmark"], settings["length"], time.perf_counter()
     use_rope_(subject.model, rope, length or trained_length(subject.model) or 2048)
-    output, error, batch_size = None, None, settings["batch_size"]
-    while output is None and error is None:
-        try:
-            output = _evaluate(subject, settings, batch_size, include_path)
-        except Exception as failure:  # data sets, packages and lm-eval itself raise what they raise
-            reason = " ".join(str(failure).split())[:300]
-            if not (isinstance(failure, MemoryError) or should_reduce_batch_size(failure)):
-                raise CocaError(
-                    f"--tasks {name}: lm-eval cannot run it: {type(failure).__name__}: {reason}"
-                ) from failure
-            error = f"OOM: {reason}" if batch_size == 1 else None
-            batch_size //= 2
-        clear_device_cache(garbage_collection=True)
-    found = _metrics(output, name, length) if output else [({"metric": None, "filter": None, "value": None}, [])]
+    found: list[tuple[dict, list[dict]]] = [({"metric": None, "filter": None, "value": None}, [])]
+    error = None
+    try:
+        # lm-eval gives its results on the first process only.
+        found = broadcast_object_list([_metrics(_evaluate(subject, settings, include_path, track), name, length)])[0]
+    except _Unanswered as failure:
+        error = failed(str(failure), length or "too many")
+    except Exception as failure:  # data sets, packages and lm-eval itself raise what they raise
+        raise CocaError(
+            f"--tasks {name}: lm-eval cannot run it: {type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
+            + (f"; without a network, run {', '.join(WITHOUT_NETWORK)}" if length else "")
+        ) from failure
     if not found:
         raise CocaError(f"--tasks {name}: got no number from lm-eval, expected at least one metric")
     shared = {
@@ -134,26 +146,52 @@ def _measure(subject: Subject, rope: Rope, settings: dict, include_path: str | N
     return [(defaults | result | shared, samples) for result, samples in found]
 
 
-def _evaluate(subject: Subject, settings: dict, batch_size: int, include_path: str | None) -> dict[str, Any]:
+class _Unanswered(Exception):
+    """Requests that no process could answer; what `compute_all` says went wrong."""
+
+
+def _evaluate(subject: Subject, settings: dict, include_path: str | None, track: Track) -> dict[str, Any] | None:
+    """What lm-eval makes of the model's answers; None on all processes but the first.
+
+    Every process answers its share of the batches and gets all answers. lm-eval's own way of dealing documents out
+    changes the order of sums, and so the last digits.
+    """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    length = settings["length"]
+    length, batch_size = settings["length"], settings["batch_size"]
     model = HFLM(pretrained=subject.model, tokenizer=subject.tokenizer, batch_size=batch_size, max_length=length)
-    tokenizer = subject.path if length else None
+
+    def dealt(answer: Callable, requests: list[Any]) -> list[Any]:
+        # Longest first, so that memory runs out early, and requests of one context share a batch.
+        order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].args[0]), requests[i].args[0], i))
+        answers, error = compute_all(
+            batches_of([requests[i] for i in order], batch_size),
+            lambda batch: answer(batch, disable_tqdm=True),
+            lambda batches: track(batches, f"tasks  {settings['benchmark']}"),
+        )
+        if error:
+            raise _Unanswered(error)
+        by_request = dict(zip(order, answers, strict=True))
+        return [by_request[i] for i in range(len(requests))]
+
+    for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
+        setattr(model, kind, functools.partial(dealt, getattr(model, kind)))
     return simple_evaluate(
         model,
         tasks=[settings["benchmark"]],
         num_fewshot=settings["shots"],
         limit=settings["limit"],
         bootstrap_iters=0,
-        task_manager=_task_manager(include_path, length, tokenizer),
+        task_manager=_ruler_manager(length, subject.path) if length else _task_manager(include_path),
     )
 
 
-def _metrics(output: dict[str, Any], name: str, length: int | None) -> list[tuple[dict, list[dict]]]:
+def _metrics(output: dict[str, Any] | None, name: str, length: int | None) -> list[tuple[dict, list[dict]]]:
     """Every number that lm-eval gives for `name`, with its samples where it has any."""
-    if name == RULER:
+    if output is None:
+        return []
+    if length is not None:
         return _ruler_mean(output, str(length))
     results = output["results"].get(name, {})
     found = []
@@ -200,16 +238,28 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _dimension(name: str) -> str | None:
-    return RULER if name == RULER else next((key for key, names in DIMENSIONS.items() if name in names), None)
+def _dimension(name: str, length: int | None) -> str | None:
+    return RULER if length else next((key for key, names in DIMENSIONS.items() if name in names), None)
 
 
 @functools.cache
-def _task_manager(include_path: str | None, ruler_length: int | None = None, tokenizer: str | None = None) -> Any:
-    """It reads every task's file, which takes a while. RULER makes its own cases, by the length and the tokenizer."""
+def _task_manager(include_path: str | None) -> Any:
+    """It reads every task's file, which takes a while."""
+    return _managers()(include_path=include_path)
+
+
+@functools.cache
+def _ruler_manager(length: int | None = None, tokenizer: str | None = None) -> Any:
+    """Of RULER's tasks alone, which make their own cases, by the length in tokens and the tokenizer's path."""
+    managers = _managers()
+    directory = Path(sys.modules[managers.__module__].__file__).with_name(RULER)  # type: ignore[arg-type]
+    metadata = {"max_seq_lengths": [length], "tokenizer": tokenizer}
+    return managers(include_path=str(directory), include_defaults=False, metadata=metadata)
+
+
+def _managers() -> Any:
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise CocaError("coca-eval tasks needs lm-eval: pip install 'coca-hf[lm-eval]'") from error
-    metadata = {"max_seq_lengths": [ruler_length], "tokenizer": tokenizer} if ruler_length else None
-    return TaskManager(include_path=include_path, metadata=metadata)
+    return TaskManager

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -112,18 +113,20 @@ def _figure(table: Table, number: int, published: dict[str, list]) -> Figure:
     crosses = " A cross at the upper edge: no value, or one beyond the page." if far else ""
     banded = any(ends for curve in curves for ends in curve.band or [])
     bands = " Shaded: from the 10th to the 90th percentile of the documents." if banded else ""
-    return Figure(
-        name=numbered(table.task, number),
-        alt=f"{title} against context length. {in_words(table)}",
-        caption=f"{title} against context length: {table.settings}.{bands}{crosses}{_trainings(table)}",
-        draw=line_figure(
-            curves,
-            AXES[table.task],
-            y_scale="share" if table.task == "passkey" else "log",
-            trained_lengths=trained_lengths(table),
-        ),
-        keys=[curve.key for curve in curves],
+    return curve_figure(
+        numbered(table.task, number),
+        f"{title} against context length. {in_words(table)}",
+        f"{title} against context length: {table.settings}.{bands}{crosses}{_trainings(table)}",
+        curves,
+        AXES[table.task],
+        y_scale="share" if table.task == "passkey" else "log",
+        trained_lengths=trained_lengths(table),
     )
+
+
+def curve_figure(name: str, alt: str, caption: str, curves: list[Curve], y_label: str, **drawn: Any) -> Figure:
+    """`curves` as `line_figure` draws them, with their keys beside it."""
+    return Figure(name, alt, caption, line_figure(curves, y_label, **drawn), [curve.key for curve in curves])
 
 
 def curves_of(table: Table) -> list[Curve]:
@@ -149,7 +152,7 @@ def _spread(row: dict) -> tuple[float, float] | None:
         nll, tokens = sums.setdefault(window["document"], [0.0, 0])
         sums[window["document"]] = [nll + window["nll"], tokens + window["tokens"]]
     means = [nll / tokens for nll, tokens in sums.values()]
-    if len(means) < 2 or row["value"] is None:
+    if len(means) < 2 or row["value"] is None or max(means) > math.log(FAR):
         return None
     low, high = (math.exp(mean) for mean in np.quantile(means, [0.1, 0.9]))
     return low, high

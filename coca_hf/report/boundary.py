@@ -6,6 +6,7 @@ from coca_hf.report.against_length import (
     EXPLANATIONS,
     TITLES,
     Measured,
+    curve_figure,
     finite,
     keys_of,
     missing_values,
@@ -14,7 +15,7 @@ from coca_hf.report.against_length import (
     xs_of,
 )
 from coca_hf.report.document import Figure, Grid, Section, Text
-from coca_hf.report.plots import Curve, Heat, heat_figure, line_figure
+from coca_hf.report.plots import Curve, Heat, heat_figure
 from coca_hf.report.rows import Table, read_raw
 
 
@@ -50,7 +51,8 @@ def _scenarios(table: Table) -> Grid:
     }
     lines = []
     for name, rows in table.series.items():
-        numbers = ["" if rows[-1][column] is None else f"{rows[-1][column]:.3f}" for column in columns.values()]
+        found = [rows[-1].get(column) for column in columns.values()]  # none of a row that is an error
+        numbers = ["" if number is None else f"{number:.3f}" for number in found]
         lines.append([name, str(rows[-1]["length"]), *numbers])
     return Grid(["model", "length", *columns], lines, numbers_from=1)
 
@@ -61,15 +63,17 @@ def _angle_figure(table: Table, angles: dict[str, list[dict]], number: int) -> F
         shares = _summed(lines, "angle_counts")
         degrees = [10.0 * edge for edge in range(len(shares) + 1) for _ in (0, 1)][1:-1]  # both edges of every bin
         curves.append(Curve(keys[name], degrees, [share for share in shares for _ in (0, 1)]))
-    return Figure(
-        name=numbered("boundary-angle", number),
-        alt="Histogram of the initial angle between query and key from 0 to 360 degrees, in bins of 10: the table "
+    return curve_figure(
+        numbered("boundary-angle", number),
+        "Histogram of the initial angle between query and key from 0 to 360 degrees, in bins of 10: the table "
         "beside it has the share of each scenario.",
-        caption=f"Initial angle between query and key, over all layers, heads and rotary pairs: {table.settings}.",
-        draw=line_figure(
-            curves, "share of pairs", "initial angle (degrees)", "zero", ticks=[*range(0, 361, 60)], x_scale="linear"
-        ),
-        keys=[curve.key for curve in curves],
+        f"Initial angle between query and key, over all layers, heads and rotary pairs: {table.settings}.",
+        curves,
+        "share of pairs",
+        x_label="initial angle (degrees)",
+        y_scale="zero",
+        ticks=[*range(0, 361, 60)],
+        x_scale="linear",
     )
 
 
@@ -80,20 +84,17 @@ def _tau_figure(table: Table, angles: dict[str, list[dict]], number: int) -> Fig
         counts = [sum(line["tau_counts"][power] for line in lines) for power in range(len(lines[0]["tau_counts"]))]
         shares = [sum(counts[power:]) / defined if defined else 0.0 for power in range(1, len(counts))]
         curves.append(Curve(keys[name], [2**power for power in range(len(shares))], shares))
-    return Figure(
-        name=numbered("boundary-tau", number),
-        alt="Share of pairs whose score wrongly rises over at least so many of the nearest tokens.",
-        caption="Share of pairs whose score rises with distance, wrongly, over at least so many of the nearest tokens "
+    return curve_figure(
+        numbered("boundary-tau", number),
+        "Share of pairs whose score wrongly rises over at least so many of the nearest tokens.",
+        "Share of pairs whose score rises with distance, wrongly, over at least so many of the nearest tokens "
         "(τ, the boundary of scenario d).",
-        draw=line_figure(
-            curves,
-            "share of pairs",
-            "boundary τ (tokens)",
-            "zero",
-            trained_lengths=trained_lengths(table),
-            ticks=[16**power for power in range(6)],
-        ),
-        keys=[curve.key for curve in curves],
+        curves,
+        "share of pairs",
+        x_label="boundary τ (tokens)",
+        y_scale="zero",
+        trained_lengths=trained_lengths(table),
+        ticks=[16**power for power in range(6)],
     )
 
 
@@ -130,18 +131,15 @@ def _decay_figure(table: Table, decays: dict[str, list[dict]], number: int) -> F
         means = [float(np.mean([line[bound] for line in lines if line["distance"] == at])) for at in distances]
         curves.append(Curve(keys[name], distances, [finite(mean) for mean in means]))
     xs = xs_of(curves)
-    return Figure(
-        name=numbered("boundary-decay", number),
-        alt="Upper bound of the attention score against the distance of query and key.",
-        caption="Long-term decay: the bound of a score against the distance of query and key, mean over layers; the "
-        "bound of RoPE for models without CoCA, that of CoCA for those with.",
-        draw=line_figure(
-            curves,
-            "bound of the score",
-            "distance (tokens)",
-            ticks=[4**p for p in range(16) if min(xs) <= 4**p <= max(xs)],
-        ),
-        keys=[curve.key for curve in curves],
+    return curve_figure(
+        numbered("boundary-decay", number),
+        "Upper bound of the attention score against the distance of query and key.",
+        "Long-term decay: the bound of a score against the distance of query and key, mean over layers; the bound of "
+        "RoPE for models without CoCA, that of CoCA for those with.",
+        curves,
+        "bound of the score",
+        x_label="distance (tokens)",
+        ticks=[4**p for p in range(16) if min(xs) <= 4**p <= max(xs)],
     )
 
 

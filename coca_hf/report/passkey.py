@@ -2,10 +2,18 @@
 
 from collections.abc import Iterable
 
-from coca_hf.report.against_length import NBSP, Measured, against_length, keys_of, numbered, trained_lengths
+from coca_hf.report.against_length import (
+    NBSP,
+    Measured,
+    against_length,
+    curve_figure,
+    keys_of,
+    numbered,
+    trained_lengths,
+)
 from coca_hf.report.document import Figure, Grid, Section
-from coca_hf.report.plots import Curve, Heat, heat_figure, line_figure
-from coca_hf.report.rows import Table, read_raw
+from coca_hf.report.plots import Curve, Heat, heat_figure
+from coca_hf.report.rows import Table, read_raw, trained_length
 
 DEPTHS = 5  # lines of a heat map: fifths of the prompt
 
@@ -45,7 +53,49 @@ def _where_found(table: Table, number: int) -> Iterable:
             draw=heat_figure(heat, "context length (tokens)", "depth"),
             height=0.9 + 0.28 * bins,
         )
+    yield from _inside_and_beyond(table, found, number)
     yield from _by_distance(table, found, number)
+
+
+def _inside_and_beyond(table: Table, found: dict[str, dict[int, list[dict]]], number: int) -> Iterable:
+    """Share found against length, of passkeys within the trained length of the end and of those beyond it (figure 4).
+
+    Nothing where no model's trained length is known, or none has a passkey beyond it.
+    """
+    parts = []
+    for side, words in (("inside", "at most"), ("beyond", "more than")):
+        keys, curves, lines = keys_of(table), [], []
+        for name, rows in table.series.items():
+            cases = {row["length"]: _on_side(row, found.get(name, {}).get(row["length"], []), side) for row in rows}
+            known = [(length, share) for length, some in cases.items() if (share := _share(some)) is not None]
+            if known:
+                curves.append(Curve(keys[name], *map(list, zip(*known, strict=True))))
+                lines.append([name, *(_share_of(cases.get(length, [])) for length in table.lengths)])
+        if curves:
+            parts += [
+                curve_figure(
+                    numbered(f"passkey-{side}", number),
+                    f"Share found against context length, of passkeys {side} the trained length: the table beside it.",
+                    f"Share found of the passkeys that stand {words} the trained length of their model from the end of "
+                    f"the prompt, against context length.",
+                    curves,
+                    "share found",
+                    y_scale="share",
+                    trained_lengths=trained_lengths(table),
+                ),
+                Grid([f"{side} the trained length", *map(str, table.lengths)], lines, numbers_from=1),
+            ]
+    yield from parts if any(isinstance(part, Figure) and "beyond" in part.name for part in parts) else ()
+
+
+def _share_of(cases: list[dict]) -> str:
+    share = _share(cases)
+    return "" if share is None else f"{share:.2f}{NBSP}of{NBSP}{len(cases)}"
+
+
+def _on_side(row: dict, cases: list[dict], side: str) -> list[dict]:
+    trained = trained_length(row)
+    return [case for case in cases if trained and (case["distance"] > trained) == (side == "beyond")]
 
 
 def _by_distance(table: Table, found: dict[str, dict[int, list[dict]]], number: int) -> Iterable:
@@ -59,13 +109,16 @@ def _by_distance(table: Table, found: dict[str, dict[int, list[dict]]], number: 
         known = [(edge, share) for edge, share in zip(edges, shares, strict=True) if share is not None]
         curves.append(Curve(keys[name], *map(list, zip(*known, strict=True))))
         lines.append([name, *("" if share is None else f"{share:.2f}" for share in shares)])
-    yield Figure(
-        name=numbered("passkey-distance", number),
-        alt="Share found against the distance from the passkey to the end of the prompt: the table beside it.",
-        caption="Share found against the distance from the passkey to the end of the prompt, in tokens, over all "
-        "context lengths: each point is the octave up to its distance.",
-        draw=line_figure(curves, "share found", "distance (tokens)", "share", trained_lengths=trained_lengths(table)),
-        keys=[curve.key for curve in curves],
+    yield curve_figure(
+        numbered("passkey-distance", number),
+        "Share found against the distance from the passkey to the end of the prompt: the table beside it.",
+        "Share found against the distance from the passkey to the end of the prompt, in tokens, over all context "
+        "lengths: each point is the octave up to its distance.",
+        curves,
+        "share found",
+        x_label="distance (tokens)",
+        y_scale="share",
+        trained_lengths=trained_lengths(table),
     )
     yield Grid(["distance", *(f"≤{NBSP}{edge}" for edge in edges)], lines, numbers_from=1)
 

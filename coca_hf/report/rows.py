@@ -4,33 +4,51 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+from pyarrow.parquet import read_table
+from pydantic import PositiveInt, TypeAdapter, ValidationError
+
 from coca_hf.errors import CocaError
 
+TEXT, WHOLE, NUMBER = str | None, int | None, float | None
+LENGTH, NAMES, FILES = PositiveInt | None, list[str], dict[str, str]
 # What the rows of one table have in common: only then are their values comparable.
-_TEXTS = ("data", "column", "split", "document_names", "max_tokens")
-SETTINGS = {
-    "perplexity": (*_TEXTS, "asked_stride", "variant"),
-    "position-loss": (*_TEXTS, "bucket"),
-    "passkey": ("cases", "new_tokens", "seed", "variant", "depths"),
-    "boundary": (*_TEXTS, "pairs_per_document", "seed"),
-    "tasks": ("benchmark", "metric", "filter", "shots", "limit"),
-    "speed": ("mode", "batch_size", "device"),
+_TEXTS: dict[str, Any] = {"data": str, "column": str, "split": str, "document_names": NAMES, "max_tokens": WHOLE}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "perplexity": _TEXTS | {"asked_stride": int, "variant": str},
+    "position-loss": _TEXTS | {"bucket": int},
+    "passkey": {"cases": int, "new_tokens": int, "seed": int, "variant": str, "depths": WHOLE},
+    "boundary": _TEXTS | {"pairs_per_document": int, "seed": int},
+    "tasks": {"benchmark": str, "metric": TEXT, "filter": TEXT, "shots": WHOLE, "limit": WHOLE},
+    "speed": {"mode": str, "batch_size": int, "device": str},
 }
-# What every row has.
+# What every row has besides.
 COMMON: dict[str, Any] = {
     **dict.fromkeys(("model", "task", "rope", "date", "model_path", "dtype", "device", "command"), str),
-    **dict.fromkeys(("length", "trained_length", "tokens_seen"), int | None),
-    **dict.fromkeys(("error", "coca_constraint"), str | None),
-    **{"value": float | int | None, "seconds": float | int, "versions": dict},
+    **dict.fromkeys(("length", "trained_length", "trained_seq_len"), LENGTH),
+    **{"error": TEXT, "coca_constraint": TEXT, "tokens_seen": WHOLE, "value": NUMBER, "seconds": float},
+    **{"versions": dict, "raw": FILES},
 }
-# What only some have.
-SPECIAL: dict[str, Any] = {"raw": dict, "trained_seq_len": int | None, "document_names": list}
-# What rows of coca_hf 0.1.0.dev did not say yet.
-DEFAULTS: dict = {"raw": {}, "trained_seq_len": None, "depths": None}
-VARIANTS = {"perplexity": "sliding", "passkey": "paper"}
+# What some rows have.
+SOME: dict[str, Any] = {
+    **{"model_type": str, "tokens": WHOLE, "stride": WHOLE, "seed": WHOLE, "skipped_documents": NAMES},
+    **dict.fromkeys(("share_a", "share_b", "share_c", "share_d", "share_d_weighted", "share_abnormal"), NUMBER),
+    **dict.fromkeys(("mean_abs_angle", "stderr", "tokens_per_second", "peak_bytes", "ratio"), NUMBER),
+    **{"dimension": TEXT, "memory_kind": TEXT, "baseline": TEXT},
+}
+# Of each raw table, the columns that the page reads.
+_FLOAT, _INT, _COUNTS = pyarrow.float64(), pyarrow.int64(), pyarrow.list_(pyarrow.int64())
+RAW = {
+    "windows": {"document": _INT, "tokens": _INT, "nll": _FLOAT},
+    "buckets": {"first": _INT, "tokens": _INT, "nll": _FLOAT},
+    "cases": {"depth": _FLOAT, "distance": _INT, "correct": pyarrow.bool_()},
+    "angles": {"layer": _INT, "head": _INT, "angle_counts": _COUNTS, "tau_counts": _COUNTS},
+    "decay": {"distance": _INT, "bound_rope": _FLOAT, "bound_coca": _FLOAT},
+}
 
 
 @dataclass
@@ -121,14 +139,15 @@ def _read(path: Path) -> list[dict]:
         where = f"{path}, line {line_number}"
         try:
             row = json.loads(line, parse_constant=_refuse)
-            row = DEFAULTS | {"variant": VARIANTS.get(row["task"])} | row
-            missing = {*COMMON, *SETTINGS[row["task"]]} - row.keys()
-        except (ValueError, TypeError, KeyError):
+            needed = COMMON | SETTINGS[row["task"]]
+            missing = needed.keys() - row.keys()
+            json.dumps(row, ensure_ascii=False).encode()  # half a character of UTF-16 can be read, but never written
+        except (ValueError, TypeError, KeyError, RecursionError):
             raise CocaError(f"{where}: got no row of coca-eval; delete the line") from None
         if missing:
             raise CocaError(f"{where}: got a row without {', '.join(sorted(missing))}; delete it")
-        for name, kind in (COMMON | SPECIAL).items():
-            if name in row and not isinstance(row[name], kind):
+        for name, kind in (needed | SOME).items():
+            if name in row and not _is(row[name], kind):
                 raise CocaError(f"{where}: got a row with {name} {row[name]!r}, no value of coca-eval's; delete it")
         row["raw"] = {name: path.parent / file for name, file in row["raw"].items()}
         rows.append(row)
@@ -137,22 +156,40 @@ def _read(path: Path) -> list[dict]:
     return rows
 
 
+def _is(value: Any, kind: Any) -> bool:
+    try:
+        _checker(kind).validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    return True
+
+
+@cache
+def _checker(kind: Any) -> TypeAdapter:
+    return TypeAdapter(kind)
+
+
 def trained_length(row: dict) -> int | None:
     """The tokens of a sequence in the model's last training: a stage of coca-train, else what its config says."""
     return row["trained_seq_len"] or row["trained_length"]
 
 
 def read_raw(row: dict, name: str) -> list[dict] | None:
-    """The raw results of a row, a dict for each line of its parquet file; None where the file is not there."""
-    from pyarrow.parquet import read_table
+    """The raw results of a row, a dict for each line of its parquet file; None where the file is not there.
 
+    Raises CocaError where the file has not the columns of `RAW`.
+    """
     path = row["raw"].get(name)
     if path is None or not path.is_file():
         return None
     try:
-        return read_table(path).to_pylist()
-    except (ValueError, OSError) as error:  # pyarrow's are of these
-        raise CocaError(f"{path}: cannot be read as parquet; delete the file and its row, and measure again") from error
+        schema = pyarrow.schema([pyarrow.field(*column, nullable=False) for column in RAW[name].items()])
+        return read_table(path).select(schema.names).cast(schema).to_pylist()
+    except (ValueError, OSError, KeyError, NotImplementedError) as error:  # pyarrow's are of these
+        raise CocaError(
+            f"{path}: got no parquet file with columns {', '.join(RAW[name])} as coca-eval writes them; delete it and "
+            f"its row, and measure again"
+        ) from error
 
 
 def _refuse(constant: str):

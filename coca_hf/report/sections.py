@@ -8,6 +8,7 @@ from coca_hf.report.against_length import (
     TITLES,
     Measured,
     against_length,
+    curve_figure,
     curves_of,
     finite,
     in_words,
@@ -20,9 +21,9 @@ from coca_hf.report.against_length import (
     xs_of,
 )
 from coca_hf.report.boundary import boundary
-from coca_hf.report.document import Bullets, Code, Figure, Fold, Grid, Section, Text
+from coca_hf.report.document import Bullets, Code, Fold, Grid, Section, Text
 from coca_hf.report.passkey import passkey
-from coca_hf.report.plots import Curve, line_figure
+from coca_hf.report.plots import Curve
 from coca_hf.report.recovery import recovery
 from coca_hf.report.rows import Table, read_raw, trained_length
 
@@ -66,20 +67,17 @@ def position_loss(measured: Measured) -> Section | None:
         if curves:
             last = max(x for curve in curves for x in curve.xs)
             parts.append(
-                Figure(
-                    name=numbered("position-loss", number),
-                    alt="Loss in nats per token against the index of the token in its window: the table beside it says "
+                curve_figure(
+                    numbered("position-loss", number),
+                    "Loss in nats per token against the index of the token in its window: the table beside it says "
                     "how the windows do as a whole.",
-                    caption=f"Loss against the token's index, in the longest windows: {table.settings}.",
-                    draw=line_figure(
-                        curves,
-                        AXES["position-loss"],
-                        "token index",
-                        y_scale="linear",
-                        trained_lengths=trained_lengths(table),
-                        ticks=[2**power for power in range(4, 31) if min(xs_of(curves)) <= 2**power <= last],
-                    ),
-                    keys=[curve.key for curve in curves],
+                    f"Loss against the token's index, in the longest windows: {table.settings}.",
+                    curves,
+                    AXES["position-loss"],
+                    x_label="token index",
+                    y_scale="linear",
+                    trained_lengths=trained_lengths(table),
+                    ticks=[2**power for power in range(4, 31) if min(xs_of(curves)) <= 2**power <= last],
                 )
             )
         parts += [values(table), *missing_values(table)]
@@ -112,12 +110,13 @@ def speed(measured: Measured) -> Section | None:
     for number, table in enumerate(tables, 1):
         mode = table.rows[0]["mode"]
         parts.append(
-            Figure(
-                name=numbered("speed", number),
-                alt=f"Median seconds of {mode} against length. {in_words(table)}",
-                caption=f"Median seconds of {table.settings}, against length.",
-                draw=line_figure(curves_of(table), "seconds", "length (tokens)"),
-                keys=list(keys_of(table).values()),
+            curve_figure(
+                numbered("speed", number),
+                f"Median seconds of {mode} against length. {in_words(table)}",
+                f"Median seconds of {table.settings}, against length.",
+                curves_of(table),
+                "seconds",
+                x_label="length (tokens)",
             )
         )
         parts += [values(table), _memory(table), *missing_values(table)]

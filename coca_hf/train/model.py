@@ -68,9 +68,11 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
         ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
         smallest_vocabulary = len(tokenizer)
         with _loading(recipe.start):
-            config = AutoConfig.for_model(overrides.pop("model_type"), vocab_size=len(tokenizer), **ids)
+            kept = {"vocab_size": len(tokenizer), **ids}  # no default: head_dim is derived from the overrides' width
+            config = AutoConfig.for_model(overrides.pop("model_type"), **kept)
     else:
         config = load_config(recipe.model)
+        kept = config.to_dict()
     known = sorted(field.name for field in dataclasses.fields(type(config)))
     for key in overrides:
         if key not in known:
@@ -87,7 +89,7 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
             raise CocaError(f"config.{key}: got {short(value)}, expected a mapping, such as {short(before)}")
         merged[key] = {**before, **value} if isinstance(before, dict) else value
     try:
-        return type(config)(**{**config.to_dict(), **merged})
+        return type(config)(**{**kept, **merged})
     except Exception as error:  # what a config's checks, or what they call, make of a value
         raise CocaError(f"config: {type(config).__name__} does not take it: {one_line(error)}") from error
 

@@ -1,8 +1,9 @@
 """A table or figure of the paper, from training recipe to page: scripts/paper/make.py table-1 --scale small
 
 NAME.yaml beside this file says what is measured on which models, models.yaml how the models are made, scales.yaml how
-large. Every step is a coca-convert, coca-train or coca-eval command, printed before it runs. Run it again: finished
-steps are skipped, a killed one continues. Models are shared between tables of one scale.
+large (and that counts where both set an option). Every step is a coca-convert, coca-train or coca-eval command,
+printed before it runs. Run it again: finished steps are skipped, a killed one continues. Models are shared between
+tables of one scale.
 """
 
 import argparse
@@ -32,7 +33,7 @@ def main() -> None:
     page = options.out / options.scale / options.name
     for step in table["measure"]:
         for model in step["models"]:
-            chosen = scale["evaluate"][step["task"]] | step.get("options", {})
+            chosen = step.get("options", {}) | scale["evaluate"][step["task"]]
             others = {key: work.model(name) for key, name in step.get("beside", {}).items()}
             work.run(
                 *("coca-eval", step["task"], work.model(model), "--name", work.label(model), "--out", page / "rows"),

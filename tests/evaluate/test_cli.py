@@ -78,6 +78,17 @@ def test_skipped_documents_are_counted_and_named(tiny_llama_dir, books, tmp_path
     assert "skipped 1 short documents: austen.txt" in stderr
 
 
+def test_of_many_skipped_documents_the_first_are_named_and_all_are_counted(tiny_llama_dir, books, tmp_path, coca_eval):
+    for number in range(12):
+        (books / f"a{number:02}.txt").write_text("too short")
+    _, _, stderr = coca_eval(
+        *("perplexity", tiny_llama_dir, "--data", books, "--lengths", 30, "--out", tmp_path / "out", "--skip-short")
+    )
+    assert "skipped 12 short documents: a00.txt, " in stderr
+    assert "a09.txt and 2 more\n" in stderr
+    assert len(rows_in(tmp_path / "out")[0]["skipped_documents"]) == 12
+
+
 @pytest.mark.parametrize("lengths", ["512,x", "1", "0", "-4", "1.5", "", "64,,128"])
 def test_lengths_that_are_no_lengths_are_refused(lengths, tiny_llama_dir, tmp_path, coca_eval):
     code, stdout, stderr = coca_eval("passkey", tiny_llama_dir, f"--lengths={lengths}", "--out", tmp_path / "out")

@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -188,6 +190,21 @@ def test_the_value_of_a_row_is_the_perplexity_under_its_rope_setting(llama, tmp_
     documents = draw_sample(llama, str(tmp_path / "short.txt"), 91).token_ids
     assert stretched["value"] == pytest.approx(double_loop(llama.model, documents, 90, 24), rel=1e-4)
     assert abs(plain["value"] / stretched["value"] - 1) > 0.01
+
+
+def test_lm_evals_rolling_perplexity_is_ours_where_its_windows_are(coca, tmp_path):
+    """A stride of the length, a first token that is not scored, and texts of 3 and 5 whole windows of 13 tokens."""
+    texts = ["a sea voyage, a ball and no trains at all"[:39], ("one more voyage, " * 4)[:65]]
+    model = HFLM(pretrained=coca.model, tokenizer=coca.tokenizer, max_length=13, batch_size=2)
+    requests = [Instance("loglikelihood_rolling", doc={}, arguments=(text,), idx=i) for i, text in enumerate(texts)]
+    loglikelihoods = model.loglikelihood_rolling(requests, disable_tqdm=True)
+    sample = Sample({"data": "x", "column": "text", "split": "test", "seed": 0, "max_tokens": None})
+    for text in texts:
+        sample.names.append(text)
+        sample.token_ids.append(torch.tensor([model.prefix_token_id, *coca.tokenizer(text).input_ids]))
+    (row,) = perplexity_rows(coca, sample, [13], 13, [DEFAULT], RowStore(tmp_path))
+    assert row["tokens"] == 39 + 65
+    assert row["value"] == pytest.approx(math.exp(-sum(loglikelihoods) / (39 + 65)), rel=1e-6)
 
 
 def test_rows_already_there_are_not_measured_again(llama, books, tmp_path, monkeypatch):

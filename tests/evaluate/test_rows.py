@@ -44,13 +44,19 @@ def test_raw_tables_carry_the_rows_id_and_are_read_together(tmp_path):
     assert RowStore(tmp_path).find(ROW) == first
 
 
-@pytest.mark.parametrize("line", ["not json", "[1, 2]", "7"])
+@pytest.mark.parametrize("line", ["not json", "[1, 2]", "[]", '[["task", 1]]', "7", "[" * 9999])
 def test_a_whole_line_that_is_no_row_is_refused_by_number_and_kept(tmp_path, line):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(ROW) + f"\n{line}\n")
     with pytest.raises(CocaError, match="line 2: got no JSON object"):
         RowStore(tmp_path)
     assert path.read_text().splitlines()[1] == line
+
+
+def test_rows_that_cannot_be_read_are_one_line(tmp_path):
+    (tmp_path / "rows.jsonl").mkdir()
+    with pytest.raises(CocaError, match=r"rows\.jsonl: got Is a directory, expected the rows of coca-eval or nothing"):
+        RowStore(tmp_path)
 
 
 def test_out_that_is_a_file_is_refused(tmp_path):

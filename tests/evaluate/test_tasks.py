@@ -1,16 +1,23 @@
 """lm-eval's numbers as rows, on tasks over local files."""
 
+import importlib
+import re
 import sys
 
 import pyarrow.parquet as pq
 import pytest
+import torch
+import wonderwords
+import yaml
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate import tasks
 from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.rows import RowStore
-from coca_hf.evaluate.tasks import DIMENSIONS, parse_tasks, task_rows
+from coca_hf.evaluate.tasks import DIMENSIONS, WITHOUT_NETWORK, parse_tasks, ruler_tasks, task_rows
+from tests.evaluate.test_batches import lasting, rows_of, run
 from tests.test_lm_eval import PAIRS, expected, subject, task_dir  # noqa: F401
+from tests.train.test_processes import TWO_PROCESSES
 
 DEFAULT = [Rope("default")]
 NAMES = ["coca_likelihood", "coca_answer"]
@@ -31,20 +38,26 @@ def test_rows_have_the_numbers_of_the_model_itself(coca, task_dir, expected, tmp
     assert list(task_rows(coca, NAMES, DEFAULT, RowStore(tmp_path), **options)) == rows
 
 
-def test_a_benchmark_that_does_not_fit_is_tried_smaller_then_says_oom(coca, tmp_path, monkeypatch):
-    tried = []
+@pytest.mark.parametrize("room", [1, 0])
+def test_a_benchmark_that_does_not_fit_is_tried_smaller_then_says_oom(coca, task_dir, expected, tmp_path, room):  # noqa: F811
+    """Memory for `room` sequences at a time."""
+    tried, forward = [], coca.model.forward
 
-    def full(subject, settings, batch_size, include_path):  # noqa: F811
-        tried.append(batch_size)
-        raise MemoryError("CUDA out of memory.")
+    def limited(input_ids=None, *args, **kwargs):
+        tried.append(len(input_ids))
+        if len(input_ids) > room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return forward(input_ids, *args, **kwargs)
 
-    monkeypatch.setattr(tasks, "_evaluate", full)
-    (row,) = task_rows(coca, ["piqa"], DEFAULT, RowStore(tmp_path), batch_size=5)
-    assert tried == [5, 2, 1]
-    assert (row["value"], row["metric"], row["error"], row["dimension"]) == (
-        *(None, None, "OOM: CUDA out of memory."),
-        "reasoning",
-    )
+    coca.model.forward = limited
+    (row,) = task_rows(coca, NAMES[:1], DEFAULT, RowStore(tmp_path), batch_size=4, include_path=str(task_dir))
+    if room:
+        assert tried == [4, 2, 1, 1, 1, 1]
+        assert (row["value"], row["error"]) == (pytest.approx(expected["perplexity"], rel=1e-4), None)
+    else:
+        assert tried == [4, 2, 1]
+        assert (row["value"], row["metric"]) == (None, None)
+        assert row["error"].startswith("OOM: one sequence alone does not fit (CUDA out of memory.")
 
 
 def test_the_group_of_the_paper_has_four_dimensions_of_tasks_that_lm_eval_knows():
@@ -59,7 +72,7 @@ def test_an_unknown_task_is_refused_with_the_nearest():
 
 
 def test_without_lm_eval_one_line_says_what_to_install(monkeypatch, tiny_coca_dir, tmp_path, coca_eval):
-    tasks._task_manager.cache_clear()
+    monkeypatch.setattr(tasks, "_task_manager", tasks._task_manager.__wrapped__)  # that remembers nothing
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     code, stdout, stderr = coca_eval("tasks", tiny_coca_dir, "--tasks", "piqa", "--out", tmp_path)
     assert (code, stdout) == (2, "")
@@ -76,7 +89,7 @@ def test_ruler_at_a_length_is_the_mean_of_its_tasks_there(coca, tmp_path, monkey
     """Results as lm-eval's RULER files make them: -1 at lengths that were not run, and no group mean but 4096's."""
     lengths = []
 
-    def ran(subject, settings, batch_size, include_path):  # noqa: F811
+    def ran(subject, settings, include_path, track):  # noqa: F811
         lengths.append(settings["length"])
         key = f"{settings['length']},none"
         results = {"niah_single_1": {key: 0.75, "4096,none": -1}, "ruler_vt": {key: 0.25}, "ruler": {"4096,none": -1}}
@@ -91,3 +104,95 @@ def test_ruler_at_a_length_is_the_mean_of_its_tasks_there(coca, tmp_path, monkey
     assert {line["benchmark"]: line["score"] for line in scores} == {"niah_single_1": 0.75, "ruler_vt": 0.25}
     list(task_rows(coca, [], DEFAULT, RowStore(tmp_path), ruler_lengths=[8192, 16384]))
     assert lengths == [8192, 16384]
+
+
+@pytest.fixture(scope="module")
+def few_words():
+    """RULER joins every adjective with every noun when it is imported: six million words. Here, fifty with fifty."""
+    every_word = wonderwords.RandomWord
+
+    def few():
+        words = every_word()
+        for kind in ("adjectives", "nouns"):
+            words._categories[kind] = sorted(words._categories[kind])[:50]
+        return words
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wonderwords, "RandomWord", few)
+        importlib.import_module("lm_eval.tasks.ruler.prepare_niah")
+
+
+def knows_the_needle(model, tokenizer):
+    """`generate` of a model that finds what RULER hid: "... for KEY is: VALUE." of the key in the question."""
+    prompts = []
+
+    def generate(input_ids, **kwargs):
+        prompts.extend(input_ids)
+        texts = tokenizer.batch_decode(input_ids, skip_special_tokens=True)
+        values = [
+            re.search(rf"for {re.search('magic .* for ([^ ]+) mentioned', text)[1]} is: ([^ ]+)[.]", text)[1]
+            for text in texts
+        ]
+        answers = [torch.tensor(tokenizer(f" {value}").input_ids) for value in values]
+        return torch.stack([torch.cat((ids, answer)) for ids, answer in zip(input_ids, answers, strict=True)])
+
+    model.generate = generate
+    return prompts
+
+
+@pytest.mark.parametrize("name", ["niah_single_1", "niah_multikey_2", "niah_multikey_3"])
+def test_a_real_task_of_ruler_is_made_to_the_length_and_scores_one_for_a_model_that_finds_the_needle(
+    coca, few_words, tmp_path, name
+):
+    prompts = knows_the_needle(coca.model, coca.tokenizer)
+    (row,) = task_rows(coca, [name], DEFAULT, RowStore(tmp_path), ruler_lengths=[1500], limit=3)
+    assert (row["benchmark"], row["length"], row["value"], row["scored"]) == (name, 1500, 1.0, 3)
+    assert (row["metric"], row["dimension"]) == ("string_match", "ruler")
+    assert all(800 < len(prompt) <= 1500 - 128 for prompt in prompts)  # in steps of five lines
+
+
+def test_a_random_model_does_not_find_what_ruler_hid(coca, few_words, tmp_path):
+    """Of the tasks without a network, ruler_vt, _cwe and _fwe do not get ready with a tokenizer of bytes."""
+    (row,) = task_rows(coca, ["niah_single_1"], DEFAULT, RowStore(tmp_path), ruler_lengths=[1500], limit=1)
+    assert (row["value"], row["scored"], row["error"]) == (0.0, 1, None)
+
+
+def test_what_of_ruler_runs_without_a_network_is_said_where_it_does_not(coca, few_words, tmp_path):
+    assert set(WITHOUT_NETWORK) < set(ruler_tasks())
+    with pytest.raises(
+        CocaError, match=r"--tasks niah_single_2: lm-eval cannot run it: .*without a network, run niah_"
+    ):
+        list(task_rows(coca, ["niah_single_2"], DEFAULT, RowStore(tmp_path), ruler_lengths=[1500]))
+
+
+def test_a_task_of_ruler_without_a_length_is_refused(coca, tmp_path):
+    with pytest.raises(CocaError, match="--tasks ruler_vt: got no --ruler, expected the lengths at which to run"):
+        list(task_rows(coca, ["ruler_vt"], DEFAULT, RowStore(tmp_path)))
+
+
+# Reads the task files at hand only: each process would take its while to read the thousands of lm-eval's own.
+EVAL = """
+from lm_eval.tasks import TaskManager
+from coca_hf.cli import evaluate
+from coca_hf.evaluate import tasks
+tasks._task_manager = lambda path: TaskManager(include_path=path, include_defaults=False)
+evaluate()
+"""
+
+
+@pytest.mark.real
+def test_two_processes_make_the_rows_of_one(tiny_coca_dir, task_dir, tmp_path):  # noqa: F811
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(TWO_PROCESSES | {"main_process_port": 29549}))
+    (tmp_path / "eval.py").write_text(EVAL)
+    launcher = ("-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "two.yaml"))
+    for name, prefix in (("one", ("-u",)), ("two", launcher)):
+        common = ("--out", tmp_path / name, "--batch-size", 2, "--include-path", task_dir)
+        out = run(("tasks", tiny_coca_dir, "--tasks", ",".join(NAMES), *common), tmp_path, *prefix)
+        assert out.count("coca_likelihood") == 1
+    one, two = rows_of(tmp_path / "one"), rows_of(tmp_path / "two")
+    assert len(one) == 2
+    assert lasting(one) == lasting(two)
+    assert {row["processes"] for row in two} == {2}
+    for row in one:
+        paths = [tmp_path / name / row["raw"]["samples"] for name in ("one", "two")]
+        assert paths[0].read_bytes() == paths[1].read_bytes()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from coca_hf.train.model import start_config
 from coca_hf.train.recipe import load_recipe
 
 PAPER = Path(__file__).parents[2] / "scripts" / "paper"
@@ -43,6 +44,13 @@ def test_a_table_is_made_of_the_three_commands_and_ends_in_its_page(name, scale,
         len(step["models"]) for step in yaml.safe_load((PAPER / f"{name}.yaml").read_text())["measure"]
     )
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("model", [name for name, plan in models.items() if plan.get("kind") == "from-scratch"])
+def test_a_model_from_scratch_has_the_heads_of_its_own_width(model, tiny_llama_dir):
+    """64 dimensions of 16 heads make 1024, and not the 128 of a LLaMA-7B, whose config is the default."""
+    config = start_config(load_recipe(PAPER.parents[1] / models[model]["recipe"], [f"tokenizer={tiny_llama_dir}"]))
+    assert (config.hidden_size, config.num_attention_heads, config.head_dim) == (1024, 16, 64)
 
 
 @pytest.mark.parametrize("scale", scales)

@@ -42,7 +42,8 @@ def test_every_task_has_its_section_and_every_figure_can_be_drawn(real_page):
     ]
     names = [figure.name for figure in real_page.figures()]
     assert names == [
-        *("perplexity", "position-loss", "passkey", "passkey-depth-of-1", "passkey-depth-of-2", "passkey-distance"),
+        *("perplexity", "position-loss", "passkey", "passkey-depth-of-1", "passkey-depth-of-2"),
+        *("passkey-beyond", "passkey-distance"),
         *("boundary-angle", "boundary-tau", "boundary-decay", "boundary-layers-of-1", "boundary-layers-of-2", "speed"),
     ]
     for figure in real_page.figures():

@@ -94,7 +94,8 @@ def test_every_figure_is_a_png_for_a_paper_and_stands_in_the_markdown(report_htm
     page = (directory / "report.md").read_text()
     pngs = sorted(path.name for path in directory.glob("*.png"))
     assert pngs == sorted(
-        ["perplexity.png", "position-loss.png", "passkey.png", "passkey-distance.png", "speed.png", "speed-2.png"]
+        ["perplexity.png", "position-loss.png", "passkey.png", "speed.png", "speed-2.png"]
+        + [f"passkey-{which}.png" for which in ("inside", "beyond", "distance")]
         + [f"passkey-depth-of-{number}.png" for number in (1, 2, 3, 4)]
         + ["boundary-angle.png", "boundary-tau.png", "boundary-decay.png"]
         + ["boundary-layers-of-1.png", "boundary-layers-of-2.png"]
@@ -117,6 +118,33 @@ def test_numbers_drawn_from_raw_files_are_those_of_the_files(tmp_path):
         "| llama | 1.00 | 0.50 | 0.50 | 0.00 |" in page
     )
     assert "| llama | 512 | 0.000 | 0.750 | 0.000 | 0.250 | 0.250 | 0.125 | 0.750 |" in page
+
+
+def test_passkeys_inside_and_beyond_the_trained_length_are_told_apart(tmp_path):
+    """The paper's figure 4, by hand: the model trained at 256 has its border there, the other at 2048."""
+    cases = [(200, True), (256, True), (257, False), (900, False), (1000, True)]
+    lines = [{"depth": 0.5, "distance": distance, "correct": correct} for distance, correct in cases]
+    (tmp_path / "a").mkdir()
+    rows = [
+        with_raw(
+            tmp_path / "a", "cases", row(model, length=1024, value=0.6, task="passkey", trained_seq_len=own), lines
+        )
+        for model, own in (("llama", None), ("coca", 256))
+    ]
+    run = write_rows(tmp_path / "a", *rows)
+    page = markdown_of([run]).replace("\N{NO-BREAK SPACE}", " ")
+    assert "| inside the trained length | 1024 |\n| --- | ---: |\n| llama | 0.60 of 5 |\n| coca | 1.00 of 2 |" in page
+    assert "| beyond the trained length | 1024 |\n| --- | ---: |\n| coca | 0.33 of 3 |" in page
+    figures = {figure.name: figure for figure in read_page([run]).figures()}
+    (line,) = [line for line in figures["passkey-beyond"].draw(5, 3, True).axes[0].lines if line.get_label() == "coca"]
+    assert line.get_xydata().tolist() == [[1024, pytest.approx(1 / 3)]]
+
+
+def test_without_a_passkey_beyond_the_trained_length_there_is_nothing_to_tell_apart(tmp_path):
+    (tmp_path / "a").mkdir()
+    lines = [{"depth": 0.5, "distance": 300, "correct": True}]
+    run = write_rows(tmp_path / "a", with_raw(tmp_path / "a", "cases", row(value=1.0, task="passkey"), lines))
+    assert "passkey-inside" not in markdown_of([run])
 
 
 def test_the_spread_is_of_perplexities_of_documents(tmp_path):
@@ -183,13 +211,6 @@ def test_out_of_memory_is_told_apart_and_a_ratio_and_an_error_stand_by_their_val
     assert "| coca | 0.5 s (1.25 x) | OOM |" in page
     assert "- no value for coca at 1024: OOM: at batch size 1" in page
     assert "| arc\\_easy | reasoning | acc (none) | 0 shots | 0.432 ± 0.012 |" in page
-
-
-def test_rows_of_before_the_raw_files_are_still_read(tmp_path):
-    old = {key: value for key, value in row().items() if key not in ("raw", "trained_seq_len", "variant")}
-    new = row(value=8.0, date="2027-01-01T00:00:00+00:00")
-    (table,) = read_tables([write_rows(tmp_path / "a", old, new)])
-    assert [found["value"] for found in table.rows] == [8.0]
 
 
 def test_tables_for_a_model_card_are_those_of_the_page(tmp_path):
@@ -282,6 +303,14 @@ def test_a_page_replaces_its_predecessor_and_leaves_nothing_else_behind(tmp_path
         ),
         (json.dumps(row()).replace("7.25", "NaN") + "\n", "line 1: got no row of coca-eval; delete the line"),
         (json.dumps(row(document_names=5)) + "\n", "line 1: got a row with document_names 5, no value of coca-eval's"),
+        (json.dumps(row(document_names=[5])) + "\n", "line 1: got a row with document_names [5], no value"),
+        (json.dumps(row(raw={"windows": None})) + "\n", "line 1: got a row with raw {'windows': None}, no value"),
+        (json.dumps(row(length=0)) + "\n", "line 1: got a row with length 0, no value"),
+        (json.dumps(row(tokens="many")) + "\n", "line 1: got a row with tokens 'many', no value"),
+        (json.dumps(row("half \ud83d")) + "\n", "line 1: got no row of coca-eval; delete the line"),
+        (json.dumps([row()]) + "\n", "line 1: got no row of coca-eval; delete the line"),
+        ('{"task": ["perplexity"]}\n', "line 1: got no row of coca-eval; delete the line"),
+        ("[" * 9999 + "\n", "line 1: got no row of coca-eval; delete the line"),
     ],
 )
 def test_runs_without_rows_are_refused_and_no_page_is_begun(tmp_path, content, message):
@@ -292,6 +321,43 @@ def test_runs_without_rows_are_refused_and_no_page_is_begun(tmp_path, content, m
         write_report([tmp_path / "a"], tmp_path / "page")
     assert message in str(error.value)
     assert not (tmp_path / "page").exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"document": 0, "tokens": 3},
+        {"document": 0, "tokens": 3, "nll": "much"},
+        {"document": 0, "tokens": 3, "nll": None},
+        {"document": [0], "tokens": 3, "nll": 2.0},
+    ],
+)
+def test_a_raw_file_with_other_columns_is_refused_by_name(tmp_path, line):
+    (tmp_path / "a").mkdir()
+    run = write_rows(tmp_path / "a", with_raw(tmp_path / "a", "windows", row(), [line]))
+    with pytest.raises(CocaError) as error:
+        write_report([run], tmp_path / "page")
+    (file,) = run.glob("perplexity-windows/*.parquet")
+    assert str(error.value) == (
+        f"{file}: got no parquet file with columns document, tokens, nll as coca-eval writes them; delete it and its "
+        f"row, and measure again"
+    )
+
+
+def test_a_raw_file_that_is_no_parquet_is_refused_by_name(tmp_path):
+    (tmp_path / "a").mkdir()
+    run = write_rows(tmp_path / "a", with_raw(tmp_path / "a", "windows", row(), [{"document": 0}]))
+    next(run.glob("perplexity-windows/*.parquet")).write_bytes(b"PAR1 and no more")
+    with pytest.raises(CocaError, match="got no parquet file with columns document, tokens, nll"):
+        write_report([run], tmp_path / "page")
+
+
+def test_a_boundary_row_that_is_an_error_has_no_shares_and_is_explained(tmp_path):
+    made = row(length=512, value=None, task="boundary", error="7 products of queries and keys are not finite")
+    run = write_rows(tmp_path / "a", {name: value for name, value in made.items() if "share" not in name})
+    page = markdown_of([run])
+    assert "| llama | 512 |  |  |  |  |  |  |" in page
+    assert "- no value for llama at 512: 7 products of queries and keys are not finite" in page
 
 
 def test_an_out_that_is_a_file_is_refused(tmp_path):

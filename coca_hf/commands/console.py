@@ -1,0 +1,14 @@
+"""Where commands print."""
+
+from functools import partial
+
+from rich.console import Console
+
+# Prints paths and names as they are, whatever rich would read into them.
+PlainConsole = partial(Console, markup=False, emoji=False, highlight=False)
+console = PlainConsole(stderr=True, soft_wrap=True)
+
+
+def say(text: str) -> None:
+    """To stdout, for whoever reads on: where the results are, and what comes next."""
+    PlainConsole().print(text, soft_wrap=True)

@@ -1,0 +1,94 @@
+"""`coca-convert SRC DST`."""
+
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from coca_hf.commands.console import console
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def convert_command(
+    src: Annotated[str, typer.Argument(help="Checkpoint: a directory, a .gguf file or a hub id.")],
+    dst: Annotated[str, typer.Argument(help="Directory to write. Absent or complete at every moment.")],
+    constraint: Annotated[
+        str | None, typer.Option(help="slack (the paper's main results, and the default) or strict.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto (the source's), float32, bfloat16 or float16.")] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint at DST.")] = False,
+    max_shard_size: Annotated[str, typer.Option(help="Of the files of weights, as in 500MB or 5GB.")] = "1GB",
+    ntk_length: Annotated[
+        int | None,
+        typer.Option(help="Bake in the base of dynamic NTK for so many tokens; SRC may then be a CoCA checkpoint."),
+    ] = None,
+    ntk_factor: Annotated[
+        float | None, typer.Option(help="Of dynamic NTK; by default the config's, or length / trained length.")
+    ] = None,
+    released: Annotated[
+        bool, typer.Option("--released", help="SRC is a GPT-NeoX CoCA checkpoint of the authors' released code.")
+    ] = False,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            help="Text (.txt, .jsonl, .parquet, a directory or glob of them, a hub id): fit W_Q and W_T to the "
+            "original's attention on it, layer by layer, for a far better start."
+        ),
+    ] = None,
+    calibrate_tokens: Annotated[int, typer.Option(min=1, help="Of that text.")] = 8192,
+    seed: Annotated[int, typer.Option(help="Of the drawn text.")] = 0,
+) -> None:
+    """Turn a LLaMA, Mistral, Qwen2, Qwen3 or GPT-NeoX checkpoint into CoCA. Interrupted, it continues if run again."""
+    from coca_hf.convert import convert_checkpoint
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        layers = bar.add_task("calibrating layers", visible=calibrate is not None, total=None)
+        task = bar.add_task(f"converting {src}", visible=False)
+        record = convert_checkpoint(
+            src,
+            dst,
+            constraint,
+            dtype,
+            overwrite,
+            progress=lambda done, total: bar.update(task, completed=done, total=total, visible=True),
+            max_shard_size=max_shard_size,
+            ntk_length=ntk_length,
+            ntk_factor=ntk_factor,
+            released=released,
+            calibrate_on=calibrate,
+            calibrate_tokens=calibrate_tokens,
+            seed=seed,
+            calibrate_progress=lambda done, total: bar.update(layers, completed=done, total=total),
+        )
+    _print_conversion(record, dst)
+
+
+def _print_conversion(record: dict, dst: str) -> None:
+    parameters, cache = record["parameters"], record["kv_cache_bytes_per_token"]
+    shares = record["trainable_fraction"]
+    console.print(f"{dst}: {record['constraint']}, {record['dtype']}")
+    console.print(f"  parameters            {parameters['before']:,} before, {parameters['after']:,} after")
+    console.print(f"  trained per stage     k {shares['k']:.1%}, qkv {shares['qkv']:.1%}, full {shares['full']:.0%}")
+    console.print(f"  key/value cache       {cache['before']:,} bytes per token before, {cache['after']:,} after")
+    console.print(f"  start of W_T          {record['start']['rule']}")
+    if calibration := record.get("calibration"):
+        console.print(
+            f"  calibrated            perplexity on {calibration['held_out_tokens']:,} held-out tokens: "
+            f"{calibration['perplexity']['start']:,.4g} before, {calibration['perplexity']['calibrated']:,.4g} after, "
+            f"{calibration['perplexity']['original']:,.4g} of the original; {calibration['seconds']:,.0f} s"
+        )
+    if rope := record.get("rope"):
+        console.print(
+            f"  RoPE                  base {rope['rope_theta']['after']:,.0f} for {rope['ntk_length']:,} tokens, "
+            f"made of {rope['rope_theta']['before']:,.0f} for {rope['trained_length']:,} by dynamic NTK, factor "
+            f"{rope['factor']:g}",
+        )
+    if "CoCA" in record["source_format"] and "released" not in record["source_format"]:
+        return
+    console.print(
+        f"The attention has to be trained before the model is useful. Next: set `model: {dst}` in a recipe, then "
+        f"coca-train RECIPE (recipes/llama-7b/three-stage.yaml is the paper's)",
+    )

@@ -1,0 +1,140 @@
+"""The options that measurements share, and what is made of them."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, is_dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from coca_hf.commands.console import PlainConsole, console, say
+from coca_hf.errors import CocaError
+
+LengthsOption = Annotated[str, typer.Option(help="Context lengths in tokens, with commas between them.")]
+BatchOption = Annotated[
+    str, typer.Option(help="Sequences at a time, or auto: as many as fit. It does not change the result.")
+]
+SeedOption = Annotated[int, typer.Option(help="Of the drawn documents or cases.")]
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """For typer, which knows single options only: a parameter that is a dataclass stands for its fields."""
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, Callable[..., Any]] = {}
+    for parameter in inspect.signature(command).parameters.values():
+        if isinstance(parameter.annotation, type) and is_dataclass(parameter.annotation):
+            groups[parameter.name] = parameter.annotation
+            parameters += inspect.signature(parameter.annotation).parameters.values()
+        else:
+            parameters.append(parameter)
+
+    @wraps(command)
+    def with_single_options(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field: values.pop(field) for field in inspect.signature(group).parameters})
+        command(**values)
+
+    keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    with_single_options.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+    return with_single_options
+
+
+@dataclass
+class Run:
+    """A model under RoPE settings, and where its rows go."""
+
+    model: Annotated[str, typer.Argument(help="A model directory, or a hub id as owner/name.", show_default=False)]
+    out: Annotated[Path, typer.Option(help="Directory for rows.jsonl; rows that are there are not made again.")]
+    rope: Annotated[
+        str,
+        typer.Option(
+            help="default, linear:F, dynamic:F or yarn:F with a factor F, or several with commas between them."
+        ),
+    ] = "default"
+    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto"
+    name: Annotated[str | None, typer.Option(help="What rows call the model; the directory's name by default.")] = None
+
+    def load(self):
+        """The subject and its RoPE settings, refused at once where the model does not take them."""
+        from coca_hf.evaluate.batches import processes
+        from coca_hf.evaluate.load import load_subject
+        from coca_hf.evaluate.rope import check_rope, parse_ropes
+
+        console.quiet = not processes().is_main_process
+        ropes = parse_ropes(self.rope)
+        subject = load_subject(self.model, self.dtype, self.name)
+        for setting in ropes:
+            check_rope(subject.model, setting)
+        return subject, ropes
+
+    def make_rows(self, rows_of: Callable, *given: Any, **options: Any) -> None:
+        """Make the rows, on all processes of `accelerate launch` if there are several, and print them."""
+        from coca_hf.evaluate.batches import processes
+        from coca_hf.evaluate.rows import RowStore
+        from coca_hf.evaluate.show import progress_on, results_table
+
+        store = RowStore(self.out)
+        with progress_on(console) as track:
+            rows = list(rows_of(*given, store=store, track=track, **options))
+        if processes().is_main_process:
+            PlainConsole().print(results_table(rows))
+            say(f"rows: {self.out / 'rows.jsonl'}\nnext: coca-eval report {self.out} --out {self.out / 'page'}")
+        processes().destroy_process_group()
+
+
+@dataclass
+class Texts:
+    """The documents that are read."""
+
+    data: Annotated[
+        str | None,
+        typer.Option(help="A .txt, .jsonl or .parquet file, a directory or glob of them, or a data set on the hub."),
+    ] = None
+    preset: Annotated[str | None, typer.Option(help="pg19 or proof-pile: the data sets of published numbers.")] = None
+    documents: Annotated[int | None, typer.Option(min=1, help="Draw so many documents; all by default.")] = None
+    max_tokens: Annotated[int | None, typer.Option(min=2, help="Cut every document to its first tokens.")] = None
+    column: Annotated[str, typer.Option(help="Where .jsonl, .parquet or a data set keeps the text.")] = "text"
+    split: Annotated[str, typer.Option(help="Of a data set on the hub.")] = "test"
+    skip_short: Annotated[
+        bool, typer.Option("--skip-short", help="Leave out, and name, documents shorter than a window.")
+    ] = False
+    seed: SeedOption = 0
+
+    def draw(self, subject, min_tokens: int, special_tokens: bool = True):
+        from coca_hf.evaluate.sample import check_preset, draw_sample
+
+        if (self.data is None) == (self.preset is None):
+            raise CocaError("--data, --preset: got both or neither, expected one of them")
+        options = asdict(self)
+        if preset := options.pop("preset"):
+            chosen = check_preset(preset)
+            min_tokens = max(min_tokens, chosen.pop("min_tokens"))
+            options |= chosen | {"max_tokens": self.max_tokens or chosen["max_tokens"]}
+            options["documents"] = self.documents or chosen.get("documents")
+        sample = draw_sample(subject, min_tokens=min_tokens, special_tokens=special_tokens, **options)
+        if sample.skipped:
+            console.print(f"skipped {len(sample.skipped)} short documents: {_first(sample.skipped)}", style="yellow")
+        return sample
+
+
+def _first(names: list[str], most: int = 10) -> str:
+    """Of many names the first; the rows have them all."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def parse_lengths(text: str, option: str = "--lengths") -> list[int]:
+    """Raises CocaError for what is no list of lengths."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 1 for part in parts):
+        raise CocaError(f"{option}: got {text!r}, expected whole numbers above 1, as in 512,1024,2048")
+    return list(dict.fromkeys(int(part) for part in parts))
+
+
+def warn_beyond_trained(subject, ropes: list, lengths: list[int], new_tokens: int = 0) -> None:
+    from coca_hf.evaluate.rope import warn_beyond_trained
+
+    if warning := warn_beyond_trained(subject.model, ropes, lengths, new_tokens):
+        console.print(f"warning: {warning}", style="yellow")

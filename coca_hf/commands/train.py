@@ -1,0 +1,103 @@
+"""`coca-train RECIPE`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from coca_hf.commands.console import PlainConsole, console, say
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def train_command(
+    recipe: Annotated[Path, typer.Argument(help="A recipe: one YAML file. See recipes/.", show_default=False)],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="As in training.learning_rate=1e-4 stages.full.max_steps=10",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Where stages go; runs/<name of the recipe> by default.")] = None,
+    stage: Annotated[str | None, typer.Option(help="Run this one; the stage before it must be complete.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue what is in OUT.")] = False,
+    prepare: Annotated[
+        bool, typer.Option("--prepare", help="Do not train: tokenise what all stages will read, once, to disk.")
+    ] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Train nothing: say what each stage takes on the GPUs described below.")
+    ] = False,
+    world_size: Annotated[
+        int, typer.Option(min=1, help="With --plan and --prepare: the processes, each with a GPU, that will train.")
+    ] = 1,
+    gpu_memory: Annotated[float, typer.Option(help="Of a plan: GB of each GPU.")] = 80,
+    gpu: Annotated[str, typer.Option(help="Of a plan: whose peak FLOPS; A100, H100, H200, L40S, RTX 4090 …")] = "H100",
+    mfu: Annotated[float, typer.Option(help="Of a plan: the share of the peak that the training is to reach.")] = 0.4,
+    as_json: Annotated[bool, typer.Option("--json", help="Of a plan: for programs.")] = False,
+) -> None:
+    """Train a CoCA checkpoint in the stages of a recipe, each from directory to directory."""
+    if plan:
+        _plan(recipe, settings or [], world_size, gpu_memory, gpu, mfu, as_json)
+        return
+    from accelerate import PartialState
+    from transformers.utils.logging import disable_progress_bar
+
+    from coca_hf.train.recipe import load_recipe
+    from coca_hf.train.stages import run_recipe
+    from coca_hf.train.stop import EXIT_STOPPED, Stopped
+
+    disable_progress_bar()  # of loading and saving; the training keeps its own
+    checked = load_recipe(recipe, settings or [])
+    if prepare:
+        return _prepare(checked, world_size)
+    try:
+        directory = run_recipe(checked, out or Path("runs") / recipe.stem, stage, resume)
+    except Stopped as stopped:
+        if PartialState().is_main_process:
+            console.print(str(stopped))
+        PartialState().destroy_process_group()
+        raise typer.Exit(EXIT_STOPPED) from None
+    if PartialState().is_main_process:
+        lengths = f"{checked.data.seq_len},{2 * checked.data.seq_len}"
+        say(f"checkpoint: {directory}")
+        say(
+            f"next: coca-eval perplexity {directory} --data TEXT --lengths {lengths} --rope default,dynamic:2 "
+            f"--out {directory.parent / 'rows'}"
+        )
+    PartialState().destroy_process_group()  # or a process that exits under gloo's threads may abort
+
+
+def _prepare(recipe, world_size: int) -> None:
+    from coca_hf.train.data import blocks_of
+    from coca_hf.train.model import start_tokenizer
+
+    blocks, wanted = blocks_of(recipe, start_tokenizer(recipe)), recipe.num_blocks(world_size)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("preparing blocks", total=wanted)
+        prepared = blocks.prepare(wanted, lambda done: bar.update(task, completed=done))
+    say(
+        f"prepared: {prepared.num_blocks:,} blocks, {prepared.num_blocks * prepared.seq_len:,} tokens in "
+        f"{prepared.directory}: all stages on {world_size} processes take {wanted:,} blocks"
+    )
+
+
+def _plan(
+    path: Path, settings: list[str], world_size: int, gpu_memory: float, gpu: str, mfu: float, as_json: bool
+) -> None:
+    from coca_hf.train.plan import plan_recipe, plan_table
+    from coca_hf.train.recipe import load_recipe
+
+    with console.status("planning"):
+        plan = plan_recipe(load_recipe(path, settings), world_size, gpu_memory, gpu, mfu)
+    if as_json:
+        print(json.dumps(plan.to_dict(), indent=2))
+        return
+    PlainConsole().print(plan_table(plan))
+    for line in plan.advice():
+        say(line)

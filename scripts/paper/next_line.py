@@ -1,0 +1,28 @@
+"""Four lines of a play and four that may come next, one of which does: next_line.py PLAYS OUT.jsonl
+
+A task for `tasks/next_line.yaml`: benchmarks of lm-eval are on the hub, and a model that has seen minutes of
+Shakespeare knows nothing of them.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+plays, out = Path(sys.argv[1]), Path(sys.argv[2])
+if not out.exists():
+    rng, cases = random.Random(0), []
+    for play in sorted(plays.glob("*.txt")):
+        text = play.read_text(encoding="utf-8").splitlines()
+        lines = [line.strip() for line in text if len(line.strip()) > 20]
+        for _ in range(100):
+            first = rng.randrange(len(lines) - 4)
+            right, *wrong = lines[first + 4], *rng.sample(lines, 3)
+            answer = rng.randrange(4)
+            choices = [*wrong[:answer], right, *wrong[answer:]]
+            cases.append({"lines": "\n".join(lines[first : first + 4]), "choices": choices, "answer": answer})
+    rng.shuffle(cases)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = out.with_name(f".{out.name}")
+    unfinished.write_text("".join(json.dumps(case) + "\n" for case in cases))
+    unfinished.rename(out)

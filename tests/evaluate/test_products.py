@@ -1,0 +1,92 @@
+"""What is taken for queries and keys, against the attention that models really compute."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.models.llama import modeling_llama
+
+from coca_hf import CocaError
+from coca_hf.evaluate.products import frequencies, visiting_products
+from tests.conftest import TINY
+
+SIZE = {"vocab_size": 53, "initializer_range": 0.4}
+NEOX = {"hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 40}
+CONFIGS = {
+    "llama": LlamaConfig(**TINY, **SIZE),
+    "mistral": MistralConfig(**TINY, **SIZE, sliding_window=None),
+    "qwen2, biases": Qwen2Config(**TINY, **SIZE),
+    "qwen3, norms": Qwen3Config(**TINY, **SIZE, head_dim=12),
+    "gpt_neox, partial": GPTNeoXConfig(**NEOX, **SIZE, rotary_pct=0.5),
+    "cohere, neighbours": CohereConfig(**{**TINY, "pad_token_id": 0}, **SIZE),
+}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@torch.no_grad()
+def test_products_give_the_scores_that_attention_really_has(family):
+    """a(m, n) = sum_j |h_j| cos(Theta_j + (m - n) theta_j), plus what unturned dimensions add, is softmax's input."""
+    torch.manual_seed(1)
+    config = CONFIGS[family]
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "q_norm" in name or "k_norm" in name:
+            nn.init.normal_(parameter)
+    ids = torch.randint(53, (1, 11), generator=torch.Generator().manual_seed(2))
+    m, n = torch.tril_indices(11, 11).unbind()
+    products = {}
+    with visiting_products(model, frequencies(model), lambda layer, h: products.update({layer: h(m, n)})):
+        attentions = model(ids, output_attentions=True).attentions
+    assert sorted(products) == list(range(config.num_hidden_layers))
+    for layer, weights in enumerate(attentions):
+        h = products[layer].to(torch.complex128)
+        angle = h.angle() + (m - n)[:, None] * frequencies(model)
+        scores = torch.full(weights.shape[1:], -math.inf, dtype=torch.float64)
+        scores[:, m, n] = (h.abs() * angle.cos()).sum(-1)
+        d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        scores[:, m, n] *= d**-0.5
+        if "neox" in family:
+            scores[:, m, n] += unturned(model, layer, ids, m, n) * d**-0.5
+        torch.testing.assert_close(scores.softmax(-1), weights[0].double(), rtol=1e-3, atol=1e-5)
+
+
+def unturned(model, layer, ids, m, n):
+    """The part of a GPT-NeoX score that does not depend on positions: dimensions 8 to 15 of 16."""
+    seen = {}
+    attention = model.gpt_neox.layers[layer].attention.query_key_value
+    hook = attention.register_forward_hook(lambda module, inputs, output: seen.update(qkv=output))
+    model(ids)
+    hook.remove()
+    q, k, _ = seen["qkv"].view(11, 3, 3 * 16).transpose(0, 1).double().chunk(3, dim=-1)
+    return (q[:, m, 8:] * k[:, n, 8:]).sum(-1)
+
+
+def test_the_model_is_as_it_was_afterwards(llama, coca):
+    for model in (llama.model, coca.model):
+        ids = torch.arange(9)[None]
+        before = model(ids).logits
+        with visiting_products(model, frequencies(model), lambda layer, h: None):
+            during = model(ids).logits
+        assert torch.equal(before, during)
+        assert torch.equal(before, model(ids).logits)
+        assert all("project" not in vars(module) for module in model.modules())
+
+
+def test_a_rotation_by_other_angles_is_refused_and_the_model_keeps_its_own(llama):
+    rotate = modeling_llama.apply_rotary_pos_emb
+    with (
+        pytest.raises(CocaError, match="turns 4 pairs of 8 dimensions, expected 4 pairs by the angles"),
+        visiting_products(llama.model, frequencies(llama.model) * 2, lambda layer, h: None),
+    ):
+        llama.model(torch.arange(9)[None])
+    assert modeling_llama.apply_rotary_pos_emb is rotate
