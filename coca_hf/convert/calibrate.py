@@ -252,8 +252,10 @@ def _attend(attention: CocaAttention, inputs: Tensor, angles: _Angles) -> tuple[
 @torch.no_grad()
 def _divergence(attention: CocaAttention, seen: _Seen, angles: _Angles) -> float:
     total = 0.0
-    for inputs, maps in zip(angles.batches(seen.inputs), angles.batches(seen.maps), strict=True):
-        total += (torch.xlogy(maps, maps) - maps * _attend(attention, inputs, angles)[0]).sum().item()
+    for inputs, maps in zip(seen.inputs, seen.maps, strict=True):
+        maps = maps.to(angles.device)
+        log_maps, _ = _attend(attention, inputs[None].to(angles.device), angles)
+        total += (torch.xlogy(maps, maps) - maps * log_maps[0]).sum().item()
     return total / seen.maps.shape[:-1].numel()
 
 

@@ -47,7 +47,7 @@ def test_attention_comes_nearer_and_perplexities_are_those_of_the_models(case, c
 
 
 def test_divergence_is_that_of_the_two_models_maps(tmp_path):
-    original, ids = stock_model("llama"), blocks_of(8, length=20)
+    original, ids = stock_model("llama"), blocks_of(60, length=20)  # more than a batch
     coca = patch_(copy.copy(original), "slack").eval()
     result = calibrate(original, coca, ids, ids, tmp_path / "layers", steps=1)
     coca.set_attn_implementation("eager")  # of the first layer alone, both models see the same inputs
