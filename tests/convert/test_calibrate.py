@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from coca_hf import CocaError, convert_checkpoint, patch_
+from coca_hf import CocaError, cli, convert_checkpoint, patch_
 from coca_hf.convert.calibrate import _Angles, _attend, _run_original, calibrate
 from tests.models.families import CASES, WINDOW, stock_model
 
@@ -102,6 +102,9 @@ def test_checkpoint_differs_in_queries_and_coefficients_only_and_says_what_was_d
     assert all(layer["kl_fitted"] < layer["kl_start"] for layer in facts["attention_kl"])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "calibrated")
     assert torch.equal(model.model.layers[1].self_attn.q_proj.weight, ours["model.layers.1.self_attn.q_proj.weight"])
+    values = facts["perplexity"]
+    line = f"{values['start']:.4g} before, {values['calibrated']:.4g} after, {values['original']:.4g} of the original"
+    assert line in (tmp_path / "calibrated" / "README.md").read_text()
     assert record["source_xxh3_128"] == json.loads((tmp_path / "plain/conversion.json").read_text())["source_xxh3_128"]
 
 
@@ -151,6 +154,22 @@ def test_layers_of_another_seed_text_or_source_are_not_taken(tiny_llama_dir, tex
     convert(source, tmp_path / "fresh", text, **options)
     ours, theirs = weights(tmp_path / "dst"), weights(tmp_path / "fresh")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_command_prints_what_it_was_worth_or_one_line_of_error(tiny_llama_dir, text, tmp_path, monkeypatch, capsys):
+    def command(*arguments):
+        monkeypatch.setattr("sys.argv", ["coca-convert", str(tiny_llama_dir), *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.convert()
+        return ended.value.code, capsys.readouterr().err
+
+    code, printed = command(tmp_path / "dst", "--calibrate", text, "--calibrate-tokens", 256)
+    values = json.loads((tmp_path / "dst" / "conversion.json").read_text())["calibration"]["perplexity"]
+    assert code == 0
+    assert f"{values['start']:,.4g} before, {values['calibrated']:,.4g} after" in printed
+    code, printed = command(tmp_path / "other", "--calibrate", text, "--calibrate-tokens", 10**6)
+    assert (code, printed.count("\n")) == (2, 1)
+    assert "give more text, or a smaller --calibrate-tokens" in printed
 
 
 def test_too_little_text_and_what_is_coca_already_are_refused(tiny_llama_dir, tiny_coca_dir, text, tmp_path):
