@@ -116,7 +116,7 @@ def _parse(text: str, where: str) -> Any:
         node = loader.get_single_node()
         _refuse_repeated_keys(node, set())
         return None if node is None else loader.construct_document(node)
-    except (yaml.YAMLError, ValueError) as error:  # the second of what is tagged as a number by hand
+    except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
         problem = getattr(error, "problem", None) or one_line(error)
