@@ -47,7 +47,7 @@ def load_subject(path: str, dtype: str = "auto", name: str | None = None) -> Sub
         model=model.eval().to(processes().device),
         tokenizer=_load_tokenizer(path),
         name=name or Path(path).resolve().name,
-        path=path,
+        path=str(Path(path)) if Path(path).is_dir() else path,  # without a slash at its end
         fingerprint=_fingerprint(path, config),
         tokens_seen=tokens_seen,
         trained_seq_len=trained_seq_len,

@@ -106,7 +106,7 @@ def _visiting_coca(
 
             def products(m: Tensor, n: Tensor) -> Tensor:
                 real, imag = q[0, :, m].float().chunk(2, dim=-1)  # each (h, p, j)
-                coefficient = t[0, :, n].float()  # (g, p, j)
+                coefficient = t[0, :, n].float().relu()  # (g, p, j)
                 coefficient = coefficient.repeat_interleave(len(real) // len(coefficient), dim=0)
                 return (coefficient * (real.square() + imag.square()))[..., :turned].to(torch.complex64)
 
