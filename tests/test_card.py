@@ -125,7 +125,7 @@ def test_the_card_command_adds_measured_tables_and_the_base(checkpoint, tmp_path
         },
         **{"trained_length": 64, "coca_constraint": "slack", "tokens_seen": 0, "device": "cpu", "command": "coca-eval"},
         **{"versions": {"torch": "2.13.0"}, "cases": 5, "new_tokens": 8, "seed": 0},
-        **{"depths": None, "raw": None, "trained_seq_len": None, "variant": "paper"},
+        **{"depths": None, "raw": {"cases": "cases.parquet"}, "trained_seq_len": None, "variant": "paper"},
     }
     rows = [row | {"length": length, "value": value} for length, value in ((128, 0.6), (256, 0.4))]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
