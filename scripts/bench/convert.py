@@ -10,18 +10,16 @@ peak of what is not backed by a file. Prints a table, writes JSON, and removes w
 import argparse
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import torch
+from measure import write
 from transformers import LlamaConfig, LlamaForCausalLM
 
 CONVERT = "import sys; from coca_hf.cli import convert; sys.argv[0] = 'coca-convert'; convert()"
@@ -39,9 +37,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.dir, prefix=".bench-convert-") as folder:
         result = measure(Path(folder), options)
     show(result)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    write(result, options.out)
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict:
@@ -71,19 +67,11 @@ def measure(folder: Path, options: argparse.Namespace) -> dict:
         "ratio_by_round": [ours / copy for ours, copy in zip(seconds["coca-convert"], seconds["cp -r"], strict=True)],
         "peak_rss_bytes": max(row["rss_bytes"] for row in peaks),
         "peak_anonymous_bytes": max(row["anonymous_bytes"] for row in peaks),
-        "command": f"python scripts/bench/convert.py --layers {options.layers} --rounds {options.rounds} "
-        f"--max-shard-size {options.max_shard_size}",
         "hardware": {
-            "cpu": cpu_model(),
-            "cores": os.cpu_count(),
             "sha_ni": " sha_ni " in Path("/proc/cpuinfo").read_text(),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            "load_average_at_end": os.getloadavg(),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
         },
-        "versions": {name: version(name) for name in ("coca-hf", "torch", "transformers", "xxhash")}
-        | {"python": platform.python_version()},
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
 
@@ -163,11 +151,6 @@ def anonymous_bytes(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
-
-
-def cpu_model() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
 
 
 def show(result: dict) -> None:

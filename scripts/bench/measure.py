@@ -198,22 +198,24 @@ def clear() -> None:
 
 
 def record(task: str, rows: Sequence[dict], options: argparse.Namespace) -> None:
-    """Write the rows of a run with what they were made on and by, where `--out` asks for it."""
-    if not options.out:
+    """Write the rows of a run of speed, where `--out` asks for it."""
+    dtype = str(options.dtype).removeprefix("torch.")
+    result = {"task": task, "dtype": dtype, "repeats": options.repeats, "warmup": options.warmup, "rows": list(rows)}
+    write(result, options.out)
+
+
+def write(result: dict, out: Path | None) -> None:
+    """Write a result as JSON to `out`, if there is one, with what it was made on and by."""
+    if not out:
         return
-    result = {
-        "task": task,
-        "dtype": str(options.dtype).removeprefix("torch."),
-        "repeats": options.repeats,
-        "warmup": options.warmup,
-        "rows": list(rows),
+    result = result | {
         "command": _command(),
-        "hardware": hardware(),
+        "hardware": hardware() | result.get("hardware", {}),
         "versions": versions(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _command() -> str:
@@ -238,7 +240,7 @@ def hardware() -> dict:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for name in ("coca-hf", "torch", "transformers", "triton", "flash-attn"):
+    for name in ("coca-hf", "torch", "transformers", "accelerate", "xxhash", "triton", "flash-attn"):
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

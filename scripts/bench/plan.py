@@ -7,16 +7,14 @@ Every setting runs two real optimizer steps in a process of its own, from random
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 import tempfile
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 import yaml
+from measure import write
 
 import coca_hf
 from coca_hf.train.model import freeze_, model_from_config
@@ -51,20 +49,8 @@ def main() -> None:
             print(json.dumps(run(recipe, options.one)))
             return
         rows = [compare(recipe, name, options.seq_len) for name in SETTINGS]
-    result = {
-        "task": "plan-bench",
-        "seq_len": options.seq_len,
-        "rows": rows,
-        "command": " ".join(["python", *sys.argv]),
-        "hardware": {"gpu": torch.cuda.get_device_name(), "bytes": torch.cuda.get_device_properties(0).total_memory},
-        "versions": {name: version(name) for name in ("coca-hf", "torch", "transformers", "accelerate")}
-        | {"python": platform.python_version()},
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
     show(rows)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    write({"task": "plan-bench", "seq_len": options.seq_len, "rows": rows}, options.out)
 
 
 def make_recipe(folder: Path, seq_len: int) -> Recipe:

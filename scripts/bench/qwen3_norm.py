@@ -10,17 +10,13 @@ which every Python has.
 
 import argparse
 import copy
-import json
 import math
-import os
-import platform
 import sys
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
+from measure import write
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -77,17 +73,7 @@ def main() -> None:
                     rows.append({"seed": seed, "constraint": constraint, "variant": name, "steps": last, "ppl": value})
                     print(rows[-1], file=sys.stderr)
     show(rows, options.coca_steps)
-    result = {
-        "task": "qwen3-norm",
-        "rows": rows,
-        "command": " ".join(["python", *sys.argv]),
-        "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {name: version(name) for name in ("coca-hf", "torch", "transformers")},
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write({"task": "qwen3-norm", "rows": rows}, options.out)
 
 
 def qwen3(seed: int) -> Qwen3ForCausalLM:
