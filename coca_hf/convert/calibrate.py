@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from coca_hf.convert.staging import sync
 from coca_hf.documents import read_documents
 from coca_hf.errors import CocaError
-from coca_hf.models.attention import CocaAttention, coca_key, coca_query
+from coca_hf.models.attention import CocaAttention, fold
 from coca_hf.models.decoder import CocaForCausalLM
 
 STEPS = 60  # of Adam for every layer
@@ -112,9 +113,8 @@ def calibrate(
     embed: Any = original.get_input_embeddings()
     with torch.no_grad():
         states = embed(blocks.to(embed.weight.device)).float()
-        streams = {
-            name: embed(held_out.to(embed.weight.device)).float() for name in ("original", "start", "calibrated")
-        }
+        embedded = embed(held_out.to(embed.weight.device)).float()
+    streams = dict.fromkeys(("original", "start", "calibrated"), embedded)
     tensors: dict[str, Tensor] = {}
     layers: list[LayerFit] = []
     finished.mkdir(exist_ok=True)
@@ -241,11 +241,11 @@ def _attend(attention: CocaAttention, inputs: Tensor, angles: _Angles) -> tuple[
     """The logarithm of the attention map, (b, h, m, n), and the attention's output, (b, m, hidden)."""
     q, t, value = attention.project(inputs)
     cos, sin = (part.unsqueeze(1) for part in angles.coca)
-    constraint, groups = attention.config.coca_constraint, attention.num_key_value_groups
-    key = coca_key(t, cos, sin, constraint).repeat_interleave(groups, 1)
-    scores = coca_query(q, cos, sin, constraint) @ key.mT * attention.scaling
+    query, key = fold(q, t, cos, sin, attention.config.coca_constraint)
+    key, value = (part.repeat_interleave(attention.num_key_value_groups, 1) for part in (key, value))
+    scores = query @ key.mT * attention.scaling
     log_maps = scores.masked_fill(~angles.causal, torch.finfo().min).log_softmax(-1)
-    context = log_maps.exp() @ value.repeat_interleave(groups, 1)
+    context = log_maps.exp() @ value
     return log_maps, attention.o_proj(context.transpose(1, 2).flatten(2))
 
 
@@ -266,8 +266,10 @@ def _fitted_tensors(attention: CocaAttention) -> dict[str, Tensor]:
 
 def _save(tensors: dict[str, Tensor], file: Path) -> None:
     """Under another name first, so that a file that is there is whole."""
-    save_file(tensors, file.with_suffix(".part"))
-    file.with_suffix(".part").rename(file)
+    partial = file.with_suffix(".part")
+    save_file(tensors, partial)
+    sync(partial)
+    partial.rename(file)
 
 
 @torch.no_grad()

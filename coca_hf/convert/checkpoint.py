@@ -75,9 +75,9 @@ def convert_checkpoint(
             _check_target(src, target, overwrite)
             fit = _Calibration(plan, calibrate_on, calibrate_tokens, seed) if calibrate_on else None
             staging.begin(plan.made_from())
+            _check_disk_space(plan, staging)
             if fit:
                 fit.run(staging, calibrate_progress or (lambda done, total: None))
-            _check_disk_space(plan, staging)
             record = _write(plan, staging, progress or (lambda done, total: None), fit.record if fit else None)
             staging.publish()
     return record
