@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from functools import partial
 from io import FileIO
-from pathlib import Path
 from threading import Lock
 
 import torch
@@ -167,18 +166,6 @@ class WeightsWriter:
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a tensor on the CPU, row by row, as it will be stored."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data
-
-
-def file_hash(file: Path) -> str | None:
-    """The xxh3_128 of a file; None where there is none."""
-    digest = xxhash.xxh3_128()
-    try:
-        with file.open("rb", buffering=0) as stream:
-            while block := stream.read(1 << 24):
-                digest.update(block)
-    except FileNotFoundError:
-        return None
-    return digest.hexdigest()
 
 
 @contextlib.contextmanager

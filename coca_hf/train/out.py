@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
 import yaml
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 from transformers import TrainingArguments
 
-from coca_hf.convert.writer import file_hash
 from coca_hf.errors import CocaError
 from coca_hf.train.recipe import Recipe, Stage
 from coca_hf.train.tree import read_tree, short
@@ -204,7 +204,7 @@ def check_base(run: StageRun) -> None:
     if not record.exists():
         return
     for name, written in read_json(record).get("weights_xxh3_128", {}).items():
-        found = file_hash(Path(run.base) / name)
+        found = _file_hash(Path(run.base) / name)
         if found != written:
             raise CocaError(
                 f"{Path(run.base) / name}: got xxh3_128 {found or 'of no file'}, expected {written} as {RECORD} beside "
@@ -214,7 +214,19 @@ def check_base(run: StageRun) -> None:
 
 def weights_hashes(directory: Path) -> dict[str, str | None]:
     """The xxh3_128 of every file of weights of a checkpoint, in hexadecimal, by name."""
-    return {path.name: file_hash(path) for path in sorted(directory.glob("*.safetensors*"))}
+    return {path.name: _file_hash(path) for path in sorted(directory.glob("*.safetensors*"))}
+
+
+def _file_hash(file: Path) -> str | None:
+    """The xxh3_128 of a file; None where there is none."""
+    digest = xxhash.xxh3_128()
+    try:
+        with file.open("rb", buffering=0) as stream:
+            while block := stream.read(1 << 24):
+                digest.update(block)
+    except FileNotFoundError:
+        return None
+    return digest.hexdigest()
 
 
 def write_whole(path: Path, text: str) -> None:
