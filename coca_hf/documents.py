@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, first_line
 
 COMPRESSIONS = ("", ".gz", ".zst")
 SUFFIXES = (
@@ -120,7 +120,7 @@ def _read_file(file: Path, column: str) -> Iterator[tuple[str, Any]]:
         raise
     except Exception as error:  # pyarrow, datasets and the decompressors raise what they like
         raise CocaError(
-            f"{file}: row {row_number}: cannot be read as {_suffix(file)} ({_one_line(error)}); is the file whole?"
+            f"{file}: row {row_number}: cannot be read as {_suffix(file)} ({first_line(error)}); is the file whole?"
         ) from error
 
 
@@ -132,7 +132,7 @@ def _read_text(file: Path) -> str:
     except UnicodeDecodeError as error:
         raise CocaError(f"{file}: got bytes that are not UTF-8 at offset {error.start}; convert the file") from None
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise CocaError(f"{file}: cannot be read as text ({_one_line(error)})") from error
+        raise CocaError(f"{file}: cannot be read as text ({first_line(error)})") from error
     if "\0" in text:
         raise CocaError(f"{file}: got a zero byte at offset {content.index(0)}, expected text, not a binary file")
     return text
@@ -209,7 +209,7 @@ def _read_hub(
         raise
     except Exception as error:
         raise CocaError(
-            f"{dataset_id}: no such file here, and not readable as a data set on the hub ({_one_line(error)})"
+            f"{dataset_id}: no such file here, and not readable as a data set on the hub ({first_line(error)})"
         ) from error
 
 
@@ -222,8 +222,3 @@ def _check_columns(names: Iterable[str], column: str, where: str, row_number: in
     if column not in names:
         row = "" if row_number is None else f" in row {row_number}"
         raise CocaError(f"{where}: got columns {', '.join(names)}, expected a column {column!r} with the text{row}")
-
-
-def _one_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"

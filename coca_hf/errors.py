@@ -14,3 +14,15 @@ class CocaError(ValueError):
         if len(message) > LONGEST:
             message = f"{message[: LONGEST // 2]} ... {message[-LONGEST // 2 :]}"
         super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in message))
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's message as one line, without its middle where it is long."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 500 else f"{text[:250]} ... {text[-240:]}"
+
+
+def first_line(error: BaseException) -> str:
+    """An exception's class, and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

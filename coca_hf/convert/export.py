@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from coca_hf.convert.families import INERT_FIELDS
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, one_line
 
 
 def coca_source_config(config: Mapping, where: str) -> PreTrainedConfig:
@@ -28,4 +28,4 @@ def coca_source_config(config: Mapping, where: str) -> PreTrainedConfig:
     try:
         return config_class(**{field: value for field, value in config.items() if field not in ignored})
     except Exception as error:  # the validators of transformers raise several kinds
-        raise CocaError(f"{where}: {' '.join(str(error).split())}") from error
+        raise CocaError(f"{where}: {one_line(error)}") from error

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, one_line
 from coca_hf.models.decoder import MASKS, CocaConfig, CocaForCausalLM
 from coca_hf.models.gpt_neox import CocaGPTNeoXConfig, CocaGPTNeoXForCausalLM
 from coca_hf.models.llama import CocaLlamaConfig, CocaLlamaForCausalLM
@@ -107,7 +107,7 @@ def coca_config(config: Mapping, constraint: str, where: str) -> CocaConfig:
     try:
         result = family.coca_config(**fields, coca_constraint=constraint)
     except Exception as error:  # the validators of transformers raise several kinds
-        raise CocaError(f"{where}: {' '.join(str(error).split())}") from error
+        raise CocaError(f"{where}: {one_line(error)}") from error
     _check_positions(result, family, where)
     return result
 

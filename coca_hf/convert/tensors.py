@@ -13,7 +13,7 @@ from torch import Tensor
 
 from coca_hf.convert.families import family_of
 from coca_hf.convert.start import fold_pairs, start_scales, start_t
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, one_line
 from coca_hf.models.decoder import CocaConfig
 from coca_hf.models.rotary import rotary_dim
 from coca_hf.weights import is_derived
@@ -167,7 +167,7 @@ def _pieces(
         with torch.device("meta"):
             model = family_of(config).coca_causal_lm(config)
     except Exception as error:  # sizes that torch refuses
-        raise CocaError(f"{where}: its config.json makes no model ({' '.join(str(error).split())})") from error
+        raise CocaError(f"{where}: its config.json makes no model ({one_line(error)})") from error
     describe = _gpt_neox_piece if config.model_type == "coca_gpt_neox" else _llama_piece
     for name, tensor in model.state_dict().items():
         if name != "lm_head.weight" or not config.tie_word_embeddings:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.rope import config_trained_length
 from coca_hf.models.decoder import CocaConfig
 from coca_hf.weights import (
@@ -108,7 +108,7 @@ def _read_config(directory: Path) -> PreTrainedConfig:
         config = CONFIG_MAPPING[model_type](**{k: v for k, v in fields.items() if k not in ("model_type", "auto_map")})
         config = config.get_text_config(decoder=True)
     except Exception as error:  # the validators of transformers raise several kinds
-        raise CocaError(f"{file}: {' '.join(str(error).split())}") from error
+        raise CocaError(f"{file}: {one_line(error)}") from error
     for length in (config_trained_length(config), getattr(config, "max_position_embeddings", None)):
         if not isinstance(length, int | None):
             raise CocaError(f"{file}: got a length of {length!r}, expected a whole number of tokens")

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, first_line
 from coca_hf.evaluate.batches import processes
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -74,7 +74,7 @@ def _load_config(path: str) -> Any:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # transformers raises what its readers raise
         found = "its config.json" if Path(path).exists() else "no such directory here, and as a hub id it"
-        raise CocaError(f"{path}: {found} cannot be read ({_one_line(error)})") from error
+        raise CocaError(f"{path}: {found} cannot be read ({first_line(error)})") from error
 
 
 def _load_model(path: str, config: Any, dtype: str) -> Any:
@@ -91,7 +91,7 @@ def _load_model(path: str, config: Any, dtype: str) -> Any:
         )
     except Exception as error:  # and so do safetensors, torch and pickle
         raise CocaError(
-            f"{path}: its weights cannot be loaded ({_one_line(error)}); save or convert it again"
+            f"{path}: its weights cannot be loaded ({first_line(error)}); save or convert it again"
         ) from error
     missing = sorted(info["missing_keys"])
     if missing:
@@ -108,7 +108,7 @@ def _load_tokenizer(path: str) -> Any:
     except Exception as error:
         raise CocaError(
             f"{path}: got no tokenizer that can be loaded, expected one beside the model; copy tokenizer.json and "
-            f"tokenizer_config.json of the original model there ({_one_line(error)})"
+            f"tokenizer_config.json of the original model there ({first_line(error)})"
         ) from error
     tokenizer.model_max_length = int(1e30)  # a longer text than the model was trained for is the point here
     return tokenizer
@@ -141,8 +141,3 @@ def _training(directory: Path) -> tuple[int | None, int | None]:
         raise CocaError(
             f"{record}: got no whole number under 'tokens_seen', expected one; delete or repair it"
         ) from None
-
-
-def _one_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"

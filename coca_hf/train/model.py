@@ -18,10 +18,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, one_line
 from coca_hf.train.context_parallel import check_model_for_context_parallel
 from coca_hf.train.recipe import Recipe, Stage
-from coca_hf.train.tree import nearest, one_line, short
+from coca_hf.train.tree import nearest, short
 
 
 def check_model(recipe: Recipe) -> None:

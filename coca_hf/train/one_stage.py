@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallb
 from transformers.integrations import TensorBoardCallback
 
 from coca_hf.card import LICENCE_FILES, write_card
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, one_line
 from coca_hf.train.checkpoint import check_room
 from coca_hf.train.context_parallel import DealtToGroups
 from coca_hf.train.data import PackedBlocks, blocks_of
@@ -47,7 +47,6 @@ from coca_hf.train.recipe import Recipe, Stage
 from coca_hf.train.record import make_record
 from coca_hf.train.stop import Stopped, StopRequest
 from coca_hf.train.trainer import StageTrainer
-from coca_hf.train.tree import one_line
 
 CONVERSION_RECORD = "conversion.json"  # written by coca-convert; goes along from stage to stage
 

@@ -17,7 +17,7 @@ from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
 from coca_hf.convert.staging import sync
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, one_line
 from coca_hf.train.checkpoint import check_room, load_state, save_state, state_bytes
 from coca_hf.train.held_out_loss import held_out_loss
 from coca_hf.train.log import SpeedMeter, StageLog
@@ -25,7 +25,7 @@ from coca_hf.train.objectives import Objective
 from coca_hf.train.options import LinearBounds, StageOptions
 from coca_hf.train.out import PARTIAL, reading, saving_to
 from coca_hf.train.stop import StopRequest
-from coca_hf.train.tree import one_line, short
+from coca_hf.train.tree import short
 
 RUNNING_SHARE = 0.02  # of a step's loss in the running mean, which so spans about 50 steps
 

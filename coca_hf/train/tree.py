@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import yaml
 
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, one_line
 
 
 def read_tree(path: Path) -> dict[str, Any]:
@@ -51,12 +51,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def short(value: Any) -> str:
     """What a message says of a value: its `repr`, shortened where it is long."""
     return _SHORT.repr(value)
-
-
-def one_line(error: BaseException) -> str:
-    """An exception's message as one line, without its middle where it is long."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 500 else f"{text[:250]} ... {text[-240:]}"
 
 
 _SHORT = reprlib.Repr()
