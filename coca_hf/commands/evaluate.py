@@ -134,6 +134,50 @@ def boundary_command(
     run.make_rows(boundary_rows, subject, sample, wanted, ropes, pairs_per_document=pairs, seed=texts.seed)
 
 
+@app.command("copying")
+@grouped
+def copying_command(
+    run: Run,
+    lengths: LengthsOption,
+    cases: Annotated[int, typer.Option(min=1, help="Sequences per length.")] = 16,
+    seed: SeedOption = 0,
+    batch_size: BatchOption = "1",
+) -> None:
+    """Loss on the second copy of a random sequence: whether attention can look something up."""
+    wanted = parse_lengths(lengths)
+    from coca_hf.evaluate.batches import parse_batch_size
+    from coca_hf.evaluate.copying import copying_rows
+
+    subject, ropes = run.load()
+    size = parse_batch_size(batch_size, subject.model.device)
+    warn_beyond_trained(subject, ropes, wanted)
+    run.make_rows(copying_rows, subject, wanted, ropes, num_cases=cases, seed=seed, batch_size=size)
+
+
+@app.command("attention-maps")
+@grouped
+def attention_maps_command(
+    run: Run,
+    lengths: LengthsOption,
+    texts: Texts,
+    baseline: Annotated[
+        str, typer.Option(help="The model that MODEL was converted from, as a directory or hub id.", show_default=False)
+    ],
+) -> None:
+    """How far every head's attention is from the original model's: what training has brought back of it."""
+    wanted = parse_lengths(lengths)
+    from coca_hf.evaluate.attention_maps import attention_map_rows
+    from coca_hf.evaluate.load import load_subject
+    from coca_hf.evaluate.rope import check_rope
+
+    subject, ropes = run.load()
+    other = load_subject(baseline, run.dtype)
+    for setting in ropes:
+        check_rope(other.model, setting)
+    sample = texts.draw(subject, max(wanted))
+    run.make_rows(attention_map_rows, subject, other, sample, wanted, ropes)
+
+
 @app.command("tasks")
 @grouped
 def tasks_command(

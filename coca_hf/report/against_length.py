@@ -18,6 +18,8 @@ TITLES = {
     "perplexity": "Perplexity",
     "position-loss": "Loss by position",
     "passkey": "Passkey retrieval",
+    "copying": "Copying",
+    "attention-maps": "Attention beside the original's",
     "boundary": "Rotary boundaries",
     "tasks": "Short context",
     "speed": "Speed and memory",
@@ -28,6 +30,10 @@ EXPLANATIONS = {
     "position-loss": "Perplexity over disjoint windows, and the loss by the index of the token in its window: an "
     "average hides where the model breaks, this does not. Lower is better.",
     "passkey": "Share of prompts whose answer holds the five-digit number hidden in them; greedy; higher is better.",
+    "copying": "Loss, in nats per token, on the second copy of a random sequence, which only attention to the first "
+    "can predict; in brackets that of the first copy. Lower is better.",
+    "attention-maps": "Divergence of every head's attention from the original model's on the same text, in nats, mean "
+    "over layers, heads and queries; in brackets the mass on the first token, and the original's. Lower is nearer.",
     "boundary": "The angle between query and key before rotation, per rotary pair. Where it lies between 180° and 360° "
     "the score rises with distance for the nearest tokens (the paper's scenario d); CoCA makes the angle zero.",
     "tasks": "Benchmarks of lm-eval at short context: what a longer context must not cost. With the standard error.",
@@ -83,6 +89,10 @@ def show(row: dict) -> str:
         return f"{value:.3g}{NBSP}s" + (f" ({row['ratio']:.2f}{NBSP}x)" if row["ratio"] else "")
     if task == "tasks":
         return f"{value:.3f}" + (f"{NBSP}±{NBSP}{row['stderr']:.3f}" if row["stderr"] is not None else "")
+    if task == "copying":
+        return f"{value:.2f}{NBSP}({row['nll_first']:.2f})"
+    if task == "attention-maps":
+        return f"{value:.3f}{NBSP}({row['sink']:.2f},{NBSP}{row['baseline_sink']:.2f})"
     return f"{value:.2f}" if task in ("passkey", "boundary") or value < 1e4 else f"{value:.3g}"
 
 

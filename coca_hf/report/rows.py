@@ -22,6 +22,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "perplexity": _TEXTS | {"asked_stride": int, "variant": str},
     "position-loss": _TEXTS | {"bucket": int},
     "passkey": {"cases": int, "new_tokens": int, "seed": int, "variant": str, "depths": WHOLE},
+    "copying": {"cases": int, "seed": int},
+    "attention-maps": _TEXTS | {"baseline": str},
     "boundary": _TEXTS | {"pairs_per_document": int, "seed": int},
     "tasks": {"benchmark": str, "metric": TEXT, "filter": TEXT, "shots": WHOLE, "limit": WHOLE},
     "speed": {"mode": str, "batch_size": int, "device": str},
@@ -38,6 +40,7 @@ SOME: dict[str, Any] = {
     **{"model_type": str, "tokens": WHOLE, "stride": WHOLE, "seed": WHOLE, "skipped_documents": NAMES},
     **dict.fromkeys(("share_a", "share_b", "share_c", "share_d", "share_d_weighted", "share_abnormal"), NUMBER),
     **dict.fromkeys(("mean_abs_angle", "stderr", "tokens_per_second", "peak_bytes", "ratio"), NUMBER),
+    **dict.fromkeys(("nll_first", "sink", "baseline_sink"), NUMBER),
     **{"dimension": TEXT, "memory_kind": TEXT, "baseline": TEXT},
 }
 # Of each raw table, the columns that the page reads.
@@ -46,6 +49,7 @@ RAW = {
     "windows": {"document": _INT, "tokens": _INT, "nll": _FLOAT},
     "buckets": {"first": _INT, "tokens": _INT, "nll": _FLOAT},
     "cases": {"depth": _FLOAT, "distance": _INT, "correct": pyarrow.bool_()},
+    "heads": {"layer": _INT, "head": _INT, "divergence": _FLOAT, "sink": _FLOAT, "baseline_sink": _FLOAT},
     "angles": {"layer": _INT, "head": _INT, "angle_counts": _COUNTS, "tau_counts": _COUNTS},
     "decay": {"distance": _INT, "bound_rope": _FLOAT, "bound_coca": _FLOAT},
 }
@@ -85,6 +89,8 @@ class Table:
             depths = f"{row['depths']} depths" if row["depths"] else "uniform depth"
             cases = f"{row['cases']} cases per length, {depths}, {row['new_tokens']} new tokens, seed {row['seed']}"
             return cases if row["variant"] == "paper" else f"{cases}, {row['variant']}'s prompt and scoring"
+        if self.task == "copying":
+            return f"{row['cases']} cases per length, seed {row['seed']}"
         if self.task == "speed":
             return f"{row['mode']}, batch size {row['batch_size']}, {row['device']}"
         if self.task == "tasks":
@@ -95,6 +101,8 @@ class Table:
         text = f"{row['data']}, {count} document{'s' * (count > 1)}{cut}"
         if self.task == "position-loss":
             return f"{text}, buckets of {row['bucket']} tokens"
+        if self.task == "attention-maps":
+            return f"{text}, beside {row['baseline']}"
         if self.task == "boundary":
             return f"{text}, {row['pairs_per_document']} pairs of positions a document, seed {row['seed']}"
         return f"{text}, stride {row['asked_stride']}" + (f", {row['variant']}" * (row["variant"] != "sliding"))

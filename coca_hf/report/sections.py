@@ -84,6 +84,45 @@ def position_loss(measured: Measured) -> Section | None:
     return Section(TITLES["position-loss"], parts) if tables else None
 
 
+def copying(measured: Measured) -> Section | None:
+    tables = measured.of_task("copying")
+    parts: list = [Text(EXPLANATIONS["copying"])]
+    for table in tables:
+        parts += [values(table), *missing_values(table)]
+    return Section(TITLES["copying"], parts) if tables else None
+
+
+def attention_maps(measured: Measured) -> Section | None:
+    """Divergence of attention against layer, of the longest length of every model and RoPE setting."""
+    parts: list = [Text(EXPLANATIONS["attention-maps"])]
+    tables = measured.of_task("attention-maps")
+    for number, table in enumerate(tables, 1):
+        keys, curves = keys_of(table), []
+        for name, rows in table.series.items():
+            if heads := read_raw(rows[-1], "heads"):
+                layers: dict[int, list[float]] = {}
+                for head in heads:
+                    layers.setdefault(head["layer"], []).append(head["divergence"])
+                curves.append(Curve(keys[name], [*layers], [sum(some) / len(some) for some in layers.values()]))
+        if curves:
+            last = max(xs_of(curves))
+            parts.append(
+                curve_figure(
+                    numbered("attention-maps", number),
+                    "Divergence of attention against layer: the table beside it has the means.",
+                    f"Divergence from the original's attention, mean over heads, against layer: {table.settings}.",
+                    curves,
+                    "divergence (nats)",
+                    x_label="layer",
+                    x_scale="linear",
+                    y_scale="linear",
+                    ticks=list(range(0, int(last) + 1, max(1, int(last) // 6))),
+                )
+            )
+        parts += [values(table), *missing_values(table)]
+    return Section(TITLES["attention-maps"], parts) if tables else None
+
+
 def tasks(measured: Measured) -> Section | None:
     """Benchmark and metric against model."""
     tables = measured.of_task("tasks")
@@ -149,6 +188,8 @@ SECTIONS: list[Callable[[Measured], Section | None]] = [
     perplexity,
     position_loss,
     passkey,
+    copying,
+    attention_maps,
     boundary,
     tasks,
     speed,

@@ -1,0 +1,135 @@
+"""How far a model's attention is from that of the model it was made of, layer by layer and head by head (issue 7).
+
+Perplexity can come back while attention does not, because the rest of the network learns to live without it. Here both
+models read the same text, each layer sees what its own model's layers below make of it, and maps are compared:
+
+    KL(baseline's map || model's map), nats, mean over heads and queries, of every layer
+
+in float64, of the probabilities that attention gives; one that rounds to zero counts as the smallest float32 above it.
+A head's sink is its mass on the first token, mean over all queries but the first.
+
+A row, task `attention-maps`, has besides what `rows.py` lists: `value`, the mean of the divergences over layers;
+`sink` and `baseline_sink`; `baseline`, a name; what `Sample.describe` says. Its raw table `heads`, of the first
+`length` tokens of all documents: layer, head, divergence, sink, baseline_sink, entropy and
+baseline_entropy in nats.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coca_hf.errors import CocaError
+from coca_hf.evaluate.batches import Track, compute_all
+from coca_hf.evaluate.load import Subject, check_vocabulary
+from coca_hf.evaluate.perplexity import failed
+from coca_hf.evaluate.rope import Rope, use_rope_
+from coca_hf.evaluate.rows import Raw, RowStore, rows_over, subject_settings
+from coca_hf.evaluate.sample import Sample
+
+COLUMNS = ("divergence", "sink", "baseline_sink", "entropy", "baseline_entropy")
+
+
+def attention_map_rows(
+    subject: Subject,
+    baseline: Subject,
+    sample: Sample,
+    lengths: list[int],
+    ropes: list[Rope],
+    store: RowStore,
+    track: Track = lambda items, description: items,
+) -> Iterator[dict]:
+    """Yield a row for every RoPE setting, of both models, and length; those that `store` has are not measured again.
+
+    Holds the maps of one document, (layers, h, length, length), of both models.
+
+    Raises CocaError where the models have not as many layers and heads, or the baseline not the vocabulary.
+    """
+    ours, theirs = (one.model.config.get_text_config(decoder=True) for one in (subject, baseline))
+    for key in ("num_hidden_layers", "num_attention_heads"):
+        if getattr(ours, key) != getattr(theirs, key):
+            raise CocaError(
+                f"--baseline {baseline.path}: got {key} {getattr(theirs, key)}, expected {getattr(ours, key)} as "
+                f"{subject.path} has; give the model that it was converted from"
+            )
+    for ids, name in zip(sample.token_ids, sample.names, strict=True):
+        check_vocabulary(baseline, ids, name)
+    settings = {
+        "task": "attention-maps",
+        "stride": None,
+        **sample.describe(),
+        **subject_settings(subject),
+        "baseline": baseline.name,
+        "baseline_fingerprint": baseline.fingerprint,
+    }
+    return rows_over(
+        ropes,
+        lengths,
+        store,
+        lambda length: settings,
+        lambda rope, settings: _measure(subject, baseline, sample, rope, settings, track),
+    )
+
+
+def _measure(
+    subject: Subject, baseline: Subject, sample: Sample, rope: Rope, settings: dict, track: Track
+) -> tuple[dict, Raw]:
+    length = settings["length"]
+    for one in (subject, baseline):
+        use_rope_(one.model, rope, length)
+
+    def compute(batch: list[int]) -> list[Tensor]:
+        return [_compare(subject.model, baseline.model, sample.token_ids[number][:length]) for number in batch]
+
+    with _giving_maps(subject.model), _giving_maps(baseline.model):
+        found, error = compute_all(
+            [[number] for number in range(len(sample.token_ids))],
+            compute,
+            lambda batches: track(batches, f"attention-maps  {rope}  {length}"),
+        )
+    tokens = sum(len(ids[:length]) for ids in sample.token_ids)
+    if error:
+        return {"value": None, "error": failed(error, length), "tokens": tokens}, {}
+    heads = torch.stack(found).mean(0)  # (layers, h, columns)
+    if not heads.isfinite().all():
+        return {"value": None, "error": "an attention map is not finite", "tokens": tokens}, {}
+    lines = [
+        {"layer": layer, "head": head, **dict(zip(COLUMNS, numbers, strict=True))}
+        for layer, of_layer in enumerate(heads.tolist())
+        for head, numbers in enumerate(of_layer)
+    ]
+    divergence, sink, baseline_sink, *_ = heads.mean((0, 1)).tolist()
+    results = {"value": divergence, "sink": sink, "baseline_sink": baseline_sink, "tokens": tokens, "error": None}
+    return results, {"heads": lines}
+
+
+@contextmanager
+def _giving_maps(model: Any) -> Iterator[None]:
+    """Of the implementations of attention only the eager one returns them."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@torch.inference_mode()
+def _compare(model: Any, baseline: Any, token_ids: Tensor) -> Tensor:
+    """The `COLUMNS` of one document, (layers, h, columns), float64."""
+    inputs = {"input_ids": token_ids[None].to(model.device), "output_attentions": True, "use_cache": False}
+    theirs = baseline.base_model(**inputs).attentions
+    ours = model.base_model(**inputs).attentions
+    return torch.stack([_numbers(*maps) for maps in zip(ours, theirs, strict=True)]).cpu()
+
+
+def _numbers(ours: Tensor, theirs: Tensor) -> Tensor:
+    """The `COLUMNS` of a layer's maps, each (1, h, m, m): (h, columns)."""
+    p, q = theirs[0].double(), ours[0].double()
+    log_q = q.clamp(min=torch.finfo(torch.float32).smallest_normal).log()
+    divergence = (torch.xlogy(p, p) - p * log_q).sum(-1).mean(-1)
+    sinks = [maps[:, 1:, 0].mean(-1) for maps in (q, p)]
+    entropies = [-torch.xlogy(maps, maps).sum(-1).mean(-1) for maps in (q, p)]
+    return torch.stack([divergence, *sinks, *entropies], -1)

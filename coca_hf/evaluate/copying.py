@@ -1,0 +1,102 @@
+"""Loss on the second copy of a random sequence: whether attention can look something up (issue 7).
+
+A case is a sequence of ordinary tokens, drawn uniformly from the vocabulary, twice in a row, after the token for the
+beginning where the tokenizer sets one. Nothing but the first copy predicts the second: a model that cannot look back
+is as bad at both, one with induction heads (Olsson et al., arXiv 2209.11895) is nearly certain of the second. The first
+token of either copy is not scored, as nothing predicts it.
+
+A row, task `copying`, has besides what `rows.py` lists: `value`, nats per token of the second copies; `nll_first`, the
+same of the first ones; `cases`; `seed`. Its raw table `copies`: case, tokens (scored of each copy), nll_first and
+nll_second (their sums in nats).
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from coca_hf.errors import CocaError
+from coca_hf.evaluate.batches import Track
+from coca_hf.evaluate.load import Subject
+from coca_hf.evaluate.perplexity import compute_windows, failed, token_losses
+from coca_hf.evaluate.rope import Rope, use_rope_
+from coca_hf.evaluate.rows import Raw, RowStore, rows_over, subject_settings
+from coca_hf.evaluate.variants import Window
+
+
+def copying_rows(
+    subject: Subject,
+    lengths: list[int],
+    ropes: list[Rope],
+    store: RowStore,
+    num_cases: int = 16,
+    seed: int = 0,
+    batch_size: int = 1,
+    track: Track = lambda items, description: items,
+) -> Iterator[dict]:
+    """Yield a row for every RoPE setting and length, which is that of both copies together, at most.
+
+    Rows that `store` already has are not measured again. Raises CocaError for lengths with less than two tokens a copy.
+    """
+    if min(lengths) < 5:
+        raise CocaError(
+            f"--lengths: got {min(lengths)}, expected at least 5: two copies of two tokens, and a beginning"
+        )
+    settings = {
+        "task": "copying",
+        "stride": None,
+        "cases": num_cases,
+        "seed": seed,
+        **subject_settings(subject),
+        "batch_size": batch_size,
+    }
+    return rows_over(
+        ropes, lengths, store, lambda length: settings, lambda rope, settings: _measure(subject, rope, settings, track)
+    )
+
+
+def repeated_sequences(subject: Subject, length: int, num_cases: int, seed: int) -> tuple[list[Tensor], int]:
+    """The token ids of every case, each at most (length,), and how many of them are one copy."""
+    tokenizer = subject.tokenizer
+    begin = [tokenizer.bos_token_id] if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else []
+    known = min(len(tokenizer), subject.model.get_input_embeddings().weight.shape[0])
+    ordinary = torch.tensor(sorted(set(range(known)) - set(tokenizer.all_special_ids)))
+    copy_len = (length - len(begin)) // 2
+    generator = torch.Generator().manual_seed(seed)
+    copies = ordinary[torch.randint(len(ordinary), (num_cases, copy_len), generator=generator)]
+    return [torch.cat((copy.new_tensor(begin), copy, copy)) for copy in copies], copy_len
+
+
+def _measure(subject: Subject, rope: Rope, settings: dict, track: Track) -> tuple[dict, Raw]:
+    length = settings["length"]
+    cases, copy_len = repeated_sequences(subject, length, settings["cases"], settings["seed"])
+    use_rope_(subject.model, rope, length)
+
+    def compute(batch: list[Window]) -> list[list[float]]:
+        losses = token_losses(subject.model, cases, batch)[:, 1 - 2 * copy_len :].double()
+        return [[row[: copy_len - 1].sum().item(), row[copy_len:].sum().item()] for row in losses]
+
+    windows, sums, error = compute_windows(
+        [Window(case, 0, len(ids) - 1, len(ids) - 1) for case, ids in enumerate(cases)],
+        compute,
+        settings["batch_size"],
+        lambda batches: track(batches, f"copying  {rope}  {length}"),
+    )
+    lines = [
+        {"case": window.document, "tokens": copy_len - 1, "nll_first": first, "nll_second": second}
+        for window, (first, second) in zip(windows, sums, strict=False)
+    ]
+    tokens = sum(line["tokens"] for line in lines)
+    first, second = (math.fsum(line[name] for line in lines) for name in ("nll_first", "nll_second"))
+    if error is None and not math.isfinite(first + second):
+        error = f"the model's loss is {first + second}"
+    elif error:
+        error = failed(error, length)
+    results = {
+        "value": None if error else second / tokens,
+        "nll_first": None if error else first / tokens,
+        "tokens": tokens,
+        "error": error,
+    }
+    return results, {"copies": lines if error is None else []}

@@ -1,0 +1,36 @@
+"""Text to calibrate on, three quarters books and a quarter Python: text.py BOOKS.parquet CODE.jsonl OUT.jsonl
+
+A passage from the middle of every book and as many from source files, in turn, so that a reader of the first few has
+both.
+"""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+from coca_hf.documents import read_documents
+
+PASSAGE = 16_000  # characters, about 4,000 tokens
+BOOKS = 150
+
+books, code, out = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+
+
+def middle(text: str) -> str:
+    start = max(0, (len(text) - PASSAGE) // 2)
+    return text[start : start + PASSAGE]
+
+
+if not out.exists():
+    sources = [text for _, text in read_documents(code) if len(text) >= PASSAGE]
+    step = len(sources) // (BOOKS // 3)
+    python = (middle(text) for text in sources[::step])
+    passages = []
+    for number, (_, text) in enumerate(itertools.islice(read_documents(books), BOOKS), 1):
+        passages.append(middle(text))
+        if number % 3 == 0:
+            passages.append(next(python))
+    unfinished = out.with_name(f".{out.name}")
+    unfinished.write_text("".join(json.dumps({"text": text}) + "\n" for text in passages))
+    unfinished.rename(out)

@@ -1,0 +1,72 @@
+import itertools
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from coca_hf.evaluate.attention_maps import attention_map_rows
+from coca_hf.evaluate.load import load_subject
+from coca_hf.evaluate.rope import Rope
+from coca_hf.evaluate.rows import RowStore
+from coca_hf.evaluate.sample import draw_sample
+
+DEFAULT = Rope("default")
+
+
+def measure(subject, baseline, books, out, length=40):
+    sample = draw_sample(subject, str(books), length)
+    (row,) = attention_map_rows(subject, baseline, sample, [length], [DEFAULT], RowStore(out))
+    return row, pq.read_table(out / row["raw"]["heads"]).to_pylist()
+
+
+def test_a_model_is_no_distance_from_itself(llama, tiny_llama_dir, books, tmp_path):
+    row, heads = measure(llama, load_subject(str(tiny_llama_dir)), books, tmp_path / "out")
+    assert row["value"] == pytest.approx(0, abs=1e-7)
+    assert row["sink"] == row["baseline_sink"]
+    assert [(line["layer"], line["head"]) for line in heads] == list(itertools.product(range(3), range(6)))
+    assert all(line["entropy"] == line["baseline_entropy"] > 0 for line in heads)
+    assert llama.model.config._attn_implementation == "sdpa"  # as it was
+
+
+@torch.no_grad()
+def test_numbers_are_those_of_a_loop_over_queries(llama, coca, books, tmp_path):
+    row, heads = measure(coca, llama, books, tmp_path / "out", length=30)
+    maps = {}
+    for name, subject in (("ours", coca), ("theirs", llama)):
+        subject.model.set_attn_implementation("eager")
+        documents = draw_sample(subject, str(books), 30).token_ids
+        found = [subject.model(ids[None, :30], output_attentions=True).attentions for ids in documents]
+        maps[name] = [torch.stack(layers)[:, 0].double() for layers in found]  # (layers, h, m, m) of each document
+    for line in heads:
+        layer, head = line["layer"], line["head"]
+        divergences, sinks = [], []
+        for ours, theirs in zip(maps["ours"], maps["theirs"], strict=True):
+            for query in range(30):
+                q, p = (of[layer, head, query, : query + 1] for of in (ours, theirs))
+                divergences.append((p * (p / q).log()).sum().item())
+                sinks += [q[0].item()] if query else []
+        assert line["divergence"] == pytest.approx(sum(divergences) / 90)
+        assert line["sink"] == pytest.approx(sum(sinks) / 87)
+    assert row["value"] == pytest.approx(sum(line["divergence"] for line in heads) / 18)
+    assert row["value"] > 1e-3
+    assert (row["tokens"], row["baseline"]) == (90, "tiny-llama")
+
+
+def test_command_draws_a_line_a_model_and_refuses_another_models_original(
+    tiny_llama_dir, tiny_coca_dir, books, tmp_path, coca_eval
+):
+    arguments = ("--data", books, "--lengths", 32, "--out", tmp_path / "out")
+    code, stdout, _ = coca_eval("attention-maps", tiny_coca_dir, "--baseline", tiny_llama_dir, *arguments)
+    assert code == 0
+    assert "tiny-coca" in stdout
+    code, _, _ = coca_eval("report", tmp_path / "out", "--out", tmp_path / "page")
+    assert code == 0
+    assert (tmp_path / "page" / "attention-maps.png").is_file()
+
+    other = load_subject(str(tiny_llama_dir))
+    config = type(other.model.config)(**{**other.model.config.to_dict(), "num_hidden_layers": 1})
+    type(other.model)(config).save_pretrained(tmp_path / "other")
+    other.tokenizer.save_pretrained(tmp_path / "other")
+    code, _, stderr = coca_eval("attention-maps", tiny_coca_dir, "--baseline", tmp_path / "other", *arguments)
+    assert code == 2
+    assert "got num_hidden_layers 1, expected 3" in stderr

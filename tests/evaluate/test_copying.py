@@ -1,0 +1,111 @@
+import math
+from types import SimpleNamespace
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import nn
+
+from coca_hf.evaluate.copying import copying_rows, repeated_sequences
+from coca_hf.evaluate.rope import Rope
+from coca_hf.evaluate.rows import RowStore
+
+DEFAULT = Rope("default")
+
+
+class LooksBack(nn.Module):
+    """Predicts what followed the last token where that occurred before; every token alike where it did not."""
+
+    def __init__(self, like):
+        super().__init__()
+        self.config, self.dtype, self.device = like.config, like.dtype, like.device
+        self.get_input_embeddings = like.get_input_embeddings
+        self.modules_of = like.modules
+
+    def modules(self):
+        return self.modules_of()
+
+    def forward(self, input_ids, use_cache=False):
+        logits = torch.zeros(*input_ids.shape, self.config.vocab_size)
+        for row, ids in enumerate(input_ids.tolist()):
+            for place, token in enumerate(ids):
+                if token in ids[:place]:
+                    logits[row, place, ids[ids.index(token) + 1]] = 50
+        return SimpleNamespace(logits=logits)
+
+
+def measure(subject, out, length=41, **options):
+    (row,) = copying_rows(subject, [length], [DEFAULT], RowStore(out), **options)
+    return row
+
+
+def test_a_model_that_looks_back_is_certain_of_the_second_copy_and_knows_nothing_of_the_first(llama, tmp_path):
+    vocab_size = llama.model.config.vocab_size
+    llama.model = LooksBack(llama.model)
+    row = measure(llama, tmp_path, length=13, num_cases=4, seed=1)  # short, so that no token occurs twice in a copy
+    cases, copy_len = repeated_sequences(llama, 13, 4, 1)
+    assert all(len(set(ids.tolist())) == copy_len for ids in cases)
+    assert row["value"] == pytest.approx(0, abs=1e-6)
+    assert row["nll_first"] == pytest.approx(math.log(vocab_size))
+
+
+@torch.no_grad()
+def test_losses_are_those_of_a_loop_over_tokens(coca, tmp_path):
+    coca.model.double()
+    row = measure(coca, tmp_path, length=20, num_cases=3, seed=5, batch_size=2)
+    cases, copy_len = repeated_sequences(coca, 20, 3, 5)
+    assert copy_len == 10
+    losses: list[list[float]] = []
+    for ids in cases:
+        assert torch.equal(ids[:10], ids[10:])
+        log_probabilities = coca.model(ids[None]).logits[0].double().log_softmax(-1)
+        losses.append([-log_probabilities[place, ids[place + 1]].item() for place in range(19)])
+    assert row["nll_first"] == pytest.approx(sum(sum(one[:9]) for one in losses) / 27)
+    assert row["value"] == pytest.approx(sum(sum(one[10:]) for one in losses) / 27)
+    assert row["tokens"] == 27
+    copies = pq.read_table(tmp_path / row["raw"]["copies"]).to_pylist()
+    assert [line["nll_second"] for line in copies] == pytest.approx([sum(one[10:]) for one in losses])
+
+
+def test_cases_are_of_ordinary_tokens_after_the_beginning_that_the_tokenizer_sets(llama):
+    plain, _ = repeated_sequences(llama, 31, 8, 0)
+    assert all(len(ids) == 30 and ids.min() > 2 for ids in plain)  # 0 to 2 are <unk>, <s>, </s>
+    again, _ = repeated_sequences(llama, 31, 8, 0)
+    other, _ = repeated_sequences(llama, 31, 8, 1)
+    assert all(map(torch.equal, plain, again))
+    assert not any(map(torch.equal, plain, other))
+
+    tokenizer = llama.tokenizer
+
+    class Begins:
+        bos_token_id, all_special_ids = 1, tokenizer.all_special_ids
+
+        def __call__(self, text):
+            return {"input_ids": [1]}
+
+        def __len__(self):
+            return len(tokenizer)
+
+    llama.tokenizer = Begins()
+    cases, copy_len = repeated_sequences(llama, 31, 2, 0)
+    assert copy_len == 15
+    assert all(len(ids) == 31 and ids[0] == 1 for ids in cases)
+
+
+def test_a_model_of_no_number_says_so(llama, tmp_path):
+    with torch.no_grad():
+        llama.model.lm_head.weight.fill_(math.nan)
+    row = measure(llama, tmp_path, num_cases=1)
+    assert (row["value"], row["error"]) == (None, "the model's loss is nan")
+
+
+def test_command(tiny_coca_dir, tmp_path, coca_eval):
+    code, stdout, _ = coca_eval("copying", tiny_coca_dir, "--lengths", "16,32", "--cases", 2, "--out", tmp_path / "out")
+    assert code == 0
+    assert "copying by context length" in stdout
+    code, _, stderr = coca_eval("copying", tiny_coca_dir, "--lengths", "4", "--out", tmp_path / "out")
+    assert code == 2
+    assert "--lengths: got 4, expected at least 5" in stderr
+    code, _, _ = coca_eval("report", tmp_path / "out", "--out", tmp_path / "page")
+    assert code == 0
+    assert "Copying" in (tmp_path / "page" / "report.md").read_text()
