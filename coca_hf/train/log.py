@@ -6,7 +6,8 @@ TensorBoard, Weights & Biases and trackio get the same values through Hugging Fa
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -40,8 +41,15 @@ class StageLog(TrainerCallback, ExportableState):
 
     @property
     def seconds(self) -> float:
-        """Seconds that this stage has trained for, over all its resumptions."""
+        """Seconds that this stage has trained for, over all its resumptions; measuring the held-out loss is none."""
         return self._seconds_before + time.monotonic() - self._started
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Of the clock of `seconds`."""
+        began = time.monotonic()
+        yield
+        self._started += time.monotonic() - began
 
     def state(self) -> dict:
         return {"args": {}, "attributes": {"place": {**self.place, "seconds": self.seconds}}}
@@ -65,15 +73,15 @@ class StageLog(TrainerCallback, ExportableState):
         if not state.is_world_process_zero:
             return
         tokens_seen = self.place["next_block"] * self.seq_len
+        place = {"tokens_seen": tokens_seen, "seconds": round(self.seconds, 3)}
         if "eval_loss" in logs:
-            self._append({"step": state.global_step, "held_out_loss": logs["eval_loss"], "tokens_seen": tokens_seen})
+            self._append({"step": state.global_step, "held_out_loss": logs["eval_loss"], **place})
         elif "loss" in logs:
             values = {name: logs.get(name) for name in COLUMNS}
             values |= {
                 name: value for name, value in logs.items() if name.startswith("loss_")
             }  # of an objective's parts
-            seconds = round(self.seconds, 3)
-            self._append({"step": state.global_step, **values, "tokens_seen": tokens_seen, "seconds": seconds})
+            self._append({"step": state.global_step, **values, **place})
 
     def _append(self, line: dict) -> None:
         with saving_to(self.path.parent), self.path.open("a") as file:

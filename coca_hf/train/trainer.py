@@ -160,7 +160,8 @@ class StageTrainer(Trainer):
         if resumed or not len(self.held_out):
             self.control.should_evaluate = False
             return {}
-        metrics = {"eval_loss": held_out_loss(self.model_wrapped, self.held_out, self.args.train_batch_size)}
+        with self.stage_log.pause():
+            metrics = {"eval_loss": held_out_loss(self.model_wrapped, self.held_out, self.args.train_batch_size)}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         self.meter.restart()

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import TrainerState
 
 from coca_hf import CocaError
-from coca_hf.train.log import ProgressLine, utilization
+from coca_hf.train.log import ProgressLine, StageLog, start_place, utilization
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 
@@ -112,3 +112,18 @@ def test_a_global_batch_that_does_not_divide_is_refused(real_recipe, tmp_path):
     with pytest.raises(CocaError, match=message):
         run_recipe(load_recipe(real_recipe, ["training.per_device_train_batch_size=3"]), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_measuring_the_held_out_loss_is_no_time_of_training(tmp_path, monkeypatch):
+    now = iter([100.0, 107.0, 117.0, 120.0])  # made, measuring from and until, asked
+    monkeypatch.setattr("coca_hf.train.log.time.monotonic", lambda: next(now))
+    log = StageLog(tmp_path / "log.jsonl", 8, 1, 0, start_place(0) | {"seconds": 5.0})
+    with log.pause():
+        pass
+    assert log.seconds == 5 + 7 + 3
+
+
+def test_every_line_says_how_long_the_stage_has_trained(shown):
+    seconds = [line["seconds"] for line in logged(shown[0])]
+    assert seconds == sorted(seconds)
+    assert seconds[-1] > 0
