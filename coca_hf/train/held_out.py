@@ -4,8 +4,12 @@ Documents are held out by a hash of their text, whatever the seed: every run on 
 copies of a document share its fate. Of a large source a hundredth is held out. A small one gives the documents of
 lowest hash, as few as will do; where even that would take more than a tenth of its text, as of a single book, every
 document gives its end.
+
+The blocks are passages of at least `DOCUMENTS` documents, where the source can spare as many: one document, which may
+be in verse, in another language or all tables, says little of the others.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -19,6 +23,8 @@ from coca_hf.train.tokens import Encoder, split_at_space
 HASHES = 2**64
 LARGE = HASHES // 100
 MOST = 0.1  # of a source's characters
+DOCUMENTS = 16
+TOKEN_CHARACTERS = 16  # far more than a token has on average
 
 
 class HeldOut(NamedTuple):
@@ -37,27 +43,31 @@ class HeldOut(NamedTuple):
 def hold_out(source: Source, encoder: Encoder, seq_len: int, num_blocks: int) -> tuple[HeldOut, Tensor]:
     """Choose what is held out of `source`, and pack it into blocks: (blocks, seq_len), int64.
 
-    There are fewer than `num_blocks` blocks, perhaps none, where a tenth of the source has no more. Reads about a
-    hundred times as many tokens as there are in the blocks, or the source to its end.
+    There are fewer than `num_blocks` blocks, perhaps none, where a tenth of the source has no more. Reads about
+    1,600 documents, a hundred times as many tokens as there are in the blocks, or the source to its end.
     """
     rule = HeldOut(below=LARGE)
     if num_blocks == 0:
         return HeldOut(), torch.empty(0, seq_len, dtype=torch.int64)
+    needed = num_blocks * seq_len
+    passage = max(seq_len, math.ceil(needed / DOCUMENTS))
     tokens: list[Tensor] = []
     count, seen = 0, []
     for document in read_documents(*source.place):
         key = _hash(document.text)
         seen.append((key, len(document.text)))
         if key < rule.below:
-            tokens.append(encoder.document(document.text))
+            tokens.append(_passage(document.text, encoder, passage))
             count += len(tokens[-1])
-            if count >= num_blocks * seq_len:
+            if count >= needed:
                 return rule, _pack(tokens, seq_len, num_blocks)
     if not seen:
         return HeldOut(), torch.empty(0, seq_len, dtype=torch.int64)
-    rule = _rule_of_small(seen, num_blocks * seq_len / _tokens_per_character(source, encoder))
+    density = _tokens_per_character(source, encoder)
+    rule = _rule_of_small(seen, needed / density, passage / density)
     held = (rule.split(document.text)[1] for document in read_documents(*source.place))
-    return rule, _pack([encoder.document(text) for text in held if text.strip()], seq_len, num_blocks)
+    most = needed if rule.tail else passage
+    return rule, _pack([_passage(text, encoder, most) for text in held if text.strip()], seq_len, num_blocks)
 
 
 def shares(weights: list[float], total: int) -> list[int]:
@@ -69,15 +79,16 @@ def shares(weights: list[float], total: int) -> list[int]:
     return dealt
 
 
-def _rule_of_small(seen: list[tuple[int, int]], wanted: float) -> HeldOut:
-    """seen: hash and characters of every document; wanted: characters that fill the blocks, or so."""
+def _rule_of_small(seen: list[tuple[int, int]], wanted: float, passage: float) -> HeldOut:
+    """seen: hash and characters of every document; wanted: characters that fill the blocks; passage: of a document."""
     most = MOST * sum(characters for _, characters in seen)
-    held = 0
+    held, found = 0, 0.0
     for key, characters in sorted(seen):
         held += characters
         if held > most:
             break
-        if held >= wanted:
+        found += min(characters, passage)
+        if found >= wanted:
             return HeldOut(below=key + 1)
     return HeldOut(tail=min(MOST, wanted * MOST / most))
 
@@ -86,6 +97,13 @@ def _tokens_per_character(source: Source, encoder: Encoder) -> float:
     """Of the first document; a tenth less, to hold out rather too much than too little."""
     text = next(iter(read_documents(*source.place))).text[:100_000]
     return 0.9 * len(encoder.document(text)) / len(text)
+
+
+def _passage(text: str, encoder: Encoder, most: int) -> Tensor:
+    """At most so many tokens, from the middle of a long text."""
+    characters = most * TOKEN_CHARACTERS
+    start = max(0, len(text) - characters) // 2
+    return encoder.document(text[start : start + characters])[:most]
 
 
 def _pack(tokens: list[Tensor], seq_len: int, most: int) -> Tensor:

@@ -14,9 +14,12 @@ import argparse
 import json
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import yaml
+
+from coca_hf import cli
 
 HERE = Path(__file__).parent
 PLAN = yaml.safe_load((HERE / "runs.yaml").read_text(encoding="utf-8"))
@@ -26,20 +29,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", choices=[[], *PLAN["runs"]], help="all by default")
     parser.add_argument("--out", type=Path, default=Path("runs/recovery"))
-    parser.add_argument("--seeds", type=int, help="at most so many of a run's")
+    parser.add_argument("--seeds", type=int, default=100, help="at most so many of a run's")
+    parser.add_argument("--train-only", action="store_true", help="measure in another call")
     options = parser.parse_args()
     for line in PLAN["prepare"]:
         run("bash", "-ec", line)
-    evaluate(PLAN["original"], "original", options.out)
+    if not options.train_only:
+        evaluate(PLAN["original"], "original", options.out)
     for name in options.names or PLAN["runs"]:
         plan = PLAN["runs"][name]
-        for seed in range(min(plan.get("seeds", 1), options.seeds or 100)):
-            label = name if plan.get("seeds", 1) == 1 else f"{name}, seed {seed}"
-            checkpoint = convert(plan["start"], seed, options.out)
+        seeds = plan.get("seeds", 1)
+        for seed in range(min(seeds, options.seeds)):
+            checkpoint = convert(plan["start"], options.out / "starts")
             if "recipe" in plan:
                 checkpoint = train(plan, checkpoint, seed, options.out / "trained" / f"{slug(name)}-{seed}")
-            evaluate(checkpoint, label, options.out)
-    run("coca-eval", "report", options.out / "rows", "--out", options.out / "page")
+            if not options.train_only:
+                evaluate(checkpoint, name if seeds == 1 else f"{name}, seed {seed}", options.out)
+    if not options.train_only:
+        coca_eval("report", options.out / "rows", "--out", options.out / "page")
 
 
 def run(*command) -> None:
@@ -52,18 +59,17 @@ def slug(name: str) -> str:
     return name.replace(", ", "-").replace(" ", "-")
 
 
-def convert(start: str, seed: int, out: Path) -> Path:
-    """The checkpoint of a start; only a calibrated one depends on the seed."""
-    given = PLAN["starts"][start]
-    seeded = "calibrate" in given
-    checkpoint = out / "starts" / (f"{slug(start)}-{seed}" if seeded else slug(start))
+def convert(start: str, directory: Path) -> Path:
+    """The checkpoint of a start."""
+    options, checkpoint = dict(PLAN["starts"][start]), directory / slug(start)
+    scaled = options.pop("scaled", True)
     if not checkpoint.exists():
-        options = [word for key, value in given.items() if key != "scale" for word in (f"--{key}", value)]
-        whole = checkpoint if "scale" not in given else checkpoint.with_name(f".{checkpoint.name}")
-        run("coca-convert", PLAN["original"], whole, *options, *(["--seed", seed] if seeded else []), "--overwrite")
-        if whole != checkpoint:
-            unscale(whole)
-            whole.rename(checkpoint)
+        made = checkpoint if scaled else checkpoint.with_name(f".{checkpoint.name}")
+        words = [word for key, value in options.items() for word in (f"--{key}", value)]
+        run("coca-convert", PLAN["original"], made, *words, "--overwrite")
+        if not scaled:
+            unscale(made)
+            made.rename(checkpoint)
     return checkpoint
 
 
@@ -90,7 +96,18 @@ def train(plan: dict, start: Path, seed: int, out: Path) -> Path:
 def evaluate(checkpoint: Path | str, label: str, out: Path) -> None:
     for task, options in PLAN["evaluate"]:
         words = [word for key, value in options.items() for word in (f"--{key}", value)]
-        run("coca-eval", task, checkpoint, *words, "--name", label, "--out", out / "rows")
+        coca_eval(task, checkpoint, *words, "--name", label, "--out", out / "rows")
+
+
+def coca_eval(*command) -> None:
+    """In this process, because importing PyTorch takes longer than some of the tasks."""
+    sys.argv = ["coca-eval", *map(str, command)]
+    print(f"$ {shlex.join(sys.argv)}", flush=True)
+    try:
+        cli.evaluate()
+    except SystemExit as end:
+        if end.code:
+            raise
 
 
 if __name__ == "__main__":

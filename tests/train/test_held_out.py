@@ -99,3 +99,23 @@ def test_shares_add_up():
     assert shares([0.75, 0.25], 64) == [48, 16]
     assert shares([1, 1, 1], 64) == [22, 21, 21]
     assert shares([1000, 1], 5) == [5, 0]
+
+
+def test_blocks_are_of_many_documents_where_the_source_can_spare_them(tiny_tokenizer, tmp_path):
+    source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, [900] * 400)
+    encoder = PackedBlocks([source], tiny_tokenizer, SEQ_LEN).encoder
+    rule, blocks = held_out.hold_out(source, encoder, SEQ_LEN, 32)
+    texts = [json.loads(line)["text"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    held = [text for text in texts if rule.split(text)[1]]
+    assert held_out.DOCUMENTS <= len(held) < 20
+    found = [sum(tiny_tokenizer.decode(block) in text for block in blocks) for text in held]
+    assert len(blocks) == 32
+    assert found[: held_out.DOCUMENTS] == [2] * held_out.DOCUMENTS  # and none across the border of two documents
+
+
+def test_a_passage_is_from_the_middle_of_a_long_document(tiny_tokenizer, tmp_path):
+    source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, [100])
+    encoder = PackedBlocks([source], tiny_tokenizer, SEQ_LEN).encoder
+    text = "a" * 5000 + "b" * (3 * held_out.TOKEN_CHARACTERS) + "c" * 5000
+    assert tiny_tokenizer.decode(held_out._passage(text, encoder, 3)) == "bbb"
+    assert tiny_tokenizer.decode(held_out._passage("short", encoder, 3)) == "sho"

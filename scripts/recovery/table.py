@@ -1,0 +1,61 @@
+"""The table of docs/guide.md from what run.py measured: table.py [OUT], Markdown on standard output.
+
+Where a run has several seeds, a number is the mean over them, with the smallest and the largest in brackets.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from coca_hf.report.rows import read_tables
+
+out = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/recovery")
+measured: dict[str, dict[str, list[float]]] = {}  # numbers by run and column, one a seed
+columns: list[str] = []
+
+
+def note(row: dict, column: str, value: float) -> None:
+    if column not in columns:
+        columns.append(column)
+    run = row["model"].split(", seed")[0]
+    measured.setdefault(run, {}).setdefault(column, []).append(value)
+
+
+def shown(values: list[float] | None, original: float | None = None) -> str:
+    if not values:
+        return ""
+    mean = sum(values) / len(values)
+    digits = 0 if mean >= 1000 else 1 if mean >= 10 else 2
+    text = f"{mean:,.{digits}f}"
+    if len(values) > 1:
+        text += f" ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+    return text if original is None else f"{text}, {mean / original:.2f} x"
+
+
+for table in read_tables([out / "rows"]):
+    for row in table.rows:
+        source = "novels" if "books-test" in row.get("data", "") else "Shakespeare"
+        if row["task"] in ("perplexity", "position-loss"):
+            note(row, f"perplexity, {source}, {row['length']}", row["value"])
+        elif row["task"] == "copying":
+            note(row, "second copy, nats", row["value"])
+        elif row["task"] == "attention-maps":
+            note(row, "attention, nats", row["value"])
+            note(row, "mass on first token", row["sink"])
+        elif row["task"] == "passkey":
+            note(row, f"passkey, {row['length']}", row["value"])
+
+seconds: dict[str, list[float]] = {}
+for record in out.glob("trained/*/*/training.json"):
+    facts = json.loads(record.read_text())
+    run = record.parts[-3].rsplit("-", 1)[0].replace("-", " ")
+    seconds.setdefault(run, []).append(facts["seconds"])
+
+print("| run | " + " | ".join(columns) + " |")
+print("|---|" + "---:|" * len(columns))
+for run, found in measured.items():
+    cells = []
+    for column in columns:
+        ratio = measured["original"][column][0] if column.startswith("perplexity") and run != "original" else None
+        cells.append(shown(found.get(column), ratio))
+    print(f"| {run} | " + " | ".join(cells) + " |")
