@@ -1,0 +1,69 @@
+"""scripts/recovery: its plan names what there is, and its table is of the rows; the runs themselves take hours."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from typer.main import get_command
+
+import coca_hf
+from coca_hf.commands.evaluate import app
+from coca_hf.train.recipe import load_recipe
+from tests.report.made import BOOKS, row, write_rows
+
+SCRIPTS = Path(__file__).parents[1] / "scripts" / "recovery"
+RUN = runpy.run_path(str(SCRIPTS / "run.py"))
+PLAN = RUN["PLAN"]
+
+
+@pytest.mark.parametrize("name", PLAN["runs"])
+def test_every_run_starts_somewhere_and_its_recipe_is_one(name):
+    run = PLAN["runs"][name]
+    assert run["start"] in PLAN["starts"]
+    if "recipe" in run:
+        changes = [f"{key}={json.dumps(value)}" for key, value in run.get("settings", {}).items()]
+        recipe = load_recipe(SCRIPTS / run["recipe"], changes)
+        assert sum(recipe.options(stage)["max_steps"] for stage in recipe.stages) == 21
+        assert any(stage.needs_teacher for stage in recipe.stages) == ("distilled" in name)
+
+
+@pytest.mark.parametrize(("task", "options"), PLAN["evaluate"], ids=[task for task, _ in PLAN["evaluate"]])
+def test_every_measurement_is_one_of_coca_eval(task, options):
+    known = {word for parameter in get_command(app).commands[task].params for word in parameter.opts}
+    assert {f"--{key}" for key in options} <= known
+
+
+def test_a_copy_is_the_fold_of_the_keys_without_its_scale(tiny_llama_dir, tiny_coca_dir, tmp_path):
+    coca_hf.convert_checkpoint(tiny_llama_dir, tmp_path / "copy")
+    RUN["unscale"](tmp_path / "copy")
+    keys = load_file(tiny_llama_dir / "model.safetensors")
+    found = load_file(tmp_path / "copy" / "model.safetensors")
+    scaled = load_file(tiny_coca_dir / "model.safetensors")
+    for layer in range(3):
+        prefix = f"model.layers.{layer}.self_attn"
+        heads = keys[f"{prefix}.k_proj.weight"].unflatten(0, (2, 2, -1))  # 2 heads: firsts and seconds of the pairs
+        expected = heads.mean(1).flatten(0, 1)
+        assert found[f"{prefix}.t_proj.weight"].allclose(expected, rtol=1e-5)
+        assert not scaled[f"{prefix}.t_proj.weight"].allclose(expected, rtol=1e-2)
+    assert isinstance(
+        coca_hf.CocaLlamaForCausalLM.from_pretrained(tmp_path / "copy").model.layers[0].self_attn, CocaAttention
+    )
+
+
+def test_the_table_has_a_line_a_run_the_mean_of_its_seeds_and_times_the_original(tmp_path, monkeypatch, capsys):
+    novels = {**BOOKS, "data": "x/books-test.parquet", "document_names": ["emma"], "variant": "sliding"}
+    novels |= {"stride": 256, "asked_stride": 256, "max_tokens": 1025}
+    values = {"original": 40.0, "calibrated": 100.0, "trained, seed 0": 50.0, "trained, seed 1": 70.0}
+    write_rows(tmp_path / "rows", *(row(name, length=256, value=value, **novels) for name, value in values.items()))
+    monkeypatch.setattr(sys, "argv", ["table.py", str(tmp_path)])
+    runpy.run_path(str(SCRIPTS / "table.py"))
+    assert capsys.readouterr().out.splitlines() == [
+        "| run | perplexity, novels, 256 |",
+        "|---|---:|",
+        "| original | 40.0 |",
+        "| calibrated | 100.0, 2.50 x |",
+        "| trained | 60.0 (50.0 to 70.0), 1.50 x |",
+    ]
