@@ -6,12 +6,14 @@ models read the same text, each layer sees what its own model's layers below mak
     KL(baseline's map || model's map), nats, mean over heads and queries, of every layer
 
 in float64, of the probabilities that attention gives; one that rounds to zero counts as the smallest float32 above it.
-A head's sink is its mass on the first token, mean over all queries but the first.
+A head's sink is its mass on the first token, and `previous` that on the token before the query's, each a mean over all
+queries but the first: a strict CoCA score of like keys is largest at distance 0, so that a head which looks one token
+back is what it is furthest from.
 
 A row, task `attention-maps`, has besides what `rows.py` lists: `value`, the mean of the divergences over layers;
 `sink` and `baseline_sink`; `baseline`, a name; what `Sample.describe` says. Its raw table `heads`, of the first
-`length` tokens of all documents: layer, head, divergence, sink, baseline_sink, entropy and
-baseline_entropy in nats.
+`length` tokens of all documents: layer, head, divergence, sink, baseline_sink, previous, baseline_previous, and entropy
+and baseline_entropy in nats.
 """
 
 from collections.abc import Iterator
@@ -29,7 +31,7 @@ from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.rows import Raw, RowStore, rows_over, subject_settings
 from coca_hf.evaluate.sample import Sample
 
-COLUMNS = ("divergence", "sink", "baseline_sink", "entropy", "baseline_entropy")
+COLUMNS = ("divergence", "sink", "baseline_sink", "previous", "baseline_previous", "entropy", "baseline_entropy")
 
 
 def attention_map_rows(
@@ -131,5 +133,6 @@ def _numbers(ours: Tensor, theirs: Tensor) -> Tensor:
     log_q = q.clamp(min=torch.finfo(torch.float32).smallest_normal).log()
     divergence = (torch.xlogy(p, p) - p * log_q).sum(-1).mean(-1)
     sinks = [maps[:, 1:, 0].mean(-1) for maps in (q, p)]
+    previous = [maps.diagonal(offset=-1, dim1=1, dim2=2).mean(-1) for maps in (q, p)]
     entropies = [-torch.xlogy(maps, maps).sum(-1).mean(-1) for maps in (q, p)]
-    return torch.stack([divergence, *sinks, *entropies], -1)
+    return torch.stack([divergence, *sinks, *previous, *entropies], -1)

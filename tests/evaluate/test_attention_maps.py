@@ -39,14 +39,17 @@ def test_numbers_are_those_of_a_loop_over_queries(llama, coca, books, tmp_path):
         maps[name] = [torch.stack(layers)[:, 0].double() for layers in found]  # (layers, h, m, m) of each document
     for line in heads:
         layer, head = line["layer"], line["head"]
-        divergences, sinks = [], []
+        divergences, sinks, previous = [], [], []
         for ours, theirs in zip(maps["ours"], maps["theirs"], strict=True):
             for query in range(30):
                 q, p = (of[layer, head, query, : query + 1] for of in (ours, theirs))
                 divergences.append((p * (p / q).log()).sum().item())
-                sinks += [q[0].item()] if query else []
+                if query:
+                    sinks.append(q[0].item())
+                    previous.append(q[query - 1].item())
         assert line["divergence"] == pytest.approx(sum(divergences) / 90)
         assert line["sink"] == pytest.approx(sum(sinks) / 87)
+        assert line["previous"] == pytest.approx(sum(previous) / 87)
     assert row["value"] == pytest.approx(sum(line["divergence"] for line in heads) / 18)
     assert row["value"] > 1e-3
     assert (row["tokens"], row["baseline"]) == (90, "tiny-llama")
