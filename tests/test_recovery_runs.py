@@ -12,7 +12,7 @@ from typer.main import get_command
 import coca_hf
 from coca_hf.commands.evaluate import app
 from coca_hf.train.recipe import load_recipe
-from tests.report.made import BOOKS, row, write_rows
+from tests.report.made import BOOKS, row, with_raw, write_rows
 
 SCRIPTS = Path(__file__).parents[1] / "scripts" / "recovery"
 RUN = runpy.run_path(str(SCRIPTS / "run.py"))
@@ -54,13 +54,26 @@ def test_the_table_has_a_line_a_run_the_mean_of_its_seeds_and_times_the_original
     novels = {**BOOKS, "data": "x/books-test.parquet", "document_names": ["emma"], "variant": "sliding"}
     novels |= {"stride": 256, "asked_stride": 256, "max_tokens": 1025}
     values = {"original": 40.0, "calibrated": 100.0, "trained, seed 0": 50.0, "trained, seed 1": 70.0}
-    write_rows(tmp_path / "rows", *(row(name, length=256, value=value, **novels) for name, value in values.items()))
+    rows = [row(name, length=256, value=value, **novels) for name, value in values.items()]
+    for name, value in (("original", 0.0), ("calibrated", 0.5)):
+        heads = [
+            {"layer": 0, "divergence": value * n, "baseline_sink": 0.3 * n, "baseline_previous": 0.1} for n in range(4)
+        ]
+        maps = row(name, length=256, value=value, task="attention-maps", **novels)
+        maps |= {"baseline": "original", "sink": 0.5}
+        rows.append(with_raw(tmp_path / "rows", "heads", maps, heads))
+    write_rows(tmp_path / "rows", *rows)
     monkeypatch.setattr(sys, "argv", ["table.py", str(tmp_path)])
     runpy.run_path(str(SCRIPTS / "table.py"))
     assert capsys.readouterr().out.splitlines() == [
-        "| run | perplexity, novels, 256 |",
-        "|---|---:|",
-        "| original | 40.0 |",
-        "| calibrated | 100.0, 2.50 x |",
-        "| trained | 60.0 (50.0 to 70.0), 1.50 x |",
+        "| run | perplexity, novels, 256 | attention, nats | mass on first token |",
+        "|---|---:|---:|---:|",
+        "| original | 40.0 | 0.00 | 0.50 |",
+        "| calibrated | 100.0, 2.50 x | 0.50 | 0.50 |",
+        "| trained | 60.0 (50.0 to 70.0), 1.50 x |  |  |",
+        "",
+        "| run | others (2 heads) | first token (2 heads) |",
+        "|---|---:|---:|",
+        "| original | 0.00 | 0.00 |",
+        "| calibrated | 0.25 | 1.25 |",
     ]

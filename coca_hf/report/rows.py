@@ -49,7 +49,7 @@ RAW = {
     "windows": {"document": _INT, "tokens": _INT, "nll": _FLOAT},
     "buckets": {"first": _INT, "tokens": _INT, "nll": _FLOAT},
     "cases": {"depth": _FLOAT, "distance": _INT, "correct": pyarrow.bool_()},
-    "heads": {"layer": _INT, "head": _INT, "divergence": _FLOAT, "sink": _FLOAT, "baseline_sink": _FLOAT},
+    "heads": {"layer": _INT, "divergence": _FLOAT, "baseline_sink": _FLOAT, "baseline_previous": _FLOAT},
     "angles": {"layer": _INT, "head": _INT, "angle_counts": _COUNTS, "tau_counts": _COUNTS},
     "decay": {"distance": _INT, "bound_rope": _FLOAT, "bound_coca": _FLOAT},
 }

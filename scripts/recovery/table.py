@@ -1,17 +1,19 @@
-"""The table of docs/guide.md from what run.py measured: table.py [OUT], Markdown on standard output.
+"""The tables of docs/guide.md from what run.py measured: table.py [OUT], Markdown on standard output.
 
-Where a run has several seeds, a number is the mean over them, with the smallest and the largest in brackets.
+Where a run has several seeds, a number is the mean over them, with the smallest and the largest in brackets. The second
+table is of the divergence of attention maps, by what the original's heads do with more than half of their mass.
 """
 
-import json
 import sys
 from pathlib import Path
 
-from coca_hf.report.rows import read_tables
+from coca_hf.report.rows import read_raw, read_tables
 
 out = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/recovery")
 measured: dict[str, dict[str, list[float]]] = {}  # numbers by run and column, one a seed
 columns: list[str] = []
+by_kind: dict[str, dict[str, list[float]]] = {}  # divergences by run and kind of head
+KINDS = ("first token", "token before", "others")
 
 
 def note(row: dict, column: str, value: float) -> None:
@@ -42,14 +44,12 @@ for table in read_tables([out / "rows"]):
         elif row["task"] == "attention-maps":
             note(row, "attention, nats", row["value"])
             note(row, "mass on first token", row["sink"])
+            for head in read_raw(row, "heads") or []:
+                kind = KINDS[0 if head["baseline_sink"] > 0.5 else 1 if head["baseline_previous"] > 0.5 else 2]
+                of_run = by_kind.setdefault(row["model"].split(", seed")[0], {})
+                of_run.setdefault(kind, []).append(head["divergence"])
         elif row["task"] == "passkey":
             note(row, f"passkey, {row['length']}", row["value"])
-
-seconds: dict[str, list[float]] = {}
-for record in out.glob("trained/*/*/training.json"):
-    facts = json.loads(record.read_text())
-    run = record.parts[-3].rsplit("-", 1)[0].replace("-", " ")
-    seconds.setdefault(run, []).append(facts["seconds"])
 
 print("| run | " + " | ".join(columns) + " |")
 print("|---|" + "---:|" * len(columns))
@@ -59,3 +59,11 @@ for run, found in measured.items():
         ratio = measured["original"][column][0] if column.startswith("perplexity") and run != "original" else None
         cells.append(shown(found.get(column), ratio))
     print(f"| {run} | " + " | ".join(cells) + " |")
+
+heads = {kind: len(found) for kind, found in by_kind.get("original", {}).items()}
+if heads:
+    print("\n| run | " + " | ".join(f"{kind} ({number} heads)" for kind, number in heads.items()) + " |")
+    print("|---|" + "---:|" * len(heads))
+for run, kinds in by_kind.items():
+    means = (sum(kinds[kind]) / len(kinds[kind]) for kind in heads)
+    print(f"| {run} | " + " | ".join(f"{mean:.2f}" for mean in means) + " |")

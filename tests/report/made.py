@@ -44,6 +44,12 @@ def row(model="llama", rope="default", length=512, value=7.25, task="perplexity"
             **{"stride": None, "tokens": 51_100, "cases": 100, "new_tokens": 64, "seed": 0},
             **{"variant": "paper", "depths": None},
         },
+        "copying": {"stride": None, "cases": 16, "seed": 0, "tokens": 2032, "nll_first": 10.8},
+        "attention-maps": {
+            **BOOKS,
+            **{"document_names": ["emma.txt"], "max_tokens": 256, "baseline": "llama"},
+            **{"sink": 0.4, "baseline_sink": 0.5},
+        },
         "boundary": {
             **BOOKS,
             **{"document_names": ["emma.txt"], "pairs_per_document": 1000, "share_a": 0.0, "share_b": 1 - (value or 0)},
