@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, one_line
 from coca_hf.report.against_length import EXPLANATIONS, PUBLISHED, TITLES, Measured, values
 from coca_hf.report.document import Section, escape, markdown, markdown_table
 from coca_hf.report.html import html
@@ -27,12 +27,12 @@ def write_report(runs: Sequence[Path], out_dir: Path, paper: Sequence[str] = ())
     page = read_page(runs, paper)
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
+        for figure in page.figures():
+            _replace(out_dir / f"{figure.name}.png", to_png(figure.draw(9, max(4.5, figure.height * 1.4), True)))
+        _replace(out_dir / "report.md", (markdown(page) + "\n").encode())
+        _replace(out_dir / "report.html", html(page).encode())
     except OSError as error:
-        raise CocaError(f"--out {out_dir}: got {error.strerror}, expected a directory or a free name") from None
-    for figure in page.figures():
-        _replace(out_dir / f"{figure.name}.png", to_png(figure.draw(9, max(4.5, figure.height * 1.4), True)))
-    _replace(out_dir / "report.md", (markdown(page) + "\n").encode())
-    _replace(out_dir / "report.html", html(page).encode())
+        raise CocaError(f"--out {out_dir}: the page cannot be written there ({one_line(error)})") from None
     return out_dir / "report.html"
 
 

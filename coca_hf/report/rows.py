@@ -6,31 +6,38 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pyarrow
 from pyarrow.parquet import read_table
-from pydantic import PositiveInt, TypeAdapter, ValidationError
+from pydantic import Field, PositiveFloat, TypeAdapter, ValidationError
 
 from coca_hf.errors import CocaError
 
-TEXT, WHOLE, NUMBER = str | None, int | None, float | None
-LENGTH, NAMES, FILES = PositiveInt | None, list[str], dict[str, str]
+TEXT, WHOLE, NAMES = str | None, int | None, list[str]
+COUNT = Annotated[int, Field(gt=0, le=2**53)]
+NUMBER, ABOVE_0, SHARE = float | None, PositiveFloat | None, Annotated[float, Field(ge=0, le=1)] | None
+FILES = dict[str, Annotated[str, Field(max_length=200)]]
 # What the rows of one table have in common: only then are their values comparable.
 _TEXTS: dict[str, Any] = {"data": str, "column": str, "split": str, "document_names": NAMES, "max_tokens": WHOLE}
 SETTINGS: dict[str, dict[str, Any]] = {
     "perplexity": _TEXTS | {"asked_stride": int, "variant": str},
-    "position-loss": _TEXTS | {"bucket": int},
+    "position-loss": _TEXTS | {"bucket": COUNT},
     "passkey": {"cases": int, "new_tokens": int, "seed": int, "variant": str, "depths": WHOLE},
     "boundary": _TEXTS | {"pairs_per_document": int, "seed": int},
     "tasks": {"benchmark": str, "metric": TEXT, "filter": TEXT, "shots": WHOLE, "limit": WHOLE},
     "speed": {"mode": str, "batch_size": int, "device": str},
 }
-# What every row has besides.
+# What every row has besides: a value of its task, and the fields common to all tasks.
+VALUES: dict[str, dict[str, Any]] = {
+    **{task: {"value": ABOVE_0} for task in ("perplexity", "position-loss", "speed")},
+    **{task: {"value": SHARE} for task in ("passkey", "boundary")},
+    "tasks": {"value": NUMBER, "length": COUNT | None},  # RULER alone has a length
+}
 COMMON: dict[str, Any] = {
     **dict.fromkeys(("model", "task", "rope", "date", "model_path", "dtype", "device", "command"), str),
-    **dict.fromkeys(("length", "trained_length", "trained_seq_len"), LENGTH),
-    **{"error": TEXT, "coca_constraint": TEXT, "tokens_seen": WHOLE, "value": NUMBER, "seconds": float},
+    **{"length": COUNT, "trained_length": COUNT | None, "trained_seq_len": COUNT | None},
+    **{"error": TEXT, "coca_constraint": TEXT, "tokens_seen": WHOLE, "seconds": float},
     **{"versions": dict, "raw": FILES},
 }
 # What some rows have.
@@ -139,9 +146,10 @@ def _read(path: Path) -> list[dict]:
         where = f"{path}, line {line_number}"
         try:
             row = json.loads(line, parse_constant=_refuse)
-            needed = COMMON | SETTINGS[row["task"]]
+            needed = COMMON | SETTINGS[row["task"]] | VALUES[row["task"]]
             missing = needed.keys() - row.keys()
-            json.dumps(row, ensure_ascii=False).encode()  # half a character of UTF-16 can be read, but never written
+            # Half a character of UTF-16, and 1e999, can be read, but never written.
+            json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, TypeError, KeyError, RecursionError):
             raise CocaError(f"{where}: got no row of coca-eval; delete the line") from None
         if missing:
