@@ -95,8 +95,7 @@ class Table:
         if self.task == "speed":
             return f"{row['mode']}, batch size {row['batch_size']}, {row['device']}"
         if self.task == "tasks":
-            cut = f", first {row['limit']} cases" if row["limit"] else ""
-            return f"{row['benchmark']}, {row['metric']} ({row['filter']}), {row['shots']} shots{cut}"
+            return f"{row['benchmark']}, {row['metric']} ({row['filter']}), {shots_of(row)}"
         count = len(row["document_names"])
         cut = f" cut to {row['max_tokens']} tokens" if row["max_tokens"] else ""
         text = f"{row['data']}, {count} document{'s' * (count > 1)}{cut}"
@@ -105,6 +104,12 @@ class Table:
         if self.task == "boundary":
             return f"{text}, {row['pairs_per_document']} pairs of positions a document, seed {row['seed']}"
         return f"{text}, stride {row['asked_stride']}" + (f", {row['variant']}" * (row["variant"] != "sliding"))
+
+
+def shots_of(row: dict) -> str:
+    """Examples before a question of a benchmark, and where its cases were cut."""
+    shots = "the task's own shots" if row["shots"] is None else f"{row['shots']} shots"
+    return shots + (f", first {row['limit']} cases" if row["limit"] else "")
 
 
 def _length(row: dict) -> int:

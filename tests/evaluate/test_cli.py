@@ -34,10 +34,12 @@ def test_perplexity_passkey_and_report_follow_each_other(tiny_llama_dir, tiny_co
         assert code == 0
         assert (rows_in(out)[4]["task"], rows_in(out)[4]["model"]) == ("passkey", "renamed")
         assert rows_in(out)[4]["command"].startswith("coca-eval passkey ")
-    code, stdout, _ = coca_eval("report", tmp_path / "tiny-llama", tmp_path / "tiny-coca", "--out", tmp_path / "page")
+    runs = (tmp_path / "tiny-llama", tmp_path / "tiny-coca")
+    code, stdout, _ = coca_eval("report", *runs, "--out", tmp_path / "page", "--title", "Two & tiny")
     assert code == 0
     assert stdout.strip() == f"report: {tmp_path / 'page' / 'report.html'}"
     assert "tiny-coca + dynamic:4" in (tmp_path / "page" / "report.md").read_text()
+    assert "<h1>Two &amp; tiny</h1>" in (tmp_path / "page" / "report.html").read_text()
 
 
 def test_a_second_run_makes_no_row_again(tiny_llama_dir, books, tmp_path, coca_eval):
@@ -193,15 +195,17 @@ def test_a_preset_measures_its_documents_cut_to_its_length(tiny_llama_dir, books
 
 
 def test_position_loss_boundary_and_speed_are_commands(tiny_coca_dir, tiny_llama_dir, books, tmp_path, coca_eval):
-    out = tmp_path / "out"
+    out, baseline = tmp_path / "out", ("--baseline", tiny_llama_dir, "--baseline-name", "plain")
     runs = {
         "position-loss": ("--data", books, "--lengths", 100, "--rope", "default,yarn:2"),
         "boundary": ("--data", books, "--lengths", 100, "--pairs", 20),
-        "speed": ("--lengths", 16, "--modes", "decode", "--baseline", tiny_llama_dir, "--repeats", 2),
+        "speed": ("--lengths", 16, "--modes", "decode", "--repeats", 2, *baseline),
     }
     for task, options in runs.items():
-        code, stdout, _ = coca_eval(task, tiny_coca_dir, "--out", out, *options)
+        code, stdout, stderr = coca_eval(task, tiny_coca_dir, "--out", out, *options)
         assert code == 0
         assert "tiny-coca" in stdout
+        assert ("warning: lengths 100 are beyond the 64 tokens of --rope default" in stderr) == (task != "speed")
     assert [row["task"] for row in rows_in(out)] == ["position-loss", "position-loss", "boundary", "speed", "speed"]
+    assert [row["model"] for row in rows_in(out)[3:]] == ["plain", "tiny-coca"]
     assert all((out / path).is_file() for row in rows_in(out) for path in row["raw"].values())
