@@ -3,6 +3,7 @@
 import glob
 import itertools
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 from coca_hf.errors import CocaError, first_line
 
+HALF = re.compile("[\ud800-\udfff]")  # of UTF-16: JSON can escape it, no encoding can hold it
 COMPRESSIONS = ("", ".gz", ".zst")
 SUFFIXES = (
     *(f"{kind}{packed}" for kind in (".txt", ".jsonl") for packed in COMPRESSIONS),
@@ -60,6 +62,8 @@ def read_documents(
             raise CocaError(f"{name}: got an empty document, expected text; remove it from the source")
         if not isinstance(text, str):
             raise CocaError(f"{name}: got {type(text).__name__} in column {column!r}, expected text")
+        if not text.isascii() and HALF.search(text):
+            raise CocaError(f"{name}: got half a character (a lone surrogate) in column {column!r}, expected text")
         yield Document(name, text)
 
 

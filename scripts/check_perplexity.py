@@ -3,14 +3,15 @@
     python scripts/check_perplexity.py quickstart/original ../shared/data/books-test.parquet \\
         --out docs/results/perplexity-check.json
 
-transformers: its own loss of every window, with -100 for what is not scored. Every book is cut to the length and 256
-tokens, so every length has a second window, `stride` after the first (`--stride`, but no less than half the length:
-a stride of 512 at 8192 tokens would take hours on a CPU for the same second window).
+transformers: up to `--two-windows` tokens its own loss of every window, with -100 for what is not scored, of books cut
+to the length and 256 tokens, so that there is a second window, `stride` after the first. Longer ones would take hours
+on a CPU, so there books are cut to one window; and as no token's loss depends on those after it, a single forward of
+the longest window gives transformers' losses for all of these lengths.
 
 lm-eval: its rolling perplexity. Its windows are disjoint, begin with a token that is not scored, and its last one reads
 back; they are coca-eval's with a stride of the length where the text is a multiple of the length, so of two windows.
 
-In float32. Exit code 1 where a perplexity differs by more than 0.1%.
+In float32. Lengths that OUT has are not computed again. Exit code 1 where a perplexity differs by more than 0.1%.
 """
 
 import argparse
@@ -50,13 +51,15 @@ def main() -> int:
     parser.add_argument("--rolling-lengths", default="512,1024", help="of the comparison with lm-eval")
     parser.add_argument("--books", type=int, default=10)
     parser.add_argument("--stride", type=int, default=512)
-    parser.add_argument("--out", type=Path, help="JSON, written anew after every length")
+    parser.add_argument("--two-windows", type=int, default=1024, help="the longest length with a second window")
+    parser.add_argument("--out", type=Path, required=True, help="JSON, written anew after every length")
     options = parser.parse_args()
     subject = load_subject(options.model, "float32")
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     texts = {document.name: document.text for document in read_documents(options.data)}
-    rows: list[dict] = []
+    rows: list[dict] = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
+    done = {(row["length"], against) for row in rows for against in ("lm-eval", "transformers") if against in row}
 
     def add(length: int, stride: int, row: dict, against: str, value: float, began: float) -> None:
         rows.append(
@@ -67,11 +70,13 @@ def main() -> int:
             }
         )
         print(json.dumps(rows[-1]), flush=True)
-        if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(result(rows, subject, row), indent=1) + "\n")
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result(rows, subject, row), indent=1) + "\n")
 
-    for length in map(int, options.rolling_lengths.split(",")):
+    def lengths_left(text: str, against: str) -> list[int]:
+        return [length for length in map(int, text.split(",")) if (length, against) not in done]
+
+    for length in lengths_left(options.rolling_lengths, "lm-eval"):
         began = time.perf_counter()
         sample = draw_sample(subject, options.data, 2 * length, documents=options.books, max_tokens=2 * length)
         rolling = HFLM(pretrained=model, tokenizer=tokenizer, max_length=length)
@@ -79,13 +84,21 @@ def main() -> int:
         prefix = torch.tensor([rolling.prefix_token_id])
         sample.token_ids = [torch.cat((prefix, ids)) for ids in sample.token_ids]
         add(length, length, measure(subject, sample, length, length), "lm-eval", value, began)
-    for length in map(int, options.lengths.split(",")):
-        began, stride = time.perf_counter(), min(max(options.stride, length // 2), length)
-        cut = length + SECOND_WINDOW + 1
+    left = lengths_left(options.lengths, "transformers")
+    losses: list[torch.Tensor] = []
+    for length in left:
+        began, stride = time.perf_counter(), min(options.stride, length)
+        second = SECOND_WINDOW if length <= options.two_windows else 0
+        cut = length + second + 1
         sample = draw_sample(subject, options.data, cut, documents=options.books, max_tokens=cut)
-        ids = [torch.tensor(tokenizer(texts[name])["input_ids"][:cut]) for name in sample.names]
-        row = measure(subject, sample, length, stride)
-        add(length, stride, row, "transformers", plain_perplexity(model, ids, length, stride), began)
+        longest = cut if second else max(left) + 1
+        ids = [torch.tensor(tokenizer(texts[name])["input_ids"][:longest]) for name in sample.names]
+        if second:
+            value = plain_perplexity(model, ids, length, stride)
+        else:
+            losses = losses or [plain_losses(model, some) for some in ids]
+            value = math.exp(torch.stack([some[:length] for some in losses]).double().mean())
+        add(length, stride, measure(subject, sample, length, stride), "transformers", value, began)
     return int(max(abs(row["difference"]) for row in rows) > LARGEST_DIFFERENCE)
 
 
@@ -111,6 +124,13 @@ def plain_perplexity(model, texts: list[torch.Tensor], length: int, stride: int)
             if scored == len(ids):
                 break
     return math.exp(total / tokens)
+
+
+@torch.no_grad()
+def plain_losses(model, ids: torch.Tensor) -> torch.Tensor:
+    """Nats of every token but the first."""
+    logits = model(ids[None, :-1], use_cache=False).logits[0]
+    return torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
 
 
 def rolling_perplexity(model: HFLM, sample: Sample) -> float:

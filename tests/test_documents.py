@@ -72,6 +72,13 @@ def test_a_row_that_is_no_text_is_named(tmp_path, name, rows, message):
     assert message.format(name=name) in str(caught.value)
 
 
+def test_half_a_character_is_named(tmp_path):
+    """JSON can escape it; tokenizers fail on it."""
+    (tmp_path / "a.jsonl").write_bytes(lines(ROWS) + b'{"text": "half \\ud83d"}\n')
+    with pytest.raises(CocaError, match=r"a\.jsonl:3: got half a character \(a lone surrogate\) in column 'text'"):
+        list(read_documents(str(tmp_path / "a.jsonl")))
+
+
 def test_rows_without_text_are_left_out_where_that_is_asked_for(tmp_path):
     write(tmp_path / "a.jsonl", ["one", None, " ", "two"])
     texts = [document.text for document in read_documents(str(tmp_path / "a.jsonl"), skip_empty=True)]

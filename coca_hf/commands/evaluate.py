@@ -131,6 +131,7 @@ def boundary_command(
 
     subject, ropes = run.load()
     sample = texts.draw(subject, max(wanted))
+    warn_beyond_trained(subject, ropes, wanted)
     run.make_rows(boundary_rows, subject, sample, wanted, ropes, pairs_per_document=pairs, seed=texts.seed)
 
 
@@ -203,6 +204,7 @@ def tasks_command(
         raise CocaError("--tasks, --ruler: got neither, expected at least one of them")
     subject, ropes = run.load()
     size = parse_batch_size(batch_size, subject.model.device)
+    warn_beyond_trained(subject, ropes, wanted)
     run.make_rows(
         task_rows,
         subject,
@@ -224,6 +226,9 @@ def speed_command(
     baseline: Annotated[
         str | None, typer.Option(help="Another model, as the unconverted one, measured in turns with MODEL.")
     ] = None,
+    baseline_name: Annotated[
+        str | None, typer.Option(help="What rows call that; its directory's name by default.")
+    ] = None,
     modes: Annotated[str, typer.Option(help="Some of prefill, decode and train.")] = "prefill,decode,train",
     repeats: Annotated[int, typer.Option(min=1, help="Timed steps; the row has their median.")] = 10,
     warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 3,
@@ -237,7 +242,7 @@ def speed_command(
 
     chosen = parse_modes(modes)
     subject, ropes = run.load()
-    other = load_subject(baseline, run.dtype) if baseline else None
+    other = load_subject(baseline, run.dtype, baseline_name) if baseline else None
     if other:
         for setting in ropes:
             check_rope(other.model, setting)
@@ -277,11 +282,12 @@ def report_command(
     paper: Annotated[
         str, typer.Option(help="Published curves to draw beside: 350m, llama-7b, pi-32k, with commas between them.")
     ] = "",
+    title: Annotated[str, typer.Option(help="Of the page.")] = "Evaluation",
 ) -> None:
     """Turn the rows of several runs into one page: HTML that needs nothing else, Markdown, and PNG figures."""
     from coca_hf.report import write_report
 
-    page = write_report(runs, out, [name.strip() for name in paper.split(",") if name.strip()])
+    page = write_report(runs, out, [name.strip() for name in paper.split(",") if name.strip()], title)
     say(f"report: {page}")
 
 

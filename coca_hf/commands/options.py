@@ -1,6 +1,8 @@
 """The options that measurements share, and what is made of them."""
 
 import inspect
+import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import wraps
@@ -63,6 +65,8 @@ class Run:
         from coca_hf.evaluate.rope import check_rope, parse_ropes
 
         console.quiet = not processes().is_main_process
+        if not all(map(_is_text, sys.argv)):
+            raise CocaError(f"{shlex.join(sys.argv)}: got a name that is not UTF-8, which no row can hold; rename it")
         ropes = parse_ropes(self.rope)
         subject = load_subject(self.model, self.dtype, self.name)
         for setting in ropes:
@@ -119,6 +123,11 @@ class Texts:
         return sample
 
 
+def _is_text(name: str) -> bool:
+    """Whether the system gave it as UTF-8: other bytes become halves of characters, which cannot be written."""
+    return not any("\ud800" <= character <= "\udfff" for character in name)
+
+
 def _first(names: list[str], most: int = 10) -> str:
     """Of many names the first; the rows have them all."""
     rest = len(names) - most
@@ -128,8 +137,8 @@ def _first(names: list[str], most: int = 10) -> str:
 def parse_lengths(text: str, option: str = "--lengths") -> list[int]:
     """Raises CocaError for what is no list of lengths."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 1 for part in parts):
-        raise CocaError(f"{option}: got {text!r}, expected whole numbers above 1, as in 512,1024,2048")
+    if not all(part.isdecimal() and len(part) < 10 and int(part) > 1 for part in parts):
+        raise CocaError(f"{option}: got {text!r}, expected whole numbers from 2 to 999999999, as in 512,1024,2048")
     return list(dict.fromkeys(int(part) for part in parts))
 
 

@@ -35,8 +35,8 @@ def parse_batch_size(text: str, device: torch.device) -> int:
     """
     if text == "auto":
         return 1 if device.type == "cpu" else AUTO_ON_GPU
-    if not text.isdecimal() or int(text) < 1:
-        raise CocaError(f"--batch-size: got {text!r}, expected auto or a whole number of at least 1")
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
+        raise CocaError(f"--batch-size: got {text!r}, expected auto or a whole number from 1 to 999999999")
     return int(text)
 
 

@@ -12,6 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from coca_hf.errors import CocaError, first_line
 from coca_hf.evaluate.batches import processes
+from coca_hf.weights import is_derived
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -34,8 +35,8 @@ def load_subject(path: str, dtype: str = "auto", name: str | None = None) -> Sub
 
     dtype: one of `DTYPES`; `auto` is the checkpoint's own. name: how rows call it, by default the directory's name.
 
-    Raises CocaError where there is no model, it is no causal language model, its weights are incomplete or unreadable,
-    or it has no tokenizer.
+    Raises CocaError where there is no model, it is no causal language model, its weights are unreadable or not those of
+    its config, or it has no tokenizer.
     """
     if dtype not in DTYPES:
         raise CocaError(f"--dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
@@ -87,7 +88,12 @@ def _load_model(path: str, config: Any, dtype: str) -> Any:
         )
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True
+            path,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below: transformers' own error names none of them
         )
     except Exception as error:  # and so do safetensors, torch and pickle
         raise CocaError(
@@ -98,6 +104,17 @@ def _load_model(path: str, config: Any, dtype: str) -> Any:
         raise CocaError(
             f"{path}: got weights without {missing[0]} ({len(missing)} missing in all), expected every tensor of "
             f"{type(model).__name__}; save or convert it again"
+        )
+    for name, stored, wanted in sorted(info["mismatched_keys"]):
+        raise CocaError(
+            f"{path}: got {name} of shape {list(stored)}, expected {list(wanted)} by its config.json; are they of one "
+            f"model?"
+        )
+    unused = sorted(name for name in info["unexpected_keys"] if not is_derived(name, config))
+    if unused:
+        raise CocaError(
+            f"{path}: got weights with {unused[0]} ({len(unused)} such in all), which {type(model).__name__} with this "
+            f"config.json does not use; are they of one model?"
         )
     return model
 
@@ -137,7 +154,7 @@ def _training(directory: Path) -> tuple[int | None, int | None]:
         stages = facts.get("stages") or [{}]
         seq_len = stages[-1].get("seq_len") or facts.get("recipe", {}).get("data", {}).get("seq_len")
         return tokens_seen, seq_len
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise CocaError(
             f"{record}: got no whole number under 'tokens_seen', expected one; delete or repair it"
         ) from None

@@ -12,7 +12,7 @@ begin below and from the trained length on, `nll_inside` and `nll_beyond` (null 
 import math
 from collections.abc import Iterator
 
-from torch.nn.functional import pad
+import torch
 
 from coca_hf.evaluate.batches import Track
 from coca_hf.evaluate.load import Subject
@@ -56,8 +56,8 @@ def _measure(subject: Subject, sample: Sample, rope: Rope, settings: dict, track
 
     def compute(batch: list[Window]) -> list[list[float]]:
         losses = token_losses(subject.model, sample.token_ids, batch).double()  # (b, m)
-        whole = pad(losses, (0, -losses.shape[1] % bucket))
-        return whole.unflatten(1, (-1, bucket)).sum(-1).tolist()
+        parts = losses.split(min(bucket, length), dim=1)
+        return torch.stack([part.sum(1) for part in parts], dim=1).tolist()
 
     windows = VARIANTS["sliding"].windows([len(ids) for ids in sample.token_ids], length, length, [])
     use_rope_(subject.model, rope, length)

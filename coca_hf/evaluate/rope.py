@@ -125,12 +125,13 @@ def warn_beyond_trained(
     for rope in ropes:
         if not made_for or rope.kind == "dynamic" or dynamic:
             continue
-        reach = int(made_for * rope.factor)
+        reach = made_for * rope.factor
         beyond = [str(length) for length in lengths if length + new_tokens > reach]
         if beyond:
             new = f" and {new_tokens} new tokens" if new_tokens else ""
-            parts.append(f"lengths {', '.join(beyond)}{new} are beyond the {reach} tokens of --rope {rope}")
-    return f"{'; '.join(parts)}, as the model was made; --rope dynamic:4 extends it" if parts else None
+            parts.append(f"lengths {', '.join(beyond)}{new} are beyond the {int(reach)} tokens of --rope {rope}")
+    remedy = "; --rope dynamic:4 extends it" if rotary_modules(model) else ""
+    return f"{'; '.join(parts)}, as the model was made{remedy}" if parts else None
 
 
 def _text_config(model: PreTrainedModel) -> PreTrainedConfig:

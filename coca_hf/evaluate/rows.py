@@ -31,7 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.batches import processes
 from coca_hf.evaluate.load import Subject
 from coca_hf.evaluate.rope import Rope, trained_length
@@ -43,6 +43,7 @@ IDENTITY = (
     *("pairs_per_document", "mode", "repeats", "baseline_fingerprint", "measured_on", "benchmark", "metric", "filter"),
     *("shots", "limit"),
 )
+SHOWN = {"model", "task", "rope", "length", "value"}  # of every row, when a run ends
 Raw = Mapping[str, list[dict]]  # lines of a raw table, by its name
 PACKAGES = ("coca-hf", "torch", "transformers", "tokenizers", "accelerate", "datasets")
 
@@ -50,7 +51,7 @@ PACKAGES = ("coca-hf", "torch", "transformers", "tokenizers", "accelerate", "dat
 class RowStore:
     """The rows of a directory. Opening it drops a last line that a kill cut short; only the main process writes.
 
-    Raises CocaError where the directory cannot be made or another line is no JSON object.
+    Raises CocaError where the directory cannot be made or another line is no row.
     """
 
     def __init__(self, out_dir: Path):
@@ -72,14 +73,23 @@ class RowStore:
         return [row for row in self._rows.values() if all(row.get(name) == value for name, value in wanted.items())]
 
     def append(self, row: dict, raw: Raw | None = None) -> dict:
-        """Write `row` after the tables of `raw`, each a list of lines by the name of the table. Returns the row."""
+        """Write `row` after the tables of `raw`, each a list of lines by the name of the table. Returns the row.
+
+        Raises CocaError where the disk does not take it.
+        """
         row_id = hashlib.sha256(_identity(row).encode()).hexdigest()[:16]
         paths = {name: f"{row['task']}-{name}/{row_id}.parquet" for name, lines in (raw or {}).items() if lines}
         row = row | {"row_id": row_id, "raw": paths}
         if processes().is_main_process:
-            for name, path in paths.items():
-                _write_table(self.out_dir / path, row_id, (raw or {})[name])
-            _append(self.out_dir / "rows.jsonl", row)
+            try:
+                for name, path in paths.items():
+                    _write_table(self.out_dir / path, row_id, (raw or {})[name])
+                _append(self.out_dir / "rows.jsonl", row)
+            except OSError as error:
+                raise CocaError(
+                    f"{self.out_dir}: a row cannot be written ({one_line(error)}); make room and run the same command "
+                    f"again: the rows before it are kept"
+                ) from error
         self._rows[_identity(row)] = row
         return row
 
@@ -158,8 +168,8 @@ def _read_and_repair(path: Path) -> list[dict]:
             row = json.loads(line)
         except (ValueError, RecursionError):
             row = None
-        if not isinstance(row, dict):
-            raise CocaError(f"{path}, line {line_number}: got no JSON object, expected a row; delete the line")
+        if not (isinstance(row, dict) and row.keys() >= SHOWN and isinstance(row["value"], int | float | None)):
+            raise CocaError(f"{path}, line {line_number}: got no row of coca-eval; delete the line")
         rows.append(row)
     return rows
 

@@ -5,16 +5,17 @@
 tasks, or those that are named.
 
 A row, task `tasks`, has besides what `rows.py` lists: `value`, the metric; `benchmark`, lm-eval's name of the task;
-`metric`, `filter`, `stderr` or null, `shots` (null: the task's own), `limit`, `scored` cases; `dimension`, a key of
-`DIMENSIONS`, "ruler" or null; `length`, RULER's, in tokens, else null; `metrics`, how many rows the benchmark has. Its
-raw table `samples`: case, score (the metric of one document, null where it is no number); for RULER, the mean of each
-of its tasks: benchmark, score.
+`metric`, `filter`, `stderr` (null where the metric is no mean over cases), `shots` (null: the task's own), `limit`,
+`scored` cases; `dimension`, a key of `DIMENSIONS`, "ruler" or null; `length`, RULER's, in tokens, else null; `metrics`,
+how many rows the benchmark has. Its raw table `samples`: case, score (the metric of one document, null where it is no
+number); for RULER, the mean of each of its tasks: benchmark, score.
 """
 
 import difflib
 import functools
 import itertools
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ DIMENSIONS = {
 }
 GROUP = "opencompass"
 RULER = "ruler"
+SEED = 1234  # of the drawn examples before a question: lm-eval's own
 # Those of RULER's tasks that make up their text; the others fetch essays (niah_single_2 and _3, niah_multikey_1,
 # niah_multivalue, niah_multiquery) or questions (ruler_qa_squad, ruler_qa_hotpot).
 WITHOUT_NETWORK = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")
@@ -47,8 +49,10 @@ WITHOUT_NETWORK = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler
 def parse_tasks(text: str, include_path: str | None = None) -> list[str]:
     """`"hellaswag,opencompass"` as lm-eval's names, each once. include_path: a directory of tasks of one's own.
 
-    Raises CocaError where lm-eval is not installed, or knows no such task.
+    Raises CocaError where lm-eval is not installed or knows no such task, or there is no such directory.
     """
+    if include_path is not None and not Path(include_path).is_dir():
+        raise CocaError(f"--include-path: got {include_path!r}, expected a directory of lm-eval tasks")
     known = _task_manager(include_path).all_tasks
     names: list[str] = []
     for name in (part.strip() for part in text.split(",")):
@@ -96,6 +100,7 @@ def task_rows(
                 "rope": str(rope),
                 "length": length,
                 "stride": None,
+                "seed": SEED,
                 "benchmark": name,
                 "dimension": _dimension(name, length),
                 "shots": shots,
@@ -182,6 +187,7 @@ def _evaluate(subject: Subject, settings: dict, include_path: str | None, track:
         tasks=[settings["benchmark"]],
         num_fewshot=settings["shots"],
         limit=settings["limit"],
+        fewshot_random_seed=settings["seed"],
         bootstrap_iters=0,
         task_manager=_ruler_manager(length, subject.path) if length else _task_manager(include_path),
     )
@@ -205,14 +211,21 @@ def _metrics(output: dict[str, Any] | None, name: str, length: int | None) -> li
             for sample in some
             if task == name and sample.get("filter", filter_name) == filter_name
         ]
-        stderr = results.get(f"{metric}_stderr,{filter_name}")
+        scores = [sample["score"] for sample in samples]
+        # lm-eval gives standard errors only together with bootstraps, which print, fork and take minutes.
+        is_mean = (
+            len(scores) > 1
+            and math.isfinite(value)
+            and None not in scores
+            and math.isclose(statistics.fmean(scores), value)
+        )
         found.append(
             (
                 {
                     "metric": metric,
                     "filter": filter_name,
                     "value": float(value),
-                    "stderr": stderr if isinstance(stderr, int | float) else None,
+                    "stderr": statistics.stdev(scores) / math.sqrt(len(scores)) if is_mean else None,
                     "scored": sum(sizes["effective"] for sizes in output.get("n-samples", {}).values()),
                 },
                 samples,

@@ -11,7 +11,7 @@ from coca_hf.report.against_length import (
     numbered,
     trained_lengths,
 )
-from coca_hf.report.document import Figure, Grid, Section
+from coca_hf.report.document import Bullets, Figure, Grid, Section
 from coca_hf.report.plots import Curve, Heat, heat_figure
 from coca_hf.report.rows import Table, read_raw, trained_length
 
@@ -36,7 +36,8 @@ def _where_found(table: Table, number: int) -> Iterable:
         return
     bins = min(table.rows[0]["depths"] or DEPTHS, 10)
     depths = [f"{100 * depth // bins}-{100 * (depth + 1) // bins}%" for depth in range(bins)]
-    for panel, (name, by_length) in enumerate(found.items(), 1):
+    heats, same = [], []
+    for name, by_length in found.items():
         shares = [
             [
                 _share(case for case in by_length.get(length, []) if min(int(case["depth"] * bins), bins - 1) == depth)
@@ -44,7 +45,13 @@ def _where_found(table: Table, number: int) -> Iterable:
             ]
             for depth in range(bins)
         ]
-        heat = Heat(name, [str(length) for length in table.lengths], depths, shares)
+        values = {share for line in shares for share in line if share is not None}
+        if len(values) > 1:
+            heats.append(Heat(name, [str(length) for length in table.lengths], depths, shares))
+        else:
+            same.append(f"{name}: {values.pop():.2f} at every context length and depth, so no heat map.")
+    for panel, heat in enumerate(heats, 1):
+        name = heat.title
         yield Figure(
             name=f"{numbered('passkey-depth', number)}-of-{panel}",
             alt=f"Share of passkeys that {name} finds, by context length and depth in the prompt; a number a cell.",
@@ -53,6 +60,8 @@ def _where_found(table: Table, number: int) -> Iterable:
             draw=heat_figure(heat, "context length (tokens)", "depth"),
             height=0.9 + 0.28 * bins,
         )
+    if same:
+        yield Bullets(same)
     yield from _inside_and_beyond(table, found, number)
     yield from _by_distance(table, found, number)
 

@@ -6,21 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pyarrow
 from pyarrow.parquet import read_table
-from pydantic import PositiveInt, TypeAdapter, ValidationError
+from pydantic import Field, PositiveFloat, TypeAdapter, ValidationError
 
 from coca_hf.errors import CocaError
 
-TEXT, WHOLE, NUMBER = str | None, int | None, float | None
-LENGTH, NAMES, FILES = PositiveInt | None, list[str], dict[str, str]
+TEXT, WHOLE, NAMES = str | None, int | None, list[str]
+COUNT = Annotated[int, Field(gt=0, le=2**53)]
+NUMBER, ABOVE_0, SHARE = float | None, PositiveFloat | None, Annotated[float, Field(ge=0, le=1)] | None
+FILES = dict[str, Annotated[str, Field(max_length=200)]]
 # What the rows of one table have in common: only then are their values comparable.
 _TEXTS: dict[str, Any] = {"data": str, "column": str, "split": str, "document_names": NAMES, "max_tokens": WHOLE}
 SETTINGS: dict[str, dict[str, Any]] = {
     "perplexity": _TEXTS | {"asked_stride": int, "variant": str},
-    "position-loss": _TEXTS | {"bucket": int},
+    "position-loss": _TEXTS | {"bucket": COUNT},
     "passkey": {"cases": int, "new_tokens": int, "seed": int, "variant": str, "depths": WHOLE},
     "copying": {"cases": int, "seed": int},
     "attention-maps": _TEXTS | {"baseline": str},
@@ -28,11 +30,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tasks": {"benchmark": str, "metric": TEXT, "filter": TEXT, "shots": WHOLE, "limit": WHOLE},
     "speed": {"mode": str, "batch_size": int, "device": str},
 }
-# What every row has besides.
+# What every row has besides: a value of its task, and the fields common to all tasks.
+VALUES: dict[str, dict[str, Any]] = {
+    **{task: {"value": ABOVE_0} for task in ("perplexity", "position-loss", "speed")},
+    **{task: {"value": SHARE} for task in ("passkey", "boundary")},
+    "tasks": {"value": NUMBER, "length": COUNT | None},  # RULER alone has a length
+}
 COMMON: dict[str, Any] = {
     **dict.fromkeys(("model", "task", "rope", "date", "model_path", "dtype", "device", "command"), str),
-    **dict.fromkeys(("length", "trained_length", "trained_seq_len"), LENGTH),
-    **{"error": TEXT, "coca_constraint": TEXT, "tokens_seen": WHOLE, "value": NUMBER, "seconds": float},
+    **{"length": COUNT, "trained_length": COUNT | None, "trained_seq_len": COUNT | None},
+    **{"error": TEXT, "coca_constraint": TEXT, "tokens_seen": WHOLE, "seconds": float},
     **{"versions": dict, "raw": FILES},
 }
 # What some rows have.
@@ -94,8 +101,7 @@ class Table:
         if self.task == "speed":
             return f"{row['mode']}, batch size {row['batch_size']}, {row['device']}"
         if self.task == "tasks":
-            cut = f", first {row['limit']} cases" if row["limit"] else ""
-            return f"{row['benchmark']}, {row['metric']} ({row['filter']}), {row['shots']} shots{cut}"
+            return f"{row['benchmark']}, {row['metric']} ({row['filter']}), {shots_of(row)}"
         count = len(row["document_names"])
         cut = f" cut to {row['max_tokens']} tokens" if row["max_tokens"] else ""
         text = f"{row['data']}, {count} document{'s' * (count > 1)}{cut}"
@@ -106,6 +112,12 @@ class Table:
         if self.task == "boundary":
             return f"{text}, {row['pairs_per_document']} pairs of positions a document, seed {row['seed']}"
         return f"{text}, stride {row['asked_stride']}" + (f", {row['variant']}" * (row["variant"] != "sliding"))
+
+
+def shots_of(row: dict) -> str:
+    """Examples before a question of a benchmark, and where its cases were cut."""
+    shots = "the task's own shots" if row["shots"] is None else f"{row['shots']} shots"
+    return shots + (f", first {row['limit']} cases" if row["limit"] else "")
 
 
 def _length(row: dict) -> int:
@@ -147,9 +159,10 @@ def _read(path: Path) -> list[dict]:
         where = f"{path}, line {line_number}"
         try:
             row = json.loads(line, parse_constant=_refuse)
-            needed = COMMON | SETTINGS[row["task"]]
+            needed = COMMON | SETTINGS[row["task"]] | VALUES[row["task"]]
             missing = needed.keys() - row.keys()
-            json.dumps(row, ensure_ascii=False).encode()  # half a character of UTF-16 can be read, but never written
+            # Half a character of UTF-16, and 1e999, can be read, but never written.
+            json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, TypeError, KeyError, RecursionError):
             raise CocaError(f"{where}: got no row of coca-eval; delete the line") from None
         if missing:

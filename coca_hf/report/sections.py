@@ -25,7 +25,7 @@ from coca_hf.report.document import Bullets, Code, Fold, Grid, Section, Text
 from coca_hf.report.passkey import passkey
 from coca_hf.report.plots import Curve
 from coca_hf.report.recovery import recovery
-from coca_hf.report.rows import Table, read_raw, trained_length
+from coca_hf.report.rows import Table, read_raw, shots_of, trained_length
 
 LITTLE_TRAINING = 1_000_000_000  # tokens; the paper trained on 7.5 billion a stage
 
@@ -135,7 +135,7 @@ def tasks(measured: Measured) -> Section | None:
                 name: show(found) for name, rows in table.series.items() for found in rows if found["length"] == length
             }
             at = f" at {length}" if length else ""
-            shots = f"{row['shots']} shots" + (f", first {row['limit']} cases" if row["limit"] else "")
+            shots = shots_of(row)
             what = [f"{row['benchmark']}{at}", row["dimension"] or "", f"{row['metric']} ({row['filter']})", shots]
             lines.append([*what, *(cells.get(name, "") for name in names)])
     grid = Grid(["benchmark", "dimension", "metric", "shots", *names], lines, numbers_from=4)
@@ -225,13 +225,17 @@ def _memory(table: Table) -> Fold:
             name,
             str(row["length"]),
             "" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:,.0f}",
-            "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f} GiB",
+            "" if row["peak_bytes"] is None else _size(row["peak_bytes"]),
             row["memory_kind"] or "",
         ]
         for name, rows in table.series.items()
         for row in rows
     ]
     return Fold("Memory and throughput", [Grid(header, lines, numbers_from=1)])
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _making(table: Table) -> list:

@@ -34,13 +34,16 @@ def main() -> None:
     for step in table["measure"]:
         for model in step["models"]:
             chosen = step.get("options", {}) | scale["evaluate"][step["task"]]
-            others = {key: work.model(name) for key, name in step.get("beside", {}).items()}
+            others = {}
+            for key, name in step.get("beside", {}).items():
+                others |= {key: work.model(name), f"{key}-name": work.label(name)}
             work.run(
                 *("coca-eval", step["task"], work.model(model), "--name", work.label(model), "--out", page / "rows"),
                 *(text for key, value in (chosen | others).items() for text in option(key, value)),
             )
-    paper = ["--paper", table["paper"]] if "paper" in table else []
-    work.run("coca-eval", "report", page / "rows", "--out", page, *paper)
+    paper = ["--paper", table["paper"]] if "paper" in table and scale["published"] else []
+    title = f"{options.name.replace('-', ' ').capitalize()} of the paper at the scale {options.scale}: {table['title']}"
+    work.run("coca-eval", "report", page / "rows", "--out", page, "--title", title, *paper)
 
 
 def read(name: str) -> dict:

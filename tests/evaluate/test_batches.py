@@ -69,7 +69,7 @@ def test_a_batch_size_is_a_number_or_auto():
     assert parse_batch_size("7", torch.device("cpu")) == 7
     assert parse_batch_size("auto", torch.device("cpu")) == 1
     assert parse_batch_size("auto", torch.device("cuda")) == AUTO_ON_GPU
-    for text in ("0", "-1", "many", ""):
+    for text in ("0", "-1", "many", "", "9" * 5000):
         with pytest.raises(CocaError, match=r"--batch-size: got .* expected auto or"):
             parse_batch_size(text, torch.device("cpu"))
 

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from coca_hf.evaluate import sample
 
@@ -33,10 +34,12 @@ def test_perplexity_passkey_and_report_follow_each_other(tiny_llama_dir, tiny_co
         assert code == 0
         assert (rows_in(out)[4]["task"], rows_in(out)[4]["model"]) == ("passkey", "renamed")
         assert rows_in(out)[4]["command"].startswith("coca-eval passkey ")
-    code, stdout, _ = coca_eval("report", tmp_path / "tiny-llama", tmp_path / "tiny-coca", "--out", tmp_path / "page")
+    runs = (tmp_path / "tiny-llama", tmp_path / "tiny-coca")
+    code, stdout, _ = coca_eval("report", *runs, "--out", tmp_path / "page", "--title", "Two & tiny")
     assert code == 0
     assert stdout.strip() == f"report: {tmp_path / 'page' / 'report.html'}"
     assert "tiny-coca + dynamic:4" in (tmp_path / "page" / "report.md").read_text()
+    assert "<h1>Two &amp; tiny</h1>" in (tmp_path / "page" / "report.html").read_text()
 
 
 def test_a_second_run_makes_no_row_again(tiny_llama_dir, books, tmp_path, coca_eval):
@@ -89,11 +92,12 @@ def test_of_many_skipped_documents_the_first_are_named_and_all_are_counted(tiny_
     assert len(rows_in(tmp_path / "out")[0]["skipped_documents"]) == 12
 
 
-@pytest.mark.parametrize("lengths", ["512,x", "1", "0", "-4", "1.5", "", "64,,128"])
+@pytest.mark.parametrize("lengths", ["512,x", "1", "0", "-4", "1.5", "", "64,,128", "9" * 10, "9" * 5000])
 def test_lengths_that_are_no_lengths_are_refused(lengths, tiny_llama_dir, tmp_path, coca_eval):
     code, stdout, stderr = coca_eval("passkey", tiny_llama_dir, f"--lengths={lengths}", "--out", tmp_path / "out")
     assert (code, stdout) == (2, "")
-    assert stderr == f"error: --lengths: got {lengths!r}, expected whole numbers above 1, as in 512,1024,2048\n"
+    assert stderr.startswith(f"error: --lengths: got {lengths!r}"[:400])
+    assert stderr.endswith("expected whole numbers from 2 to 999999999, as in 512,1024,2048\n")
 
 
 BAD = {
@@ -124,6 +128,45 @@ def test_bad_input_is_one_line_and_exit_code_2(bad, tiny_llama_dir, books, tmp_p
     assert not (tmp_path / "out" / "rows.jsonl").exists()
 
 
+def test_a_name_that_is_not_utf8_is_refused_before_the_model_is_read(tmp_path, coca_eval):
+    """As the system gives the byte 0x80; no row could hold it when the work is done."""
+    code, _, stderr = coca_eval("passkey", "./nowhere", "--lengths", 320, "--out", tmp_path, "--name", "a\udc80")
+    assert (code, "got a name that is not UTF-8, which no row can hold; rename it" in stderr) == (2, True)
+
+
+def test_a_factor_beyond_all_positions_is_measured(tiny_llama_dir, books, tmp_path, coca_eval):
+    code, _, stderr = coca_eval(
+        *("perplexity", tiny_llama_dir, "--data", books, "--lengths", 100, "--out", tmp_path, "--max-tokens", 110),
+        *("--rope", "linear:1e308,dynamic:1e308"),
+    )
+    assert (code, "warning" in stderr) == (0, False)
+    assert all(row["value"] > 1 for row in rows_in(tmp_path))
+
+
+def test_a_model_without_rotary_embedding_is_not_told_to_extend_it(tiny_tokenizer, books, tmp_path, coca_eval):
+    config = GPT2Config(vocab_size=len(tiny_tokenizer), n_embd=48, n_layer=1, n_head=4, n_positions=64)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    tiny_tokenizer.save_pretrained(tmp_path / "gpt2")
+    code, _, stderr = coca_eval(
+        "perplexity", tmp_path / "gpt2", "--data", books, "--lengths", 100, "--out", tmp_path / "out"
+    )
+    assert code == 0
+    assert "warning: lengths 100 are beyond the 64 tokens of --rope default, as the model was made\n" in stderr
+    assert rows_in(tmp_path / "out")[0]["error"].startswith("the model failed on 100 tokens (IndexError")
+
+
+def test_a_disk_that_takes_no_row_is_one_line_and_the_rows_before_it_stay(tiny_llama_dir, books, tmp_path, coca_eval):
+    out = tmp_path / "out"
+    arguments = ("perplexity", tiny_llama_dir, "--data", books, "--out", out, "--lengths")
+    assert coca_eval(*arguments, 64)[0] == 0
+    (out / "perplexity-windows").rename(out / "moved")
+    (out / "perplexity-windows").write_text("")
+    code, _, stderr = coca_eval(*arguments, "64,100")
+    assert code == 2
+    assert f"error: {out}: a row cannot be written ([Errno 17] File exists" in stderr
+    assert [row["length"] for row in rows_in(out)] == [64]
+
+
 def test_a_passkey_length_too_short_for_the_prompt_is_refused(tiny_llama_dir, tmp_path, coca_eval):
     code, _, stderr = coca_eval("passkey", tiny_llama_dir, "--lengths", 100, "--out", tmp_path / "out")
     assert code == 2
@@ -152,15 +195,17 @@ def test_a_preset_measures_its_documents_cut_to_its_length(tiny_llama_dir, books
 
 
 def test_position_loss_boundary_and_speed_are_commands(tiny_coca_dir, tiny_llama_dir, books, tmp_path, coca_eval):
-    out = tmp_path / "out"
+    out, baseline = tmp_path / "out", ("--baseline", tiny_llama_dir, "--baseline-name", "plain")
     runs = {
         "position-loss": ("--data", books, "--lengths", 100, "--rope", "default,yarn:2"),
         "boundary": ("--data", books, "--lengths", 100, "--pairs", 20),
-        "speed": ("--lengths", 16, "--modes", "decode", "--baseline", tiny_llama_dir, "--repeats", 2),
+        "speed": ("--lengths", 16, "--modes", "decode", "--repeats", 2, *baseline),
     }
     for task, options in runs.items():
-        code, stdout, _ = coca_eval(task, tiny_coca_dir, "--out", out, *options)
+        code, stdout, stderr = coca_eval(task, tiny_coca_dir, "--out", out, *options)
         assert code == 0
         assert "tiny-coca" in stdout
+        assert ("warning: lengths 100 are beyond the 64 tokens of --rope default" in stderr) == (task != "speed")
     assert [row["task"] for row in rows_in(out)] == ["position-loss", "position-loss", "boundary", "speed", "speed"]
+    assert [row["model"] for row in rows_in(out)[3:]] == ["plain", "tiny-coca"]
     assert all((out / path).is_file() for row in rows_in(out) for path in row["raw"].values())

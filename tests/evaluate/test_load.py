@@ -49,9 +49,10 @@ def test_tokens_seen_are_read_from_the_training_record(checkpoint):
     stages = [{"seq_len": 96}, {"seq_len": 160}]
     (checkpoint / "training.json").write_text(json.dumps({"tokens_seen": 123_904, "stages": stages}))
     assert load_subject(str(checkpoint)).trained_seq_len == 160
-    (checkpoint / "training.json").write_text('{"tokens": 3}')
-    with pytest.raises(CocaError, match=r"training\.json: got no whole number under 'tokens_seen'"):
-        load_subject(str(checkpoint))
+    for damaged in ('{"tokens": 3}', '{"tokens_seen": 1e999}', "{", "[]", "[" * 9999):
+        (checkpoint / "training.json").write_text(damaged)
+        with pytest.raises(CocaError, match=r"training\.json: got no whole number under 'tokens_seen'"):
+            load_subject(str(checkpoint))
 
 
 @pytest.mark.parametrize(
@@ -103,6 +104,27 @@ def test_weights_without_a_tensor_are_refused_by_name(checkpoint):
     save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CocaError, match=r"weights without model\.layers\.1\.mlp\.up_proj\.weight \(1 missing in all\)"):
         load_subject(str(checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 2}, r"weights with model\.layers\.2\..* \(9 such in all\), which LlamaForCausalLM with"),
+        ({"vocab_size": 100}, r"got lm_head\.weight of shape \[259, 48\], expected \[100, 48\] by its config"),
+    ],
+)
+def test_weights_of_another_config_are_refused_by_name(checkpoint, change, message):
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(CocaError, match=message):
+        load_subject(str(checkpoint))
+
+
+def test_what_old_checkpoints_hold_besides_is_no_other_config(checkpoint):
+    weights = load_file(checkpoint / "model.safetensors")
+    weights["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    load_subject(str(checkpoint))
 
 
 def test_a_directory_without_tokenizer_is_refused(checkpoint):

@@ -44,13 +44,16 @@ def test_raw_tables_carry_the_rows_id_and_are_read_together(tmp_path):
     assert RowStore(tmp_path).find(ROW) == first
 
 
-@pytest.mark.parametrize("line", ["not json", "[1, 2]", "[]", '[["task", 1]]', "7", "[" * 9999])
+ODD = [*(json.dumps(ROW | {"value": value}) for value in ("7", [1])), '{"a": 1}', "\udcff"]
+
+
+@pytest.mark.parametrize("line", ["not json", "[1, 2]", "[]", '[["task", 1]]', "7", "[" * 9999, *ODD])
 def test_a_whole_line_that_is_no_row_is_refused_by_number_and_kept(tmp_path, line):
     path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(ROW) + f"\n{line}\n")
-    with pytest.raises(CocaError, match="line 2: got no JSON object"):
+    path.write_bytes((json.dumps(ROW) + f"\n{line}\n").encode(errors="surrogateescape"))
+    with pytest.raises(CocaError, match=r"line 2: got no row of coca-eval; delete the line"):
         RowStore(tmp_path)
-    assert path.read_text().splitlines()[1] == line
+    assert path.read_text(errors="surrogateescape").splitlines()[1] == line
 
 
 def test_rows_that_cannot_be_read_are_one_line(tmp_path):

@@ -1,14 +1,17 @@
 """lm-eval's numbers as rows, on tasks over local files."""
 
 import importlib
+import inspect
 import re
 import sys
 
+import lm_eval
 import pyarrow.parquet as pq
 import pytest
 import torch
 import wonderwords
 import yaml
+from lm_eval.api.metrics import mean_stderr
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate import tasks
@@ -32,8 +35,10 @@ def test_rows_have_the_numbers_of_the_model_itself(coca, task_dir, expected, tmp
     assert (answer["value"], answer["metric"], answer["scored"]) == (1 - 1 / len(PAIRS), "exact_match", len(PAIRS))
     scores = [line["score"] for line in pq.read_table(tmp_path / answer["raw"]["samples"]).to_pylist()]
     assert sum(scores) / len(scores) == answer["value"]
+    assert (answer["stderr"], likelihood["stderr"]) == (pytest.approx(mean_stderr(scores)), None)
     assert (answer["length"], answer["dimension"], answer["filter"]) == (None, None, "none")
     assert "lm-eval" in answer["versions"]
+    assert answer["seed"] == inspect.signature(lm_eval.simple_evaluate).parameters["fewshot_random_seed"].default
     monkeypatch.setattr(tasks, "_evaluate", None)
     assert list(task_rows(coca, NAMES, DEFAULT, RowStore(tmp_path), **options)) == rows
 
@@ -77,6 +82,11 @@ def test_without_lm_eval_one_line_says_what_to_install(monkeypatch, tiny_coca_di
     code, stdout, stderr = coca_eval("tasks", tiny_coca_dir, "--tasks", "piqa", "--out", tmp_path)
     assert (code, stdout) == (2, "")
     assert stderr == "error: coca-eval tasks needs lm-eval: pip install 'coca-hf[lm-eval]'\n"
+
+
+def test_a_directory_of_tasks_that_is_not_there_is_refused():
+    with pytest.raises(CocaError, match="--include-path: got '/nowhere', expected a directory of lm-eval tasks"):
+        parse_tasks("piqa", "/nowhere")
 
 
 def test_data_that_are_not_there_are_one_line(coca, tmp_path):

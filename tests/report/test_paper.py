@@ -1,13 +1,21 @@
 """The paper's tables as files: every model has a recipe that takes the settings of every scale."""
 
+import functools
+import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
+from accelerate.commands.launch import launch_command_parser
 
+from coca_hf.commands import convert, evaluate, train
+from coca_hf.commands.options import parse_lengths
+from coca_hf.evaluate.rope import parse_ropes
+from coca_hf.evaluate.sample import check_preset
 from coca_hf.train.model import start_config
 from coca_hf.train.recipe import load_recipe
 
@@ -16,14 +24,42 @@ tables = sorted(path.stem for path in PAPER.glob("*.yaml") if path.stem not in (
 models, scales = (yaml.safe_load((PAPER / f"{name}.yaml").read_text()) for name in ("models", "scales"))
 
 
-def commands(name, scale, tmp_path):
+@functools.cache
+def commands(name, scale):
     finished = subprocess.run(
-        [sys.executable, PAPER / "make.py", name, "--scale", scale, "--out", tmp_path, "--dry-run"],
+        [sys.executable, PAPER / "make.py", name, "--scale", scale, "--out", "/nowhere", "--dry-run"],
         capture_output=True,
         text=True,
         check=True,
     )
     return [shlex.split(line.removeprefix("$ ")) for line in finished.stdout.splitlines()]
+
+
+COMMANDS = {
+    name: typer.main.get_command(commands.app)
+    for name, commands in {"coca-convert": convert, "coca-train": train, "coca-eval": evaluate}.items()
+}
+REPOSITORY = PAPER.parents[1]
+
+
+def parsed(words):
+    """The parameters of a command line by name, as the command itself reads them."""
+    name, *arguments = words
+    command = COMMANDS[name]
+    if name == "coca-eval":
+        subcommand, *arguments = arguments
+        command = command.commands[subcommand]
+    return command.make_context(name, arguments).params
+
+
+def launched(words):
+    """A command as it runs on one process: without `accelerate launch`, whose own options are read on the way."""
+    if words[0] != "accelerate":
+        return words
+    options = launch_command_parser().parse_args(words[2:])
+    assert (REPOSITORY / options.config_file).is_file()
+    assert (options.module, options.training_script) == (True, "coca_hf.train")
+    return ["coca-train", *options.training_script_args]
 
 
 def test_there_is_a_file_for_every_table_and_every_measured_figure():
@@ -32,8 +68,8 @@ def test_there_is_a_file_for_every_table_and_every_measured_figure():
 
 @pytest.mark.parametrize("scale", scales)
 @pytest.mark.parametrize("name", tables)
-def test_a_table_is_made_of_the_three_commands_and_ends_in_its_page(name, scale, tmp_path):
-    run = [words for words in commands(name, scale, tmp_path) if words[0] != "bash"]
+def test_a_table_is_made_of_the_three_commands_and_ends_in_its_page(name, scale):
+    run = [words for words in commands(name, scale) if words[0] != "bash"]
     assert {words[0] for words in run} <= {"coca-convert", "coca-train", "coca-eval", "accelerate"}
     assert all(words[0] != "accelerate" or "coca_hf.train" in words for words in run)
     assert run[-1][:2] == ["coca-eval", "report"]
@@ -43,7 +79,38 @@ def test_a_table_is_made_of_the_three_commands_and_ends_in_its_page(name, scale,
     assert len(measured) == sum(
         len(step["models"]) for step in yaml.safe_load((PAPER / f"{name}.yaml").read_text())["measure"]
     )
-    assert not list(tmp_path.iterdir())
+    assert not Path("/nowhere").exists()
+
+
+@pytest.mark.parametrize("scale", scales)
+def test_every_command_line_is_understood_and_its_files_are_in_the_repository(scale):
+    lines = {tuple(words): None for name in tables for words in commands(name, scale)}
+    files = []
+    for words in lines:
+        if words[0] == "bash":
+            files += re.findall(r"scripts/\S+\.(?:sh|py)", words[2])
+            continue
+        given = parsed(launched(words))
+        if words[0] == "coca-convert":
+            continue
+        if "recipe" in given:
+            files.append(given["recipe"])
+            load_recipe(REPOSITORY / given["recipe"], given["settings"])
+        elif "lengths" in given:
+            parse_lengths(given["lengths"])
+        if given.get("rope"):
+            parse_ropes(given["rope"])
+        if given.get("preset"):
+            check_preset(given["preset"])
+        if given.get("include_path"):
+            files.append(f"{given['include_path']}/{given['tasks']}.yaml")
+    assert files
+    assert not [file for file in files if not (REPOSITORY / file).exists()]
+
+
+def test_a_line_that_is_not_understood_would_be_seen():
+    with pytest.raises(Exception, match="No such option: --case"):
+        parsed(["coca-eval", "passkey", "model", "--lengths", "512", "--out", "rows", "--case", "20"])
 
 
 @pytest.mark.parametrize("model", [name for name, plan in models.items() if plan.get("kind") == "from-scratch"])

@@ -140,6 +140,21 @@ def test_passkeys_inside_and_beyond_the_trained_length_are_told_apart(tmp_path):
     assert line.get_xydata().tolist() == [[1024, pytest.approx(1 / 3)]]
 
 
+def test_a_heat_map_of_one_share_alone_is_a_sentence(tmp_path):
+    (tmp_path / "a").mkdir()
+    lines = [{"depth": depth, "distance": 300, "correct": False} for depth in (0.1, 0.9)]
+    both = [line | {"correct": line["depth"] > 0.5} for line in lines]
+    rows = [
+        with_raw(tmp_path / "a", "cases", row(model, value=0.5, task="passkey"), cases)
+        for model, cases in (("llama", lines), ("coca", both))
+    ]
+    page = markdown_of([write_rows(tmp_path / "a", *rows)])
+    assert "- llama: 0.00 at every context length and depth, so no heat map." in page
+    assert "Where coca finds the passkey" in page
+    assert "(passkey-depth-of-1.png)" in page
+    assert "Where llama" not in page
+
+
 def test_without_a_passkey_beyond_the_trained_length_there_is_nothing_to_tell_apart(tmp_path):
     (tmp_path / "a").mkdir()
     lines = [{"depth": 0.5, "distance": 300, "correct": True}]
@@ -306,6 +321,12 @@ def test_a_page_replaces_its_predecessor_and_leaves_nothing_else_behind(tmp_path
         (json.dumps(row(document_names=[5])) + "\n", "line 1: got a row with document_names [5], no value"),
         (json.dumps(row(raw={"windows": None})) + "\n", "line 1: got a row with raw {'windows': None}, no value"),
         (json.dumps(row(length=0)) + "\n", "line 1: got a row with length 0, no value"),
+        (json.dumps(row(length=None)) + "\n", "line 1: got a row with length None, no value"),
+        (json.dumps(row(length=10**30)) + "\n", "line 1: got a row with length 1000000000000000000000000000000, no"),
+        (json.dumps(row(value=-3.0)) + "\n", "line 1: got a row with value -3.0, no value"),
+        (json.dumps(row(value=2.0, task="passkey")) + "\n", "line 1: got a row with value 2.0, no value"),
+        (json.dumps(row()).replace("7.25", "1e999") + "\n", "line 1: got no row of coca-eval; delete the line"),
+        (json.dumps(row(raw={"windows": "x" * 400})) + "\n", "line 1: got a row with raw {'windows': 'xxx"),
         (json.dumps(row(tokens="many")) + "\n", "line 1: got a row with tokens 'many', no value"),
         (json.dumps(row("half \ud83d")) + "\n", "line 1: got no row of coca-eval; delete the line"),
         (json.dumps([row()]) + "\n", "line 1: got no row of coca-eval; delete the line"),
@@ -362,5 +383,8 @@ def test_a_boundary_row_that_is_an_error_has_no_shares_and_is_explained(tmp_path
 
 def test_an_out_that_is_a_file_is_refused(tmp_path):
     run = write_rows(tmp_path / "a", row())
-    with pytest.raises(CocaError, match=r"--out .*rows\.jsonl: got File exists, expected a directory or a free name"):
+    with pytest.raises(CocaError, match=r"--out .*rows\.jsonl: the page cannot be written there \(.* File exists"):
         write_report([run], run / "rows.jsonl")
+    (tmp_path / "out" / "report.md").mkdir(parents=True)
+    with pytest.raises(CocaError, match=r"--out .*out: the page cannot be written there \(.* Is a directory"):
+        write_report([run], tmp_path / "out")
