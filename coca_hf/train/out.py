@@ -70,11 +70,13 @@ class StageRun:
         """The first block of the stream that no earlier stage has seen."""
         if self.before is None:
             return 0
-        path = self.before.directory / RECORD
-        end_block = read_json(path).get("end_block")
-        if not isinstance(end_block, int):
-            raise CocaError(f"{path}: got no end_block, expected the record of a stage; train that stage again")
-        return end_block
+        record = read_record(self.before.directory)
+        if "end_block" not in record:
+            raise CocaError(
+                f"{self.before.directory / RECORD}: got no end_block, expected the record of a stage; train that stage "
+                f"again"
+            )
+        return record["end_block"]
 
     @property
     def blocks_per_step(self) -> int:
@@ -200,16 +202,23 @@ def reading(checkpoint: Path) -> Iterator[None]:
 
 def check_base(run: StageRun) -> None:
     """Raises CocaError where the weights that `run` starts from are not those that the stage before it wrote."""
-    record = Path(run.base) / RECORD
-    if not record.exists():
-        return
-    for name, written in read_json(record).get("weights_xxh3_128", {}).items():
+    for name, written in read_record(Path(run.base)).get("weights_xxh3_128", {}).items():
         found = _file_hash(Path(run.base) / name)
         if found != written:
             raise CocaError(
                 f"{Path(run.base) / name}: got xxh3_128 {found or 'of no file'}, expected {written} as {RECORD} beside "
                 f"it says; the file was damaged or replaced: restore it, or train that stage again with another --out"
             )
+
+
+def read_record(directory: Path) -> dict[str, Any]:
+    """What a checkpoint's training.json says; nothing where there is none. Raises CocaError where it is damaged."""
+    path = directory / RECORD
+    record = read_json(path) if path.exists() else {}
+    for key, kind in {"end_block": int, "weights_xxh3_128": dict, "stages": list}.items():
+        if not isinstance(record.get(key, kind()), kind):
+            raise CocaError(f"{path}: got {key} {short(record[key])}; restore the file, or train that stage again")
+    return record
 
 
 def weights_hashes(directory: Path) -> dict[str, str | None]:

@@ -88,7 +88,7 @@ def assert_same_run(out: Path, unbroken: Path) -> None:
         ours, theirs = (load_file(run / stage / "model.safetensors") for run in (out, unbroken))
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         records = [json.loads((run / stage / "training.json").read_text()) for run in (out, unbroken)]
-        for key in ("loss_history", "start_block", "end_block", "tokens_seen"):
+        for key in ("final_loss", "start_block", "end_block", "tokens_seen"):
             assert records[0][key] == records[1][key]
     assert not list(out.glob("**/checkpoint-*")) + list(out.glob("**/*partial*"))
 
@@ -326,7 +326,7 @@ def test_other_inputs_are_refused(recipe_tree, tiny_coca_dir, texts, tmp_path, c
 
 def test_a_damaged_record_of_a_stage_is_named(recipe_path, tmp_path):
     run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="k")
-    for content in ("{", "[]", "{}"):
+    for content in ("{", "[]", "{}", '{"end_block": "5"}', '{"end_block": 12, "weights_xxh3_128": [1]}'):
         (tmp_path / "out/1-k/training.json").write_text(content)
         with pytest.raises(CocaError, match=r"1-k/training\.json: "):
             run_recipe(load_recipe(recipe_path), tmp_path / "out", resume=True)
