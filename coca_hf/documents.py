@@ -68,6 +68,21 @@ def is_on_hub(source: str) -> bool:
     return not local_files(source) and _is_hub_id(source)
 
 
+def commit_of(source: str, revision: str | None = None) -> str | None:
+    """The commit that a data set on the hub has now, at `revision`; None for local files.
+
+    Raises CocaError where the hub does not say.
+    """
+    if not is_on_hub(source):
+        return None
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().dataset_info(source, revision=revision).sha
+    except Exception as error:
+        raise _unread(source, error) from error
+
+
 def local_files(source: str) -> list[Path]:
     """The files that `source` names, in the order they are read; none where it may be a data set on the hub.
 
@@ -201,6 +216,7 @@ def _read_hub(
 ) -> Iterator[tuple[str, Any]]:
     from datasets import load_dataset
 
+    row_number = -1
     try:
         rows = load_dataset(dataset_id, subset, split=split, revision=revision, streaming=True)
         for row_number, row in enumerate(rows):
@@ -208,9 +224,18 @@ def _read_hub(
     except CocaError:
         raise
     except Exception as error:
+        if row_number < 0:
+            raise _unread(dataset_id, error) from error
         raise CocaError(
-            f"{dataset_id}: no such file here, and not readable as a data set on the hub ({first_line(error)})"
+            f"{dataset_id}: the hub gave nothing after row {row_number} ({first_line(error)}); when it answers again, "
+            f"the same command continues, a training with --resume"
         ) from error
+
+
+def _unread(dataset_id: str, error: Exception) -> CocaError:
+    return CocaError(
+        f"{dataset_id}: no such file here, and not readable as a data set on the hub ({first_line(error)})"
+    )
 
 
 def _text_of(row: dict, column: str, where: str, row_number: int) -> Any:

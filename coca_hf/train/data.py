@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
+from coca_hf.documents import commit_of
 from coca_hf.train.held_out import HeldOut, hold_out, shares
 from coca_hf.train.prepared import Prepared, describe_stream, open_prepared, write_prepared
 from coca_hf.train.recipe import Recipe, Source
@@ -70,6 +71,17 @@ class PackedBlocks(IterableDataset):
         for block in self._blocks():
             yield {"input_ids": block.clone(), "labels": block.clone()}
 
+    def pin_(self, commits: Sequence[str | None] | None = None) -> list[str | None]:
+        """Read the data sets on the hub at these commits, by default those that they have now; returns them.
+
+        Raises CocaError where the hub does not say.
+        """
+        if commits is None:
+            commits = [commit_of(source.path, source.commit) for source in self.sources]
+        for source, commit in zip(self.sources, commits, strict=True):
+            source.pin_(commit)
+        return list(commits)
+
     def check(self) -> None:
         """Read the first block of every source, to find now what would otherwise stop the training later."""
         for source in self.sources:
@@ -112,6 +124,7 @@ class PackedBlocks(IterableDataset):
 
     def _stream_at(self, state: dict[str, Any] | None) -> tuple[TokenStream, dict[str, Any]]:
         """The stream where `state` has it, or at its begin; and what a state keeps of the held-out blocks."""
+        commits = self.pin_(state["commits"] if state else None)
         if state:
             kept = {key: state[key] for key in ("rules", "held_out")}
         else:
@@ -121,7 +134,7 @@ class PackedBlocks(IterableDataset):
         stream = TokenStream(self.sources, self.encoder, self.seq_len, self.seed, rules)
         if state:
             stream.restore_(state["stream"])
-        return stream, kept
+        return stream, kept | {"commits": commits}
 
     def _hold_out(self) -> tuple[list[HeldOut], Tensor]:
         """What is held out of every source, and all their held-out blocks, (blocks, seq_len)."""

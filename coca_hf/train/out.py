@@ -131,6 +131,12 @@ def check_inputs(out_dir: Path, inputs: dict[str, Any]) -> None:
         )
 
 
+def noted_commits(out_dir: Path) -> list[str | None] | None:
+    """The commits at which the run in `out_dir` reads data sets on the hub, one for each source; None before it began."""
+    path = out_dir / INPUTS
+    return read_json(path).get("commits") if path.exists() and _is_used(out_dir) else None
+
+
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
     def said(tree: dict[str, Any], key: str) -> str:
         value = tree.get(key, "absent")

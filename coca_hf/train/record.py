@@ -66,7 +66,12 @@ def _summary(recipe: Recipe, run: StageRun, record: dict[str, Any]) -> dict[str,
         "seq_len": recipe.data.seq_len,
         "learning_rate": run.arguments.learning_rate,
         "sources": [
-            {"path": source.path, "weight": source.weight, "on_hub": is_on_hub(source.path)}
+            {
+                "path": source.path,
+                "weight": source.weight,
+                "on_hub": is_on_hub(source.path),
+                "commit": source.commit,
+            }
             for source in recipe.data.sources
         ],
         **{key: record[key] for key in ("tokens", "final_loss", "held_out", "hardware", "date")},
