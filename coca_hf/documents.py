@@ -60,7 +60,19 @@ def read_documents(
             raise CocaError(f"{name}: got an empty document, expected text; remove it from the source")
         if not isinstance(text, str):
             raise CocaError(f"{name}: got {type(text).__name__} in column {column!r}, expected text")
+        if not text.isascii():
+            _check_characters(name, text)
         yield Document(name, text)
+
+
+def _check_characters(name: str, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON can write it; tokenizers do not take it
+        raise CocaError(
+            f"{name}: got half of a surrogate pair at character {error.start}, expected text that UTF-8 can write; "
+            f"mend or remove it"
+        ) from None
 
 
 def is_on_hub(source: str) -> bool:

@@ -72,6 +72,12 @@ def test_a_row_that_is_no_text_is_named(tmp_path, name, rows, message):
     assert message.format(name=name) in str(caught.value)
 
 
+def test_half_a_surrogate_pair_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "caf\\u00e9"}\n{"text": "ab\\ud800c"}\n')
+    with pytest.raises(CocaError, match=r"a\.jsonl:1: got half of a surrogate pair at character 2, expected text"):
+        list(read_documents(str(tmp_path / "a.jsonl")))
+
+
 def test_rows_without_text_are_left_out_where_that_is_asked_for(tmp_path):
     write(tmp_path / "a.jsonl", ["one", None, " ", "two"])
     texts = [document.text for document in read_documents(str(tmp_path / "a.jsonl"), skip_empty=True)]

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from coca_hf.documents import commit_of
+from coca_hf.documents import commit_of, is_on_hub
+from coca_hf.errors import CocaError
 from coca_hf.train.held_out import HeldOut, hold_out, shares
 from coca_hf.train.prepared import Prepared, describe_stream, open_prepared, write_prepared
 from coca_hf.train.recipe import Recipe, Source
@@ -85,6 +86,10 @@ class PackedBlocks(IterableDataset):
     def check(self) -> None:
         """Read the first block of every source, to find now what would otherwise stop the training later."""
         for source in self.sources:
+            given = {"split": source.split != "train", "subset": source.subset, "revision": source.revision}
+            if any(given.values()) and not is_on_hub(source.path):
+                names = ", ".join(name for name, value in given.items() if value)
+                raise CocaError(f"{source.path}: got {names}, which only data sets on the hub have; leave it out")
             if next(PackedPass(source, self.encoder, self.seq_len, HeldOut()), None) is None:
                 raise too_short(source, self.seq_len)
 

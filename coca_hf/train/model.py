@@ -42,6 +42,17 @@ def check_model(recipe: Recipe) -> None:
         stage_model(model, stage)
 
 
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
+    """Raises CocaError where the tokenizer makes tokens of text that the model does not have."""
+    added = set(tokenizer.get_added_vocab()) - {tokenizer.eos_token}  # they may be more, and never come up
+    largest = max(number for word, number in tokenizer.get_vocab().items() if word not in added)
+    if largest >= config.vocab_size:
+        raise CocaError(
+            f"{tokenizer.name_or_path}: got a tokenizer with a token {largest}, expected one below the model's "
+            f"vocab_size, {config.vocab_size}; take the tokenizer that belongs to the model"
+        )
+
+
 def check_kernels(recipe: Recipe) -> None:
     """Raises CocaError for attention that is unknown, kernels that are not here, and models that cannot be cut."""
     for stage in recipe.stages:
@@ -76,9 +87,12 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
     if recipe.model is None:
         tokenizer = start_tokenizer(recipe)
         ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-        smallest_vocabulary = len(tokenizer)
+        smallest_vocabulary = max(tokenizer.get_vocab().values()) + 1
         with _loading(recipe.start):
-            kept = {"vocab_size": len(tokenizer), **ids}  # no default: head_dim is derived from the overrides' width
+            kept = {
+                "vocab_size": smallest_vocabulary,
+                **ids,
+            }  # no default: head_dim is derived from the overrides' width
             config = AutoConfig.for_model(overrides.pop("model_type"), **kept)
     else:
         config = load_config(recipe.model)

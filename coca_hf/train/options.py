@@ -36,6 +36,7 @@ OWNED = {
     "use_liger_kernel": "Liger patches only model types that it knows, not CoCA's; give fused_cross_entropy: liger",
     "parallelism_config": "give context_parallel_size; else FSDP2 through `accelerate launch` is all there is",
     **dict.fromkeys(("remove_unused_columns", "ignore_data_skip", "accelerator_config", "data_seed"), _BY_DATA),
+    **dict.fromkeys(("dataloader_persistent_workers", "dataloader_multiprocessing_context"), _BY_DATA),
     **dict.fromkeys(("auto_find_batch_size", "train_sampling_strategy", "length_column_name"), _BY_DATA),
     **dict.fromkeys(("do_train", "do_eval", "do_predict", "load_best_model_at_end"), _BY_EVAL),
     **dict.fromkeys(("metric_for_best_model", "greater_is_better", "per_device_eval_batch_size"), _BY_EVAL),

@@ -131,10 +131,19 @@ def check_inputs(out_dir: Path, inputs: dict[str, Any]) -> None:
         )
 
 
-def noted_commits(out_dir: Path) -> list[str | None] | None:
-    """The commits at which the run in `out_dir` reads data sets on the hub, one for each source; None before it began."""
+def noted_commits(out_dir: Path, num_sources: int) -> list[str | None] | None:
+    """The commits at which the run in `out_dir` reads data sets on the hub, one for each source; None for a new run.
+
+    Raises CocaError where the file is damaged.
+    """
     path = out_dir / INPUTS
-    return read_json(path).get("commits") if path.exists() and _is_used(out_dir) else None
+    commits = read_json(path).get("commits") if path.exists() and _is_used(out_dir) else None
+    if commits is not None and not (isinstance(commits, list) and len(commits) == num_sources):
+        raise CocaError(
+            f"{path}: got commits {short(commits)}, expected one for each of {num_sources} sources; restore the file, "
+            f"or choose another --out"
+        )
+    return commits
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:

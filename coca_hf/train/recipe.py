@@ -42,13 +42,11 @@ class Source(Part):
     """Documents, and their share of the tokens among all sources."""
 
     path: str = Field(min_length=1)
-    weight: float = Field(gt=0)
+    weight: float = Field(gt=0, le=1e9)
     column: str = "text"
     split: str = "train"
     subset: str | None = None  # of a data set on the hub
-    revision: str | None = (
-        None  # of a data set on the hub: a commit or a branch, by default the main one
-    )
+    revision: str | None = None  # of a data set on the hub: a commit or a branch, by default the main one
     skip_empty: bool = False  # leave out rows without text, which else are errors
     _commit: str | None = PrivateAttr(None)  # of a data set on the hub: what `revision` was when the run began
 

@@ -22,7 +22,7 @@ from coca_hf.documents import local_files
 from coca_hf.errors import CocaError
 from coca_hf.train.context_parallel import context_parallel
 from coca_hf.train.data import PackedBlocks, blocks_of
-from coca_hf.train.model import check_kernels, check_model, start_config, start_tokenizer
+from coca_hf.train.model import check_kernels, check_model, check_vocabulary, start_config, start_tokenizer
 from coca_hf.train.objectives import check_teacher
 from coca_hf.train.one_stage import clear_trainer, from_main_process, run_stage, trainer_errors
 from coca_hf.train.out import (
@@ -91,8 +91,10 @@ def _run_stages(
         if recipe.teacher:
             check_teacher(recipe.teacher, start_config(recipe))
         blocks = blocks_of(recipe, start_tokenizer(recipe))
+        check_vocabulary(blocks.tokenizer, start_config(recipe))
         prepared, wanted = blocks.prepared(), recipe.num_blocks(state.num_processes)
-        commits = blocks.pin_(prepared.state["commits"] if prepared else noted_commits(out_dir))
+        noted = noted_commits(out_dir, len(recipe.data.sources))
+        commits = blocks.pin_(prepared.state["commits"] if prepared else noted)
         if prepared is None or prepared.num_blocks < wanted:  # else nothing asks for the sources
             blocks.check()
         state.print(

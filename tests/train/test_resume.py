@@ -332,6 +332,14 @@ def test_a_damaged_record_of_a_stage_is_named(recipe_path, tmp_path):
             run_recipe(load_recipe(recipe_path), tmp_path / "out", resume=True)
 
 
+def test_damaged_inputs_of_a_run_are_named(recipe_path, tmp_path):
+    run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="k")
+    for content in ("{", "[]", '{"commits": 5}', '{"commits": [null]}'):
+        (tmp_path / "out/inputs.json").write_text(content)
+        with pytest.raises(CocaError, match=r"inputs\.json: "):
+            run_recipe(load_recipe(recipe_path), tmp_path / "out", resume=True)
+
+
 def test_a_run_that_failed_before_its_first_step_leaves_room_for_the_corrected_recipe(recipe_path, tmp_path):
     wrong = load_recipe(recipe_path, ["stages.k.lr_scheduler_type=cosine_with_min_lr"])
     with pytest.raises(CocaError, match=r"lr_scheduler_type .*min_lr"):
