@@ -1,5 +1,6 @@
 """Runs that are killed, meet a full disk or learn nonsense: nothing is lost, and they go on as if unbroken."""
 
+import errno
 import itertools
 import json
 import os
@@ -148,6 +149,20 @@ def test_a_disk_that_is_full_at_the_end_of_a_stage_keeps_its_last_checkpoint(
     assert not (out / "1-k/training.json").exists()
     run_recipe(load_recipe(recipe_path), out, resume=True)
     assert_same_run(out, unbroken)
+
+
+def test_a_logger_that_finds_the_disk_full_is_one_line_and_the_run_goes_on(
+    recipe_path, unbroken, tmp_path, monkeypatch
+):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.integrations.TensorBoardCallback.on_log", full)
+        with pytest.raises(CocaError, match=r"1-k: \[Errno 28\] No space left on device; what was saved before is"):
+            run_recipe(load_recipe(recipe_path, ["training.report_to=tensorboard"]), tmp_path / "out")
+    run_recipe(load_recipe(recipe_path), tmp_path / "out", resume=True)
+    assert_same_run(tmp_path / "out", unbroken)
 
 
 def save_result_on_a_full_disk(self, output_dir=None, _internal_call=False):
