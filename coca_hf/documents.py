@@ -81,14 +81,16 @@ def is_on_hub(source: str) -> bool:
 
 
 def commit_of(source: str, revision: str | None = None) -> str | None:
-    """The commit that a data set on the hub has now, at `revision`; None for local files.
+    """The commit that a data set on the hub has now, at `revision`; None for local files. In offline mode, `revision`.
 
     Raises CocaError where the hub does not say.
     """
     if not is_on_hub(source):
         return None
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, constants
 
+    if constants.HF_HUB_OFFLINE:
+        return revision
     try:
         return HfApi().dataset_info(source, revision=revision).sha
     except Exception as error:

@@ -255,7 +255,7 @@ def shapes_only(model: PreTrainedModel) -> Iterator[None]:
     several sequences in a block, and for positions beyond the trained length.
     """
     for module in model.modules():
-        if type(module).__module__.startswith("transformers.") and hasattr(module, "rope_type"):
+        if type(module).__module__.startswith("transformers.") and isinstance(getattr(module, "rope_type", None), str):
             module.rope_type = "default"
     with patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None):
         yield

@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 from transformers import TrainingArguments
 
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, one_line
 from coca_hf.train.recipe import Recipe, Stage
 from coca_hf.train.tree import read_tree, short
 from coca_hf.weights import read_json
@@ -208,7 +208,7 @@ def reading(checkpoint: Path) -> Iterator[None]:
     except CocaError:
         raise
     except (*DAMAGE, CheckpointException) as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+        reason = _reason(error)[:200]
         raise CocaError(
             f"{checkpoint}: cannot be read ({reason}); delete it: --resume then goes on from the one before it, or "
             f"starts the stage again"
@@ -271,14 +271,17 @@ def saving_to(directory: Path, num_bytes: int | None = None) -> Iterator[None]:
     except CocaError:
         raise
     except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
-        reason = " ".join(str(error).split())
-        if len(reason) > 300:  # torch's has the traceback of every process
-            reason = f"{reason[:60]} ... {reason[-240:]}"
         needed = f" ({num_bytes / 1e9:.3f} GB needed)" if num_bytes else ""
         raise CocaError(
-            f"{directory}: cannot be written{needed}: {reason}; what was saved before is untouched: make room, then "
-            f"continue with --resume"
+            f"{directory}: cannot be written{needed}: {_reason(error)}; what was saved before is untouched: make room, "
+            f"then continue with --resume"
         ) from error
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):  # its own message has the traceback of every process
+        error = next((failure for failure, _ in error.failures.values()), error)
+    return f"{type(error).__name__}: {one_line(error)}"
 
 
 def _is_used(out_dir: Path) -> bool:

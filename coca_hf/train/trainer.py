@@ -240,7 +240,8 @@ class _EveryStep(TrainerCallback):
 
 def _of_worker(error: CocaError) -> CocaError:
     """The error that a process of torch's DataLoader met, without the traceback that torch makes its message of."""
-    return CocaError(str(error).rpartition(f"{CocaError.__module__}.{CocaError.__name__}: ")[2].removesuffix("\\n"))
+    name = f"{type(error).__module__}.{type(error).__name__}: "
+    return CocaError(str(error).rpartition(name)[2].removesuffix("\\n"))
 
 
 def _number(value: Tensor | float | None) -> float:

@@ -6,14 +6,26 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
 
+import coca_hf
 from coca_hf import CocaError
 from coca_hf.train.model import check_model, check_vocabulary, start_config, start_model
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
 from tests.conftest import TINY
+
+
+WIDE = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 80}
 
 
 def write_recipe(path, tree: dict):
@@ -110,6 +122,24 @@ def test_every_model_that_trains_passes_the_look_at_its_shapes(recipe_path, requ
         rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
     settings = [f"model={request.getfixturevalue(kind)}", f"config.rope_parameters={rope}", "stages.k.train=all"]
     check_model(load_recipe(recipe_path, [*settings, "stages.qkv.train=all"]))
+
+
+FAMILIES = {
+    "CocaMistral": coca_hf.CocaMistralConfig(**TINY, sliding_window=8),
+    "CocaQwen2": coca_hf.CocaQwen2Config(**TINY),
+    "CocaQwen3": coca_hf.CocaQwen3Config(**TINY, head_dim=8),
+    "CocaGPTNeoX": coca_hf.CocaGPTNeoXConfig(**WIDE),
+    "AlibiLlama": coca_hf.AlibiLlamaConfig(**TINY),
+    "Mistral": MistralConfig(**TINY, sliding_window=8),
+    "Qwen3": Qwen3Config(**TINY, head_dim=8),
+    "GPTNeoX": GPTNeoXConfig(**WIDE),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_passes_the_look_at_its_shapes(recipe_path, tmp_path, family):
+    FAMILIES[family].save_pretrained(tmp_path)
+    check_model(load_recipe(recipe_path, [f"model={tmp_path}", *(f"stages.{k}.train=all" for k in ("k", "qkv"))]))
 
 
 def test_a_config_without_overrides_is_the_models(recipe_path, tiny_coca_dir):
