@@ -3,7 +3,6 @@
 import glob
 import itertools
 import json
-import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any, NamedTuple
 
 from coca_hf.errors import CocaError, first_line
 
-HALF = re.compile("[\ud800-\udfff]")  # of UTF-16: JSON can escape it, no encoding can hold it
 COMPRESSIONS = ("", ".gz", ".zst")
 SUFFIXES = (
     *(f"{kind}{packed}" for kind in (".txt", ".jsonl") for packed in COMPRESSIONS),
@@ -62,14 +60,41 @@ def read_documents(
             raise CocaError(f"{name}: got an empty document, expected text; remove it from the source")
         if not isinstance(text, str):
             raise CocaError(f"{name}: got {type(text).__name__} in column {column!r}, expected text")
-        if not text.isascii() and HALF.search(text):
-            raise CocaError(f"{name}: got half a character (a lone surrogate) in column {column!r}, expected text")
+        if not text.isascii():
+            _check_characters(name, text)
         yield Document(name, text)
+
+
+def _check_characters(name: str, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON can write it; tokenizers do not take it
+        raise CocaError(
+            f"{name}: got half of a surrogate pair at character {error.start}, expected text that UTF-8 can write; "
+            f"mend or remove it"
+        ) from None
 
 
 def is_on_hub(source: str) -> bool:
     """Whether `read_documents` takes `source` for the id of a data set on the hub."""
     return not local_files(source) and _is_hub_id(source)
+
+
+def commit_of(source: str, revision: str | None = None) -> str | None:
+    """The commit that a data set on the hub has now, at `revision`; None for local files. In offline mode, `revision`.
+
+    Raises CocaError where the hub does not say.
+    """
+    if not is_on_hub(source):
+        return None
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        return revision
+    try:
+        return HfApi().dataset_info(source, revision=revision).sha
+    except Exception as error:
+        raise _unread(source, error) from error
 
 
 def local_files(source: str) -> list[Path]:
@@ -205,6 +230,7 @@ def _read_hub(
 ) -> Iterator[tuple[str, Any]]:
     from datasets import load_dataset
 
+    row_number = -1
     try:
         rows = load_dataset(dataset_id, subset, split=split, revision=revision, streaming=True)
         for row_number, row in enumerate(rows):
@@ -212,9 +238,18 @@ def _read_hub(
     except CocaError:
         raise
     except Exception as error:
+        if row_number < 0:
+            raise _unread(dataset_id, error) from error
         raise CocaError(
-            f"{dataset_id}: no such file here, and not readable as a data set on the hub ({first_line(error)})"
+            f"{dataset_id}: the hub gave nothing after row {row_number} ({first_line(error)}); when it answers again, "
+            f"the same command continues, a training with --resume"
         ) from error
+
+
+def _unread(dataset_id: str, error: Exception) -> CocaError:
+    return CocaError(
+        f"{dataset_id}: no such file here, and not readable as a data set on the hub ({first_line(error)})"
+    )
 
 
 def _text_of(row: dict, column: str, where: str, row_number: int) -> Any:

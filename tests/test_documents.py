@@ -72,10 +72,9 @@ def test_a_row_that_is_no_text_is_named(tmp_path, name, rows, message):
     assert message.format(name=name) in str(caught.value)
 
 
-def test_half_a_character_is_named(tmp_path):
-    """JSON can escape it; tokenizers fail on it."""
-    (tmp_path / "a.jsonl").write_bytes(lines(ROWS) + b'{"text": "half \\ud83d"}\n')
-    with pytest.raises(CocaError, match=r"a\.jsonl:3: got half a character \(a lone surrogate\) in column 'text'"):
+def test_half_a_surrogate_pair_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "caf\\u00e9"}\n{"text": "ab\\ud800c"}\n')
+    with pytest.raises(CocaError, match=r"a\.jsonl:1: got half of a surrogate pair at character 2, expected text"):
         list(read_documents(str(tmp_path / "a.jsonl")))
 
 

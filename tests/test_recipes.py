@@ -1,5 +1,7 @@
 """Every recipe that is shipped: it loads, its models exist, its stages have something to train, its rates are right."""
 
+import re
+import shlex
 from pathlib import Path
 
 import matplotlib
@@ -159,6 +161,19 @@ def test_a_layout_is_one_that_accelerate_reads(name):
 def test_one_machine_and_four_are_sharded_alike():
     one, four = (yaml.safe_load(LAYOUTS[name].read_text())["fsdp_config"] for name in ("8gpu", "4x8gpu"))
     assert one == four
+
+
+def test_the_settings_of_the_commands_in_headers_are_taken():
+    taken = []
+    for path in PATHS.values():
+        for line in path.read_text().splitlines():
+            if line.startswith("#") and re.search(r"(coca-train|slurm\.sh) recipes/", line):
+                words = shlex.split(line)
+                recipe = next(word for word in words if word.endswith(".yaml"))
+                settings = [word for word in words if re.match(r"[a-z_.]+=", word)]
+                load_recipe(RECIPES.parent / recipe, settings)
+                taken += settings
+    assert {setting.partition("=")[0] for setting in taken} == {"model", "teacher", "stages"}
 
 
 def test_recipes_name_only_layouts_scripts_and_recipes_that_are_there():

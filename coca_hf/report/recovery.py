@@ -5,9 +5,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from matplotlib.ticker import MaxNLocator
+from pydantic import BaseModel, ValidationError
 
 from coca_hf.errors import CocaError
 from coca_hf.report.document import Figure, Fold, Grid, Section, Text
@@ -20,6 +20,29 @@ EXPLANATION = (
 )
 
 
+class HeldOut(BaseModel):
+    """Loss on held-out blocks, in nats per token."""
+
+    before: float
+    after: float
+
+
+class Hardware(BaseModel):
+    device: str
+    processes: int
+
+
+class Record(BaseModel):
+    """What of a stage's training.json stands on the page."""
+
+    tokens_seen: int
+    held_out: HeldOut | None = None
+    hardware: Hardware | None = None
+    versions: dict[str, str] = {}
+    seconds: float = 0
+    date: str = ""
+
+
 @dataclass
 class StageCurve:
     """One stage; losses in nats per token. `held_out`: (tokens seen, loss), before the stage and after it at least."""
@@ -27,7 +50,7 @@ class StageCurve:
     name: str
     training: list[tuple[int, float]] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
-    record: dict[str, Any] | None = None  # training.json; None for a stage that is not complete
+    record: Record | None = None  # None for a stage that is not complete
 
 
 @dataclass
@@ -41,11 +64,12 @@ class Recovery:
 def read_recovery(out_dir: Path) -> Recovery | None:
     """The curves in `out_dir`, or None where coca-train has not made it. Unfinished stages are read as far as they are.
 
-    Raises CocaError for a line of a log that is none.
+    Raises CocaError for a line of a log or a record that is none. A last line without its end is left out: it is being
+    written, or was when the run was killed.
     """
     if not (out_dir / RECIPE).is_file():
         return None
-    directories = [path.parent for path in out_dir.glob(f"*-*/{LOG}")]
+    directories = [path.parent for path in out_dir.glob(f"*-*/{LOG}") if path.parent.name.split("-")[0].isdecimal()]
     directories.sort(key=lambda path: int(path.name.split("-")[0]))
     return Recovery(out_dir.name, [_read_stage(directory) for directory in directories])
 
@@ -97,25 +121,28 @@ def recovery(recoveries: Sequence[Recovery]) -> Section | None:
 def _losses(recoveries: Sequence[Recovery]) -> Grid:
     lines = []
     for run, stage, record in _complete(recoveries):
-        if held_out := record.get("held_out"):
-            losses = held_out["before"], held_out["after"]
-            cells = [f"{loss:.4f}" for loss in losses] + [f"{math.exp(loss):,.2f}" for loss in losses]
-            lines.append([run, stage, f"{record['tokens_seen']:,}", *cells])
+        if record.held_out:
+            losses = record.held_out.before, record.held_out.after
+            cells = [f"{loss:.4f}" for loss in losses] + [f"{_perplexity(loss):,.2f}" for loss in losses]
+            lines.append([run, stage, f"{record.tokens_seen:,}", *cells])
     header = ["run", "stage", "tokens seen", "loss before", "loss after", "perplexity before", "perplexity after"]
     return Grid(header, lines, numbers_from=2)
+
+
+def _perplexity(loss: float) -> float:
+    return math.inf if loss > 700 else math.exp(loss)  # exp would raise
 
 
 def _makings(recoveries: Sequence[Recovery]) -> Fold:
     lines = []
     for run, stage, record in _complete(recoveries):
-        machine, packages = record.get("hardware", {}), record.get("versions", {})
-        versions = ", ".join(f"{package} {number}" for package, number in packages.items())
-        where = f"{machine.get('processes')} x {machine.get('device')}" if machine else ""
-        lines.append([run, stage, where, versions, f"{record.get('seconds', 0):,.0f}", record.get("date", "")])
+        versions = ", ".join(f"{package} {number}" for package, number in record.versions.items())
+        where = f"{record.hardware.processes} x {record.hardware.device}" if record.hardware else ""
+        lines.append([run, stage, where, versions, f"{record.seconds:,.0f}", record.date])
     return Fold("How these were made", [Grid(["run", "stage", "machine", "versions", "seconds", "date"], lines, 4)])
 
 
-def _complete(recoveries: Sequence[Recovery]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _complete(recoveries: Sequence[Recovery]) -> Iterator[tuple[str, str, Record]]:
     for run in recoveries:
         for stage in run.stages:
             if stage.record is not None:
@@ -124,13 +151,24 @@ def _complete(recoveries: Sequence[Recovery]) -> Iterator[tuple[str, str, dict[s
 
 def _read_stage(directory: Path) -> StageCurve:
     stage = StageCurve(directory.name.partition("-")[2])
-    for number, text in enumerate((directory / LOG).read_text(encoding="utf-8").splitlines(), 1):
+    for number, text in enumerate((directory / LOG).read_bytes().split(b"\n")[:-1], 1):
         try:
             line = json.loads(text)
-            points = stage.held_out if "held_out_loss" in line else stage.training
-            points.append((line["tokens_seen"], line.get("held_out_loss", line.get("loss"))))
-        except (ValueError, TypeError, KeyError):
+            key, points = ("held_out_loss", stage.held_out) if "held_out_loss" in line else ("loss", stage.training)
+            points.append((int(line["tokens_seen"]), float(line[key])))
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             raise CocaError(f"{directory / LOG}, line {number}: got no line of coca-train's; delete the line") from None
     if (directory / RECORD).is_file():
-        stage.record = json.loads((directory / RECORD).read_text(encoding="utf-8"))
+        stage.record = _read_record(directory / RECORD)
     return stage
+
+
+def _read_record(path: Path) -> Record:
+    try:
+        return Record.model_validate(json.loads(path.read_bytes()))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        reason = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}".removeprefix(": ")
+    except (ValueError, RecursionError) as error:
+        reason = f"not JSON: {error}"
+    raise CocaError(f"{path}: got no record of coca-train's ({reason}); restore the file, or train that stage again")

@@ -34,6 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 VALUES: dict[str, dict[str, Any]] = {
     **{task: {"value": ABOVE_0} for task in ("perplexity", "position-loss", "speed")},
     **{task: {"value": SHARE} for task in ("passkey", "boundary")},
+    **{task: {"value": NUMBER} for task in ("copying", "attention-maps")},
     "tasks": {"value": NUMBER, "length": COUNT | None},  # RULER alone has a length
 }
 COMMON: dict[str, Any] = {

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
+from coca_hf.documents import commit_of, is_on_hub
+from coca_hf.errors import CocaError
 from coca_hf.train.held_out import HeldOut, hold_out, shares
 from coca_hf.train.prepared import Prepared, describe_stream, open_prepared, write_prepared
 from coca_hf.train.recipe import Recipe, Source
@@ -70,9 +72,24 @@ class PackedBlocks(IterableDataset):
         for block in self._blocks():
             yield {"input_ids": block.clone(), "labels": block.clone()}
 
+    def pin_(self, commits: Sequence[str | None] | None = None) -> list[str | None]:
+        """Read the data sets on the hub at these commits, by default those that they have now; returns them.
+
+        Raises CocaError where the hub does not say.
+        """
+        if commits is None:
+            commits = [commit_of(source.path, source.commit) for source in self.sources]
+        for source, commit in zip(self.sources, commits, strict=True):
+            source.pin_(commit)
+        return list(commits)
+
     def check(self) -> None:
         """Read the first block of every source, to find now what would otherwise stop the training later."""
         for source in self.sources:
+            given = {"split": source.split != "train", "subset": source.subset, "revision": source.revision}
+            if any(given.values()) and not is_on_hub(source.path):
+                names = ", ".join(name for name, value in given.items() if value)
+                raise CocaError(f"{source.path}: got {names}, which only data sets on the hub have; leave it out")
             if next(PackedPass(source, self.encoder, self.seq_len, HeldOut()), None) is None:
                 raise too_short(source, self.seq_len)
 
@@ -112,6 +129,7 @@ class PackedBlocks(IterableDataset):
 
     def _stream_at(self, state: dict[str, Any] | None) -> tuple[TokenStream, dict[str, Any]]:
         """The stream where `state` has it, or at its begin; and what a state keeps of the held-out blocks."""
+        commits = self.pin_(state["commits"] if state else None)
         if state:
             kept = {key: state[key] for key in ("rules", "held_out")}
         else:
@@ -121,7 +139,7 @@ class PackedBlocks(IterableDataset):
         stream = TokenStream(self.sources, self.encoder, self.seq_len, self.seed, rules)
         if state:
             stream.restore_(state["stream"])
-        return stream, kept
+        return stream, kept | {"commits": commits}
 
     def _hold_out(self) -> tuple[list[HeldOut], Tensor]:
         """What is held out of every source, and all their held-out blocks, (blocks, seq_len)."""

@@ -112,4 +112,4 @@ def _pack(tokens: list[Tensor], seq_len: int, most: int) -> Tensor:
 
 
 def _hash(text: str) -> int:
-    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8"))

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -29,9 +28,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import PreTrainedModel, Trainer, TrainingArguments, masking_utils
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from coca_hf.train.model import model_from_config, stage_model
+from coca_hf.train.model import model_from_config, shapes_only, stage_model
 from coca_hf.train.objectives import fuse_cross_entropy_
 from coca_hf.train.recipe import Recipe, Stage
 
@@ -94,7 +93,7 @@ def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
         shards = [nn.Parameter(_local(parameter)) for parameter in _learning(model)]
         optimizer = kind(shards, **options)
         ids = torch.zeros(setting.batch_size, recipe.data.seq_len // setting.sharing, dtype=torch.int64)
-        with MemoryTracker(model, optimizer) as tracker:
+        with shapes_only(base), MemoryTracker(model, optimizer) as tracker:
             for _ in range(2):
                 _step(model, optimizer, ids, accumulated=min(setting.accumulation, 2))
     return Memory(tracker.at_peak, tracker.at_step)
@@ -157,16 +156,14 @@ def _local(tensor: Tensor) -> Tensor:
 @contextmanager
 def _fake_processes(world_size: int) -> Iterator[Any]:
     """A device mesh over a process group that pretends to have `world_size` members, or None for one process."""
-    # Fake tensors have no contents from which transformers could see that a block holds one sequence
-    with patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None):
-        if world_size == 1:
-            yield None
-            return
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-        try:
-            yield init_device_mesh("cpu", (world_size,))  # outside of the fake mode: it computes with its ranks
-        finally:
-            dist.destroy_process_group()
+    if world_size == 1:
+        yield None
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield init_device_mesh("cpu", (world_size,))  # outside of the fake mode: it computes with its ranks
+    finally:
+        dist.destroy_process_group()
 
 
 class MemoryTracker(TorchDispatchMode):

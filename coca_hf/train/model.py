@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    masking_utils,
 )
 
 from coca_hf.errors import CocaError, one_line
@@ -25,11 +27,30 @@ from coca_hf.train.tree import nearest, short
 
 
 def check_model(recipe: Recipe) -> None:
-    """Find out from the config alone whether every stage has something to train."""
+    """Find out from the config alone whether the model takes a block, and every stage has something to train.
+
+    Raises CocaError where not.
+    """
+    with torch.device("meta"):
+        model = model_from_config(recipe).train()
+        ids = torch.zeros(1, recipe.data.seq_len, dtype=torch.int64)
+        with _building(model.config), shapes_only(model), torch.no_grad():
+            model(input_ids=ids, labels=ids, use_cache=False)
     for stage in recipe.stages:
         with torch.device("meta"):
             model = model_from_config(recipe)
         stage_model(model, stage)
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
+    """Raises CocaError where the tokenizer makes tokens of text that the model does not have."""
+    added = set(tokenizer.get_added_vocab()) - {tokenizer.eos_token}  # they may be more, and never come up
+    largest = max(number for word, number in tokenizer.get_vocab().items() if word not in added)
+    if largest >= config.vocab_size:
+        raise CocaError(
+            f"{tokenizer.name_or_path}: got a tokenizer with a token {largest}, expected one below the model's "
+            f"vocab_size, {config.vocab_size}; take the tokenizer that belongs to the model"
+        )
 
 
 def check_kernels(recipe: Recipe) -> None:
@@ -66,9 +87,12 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
     if recipe.model is None:
         tokenizer = start_tokenizer(recipe)
         ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-        smallest_vocabulary = len(tokenizer)
+        smallest_vocabulary = max(tokenizer.get_vocab().values()) + 1
         with _loading(recipe.start):
-            kept = {"vocab_size": len(tokenizer), **ids}  # no default: head_dim is derived from the overrides' width
+            kept = {
+                "vocab_size": smallest_vocabulary,
+                **ids,
+            }  # no default: head_dim is derived from the overrides' width
             config = AutoConfig.for_model(overrides.pop("model_type"), **kept)
     else:
         config = load_config(recipe.model)
@@ -115,7 +139,8 @@ def start_model(recipe: Recipe, attn_implementation: str | None = None) -> PreTr
         torch.manual_seed(zlib.crc32(f"{recipe.data.seed} {name}".encode()))
         for parameter in module.parameters(recurse=False):
             parameter._is_hf_initialized = False
-        model._init_weights(module)
+        with _building(model.config):
+            model._init_weights(module)
     torch.set_rng_state(state)
     model.tie_weights()
     return model
@@ -222,6 +247,18 @@ def freeze_(model: nn.Module, stage: Stage) -> None:
 
 def _has_part(parameter: str, module: str) -> bool:
     return f".{module}." in f".{parameter}."
+
+
+@contextmanager
+def shapes_only(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model that is only looked at run on tensors without contents, into which transformers' own code looks: for
+    several sequences in a block, and for positions beyond the trained length.
+    """
+    for module in model.modules():
+        if type(module).__module__.startswith("transformers.") and isinstance(getattr(module, "rope_type", None), str):
+            module.rope_type = "default"
+    with patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None):
+        yield
 
 
 @contextmanager

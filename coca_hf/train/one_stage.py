@@ -102,7 +102,12 @@ def run_stage(recipe: Recipe, run: StageRun, state: PartialState, held_out: Tens
         + (f"; continues after step {step:,}" if checkpoint else ""),
         flush=True,
     )
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except OSError as error:  # of what logs beside us, such as TensorBoard, on a disk that is full
+        raise CocaError(
+            f"{run.directory}: {one_line(error)}; what was saved before is untouched: continue with --resume"
+        ) from error
     if trainer.state.global_step < run.arguments.max_steps:
         _stop(run, trainer, state)
     trainer.model = model = plain_model(trainer.model)

@@ -2,10 +2,12 @@
 
 import dataclasses
 import functools
+import inspect
 import typing
 from typing import Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from torch.utils.checkpoint import checkpoint
 from transformers import TrainingArguments
 
 from coca_hf.train.parts import Part, explain, unknown_key
@@ -36,6 +38,7 @@ OWNED = {
     "use_liger_kernel": "Liger patches only model types that it knows, not CoCA's; give fused_cross_entropy: liger",
     "parallelism_config": "give context_parallel_size; else FSDP2 through `accelerate launch` is all there is",
     **dict.fromkeys(("remove_unused_columns", "ignore_data_skip", "accelerator_config", "data_seed"), _BY_DATA),
+    **dict.fromkeys(("dataloader_persistent_workers", "dataloader_multiprocessing_context"), _BY_DATA),
     **dict.fromkeys(("auto_find_batch_size", "train_sampling_strategy", "length_column_name"), _BY_DATA),
     **dict.fromkeys(("do_train", "do_eval", "do_predict", "load_best_model_at_end"), _BY_EVAL),
     **dict.fromkeys(("metric_for_best_model", "greater_is_better", "per_device_eval_batch_size"), _BY_EVAL),
@@ -43,6 +46,7 @@ OWNED = {
 _LEAST = {
     **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps", "save_steps", "logging_steps"), 1),
     **dict.fromkeys(("dataloader_num_workers", "warmup_steps", "weight_decay", "max_grad_norm", "adam_epsilon"), 0),
+    "neftune_noise_alpha": 0,
 }
 _OWNED_PREFIXES = {"eval_": _BY_EVAL, "hub_": _BY_HAND, "push_to_hub": _BY_HAND}
 
@@ -121,8 +125,8 @@ def check_options(stage: str, options: dict[str, Any]) -> None:
         if options.get(key, "steps") not in ("steps", "no"):
             raise ValueError(f"stages.{stage}: got {key} {options[key]!r}, expected steps or no: there are no epochs")
     for key, least in _LEAST.items():
-        if options.get(key, least) < least:
-            raise ValueError(f"stages.{stage}: got {key} {options[key]}, expected at least {least}")
+        if (value := options.get(key)) is not None and value < least:
+            raise ValueError(f"stages.{stage}: got {key} {value}, expected at least {least}")
     for key in ("adam_beta1", "adam_beta2"):
         if not 0 <= options.get(key, 0) < 1:
             raise ValueError(f"stages.{stage}: got {key} {options[key]}, expected at least 0 and below 1")
@@ -130,6 +134,19 @@ def check_options(stage: str, options: dict[str, Any]) -> None:
         raise ValueError(f"stages.{stage}: got learning_rate {options['learning_rate']}, expected a rate above 0")
     if options.get("dataloader_num_workers", 0) > 1:
         raise ValueError(f"stages.{stage}: got several dataloader_num_workers, expected 0 or 1: there is one stream")
+    own = inspect.signature(checkpoint).parameters.values()
+    known = ["preserve_rng_state", *(parameter.name for parameter in own if parameter.kind is parameter.KEYWORD_ONLY)]
+    for key in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        for name in options.get(key) or ():
+            if name not in known:
+                raise ValueError(f"stages.{stage}: {key}: {unknown_key(name, known)}")
+    if mode := options.get("torch_compile_mode"):
+        from torch._inductor import list_mode_options  # takes a second
+
+        if mode not in (modes := list_mode_options()):
+            raise ValueError(
+                f"stages.{stage}: got torch_compile_mode {short(mode)}, expected one of {', '.join(modes)}"
+            )
     kwargs = options.get("lr_scheduler_kwargs")
     if not kwargs or options.get("lr_scheduler_type", "linear") != "linear":
         return

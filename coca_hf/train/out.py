@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 from transformers import TrainingArguments
 
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, one_line
 from coca_hf.train.recipe import Recipe, Stage
 from coca_hf.train.tree import read_tree, short
 from coca_hf.weights import read_json
@@ -70,11 +70,13 @@ class StageRun:
         """The first block of the stream that no earlier stage has seen."""
         if self.before is None:
             return 0
-        path = self.before.directory / RECORD
-        end_block = read_json(path).get("end_block")
-        if not isinstance(end_block, int):
-            raise CocaError(f"{path}: got no end_block, expected the record of a stage; train that stage again")
-        return end_block
+        record = read_record(self.before.directory)
+        if "end_block" not in record:
+            raise CocaError(
+                f"{self.before.directory / RECORD}: got no end_block, expected the record of a stage; train that stage "
+                f"again"
+            )
+        return record["end_block"]
 
     @property
     def blocks_per_step(self) -> int:
@@ -127,6 +129,21 @@ def check_inputs(out_dir: Path, inputs: dict[str, Any]) -> None:
             f"{out_dir}: cannot --resume on other inputs: {changes}; restore them, keep the product of processes, "
             f"per_device_train_batch_size and gradient_accumulation_steps, or choose another --out"
         )
+
+
+def noted_commits(out_dir: Path, num_sources: int) -> list[str | None] | None:
+    """The commits at which the run in `out_dir` reads data sets on the hub, one for each source; None for a new run.
+
+    Raises CocaError where the file is damaged.
+    """
+    path = out_dir / INPUTS
+    commits = read_json(path).get("commits") if path.exists() and _is_used(out_dir) else None
+    if commits is not None and not (isinstance(commits, list) and len(commits) == num_sources):
+        raise CocaError(
+            f"{path}: got commits {short(commits)}, expected one for each of {num_sources} sources; restore the file, "
+            f"or choose another --out"
+        )
+    return commits
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -191,7 +208,7 @@ def reading(checkpoint: Path) -> Iterator[None]:
     except CocaError:
         raise
     except (*DAMAGE, CheckpointException) as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+        reason = _reason(error)[:200]
         raise CocaError(
             f"{checkpoint}: cannot be read ({reason}); delete it: --resume then goes on from the one before it, or "
             f"starts the stage again"
@@ -200,16 +217,23 @@ def reading(checkpoint: Path) -> Iterator[None]:
 
 def check_base(run: StageRun) -> None:
     """Raises CocaError where the weights that `run` starts from are not those that the stage before it wrote."""
-    record = Path(run.base) / RECORD
-    if not record.exists():
-        return
-    for name, written in read_json(record).get("weights_xxh3_128", {}).items():
+    for name, written in read_record(Path(run.base)).get("weights_xxh3_128", {}).items():
         found = _file_hash(Path(run.base) / name)
         if found != written:
             raise CocaError(
                 f"{Path(run.base) / name}: got xxh3_128 {found or 'of no file'}, expected {written} as {RECORD} beside "
                 f"it says; the file was damaged or replaced: restore it, or train that stage again with another --out"
             )
+
+
+def read_record(directory: Path) -> dict[str, Any]:
+    """What a checkpoint's training.json says; nothing where there is none. Raises CocaError where it is damaged."""
+    path = directory / RECORD
+    record = read_json(path) if path.exists() else {}
+    for key, kind in {"end_block": int, "weights_xxh3_128": dict, "stages": list}.items():
+        if not isinstance(record.get(key, kind()), kind):
+            raise CocaError(f"{path}: got {key} {short(record[key])}; restore the file, or train that stage again")
+    return record
 
 
 def weights_hashes(directory: Path) -> dict[str, str | None]:
@@ -247,14 +271,17 @@ def saving_to(directory: Path, num_bytes: int | None = None) -> Iterator[None]:
     except CocaError:
         raise
     except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
-        reason = " ".join(str(error).split())
-        if len(reason) > 300:  # torch's has the traceback of every process
-            reason = f"{reason[:60]} ... {reason[-240:]}"
         needed = f" ({num_bytes / 1e9:.3f} GB needed)" if num_bytes else ""
         raise CocaError(
-            f"{directory}: cannot be written{needed}: {reason}; what was saved before is untouched: make room, then "
-            f"continue with --resume"
+            f"{directory}: cannot be written{needed}: {_reason(error)}; what was saved before is untouched: make room, "
+            f"then continue with --resume"
         ) from error
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):  # its own message has the traceback of every process
+        error = next((failure for failure, _ in error.failures.values()), error)
+    return f"{type(error).__name__}: {one_line(error)}"
 
 
 def _is_used(out_dir: Path) -> bool:

@@ -16,7 +16,7 @@ from rich.table import Table
 from coca_hf.errors import CocaError
 from coca_hf.train.flops import PEAK_FLOPS, TokenFlops, count_flops, peak_flops
 from coca_hf.train.memory import CATEGORIES, Memory, Setting, measure, planned_arguments
-from coca_hf.train.model import count_parameters, model_from_config, stage_model
+from coca_hf.train.model import check_model, count_parameters, model_from_config, stage_model
 from coca_hf.train.recipe import Recipe, Stage
 
 RESERVE = 0.1  # of a GPU's memory
@@ -88,6 +88,7 @@ def plan_recipe(
         )
     if dist.is_initialized():
         raise CocaError("--plan: got a process group, expected none: start it without accelerate launch")
+    check_model(recipe)
     stages: list[StagePlan] = []
     notes = [f"a stage fits whose peak leaves {RESERVE:.0%} of the memory free, for what no tensor shows"]
     for stage in recipe.stages:

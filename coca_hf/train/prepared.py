@@ -86,7 +86,7 @@ def describe_stream(
         stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         described.append({**source.model_dump(), **({"path": None, "files": stats} if files else {})})
     return {
-        "format": 2,
+        "format": 3,
         "sources": described,
         "tokenizer": tokenizer_hash(tokenizer),
         "dtype": "uint16" if max(tokenizer.get_vocab().values()) < 2**16 else "uint32",
@@ -111,7 +111,7 @@ def open_prepared(parent: Path, description: dict[str, Any]) -> Prepared | None:
         if xxhash.xxh3_128_digest(kept) != written:
             raise ValueError("another hash than when it was written")
         state = torch.load(io.BytesIO(kept), weights_only=True)
-        state["stream"]["next_block"], state["rules"], state["held_out"], state["hashes"]
+        state["stream"]["next_block"], state["rules"], state["held_out"], state["hashes"], state["commits"]
     except OSError as error:  # not damaged: nothing is to be made again because a disk did not answer
         raise CocaError(f"{directory / 'state.pt'}: cannot be read: {error.strerror}") from None
     except Exception as error:  # torch raises what pickle and zip readers raise

@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 from transformers import TrainingArguments
 
 from coca_hf.errors import CocaError
@@ -42,17 +42,27 @@ class Source(Part):
     """Documents, and their share of the tokens among all sources."""
 
     path: str = Field(min_length=1)
-    weight: float = Field(gt=0)
+    weight: float = Field(gt=0, le=1e9)
     column: str = "text"
     split: str = "train"
     subset: str | None = None  # of a data set on the hub
-    revision: str | None = None  # of a data set on the hub: a commit, so that it stays what it is
+    revision: str | None = None  # of a data set on the hub: a commit or a branch, by default the main one
     skip_empty: bool = False  # leave out rows without text, which else are errors
+    _commit: str | None = PrivateAttr(None)  # of a data set on the hub: what `revision` was when the run began
+
+    @property
+    def commit(self) -> str | None:
+        """What is read of a data set on the hub."""
+        return self._commit or self.revision
+
+    def pin_(self, commit: str | None) -> None:
+        """Read a data set on the hub at this commit from now on, whatever becomes of the branch."""
+        self._commit = commit
 
     @property
     def place(self) -> tuple[str, str, str, str | None, str | None, bool]:
         """The arguments of `read_documents`."""
-        return self.path, self.column, self.split, self.subset, self.revision, self.skip_empty
+        return self.path, self.column, self.split, self.subset, self.commit, self.skip_empty
 
 
 class Data(Part):

@@ -13,9 +13,8 @@ from transformers import TrainerState, TrainingArguments
 
 from coca_hf.documents import is_on_hub
 from coca_hf.train.log import StageLog
-from coca_hf.train.out import RECORD, StageRun
+from coca_hf.train.out import StageRun, read_record
 from coca_hf.train.recipe import Recipe
-from coca_hf.weights import read_json
 
 PACKAGES = ("coca-hf", "torch", "transformers", "accelerate", "datasets")
 
@@ -24,6 +23,7 @@ def make_record(
     recipe: Recipe, run: StageRun, log: StageLog, state: TrainerState, parameters: dict, held_out_blocks: int
 ) -> dict[str, Any]:
     """The record of a trained stage, without the hashes of its files. Losses in nats per token."""
+    losses = [entry["loss"] for entry in state.log_history if "loss" in entry]  # each the mean since the one before
     end_block = run.start_block + run.arguments.max_steps * run.blocks_per_step
     record = {
         "stage": {"name": run.stage.name, "train": run.stage.train},
@@ -36,21 +36,13 @@ def make_record(
         "blocks_per_step": run.blocks_per_step,
         "seconds": round(log.seconds, 3),
         "skipped_steps": log.place["skipped_steps"],
-        **_losses(state),
+        "final_loss": losses[-1] if losses else None,  # log.jsonl beside it has all of them
         "held_out": _held_out(log, recipe.data.seq_len, held_out_blocks),
         **_surroundings(run.arguments),
         "recipe": recipe.to_dict(),
     }
     record["stages"] = [*_stages_before(run), _summary(recipe, run, record)]
     return record
-
-
-def _losses(state: TrainerState) -> dict[str, Any]:
-    """Losses as they were logged, each the mean since the one before."""
-    history = [
-        {key: entry[key] for key in ("step", "loss", "learning_rate")} for entry in state.log_history if "loss" in entry
-    ]
-    return {"final_loss": history[-1]["loss"] if history else None, "loss_history": history}
 
 
 def _held_out(log: StageLog, seq_len: int, num_blocks: int) -> dict[str, Any] | None:
@@ -63,8 +55,7 @@ def _held_out(log: StageLog, seq_len: int, num_blocks: int) -> dict[str, Any] | 
 
 def _stages_before(run: StageRun) -> list[dict[str, Any]]:
     """The stages that the model `run` starts from has behind it, of this recipe and of those before it."""
-    record = Path(run.base) / RECORD
-    return read_json(record).get("stages", []) if record.exists() else []
+    return read_record(Path(run.base)).get("stages", [])
 
 
 def _summary(recipe: Recipe, run: StageRun, record: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +66,12 @@ def _summary(recipe: Recipe, run: StageRun, record: dict[str, Any]) -> dict[str,
         "seq_len": recipe.data.seq_len,
         "learning_rate": run.arguments.learning_rate,
         "sources": [
-            {"path": source.path, "weight": source.weight, "on_hub": is_on_hub(source.path)}
+            {
+                "path": source.path,
+                "weight": source.weight,
+                "on_hub": is_on_hub(source.path),
+                "commit": source.commit,
+            }
             for source in recipe.data.sources
         ],
         **{key: record[key] for key in ("tokens", "final_loss", "held_out", "hardware", "date")},

@@ -22,7 +22,7 @@ from coca_hf.documents import local_files
 from coca_hf.errors import CocaError
 from coca_hf.train.context_parallel import context_parallel
 from coca_hf.train.data import PackedBlocks, blocks_of
-from coca_hf.train.model import check_kernels, check_model, start_config, start_tokenizer
+from coca_hf.train.model import check_kernels, check_model, check_vocabulary, start_config, start_tokenizer
 from coca_hf.train.objectives import check_teacher
 from coca_hf.train.one_stage import clear_trainer, from_main_process, run_stage, trainer_errors
 from coca_hf.train.out import (
@@ -32,6 +32,7 @@ from coca_hf.train.out import (
     check_inputs,
     check_out,
     locked,
+    noted_commits,
     open_out,
     weights_hashes,
 )
@@ -90,17 +91,20 @@ def _run_stages(
         if recipe.teacher:
             check_teacher(recipe.teacher, start_config(recipe))
         blocks = blocks_of(recipe, start_tokenizer(recipe))
-        blocks.check()
-        prepared = blocks.prepared()
+        check_vocabulary(blocks.tokenizer, start_config(recipe))
+        prepared, wanted = blocks.prepared(), recipe.num_blocks(state.num_processes)
+        noted = noted_commits(out_dir, len(recipe.data.sources))
+        commits = blocks.pin_(prepared.state["commits"] if prepared else noted)
+        if prepared is None or prepared.num_blocks < wanted:  # else nothing asks for the sources
+            blocks.check()
         state.print(
-            f"data: {prepared.num_blocks:,} of {recipe.num_blocks(state.num_processes):,} blocks lie prepared in "
-            f"{prepared.directory}"
+            f"data: {prepared.num_blocks:,} of {wanted:,} blocks lie prepared in {prepared.directory}"
             if prepared
             else "data: tokenised on the way, and again up to where a run resumes; --prepare does it once",
             flush=True,
         )
         open_out(recipe, out_dir)
-        check_inputs(out_dir, _inputs(recipe, blocks, runs))
+        check_inputs(out_dir, _inputs(recipe, blocks, commits, runs))
         (out_dir / STOPPED).unlink(missing_ok=True)
     state.wait_for_everyone()
     complete = from_main_process(lambda: {run.directory for run in chosen if run.is_complete})
@@ -148,13 +152,14 @@ def _plan(recipe: Recipe, out_dir: Path) -> list[StageRun]:
     return runs
 
 
-def _inputs(recipe: Recipe, blocks: PackedBlocks, runs: list[StageRun]) -> dict[str, Any]:
+def _inputs(recipe: Recipe, blocks: PackedBlocks, commits: list[str | None], runs: list[StageRun]) -> dict[str, Any]:
     """What decides the training and is not in the recipe itself. Data by size, so that it may be copied elsewhere."""
     return {
         "sources": [
             {file.name: f"{file.stat().st_size} bytes" for file in local_files(source.path)}
             for source in recipe.data.sources
         ],
+        **({"commits": commits} if any(commits) else {}),
         "tokenizer": tokenizer_hash(blocks.tokenizer),
         "model": weights_hashes(Path(recipe.model)) if recipe.model and Path(recipe.model).is_dir() else None,
         "blocks_per_step": {run.stage.name: run.blocks_per_step for run in runs},

@@ -94,7 +94,10 @@ class StageTrainer(Trainer):
         """No batches after the last step: resumed there, Hugging Face's loop would take one step more."""
         if self.state.global_step >= self.state.max_steps:
             return [], None
-        samples = super().get_batch_samples(epoch_iterator, num_batches, device)
+        try:
+            samples = super().get_batch_samples(epoch_iterator, num_batches, device)
+        except CocaError as error:
+            raise _of_worker(error) from error
         if self._random_state_of:  # Hugging Face's loop takes it up only where it skips batches itself
             self._load_rng_state(self._random_state_of)
             self._random_state_of = None
@@ -234,6 +237,12 @@ class _EveryStep(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.trainer.stopping:
             control.should_save = control.should_log = control.should_training_stop = True
+
+
+def _of_worker(error: CocaError) -> CocaError:
+    """The error that a process of torch's DataLoader met, without the traceback that torch makes its message of."""
+    name = f"{type(error).__module__}.{type(error).__name__}: "
+    return CocaError(str(error).rpartition(name)[2].removesuffix("\\n"))
 
 
 def _number(value: Tensor | float | None) -> float:

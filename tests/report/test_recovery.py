@@ -72,6 +72,57 @@ def test_another_directory_is_none_and_a_broken_line_is_named(out, tmp_path):
         read_recovery(out)
 
 
+DAMAGED_LINES = {
+    b"{}": "no line",
+    b"[": "no line",
+    b"\xff": "no line",
+    b'{"tokens_seen": "many", "loss": 1.0}': "no line",
+    b'{"tokens_seen": 5, "loss": null}': "no line",
+    b'{"tokens_seen": 1e999, "loss": 1.0}': "no line",
+    b"[" * 100_000: "no line",
+}
+DAMAGED_RECORDS = {
+    b"{": "not JSON",
+    b"[]": "valid dictionary",
+    b"{}": "tokens_seen: Field required",
+    b"\xff\xfe": "not JSON",
+    b'{"tokens_seen": "some"}': "tokens_seen: Input should be a valid integer",
+    b'{"tokens_seen": 5, "held_out": {"before": 1.0}}': r"held_out\.after: Field required",
+    b'{"tokens_seen": 5, "versions": []}': "versions: Input should be a valid dictionary",
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        *(("log.jsonl", content + b"\n", message) for content, message in DAMAGED_LINES.items()),
+        *(("training.json", content, message) for content, message in DAMAGED_RECORDS.items()),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_what_is_damaged_is_named_in_one_line(out, file, content, message):
+    (out / "2-qkv" / file).write_bytes(content)
+    with pytest.raises(CocaError, match=rf"2-qkv/{file}.*{message}") as caught:
+        read_recovery(out)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_line_that_is_being_written_and_a_directory_beside_the_stages_are_left_out(out):
+    expected = recovery([read_recovery(out)]).parts[-1]
+    with (out / "10-full/log.jsonl").open("ab") as log:
+        log.write(b'{"step": 6, "loss": 4.')
+    (out / "my-notes").mkdir()
+    (out / "my-notes/log.jsonl").write_text("bread\n")
+    assert recovery([read_recovery(out)]).parts[-1] == expected
+
+
+def test_a_loss_whose_perplexity_is_beyond_any_number_is_shown(out):
+    record = {"tokens_seen": 100, "held_out": {"before": 1e4, "after": float("nan")}}
+    (out / "1-k/training.json").write_text(json.dumps(record))
+    (losses,) = [part for part in recovery([read_recovery(out)]).parts if isinstance(part, Grid)]
+    assert losses.lines[0][3:] == ["10000.0000", "nan", "inf", "nan"]
+
+
 def test_the_report_takes_a_training_directory_alone_or_among_others(out, tmp_path):
     page = (write_report([out], tmp_path / "page").parent / "report.md").read_text()
     assert "(recovery.png)" in page

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import yaml
 from accelerate import PartialState
 from torch.profiler import ProfilerActivity, profile
-from transformers import masking_utils
+from transformers import LlamaConfig, masking_utils
 from typer.testing import CliRunner
 
 import coca_hf
@@ -167,6 +167,13 @@ def test_bf16_halves_what_is_saved(path):
     assert 0.5 * kept[0] < kept[1] < 0.8 * kept[0]  # norms and the loss stay in float32
 
 
+def test_a_model_that_looks_into_its_positions_is_planned(path, tmp_path):
+    LlamaConfig(vocab_size=VOCAB, **TINY).save_pretrained(tmp_path / "llama")
+    rope = ["stages.k.train=all", f"model={tmp_path / 'llama'}", "config.rope_parameters={rope_type: %s, factor: 4.0}"]
+    plain, dynamic = (plan_recipe(load_recipe(path, [*rope[:2], rope[2] % kind])) for kind in ("linear", "dynamic"))
+    assert dynamic.stages[1].memory.at_step == plain.stages[1].memory.at_step
+
+
 def test_a_plan_leaves_nothing_behind(recipe):
     resize, find = torch.UntypedStorage.resize_, masking_utils.find_packed_sequence_indices
     shared = dict(PartialState._shared_state)
@@ -220,6 +227,7 @@ def test_more_gpus_are_advised_last_and_nothing_where_nothing_helps(recipe, path
         (["--gpu", "ABACUS"], "--gpu: got 'ABACUS', expected one of"),
         (["--mfu", "0"], "--mfu 0; expected"),
         (["--gpu-memory", "0"], "--gpu-memory 0"),
+        (["config.attention_dropout=7"], "config: no CocaLlamaConfig model can be made of it: dropout probability"),
         (["training.use_cpu=true"], "stages.k: got use_cpu, but a plan is for GPUs; add training.use_cpu=false"),
     ],
 )

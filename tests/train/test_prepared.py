@@ -1,7 +1,6 @@
 """Blocks on disk are the stream, block for block, whatever happened while they were written."""
 
 import itertools
-import json
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ from coca_hf.train import prepared, stream, tokens
 from coca_hf.train.data import PackedBlocks
 from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import run_recipe
+from tests.train.layouts import log_lines
 
 SEQ_LEN = 20
 
@@ -205,7 +205,7 @@ def test_the_command_prepares_what_all_stages_take_and_a_run_from_it_is_the_same
     assert "data: 96 of 48 blocks lie prepared in" in capsys.readouterr().out
     for stage in ("1-k", "2-qkv", "3-full"):
         runs = (tmp_path / "out", unbroken)
-        ours, theirs = (json.loads((run / stage / "training.json").read_text())["loss_history"] for run in runs)
+        ours, theirs = ([line["loss"] for line in log_lines(run / stage)] for run in runs)
         assert ours == theirs
 
 

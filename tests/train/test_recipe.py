@@ -96,6 +96,7 @@ BAD_SETTINGS = {
     "training.bf16=perhaps": "bf16: got 'perhaps', expected bool",
     "data.seq_len=long": "data.seq_len: got 'long', expected a valid integer",
     "data.sources.0.weight=0": "data.sources.0.weight: got 0, expected greater than 0",
+    "data.sources.0.weight=1e308": "data.sources.0.weight: got 1e+308, expected less than or equal to",
     "data.sources=[]": "data.sources: got [], expected",
     "training=fast": "training: got 'fast', expected a mapping",
     "training.bf16=[": "line 1: not YAML",
@@ -104,6 +105,10 @@ BAD_SETTINGS = {
     "training.eval_steps=5": "evaluate the result with coca-eval",
     "training.num_train_epochs=2": "give max_steps",
     "training.save_strategy=epoch": "there are no epochs",
+    "training.dataloader_persistent_workers=true": "coca-train feeds the blocks itself",
+    "training.neftune_noise_alpha=-1": "got neftune_noise_alpha -1.0, expected at least 0",
+    "training.torch_compile_mode=fast": "got torch_compile_mode 'fast', expected one of default",
+    "training.gradient_checkpointing_kwargs={reentrant: true}": "unknown key 'reentrant'; nearest: use_reentrant",
     "training.dataloader_num_workers=4": "expected 0 or 1",
     "stages.k.max_steps=0": "stages.k: got max_steps 0, expected a number above 0",
     "stages.k.name=full": "got two of the name 'full'",
@@ -127,6 +132,10 @@ def test_a_bad_setting_is_one_clear_line(recipe_path, setting, message):
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 700
+
+
+def test_an_option_may_be_none_where_that_is_its_default(recipe_path):
+    assert load_recipe(recipe_path, ["training.neftune_noise_alpha=null"]).training["neftune_noise_alpha"] is None
 
 
 def test_a_mapping_may_be_merged_into_others(recipe_tree, tmp_path):

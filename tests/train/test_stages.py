@@ -61,13 +61,12 @@ def test_stages_take_up_the_stream_where_the_one_before_ended(unbroken):
     assert [record(unbroken / stage)["tokens_seen"] for stage in STAGES] == [12 * 20, 32 * 20, 48 * 20]
 
 
-def test_the_log_has_a_line_per_interval_checkpoint_and_end_and_the_record_the_same_losses(unbroken):
+def test_the_log_has_a_line_per_interval_checkpoint_and_end_and_the_record_the_last_loss(unbroken):
     lines = [json.loads(line) for line in (unbroken / "2-qkv/log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 3, 4, 5]
     assert [line["tokens_seen"] for line in lines] == [(12 + 4 * step) * 20 for step in (2, 3, 4, 5)]
     assert [line["learning_rate"] for line in lines] == pytest.approx([8e-4, 6e-4, 4e-4, 2e-4])
     kept = record(unbroken / "2-qkv")
-    assert [entry["loss"] for entry in kept["loss_history"]] == [line["loss"] for line in lines]
     assert kept["final_loss"] == lines[-1]["loss"]
     assert 0 < lines[0]["seconds"] < lines[-1]["seconds"] <= kept["seconds"]
 

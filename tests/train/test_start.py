@@ -6,14 +6,25 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
 
+import coca_hf
 from coca_hf import CocaError
-from coca_hf.train.model import check_model, start_config
+from coca_hf.train.model import check_model, check_vocabulary, start_config, start_model
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
 from tests.conftest import TINY
+
+WIDE = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 80}
 
 
 def write_recipe(path, tree: dict):
@@ -34,7 +45,7 @@ def test_overrides_of_the_config_are_trained_with_and_kept_in_the_result(kind, r
     assert config.rope_parameters["rope_type"] == "linear"
     assert config.rope_parameters["factor"] == 4
     assert config.rope_parameters["rope_theta"] == 10000  # kept
-    losses = [json.loads((run / "training.json").read_text())["loss_history"][0]["loss"] for run in (plain, result)]
+    losses = [json.loads((run / "log.jsonl").read_text().splitlines()[0])["loss"] for run in (plain, result)]
     assert losses[0] != losses[1]  # the first step already turns by other angles
 
 
@@ -72,6 +83,9 @@ BAD_STARTS = {
     "config.model_type=[1]": "coca_llama from scratch|\\[1\\] from scratch: cannot be loaded",
     f"config.hidden_size={list(range(9000))}": r"config: CocaLlamaConfig does not take it: .{250,600}$",
     "config.num_attention_heads=5": "config: CocaLlamaConfig does not take it: .*multiple of the number of",
+    "config.attention_dropout=7": "config: no CocaLlamaConfig model can be made of it: dropout probability",
+    "config.return_dict=false": "config: no CocaLlamaConfig model can be made of it",
+    "config.head_dim=7": "config: no CocaLlamaConfig model can be made of it|CocaLlamaConfig does not take it",
     "model=somewhere": "model: expected a checkpoint, or, for a model from scratch, tokenizer instead",
     "config={hidden_size: 3}": "config.model_type: expected beside tokenizer",
     "tokenizer=none/here/at/all": "none/here/at/all: cannot be loaded",
@@ -83,6 +97,48 @@ def test_a_start_that_does_not_work_is_refused_in_one_line(scratch_path, setting
     with pytest.raises(CocaError, match=BAD_STARTS[setting]) as caught:
         check_model(load_recipe(scratch_path, [setting]))
     assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_of_another_model_is_refused_and_tokens_that_were_added_are_not(tiny_tokenizer, tmp_path):
+    tiny_tokenizer.save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_tokens(["[PAD]"], special_tokens=True)
+    check_vocabulary(tokenizer, LlamaConfig(vocab_size=259))
+    with pytest.raises(CocaError, match="a tokenizer with a token 258, expected one below the model's vocab_size, 99"):
+        check_vocabulary(tokenizer, LlamaConfig(vocab_size=99))
+
+
+def test_weights_that_cannot_be_drawn_are_refused_in_one_line(scratch_path):
+    with pytest.raises(CocaError, match="config: no CocaLlamaConfig model can be made of it: normal expects std"):
+        start_model(load_recipe(scratch_path, ["config.initializer_range=-1.0"]))
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "dynamic", "longrope"])
+@pytest.mark.parametrize("kind", ["tiny_llama_dir", "tiny_coca_dir"])
+def test_every_model_that_trains_passes_the_look_at_its_shapes(recipe_path, request, kind, rope_type):
+    rope = {"rope_type": rope_type, "factor": 4.0}
+    if rope_type == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+    settings = [f"model={request.getfixturevalue(kind)}", f"config.rope_parameters={rope}", "stages.k.train=all"]
+    check_model(load_recipe(recipe_path, [*settings, "stages.qkv.train=all"]))
+
+
+FAMILIES = {
+    "CocaMistral": coca_hf.CocaMistralConfig(**TINY, sliding_window=8),
+    "CocaQwen2": coca_hf.CocaQwen2Config(**TINY),
+    "CocaQwen3": coca_hf.CocaQwen3Config(**TINY, head_dim=8),
+    "CocaGPTNeoX": coca_hf.CocaGPTNeoXConfig(**WIDE),
+    "AlibiLlama": coca_hf.AlibiLlamaConfig(**TINY),
+    "Mistral": MistralConfig(**TINY, sliding_window=8),
+    "Qwen3": Qwen3Config(**TINY, head_dim=8),
+    "GPTNeoX": GPTNeoXConfig(**WIDE),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_passes_the_look_at_its_shapes(recipe_path, tmp_path, family):
+    FAMILIES[family].save_pretrained(tmp_path)
+    check_model(load_recipe(recipe_path, [f"model={tmp_path}", *(f"stages.{k}.train=all" for k in ("k", "qkv"))]))
 
 
 def test_a_config_without_overrides_is_the_models(recipe_path, tiny_coca_dir):
