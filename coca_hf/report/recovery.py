@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from matplotlib.ticker import MaxNLocator
 from pydantic import BaseModel, ValidationError
@@ -13,7 +14,9 @@ from coca_hf.errors import CocaError
 from coca_hf.report.document import Figure, Fold, Grid, Section, Text
 from coca_hf.report.plots import Curve, Key, line_figure
 
-RECIPE, RECORD, LOG = "recipe.yaml", "training.json", "log.jsonl"
+RECIPE, RECORD, CONVERSION, LOG = "recipe.yaml", "training.json", "conversion.json", "log.jsonl"
+FEW = 3  # runs on one figure
+Kind = TypeVar("Kind", bound=BaseModel)
 EXPLANATION = (
     "Loss in training, and, where data.held_out_blocks are kept out of it, on blocks that it never sees, before and "
     "after every stage. Not to be compared with perplexities of coca-eval: other text, no sliding windows."
@@ -43,13 +46,31 @@ class Record(BaseModel):
     date: str = ""
 
 
+class Calibration(BaseModel):
+    seconds: float
+
+
+class Conversion(BaseModel):
+    """What of conversion.json, which every stage hands on, counts here."""
+
+    calibration: Calibration | None = None
+
+
+class Point(NamedTuple):
+    """A loss in nats per token. seconds: of calibration and training, with the stages before; old logs lack it."""
+
+    tokens: int
+    seconds: float | None
+    loss: float
+
+
 @dataclass
 class StageCurve:
-    """One stage; losses in nats per token. `held_out`: (tokens seen, loss), before the stage and after it at least."""
+    """One stage. `held_out`: before the stage and after it at least."""
 
     name: str
-    training: list[tuple[int, float]] = field(default_factory=list)
-    held_out: list[tuple[int, float]] = field(default_factory=list)
+    training: list[Point] = field(default_factory=list)
+    held_out: list[Point] = field(default_factory=list)
     record: Record | None = None  # None for a stage that is not complete
 
 
@@ -71,51 +92,64 @@ def read_recovery(out_dir: Path) -> Recovery | None:
         return None
     directories = [path.parent for path in out_dir.glob(f"*-*/{LOG}") if path.parent.name.split("-")[0].isdecimal()]
     directories.sort(key=lambda path: int(path.name.split("-")[0]))
-    return Recovery(out_dir.name, [_read_stage(directory) for directory in directories])
+    stages, seconds = [], 0.0
+    for number, directory in enumerate(directories):
+        if number == 0 and (directory / CONVERSION).is_file():
+            calibration = _read_record(directory / CONVERSION, Conversion).calibration
+            seconds = calibration.seconds if calibration else 0.0
+        stages.append(_read_stage(directory, seconds))
+        seconds += stages[-1].record.seconds if stages[-1].record else 0.0
+    return Recovery(out_dir.name, stages)
 
 
 def recovery(recoveries: Sequence[Recovery]) -> Section | None:
     """Loss against tokens seen, and held-out loss and perplexity before and after every stage that is complete."""
     if not recoveries:
         return None
+    figures = [_figure("recovery", recoveries, "tokens", "tokens seen in CoCA training")]
+    if any(point.seconds is not None for run in recoveries for stage in run.stages for point in stage.held_out):
+        figures.append(_figure("recovery-seconds", recoveries, "seconds", "seconds of calibration and training"))
+    losses = _losses(recoveries)
+    tables = [losses] if losses.lines else []
+    return Section("Recovery in training", [Text(EXPLANATION), *figures, *tables, _makings(recoveries)])
+
+
+def _figure(name: str, recoveries: Sequence[Recovery], axis: str, x_label: str) -> Figure:
+    """Losses against `axis`, a field of points; those in training, too, where there are no more than `FEW` runs."""
     curves: list[Curve] = []
     borders: list[tuple[float, str]] = []
     for number, run in enumerate(recoveries):
-        for style, kind in enumerate(("held out", "training")):
-            points = [point for stage in run.stages for point in (stage.training if style else stage.held_out)]
+        kinds = {"held out": [stage.held_out for stage in run.stages]}
+        if len(recoveries) <= FEW or not any(kinds["held out"]):
+            kinds["training"] = [stage.training for stage in run.stages]
+        for style, (kind, stages) in enumerate(kinds.items()):
+            points = [point for stage in stages for point in stage if getattr(point, axis) is not None]
             if points:
                 key = Key(f"{run.name}, {kind}", number, style, marked=not style)
-                curves.append(
-                    Curve(
-                        key,
-                        [tokens for tokens, _ in points],
-                        [loss if math.isfinite(loss) else None for _, loss in points],
-                    )
-                )
+                losses = [point.loss if math.isfinite(point.loss) else None for point in points]
+                curves.append(Curve(key, [getattr(point, axis) for point in points], losses))
         for stage in run.stages if number == 0 else ():
             if points := stage.held_out or stage.training:
-                borders.append((points[0][0], stage.name))
+                borders.append((getattr(points[0], axis) or 0, stage.name))
     ticks = MaxNLocator(5, integer=True).tick_values(0, max((x for curve in curves for x in curve.xs), default=1))
     draw = line_figure(
         curves,
         "loss (nats per token)",
-        "tokens seen in CoCA training",
+        x_label,
         y_scale="linear",
         ticks=list(ticks[:-1]),
         x_scale="linear",
         borders=borders,
     )
-    figure = Figure(
-        name="recovery",
-        alt="Loss against tokens seen in training; the table below has its values before and after every stage.",
-        caption="How the loss comes back after conversion: on held-out blocks, and in training (the mean since the "
-        f"line before). Dashed: where the stages of {recoveries[0].name} begin.",
+    return Figure(
+        name=name,
+        alt=f"Loss against {x_label}; the table below has its values before and after every stage.",
+        caption=f"How the loss comes back after conversion, against {x_label}: on held-out blocks, and, of no more "
+        f"than {FEW} runs, in training (the mean since the line before). Dashed: where the stages of "
+        f"{recoveries[0].name} begin.",
         draw=draw,
         keys=[curve.key for curve in curves],
     )
-    losses = _losses(recoveries)
-    tables = [losses] if losses.lines else []
-    return Section("Recovery in training", [Text(EXPLANATION), figure, *tables, _makings(recoveries)])
 
 
 def _losses(recoveries: Sequence[Recovery]) -> Grid:
@@ -149,23 +183,25 @@ def _complete(recoveries: Sequence[Recovery]) -> Iterator[tuple[str, str, Record
                 yield run.name, stage.name, stage.record
 
 
-def _read_stage(directory: Path) -> StageCurve:
+def _read_stage(directory: Path, seconds: float) -> StageCurve:
+    """seconds: that lie before the stage."""
     stage = StageCurve(directory.name.partition("-")[2])
     for number, text in enumerate((directory / LOG).read_bytes().split(b"\n")[:-1], 1):
         try:
             line = json.loads(text)
             key, points = ("held_out_loss", stage.held_out) if "held_out_loss" in line else ("loss", stage.training)
-            points.append((int(line["tokens_seen"]), float(line[key])))
+            passed = seconds + float(line["seconds"]) if "seconds" in line else None
+            points.append(Point(int(line["tokens_seen"]), passed, float(line[key])))
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             raise CocaError(f"{directory / LOG}, line {number}: got no line of coca-train's; delete the line") from None
     if (directory / RECORD).is_file():
-        stage.record = _read_record(directory / RECORD)
+        stage.record = _read_record(directory / RECORD, Record)
     return stage
 
 
-def _read_record(path: Path) -> Record:
+def _read_record(path: Path, kind: type[Kind]) -> Kind:
     try:
-        return Record.model_validate(json.loads(path.read_bytes()))
+        return kind.model_validate(json.loads(path.read_bytes()))
     except ValidationError as error:
         problem = error.errors()[0]
         reason = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}".removeprefix(": ")

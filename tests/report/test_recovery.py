@@ -33,8 +33,8 @@ def out(tmp_path):
 def test_stages_are_read_in_order_with_their_losses(out):
     recovery = read_recovery(out)
     assert [stage.name for stage in recovery.stages] == ["k", "qkv", "full"]
-    assert recovery.stages[1].held_out == [(100, 5.0), (200, 4.0)]
-    assert recovery.stages[2].training == [(250, 3.5)]
+    assert recovery.stages[1].held_out == [(100, None, 5.0), (200, None, 4.0)]
+    assert recovery.stages[2].training == [(250, None, 3.5)]
     assert recovery.stages[2].record is None
 
 
@@ -52,6 +52,33 @@ def test_the_curve_has_every_loss_and_names_where_stages_begin(out):
     assert lines["run, held out"] == [[0, 9], [100, 5], [100, 5], [200, 4], [200, 4]]
     assert lines["run, training"] == [[50, 8.5], [150, 4.5], [250, 3.5]]
     assert [text.get_text() for text in figure.draw(5, 3, True).axes[0].texts] == ["k", "qkv", "full"]
+
+
+def test_against_seconds_the_calibration_and_the_stages_before_count(out):
+    for stage, (directory, seconds) in enumerate({"1-k": 60, "2-qkv": 30, "10-full": None}.items()):
+        log = out / directory / "log.jsonl"
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        for number, line in enumerate(lines):
+            line["seconds"] = 10.0 * number + stage
+        log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        if seconds:
+            record = json.loads((out / directory / "training.json").read_text())
+            (out / directory / "training.json").write_text(json.dumps(record | {"seconds": seconds}))
+    (out / "1-k/conversion.json").write_text(json.dumps({"calibration": {"seconds": 300.0, "tokens": 1}}))
+    _, figure = recovery([read_recovery(out)]).figures()
+    assert figure.name == "recovery-seconds"
+    lines = {line.get_label(): list(line.get_xdata()) for line in figure.draw(5, 3, True).axes[0].lines}
+    assert lines["run, held out"] == [300, 320, 361, 381, 392]
+    assert lines["run, training"] == [310, 371, 402]
+    (out / "1-k/conversion.json").write_text("{")
+    with pytest.raises(CocaError, match=r"1-k/conversion\.json: got no record"):
+        read_recovery(out)
+
+
+def test_of_many_runs_only_the_held_out_losses_are_drawn(out):
+    run = read_recovery(out)
+    (figure,) = recovery([run] * 4).figures()
+    assert [key.label for key in figure.keys] == ["run, held out"] * 4
 
 
 def test_without_held_out_blocks_there_is_the_loss_in_training_alone(out):
