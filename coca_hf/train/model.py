@@ -89,10 +89,8 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
         ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
         smallest_vocabulary = max(tokenizer.get_vocab().values()) + 1
         with _loading(recipe.start):
-            kept = {
-                "vocab_size": smallest_vocabulary,
-                **ids,
-            }  # no default: head_dim is derived from the overrides' width
+            # No defaults among them: head_dim is derived from the overrides' width
+            kept = {"vocab_size": smallest_vocabulary, **ids}
             config = AutoConfig.for_model(overrides.pop("model_type"), **kept)
     else:
         config = load_config(recipe.model)
@@ -139,8 +137,7 @@ def start_model(recipe: Recipe, attn_implementation: str | None = None) -> PreTr
         torch.manual_seed(zlib.crc32(f"{recipe.data.seed} {name}".encode()))
         for parameter in module.parameters(recurse=False):
             parameter._is_hf_initialized = False
-        with _building(model.config):
-            model._init_weights(module)
+        model._init_weights(module)
     torch.set_rng_state(state)
     model.tie_weights()
     return model
