@@ -60,8 +60,17 @@ def coca_key(t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
 
     t: (b, g, n, j), before the ReLU; cos, sin: (b, 1, n, j). Returns (b, g, n, d).
     """
-    halves = torch.stack((cos - sin, cos + sin) if constraint == "slack" else (cos, sin), dim=-2)  # (b, 1, n, 2, j)
-    return (halves * t.relu().unsqueeze(-2)).flatten(-2)
+    return turn(t.relu(), turns(cos, sin, constraint))
+
+
+def turns(cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
+    """`R_n [1, 1]` (slack) or `R_n [1, 0]` (strict), which all heads share: (b, 1, n, 2, j)."""
+    return torch.stack((cos - sin, cos + sin) if constraint == "slack" else (cos, sin), dim=-2)
+
+
+def turn(t: Tensor, turns: Tensor) -> Tensor:
+    """Keys (b, g, n, d) from coefficients (b, g, n, j), in one pass."""
+    return (turns * t.unsqueeze(-2)).flatten(-2)
 
 
 def plain_fold(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> tuple[Tensor, Tensor]:
