@@ -14,6 +14,7 @@ SMOKE = {
     "attention --mode fold": ["--only", "rotation", "plain"],
     "model": ["--attention", "sdpa", "--constraints", "slack", "strict"],
     "decode": ["--batches", "1"],
+    "decode --what step": [],
     "decode --what generate": [],
     "train": ["--train", "t", "all"],
     "evaluate": ["--batch", "2"],
