@@ -1,7 +1,9 @@
 """The benchmarks run, check what they time and say what they were made on; how fast anything is, no test asserts."""
 
 import json
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +16,7 @@ SMOKE = {
     "attention --mode fold": ["--only", "rotation", "plain"],
     "model": ["--attention", "sdpa", "--constraints", "slack", "strict"],
     "decode": ["--batches", "1"],
+    "decode --what step": [],
     "decode --what generate": [],
     "train": ["--train", "t", "all"],
     "evaluate": ["--batch", "2"],
@@ -86,3 +89,74 @@ def test_the_projection_adds_up_measured_layers(tmp_path, monkeypatch, capsys):
     file.write_text(json.dumps(result | {"rows": rows[:2]}))
     with pytest.raises(SystemExit, match="no row of llama-7b that trains 'all'"):
         run("projection", file, monkeypatch=monkeypatch)
+
+
+def test_what_fails_on_the_gpu_is_named_and_the_rest_is_measured(tmp_path):
+    """`python3` notes what it is called with; one benchmark fails, one takes too long."""
+    fake = tmp_path / "python3"
+    fake.write_text(
+        f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\n'
+        'case "$*" in *tune*) exit 3;; *model.py*32768*--repeats\\ 5) exit 124;; esac\n'
+    )
+    fake.chmod(0o755)
+    finished = subprocess.run(
+        [BENCH / "gpu.sh", tmp_path / "out", "2", "3"],
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 1
+    failed = [line for line in finished.stderr.splitlines() if line.startswith("failed")]
+    assert [line.split()[3] for line in failed] == ["3", "124"]
+    calls = (tmp_path / "calls").read_text()
+    results = ("decode", "tune", "prefill", "prefill-350m", "generate", "train", "train-stages", "evaluate")
+    assert all(f"--out {tmp_path}/out/{name}.json" in calls for name in results)
+    assert "floors.py --results" in calls.splitlines()[-1]
+
+
+def test_what_was_measured_before_a_run_ends_is_kept(tmp_path, monkeypatch):
+    from coca_hf.models import decoder
+
+    forward, out = decoder.CocaModel.forward, tmp_path / "out.json"
+
+    def killed(self, input_ids, **kwargs):
+        if input_ids.shape[1] == 56:
+            raise KeyboardInterrupt
+        return forward(self, input_ids, **kwargs)
+
+    monkeypatch.setattr(decoder.CocaModel, "forward", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(
+            "model", "--shape", "tiny", "--lengths", "48", "56", "--repeats", "1", "--out", out, monkeypatch=monkeypatch
+        )
+    assert {row["length"] for row in json.loads(out.read_text())["rows"]} == {48}
+
+
+def test_the_plot_is_of_ratios_to_llama(tmp_path, monkeypatch):
+    def result(task, **ratios):
+        rows = [
+            {"rival": rival, "length": length, "over_llama": ratio}
+            for rival, values in ratios.items()
+            for length, ratio in zip((512, 2048), values, strict=True)
+        ]
+        return {"task": task, "rows": rows}
+
+    results = [
+        result("prefill-bench", LLaMA=(1.0, 1.0), slack=(1.01, 1.02)),
+        result("decode-step-bench", **{"LLaMA sdpa": (1.0, 1.0)}, slack=(1.1, 1.4), strict=(1.2, 1.5)),
+    ]
+    files = [tmp_path / f"{number}.json" for number in range(2)]
+    for file, one in zip(files, results, strict=True):
+        file.write_text(json.dumps(one))
+    found = run("plot", *files, "--out", tmp_path / "speed.png", monkeypatch=monkeypatch)
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+    drawn = {curve.key.label: curve.values for curve in found["curves"](results)}
+    assert drawn == {
+        "LLaMA": [1.0, 1.0],
+        "prefill, slack": [1.01, 1.02],
+        "decoding, slack": [1.1, 1.4],
+        "decoding, strict": [1.2, 1.5],
+    }
+    with pytest.raises(SystemExit, match="got a result of 'train-bench', expected one of prefill-bench, decode-step"):
+        found["curves"]([result("train-bench")])

@@ -207,15 +207,15 @@ def _timed(step: Step, model: Any) -> tuple[float, int | None]:
         torch.cuda.synchronize()
         return begin.elapsed_time(end) / 1000, held + torch.cuda.max_memory_allocated() - before
     gc.collect()
-    resident = _resident(reset=True)
+    resident = resident_bytes(reset=True)
     began = time.perf_counter()
     step.run()
     taken = time.perf_counter() - began
-    peak = _resident(reset=False)
+    peak = resident_bytes(reset=False)
     return taken, None if resident is None or peak is None else held + max(peak - resident, 0)
 
 
-def _resident(reset: bool) -> int | None:
+def resident_bytes(reset: bool) -> int | None:
     """Bytes that the process holds in RAM, having told Linux to forget its peak; without `reset`, the peak since."""
     try:
         if reset:

@@ -2,7 +2,7 @@
 
     fold          query and key from q and t, by one Triton kernel on a GPU, else by `models.attention.plain_fold`
     attention     `attn_implementation="coca"`: `sdpa`, but a new token attends from the half-width cache, by a Triton
-                  kernel on a GPU, else from keys that are made of it
+                  kernel on a GPU, else from keys that are made of it, all heads that share them at once
 
 Checkpoints that load without coca_hf run the plain functions. Letters: see `models/attention.py`.
 """
@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from coca_hf.models.attention import FOLDS, coca_key
+from coca_hf.models.attention import FOLDS
 
 DECODERS: dict[str, Callable] = {}  # by type of device: `decode.decode_attention`
 
@@ -49,18 +50,33 @@ def coca_attention_forward(
 ) -> tuple[Tensor, None]:
     """Attention of transformers' interface. key: (b, g, n, d), or t, (b, g, n, j), as half-width caches hand it out."""
     if key.shape[-1] < query.shape[-1]:
-        cos, sin = past_key_values.angles_of(key)
-        constraint = module.config.coca_constraint
         decode = DECODERS.get(query.device.type)
         if decode is not None and _can_decode(query, attention_mask):
-            output = decode(query, key, value, cos, sin, attention_mask, scaling, constraint == "strict")
+            angles, strict = past_key_values.angles_of(key), module.config.coca_constraint == "strict"
+            output = decode(query, key, value, *angles, attention_mask, scaling, strict)
             return output.transpose(1, 2), None  # (b, 1, h, d)
-        key = coca_key(key, cos, sin, constraint)
+        key = past_key_values.keys_of(key)
+    if _is_token(query, attention_mask):
+        return _attend_together(query, key, value, attention_mask, scaling), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
 
 def _can_decode(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether the kernel takes it: one new token, 16 bits, no gradient, a mask of truths that all heads share."""
-    plain_mask = mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1)
+    """Whether the kernel takes it: one new token, 16 bits, a mask of truths."""
     narrow = query.dtype in (torch.float16, torch.bfloat16)
-    return query.shape[-2] == 1 and narrow and plain_mask and not torch.is_grad_enabled()
+    return _is_token(query, mask) and narrow and (mask is None or mask.dtype == torch.bool)
+
+
+def _is_token(query: Tensor, mask: Tensor | None) -> bool:
+    """Whether it is one new token, without gradient, and a mask that all heads share."""
+    return query.shape[-2] == 1 and not torch.is_grad_enabled() and (mask is None or mask.shape[1] == 1)
+
+
+def _attend_together(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """One token's attention, (b, 1, h, d): heads that share keys as rows of one product, so that a CPU reads them once.
+
+    query: (b, h, 1, d); key, value: (b, g, n, d); mask: (b or 1, 1, 1, n) or None.
+    """
+    rows = query.unflatten(1, (key.shape[1], -1)).squeeze(-2)  # (b, g, groups, d)
+    output = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
+    return output.reshape(query.shape).transpose(1, 2)

@@ -29,8 +29,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x: (..., m, d); cos, sin: broadcastable to (..., m, j). Returns (..., m, d).
     """
     real, imag = x.chunk(2, dim=-1)
-    # Over whole rows of d, which a CPU passes over faster than over halves
-    return torch.addcmul(x * _row(cos, cos), _row(imag, real), _row(-sin, sin))
+    # Over whole rows of d and in place: halves of rows, and memory that is new, are what a CPU is slow at
+    swapped = _row(imag, real).to(torch.promote_types(x.dtype, cos.dtype))
+    return swapped.mul_(_row(-sin, sin)).addcmul_(x, _row(cos, cos))
 
 
 def _row(first: Tensor, second: Tensor) -> Tensor:
@@ -45,7 +46,7 @@ def coca_query(q: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
     q: (b, h, m, d); cos, sin: (b, 1, m, j). Returns (b, h, m, d).
     """
     if constraint == "slack":
-        return q * rotate(q, cos, sin)
+        return rotate(q, cos, sin) * q  # in this order: memory is laid out as that of the first, (b, h, m, d)
     real, imag = q.chunk(2, dim=-1)
     energy = real.square() + imag.square()
     return _row(energy, energy) * _row(cos, sin)
@@ -59,8 +60,17 @@ def coca_key(t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
 
     t: (b, g, n, j), before the ReLU; cos, sin: (b, 1, n, j). Returns (b, g, n, d).
     """
-    t = t.relu()
-    return _row(t, t) * (_row(cos - sin, cos + sin) if constraint == "slack" else _row(cos, sin))
+    return turn(t.relu(), turns(cos, sin, constraint))
+
+
+def turns(cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
+    """`R_n [1, 1]` (slack) or `R_n [1, 0]` (strict), which all heads share: (b, 1, n, 2, j)."""
+    return torch.stack((cos - sin, cos + sin) if constraint == "slack" else (cos, sin), dim=-2)
+
+
+def turn(t: Tensor, turns: Tensor) -> Tensor:
+    """Keys (b, g, n, d) from coefficients (b, g, n, j), in one pass."""
+    return (turns * t.unsqueeze(-2)).flatten(-2)
 
 
 def plain_fold(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> tuple[Tensor, Tensor]:

@@ -1,17 +1,20 @@
-"""The half-width key cache: the coefficients t are stored, and rotated into keys when they are read.
+"""The half-width key cache: the coefficients t are stored, and turned into keys when they are read.
 
 A key follows from its t, which is half as wide, and from its position's angles, which all layers share. Keys and values
 together then take 75% of what LLaMA's take. Letters: see `attention.py`.
 """
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
-from .attention import coca_key
+from .attention import turn, turns
+
+ROOM = 256  # tokens
 
 
 class HalfWidth(Cache):
-    """A cache whose layers hold t (b, g, n, j), before its ReLU, in place of keys (b, g, n, d).
+    """A cache whose layers hold t (b, g, n, j), after its ReLU, in place of keys (b, g, n, d).
 
     The last of `layers` holds the angles of all positions, cos and sin (b, 1, n, j), so that whatever is done to the
     cache (reorder, crop, repeat, select, reset) is done to them.
@@ -32,12 +35,19 @@ class HalfWidth(Cache):
         """
         if layer_idx == 0:
             self.angles.update(*(part.expand(len(t), -1, -1, -1) for part in angles))
-        t, value = super().update(t, value_states, layer_idx)
+        t, value = super().update(t.relu(), value_states, layer_idx)
         if t.shape[-2] == key_states.shape[-2]:
             return key_states, value
         if self.config._attn_implementation == "coca":
             return t, value
-        return coca_key(t, *self.angles_of(t), self.config.coca_constraint), value
+        return self.keys_of(t), value
+
+    def keys_of(self, t: Tensor) -> Tensor:
+        """Keys (b, g, n, d) of all `t` of a layer."""
+        return turn(t, self.turns()[..., -t.shape[-2] :, :, :])
+
+    def turns(self) -> Tensor:
+        return turns(self.angles.keys, self.angles.values, self.config.coca_constraint)
 
     def angles_of(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, each (b, 1, n, j), of all `t` of a layer: the last n where a window slides."""
@@ -50,11 +60,59 @@ class CocaCache(HalfWidth, DynamicCache):
 
     def __init__(self, config, **kwargs):
         super().__init__(config=config, **kwargs)
-        self.hold_angles(config, DynamicLayer())
+        if not self.offloading:  # which would leave the room where the layer was
+            self.layers: list[CacheLayerMixin] = [
+                RoomyLayer() if type(layer) is DynamicLayer else layer for layer in self.layers
+            ]
+        self.hold_angles(config, RoomyLayer())
+        self.turned: tuple[Tensor | None, Tensor] = None, torch.empty(0)  # what `turns` were made of, and they
+
+    def turns(self) -> Tensor:
+        """Made once for all layers."""
+        if self.turned[0] is not self.angles.keys:
+            self.turned = self.angles.keys, super().turns()
+        return self.turned[1]
 
     def prefetch(self, layer_idx: int, *args, **kwargs) -> None:
         """Fetch a layer that was offloaded; after the last comes the first, not the angles, which are never away."""
         super().prefetch(layer_idx % (len(self.layers) - 1), *args, **kwargs)
+
+
+class RoomyLayer(DynamicLayer):
+    """A `DynamicLayer` that writes a new token behind the others, where the stock one copies them all to add it."""
+
+    keys: Tensor
+    values: Tensor
+
+    def lazy_initialization(self, *args) -> None:
+        super().lazy_initialization(*args)
+        self.of_keys, self.of_values = Room(), Room()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return super().update(key_states, value_states)
+        self.keys = self.of_keys.append(self.keys, key_states)
+        self.values = self.of_values.append(self.values, value_states)
+        return self.keys, self.values
+
+
+class Room:
+    """Memory for the tokens of a tensor (b, g, n, width), and for those to come."""
+
+    def __init__(self):
+        self.whole = self.filled = torch.empty(0)
+
+    def append(self, held: Tensor, new: Tensor) -> Tensor:
+        """`torch.cat((held, new), -2)`; all is copied once in `ROOM` tokens, and where beams, say, replaced `held`."""
+        b, g, n, width = held.shape
+        length = n + new.shape[-2]
+        mine = held is self.filled and self.whole.is_inference() <= torch.is_inference_mode_enabled()
+        if not mine or length > self.whole.shape[-2]:
+            self.whole = held.new_empty(b, g, length + ROOM, width)
+            self.whole[..., :n, :] = held
+        self.whole[..., n:length, :] = new
+        self.filled = self.whole[..., :length, :]
+        return self.filled
 
 
 class CocaStaticCache(HalfWidth, StaticCache):

@@ -37,7 +37,10 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", default=[""], help="rivals whose names contain one of these")
     options = parse(parser)
-    rows = [row for length in options.lengths for row in measure_length(length, options)]
+    rows: list[dict] = []
+    for length in options.lengths:
+        rows += measure_length(length, options)
+        record("attention-bench", rows, options)  # what is measured stays, whatever ends the run
     show(
         f"{options.mode}, {options.shape}, {options.dtype}",
         ["rival", "length", "ms", "CPU ms", "GiB added", "x contraction", "x LLaMA", "error"],
@@ -49,7 +52,6 @@ def main() -> None:
             for row in rows
         ],
     )
-    record("attention-bench", rows, options)
 
 
 def scaled(x: float | None, factor: float) -> float | None:

@@ -2,10 +2,12 @@
 
     python scripts/bench/decode.py --lengths 8192 32768 131072 --batches 1 8 32 --out docs/results/decode.json
     python scripts/bench/decode.py --what generate --lengths 32768 --out docs/results/generate.json
+    python scripts/bench/decode.py --what step --lengths 512 2048 8192 32768 --threads 2   # on a CPU
     python scripts/bench/decode.py --what tune --lengths 32768                # sizes of the kernel's programs
 
 attention   one layer: LLaMA's by SDPA's kernels and FlexAttention, the fastest of which is the measure; CoCA's kernel
             from t (`fused`), and from keys made first (`plain`). On a GPU, CUDA graphs: launching costs nothing
+step        one token of the whole model, from a cache of random numbers that grows, as `generate` has it by default
 generate    `model.generate` with a static cache, which transformers compiles on a GPU; seconds for each new token, from
             the difference of two lengths of the answer. LLaMA with `sdpa`, CoCA with `coca`
 Bytes of the caches, by counting them, are part of every run but `tune`.
@@ -33,20 +35,21 @@ KERNELS = {
 
 def main() -> None:
     parser = measure.arguments(__doc__, "llama-7b" if DEVICE == "cuda" else "smollm2-135m", [8192, 32768], repeats=20)
-    parser.add_argument("--what", choices=["attention", "generate", "tune"], default="attention")
+    parser.add_argument("--what", choices=["attention", "step", "generate", "tune"], default="attention")
     parser.add_argument("--batches", type=int, nargs="+", default=[1])
     parser.add_argument("--constraint", choices=["slack", "strict"], default="slack")
-    parser.add_argument("--layers", type=int, help="of generate: fewer than the shape has")
+    parser.add_argument("--layers", type=int, help="of step and generate: fewer than the shape has")
     parser.add_argument("--new-tokens", type=int, nargs=2, default=[16, 80], help="of generate: two lengths")
     options = parse(parser)
     if options.smoke:
         options.batches, options.new_tokens = [2], [2, 4]
-    if options.what == "tune":
-        rows = tune(options)
-    else:
-        run = attention if options.what == "attention" else generate
-        rows = [row for n, b in itertools.product(options.lengths, options.batches) for row in run(n, b, options)]
+    rows: list[dict] = []
+    if options.what != "tune":
         rows += [{"rival": name, "cache_bytes_per_token": size} for name, size in cache_bytes(options).items()]
+    run = {"attention": attention, "step": step, "generate": generate, "tune": tune}[options.what]
+    for length, batch in itertools.product(options.lengths, options.batches):
+        rows += run(length, batch, options)
+        record(f"decode-{options.what}-bench", rows, options)  # what is measured stays, whatever ends the run
     show(
         f"{options.what}, {options.shape}, {options.dtype}",
         ["rival", "length", "batch", "us a token", "GB/s", "x LLaMA's fastest", "cache bytes a token", "error"],
@@ -59,7 +62,6 @@ def main() -> None:
             for row in rows
         ],
     )
-    record(f"decode-{options.what}-bench", rows, options)
 
 
 def attention(length: int, batch: int, options) -> list[dict]:
@@ -161,7 +163,49 @@ def decode_error(name: str, rival, tensors, options) -> float | None:
     return check(name, relative_error(got[:1, :groups], weights @ value), options.dtype)
 
 
-def tune(options) -> list[dict]:
+def step(length: int, batch: int, options) -> list[dict]:
+    fields = {"num_hidden_layers": options.layers} if options.layers else {}
+    token = torch.zeros(batch, 1, dtype=torch.int64, device=DEVICE)
+    steps, models = {}, {}
+    for name, backend in (
+        ("LLaMA", "sdpa"),
+        *((f"CoCA {c}", b) for c in ("slack", "strict") for b in ("sdpa", "coca")),
+    ):
+        model = make_model(name, options.shape, options.dtype, backend, **fields)
+        with torch.inference_mode():
+            cache = model(token, use_cache=True).past_key_values
+            for layer in cache.layers:
+                layer.keys, layer.values = (
+                    torch.randn(*x.shape[:2], length, x.shape[-1], device=DEVICE, dtype=options.dtype).relu()
+                    for x in (layer.keys, layer.values)
+                )
+        models[f"{name} {backend}"] = model
+
+        def run(i: int, model=model, cache=cache) -> None:
+            with torch.inference_mode():
+                model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+        steps[f"{name} {backend}"] = run
+    errors = {name: None if "LLaMA" in name else generate_error(model, options.dtype) for name, model in models.items()}
+    results = compare(steps, options.repeats, options.warmup)
+
+    def over(name: str, clock: str) -> float | None:
+        ours, theirs = results[name][clock], results["LLaMA sdpa"][clock]
+        return theirs / ours if ours and theirs else None
+
+    return [
+        {
+            **{"rival": name, "shape": options.shape, "length": length, "batch": batch, **result},
+            "layers": models[name].config.num_hidden_layers,
+            "tokens_per_second": batch / result["seconds"] if result["seconds"] else None,
+            **{"over_llama": over(name, "seconds"), "over_llama_cpu": over(name, "cpu_seconds")},
+            "relative_error": errors[name],
+        }
+        for name, result in results.items()
+    ]
+
+
+def tune(length: int, batch: int, options) -> list[dict]:
     """The kernel at several sizes of its programs; what is best belongs into coca_hf/kernels/decode.py."""
     if DEVICE != "cuda":
         raise SystemExit("decode.py --what tune: got no GPU, expected one")
@@ -169,16 +213,15 @@ def tune(options) -> list[dict]:
 
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     rows = []
-    for length, batch in itertools.product(options.lengths, options.batches):
-        for width, block, programs in itertools.product((128, 256, 512), (16, 32, 64), (1, 2, 4)):
-            decode._gpu = lambda x, width=width: (processors, width)
-            decode.BLOCK_KEYS, decode.PROGRAMS_PER_PROCESSOR = block, programs
-            try:
-                found = attention_of_kernel(length, batch, options)
-            except Exception as failure:  # Triton's own, for what does not fit into a processor
-                found = {"error": type(failure).__name__}
-            rows.append({"rival": f"width {width}, keys {block}, programs {programs}", "length": length, **found})
-    return sorted(rows, key=lambda row: (row["length"], row.get("seconds") or 9.0))
+    for width, block, programs in itertools.product((128, 256, 512), (16, 32, 64), (1, 2, 4)):
+        decode._gpu = lambda x, width=width: (processors, width)
+        decode.BLOCK_KEYS, decode.PROGRAMS_PER_PROCESSOR = block, programs
+        try:
+            found = attention_of_kernel(length, batch, options)
+        except Exception as failure:  # Triton's own, for what does not fit into a processor
+            found = {"error": type(failure).__name__}
+        rows.append({"rival": f"width {width}, keys {block}, programs {programs}", "length": length, **found})
+    return sorted(rows, key=lambda row: row.get("seconds") or 9.0)
 
 
 def attention_of_kernel(length: int, batch: int, options) -> dict:

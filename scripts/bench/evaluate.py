@@ -37,7 +37,10 @@ def main() -> None:
     else:
         model = make_model("CoCA slack", options.shape, options.dtype, options.attention)
     documents = [torch.randint(97, (options.tokens,)) for _ in range(options.documents)]
-    rows = [row for length in options.lengths for row in measure_length(model, documents, length, options)]
+    rows: list[dict] = []
+    for length in options.lengths:
+        rows += measure_length(model, documents, length, options)
+        record("evaluate-bench", rows, options)  # what is measured stays, whatever ends the run
     show(
         f"perplexity, {options.model or options.shape}, documents of {options.tokens}, stride {options.stride}",
         ["rival", "length", "s", "CPU s", "scored tokens/s", "x YaRN's", "x, CPU time", "perplexity", "GiB added"],
@@ -49,7 +52,6 @@ def main() -> None:
             for row in rows
         ],
     )
-    record("evaluate-bench", rows, options)
 
 
 def measure_length(model, documents: list[torch.Tensor], length: int, options) -> list[dict]:

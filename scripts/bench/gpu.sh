@@ -5,7 +5,7 @@
 #
 # Prints the tables and writes OUT/*.json. Needs torch, triton, transformers and what `import coca_hf` does; coca_hf
 # itself need not be installed. Wheels in .whl/ (of pydantic, say) are used from there. What fails is named at the end,
-# and the rest goes on.
+# and the rest goes on; what a benchmark measured before it failed is in its JSON.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-docs/results}
@@ -48,6 +48,7 @@ part2() { # decoding, and what a model costs
     bench 90 decode-gqa decode --shape llama-3-8b --lengths 32768 --batches 1 8
     bench 100 tune decode --what tune --lengths 32768 --repeats 10
     bench 100 prefill model --lengths 2048 8192 32768 --repeats 5
+    bench 90 decode-step decode --what step --layers 8 --lengths 2048 8192 32768 --repeats 10
     bench 60 prefill-350m model --shape 350m --lengths 32768 --repeats 3
 }
 part3() { # whole generations, training, evaluation
@@ -60,6 +61,9 @@ part3() { # whole generations, training, evaluation
 for part in ${parts:-1 2 3}; do
     "part$part"
 done
+if [[ -f $out/train-stages.json ]]; then
+    run 30 python3 scripts/bench/projection.py "$out/train-stages.json"
+fi
 python3 scripts/bench/floors.py --results "$out"
 if ((${#failed[@]})); then
     printf 'failed, with status %s\n' "${failed[@]}" >&2

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -20,6 +21,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_hf import CocaLlamaConfig, CocaLlamaForCausalLM
+from coca_hf.evaluate.speed import resident_bytes
 from coca_hf.models import attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -122,8 +124,8 @@ def compare(
 
     A rival is called with the number of the inputs' set, which goes around. `graph`: on a GPU, a CUDA graph of all sets
     is replayed, so that launching costs nothing. Returns by name: seconds (median), cpu_seconds (median, of the whole
-    process; CPU only), runs (seconds, in order), peak_bytes (what a run added to the GPU's memory), error (memory that
-    ran out, or null).
+    process; CPU only), runs (seconds, in order), peak_bytes (what a run added to the GPU's memory, or a warm-up run to
+    that of the process), error (memory that ran out, or null).
     """
     results: dict[str, dict] = {
         name: {"seconds": None, "cpu_seconds": None, "runs": [], "cpu_runs": [], "peak_bytes": None, "error": None}
@@ -138,7 +140,7 @@ def compare(
             try:
                 if graph and DEVICE == "cuda" and number == warmup:
                     graphs[name] = _graph(rival, sets)
-                seconds, cpu_seconds, peak = _time(rival, number % sets, graphs.get(name))
+                seconds, cpu_seconds, peak = _time(rival, number % sets, graphs.get(name), number < warmup)
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as failure:
                 if not _is_memory(failure):
                     raise
@@ -146,10 +148,11 @@ def compare(
                 del failure
                 clear()
                 continue
+            if peak is not None and (DEVICE == "cpu" or number >= warmup):
+                one["peak_bytes"] = max(peak, one["peak_bytes"] or 0)
             if number >= warmup:
                 one["runs"].append(seconds / (sets if name in graphs else 1))
                 one["cpu_runs"].append(cpu_seconds)
-                one["peak_bytes"] = max(peak, one["peak_bytes"] or 0) if peak is not None else None
     graphs.clear()
     for one in results.values():
         if one["runs"] and not one["error"]:
@@ -160,7 +163,7 @@ def compare(
     return results
 
 
-def _time(rival: Callable[[int], Any], number: int, graph: Any) -> tuple[float, float, int | None]:
+def _time(rival: Callable[[int], Any], number: int, graph: Any, warm_up: bool) -> tuple[float, float, int | None]:
     if DEVICE == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -172,9 +175,14 @@ def _time(rival: Callable[[int], Any], number: int, graph: Any) -> tuple[float, 
         torch.cuda.synchronize()
         return begin.elapsed_time(end) / 1000, 0.0, None if graph else torch.cuda.max_memory_allocated() - before
     gc.collect()
+    before = None
+    if warm_up and sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)  # what the process keeps free would hide what a run takes
+        before = resident_bytes(reset=True)
     began, cpu_began = time.perf_counter(), time.process_time()
     rival(number)
-    return time.perf_counter() - began, time.process_time() - cpu_began, None
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+    return seconds, cpu_seconds, None if before is None else resident_bytes(reset=False) - before
 
 
 def _graph(rival: Callable[[int], Any], sets: int) -> Any:

@@ -30,9 +30,10 @@ def main() -> None:
     fields = {"num_hidden_layers": options.layers} if options.layers else {}
     models = {name: make_model(name, options.shape, options.dtype, options.attention, **fields) for name in names}
     errors = {name: check_model(name, model, options.dtype) for name, model in models.items() if name != "LLaMA"}
-    rows = [row for length in options.lengths for row in measure_length(length, models, options)]
-    for row in rows:
-        row["relative_error"] = errors.get(row["rival"].removesuffix(" plain"))
+    rows: list[dict] = []
+    for length in options.lengths:
+        rows += measure_length(length, models, errors, options)
+        record("prefill-bench", rows, options)  # what is measured stays, whatever ends the run
     show(
         f"prefill, {options.shape}, {options.dtype}, {options.attention}",
         ["rival", "length", "s", "CPU s", "tokens/s", "x LLaMA", "x LLaMA, CPU time", "peak GiB"],
@@ -44,7 +45,6 @@ def main() -> None:
             for row in rows
         ],
     )
-    record("prefill-bench", rows, options)
 
 
 def check_model(name: str, model, dtype: torch.dtype) -> float:
@@ -56,7 +56,7 @@ def check_model(name: str, model, dtype: torch.dtype) -> float:
     return check(name, relative_error(got, expected), dtype)
 
 
-def measure_length(length: int, models: dict, options) -> list[dict]:
+def measure_length(length: int, models: dict, errors: dict, options) -> list[dict]:
     ids = [torch.randint(97, (1, length), device=DEVICE) for _ in range(4)]
 
     def prefill(model):
@@ -93,6 +93,7 @@ def measure_length(length: int, models: dict, options) -> list[dict]:
                 "tokens_per_second": length / result["seconds"] if result["seconds"] else None,
                 "total_bytes": weights + result["peak_bytes"] if result["peak_bytes"] is not None else None,
                 **{"over_llama": ratio["seconds"], "over_llama_cpu": ratio["cpu_seconds"]},
+                "relative_error": errors.get(name.removesuffix(" plain")),
             }
         )
     return rows

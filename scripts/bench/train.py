@@ -8,6 +8,8 @@ fastest are compared first, and its gradients. The head and the loss are left ou
 projection.py adds up: it is the difference between two depths, per layer.
 """
 
+import itertools
+
 import measure
 import torch
 from measure import DEVICE, check, clear, compare, make_model, parse, plain_folds, record, relative_error, show
@@ -25,7 +27,10 @@ def main() -> None:
     options = parse(parser)
     if options.smoke:
         options.layers, options.batch = [1, 2], 1
-    rows = [row for length in options.lengths for what in options.train for row in measure_step(length, what, options)]
+    rows: list[dict] = []
+    for length, what in itertools.product(options.lengths, options.train):
+        rows += measure_step(length, what, options)
+        record("train-bench", rows, options)  # what is measured stays, whatever ends the run
     show(
         f"training step, {options.shape}, {options.layers[1]} layers, batch {options.batch}, {options.dtype}",
         ["rival", "learns", "length", "s", "tokens/s", "x LLaMA", "s per layer", "GiB added"],
@@ -37,7 +42,6 @@ def main() -> None:
             for row in rows
         ],
     )
-    record("train-bench", rows, options)
 
 
 def measure_step(length: int, what: str, options) -> list[dict]:

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from coca_hf.models.cache import CocaCache
+from coca_hf.models.cache import ROOM, CocaCache, RoomyLayer
 from tests.models.test_llama import tiny_model, tokens
 
 
@@ -109,6 +109,51 @@ def test_what_is_done_to_the_cache_is_done_to_the_angles(operation):
             past = 0
         logits.append(model(ids[rows, past:], attention_mask=mask[rows], past_key_values=cache).logits)
     torch.testing.assert_close(*logits, rtol=0, atol=1e-11)
+
+
+def test_new_tokens_are_written_behind_the_others_without_copying_them():
+    model, ids = tiny_model().double(), tokens(2, 23)
+    expected = model(ids).logits[:, 20:]
+    cache, got, places = CocaCache(model.config), [], set()
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache)
+        for i in range(20, 23):
+            got.append(model(ids[:, i : i + 1], past_key_values=cache).logits)
+            places.add(tuple(x.data_ptr() for layer in cache.layers for x in (layer.keys, layer.values)))
+    assert len(places) == 1
+    rows, kv_heads, pairs, num_bytes = 2, 2, 4, 8
+    assert cache.layers[0].keys.untyped_storage().nbytes() == rows * kv_heads * (21 + ROOM) * pairs * num_bytes
+    torch.testing.assert_close(torch.cat(got, dim=1), expected, rtol=0, atol=1e-11)
+
+
+def test_room_for_new_tokens_is_nobody_elses():
+    """Copies, crops, gradients, inference mode and full rooms: always the numbers of `torch.cat`."""
+    torch.manual_seed(0)
+    layer, plain = RoomyLayer(), DynamicLayer()
+
+    def add(count, mode=torch.no_grad, layers=(layer, plain)):
+        new = torch.randn(2, 3, count, 4), torch.randn(2, 3, count, 5)
+        with mode():
+            for one in layers:
+                one.update(*new)
+        for a, b in zip(*((one.keys, one.values) for one in layers), strict=True):
+            assert torch.equal(a, b)
+
+    add(5)
+    add(1, torch.inference_mode)
+    add(2)  # what inference mode made cannot be written to outside
+    fork = copy.deepcopy(layer), copy.deepcopy(plain)
+    add(1)
+    add(1, layers=fork)
+    add(ROOM + 1)
+    for one in (layer, plain):
+        one.crop(-3)
+    add(1, torch.enable_grad)
+    add(1)
+    for one in (layer, plain):
+        one.reset()
+    add(2), add(1)
+    add(1, layers=fork)
 
 
 def test_static_cache_decodes_compiled_as_one_graph():

@@ -1,0 +1,48 @@
+"""Draw speed against length, CoCA beside LLaMA, from results of model.py and `decode.py --what step`.
+
+    python scripts/bench/plot.py docs/results/prefill-cpu.json docs/results/decode-cpu.json --out docs/speed-cpu.png
+
+The paper's figure of speed, remade as a ratio: tokens/s over LLaMA's in the same run. Several results of one kind are
+drawn as one curve.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from coca_hf.report.plots import Curve, Key, line_figure, to_png
+
+KINDS = {"prefill-bench": "prefill", "decode-step-bench": "decoding"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    draw = line_figure(curves([json.loads(file.read_text()) for file in options.results]), "tokens/s, times LLaMA's",
+                       x_label="tokens (of the prompt, or in the cache)", y_scale="linear")  # fmt: skip
+    options.out.write_bytes(to_png(draw(7.5, 3.6, True)))
+
+
+def curves(results: list[dict]) -> list[Curve]:
+    """Raises SystemExit for a result of another benchmark."""
+    points: dict[tuple[str, str], dict[int, float]] = {}
+    for result in results:
+        if result["task"] not in KINDS:
+            raise SystemExit(f"plot.py: got a result of {result['task']!r}, expected one of {', '.join(KINDS)}")
+        for row in result["rows"]:
+            if row.get("over_llama"):
+                points.setdefault((row["rival"], KINDS[result["task"]]), {})[row["length"]] = row["over_llama"]
+    lengths = sorted({length for values in points.values() for length in values})
+    rivals = list(dict.fromkeys(rival for rival, _ in points if not rival.startswith("LLaMA")))
+    drawn = [Curve(Key("LLaMA", color=6, marked=False), lengths, [1.0] * len(lengths))]
+    for (rival, kind), values in sorted(points.items()):
+        if rival in rivals:
+            key = Key(f"{kind}, {rival}", color=rivals.index(rival), style=list(KINDS.values()).index(kind))
+            drawn.append(Curve(key, sorted(values), [values[length] for length in sorted(values)]))
+    return drawn
+
+
+if __name__ == "__main__":
+    main()
