@@ -93,7 +93,7 @@ def test_of_many_skipped_documents_the_first_are_named_and_all_are_counted(tiny_
 def test_lengths_that_are_no_lengths_are_refused(lengths, tiny_llama_dir, tmp_path, coca_eval):
     code, stdout, stderr = coca_eval("passkey", tiny_llama_dir, f"--lengths={lengths}", "--out", tmp_path / "out")
     assert (code, stdout) == (2, "")
-    assert stderr == f"error: --lengths: got {lengths!r}, expected whole numbers above 1, as in 512,1024,2048\n"
+    assert f"--lengths: got {lengths!r}, expected whole numbers above 1, as in 512,1024,2048" in stderr
 
 
 BAD = {
@@ -148,7 +148,8 @@ def test_a_preset_measures_its_documents_cut_to_its_length(tiny_llama_dir, books
     for both_or_neither in (("--data", books), ()):
         options = common if both_or_neither else common[:-2]
         code, _, stderr = coca_eval("perplexity", *options, *both_or_neither)
-        assert (code, stderr) == (2, "error: --data, --preset: got both or neither, expected one of them\n")
+        assert code == 2
+        assert "--data, --preset: got both or neither, expected one of them" in stderr
 
 
 def test_position_loss_boundary_and_speed_are_commands(tiny_coca_dir, tiny_llama_dir, books, tmp_path, coca_eval):
