@@ -9,9 +9,9 @@ import yaml
 from huggingface_hub import ModelCard
 from typer.testing import CliRunner
 
+from coca_cli.main import evaluate_app
 from coca_hf import CocaError, convert_checkpoint
 from coca_hf.card import MARK, base_metadata, write_card
-from coca_hf.cli import evaluate_app
 
 FRONT_MATTER = """---
 license: other

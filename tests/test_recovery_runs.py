@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from typer.main import get_command
 
 import coca_hf
-from coca_hf.commands.evaluate import app
+from coca_cli.evaluate import app
 from coca_hf.train.recipe import load_recipe
 from tests.report.made import BOOKS, row, with_raw, write_rows
 

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -65,7 +66,7 @@ class SafetensorsSource:
     def read(self, name: str) -> Tensor:
         weights = self._file_of[name]
         stored = weights.tensors[name]
-        data = torch.empty(stored.num_bytes, dtype=torch.uint8)
+        data = torch.from_numpy(np.empty(stored.num_bytes, np.uint8))  # NumPy asks for huge pages: half the time
         weights.read_into(data.numpy().data, stored.start)
         return data.view(self.dtype(name)).view(stored.shape)
 
@@ -137,10 +138,16 @@ class GgufSource:
                 dtype=torch.float32,
             )
             self._tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            passed_over = _passed_over(file)
         except ImportError as error:
             raise CocaError(f"{file}: GGUF needs the gguf package; pip install 'coca-hf[gguf]'") from error
         except Exception as error:  # the readers of gguf and transformers raise many kinds
             raise CocaError(f"{file}: cannot be read as GGUF ({' '.join(str(error).split())[:200]})") from error
+        if passed_over:
+            raise CocaError(
+                f"{file}: got {passed_over}, which transformers' reader of GGUF passes over although it changes the "
+                f"model; expected the original safetensors checkpoint"
+            )
         self.config = {k: v for k, v in self._model.config.to_dict().items() if k != "quantization_config"}
         self._tensors = self._model.state_dict()
 
@@ -176,6 +183,21 @@ class GgufSource:
         """Write the tokenizer and the generation config that the file carries."""
         self._tokenizer.save_pretrained(directory)
         self._model.generation_config.save_pretrained(directory)
+
+
+def _passed_over(file: Path) -> str | None:
+    """What a GGUF file says of positions in places that transformers does not look at: scaled RoPE, a window."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(file)
+    for tensor in reader.tensors:
+        if tensor.name.startswith(("rope_freqs", "rope_factors")):  # LLaMA 3's scaling; longrope's
+            return tensor.name
+    for name, field in reader.fields.items():
+        value = field.contents() if name.endswith((".rope.scaling.type", ".attention.sliding_window")) else None
+        if value and value != "none":
+            return f"{name}={value!r}"
+    return None
 
 
 Source = SafetensorsSource | GgufSource

@@ -1,5 +1,5 @@
 """`accelerate launch -m coca_hf.train RECIPE …` is `coca-train RECIPE …` on every process."""
 
-from coca_hf.cli import train
+from coca_cli.main import train
 
 train()

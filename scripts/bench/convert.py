@@ -22,7 +22,7 @@ import torch
 from measure import write
 from transformers import LlamaConfig, LlamaForCausalLM
 
-CONVERT = "import sys; from coca_hf.cli import convert; sys.argv[0] = 'coca-convert'; convert()"
+CONVERT = "import sys; from coca_cli.main import convert; sys.argv[0] = 'coca-convert'; convert()"
 BLOCK_NUMBERS = 1 << 25
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from coca_hf import cli
+from coca_cli.main import evaluate as run_coca_eval
 
 HERE = Path(__file__).parent
 PLAN = yaml.safe_load((HERE / "runs.yaml").read_text(encoding="utf-8"))
@@ -104,7 +104,7 @@ def coca_eval(*command) -> None:
     sys.argv = ["coca-eval", *map(str, command)]
     print(f"$ {shlex.join(sys.argv)}", flush=True)
     try:
-        cli.evaluate()
+        run_coca_eval()
     except SystemExit as end:
         if end.code:
             raise

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from coca_hf import convert_checkpoint
-from coca_hf.cli import _run, convert_app
+from coca_cli import main
+from coca_hf import CocaError, convert_checkpoint
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def convert(tmp_path, monkeypatch, capsys):
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["coca-convert", *map(str, arguments)])
         with pytest.raises(SystemExit) as stop:
-            _run(convert_app)
+            main.convert()
         return stop.value.code, capsys.readouterr().err
 
     return run
@@ -149,8 +149,6 @@ def test_damaged_source_is_one_line_and_exit_code_2(source, tmp_path, convert, d
     [
         (["no-such-directory", "dst"], "no such directory"),
         (["owner/name", "dst"], "no such directory, and not on the hub within reach"),
-        (["{source}", "dst", "--constraint", "loose"], "--constraint: got 'loose', expected slack or strict"),
-        (["{source}", "dst", "--dtype", "int4"], "--dtype: got 'int4', expected auto, float32"),
         (["{source}", "{source}"], "is the source itself or holds it"),
         (["{source}", "{source}/..", "--overwrite"], "is the source itself or holds it"),
         (["{source}/config.json", "dst"], "got a file, expected a checkpoint directory"),
@@ -161,6 +159,19 @@ def test_wrong_argument_is_one_line_and_exit_code_2(source, tmp_path, monkeypatc
     code, printed = convert(*(argument.format(source=source) for argument in arguments))
     assert (code, printed.count("\n")) == (2, 1)
     assert message in printed
+    assert not (tmp_path / "dst").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"constraint": "loose"}, "--constraint: got 'loose', expected slack or strict"),
+        ({"dtype": "int4"}, "--dtype: got 'int4', expected auto, float32, bfloat16, float16"),
+    ],
+)
+def test_wrong_option_from_python_is_refused(source, tmp_path, option, message):
+    with pytest.raises(CocaError, match=message):
+        convert_checkpoint(source, tmp_path / "dst", **option)
     assert not (tmp_path / "dst").exists()
 
 

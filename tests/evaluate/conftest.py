@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from coca_hf import cli
+from coca_cli import main
 from coca_hf.evaluate.load import load_subject
 
 
@@ -37,7 +37,7 @@ def coca_eval(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["coca-eval", *map(str, arguments)])
         monkeypatch.setenv("COLUMNS", "200")
         with pytest.raises(SystemExit) as exit_info:
-            cli.evaluate()
+            main.evaluate()
         out, err = capsys.readouterr()
         return exit_info.value.code or 0, out, err
 

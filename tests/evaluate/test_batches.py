@@ -144,7 +144,7 @@ def run(arguments, tmp_path, *launcher, wait=True):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launcher, "-c" if not launcher else str(tmp_path / "eval.py"), *map(str, arguments)]
     if not launcher:
-        command.insert(2, "from coca_hf.cli import evaluate; evaluate()")
+        command.insert(2, "from coca_cli.main import evaluate; evaluate()")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     if not wait:
         return process
@@ -160,7 +160,7 @@ def rows_of(directory):
 @pytest.mark.real
 def test_two_processes_make_the_rows_of_one(tiny_coca_dir, books, tmp_path):
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(TWO_PROCESSES | {"main_process_port": 29547}))
-    (tmp_path / "eval.py").write_text("from coca_hf.cli import evaluate\nevaluate()\n")
+    (tmp_path / "eval.py").write_text("from coca_cli.main import evaluate\nevaluate()\n")
     launcher = ("-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "two.yaml"))
     for name, prefix in (("one", ()), ("two", launcher)):
         common = ("--out", tmp_path / name, "--rope", "default,dynamic:4", "--batch-size", 4)

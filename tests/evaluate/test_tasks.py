@@ -183,7 +183,7 @@ def test_a_task_of_ruler_without_a_length_is_refused(coca, tmp_path):
 # Reads the task files at hand only: each process would take its while to read the thousands of lm-eval's own.
 EVAL = """
 from lm_eval.tasks import TaskManager
-from coca_hf.cli import evaluate
+from coca_cli.main import evaluate
 from coca_hf.evaluate import tasks
 tasks._task_manager = lambda path: TaskManager(include_path=path, include_defaults=False)
 evaluate()

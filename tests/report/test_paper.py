@@ -12,8 +12,8 @@ import typer
 import yaml
 from accelerate.commands.launch import launch_command_parser
 
-from coca_hf.commands import convert, evaluate, train
-from coca_hf.commands.options import parse_lengths
+from coca_cli import convert, evaluate, train
+from coca_cli.options import parse_lengths
 from coca_hf.evaluate.rope import parse_ropes
 from coca_hf.evaluate.sample import check_preset
 from coca_hf.train.model import start_config

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from coca_hf import cli
+from coca_cli import main
 from coca_hf.report.document import markdown
 from coca_hf.report.page import read_page
 
@@ -30,7 +30,7 @@ def real_page(tiny_llama_dir, tiny_coca_dir, tmp_path_factory):
                 words = ["coca-eval", task, model, *(places.get(word, word) for word in options)]
                 patch.setattr(sys, "argv", [str(word) for word in [*words, "--out", directory / "rows"]])
                 with pytest.raises(SystemExit) as exit_info:
-                    cli.evaluate()
+                    main.evaluate()
                 assert not exit_info.value.code
     return read_page([directory / "rows"])
 

@@ -20,7 +20,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from coca_hf import cli
+from coca_cli import main
 from coca_hf.train import one_stage, stages
 from coca_hf.train.trainer import StageTrainer
 
@@ -129,7 +129,7 @@ def _rank(output: str, runs: list[Run], processes: int) -> None:
             run.hook()
         PartialState.destroy_process_group = _destroy if run is runs[-1] else _keep  # the next run needs it
         try:
-            cli.train()
+            main.train()
         except SystemExit as ended:
             if ended.code or run is runs[-1]:
                 raise

@@ -11,7 +11,8 @@ import pytest
 import torch
 from filelock import FileLock
 
-from coca_hf import CocaError, cli
+from coca_cli import main
+from coca_hf import CocaError
 from coca_hf.train import prepared, stream, tokens
 from coca_hf.train.data import PackedBlocks
 from coca_hf.train.recipe import Source, load_recipe
@@ -198,7 +199,7 @@ def test_the_command_prepares_what_all_stages_take_and_a_run_from_it_is_the_same
     setting = f"data.prepared={tmp_path / 'blocks'}"
     monkeypatch.setattr(sys, "argv", ["coca-train", str(recipe_path), setting, "--prepare", "--world-size", "2"])
     with pytest.raises(SystemExit) as stopped:
-        cli.train()
+        main.train()
     assert stopped.value.code == 0
     assert "prepared: 96 blocks, 1,920 tokens in" in capsys.readouterr().out  # 2 processes x 4 x (3 + 5 + 4) steps
     run_recipe(load_recipe(recipe_path, [setting]), tmp_path / "out")

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from coca_hf import CocaError, cli
+from coca_cli import main
+from coca_hf import CocaError
 from coca_hf.train.recipe import load_recipe
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))
@@ -184,7 +185,7 @@ def test_a_typo_ends_the_command_with_code_2_and_makes_nothing(recipe_path, tmp_
     arguments = [str(recipe_path), "--out", str(tmp_path / "out"), "training.learning_rat=1"]
     monkeypatch.setattr(sys, "argv", ["coca-train", *arguments])
     with pytest.raises(SystemExit) as stopped:
-        cli.train()
+        main.train()
     assert stopped.value.code == 2
     assert capsys.readouterr().err.startswith("error: ")
     assert not (tmp_path / "out").exists()

@@ -11,7 +11,8 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from coca_hf import CocaError, cli
+from coca_cli import main
+from coca_hf import CocaError
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 
@@ -234,7 +235,7 @@ def test_the_command_trains_and_says_where_the_result_lies(recipe_path, tmp_path
     arguments = [str(recipe_path), "--out", str(out), "--stage", "k", "stages.k.max_steps=1"]
     monkeypatch.setattr(sys, "argv", ["coca-train", *arguments])
     with pytest.raises(SystemExit) as stopped:
-        cli.train()
+        main.train()
     assert stopped.value.code == 0
     printed = capsys.readouterr().out
     assert f"checkpoint: {out}/1-k" in printed
@@ -246,7 +247,7 @@ def test_a_stage_that_trains_nothing_ends_the_command_with_code_2(recipe_path, t
     arguments = [str(recipe_path), "--out", str(tmp_path / "out"), "stages.k.train=[t_porj]"]
     monkeypatch.setattr(sys, "argv", ["coca-train", *arguments])
     with pytest.raises(SystemExit) as stopped:
-        cli.train()
+        main.train()
     assert stopped.value.code == 2
     assert "nearest: t_proj" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -1,11 +1,11 @@
 """`coca-convert SRC DST`."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from coca_hf.commands.console import console
+from coca_cli.console import console
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -15,9 +15,11 @@ def convert_command(
     src: Annotated[str, typer.Argument(help="Checkpoint: a directory, a .gguf file or a hub id.")],
     dst: Annotated[str, typer.Argument(help="Directory to write. Absent or complete at every moment.")],
     constraint: Annotated[
-        str | None, typer.Option(help="slack (the paper's main results, and the default) or strict.")
+        Literal["slack", "strict"] | None, typer.Option(help="By default slack, the paper's main results.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto (the source's), float32, bfloat16 or float16.")] = "auto",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="auto: the source's.")
+    ] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint at DST.")] = False,
     max_shard_size: Annotated[str, typer.Option(help="Of the files of weights, as in 500MB or 5GB.")] = "1GB",
     ntk_length: Annotated[

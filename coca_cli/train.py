@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from coca_hf.commands.console import PlainConsole, console, say
+from coca_cli.console import PlainConsole, console, say
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -9,6 +9,10 @@ PlainConsole = partial(Console, markup=False, emoji=False, highlight=False)
 console = PlainConsole(stderr=True, soft_wrap=True)
 
 
+class BadOption(ValueError):
+    """What is wrong with options, in one line; CocaError is not to be had before all of coca_hf is imported."""
+
+
 def say(text: str) -> None:
     """To stdout, for whoever reads on: where the results are, and what comes next."""
     PlainConsole().print(text, soft_wrap=True)

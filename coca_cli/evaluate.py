@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from coca_hf.commands.console import say
-from coca_hf.commands.options import (
+from coca_cli.console import BadOption, say
+from coca_cli.options import (
     BatchOption,
     LengthsOption,
     Run,
@@ -17,7 +17,6 @@ from coca_hf.commands.options import (
     parse_lengths,
     warn_beyond_trained,
 )
-from coca_hf.errors import CocaError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -195,13 +194,13 @@ def tasks_command(
     batch_size: BatchOption = "1",
 ) -> None:
     """Tasks of lm-eval by name, and RULER: whether short contexts are as good as before, and long ones are used."""
+    wanted = parse_lengths(ruler, "--ruler") if ruler else []
+    if not tasks and not wanted:
+        raise BadOption("--tasks, --ruler: got neither, expected at least one of them")
     from coca_hf.evaluate.batches import parse_batch_size
     from coca_hf.evaluate.tasks import parse_tasks, task_rows
 
     names = parse_tasks(tasks, include_path) if tasks else []
-    wanted = parse_lengths(ruler, "--ruler") if ruler else []
-    if not names and not wanted:
-        raise CocaError("--tasks, --ruler: got neither, expected at least one of them")
     subject, ropes = run.load()
     size = parse_batch_size(batch_size, subject.model.device)
     warn_beyond_trained(subject, ropes, wanted)

@@ -11,8 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from coca_hf.commands.console import PlainConsole, console, say
-from coca_hf.errors import CocaError
+from coca_cli.console import BadOption, PlainConsole, console, say
 
 LengthsOption = Annotated[str, typer.Option(help="Context lengths in tokens, with commas between them.")]
 BatchOption = Annotated[
@@ -106,11 +105,13 @@ class Texts:
     ] = False
     seed: SeedOption = 0
 
+    def __post_init__(self) -> None:
+        if (self.data is None) == (self.preset is None):
+            raise BadOption("--data, --preset: got both or neither, expected one of them")
+
     def draw(self, subject, min_tokens: int, special_tokens: bool = True):
         from coca_hf.evaluate.sample import check_preset, draw_sample
 
-        if (self.data is None) == (self.preset is None):
-            raise CocaError("--data, --preset: got both or neither, expected one of them")
         options = asdict(self)
         if preset := options.pop("preset"):
             chosen = check_preset(preset)
@@ -135,10 +136,10 @@ def _first(names: list[str], most: int = 10) -> str:
 
 
 def parse_lengths(text: str, option: str = "--lengths") -> list[int]:
-    """Raises CocaError for what is no list of lengths."""
+    """Raises BadOption for what is no list of lengths."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and len(part) < 10 and int(part) > 1 for part in parts):
-        raise CocaError(f"{option}: got {text!r}, expected whole numbers from 2 to 999999999, as in 512,1024,2048")
+        raise BadOption(f"{option}: got {text!r}, expected whole numbers from 2 to 999999999, as in 512,1024,2048")
     return list(dict.fromkeys(int(part) for part in parts))
 
 
