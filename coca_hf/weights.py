@@ -21,7 +21,7 @@ from coca_hf.errors import CocaError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-BLOCK_BYTES = 1 << 20  # what is done with a block finds it in the processor's cache
+BLOCK_BYTES = 1 << 19  # what is done with a block finds it in the processor's cache
 MAX_HEADER_BYTES = 32_000_000
 MAX_CONFIG_BYTES = 10_000_000
 MAX_INDEX_BYTES = 100_000_000

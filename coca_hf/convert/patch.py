@@ -23,7 +23,7 @@ def patch_(model: PreTrainedModel, constraint: str = "slack", keep_original: boo
     Gradient checkpointing and `enable_input_require_grads` stay on; hooks of others are refused, as they would be lost.
 
     Raises CocaError where the model is not a plain causal LM of a supported family (already CoCA, quantized, compiled,
-    wrapped), has hooks, or has not all of its weights in memory.
+    sharded, wrapped), has hooks, or has not all of its weights in memory.
     """
     if isinstance(model, CocaForCausalLM):
         raise CocaError("patch_: got a CoCA model already; there is nothing to patch")
@@ -91,14 +91,24 @@ def unpatch_(model: CocaForCausalLM) -> PreTrainedModel:
 
 
 def _check_movable(model: PreTrainedModel) -> None:
-    """Raise CocaError where modules carry what `patch_` would lose: hooks, or weights that are elsewhere."""
+    """Raise CocaError where a module carries what `patch_` would lose: hooks, compiled code, weights elsewhere."""
     for name, parameter in model.named_parameters():
+        if type(parameter.data) is not torch.Tensor:
+            raise CocaError(
+                f"patch_: {name} is a {type(parameter.data).__name__} (sharded or quantized), expected plain weights; "
+                f"patch_ first"
+            )
         if parameter.is_meta:
             raise CocaError(
                 f"patch_: {name} is on the meta device (offloaded to disk, or never loaded), expected all weights in "
                 f"memory; load the model without offloading, or use coca-convert"
             )
     for name, module in model.named_modules():
+        if module._compiled_call_impl is not None or "forward" in vars(module):
+            raise CocaError(
+                f"patch_: {name or 'the model'} is compiled or has a forward of its own, which would be lost; patch_ "
+                f"first"
+            )
         kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
         hooks = [hook for kind in kinds for hook in kind.values()]
         own = ("transformers.utils.output_capturing", "transformers.modeling_utils")  # the CoCA model gets them, too

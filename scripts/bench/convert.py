@@ -1,6 +1,6 @@
 """Conversion at full size against `cp -r`: wall time and peak memory on a synthetic LLaMA-7B-shaped fp16 checkpoint.
 
-    python scripts/bench/convert.py --out docs/results/convert-7b.json  # needs 42 GB of disk
+    python scripts/bench/convert.py --out docs/results/convert-7b.json  # needs 28 GB of disk
 
 Every round copies and converts once, in turn; the source is dropped from the page cache before each, and each is timed
 until its files are on the disk (`sync`). Memory: `rss` is the peak resident set of the whole process, `anonymous` the

@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaForSequenceClassification
+from torch.distributed.tensor import distribute_tensor
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 import coca_hf
 from coca_hf import CocaError, CocaLlamaForCausalLM, patch_, unpatch_
@@ -69,6 +71,29 @@ def test_another_model_of_the_process_is_left_alone(tiny_llama_dir):
 def test_what_is_not_a_plain_llama_is_refused(tiny_llama_dir, make, message):
     with pytest.raises(CocaError, match=message):
         patch_(make(tiny_llama_dir))
+
+
+@pytest.mark.parametrize("part", ["", "model.layers.1.mlp"])
+@pytest.mark.parametrize("way", ["compile", "forward"])
+def test_what_is_compiled_in_place_or_has_another_forward_is_refused(tiny_llama_dir, part, way):
+    model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
+    module = model.get_submodule(part)
+    if way == "compile":
+        module.compile()
+    else:
+        module.forward = torch.compile(module.forward)
+    with pytest.raises(CocaError, match=f"patch_: {part or 'the model'} is compiled or has a forward of its own"):
+        patch_(model)
+    assert type(model) is LlamaForCausalLM
+
+
+def test_a_quantized_model_is_refused(tiny_llama_dir):
+    pytest.importorskip("bitsandbytes")
+    model = LlamaForCausalLM.from_pretrained(
+        tiny_llama_dir, quantization_config=BitsAndBytesConfig(load_in_8bit=True), device_map="cpu"
+    )
+    with pytest.raises(CocaError, match="patch_: got a quantized model, expected plain weights"):
+        patch_(model)
 
 
 def test_a_config_that_coca_does_not_support_is_refused_and_the_model_left_as_it_was(tiny_llama_dir):
@@ -163,6 +188,12 @@ def test_a_sharded_model_is_refused(tiny_llama_dir, tmp_path):
     try:
         model = fully_shard(LlamaForCausalLM.from_pretrained(tiny_llama_dir))
         with pytest.raises(CocaError, match="got FSDPLlamaForCausalLM, expected"):
+            patch_(model)
+        model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
+        model.lm_head.weight = torch.nn.Parameter(
+            distribute_tensor(model.lm_head.weight.data, init_device_mesh("cpu", (1,)))
+        )
+        with pytest.raises(CocaError, match=r"patch_: lm_head.weight is a DTensor"):
             patch_(model)
     finally:
         torch.distributed.destroy_process_group()
