@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from coca_hf import CocaError, cli, convert_checkpoint, patch_
+from coca_cli import main as cli
+from coca_hf import CocaError, convert_checkpoint, patch_
 from coca_hf.convert.calibrate import _Angles, _attend, _run_original, calibrate
 from tests.models.families import CASES, WINDOW, stock_model
 
