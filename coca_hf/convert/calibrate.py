@@ -7,11 +7,8 @@ Layer by layer, on the hidden states that the original has there, Adam minimises
 with w_m proportional to (m + 1)^(-1/2). The first term is what matters: fitting outputs alone leaves most of the error
 (LoLCATs, arXiv 2410.10254, starts linear attention likewise). The second and the weights guard the first few tokens: a
 CoCA score is largest at distance 0, and a second token that attends to itself looks like the first one, which some MLP
-then makes another attention sink of. For the same reason a part of the text is read once more in pieces of `OPENING`
-tokens, each as if the text began there: of long blocks alone there would be too few beginnings to learn them.
-
-All else stays as it is, and no gradient passes from layer to layer: the layers see what the original's see, so that
-none has to make up for the others, and one layer is on the GPU at a time.
+then makes another attention sink of. All else stays as it is, and no gradient passes from layer to layer: the layers
+see what the original's see, so that none has to make up for the others, and one layer is on the GPU at a time.
 
 Letters: see `models/attention.py`; n_b blocks of text. Memory is n_b (m * hidden + h * m * m) * 4 bytes and a layer.
 """
@@ -43,10 +40,6 @@ WARMUP_STEPS = 10
 BLOCK_TOKENS = 256
 HELD_OUT_BLOCKS = 8
 CANDIDATES = 64  # blocks read for every one that is taken
-OPENING = 8  # tokens
-ONE_OPENING_IN = 4  # of the pieces of that length that a block has
-OPENING_WEIGHT = 0.25  # of their loss; at 1 the maps of whole blocks are half as far again from the original's
-METHOD = (STEPS, BATCH_TOKENS, RELATIVE_RATE, WARMUP_STEPS, OPENING, ONE_OPENING_IN, OPENING_WEIGHT)
 
 Report = Callable[[int, int], None]  # layers done, layers in all
 
@@ -116,15 +109,11 @@ def calibrate(
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     base: Any = original.base_model
-    length = blocks.shape[1]
-    opening = min(OPENING, length)
-    openings = blocks[:, : length // opening * opening].reshape(-1, opening)[::ONE_OPENING_IN]
-    angles, short = (_Angles(base, coca, tokens, device) for tokens in (length, opening))
+    angles = _Angles(base, coca, blocks.shape[1], device)
     embed: Any = original.get_input_embeddings()
     with torch.no_grad():
-        states, opening_states, embedded = (
-            embed(ids.to(embed.weight.device)).float() for ids in (blocks, openings, held_out)
-        )
+        states = embed(blocks.to(embed.weight.device)).float()
+        embedded = embed(held_out.to(embed.weight.device)).float()
     streams = dict.fromkeys(("original", "start", "calibrated"), embedded)
     tensors: dict[str, Tensor] = {}
     layers: list[LayerFit] = []
@@ -132,8 +121,7 @@ def calibrate(
     for number, (theirs, ours) in enumerate(zip(base.layers, coca.model.layers, strict=True)):
         start: Any
         theirs, start = (copy.deepcopy(layer).to(device, torch.float32).eval() for layer in (theirs, ours))
-        seen, states = _run_original(theirs, states, angles)
-        seen_openings, opening_states = _run_original(theirs, opening_states, short)
+        seen, after = _run_original(theirs, states, angles)
         seen_held_out, streams["original"] = _run_original(theirs, streams["original"], angles)
         fitted = copy.deepcopy(start)
         attention: CocaAttention = fitted.self_attn
@@ -141,14 +129,14 @@ def calibrate(
         if file.exists():
             attention.load_state_dict(load_file(file), strict=False)
         else:
-            long, brief = (_Batches(*of, seed + number) for of in ((seen, angles), (seen_openings, short)))
-            _fit(attention, {long: 1.0, brief: OPENING_WEIGHT}, steps)
+            _fit(attention, seen, angles, steps, seed + number)
             _save(_fitted_tensors(attention), file)
         layers.append(LayerFit(*(_divergence(one, seen_held_out, angles) for one in (start.self_attn, attention))))
         for name, layer in (("start", start), ("calibrated", fitted)):
             streams[name] = _run_coca(layer, streams[name], angles)
         prefix = f"model.layers.{number}.self_attn."
         tensors |= {prefix + name: tensor.cpu() for name, tensor in _fitted_tensors(attention).items()}
+        states = after
         report(number + 1, len(base.layers))
     perplexity = {name: _perplexity(coca, stream, held_out) for name, stream in streams.items()}
     return Calibration(tensors, layers, perplexity)
@@ -219,25 +207,8 @@ def _run_coca(layer: nn.Module, states: Tensor, angles: _Angles) -> Tensor:
     return torch.cat([layer(batch, **arguments).cpu() for batch in angles.batches(states)])
 
 
-class _Batches:
-    """What the original's attention does, a batch of `BATCH_TOKENS` at a time, in random order, again and again."""
-
-    def __init__(self, seen: _Seen, angles: _Angles, seed: int):
-        self.seen, self.angles = seen, angles
-        self.size = min(len(seen.inputs), max(1, BATCH_TOKENS // seen.inputs.shape[1]))
-        self.order = torch.Generator().manual_seed(seed)
-        self.waiting: list[int] = []
-
-    def next(self) -> tuple[Tensor, Tensor, Tensor]:
-        if len(self.waiting) < self.size:
-            self.waiting = torch.randperm(len(self.seen.inputs), generator=self.order).tolist()
-        chosen, self.waiting = self.waiting[: self.size], self.waiting[self.size :]
-        inputs, maps, outputs = (part[chosen].to(self.angles.device) for part in self.seen)
-        return inputs, maps, outputs
-
-
-def _fit(attention: CocaAttention, texts: dict[_Batches, float], steps: int) -> None:
-    """Train W_Q and W_T of `attention`, in place, every step on a batch of each of `texts`, which have weights."""
+def _fit(attention: CocaAttention, seen: _Seen, angles: _Angles, steps: int, seed: int) -> None:
+    """Train W_Q and W_T of `attention`, in place."""
     attention.requires_grad_(False)
     parameters = [*attention.q_proj.parameters(), *attention.t_proj.parameters()]
     for parameter in parameters:
@@ -247,13 +218,19 @@ def _fit(attention: CocaAttention, texts: dict[_Batches, float], steps: int) -> 
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS) * (1 - step / steps)
     )
+    num_blocks, length = seen.inputs.shape[:2]
+    batch_size = min(num_blocks, max(1, BATCH_TOKENS // length))
+    order = torch.Generator().manual_seed(seed)
+    waiting: list[int] = []
     for _ in range(steps):
-        for text, weight in texts.items():
-            inputs, maps, outputs = text.next()
-            log_maps, found = _attend(attention, inputs, text.angles)
-            divergence = -(maps * log_maps).sum(-1).mean((0, 1))  # up to the entropy of `maps`
-            error = ((found - outputs).square().sum(-1) / outputs.square().sum(-1).clamp(min=1e-12)).mean(0)
-            (weight * (divergence + error) * text.angles.weights).mean().backward()
+        if len(waiting) < batch_size:
+            waiting = torch.randperm(num_blocks, generator=order).tolist()
+        chosen, waiting = waiting[:batch_size], waiting[batch_size:]
+        inputs, maps, outputs = (part[chosen].to(angles.device) for part in seen)
+        log_maps, found = _attend(attention, inputs, angles)
+        divergence = -(maps * log_maps).sum(-1).mean((0, 1))  # up to the entropy of `maps`
+        error = ((found - outputs).square().sum(-1) / outputs.square().sum(-1).clamp(min=1e-12)).mean(0)
+        ((divergence + error) * angles.weights).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()

@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from coca_hf.card import write_card
-from coca_hf.convert.calibrate import METHOD, STEPS, calibrate, calibration_blocks
+from coca_hf.convert.calibrate import STEPS, calibrate, calibration_blocks
 from coca_hf.convert.patch import patch_
 from coca_hf.convert.plan import DTYPES, TOKENIZER, Plan
 from coca_hf.convert.record import conversion_record
@@ -103,7 +103,7 @@ class _Calibration:
         tokenizer = plan.source.load_tokenizer()
         self.blocks, self.held_out = calibration_blocks(text, tokenizer, plan.config, num_tokens, seed)
         ids = torch.cat((self.blocks, self.held_out))
-        plan.calibrated_from = [plan.source.states(), ids.shape, xxhash.xxh3_128_hexdigest(bytes_of(ids)), seed, METHOD]
+        plan.calibrated_from = [plan.source.states(), ids.shape, xxhash.xxh3_128_hexdigest(bytes_of(ids)), seed, STEPS]
 
     def run(self, staging: Staging, progress: Progress) -> None:
         began = time.perf_counter()
