@@ -4,6 +4,9 @@ A key follows from its t, which is half as wide, and from its position's angles,
 together then take 75% of what LLaMA's take. Letters: see `attention.py`.
 """
 
+import weakref
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticCache, StaticLayer
@@ -97,22 +100,29 @@ class RoomyLayer(DynamicLayer):
 
 
 class Room:
-    """Memory for the tokens of a tensor (b, g, n, width), and for those to come."""
+    """Appends to a tensor (b, g, n, width), in the memory behind it where that is its own."""
 
     def __init__(self):
-        self.whole = self.filled = torch.empty(0)
+        self.capacity = 0  # tokens
+        self.filled: Callable[[], Tensor | None] = lambda: None  # a weak reference: memory goes with the layer's tensor
+
+    def __reduce__(self):
+        return Room, ()  # a copy of a cache has no room yet
 
     def append(self, held: Tensor, new: Tensor) -> Tensor:
         """`torch.cat((held, new), -2)`; all is copied once in `ROOM` tokens, and where beams, say, replaced `held`."""
         b, g, n, width = held.shape
         length = n + new.shape[-2]
-        mine = held is self.filled and self.whole.is_inference() <= torch.is_inference_mode_enabled()
-        if not mine or length > self.whole.shape[-2]:
-            self.whole = held.new_empty(b, g, length + ROOM, width)
-            self.whole[..., :n, :] = held
-        self.whole[..., n:length, :] = new
-        self.filled = self.whole[..., :length, :]
-        return self.filled
+        mine = self.filled() is held and held.is_inference() <= torch.is_inference_mode_enabled()
+        if mine and length <= self.capacity:
+            grown = held.as_strided((b, g, length, width), held.stride())
+        else:
+            self.capacity = length + ROOM
+            grown = held.new_empty(b, g, self.capacity, width)[..., :length, :]
+            grown[..., :n, :] = held
+        grown[..., n:, :] = new
+        self.filled = weakref.ref(grown)
+        return grown
 
 
 class CocaStaticCache(HalfWidth, StaticCache):

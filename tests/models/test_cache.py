@@ -1,6 +1,8 @@
 """The half-width key cache: three quarters of the bytes, the tokens of the standard cache in every way of decoding."""
 
 import copy
+import pickle
+import weakref
 
 import pytest
 import torch
@@ -142,9 +144,11 @@ def test_room_for_new_tokens_is_nobody_elses():
     add(5)
     add(1, torch.inference_mode)
     add(2)  # what inference mode made cannot be written to outside
-    fork = copy.deepcopy(layer), copy.deepcopy(plain)
+    fork = copy.deepcopy(layer), pickle.loads(pickle.dumps(plain))
+    other = pickle.loads(pickle.dumps(layer)), copy.deepcopy(plain)
     add(1)
     add(1, layers=fork)
+    add(1, layers=other)
     add(ROOM + 1)
     for one in (layer, plain):
         one.crop(-3)
@@ -154,6 +158,17 @@ def test_room_for_new_tokens_is_nobody_elses():
         one.reset()
     add(2), add(1)
     add(1, layers=fork)
+    add(1, layers=other)
+
+
+def test_memory_of_beams_that_were_given_up_is_free():
+    layer, token = RoomyLayer(), torch.randn(2, 3, 1, 4)
+    with torch.no_grad():
+        layer.update(token, token)
+        layer.update(token, token)
+        old = weakref.ref(layer.keys)
+        layer.reorder_cache(torch.tensor([1, 1]))
+    assert old() is None
 
 
 def test_static_cache_decodes_compiled_as_one_graph():
