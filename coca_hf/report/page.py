@@ -21,10 +21,10 @@ def write_report(runs: Sequence[Path], out_dir: Path, paper: Sequence[str] = (),
 
     A directory that coca-train wrote gives its recovery curve instead.
 
-    paper: names of the published curves to show, of `PUBLISHED`. Returns the path of `report.html`. Every file replaces
-    its predecessor whole, the HTML last.
+    paper: names of the published curves to show, of `PUBLISHED`. title: of the page. Returns the path of `report.html`.
+    Every file replaces its predecessor whole, the HTML last.
 
-    Raises CocaError where a directory has no rows, a line is not one, a name is unknown, or `out_dir` cannot be made.
+    Raises CocaError where a directory has no rows, a line is not one, a name is unknown, or `out_dir` takes no files.
     """
     page = read_page(runs, paper, title)
     try:

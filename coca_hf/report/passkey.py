@@ -46,16 +46,16 @@ def _where_found(table: Table, number: int) -> Iterable:
             for depth in range(bins)
         ]
         values = {share for line in shares for share in line if share is not None}
-        if len(values) > 1:
-            heats.append(Heat(name, [str(length) for length in table.lengths], depths, shares))
-        else:
+        if len(values) == 1:
             same.append(f"{name}: {values.pop():.2f} at every context length and depth, so no heat map.")
+        else:
+            heats.append(Heat(name, [str(length) for length in table.lengths], depths, shares))
     for panel, heat in enumerate(heats, 1):
-        name = heat.title
         yield Figure(
             name=f"{numbered('passkey-depth', number)}-of-{panel}",
-            alt=f"Share of passkeys that {name} finds, by context length and depth in the prompt; a number a cell.",
-            caption=f"Where {name} finds the passkey: context length across, depth in the prompt down (0% is its "
+            alt=f"Share of passkeys that {heat.title} finds, by context length and depth in the prompt; a number a "
+            f"cell.",
+            caption=f"Where {heat.title} finds the passkey: context length across, depth in the prompt down (0% is its "
             f"beginning).",
             draw=heat_figure(heat, "context length (tokens)", "depth"),
             height=0.9 + 0.28 * bins,
