@@ -160,6 +160,20 @@ def deal(blocks: PackedBlocks, count: int, file, port: int, world_size: int, wor
     os._exit(0)
 
 
+def dealt_to(world_size: int, blocks: PackedBlocks, count: int, file, workers: int) -> None:
+    """Let so many processes take `count` blocks, and append them to `file`."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shared = (blocks, count, file, port, world_size, workers)
+    processes = [get_context("fork").Process(target=deal, args=(*shared, rank)) for rank in range(world_size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * world_size
+    file.seek(0, os.SEEK_END)
+
+
 @pytest.fixture(scope="module")
 def first_10k(texts, tiny_tokenizer):
     """What the blocks hash to, read in this process."""
@@ -183,16 +197,7 @@ def test_the_first_10k_blocks_are_the_same_on_any_number_of_processes_and_after_
 ):
     with (tmp_path / "dealt").open("w+b") as file:
         for start, end in zip([0, *restarts], [*restarts, 10_000], strict=True):
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                port = free.getsockname()[1]
-            shared = (mixed(texts, tiny_tokenizer, start), end - start, file, port, world_size, workers)
-            processes = [get_context("fork").Process(target=deal, args=(*shared, rank)) for rank in range(world_size)]
-            for process in processes:
-                process.start()
-            for process in processes:
-                process.join()
-            assert [process.exitcode for process in processes] == [0] * world_size
-            file.seek(0, os.SEEK_END)
+            dealt_to(world_size, mixed(texts, tiny_tokenizer, start), end - start, file, workers)
         file.seek(0)
         dealt = hashlib.sha256(file.read())
     assert (tmp_path / "dealt").stat().st_size == 10_000 * SEQ_LEN * 8

@@ -10,6 +10,7 @@ import datasets
 import huggingface_hub
 import pyarrow
 import pytest
+import torch
 import yaml
 from pyarrow import parquet
 
@@ -19,6 +20,7 @@ from coca_hf.train.data import PackedBlocks, blocks_of
 from coca_hf.train.out import last_checkpoint
 from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import run_recipe
+from tests.train.test_data import dealt_to
 
 REPO = "somebody/lines"
 SEQ_LEN = 20
@@ -215,3 +217,15 @@ def test_a_preparation_is_prolonged_at_the_commit_it_began_at(hub, recipe_of, ti
     again = blocks_of(recipe_of(REPO, f"data.prepared={tmp_path / 'prepared'}"), tiny_tokenizer)
     assert again.prepare(150).num_blocks == 150
     assert rows_of(again, 200) == rows_of(blocks_of(local, tiny_tokenizer), 200)  # the last 50 from the hub
+
+
+@pytest.mark.real
+def test_two_processes_are_dealt_the_blocks_of_the_files_on_disk_after_a_restart(hub, tiny_tokenizer, tmp_path):
+    def blocks(path, start_block=0):
+        return PackedBlocks([Source(path=str(path), weight=1, column="code")], tiny_tokenizer, SEQ_LEN, 0, start_block)
+
+    with (tmp_path / "dealt").open("w+b") as file:
+        for start_block in (0, 500):
+            dealt_to(2, blocks(REPO, start_block), 500, file, 1)
+    local = torch.tensor(rows_of(blocks(hub.local), 1000))
+    assert (tmp_path / "dealt").read_bytes() == local.numpy().tobytes()
