@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Lock
 
 from filelock import FileLock, Timeout
 from pydantic import BaseModel
@@ -41,6 +42,7 @@ class Staging:
         self.finished: dict[str, FinishedShard] = {}  # by name of the shard
         self._manifest = self.directory / "manifest.jsonl"
         self._replaced = self.directory / "replaced"
+        self._lock = Lock()
 
     def recover(self) -> None:
         """Put back a destination that an interrupted run had moved away to replace it."""
@@ -74,11 +76,12 @@ class Staging:
         self._append(json.dumps({"made_from": made_from}))
 
     def record(self, finished: FinishedShard) -> None:
-        """Note a shard as finished, once it is on the disk."""
+        """Note a shard as finished, once it is on the disk. Several threads may."""
         sync(self.checkpoint / finished.shard)
         sync(self.checkpoint)
-        self.finished[finished.shard] = finished
-        self._append(finished.model_dump_json())
+        with self._lock:
+            self.finished[finished.shard] = finished
+            self._append(finished.model_dump_json())
 
     def publish(self) -> None:
         """Put the finished checkpoint in place: written to disk, then renamed."""

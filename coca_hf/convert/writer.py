@@ -8,7 +8,7 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from functools import partial
 from io import FileIO
 from threading import Lock
@@ -43,8 +43,8 @@ class WeightsWriter:
                 self._keep_intact(pool)
                 self._advance(self.plan.num_bytes(*self.staging.finished))
                 missing = [shard for shard in self.plan.shards if shard not in self.staging.finished]
-                for written in [pool.submit(self._write_shard, shard) for shard in missing]:
-                    self.staging.record(written.result())  # waits for the disk, while the others go on
+                for written in as_completed([pool.submit(self._write_shard, shard) for shard in missing]):
+                    written.result()
             except BaseException:
                 self._stopped = True
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -81,7 +81,7 @@ class WeightsWriter:
         except CocaError:  # absent or damaged
             return False
 
-    def _write_shard(self, shard: str) -> FinishedShard:
+    def _write_shard(self, shard: str) -> None:
         plan = self.plan
         read: dict[str, str] = {}
         written: dict[str, str] = {}
@@ -95,7 +95,7 @@ class WeightsWriter:
                     made = self._as_stored(piece, self._made(piece, maker))
                     written[piece.name] = self._hash([made])
                     self._advance(_write(stream, bytes_of(made)))
-        return FinishedShard(shard=shard, written=written, read=read, scales=maker.scales)
+        self.staging.record(FinishedShard(shard=shard, written=written, read=read, scales=maker.scales))
 
     def _made(self, piece: Piece, maker: Maker) -> Tensor:
         tensor = maker.make(piece)  # also where it is not used: it notes the source's hash, and the scale of W_T
