@@ -66,4 +66,4 @@ if heads:
     print("|---|" + "---:|" * len(heads))
 for run, kinds in by_kind.items():
     means = (sum(kinds[kind]) / len(kinds[kind]) for kind in heads)
-    print(f"| {run} | " + " | ".join(f"{mean:.2f}" for mean in means) + " |")
+    print(f"| {run} | " + " | ".join(f"{max(mean, 0):.2f}" for mean in means) + " |")
