@@ -63,11 +63,9 @@ def hold_out(source: Source, encoder: Encoder, seq_len: int, num_blocks: int) ->
                 return rule, _pack(tokens, seq_len, num_blocks)
     if not seen:
         return HeldOut(), torch.empty(0, seq_len, dtype=torch.int64)
-    density = _tokens_per_character(source, encoder)
-    rule = _rule_of_small(seen, needed / density, passage / density)
+    rule, passage = _rule_of_small(seen, needed, passage, _tokens_per_character(source, encoder))
     held = (rule.split(document.text)[1] for document in read_documents(*source.place))
-    most = needed if rule.tail else passage
-    return rule, _pack([_passage(text, encoder, most) for text in held if text.strip()], seq_len, num_blocks)
+    return rule, _pack([_passage(text, encoder, passage) for text in held if text.strip()], seq_len, num_blocks)
 
 
 def shares(weights: list[float], total: int) -> list[int]:
@@ -79,18 +77,23 @@ def shares(weights: list[float], total: int) -> list[int]:
     return dealt
 
 
-def _rule_of_small(seen: list[tuple[int, int]], wanted: float, passage: float) -> HeldOut:
-    """seen: hash and characters of every document; wanted: characters that fill the blocks; passage: of a document."""
+def _rule_of_small(seen: list[tuple[int, int]], needed: int, passage: int, density: float) -> tuple[HeldOut, int]:
+    """The rule, and the tokens of a passage: more than `passage` where the source cannot spare so many documents.
+
+    seen: hash and characters of every document; needed: tokens that fill the blocks; density: tokens per character.
+    """
     most = MOST * sum(characters for _, characters in seen)
-    held, found = 0, 0.0
-    for key, characters in sorted(seen):
-        held += characters
-        if held > most:
-            break
-        found += min(characters, passage)
-        if found >= wanted:
-            return HeldOut(below=key + 1)
-    return HeldOut(tail=min(MOST, wanted * MOST / most))
+    while passage < 2 * needed:
+        held, found = 0, 0.0
+        for key, characters in sorted(seen):
+            held += characters
+            if held > most:
+                break
+            found += min(characters * density, passage)
+            if found >= 1.1 * needed or (passage >= needed and found >= needed):  # some have fewer than expected
+                return HeldOut(below=key + 1), passage
+        passage *= 2
+    return HeldOut(tail=min(MOST, needed / density * MOST / most)), needed
 
 
 def _tokens_per_character(source: Source, encoder: Encoder) -> float:
