@@ -65,7 +65,7 @@ class Run:
 
         console.quiet = not processes().is_main_process
         if not all(map(_is_text, sys.argv)):
-            raise BadOption(f"{shlex.join(sys.argv)}: got a name that is not UTF-8, which no row can hold; rename it")
+            raise BadOption(f"{shlex.join(sys.argv)!a}: got a name that is not UTF-8, which no row can hold; rename it")
         ropes = parse_ropes(self.rope)
         subject = load_subject(self.model, self.dtype, self.name)
         for setting in ropes:
