@@ -68,7 +68,7 @@ class Launch:
     process: multiprocessing.Process
     output: Path
 
-    def wait(self, seconds: float = 900) -> int | None:
+    def wait(self, seconds: float = 240) -> int | None:
         self.process.join(seconds)
         assert self.process.exitcode is not None, f"still runs after {seconds} s: {self.output.read_text()}"
         return self.process.exitcode

@@ -134,7 +134,7 @@ def kill(victim, launched):
 def finish(arguments, tmp_path, orphans):
     """Run to the end, as often as another process, whose launcher died, still writes."""
     for pid in orphans:
-        deadline = time.monotonic() + 600
+        deadline = time.monotonic() + 120
         while os.path.exists(f"/proc/{pid}") and "Z" not in _status(pid):
             assert time.monotonic() < deadline, f"rank {pid} lives on without its launcher"
             time.sleep(0.05)

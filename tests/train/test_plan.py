@@ -88,7 +88,9 @@ def real_run(recipe, stage, checkpointing: bool) -> tuple[int, int]:
         for _ in range(2):
             saved.clear()
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                loss = model(input_ids=ids, labels=ids, num_items_in_batch=torch.tensor(ids.numel())).loss
+                loss = model(
+                    input_ids=ids, labels=ids, use_cache=False, num_items_in_batch=torch.tensor(ids.numel())
+                ).loss
             loss.backward()
             del loss
             optimizer.step()
@@ -106,15 +108,15 @@ def real_run(recipe, stage, checkpointing: bool) -> tuple[int, int]:
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("number", [0, 1], ids=["k", "full"])
 def test_the_peak_is_that_of_a_real_run_on_a_cpu(recipe, number, checkpointing):
-    """Off by up to 2.2%: what kernels take inside an operation, no tensor shows. Of GPUs this says nothing: there the
+    """Off by up to 1.1%: what kernels take inside an operation, no tensor shows. Of GPUs this says nothing: there the
     goal is 10%, and scripts/bench/plan.py compares.
     """
     memory = measure(recipe, recipe.stages[number], Setting(1, BATCH, 1, checkpointing))
     peak, saved = real_run(recipe, recipe.stages[number], checkpointing)
-    assert memory.peak == pytest.approx(peak, rel=0.03)
+    assert memory.peak == pytest.approx(peak, rel=0.015)
     if not checkpointing:  # at the peak, early in the backward, the last of what was saved is free again
         assert memory.at_peak["activations"] == pytest.approx(
-            saved, rel={"k": 0.08, "full": 0.01}[recipe.stages[number].name]
+            saved, rel={"k": 0.07, "full": 0.01}[recipe.stages[number].name]
         )
 
 
