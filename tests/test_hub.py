@@ -6,22 +6,20 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from base64 import b64decode
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
+from tests.hub import HubHandler, serving
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "somebody/tiny-coca"
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(HubHandler):
     """One model repository: creation, uploads inline and by LFS, commits, downloads. `files` holds its main branch."""
-
-    protocol_version = "HTTP/1.1"
 
     def do_POST(self):
         body, hub = self.read(), self.server
@@ -85,34 +83,19 @@ class Hub(BaseHTTPRequestHandler):
             return b"".join(chunks)
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
-    def answer(self, content):
-        self.send(200, json.dumps(content).encode(), **{"Content-Type": "application/json"})
-
     def refuse(self):
         self.server.refused.append(f"{self.command} {self.path}")
-        self.send(404, b"{}", **{"X-Error-Code": "EntryNotFound"})
+        self.send_missing()
 
     def send(self, status, content, **headers):
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(content)), "X-Repo-Commit": COMMIT, **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-    def log_message(self, *args):
-        pass
+        super().send(status, content, **{"X-Repo-Commit": COMMIT, **headers})
 
 
 @pytest.fixture
 def hub():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.url = f"http://127.0.0.1:{server.server_port}"
-    server.created, server.files, server.objects, server.refused = [], {}, {}, []
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with serving(Hub) as server:
+        server.created, server.files, server.objects, server.refused = [], {}, {}, []
+        yield server
 
 
 def run(hub, home, *command):

@@ -2,12 +2,7 @@
 
 import itertools
 import json
-import re
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import datasets
-import huggingface_hub
 import pyarrow
 import pytest
 import torch
@@ -20,80 +15,12 @@ from coca_hf.train.data import PackedBlocks, blocks_of
 from coca_hf.train.out import last_checkpoint
 from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import run_recipe
+from tests.hub import serving_data_set
 from tests.train.test_data import dealt_to
 
 REPO = "somebody/lines"
 SEQ_LEN = 20
 FILES = ["train-00000-of-00002.parquet", "train-00001-of-00002.parquet"]
-
-
-class Hub(BaseHTTPRequestHandler):
-    """One data set. commits: the files of each of its commits, of which the last is main; without any, the hub is
-    down. lost: a file whose reader gets no answer.
-    """
-
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        server, path = self.server, self.path.partition("?")[0]
-        server.asked.append(self.path)
-        revision, files = self.files(path)
-        if not files:
-            self.send(503, b"{}")
-        elif match := re.fullmatch(rf"/datasets/{REPO}/resolve/[^/]+/(.+)", path):
-            if self.command == "GET" and match[1] == server.lost:
-                self.close_connection = True  # without a word
-            else:
-                self.send_file(files.get(match[1]), revision)
-        elif re.fullmatch(rf"/api/datasets/{REPO}(/revision/[^/]+)?", path):
-            self.answer({"id": REPO, "sha": revision, "siblings": [{"rfilename": name} for name in files]})
-        elif re.fullmatch(rf"/api/datasets/{REPO}/tree/[^/]+(/.*)?", path):
-            self.answer([self.entry(name, content) for name, content in files.items()])
-        else:
-            self.send(404, b"{}", **{"X-Error-Code": "EntryNotFound"})
-
-    do_HEAD = do_GET
-
-    def do_POST(self):
-        asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        _, files = self.files(self.path)
-        assert "/paths-info/" in self.path
-        self.answer([self.entry(name, content) for name, content in files.items() if name.replace("/", "%2F") in asked])
-
-    def files(self, path):
-        named = re.search(r"/(?:revision|tree|resolve|paths-info)/([^/]+)", path)
-        commits = self.server.commits
-        revision = named[1] if named and named[1] in commits else [*commits, ""][-2 if commits else -1]
-        return revision, commits.get(revision)
-
-    def entry(self, name, content):
-        return {"type": "file", "path": name, "size": len(content), "oid": name}
-
-    def send_file(self, content, revision):
-        if content is None:
-            return self.send(404, b"{}", **{"X-Error-Code": "EntryNotFound"})
-        first, last = 0, len(content) - 1
-        if given := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-            first, last = int(given[1]), min(int(given[2] or last), last)
-        part = content[first : last + 1]
-        headers = {"ETag": f'"{hash(content)}"', "X-Repo-Commit": revision, "Accept-Ranges": "bytes"}
-        if given:
-            headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
-        self.send(206 if given else 200, part, **headers)
-
-    def answer(self, content):
-        self.send(200, json.dumps(content).encode(), **{"Content-Type": "application/json"})
-
-    def send(self, status, content, **headers):
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(content)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-    def log_message(self, *args):
-        pass
 
 
 def as_parquet(rows, path):
@@ -105,30 +32,15 @@ def as_parquet(rows, path):
 def hub(texts, tmp_path, monkeypatch):
     """The rows of `digits.jsonl`, in two parquet files: on disk in `server.local`, and on the stand-in."""
     rows = [json.loads(line)["code"] for line in (texts / "digits.jsonl").read_text().splitlines()]
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.asked, server.lost, server.local = [], None, tmp_path / "files"
-    server.local.mkdir()
+    (tmp_path / "files").mkdir()
     files = {
-        name: as_parquet(part, server.local / name) for name, part in zip(FILES, (rows[:4], rows[4:]), strict=True)
+        name: as_parquet(part, tmp_path / "files" / name)
+        for name, part in zip(FILES, (rows[:4], rows[4:]), strict=True)
     }
-    server.commits = {"1" * 40: files}
-    url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    for module, name, value in [
-        (huggingface_hub.constants, "ENDPOINT", url),
-        (huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"),
-        (huggingface_hub.constants, "HF_HUB_OFFLINE", False),
-        (huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub")),
-        (datasets.config, "HF_ENDPOINT", url),
-        (datasets.config, "HF_HUB_OFFLINE", False),
-        (datasets.config, "HF_MODULES_CACHE", str(tmp_path / "modules")),
-        (datasets.config, "STREAMING_READ_MAX_RETRIES", 1),
-    ]:
-        monkeypatch.setattr(module, name, value)
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # between tries
-    yield server
-    server.shutdown()
-    server.server_close()
+    with serving_data_set(REPO, files, tmp_path, monkeypatch) as server:
+        server.local = tmp_path / "files"
+        yield server
 
 
 def rows_of(blocks, count):
