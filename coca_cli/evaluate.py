@@ -167,13 +167,9 @@ def attention_maps_command(
     """How far every head's attention is from the original model's: what training has brought back of it."""
     wanted = parse_lengths(lengths)
     from coca_hf.evaluate.attention_maps import attention_map_rows
-    from coca_hf.evaluate.load import load_subject
-    from coca_hf.evaluate.rope import check_rope
 
     subject, ropes = run.load()
-    other = load_subject(baseline, run.dtype)
-    for setting in ropes:
-        check_rope(other.model, setting)
+    other = run.load_one(baseline, ropes)
     sample = texts.draw(subject, max(wanted))
     run.make_rows(attention_map_rows, subject, other, sample, wanted, ropes)
 
@@ -235,16 +231,11 @@ def speed_command(
 ) -> None:
     """Seconds and memory of prefill, decoding and a training step against sequence length."""
     wanted = parse_lengths(lengths)
-    from coca_hf.evaluate.load import load_subject
-    from coca_hf.evaluate.rope import check_rope
     from coca_hf.evaluate.speed import parse_modes, speed_rows
 
     chosen = parse_modes(modes)
     subject, ropes = run.load()
-    other = load_subject(baseline, run.dtype, baseline_name) if baseline else None
-    if other:
-        for setting in ropes:
-            check_rope(other.model, setting)
+    other = run.load_one(baseline, ropes, baseline_name) if baseline else None
     run.make_rows(
         speed_rows,
         subject,

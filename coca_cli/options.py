@@ -58,19 +58,25 @@ class Run:
     name: Annotated[str | None, typer.Option(help="What rows call the model; the directory's name by default.")] = None
 
     def load(self):
-        """The subject and its RoPE settings, refused at once where the model does not take them."""
+        """The subject and its RoPE settings."""
         from coca_hf.evaluate.batches import processes
-        from coca_hf.evaluate.load import load_subject
-        from coca_hf.evaluate.rope import check_rope, parse_ropes
+        from coca_hf.evaluate.rope import parse_ropes
 
         console.quiet = not processes().is_main_process
         if not all(map(_is_text, sys.argv)):
             raise BadOption(f"{shlex.join(sys.argv)!a}: got a name that is not UTF-8, which no row can hold; rename it")
         ropes = parse_ropes(self.rope)
-        subject = load_subject(self.model, self.dtype, self.name)
+        return self.load_one(self.model, ropes, self.name), ropes
+
+    def load_one(self, path: str, ropes: list, name: str | None = None):
+        """The subject at `path`, refused where it does not take the settings `ropes`."""
+        from coca_hf.evaluate.load import load_subject
+        from coca_hf.evaluate.rope import check_rope
+
+        subject = load_subject(path, self.dtype, name)
         for setting in ropes:
             check_rope(subject.model, setting)
-        return subject, ropes
+        return subject
 
     def make_rows(self, rows_of: Callable, *given: Any, **options: Any) -> None:
         """Make the rows, on all processes of `accelerate launch` if there are several, and print them."""
