@@ -23,9 +23,9 @@ PLAN = RUN["PLAN"]
 def test_every_run_starts_somewhere_and_its_recipe_is_one(name):
     run = PLAN["runs"][name]
     assert run["start"] in PLAN["starts"]
-    if "recipe" in run:
-        changes = [f"{key}={json.dumps(value)}" for key, value in run.get("settings", {}).items()]
-        recipe = load_recipe(SCRIPTS / run["recipe"], changes)
+    if "stages" in run:
+        changes = [f"stages={json.dumps(run['stages'])}", "model=start"]
+        recipe = load_recipe(SCRIPTS / "recipe.yaml", changes)
         assert sum(recipe.options(stage)["max_steps"] for stage in recipe.stages) == 21
         assert any(stage.needs_teacher for stage in recipe.stages) == ("distilled" in name)
 

@@ -41,8 +41,8 @@ def main() -> None:
         seeds = plan.get("seeds", 1)
         for seed in range(min(seeds, options.seeds)):
             checkpoint = convert(plan["start"], options.out / "starts")
-            if "recipe" in plan:
-                checkpoint = train(plan, checkpoint, seed, options.out / "trained" / f"{slug(name)}-{seed}")
+            if "stages" in plan:
+                checkpoint = train(plan["stages"], checkpoint, seed, options.out / "trained" / f"{slug(name)}-{seed}")
             if not options.train_only:
                 evaluate(checkpoint, name if seeds == 1 else f"{name}, seed {seed}", options.out)
     if not options.train_only:
@@ -86,10 +86,10 @@ def unscale(checkpoint: Path) -> None:
     save_file(tensors, file, {"format": "pt"})
 
 
-def train(plan: dict, start: Path, seed: int, out: Path) -> Path:
-    settings = {"model": str(start), "data.seed": seed, "training.seed": seed} | plan.get("settings", {})
+def train(stages: list[dict], start: Path, seed: int, out: Path) -> Path:
+    settings = {"model": str(start), "data.seed": seed, "training.seed": seed, "stages": stages}
     changes = [f"{key}={json.dumps(value)}" for key, value in settings.items()]  # JSON is YAML
-    run("coca-train", HERE / plan["recipe"], *changes, "--out", out, "--resume")
+    run("coca-train", HERE / "recipe.yaml", *changes, "--out", out, "--resume")
     return sorted(path.parent for path in out.glob("*/training.json"))[-1]
 
 
