@@ -30,12 +30,10 @@ def main() -> None:
     parser.add_argument("names", nargs="*", choices=[[], *PLAN["runs"]], help="all by default")
     parser.add_argument("--out", type=Path, default=Path("runs/recovery"))
     parser.add_argument("--seeds", type=int, default=100, help="at most so many of a run's")
-    parser.add_argument("--train-only", action="store_true", help="measure in another call")
     options = parser.parse_args()
     for line in PLAN["prepare"]:
         run("bash", "-ec", line)
-    if not options.train_only:
-        evaluate(PLAN["original"], "original", options.out)
+    evaluate(PLAN["original"], "original", options.out)
     for name in options.names or PLAN["runs"]:
         plan = PLAN["runs"][name]
         seeds = plan.get("seeds", 1)
@@ -43,10 +41,9 @@ def main() -> None:
             checkpoint = convert(plan["start"], options.out / "starts")
             if "stages" in plan:
                 checkpoint = train(plan["stages"], checkpoint, seed, options.out / "trained" / f"{slug(name)}-{seed}")
-            if not options.train_only:
-                evaluate(checkpoint, name if seeds == 1 else f"{name}, seed {seed}", options.out)
-    if not options.train_only:
-        coca_eval("report", options.out / "rows", "--out", options.out / "page")
+            evaluate(checkpoint, name if seeds == 1 else f"{name}, seed {seed}", options.out)
+    trained = sorted((options.out / "trained").glob("*"))
+    coca_eval("report", options.out / "rows", *trained, "--out", options.out / "page")
 
 
 def run(*command) -> None:
