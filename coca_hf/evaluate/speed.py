@@ -33,6 +33,7 @@ from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.rows import RowStore, now, subject_settings
 
 MODES = ("prefill", "decode", "train")
+SEED = 0  # of the tokens
 
 
 class Step(NamedTuple):
@@ -83,6 +84,7 @@ def speed_rows(
                 "batch_size": batch_size,
                 "warmup": warmup,
                 "repeats": repeats,
+                "seed": SEED,
                 "baseline": baseline.name if baseline and each is subject else None,
                 "baseline_fingerprint": baseline.fingerprint if baseline and each is subject else None,
                 "tokens": batch_size * (1 if mode == "decode" else length),
@@ -164,7 +166,7 @@ def _step(model: Any, mode: str, length: int, batch_size: int) -> Step:
     """What is timed, on random tokens."""
     only_last = {"logits_to_keep": 1} if keeps_logits(model) else {}
     vocab_size = model.get_input_embeddings().weight.shape[0]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(SEED)
     ids = torch.randint(vocab_size, (batch_size, length), generator=generator).to(model.device)
     if mode == "train":
         model.train()

@@ -128,7 +128,7 @@ def _figure(name: str, recoveries: Sequence[Recovery], axis: str, x_label: str) 
                 key = Key(f"{run.name}, {kind}", number, style, marked=not style)
                 losses = [point.loss if math.isfinite(point.loss) else None for point in points]
                 curves.append(Curve(key, [getattr(point, axis) for point in points], losses))
-        for stage in run.stages if number == 0 else ():
+        for stage in run.stages if len(recoveries) == 1 else ():
             if points := stage.held_out or stage.training:
                 borders.append((getattr(points[0], axis) or 0, stage.name))
     ticks = MaxNLocator(5, integer=True).tick_values(0, max((x for curve in curves for x in curve.xs), default=1))
@@ -141,12 +141,12 @@ def _figure(name: str, recoveries: Sequence[Recovery], axis: str, x_label: str) 
         x_scale="linear",
         borders=borders,
     )
+    begin = f" Dashed: where the stages of {recoveries[0].name} begin." if borders else ""
     return Figure(
         name=name,
         alt=f"Loss against {x_label}; the table below has its values before and after every stage.",
         caption=f"How the loss comes back after conversion, against {x_label}: on held-out blocks, and, of no more "
-        f"than {FEW} runs, in training (the mean since the line before). Dashed: where the stages of "
-        f"{recoveries[0].name} begin.",
+        f"than {FEW} runs, in training (the mean since the line before).{begin}",
         draw=draw,
         keys=[curve.key for curve in curves],
     )

@@ -120,11 +120,14 @@ def test_weights_of_another_config_are_refused_by_name(checkpoint, change, messa
         load_subject(str(checkpoint))
 
 
-def test_what_old_checkpoints_hold_besides_is_no_other_config(checkpoint):
+def test_what_old_checkpoints_hold_besides_is_passed_over(checkpoint):
+    plain = load_subject(str(checkpoint)).model
     weights = load_file(checkpoint / "model.safetensors")
     weights["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
-    load_subject(str(checkpoint))
+    model = load_subject(str(checkpoint)).model
+    ids = torch.arange(8)[None]
+    assert torch.equal(model(ids).logits, plain(ids).logits)
 
 
 def test_a_directory_without_tokenizer_is_refused(checkpoint):

@@ -24,6 +24,7 @@ def test_every_mode_has_a_row_for_the_model_and_its_baseline(coca, llama, tmp_pa
         assert (row["baseline"], plain["baseline"], plain["ratio"]) == ("tiny-llama", None, None)
         assert row["ratio"] == pytest.approx(row["value"] / plain["value"])
         assert row["value"] > 0
+        assert row["seed"] == 0
         assert row["tokens"] == 2 * (1 if row["mode"] == "decode" else row["length"])
         assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["value"])
         runs = pq.read_table(tmp_path / row["raw"]["runs"]).to_pylist()

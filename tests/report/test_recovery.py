@@ -54,6 +54,12 @@ def test_the_curve_has_every_loss_and_names_where_stages_begin(out):
     assert [text.get_text() for text in figure.draw(5, 3, True).axes[0].texts] == ["k", "qkv", "full"]
 
 
+def test_where_stages_begin_is_not_drawn_for_several_runs(out):
+    (figure,) = recovery([read_recovery(out)] * 2).figures()
+    assert not figure.draw(5, 3, True).axes[0].texts
+    assert "Dashed" not in figure.caption
+
+
 def test_against_seconds_the_calibration_and_the_stages_before_count(out):
     for stage, (directory, seconds) in enumerate({"1-k": 60, "2-qkv": 30, "10-full": None}.items()):
         log = out / directory / "log.jsonl"
