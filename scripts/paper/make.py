@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 
 
 def main() -> None:
-    names = sorted(path.stem for path in HERE.glob("*.yaml") if path.stem.startswith(("table", "figure")))
+    names = sorted({path.stem for path in HERE.glob("*.yaml")} - {"models", "scales"})
     scales = read("scales")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=names)
@@ -42,7 +42,8 @@ def main() -> None:
                 *(text for key, value in (chosen | others).items() for text in option(key, value)),
             )
     paper = ["--paper", table["paper"]] if "paper" in table and scale["published"] else []
-    title = f"{options.name.replace('-', ' ').capitalize()} of the paper at the scale {options.scale}: {table['title']}"
+    where = " of the paper" if options.name.startswith(("table", "figure")) else ""
+    title = f"{options.name.replace('-', ' ').capitalize()}{where} at the scale {options.scale}: {table['title']}"
     work.run("coca-eval", "report", page / "rows", "--out", page, "--title", title, *paper)
 
 
@@ -90,7 +91,7 @@ class Work:
         if "continue" in plan:
             settings = {"model": str(self.model(plan["continue"]))}
         kind, out = plan["kind"], self.directory / name
-        settings |= self.scale["train"][kind]
+        settings |= self.scale["train"][kind] | plan.get("settings", {})
         launch = shlex.split(self.scale["launch"][kind])
         changes = [f"{key}={json.dumps(value)}" for key, value in settings.items()]  # JSON is YAML
         self.run(*launch, plan["recipe"], *changes, "--out", out, "--resume")

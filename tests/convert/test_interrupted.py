@@ -52,9 +52,12 @@ def weights_of(directory):
 
 
 def staged(dst):
-    """The finished shards in the staging directory of `dst`, with what tells a file from its copy."""
+    """The finished shards in the staging directory of `dst`, with what tells a file from its copy.
+
+    A kill between the last rename and the cleaning up leaves a manifest without them: they are in `dst`.
+    """
     manifest = dst.parent / f".{dst.name}.incomplete" / "manifest.jsonl"
-    if not manifest.exists():
+    if not manifest.exists() or not (manifest.parent / "checkpoint").is_dir():
         return {}
     lines = [json.loads(line) for line in manifest.read_text().splitlines() if line.endswith("}")]
     files = {line["shard"]: manifest.parent / "checkpoint" / line["shard"] for line in lines[1:]}
