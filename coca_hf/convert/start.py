@@ -95,6 +95,7 @@ def start_t(k: Tensor, scales: Tensor, num_key_value_heads: int) -> Tensor:
     """`W_T` (or its bias) from `W_K` (or its bias): folded, each key/value head times its scale; dtype of the input."""
     heads = k.unflatten(0, (num_key_value_heads, 2, -1))
     w_t = k.new_empty(num_key_value_heads, *heads.shape[2:])
-    for head, (first, second) in enumerate(heads):  # one at a time: their doubles stay in the processor's cache
-        w_t[head] = (first.double() + second).div_(2).mul_(scales[head])
+    wide = torch.float32 if k.dtype.itemsize == 2 else torch.float64
+    for head, (first, second) in enumerate(heads):  # one at a time: what is wide stays in the processor's cache
+        w_t[head] = first.to(wide).add_(second).mul_(scales[head] / 2)
     return w_t.flatten(0, 1)
