@@ -1,16 +1,18 @@
-"""What a stage minimises: the text's next token, the original model's predictions, its attention's outputs, or a mix.
+"""What a stage minimises: the text's next token, the original model's predictions, its attention, or a mix.
 
     lm                  cross-entropy with the text
     distill             KL(original || student), per token (Hinton et al., arXiv 1503.02531)
     attention-transfer  |student - original|^2 / |original|^2 of what attention adds to a block, mean over blocks and
                         layers (issue 7)
+    attention-maps      KL(original || student) of the attention maps, mean over queries, heads, blocks and layers;
+                        computed by eager attention, which holds all maps of a batch: for short blocks
 
 Cross-entropy may be fused with the model's head, so that the logits of all tokens are never there at once.
 
 The original, the teacher, runs once per batch on the same tokens, without gradients; every GPU has all its weights, in
-float32, and computes in the stage's precision. For attention transfer each model works on its own hidden states: one
-forward of each gives all layers, and a layer learns to undo what the layers below it changed, which it would not see on
-the teacher's.
+float32, and computes in the stage's precision. Where attention is compared, each model works on its own hidden states:
+one forward of each gives all layers, and a layer learns to undo what the layers below it changed, which it would not
+see on the teacher's.
 """
 
 import functools
@@ -31,6 +33,7 @@ from coca_hf.train.model import load_config, load_model
 
 _CHUNK_TOKENS = 1024  # of logits in float32 at a time
 _IGNORED = -100
+_SMALLEST_SHARE = 1e-9  # of attention, whose logarithm is taken
 
 
 def fuse_cross_entropy_(model: PreTrainedModel, liger: bool = False) -> None:
@@ -123,6 +126,21 @@ def attention_transfer_loss(student: list[Tensor], teacher: list[Tensor]) -> Ten
     return torch.stack(errors).mean()
 
 
+def attention_map_loss(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
+    """KL(teacher || student) of the attention maps, nats, mean over queries, heads, blocks and layers, in float32.
+
+    student, teacher: a (b, h, m, n) tensor per layer. Returns a scalar.
+    """
+    divergences = []
+    for ours, theirs in zip(student, (maps.float() for maps in teacher), strict=True):
+        log_ours = ours.float().clamp(min=_SMALLEST_SHARE).log()
+        divergences.append((torch.xlogy(theirs, theirs) - theirs * log_ours).sum(-1).mean())
+    return torch.stack(divergences).mean()
+
+
+_OF_ATTENTION = {"attention-transfer": attention_transfer_loss, "attention-maps": attention_map_loss}
+
+
 class Objective:
     """A weighted sum of losses beside a teacher, which stays as it is; keeps the mean of each for the log."""
 
@@ -135,17 +153,19 @@ class Objective:
 
     def __call__(self, language_loss: Callable, model: nn.Module, inputs: Mapping, accumulated: int) -> Tensor:
         """The loss of a batch that is one of `accumulated`; `language_loss()` gives that with the text, and outputs."""
-        transfer = "attention-transfer" in self.weights
-        with _attention_outputs(model, transfer) as ours:
+        wanted = not self.weights.keys().isdisjoint(_OF_ATTENTION)
+        with _attention_of(model, wanted) as ours:
             text_loss, outputs = language_loss()
         device = inputs["input_ids"].device
-        with torch.no_grad(), _attention_outputs(self._teacher.to(device), transfer) as theirs:
+        with torch.no_grad(), _attention_of(self._teacher.to(device), wanted) as theirs:
             teacher_logits = self._teacher(input_ids=inputs["input_ids"], use_cache=False).logits
         losses = {"lm": text_loss}
         if "distill" in self.weights:
             losses["distill"] = distillation_loss(outputs["logits"], teacher_logits, self.temperature) / accumulated
-        if transfer:
-            losses["attention-transfer"] = attention_transfer_loss(ours, theirs) / accumulated
+        for part, (name, loss) in enumerate(_OF_ATTENTION.items()):
+            if name in self.weights:
+                pair = ([layer[part] for layer in layers] for layers in (ours, theirs))
+                losses[name] = loss(*pair) / accumulated
         self._sums.update({name: losses[name].detach().item() * accumulated for name in self.weights})
         self._calls += 1
         return sum(weight * losses[name] for name, weight in self.weights.items())
@@ -160,9 +180,9 @@ class Objective:
 
 
 @functools.lru_cache(maxsize=1)
-def load_teacher(name: str) -> PreTrainedModel:
-    """The teacher of a recipe, loaded once for all its stages."""
-    return load_model(name)
+def load_teacher(name: str, attn_implementation: str | None = None) -> PreTrainedModel:
+    """The teacher of a recipe, loaded once for all its stages that want the same attention."""
+    return load_model(name, None, attn_implementation)
 
 
 def check_teacher(teacher: str, student: PreTrainedConfig) -> None:
@@ -177,12 +197,12 @@ def check_teacher(teacher: str, student: PreTrainedConfig) -> None:
 
 
 @contextmanager
-def _attention_outputs(model: nn.Module, wanted: bool) -> Iterator[list[Tensor]]:
-    """What the attention of each layer gives in the forward inside, in the order of the layers."""
-    outputs: list[Tensor] = []
+def _attention_of(model: nn.Module, wanted: bool) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """The output and the map (of eager; else None) of each layer's attention in the forward inside, in their order."""
+    outputs: list[tuple[Tensor, Tensor]] = []
     names = ("self_attn", "attention") if wanted else ()
     modules = [module for name, module in model.named_modules() if name.rpartition(".")[2] in names]
-    hooks = [module.register_forward_hook(lambda _, __, output: outputs.append(output[0])) for module in modules]
+    hooks = [module.register_forward_hook(lambda _, __, output: outputs.append(output[:2])) for module in modules]
     try:
         yield outputs
     finally:  # before the backward, in which checkpointing runs the layers again

@@ -77,7 +77,9 @@ def run_stage(recipe: Recipe, run: StageRun, state: PartialState, held_out: Tens
     meter = SpeedMeter(run.blocks_per_step * data.seq_len, count_flops(model, data.seq_len).model)
     objective = None
     if recipe.teacher and run.stage.needs_teacher:
-        objective = Objective(run.stage.objective, load_teacher(recipe.teacher), run.stage.temperature)
+        compares_maps = "attention-maps" in run.stage.objective
+        teacher = load_teacher(recipe.teacher, "eager" if compares_maps else None)
+        objective = Objective(run.stage.objective, teacher, run.stage.temperature)
     with trainer_errors(run.stage):
         trainer = StageTrainer(
             model,

@@ -35,7 +35,7 @@ from coca_hf.train.options import DEFAULTS, StageOptions, check_options, checked
 from coca_hf.train.parts import Part, explain
 from coca_hf.train.tree import override_, read_tree, short
 
-OBJECTIVES = ("lm", "distill", "attention-transfer")
+OBJECTIVES = ("lm", "distill", "attention-transfer", "attention-maps")
 
 
 class Source(Part):
@@ -193,6 +193,12 @@ class Recipe(Part):
                 raise ValueError(f"stages.{stage.name}: {problems}") from None
             if self.stage_options(stage).fused_cross_entropy:
                 _check_fused(stage)
+            attention = self.stage_options(stage).attn_implementation or "sdpa"
+            if "attention-maps" in stage.objective and attention != "eager":
+                raise ValueError(
+                    f"stages.{stage.name}: got objective attention-maps with attn_implementation {attention}, expected "
+                    f"eager, which alone has the maps"
+                )
             if self.stage_options(stage).context_parallel_size > 1:
                 _check_context_parallel(stage, self.stage_options(stage), self.data.seq_len)
         return self

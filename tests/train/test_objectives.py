@@ -9,7 +9,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_hf.errors import CocaError
 from coca_hf.train.model import load_config, load_model
-from coca_hf.train.objectives import Objective, attention_transfer_loss, check_teacher, distillation_loss
+from coca_hf.train.objectives import (
+    Objective,
+    attention_map_loss,
+    attention_transfer_loss,
+    check_teacher,
+    distillation_loss,
+)
 from coca_hf.train.out import last_checkpoint
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
@@ -42,6 +48,38 @@ def test_attention_transfer_is_the_mean_relative_error():
     assert attention_transfer_loss(theirs, theirs) == 0
 
 
+def test_attention_maps_are_compared_by_their_mean_divergence_in_nats():
+    causal = torch.ones(5, 5).tril().log()
+    ours, theirs = ([(torch.randn(2, 3, 5, 5) + causal).softmax(-1) for _ in range(4)] for _ in range(2))
+    seen = torch.ones(5, 5).tril().bool()
+    rows = [
+        (a, b)
+        for layer in zip(ours, theirs, strict=True)
+        for a, b in zip(*(x.flatten(0, 1) for x in layer), strict=True)
+    ]
+    expected = [kl_div(a[seen].log(), b[seen], reduction="sum") / 5 for a, b in rows]
+    torch.testing.assert_close(attention_map_loss(ours, theirs), torch.stack(expected).mean())
+    assert float(attention_map_loss(theirs, theirs)) == pytest.approx(0, abs=1e-6)
+
+
+def test_attention_maps_train_the_attention_towards_the_teachers(tiny_coca_dir):
+    student, teacher = (load_model(str(tiny_coca_dir), None, "eager") for _ in range(2))
+    for name, parameter in student.named_parameters():
+        parameter.requires_grad_(".q_proj." in name or ".t_proj." in name)
+        if parameter.requires_grad:
+            parameter.data = parameter[torch.randperm(len(parameter), generator=torch.Generator().manual_seed(1))]
+    objective, ids = Objective({"attention-maps": 1.0}, teacher), torch.arange(4, 44).view(2, 20)
+    optimizer = torch.optim.Adam((p for p in student.parameters() if p.requires_grad), lr=1e-2)
+    losses = []
+    for _ in range(60):
+        loss = objective(lambda: (None, student(input_ids=ids)), student, {"input_ids": ids}, 1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
 def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(tiny_llama_dir):
     student, teacher = load_model(str(tiny_llama_dir)).train(), load_model(str(tiny_llama_dir))
     ids = torch.arange(4, 24)[None]
@@ -65,13 +103,14 @@ def overrides(teacher, objective) -> list[str]:
 
 def test_a_stage_logs_each_loss_and_its_checkpoint_holds_no_teacher(recipe_path, tiny_llama_dir, tmp_path):
     before = {file.name: file.read_bytes() for file in tiny_llama_dir.glob("*.safetensors")}
-    mixed = "{lm: 0.5, distill: 0.25, attention-transfer: 0.25}"
-    out = tmp_path / "out"
-    run_recipe(load_recipe(recipe_path, [*overrides(tiny_llama_dir, mixed), "stages.qkv.logging_steps=1"]), out)
+    mixed = "{lm: 0.5, distill: 0.25, attention-transfer: 0.25, attention-maps: 2.0}"
+    out, logged = tmp_path / "out", ["stages.qkv.logging_steps=1", "stages.qkv.attn_implementation=eager"]
+    run_recipe(load_recipe(recipe_path, [*overrides(tiny_llama_dir, mixed), *logged]), out)
     lines = [json.loads(line) for line in (out / "2-qkv/log.jsonl").read_text().splitlines()]
     for line in lines:
         parts = 0.5 * line["loss_lm"] + 0.25 * line["loss_distill"] + 0.25 * line["loss_attention-transfer"]
-        assert line["loss"] == pytest.approx(parts, rel=1e-4)
+        assert line["loss"] == pytest.approx(parts + 2 * line["loss_attention-maps"], rel=1e-4)
+        assert line["loss_attention-maps"] > 0
     assert "loss_lm" not in (out / "1-k/log.jsonl").read_text()
     shapes = {name: value.shape for name, value in load_model(str(out / "1-k")).state_dict().items()}
     assert shapes == {name: value.shape for name, value in load_model(str(out / "2-qkv")).state_dict().items()}
@@ -127,9 +166,13 @@ def test_a_teacher_of_another_shape_is_refused(tiny_coca_dir, tmp_path, change, 
     ("given", "message"),
     [
         (["stages.k.objective=distill"], "stages.k: objective distill needs the original model"),
-        (["teacher=x", "stages.k.objective=distil"], "got 'distil', expected lm, distill, attention-transfer"),
+        (
+            ["teacher=x", "stages.k.objective=distil"],
+            "got 'distil', expected lm, distill, attention-transfer, attention-maps",
+        ),
         (["teacher=x", "stages.k.objective={lm: 0}"], "expected weights above 0"),
         (["teacher=x", "stages.k.objective={}"], "expected weights above 0"),
+        (["teacher=x", "stages.k.objective=attention-maps"], "with attn_implementation sdpa, expected eager"),
     ],
 )
 def test_an_objective_that_makes_no_sense_is_refused(recipe_path, given, message):
