@@ -125,6 +125,9 @@ class Texts:
             options |= chosen | {"max_tokens": self.max_tokens or chosen["max_tokens"]}
             options["documents"] = self.documents or chosen.get("documents")
         sample = draw_sample(subject, min_tokens=min_tokens, special_tokens=special_tokens, **options)
+        if sample.left_out:
+            chars = f"{options['min_chars']:,} characters"
+            console.print(f"left out {sample.left_out:,} documents of fewer than {chars}", style="yellow")
         if sample.skipped:
             console.print(f"skipped {len(sample.skipped)} short documents: {_first(sample.skipped)}", style="yellow")
         return sample

@@ -20,7 +20,8 @@ class Sample:
     settings: dict  # the arguments that drew it: data, column, split, seed, max_tokens, ...
     names: list[str] = field(default_factory=list)
     token_ids: list[Tensor] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)  # names of the documents that were too short
+    skipped: list[str] = field(default_factory=list)  # names of the documents that were drawn and too short
+    left_out: int = 0  # documents of fewer than `min_chars` characters, of which none was drawn
 
     def describe(self) -> dict:
         """What a row says about its documents; `data_hash` is of the very tokens."""
@@ -33,6 +34,7 @@ class Sample:
             "documents": len(self.names),
             "document_names": self.names,
             "skipped_documents": self.skipped,
+            "left_out_documents": self.left_out,
             "data_hash": digest.hexdigest()[:16],
         }
 
@@ -88,8 +90,15 @@ def draw_sample(
     sample = Sample({"data": data, "column": column, "split": split, "seed": seed, "max_tokens": max_tokens})
     if min_chars:
         sample.settings["min_chars"] = min_chars
-    texts = (text for text in read_documents(data, column, split) if len(text.text) >= min_chars)
-    for document in _draw(texts, data, documents, seed):
+
+    def long_enough() -> Iterator[Document]:
+        for document in read_documents(data, column, split):
+            if len(document.text) >= min_chars:
+                yield document
+            else:
+                sample.left_out += 1
+
+    for document in _draw(long_enough(), data, documents, seed):
         ids = subject.tokenizer(document.text, add_special_tokens=special_tokens)["input_ids"]
         ids = torch.tensor(ids[:max_tokens], dtype=torch.long)
         if len(ids) >= min_tokens:

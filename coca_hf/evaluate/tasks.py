@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from accelerate.utils import broadcast_object_list
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.batches import Track, batches_of, compute_all
-from coca_hf.evaluate.load import Subject
+from coca_hf.evaluate.load import Subject, check_vocabulary
 from coca_hf.evaluate.perplexity import failed
 from coca_hf.evaluate.rope import Rope, trained_length, use_rope_
 from coca_hf.evaluate.rows import RowStore, now, subject_settings
@@ -130,7 +131,9 @@ def _measure(
         # lm-eval gives its results on the first process only.
         found = broadcast_object_list([_metrics(_evaluate(subject, settings, include_path, track), name, length)])[0]
     except _Unanswered as failure:
-        error = failed(str(failure), length or "too many")
+        error = str(failure)
+    except CocaError:
+        raise
     except Exception as failure:  # data sets, packages and lm-eval itself raise what they raise
         raise CocaError(
             f"--tasks {name}: lm-eval cannot run it: {type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
@@ -152,7 +155,27 @@ def _measure(
 
 
 class _Unanswered(Exception):
-    """Requests that no process could answer; what `compute_all` says went wrong."""
+    """Requests without an answer; why, as a row says it."""
+
+
+@contextmanager
+def _watching(subject: Subject, benchmark: str) -> Iterator[list[bool]]:
+    """Whether there was a NaN among the logits of each forward inside.
+
+    Raises CocaError, in the forward, for token ids that the model does not embed.
+    """
+    nans: list[bool] = []
+    hooks = [
+        subject.model.register_forward_hook(lambda _, __, output: nans.append(bool(output.logits.isnan().any()))),
+        subject.model.get_input_embeddings().register_forward_pre_hook(
+            lambda _, given: check_vocabulary(subject, given[0], f"--tasks {benchmark}")
+        ),
+    ]
+    try:
+        yield nans
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _evaluate(subject: Subject, settings: dict, include_path: str | None, track: Track) -> dict[str, Any] | None:
@@ -170,14 +193,20 @@ def _evaluate(subject: Subject, settings: dict, include_path: str | None, track:
     def dealt(answer: Callable, requests: list[Any]) -> list[Any]:
         # Longest first, so that memory runs out early, and requests of one context share a batch.
         order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].args[0]), requests[i].args[0], i))
+
+        def compute(batch: list[Any]) -> list[tuple[Any, bool]]:
+            with _watching(subject, settings["benchmark"]) as nans:
+                found = answer(batch, disable_tqdm=True)
+            return [(one, any(nans)) for one in found]
+
         answers, error = compute_all(
             batches_of([requests[i] for i in order], batch_size),
-            lambda batch: answer(batch, disable_tqdm=True),
+            compute,
             lambda batches: track(batches, f"tasks  {settings['benchmark']}"),
         )
-        if error:
-            raise _Unanswered(error)
-        by_request = dict(zip(order, answers, strict=True))
+        if error or any(nan for _, nan in answers):  # of which lm-eval would make a share of answers all the same
+            raise _Unanswered(failed(error, length or "too many") if error else "the model's logits are NaN")
+        by_request = {i: one for i, (one, _) in zip(order, answers, strict=True)}
         return [by_request[i] for i in range(len(requests))]
 
     for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -140,11 +141,12 @@ def test_every_value_can_be_computed_again_from_the_raw_tables(coca, books, tmp_
             assert PROMPTS["paper"].new_tokens == 64
 
 
-def run(arguments, tmp_path, *launcher, wait=True):
+COCA_EVAL = Path(sys.executable).with_name("coca-eval")
+
+
+def run(arguments, *launcher, program=COCA_EVAL, wait=True):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, "-c" if not launcher else str(tmp_path / "eval.py"), *map(str, arguments)]
-    if not launcher:
-        command.insert(2, "from coca_cli.main import evaluate; evaluate()")
+    command = [sys.executable, *launcher, str(program), *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     if not wait:
         return process
@@ -157,33 +159,42 @@ def rows_of(directory):
     return [json.loads(line) for line in (directory / "rows.jsonl").read_text().splitlines()]
 
 
+MEASUREMENTS = {
+    "perplexity": ("--data", "BOOKS", "--lengths", "30,60", "--stride", 25, "--rope", "default,dynamic:4"),
+    "position-loss": ("--data", "BOOKS", "--lengths", "30,60", "--bucket", 10),
+    "passkey": ("--lengths", "300", "--cases", 7, "--new-tokens", 3),
+    "boundary": ("--data", "BOOKS", "--lengths", "60", "--pairs", 50),
+    "copying": ("--lengths", "60", "--cases", 5),
+}
+
+
 @pytest.mark.real
-def test_two_processes_make_the_rows_of_one(tiny_coca_dir, books, tmp_path):
-    (tmp_path / "two.yaml").write_text(yaml.safe_dump(TWO_PROCESSES | {"main_process_port": 29547}))
-    (tmp_path / "eval.py").write_text("from coca_cli.main import evaluate\nevaluate()\n")
+@pytest.mark.parametrize("task", MEASUREMENTS)
+def test_two_processes_make_the_rows_of_one(tiny_llama_dir, books, tmp_path, task):
+    """Launched as the README says."""
+    (tmp_path / "two.yaml").write_text(
+        yaml.safe_dump(TWO_PROCESSES | {"main_process_port": 29560 + list(MEASUREMENTS).index(task)})
+    )
     launcher = ("-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "two.yaml"))
+    options = [books if option == "BOOKS" else option for option in MEASUREMENTS[task]]
+    options += [] if task == "boundary" else ["--batch-size", 2]
     for name, prefix in (("one", ()), ("two", launcher)):
-        common = ("--out", tmp_path / name, "--rope", "default,dynamic:4", "--batch-size", 4)
-        out = run(
-            ("perplexity", tiny_coca_dir, "--data", books, "--lengths", "30,60", "--stride", 25, *common),
-            tmp_path,
-            *prefix,
-        )
-        assert out.count("perplexity by context length") == 1
+        out = run((task, tiny_llama_dir, *options, "--out", tmp_path / name), *prefix)
+        assert out.count(f"{task} by context length") == 1
     one, two = rows_of(tmp_path / "one"), rows_of(tmp_path / "two")
-    assert len(one) == 4
+    assert all(row["value"] is not None for row in one)
     assert lasting(one) == lasting(two)
     assert {row["processes"] for row in two} == {2}
     for row in one:
-        paths = [tmp_path / name / row["raw"]["windows"] for name in ("one", "two")]
-        assert paths[0].read_bytes() == paths[1].read_bytes()
+        for path in row["raw"].values():
+            assert (tmp_path / "one" / path).read_bytes() == (tmp_path / "two" / path).read_bytes()
 
 
 @pytest.mark.real
 def test_a_killed_run_goes_on_after_its_last_whole_row(tiny_coca_dir, books, tmp_path):
     arguments = ["perplexity", tiny_coca_dir, "--data", books, "--stride", 5]
     arguments += ["--lengths", ",".join(map(str, range(20, 28))), "--out"]
-    process = run([*arguments, tmp_path / "killed"], tmp_path, wait=False)
+    process = run([*arguments, tmp_path / "killed"], wait=False)
     rows = tmp_path / "killed" / "rows.jsonl"
     deadline = time.monotonic() + 120
     while not (rows.exists() and rows.read_bytes().count(b"\n") >= 2):
@@ -194,7 +205,7 @@ def test_a_killed_run_goes_on_after_its_last_whole_row(tiny_coca_dir, books, tmp
     process.communicate()
     before = rows.read_bytes()
     assert 2 <= before.count(b"\n") < 8
-    run([*arguments, tmp_path / "killed"], tmp_path)
-    run([*arguments, tmp_path / "whole"], tmp_path)
+    run([*arguments, tmp_path / "killed"])
+    run([*arguments, tmp_path / "whole"])
     assert rows.read_bytes().startswith(before[: before.rindex(b"\n") + 1])
     assert lasting(rows_of(tmp_path / "killed")) == lasting(rows_of(tmp_path / "whole"))

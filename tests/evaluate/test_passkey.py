@@ -1,6 +1,7 @@
 import itertools
 import math
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pyarrow.parquet as pq
@@ -254,16 +255,18 @@ def test_a_guesser_is_right_once_in_90000():
     assert 2 <= hits <= 21
 
 
-def test_cases_inside_and_beyond_the_trained_length_add_up(llama, tiny_tokenizer, tmp_path, monkeypatch):
-    """A model that sees 300 tokens back: right up to there, wrong beyond."""
+@pytest.mark.parametrize(("configured", "trained_on"), [(300, None), (4096, 300)])
+def test_cases_inside_and_beyond_the_trained_length_add_up(tiny_tokenizer, tmp_path, configured, trained_on):
+    """A model that sees 300 tokens back: right up to there, wrong beyond. A CoCA training counts before the config."""
 
     def near_only(prompt):
         return read_key(prompt) if len(prompt) - prompt.index("The passkey is") <= 300 else "?"
 
     subject = talker(tiny_tokenizer, near_only)
-    subject.model.config.max_position_embeddings = 300
+    subject.model.config.max_position_embeddings = configured
+    subject = replace(subject, trained_seq_len=trained_on)
     (row,) = passkey_rows(subject, [900], DEFAULT, RowStore(tmp_path), 40)
-    assert row["trained_length"] == 300
+    assert row["trained_length"] == configured
     assert row["cases_inside"] == row["correct_inside"] > 0
     assert row["cases_beyond"] > 0 == row["correct_beyond"]
     assert row["cases_inside"] + row["cases_beyond"] == 40

@@ -28,7 +28,10 @@ def test_a_preset_is_its_data_set_on_the_hub(preset, hub, llama, tiny_llama_dir,
     assert code == 0, stderr
     (row,) = rows_in(tmp_path)
     assert row["document_names"] == [f"{hub.repo}:0", f"{hub.repo}:2"]
-    assert row["skipped_documents"] == ([f"{hub.repo}:1"] if preset == "pg19" else [])  # the other draws by characters
+    is_drawn_by_tokens = preset == "pg19"  # the other by characters
+    assert row["skipped_documents"] == ([f"{hub.repo}:1"] if is_drawn_by_tokens else [])
+    assert row["left_out_documents"] == (0 if is_drawn_by_tokens else 1)
+    assert ("left out 1 documents of fewer than 131,072 characters" in " ".join(stderr.split())) != is_drawn_by_tokens
     assert (row["tokens"], row["max_tokens"]) == (2 * 32767, 32768)
     file = str(tmp_path / "books.parquet")
     assert row["data_hash"] == draw_sample(llama, file, 64, max_tokens=32768, min_chars=9999).describe()["data_hash"]

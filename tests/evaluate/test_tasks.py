@@ -65,6 +65,23 @@ def test_a_benchmark_that_does_not_fit_is_tried_smaller_then_says_oom(coca, task
         assert row["error"].startswith("OOM: one sequence alone does not fit (CUDA out of memory.")
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_that_gives_nan_has_no_score(coca, task_dir, tmp_path, name):  # noqa: F811
+    with torch.no_grad():
+        coca.model.model.norm.weight.fill_(torch.nan)
+    (row,) = task_rows(coca, [name], DEFAULT, RowStore(tmp_path), include_path=str(task_dir))
+    assert (row["value"], row["error"]) == (None, "the model's logits are NaN")
+
+
+def test_a_tokenizer_of_another_model_is_refused(coca, task_dir, tmp_path):  # noqa: F811
+    coca.model.resize_token_embeddings(20)
+    with pytest.raises(
+        CocaError, match=r"--tasks coca_answer: got token id \d+ from .* vocabulary of 20; the tokenizer"
+    ):
+        list(task_rows(coca, ["coca_answer"], DEFAULT, RowStore(tmp_path), include_path=str(task_dir)))
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
 def test_the_group_of_the_paper_has_four_dimensions_of_tasks_that_lm_eval_knows():
     assert set(DIMENSIONS) == {"reasoning", "understanding", "language", "examination"}
     names = parse_tasks("opencompass,piqa")
@@ -197,7 +214,7 @@ def test_two_processes_make_the_rows_of_one(tiny_coca_dir, task_dir, tmp_path): 
     launcher = ("-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "two.yaml"))
     for name, prefix in (("one", ("-u",)), ("two", launcher)):
         common = ("--out", tmp_path / name, "--batch-size", 2, "--include-path", task_dir)
-        out = run(("tasks", tiny_coca_dir, "--tasks", ",".join(NAMES), *common), tmp_path, *prefix)
+        out = run(("tasks", tiny_coca_dir, "--tasks", ",".join(NAMES), *common), *prefix, program=tmp_path / "eval.py")
         assert out.count("coca_likelihood") == 1
     one, two = rows_of(tmp_path / "one"), rows_of(tmp_path / "two")
     assert len(one) == 2
