@@ -49,7 +49,7 @@ def train_command(
 
     from coca_hf.train.recipe import load_recipe
     from coca_hf.train.stages import run_recipe
-    from coca_hf.train.stop import EXIT_STOPPED, Stopped
+    from coca_hf.train.stop import EXIT_STOPPED, Stopped, ignore_signals
 
     disable_progress_bar()  # of loading and saving; the training keeps its own
     checked = load_recipe(recipe, settings or [])
@@ -58,6 +58,7 @@ def train_command(
     try:
         directory = run_recipe(checked, out or Path("runs") / recipe.stem, stage, resume)
     except Stopped as stopped:
+        ignore_signals()
         if PartialState().is_main_process:
             console.print(str(stopped))
         PartialState().destroy_process_group()

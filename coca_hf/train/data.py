@@ -21,6 +21,7 @@ from coca_hf.errors import CocaError
 from coca_hf.train.held_out import HeldOut, hold_out, shares
 from coca_hf.train.prepared import Prepared, describe_stream, open_prepared, write_prepared
 from coca_hf.train.recipe import Recipe, Source
+from coca_hf.train.stop import leave_signals_to_parent
 from coca_hf.train.stream import PackedPass, TokenStream, draw_of_sources, too_short
 from coca_hf.train.tokens import Encoder
 
@@ -69,6 +70,8 @@ class PackedBlocks(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         worker = get_worker_info()
         assert worker is None or worker.num_workers == 1, "several workers would each read the whole stream"
+        if worker:
+            leave_signals_to_parent()
         for block in self._blocks():
             yield {"input_ids": block.clone(), "labels": block.clone()}
 

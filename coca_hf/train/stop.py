@@ -29,6 +29,22 @@ class StopRequest:
         return self.signal or ("the death of the launcher" if orphaned else None)
 
 
+def ignore_signals() -> None:
+    """For a process that ends with EXIT_STOPPED: the launcher may end it once more, and so hide that code."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def leave_signals_to_parent() -> None:
+    """For a process that only reads data: the one that trains needs it until its checkpoint is written.
+
+    Launchers signal whole process groups, so it leaves its parent's; torch ends it by its number, and it ends itself
+    when its parent is gone.
+    """
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()
+
+
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
     """Note the signals that ask to stop instead of dying of them. Outside the main thread, none is noted."""

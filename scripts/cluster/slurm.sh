@@ -21,6 +21,7 @@ cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) WORLD_SIZE=$SLURM_NTASKS OMP_NUM_THREADS=8
 
+trap : TERM USR1 # where these reach this script, too, it waits for the tasks
 # shellcheck disable=SC2016  # the ranks are those of each task
 srun --kill-on-bad-exit=1 bash -c \
     'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE exec python -m coca_hf.train "$@"' \

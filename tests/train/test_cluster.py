@@ -52,6 +52,19 @@ def test_slurm_queues_up_again_on_75_alone_and_always_resumes(stand_ins, tmp_pat
     assert (tmp_path / "python.log").read_text() == f"0/2 0 first 2 {asked}\n1/2 1 first 2 {asked}\n"
 
 
+def test_slurm_waits_for_its_tasks_where_the_signal_reaches_the_script(stand_ins, tmp_path):
+    command(stand_ins, "srun", f"touch {tmp_path}/running; sleep 2; exit 75")
+    environment = {**os.environ, "PATH": f"{stand_ins}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT)}
+    environment |= {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "2"}
+    running = subprocess.Popen([str(CLUSTER / "slurm.sh"), "recipe.yaml"], env=environment)
+    while not (tmp_path / "running").exists():
+        assert running.poll() is None
+        time.sleep(0.02)
+    running.terminate()
+    assert running.wait() == 75
+    assert (tmp_path / "scontrol.log").read_text() == "requeue 42\n"
+
+
 def test_slurm_is_asked_for_the_signal_ahead_of_the_limit_and_for_the_layouts_processes():
     options = [
         line.split()[1] for line in (CLUSTER / "slurm.sh").read_text().splitlines() if line.startswith("#SBATCH")
@@ -76,6 +89,7 @@ def test_torchrun_trains_on_two_processes_in_its_layout_until_sigterm_asks_for_a
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     out = tmp_path / "out"
     script = [str(CLUSTER / "torchrun.sh"), str(recipe_path), "--stage", "k", "stages.k.max_steps=1000000"]
+    script += ["training.dataloader_num_workers=1"]  # a process that torchrun's signal must not end
     with (tmp_path / "printed").open("w") as printed:
         running = subprocess.Popen([*script, "--out", str(out)], env=environment, stdout=printed, stderr=printed)
     log = out / "1-k/log.jsonl"
