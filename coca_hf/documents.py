@@ -60,6 +60,8 @@ def read_documents(
             raise CocaError(f"{name}: got an empty document, expected text; remove it from the source")
         if not isinstance(text, str):
             raise CocaError(f"{name}: got {type(text).__name__} in column {column!r}, expected text")
+        if text.count("\0") * 100 > len(text):  # one here and there is in many a source of code
+            raise CocaError(f"{name}: got {text.count(chr(0)):,} zero bytes, expected text, not binary data; remove it")
         if not text.isascii():
             _check_characters(name, text)
         yield Document(name, text)
@@ -207,7 +209,7 @@ def _parquet_rows(file: Path, column: str) -> Iterator[Any]:
     with parquet.ParquetFile(file) as table:
         _check_columns(table.schema_arrow.names, column, str(file))
         for batch in table.iter_batches(batch_size=256, columns=[column]):
-            yield from batch.column(0).to_pylist()
+            yield from (value.as_py() for value in batch.column(0))  # one by one: an error is of its row
 
 
 def _arrow_rows(file: Path, column: str) -> Iterator[Any]:
@@ -222,7 +224,7 @@ def _arrow_rows(file: Path, column: str) -> Iterator[Any]:
             batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
         _check_columns(reader.schema.names, column, str(file))
         for batch in batches:
-            yield from batch.column(column).to_pylist()
+            yield from (value.as_py() for value in batch.column(column))
 
 
 def _read_hub(

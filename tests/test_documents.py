@@ -59,6 +59,7 @@ def test_a_text_file_is_a_document_also_compressed_and_a_directory_is_all_its_fi
 BAD_ROWS = {
     "null": ([*ROWS, None], "{name}:3: got an empty document"),
     "blank": ([*ROWS, " \n"], "{name}:3: got an empty document, expected text; remove it"),
+    "binary": ([*ROWS, "MZ\0\1" * 9], "{name}:3: got 9 zero bytes, expected text, not binary data; remove it"),
     "numbers": ([1, 2], "{name}:0: got int in column 'text', expected text"),
 }
 
@@ -70,6 +71,13 @@ def test_a_row_that_is_no_text_is_named(tmp_path, name, rows, message):
     with pytest.raises(CocaError) as caught:
         list(read_documents(str(tmp_path / name)))
     assert message.format(name=name) in str(caught.value)
+
+
+def test_a_row_of_parquet_that_is_not_utf_8_is_named(tmp_path):
+    bad = pyarrow.array([b"one", b"two", b"\xff\xfe"]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "a.parquet")
+    with pytest.raises(CocaError, match=r"a\.parquet: row 2: cannot be read as \.parquet \(UnicodeDecodeError: "):
+        list(read_documents(str(tmp_path / "a.parquet")))
 
 
 def test_half_a_surrogate_pair_is_named(tmp_path):

@@ -30,7 +30,7 @@ FSDP2 = {  # what `accelerate launch` makes of an FSDP2 configuration
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
 }
 DDP: dict[str, str] = {}
 server = multiprocessing.get_context("forkserver")
