@@ -9,7 +9,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from coca_hf.train.checkpoint import STATE
+from coca_hf.train.checkpoint import STATE, state_bytes
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
@@ -29,6 +29,7 @@ def bytes_of(trainer: StageTrainer) -> dict[str, int]:
         "gradients": sum(map(_bytes, gradients)),
         "optimizer": sum(map(_bytes, states)),
         "saved": sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in saved),
+        "asked for": state_bytes(trainer.model, trainer.optimizer),  # of the disk, before a checkpoint is written
     }
 
 
@@ -44,6 +45,7 @@ def assert_as_trained(measured: dict[str, int], trained: int, processes: int = 1
     assert measured["gradients"] == pytest.approx(4 * trained / processes, rel=0.01)
     assert measured["optimizer"] == pytest.approx(8 * trained / processes, rel=0.01)
     assert measured["saved"] == pytest.approx(12 * trained, rel=0.01)
+    assert measured["asked for"] == pytest.approx(measured["saved"], rel=0.01)
 
 
 def test_frozen_parameters_cost_neither_gradients_nor_optimizer_state(recipe_path, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,6 +80,10 @@ def test_the_record_says_what_was_run_and_on_what(unbroken, tiny_coca_dir):
     assert kept["recipe"] == yaml.safe_load((unbroken / "recipe.yaml").read_text())
     assert kept["versions"]["torch"] == torch.__version__
     assert kept["hardware"]["processes"] == 1
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
+    ).stdout
+    assert (kept["commit"] or "").removesuffix("+changes") == head.strip()
     conversion = (tiny_coca_dir / "conversion.json").read_bytes()
     assert all((unbroken / stage / "conversion.json").read_bytes() == conversion for stage in STAGES)
 
