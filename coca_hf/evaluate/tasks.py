@@ -7,8 +7,8 @@ tasks, or those that are named.
 A row, task `tasks`, has besides what `rows.py` lists: `value`, the metric; `benchmark`, lm-eval's name of the task;
 `metric`, `filter`, `stderr` (null where the metric is no mean over cases), `shots` (null: the task's own), `limit`,
 `scored` cases; `dimension`, a key of `DIMENSIONS`, "ruler" or null; `length`, RULER's, in tokens, else null; `metrics`,
-how many rows the benchmark has. Its raw table `samples`: case, score (the metric of one document, null where it is no
-number); for RULER, the mean of each of its tasks: benchmark, score.
+how many rows the benchmark has. Its raw table `samples`: benchmark (of a group, one of its tasks), case, score (the
+metric of one document, null where it is no number); for RULER, the mean of each of its tasks: benchmark, score.
 """
 
 import difflib
@@ -235,10 +235,10 @@ def _metrics(output: dict[str, Any] | None, name: str, length: int | None) -> li
         if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
             continue
         samples = [
-            {"case": sample["doc_id"], "score": _number(sample.get(metric))}
-            for task, some in output.get("samples", {}).items()
+            {"benchmark": task, "case": sample["doc_id"], "score": _number(sample.get(metric))}
+            for task, some in output.get("samples", {}).items()  # of a group, those of all its tasks
             for sample in some
-            if task == name and sample.get("filter", filter_name) == filter_name
+            if sample.get("filter", filter_name) == filter_name
         ]
         scores = [sample["score"] for sample in samples]
         # lm-eval gives standard errors only together with bootstraps, which print, fork and take minutes.

@@ -65,6 +65,22 @@ def test_a_benchmark_that_does_not_fit_is_tried_smaller_then_says_oom(coca, task
         assert row["error"].startswith("OOM: one sequence alone does not fit (CUDA out of memory.")
 
 
+def test_a_group_has_the_samples_of_all_its_tasks():
+    scores = {"a": [1.0, 0.0, 1.0], "b": [0.0]}
+    samples = {
+        task: [{"doc_id": number, "acc": score, "filter": "none"} for number, score in enumerate(some)]
+        for task, some in scores.items()
+    }
+    sizes = {task: {"effective": len(some)} for task, some in scores.items()}
+    output = {"results": {"group": {"alias": "group", "acc,none": 0.5}}, "samples": samples, "n-samples": sizes}
+    ((result, lines),) = tasks._metrics(output, "group", None)
+    assert [(line["benchmark"], line["case"], line["score"]) for line in lines] == [
+        (task, number, score) for task, some in scores.items() for number, score in enumerate(some)
+    ]
+    assert (result["value"], result["scored"]) == (0.5, 4)
+    assert result["stderr"] == pytest.approx(mean_stderr([1.0, 0.0, 1.0, 0.0]))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_that_gives_nan_has_no_score(coca, task_dir, tmp_path, name):  # noqa: F811
     with torch.no_grad():
