@@ -42,7 +42,7 @@ def main() -> None:
             if "stages" in plan:
                 checkpoint = train(plan["stages"], checkpoint, seed, options.out / "trained" / f"{slug(name)}-{seed}")
             evaluate(checkpoint, name if seeds == 1 else f"{name}, seed {seed}", options.out)
-    trained = sorted((options.out / "trained").glob("*"))
+    trained = sorted((options.out / "trained").glob("[!.]*"))  # no locks
     coca_eval("report", options.out / "rows", *trained, "--out", options.out / "page")
 
 
