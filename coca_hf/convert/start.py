@@ -97,5 +97,5 @@ def start_t(k: Tensor, scales: Tensor, num_key_value_heads: int) -> Tensor:
     w_t = k.new_empty(num_key_value_heads, *heads.shape[2:])
     wide = torch.float32 if k.dtype.itemsize == 2 else torch.float64
     for head, (first, second) in enumerate(heads):  # one at a time: what is wide stays in the processor's cache
-        w_t[head] = first.to(wide).add_(second).mul_(scales[head] / 2)
+        w_t[head] = (first.to(wide) + second).mul_(scales[head] / 2)
     return w_t.flatten(0, 1)

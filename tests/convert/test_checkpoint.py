@@ -142,6 +142,15 @@ def test_max_shard_size_is_honoured_and_the_shards_load(tmp_path, tiny_llama_dir
     assert torch.equal(got(IDS).logits, AutoModelForCausalLM.from_pretrained(tiny_coca_dir)(IDS).logits)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_start_is_the_scaled_mean_of_pairs_and_leaves_the_keys_as_they_are(dtype):
+    k, scales = torch.randn(2 * 8, 5, generator=torch.Generator().manual_seed(0)).to(dtype), torch.tensor([0.3, 2.0])
+    before, heads = k.clone(), k.double().view(2, 2, 4, 5)
+    expected = (heads[:, 0] + heads[:, 1]) / 2 * scales.double()[:, None, None]
+    torch.testing.assert_close(start_t(k, scales, 2), expected.flatten(0, 1).to(dtype))
+    assert torch.equal(k, before)
+
+
 @pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.float16), ("bfloat16", torch.bfloat16)])
 def test_dtype_is_the_sources_or_the_one_asked_for(tmp_path, dtype, expected):
     saved(llama().half(), tmp_path / "src")
