@@ -10,6 +10,7 @@ from coca_hf.report import write_report
 from coca_hf.report.against_length import curves_of
 from coca_hf.report.document import markdown
 from coca_hf.report.page import read_page, tables_markdown
+from coca_hf.report.plots import Heat, heat_figure
 from coca_hf.report.rows import read_tables
 from tests.report.made import row, with_raw, write_rows
 
@@ -118,6 +119,25 @@ def test_numbers_drawn_from_raw_files_are_those_of_the_files(tmp_path):
         "| llama | 1.00 | 0.50 | 0.50 | 0.00 |" in page
     )
     assert "| llama | 512 | 0.000 | 0.750 | 0.000 | 0.250 | 0.250 | 0.125 | 0.750 |" in page
+
+
+def test_contexts_and_perplexities_are_on_log_axes_and_published_curves_dashed(tmp_path):
+    run = write_rows(tmp_path / "a", row(value=7.0), row(length=4096, value=96731.2))
+    (figure,) = read_page([run], ["350m"]).figures()
+    (axes,) = figure.draw(5, 3, True).axes
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    curves = {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
+    assert curves["llama"].get_xydata().tolist() == [[512, 7.0], [4096, 96731.2]]
+    published = curves["paper: RoFormer + CoCA"]
+    assert published.get_xydata().tolist()[:2] == [[512, 20.11], [1024, 33.47]]
+    assert (curves["llama"].get_linestyle(), published.get_linestyle()) == ("-", "--")
+
+
+def test_a_cell_of_a_heat_map_says_its_share():
+    heat = Heat("a model", ["512", "1024"], ["0.0", "0.5"], [[1.0, 0.25], [None, 0.5]])
+    axes = heat_figure(heat, "context", "depth")(5, 3, False).axes[0]
+    cells = {tuple(map(int, text.get_position())): text.get_text() for text in axes.texts}
+    assert {cell: text for cell, text in cells.items() if text} == {(0, 0): "1.00", (1, 0): "0.25", (1, 1): "0.50"}
 
 
 def test_passkeys_inside_and_beyond_the_trained_length_are_told_apart(tmp_path):
