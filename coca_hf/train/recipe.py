@@ -193,12 +193,8 @@ class Recipe(Part):
                 raise ValueError(f"stages.{stage.name}: {problems}") from None
             if self.stage_options(stage).fused_cross_entropy:
                 _check_fused(stage)
-            attention = self.stage_options(stage).attn_implementation or "sdpa"
-            if "attention-maps" in stage.objective and attention != "eager":
-                raise ValueError(
-                    f"stages.{stage.name}: got objective attention-maps with attn_implementation {attention}, expected "
-                    f"eager, which alone has the maps"
-                )
+            if "attention-maps" in stage.objective:
+                _check_maps(stage, self.stage_options(stage))
             if self.stage_options(stage).context_parallel_size > 1:
                 _check_context_parallel(stage, self.stage_options(stage), self.data.seq_len)
         return self
@@ -283,6 +279,16 @@ def _check_fused(stage: Stage) -> None:
         raise ValueError(
             f"stages.{stage.name}: got fused_cross_entropy with objective distill, which needs the logits; leave one "
             f"of them out"
+        )
+
+
+def _check_maps(stage: Stage, options: StageOptions) -> None:
+    """Raises ValueError where attention maps are compared that the attention does not give."""
+    attention = options.attn_implementation or "sdpa"
+    if attention != "eager":
+        raise ValueError(
+            f"stages.{stage.name}: got objective attention-maps with attn_implementation {attention}, expected eager, "
+            f"which alone has the maps"
         )
 
 

@@ -159,29 +159,29 @@ def rows_of(directory):
     return [json.loads(line) for line in (directory / "rows.jsonl").read_text().splitlines()]
 
 
-MEASUREMENTS = {
-    "perplexity": ("--data", "BOOKS", "--lengths", "30,60", "--stride", 25, "--rope", "default,dynamic:4"),
-    "position-loss": ("--data", "BOOKS", "--lengths", "30,60", "--bucket", 10),
-    "passkey": ("--lengths", "300", "--cases", 7, "--new-tokens", 3),
-    "boundary": ("--data", "BOOKS", "--lengths", "60", "--pairs", 50),
-    "copying": ("--lengths", "60", "--cases", 5),
+MEASUREMENTS = {  # how many rows, and the options
+    "perplexity": (4, "--data BOOKS --lengths 30,60 --stride 25 --rope default,dynamic:4 --batch-size 4"),
+    "position-loss": (2, "--data BOOKS --lengths 30,60 --bucket 10 --batch-size 2"),
+    "passkey": (1, "--lengths 300 --cases 7 --new-tokens 3 --batch-size 2"),
+    "boundary": (1, "--data BOOKS --lengths 60 --pairs 50"),
+    "copying": (1, "--lengths 60 --cases 5 --batch-size 2"),
 }
 
 
 @pytest.mark.real
 @pytest.mark.parametrize("task", MEASUREMENTS)
-def test_two_processes_make_the_rows_of_one(tiny_llama_dir, books, tmp_path, task):
+def test_two_processes_make_the_rows_of_one(tiny_coca_dir, books, tmp_path, task):
     """Launched as the README says."""
-    (tmp_path / "two.yaml").write_text(
-        yaml.safe_dump(TWO_PROCESSES | {"main_process_port": 29560 + list(MEASUREMENTS).index(task)})
-    )
+    port = 29560 + list(MEASUREMENTS).index(task)
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(TWO_PROCESSES | {"main_process_port": port}))
     launcher = ("-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "two.yaml"))
-    options = [books if option == "BOOKS" else option for option in MEASUREMENTS[task]]
-    options += [] if task == "boundary" else ["--batch-size", 2]
+    count, options = MEASUREMENTS[task]
     for name, prefix in (("one", ()), ("two", launcher)):
-        out = run((task, tiny_llama_dir, *options, "--out", tmp_path / name), *prefix)
+        words = [books if word == "BOOKS" else word for word in options.split()]
+        out = run((task, tiny_coca_dir, *words, "--out", tmp_path / name), *prefix)
         assert out.count(f"{task} by context length") == 1
     one, two = rows_of(tmp_path / "one"), rows_of(tmp_path / "two")
+    assert len(one) == count
     assert all(row["value"] is not None for row in one)
     assert lasting(one) == lasting(two)
     assert {row["processes"] for row in two} == {2}
