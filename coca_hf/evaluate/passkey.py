@@ -14,8 +14,8 @@ the case's number only, so a case is the same whichever others run beside it. Va
 Both scripts set the characters of filler and take the tokens as they come; here the tokens are set.
 
 A row, task `passkey`, has besides what `rows.py` lists: `value`, the share of cases found; `variant`, `cases`,
-`new_tokens`, `depths` (null where depth is uniform); and of the cases whose key is at most, or more than, `trained_in`
-tokens from the end (the paper's figure 4): `cases_inside`, `correct_inside`, `cases_beyond`,
+`new_tokens`, `depths` (null where depth is uniform); and of the cases whose key is at most, or more than, the tokens of
+its last training from the end (the paper's figure 4): `cases_inside`, `correct_inside`, `cases_beyond`,
 `correct_beyond`. Its raw table `cases`: case, key, depth (0 to 1), distance (tokens from the beginning of the passkey's
 sentence to the end), prompt_tokens, output, correct.
 """
@@ -34,7 +34,8 @@ from coca_hf.evaluate.batches import Track, batches_of, compute_all
 from coca_hf.evaluate.load import Subject, check_vocabulary
 from coca_hf.evaluate.perplexity import failed
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import Raw, RowStore, rows_over, subject_settings, trained_in
+from coca_hf.evaluate.rows import Raw, RowStore, rows_over, subject_settings
+from coca_hf.report.rows import trained_length
 
 INSTRUCTION = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -259,7 +260,7 @@ def _measure(subject: Subject, rope: Rope, settings: dict, track: Track) -> tupl
         error = failed(error, f"{length} + {new_tokens}")
     results = {
         "value": None if error else sum(record["correct"] for record in records) / len(records),
-        **count_by_distance(records, trained_in(settings)),
+        **count_by_distance(records, trained_length(settings)),
         "tokens": sum(len(case.token_ids) for case in cases),
         "error": error,
     }

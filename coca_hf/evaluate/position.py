@@ -5,8 +5,9 @@ the window, and from nothing else. Losses are summed over buckets of indices.
 
 A row, task `position-loss`, has besides what `rows.py` lists: `value`, the perplexity over all tokens; `stride`, which
 is the length; `bucket`, in tokens; what `Sample.describe` says; `nll`, nats per token, and the same for buckets that
-begin below and from `trained_in` on, `nll_inside` and `nll_beyond` (null where there are none). Its raw table
-`buckets`: document (index into `document_names`), first (index of the bucket), tokens, nll (their sum in nats).
+begin below and from the length of the last training on, `nll_inside` and `nll_beyond` (null where there are none). Its
+raw table `buckets`: document (index into `document_names`), first (index of the bucket), tokens, nll (their sum in
+nats).
 """
 
 import math
@@ -18,9 +19,10 @@ from coca_hf.evaluate.batches import Track
 from coca_hf.evaluate.load import Subject
 from coca_hf.evaluate.perplexity import compute_windows, failed, perplexity_of, token_losses
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import Raw, RowStore, rows_over, subject_settings, trained_in
+from coca_hf.evaluate.rows import Raw, RowStore, rows_over, subject_settings
 from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.variants import VARIANTS, Window
+from coca_hf.report.rows import trained_length
 
 
 def position_rows(
@@ -67,7 +69,7 @@ def _measure(subject: Subject, sample: Sample, rope: Rope, settings: dict, track
     lines = _by_document(windows, sums, bucket)
     tokens = sum(line["tokens"] for line in lines)
     value, error = (None, failed(error, length)) if error else perplexity_of(VARIANTS["sliding"], lines)
-    trained = trained_in(settings) or length
+    trained = trained_length(settings) or length
     results = {
         "value": value,
         "nll": nats_per_token(lines) if value is not None else None,

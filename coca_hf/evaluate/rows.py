@@ -138,11 +138,6 @@ def subject_settings(subject: Subject) -> dict:
     }
 
 
-def trained_in(row: dict) -> int | None:
-    """The tokens of a sequence in the model's last training: a stage of coca-train, else what its config says."""
-    return row["trained_seq_len"] or row["trained_length"]
-
-
 def now() -> str:
     """The time in UTC, to the second, as rows write it."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
