@@ -2,13 +2,14 @@
 
 Layer by layer, on the hidden states that the original has there, Adam minimises over W_Q and W_T (and their biases)
 
-    mean over queries m of  w_m ( KL(original's map || CoCA's map)  +  |output - original's|^2 / |original's|^2 )
+    mean over queries m of  w_m KL(original's map || CoCA's map),      w_m proportional to (m + 1)^(-1/2)
 
-with w_m proportional to (m + 1)^(-1/2). The first term is what matters: fitting outputs alone leaves most of the error
-(LoLCATs, arXiv 2410.10254, starts linear attention likewise). The second and the weights guard the first few tokens: a
-CoCA score is largest at distance 0, and a second token that attends to itself looks like the first one, which some MLP
-then makes another attention sink of. All else stays as it is, and no gradient passes from layer to layer: the layers
-see what the original's see, so that none has to make up for the others, and one layer is on the GPU at a time.
+Fitting the outputs instead leaves most of the error (LoLCATs, arXiv 2410.10254, starts linear attention so). The
+weights guard the first few tokens: a CoCA score is largest at distance 0, and a second token that attends to itself
+looks like the first one, which some MLP then makes another attention sink of. A step sees a few queries of one block:
+many small steps come further in the same time than few large ones. All else stays as it is, and no gradient passes from
+layer to layer: the layers see what the original's see, so that none has to make up for the others, and one layer is on
+the GPU at a time.
 
 Letters: see `models/attention.py`; n_b blocks of text. Memory is n_b (m * hidden + h * m * m) * 4 bytes and a layer.
 """
@@ -30,14 +31,16 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from coca_hf.convert.staging import sync
 from coca_hf.documents import read_documents
 from coca_hf.errors import CocaError
-from coca_hf.models.attention import CocaAttention, fold
+from coca_hf.models.attention import CocaAttention, coca_key, coca_query
 from coca_hf.models.decoder import CocaForCausalLM
 
-STEPS = 60  # of Adam for every layer
-BATCH_TOKENS = 1024
-RELATIVE_RATE = 0.015  # the learning rate, over the root mean square of W_Q
+PASSES = 10  # over the blocks, for every layer
+QUERIES = 48  # of a block in one pass, drawn at random
+RELATIVE_RATE = 0.03  # the learning rate, over the root mean square of W_Q
+BETAS = (0.8, 0.95)
 WARMUP_STEPS = 10
 BLOCK_TOKENS = 256
+BATCH_TOKENS = 1024  # of a forward
 HELD_OUT_BLOCKS = 8
 CANDIDATES = 64  # blocks read for every one that is taken
 
@@ -98,7 +101,7 @@ def calibrate(
     held_out: Tensor,
     finished: Path,
     seed: int = 0,
-    steps: int = STEPS,
+    passes: int = PASSES,
     report: Report = lambda done, total: None,
 ) -> Calibration:
     """Fit the queries and coefficients of `coca`, which `patch_` or a conversion made of `original`, layer by layer.
@@ -109,7 +112,7 @@ def calibrate(
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     base: Any = original.base_model
-    angles = _Angles(base, coca, blocks.shape[1], device)
+    angles = Angles(base, coca, blocks.shape[1], device)
     embed: Any = original.get_input_embeddings()
     with torch.no_grad():
         states = embed(blocks.to(embed.weight.device)).float()
@@ -121,15 +124,15 @@ def calibrate(
     for number, (theirs, ours) in enumerate(zip(base.layers, coca.model.layers, strict=True)):
         start: Any
         theirs, start = (copy.deepcopy(layer).to(device, torch.float32).eval() for layer in (theirs, ours))
-        seen, after = _run_original(theirs, states, angles)
-        seen_held_out, streams["original"] = _run_original(theirs, streams["original"], angles)
+        seen, after = run_original(theirs, states, angles)
+        seen_held_out, streams["original"] = run_original(theirs, streams["original"], angles)
         fitted = copy.deepcopy(start)
         attention: CocaAttention = fitted.self_attn
         file = finished / f"layer-{number:05}.safetensors"
         if file.exists():
             attention.load_state_dict(load_file(file), strict=False)
         else:
-            _fit(attention, seen, angles, steps, seed + number)
+            fit(attention, seen, angles, passes, seed + number)
             _save(_fitted_tensors(attention), file)
         layers.append(LayerFit(*(_divergence(one, seen_held_out, angles) for one in (start.self_attn, attention))))
         for name, layer in (("start", start), ("calibrated", fitted)):
@@ -142,15 +145,14 @@ def calibrate(
     return Calibration(tensors, layers, perplexity)
 
 
-class _Seen(NamedTuple):
+class Seen(NamedTuple):
     """What the original's attention of one layer does: on the CPU, float32."""
 
     inputs: Tensor  # (n_b, m, hidden)
     maps: Tensor  # (n_b, h, m, n)
-    outputs: Tensor  # (n_b, m, hidden)
 
 
-class _Angles:
+class Angles:
     """The positions of a block, as both models want them."""
 
     def __init__(self, base: nn.Module, coca: CocaForCausalLM, length: int, device: str):
@@ -170,7 +172,7 @@ class _Angles:
 
 
 @torch.no_grad()
-def _run_original(layer: Any, states: Tensor, angles: _Angles) -> tuple[_Seen, Tensor]:
+def run_original(layer: Any, states: Tensor, angles: Angles) -> tuple[Seen, Tensor]:
     """What the attention of `layer` did on the way, and the hidden states after it."""
     attention = layer.self_attn if hasattr(layer, "self_attn") else layer.attention
     seen: list[tuple[Tensor, ...]] = []
@@ -184,15 +186,14 @@ def _run_original(layer: Any, states: Tensor, angles: _Angles) -> tuple[_Seen, T
                 position_embeddings=angles.original,
             )
             after.append(output.cpu())
-    return _Seen(*(torch.cat(parts) for parts in zip(*seen, strict=True))), torch.cat(after)
+    return Seen(*(torch.cat(parts) for parts in zip(*seen, strict=True))), torch.cat(after)
 
 
 @contextmanager
 def _watching(attention: nn.Module, seen: list[tuple[Tensor, ...]]) -> Iterator[None]:
     def note(module: nn.Module, args: tuple, kwargs: dict, result: tuple) -> None:
         inputs = args[0] if args else kwargs["hidden_states"]
-        output, maps = result
-        seen.append((inputs.cpu(), maps.cpu(), output.cpu()))
+        seen.append((inputs.cpu(), result[1].cpu()))
 
     hook = attention.register_forward_hook(note, with_kwargs=True)
     try:
@@ -202,60 +203,58 @@ def _watching(attention: nn.Module, seen: list[tuple[Tensor, ...]]) -> Iterator[
 
 
 @torch.no_grad()
-def _run_coca(layer: nn.Module, states: Tensor, angles: _Angles) -> Tensor:
+def _run_coca(layer: nn.Module, states: Tensor, angles: Angles) -> Tensor:
     arguments = {"attention_mask": angles.mask, "position_embeddings": angles.coca}
     return torch.cat([layer(batch, **arguments).cpu() for batch in angles.batches(states)])
 
 
-def _fit(attention: CocaAttention, seen: _Seen, angles: _Angles, steps: int, seed: int) -> None:
+def fit(attention: CocaAttention, seen: Seen, angles: Angles, passes: int, seed: int) -> None:
     """Train W_Q and W_T of `attention`, in place."""
+    num_blocks, length = seen.inputs.shape[:2]
+    steps = passes * num_blocks
     attention.requires_grad_(False)
     parameters = [*attention.q_proj.parameters(), *attention.t_proj.parameters()]
     for parameter in parameters:
         parameter.requires_grad_(True)
     rate = RELATIVE_RATE * attention.q_proj.weight.square().mean().sqrt().item()
-    optimizer = torch.optim.Adam(parameters, lr=rate, betas=(0.9, 0.95))
+    optimizer = torch.optim.Adam(parameters, lr=rate, betas=BETAS)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS) * (1 - step / steps)
     )
-    num_blocks, length = seen.inputs.shape[:2]
-    batch_size = min(num_blocks, max(1, BATCH_TOKENS // length))
-    order = torch.Generator().manual_seed(seed)
-    waiting: list[int] = []
-    for _ in range(steps):
-        if len(waiting) < batch_size:
-            waiting = torch.randperm(num_blocks, generator=order).tolist()
-        chosen, waiting = waiting[:batch_size], waiting[batch_size:]
-        inputs, maps, outputs = (part[chosen].to(angles.device) for part in seen)
-        log_maps, found = _attend(attention, inputs, angles)
-        divergence = -(maps * log_maps).sum(-1).mean((0, 1))  # up to the entropy of `maps`
-        error = ((found - outputs).square().sum(-1) / outputs.square().sum(-1).clamp(min=1e-12)).mean(0)
-        ((divergence + error) * angles.weights).mean().backward()
+    draw = torch.Generator().manual_seed(seed)
+    for block in torch.cat([torch.randperm(num_blocks, generator=draw) for _ in range(passes)]).split(1):
+        rows = torch.randperm(length, generator=draw)[:QUERIES]
+        inputs, maps = seen.inputs[block].to(angles.device), seen.maps[block][:, :, rows].to(angles.device)
+        rows = rows.to(angles.device)
+        divergence = -(maps * log_maps(attention, inputs, angles, rows)).sum(-1).mean((0, 1))  # up to their entropy
+        (divergence * angles.weights[rows]).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
     attention.requires_grad_(False)
 
 
-def _attend(attention: CocaAttention, inputs: Tensor, angles: _Angles) -> tuple[Tensor, Tensor]:
-    """The logarithm of the attention map, (b, h, m, n), and the attention's output, (b, m, hidden)."""
-    q, t, value = attention.project(inputs)
+def log_maps(attention: CocaAttention, inputs: Tensor, angles: Angles, rows: Tensor) -> Tensor:
+    """The logarithm of the attention map, (b, h, len(rows), n), of the queries at positions `rows`."""
+    return log_attention(attention, attention.queries(inputs[:, rows]), attention.coefficients(inputs), angles, rows)
+
+
+def log_attention(attention: CocaAttention, q: Tensor, t: Tensor, angles: Angles, rows: Tensor) -> Tensor:
+    """The same, of queries (b, h, len(rows), d) and coefficients (b, g, n, j)."""
+    constraint = attention.config.coca_constraint
     cos, sin = (part.unsqueeze(1) for part in angles.coca)
-    query, key = fold(q, t, cos, sin, attention.config.coca_constraint)
-    key, value = (part.repeat_interleave(attention.num_key_value_groups, 1) for part in (key, value))
-    scores = query @ key.mT * attention.scaling
-    log_maps = scores.masked_fill(~angles.causal, torch.finfo().min).log_softmax(-1)
-    context = log_maps.exp() @ value
-    return log_maps, attention.o_proj(context.transpose(1, 2).flatten(2))
+    query, key = coca_query(q, cos[:, :, rows], sin[:, :, rows], constraint), coca_key(t, cos, sin, constraint)
+    scores = query @ key.repeat_interleave(attention.num_key_value_groups, 1).mT * attention.scaling
+    return scores.masked_fill(~angles.causal[rows], torch.finfo().min).log_softmax(-1)
 
 
 @torch.no_grad()
-def _divergence(attention: CocaAttention, seen: _Seen, angles: _Angles) -> float:
+def _divergence(attention: CocaAttention, seen: Seen, angles: Angles) -> float:
     total = 0.0
     for inputs, maps in zip(seen.inputs, seen.maps, strict=True):
         maps = maps.to(angles.device)
-        log_maps, _ = _attend(attention, inputs[None].to(angles.device), angles)
-        total += (torch.xlogy(maps, maps) - maps * log_maps[0]).sum().item()
+        ours = log_maps(attention, inputs[None].to(angles.device), angles, angles.position_ids[0])[0]
+        total += (torch.xlogy(maps, maps) - maps * ours).sum().item()
     return total / seen.maps.shape[:-1].numel()
 
 

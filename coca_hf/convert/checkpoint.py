@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from coca_hf.card import write_card
-from coca_hf.convert.calibrate import STEPS, calibrate, calibration_blocks
+from coca_hf.convert.calibrate import PASSES, calibrate, calibration_blocks
 from coca_hf.convert.patch import patch_
 from coca_hf.convert.plan import DTYPES, TOKENIZER, Plan
 from coca_hf.convert.record import conversion_record
@@ -40,7 +40,7 @@ def convert_checkpoint(
     ntk_factor: float | None = None,
     released: bool = False,
     calibrate_on: str | None = None,
-    calibrate_tokens: int = 8192,
+    calibrate_tokens: int = 16384,
     seed: int = 0,
     calibrate_progress: Progress | None = None,
 ) -> dict:
@@ -103,7 +103,7 @@ class _Calibration:
         tokenizer = plan.source.load_tokenizer()
         self.blocks, self.held_out = calibration_blocks(text, tokenizer, plan.config, num_tokens, seed)
         ids = torch.cat((self.blocks, self.held_out))
-        plan.calibrated_from = [plan.source.states(), ids.shape, xxhash.xxh3_128_hexdigest(bytes_of(ids)), seed, STEPS]
+        plan.calibrated_from = [plan.source.states(), ids.shape, xxhash.xxh3_128_hexdigest(bytes_of(ids)), seed, PASSES]
 
     def run(self, staging: Staging, progress: Progress) -> None:
         began = time.perf_counter()
@@ -118,7 +118,7 @@ class _Calibration:
             "block_tokens": self.blocks.shape[1],
             "held_out_tokens": self.held_out.numel(),
             "seed": self.seed,
-            "steps_per_layer": STEPS,
+            "passes": PASSES,
             "perplexity": done.perplexity,
             "attention_kl": [layer._asdict() for layer in done.layers],
             "seconds": round(time.perf_counter() - began, 1),

@@ -99,7 +99,7 @@ class CocaAttention(nn.Module):
 
     `t_proj` has half the rows of the `k_proj` it replaces, one coefficient per rotary pair. The paper's full-width
     projection, averaged over each pair, is the same function: the mean is linear, so it folds into the weight.
-    A family that makes q, t and the value in another way overrides `project`.
+    A family that makes queries or coefficients in another way overrides `queries` or `coefficients`.
     """
 
     def __init__(self, config, layer_idx: int):
@@ -121,11 +121,14 @@ class CocaAttention(nn.Module):
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (b, h, m, d), coefficients t (b, g, m, j), before their ReLU, and values (b, g, m, d)."""
-        leading = hidden_states.shape[:-1]
-        q = self.q_proj(hidden_states).view(*leading, -1, self.head_dim).transpose(1, 2)
-        t = self.t_proj(hidden_states).view(*leading, -1, self.head_dim // 2).transpose(1, 2)
-        value = self.v_proj(hidden_states).view(*leading, -1, self.head_dim).transpose(1, 2)
-        return q, t, value
+        value = self.v_proj(hidden_states).view(*hidden_states.shape[:-1], -1, self.head_dim).transpose(1, 2)
+        return self.queries(hidden_states), self.coefficients(hidden_states), value
+
+    def queries(self, hidden_states: Tensor) -> Tensor:
+        return self.q_proj(hidden_states).view(*hidden_states.shape[:-1], -1, self.head_dim).transpose(1, 2)
+
+    def coefficients(self, hidden_states: Tensor) -> Tensor:
+        return self.t_proj(hidden_states).view(*hidden_states.shape[:-1], -1, self.head_dim // 2).transpose(1, 2)
 
     def forward(
         self,

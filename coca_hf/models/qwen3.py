@@ -31,12 +31,8 @@ class CocaQwen3Attention(CocaAttention):
         super().__init__(config, layer_idx)
         self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        leading = hidden_states.shape[:-1]
-        q = self.q_norm(self.q_proj(hidden_states).view(*leading, -1, self.head_dim)).transpose(1, 2)
-        t = self.t_proj(hidden_states).view(*leading, -1, self.head_dim // 2).transpose(1, 2)
-        value = self.v_proj(hidden_states).view(*leading, -1, self.head_dim).transpose(1, 2)
-        return q, t, value
+    def queries(self, hidden_states: Tensor) -> Tensor:
+        return self.q_norm(super().queries(hidden_states))
 
 
 class CocaQwen3DecoderLayer(CocaDecoderLayer):

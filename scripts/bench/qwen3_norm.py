@@ -28,21 +28,14 @@ TEXT = "\n\n".join(topics[name] for name in sorted(topics))
 LENGTH, BATCH = 128, 8
 
 
-class Normed(CocaQwen3Attention):
+class NormBefore(CocaQwen3Attention):
     def coefficients(self, hidden_states: Tensor) -> Tensor:
-        return self.t_proj(hidden_states).view(*hidden_states.shape[:-1], -1, self.head_dim // 2)
+        return self.t_norm(super().coefficients(hidden_states)).relu()
 
 
-class NormBefore(Normed):
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, _, value = super().project(hidden_states)
-        return q, self.t_norm(self.coefficients(hidden_states)).relu().transpose(1, 2), value
-
-
-class NormAfter(Normed):
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, _, value = super().project(hidden_states)
-        return q, self.t_norm(self.coefficients(hidden_states).relu()).transpose(1, 2), value
+class NormAfter(CocaQwen3Attention):
+    def coefficients(self, hidden_states: Tensor) -> Tensor:
+        return self.t_norm(super().coefficients(hidden_states).relu())
 
 
 VARIANTS = {"before": NormBefore, "after": NormAfter, "none": CocaQwen3Attention}
