@@ -22,6 +22,7 @@ SUFFIXES = (
 class Document(NamedTuple):
     name: str  # the file's name, or file name and row, counted from 0
     text: str
+    where: str  # as `name`, with the file's path as it was given
 
 
 def read_documents(
@@ -39,11 +40,11 @@ def read_documents(
     which `split` (and `subset`, `revision`) is streamed. With `skip_empty`, rows whose text is null or blank are left
     out.
 
-    Raises CocaError, with the file or the row, where there is nothing to read, a file is binary or damaged, a column is
-    missing, or a text is empty, no text or not UTF-8.
+    Raises CocaError, with the file's path and the row, where there is nothing to read, a file is binary or damaged, a
+    column is missing, or a text is empty, no text or not UTF-8.
     """
     files = local_files(source)
-    rows: Iterator[tuple[str, Any]]
+    rows: Iterator[tuple[str, str, Any]]
     if files:
         rows = itertools.chain.from_iterable(_read_file(file, column) for file in files)
     elif is_on_hub(source):
@@ -53,26 +54,28 @@ def read_documents(
             f"{source}: got no such file, expected a {', '.join(SUFFIXES)} file, a directory or a glob of them, "
             f"or the id of a data set on the hub"
         )
-    for name, text in rows:
+    for name, where, text in rows:
         if text is None or (isinstance(text, str) and not text.strip()):
             if skip_empty:
                 continue
-            raise CocaError(f"{name}: got an empty document, expected text; remove it from the source")
+            raise CocaError(f"{where}: got an empty document, expected text; remove it from the source")
         if not isinstance(text, str):
-            raise CocaError(f"{name}: got {type(text).__name__} in column {column!r}, expected text")
+            raise CocaError(f"{where}: got {type(text).__name__} in column {column!r}, expected text")
         if text.count("\0") * 100 > len(text):  # one here and there is in many a source of code
-            raise CocaError(f"{name}: got {text.count(chr(0)):,} zero bytes, expected text, not binary data; remove it")
+            raise CocaError(
+                f"{where}: got {text.count(chr(0)):,} zero bytes, expected text, not binary data; remove it"
+            )
         if not text.isascii():
-            _check_characters(name, text)
-        yield Document(name, text)
+            _check_characters(where, text)
+        yield Document(name, text, where)
 
 
-def _check_characters(name: str, text: str) -> None:
+def _check_characters(where: str, text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON can write it; tokenizers do not take it
         raise CocaError(
-            f"{name}: got half of a surrogate pair at character {error.start}, expected text that UTF-8 can write; "
+            f"{where}: got half of a surrogate pair at character {error.start}, expected text that UTF-8 can write; "
             f"mend or remove it"
         ) from None
 
@@ -134,18 +137,18 @@ def _is_hub_id(source: str) -> bool:
     return source.count("/") == 1 and not _suffix(Path(source))
 
 
-def _read_file(file: Path, column: str) -> Iterator[tuple[str, Any]]:
-    """Name and content of every row; what stops the reading is named with the row after the last good one."""
+def _read_file(file: Path, column: str) -> Iterator[tuple[str, str, Any]]:
+    """Name, place and content of every row; what stops the reading is named with the row after the last good one."""
     kind = _suffix(file).split(".")[1]
     if kind == "txt":
-        yield file.name, _read_text(file)
+        yield file.name, str(file), _read_text(file)
         return
     readers: dict[str, Callable[[Path, str], Iterable[Any]]]
     readers = {"jsonl": _json_lines, "json": _json_rows, "parquet": _parquet_rows, "arrow": _arrow_rows}
     row_number = 0
     try:
         for text in readers[kind](file, column):
-            yield f"{file.name}:{row_number}", text
+            yield f"{file.name}:{row_number}", f"{file}:{row_number}", text
             row_number += 1
     except CocaError:
         raise
@@ -229,14 +232,15 @@ def _arrow_rows(file: Path, column: str) -> Iterator[Any]:
 
 def _read_hub(
     dataset_id: str, column: str, split: str, subset: str | None, revision: str | None
-) -> Iterator[tuple[str, Any]]:
+) -> Iterator[tuple[str, str, Any]]:
     from datasets import load_dataset
 
     row_number = -1
     try:
         rows = load_dataset(dataset_id, subset, split=split, revision=revision, streaming=True)
         for row_number, row in enumerate(rows):
-            yield f"{dataset_id}:{row_number}", _text_of(row, column, dataset_id, row_number)
+            where = f"{dataset_id}:{row_number}"
+            yield where, where, _text_of(row, column, dataset_id, row_number)
     except CocaError:
         raise
     except Exception as error:

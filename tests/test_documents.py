@@ -45,7 +45,7 @@ FILES = ["a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "stream.arrow", "file.a
 @pytest.mark.parametrize("name", FILES)
 def test_rows_are_documents_in_every_format(tmp_path, name):
     write(tmp_path / name, ROWS)
-    expected = [Document(f"{name}:{number}", row) for number, row in enumerate(ROWS)]
+    expected = [Document(f"{name}:{row}", text, f"{tmp_path / name}:{row}") for row, text in enumerate(ROWS)]
     assert list(read_documents(str(tmp_path / name))) == expected
 
 
@@ -53,7 +53,8 @@ def test_a_text_file_is_a_document_also_compressed_and_a_directory_is_all_its_fi
     (tmp_path / "b.txt").write_text("zwei ß")
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one"))
     (tmp_path / "notes.md").write_text("not read")
-    assert list(read_documents(str(tmp_path))) == [Document("a.txt.gz", "one"), Document("b.txt", "zwei ß")]
+    expected = [Document(name, text, str(tmp_path / name)) for name, text in (("a.txt.gz", "one"), ("b.txt", "zwei ß"))]
+    assert list(read_documents(str(tmp_path))) == expected
 
 
 BAD_ROWS = {
@@ -70,7 +71,17 @@ def test_a_row_that_is_no_text_is_named(tmp_path, name, rows, message):
     write(tmp_path / name, rows)
     with pytest.raises(CocaError) as caught:
         list(read_documents(str(tmp_path / name)))
-    assert message.format(name=name) in str(caught.value)
+    assert str(caught.value).startswith(message.format(name=tmp_path / name))
+
+
+def test_a_row_is_named_with_the_path_as_it_was_given(tmp_path, monkeypatch):
+    """Of files of one name in several directories, the one to mend can be told."""
+    monkeypatch.chdir(tmp_path)
+    for directory, rows in (("a", ["good"]), ("b", ["good", " "])):
+        (tmp_path / directory).mkdir()
+        write(tmp_path / directory / "part.jsonl", rows)
+    with pytest.raises(CocaError, match=r"^b/part\.jsonl:1: got an empty document"):
+        list(read_documents("*/part.jsonl"))
 
 
 def test_a_row_of_parquet_that_is_not_utf_8_is_named(tmp_path):

@@ -102,14 +102,14 @@ def draw_sample(
         ids = subject.tokenizer(document.text, add_special_tokens=special_tokens)["input_ids"]
         ids = torch.tensor(ids[:max_tokens], dtype=torch.long)
         if len(ids) >= min_tokens:
-            check_vocabulary(subject, ids, document.name)
+            check_vocabulary(subject, ids, document.where)
             sample.names.append(document.name)
             sample.token_ids.append(ids)
         elif skip_short:
             sample.skipped.append(document.name)
         else:
             raise CocaError(
-                f"{document.name}: got a document of {len(ids)} tokens, expected at least {min_tokens}, the longest "
+                f"{document.where}: got a document of {len(ids)} tokens, expected at least {min_tokens}, the longest "
                 f"of --lengths; ask for shorter --lengths or add --skip-short"
             )
     if not sample.names:

@@ -4,9 +4,11 @@ TensorBoard, Weights & Biases and trackio get the same values through Hugging Fa
 """
 
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -15,9 +17,11 @@ import psutil
 import torch
 from accelerate import PartialState
 from tqdm.auto import tqdm
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
+from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.trainer_callback import ExportableState
 
+from coca_hf.errors import CocaError, one_line
 from coca_hf.train.flops import peak_flops
 from coca_hf.train.out import saving_to, write_whole
 
@@ -111,7 +115,39 @@ def start_place(next_block: int) -> dict:
         "held_out": {},
         "running_loss": None,  # mean of the good steps' losses, the latest weighing most
         "skipped_steps": 0,
+        "run_id": uuid.uuid4().hex[:8],  # by which Weights & Biases knows the stage when it resumes
     }
+
+
+def check_loggers(names: Iterable[str], where: str) -> None:
+    """Raises CocaError for a logger of `report_to` that is unknown or not installed."""
+    try:
+        for make_callback in get_reporting_integration_callbacks(names):
+            make_callback()
+    except (RuntimeError, ValueError, ImportError) as error:
+        raise CocaError(f"{where}.report_to: {one_line(error)}") from error
+
+
+@contextmanager
+def wandb_run(arguments: TrainingArguments, run_id: str | None) -> Iterator[None]:
+    """The run that Hugging Face's callback logs a stage to; a stage that resumes goes on in its own.
+
+    By itself the callback would log all stages to one. Raises CocaError where Weights & Biases begins none.
+    """
+    if "wandb" not in arguments.report_to or not PartialState().is_main_process:
+        yield
+        return
+    import wandb
+
+    project = os.environ.get("WANDB_PROJECT", arguments.project)
+    try:
+        run = wandb.init(project=project, name=arguments.run_name, id=run_id, resume="allow")
+    except wandb.Error as error:
+        raise CocaError(
+            f"report_to: wandb begins no run: {one_line(error)}; WANDB_MODE=offline needs no account"
+        ) from None
+    with run:
+        yield
 
 
 class SpeedMeter:

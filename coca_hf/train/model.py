@@ -60,7 +60,7 @@ def check_kernels(recipe: Recipe) -> None:
         attention = options.attn_implementation
         if options.fused_cross_entropy == "liger" and not (torch.cuda.is_available() and find_spec("liger_kernel")):
             raise CocaError(
-                f"stages.{stage.name}: fused_cross_entropy liger needs a GPU and `pip install liger-kernel`; "
+                f"stages.{stage.name}: fused_cross_entropy liger needs a GPU and `pip install 'coca-hf[liger]'`; "
                 f"fused_cross_entropy: true runs everywhere"
             )
         try:

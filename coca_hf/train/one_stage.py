@@ -20,7 +20,7 @@ from coca_hf.train.checkpoint import check_room
 from coca_hf.train.context_parallel import DealtToGroups
 from coca_hf.train.data import PackedBlocks, blocks_of
 from coca_hf.train.flops import count_flops
-from coca_hf.train.log import ProgressLine, SpeedMeter, StageLog, start_place
+from coca_hf.train.log import ProgressLine, SpeedMeter, StageLog, start_place, wandb_run
 from coca_hf.train.model import (
     count_parameters,
     load_model,
@@ -105,7 +105,8 @@ def run_stage(recipe: Recipe, run: StageRun, state: PartialState, held_out: Tens
         flush=True,
     )
     try:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        with wandb_run(run.arguments, place.get("run_id")):
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except OSError as error:  # of what logs beside us, such as TensorBoard, on a disk that is full
         raise CocaError(
             f"{run.directory}: {one_line(error)}; what was saved before is untouched: continue with --resume"

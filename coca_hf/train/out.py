@@ -44,6 +44,7 @@ LAYOUT = (  # training options that may change with --resume: they say how the s
     *("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"),
     *("activation_checkpointing", "torch_compile", "attn_implementation", "fused_cross_entropy", "report_to"),
     *("disable_tqdm", "save_steps", "save_total_limit", "dataloader_num_workers", "context_parallel_size"),
+    *("run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
 )
 
 

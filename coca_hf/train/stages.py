@@ -22,6 +22,7 @@ from coca_hf.documents import local_files
 from coca_hf.errors import CocaError
 from coca_hf.train.context_parallel import context_parallel
 from coca_hf.train.data import PackedBlocks, blocks_of
+from coca_hf.train.log import check_loggers
 from coca_hf.train.model import check_kernels, check_model, check_vocabulary, start_config, start_tokenizer
 from coca_hf.train.objectives import check_teacher
 from coca_hf.train.one_stage import clear_trainer, from_main_process, run_stage, trainer_errors
@@ -147,6 +148,8 @@ def _plan(recipe: Recipe, out_dir: Path) -> list[StageRun]:
             if number == 1:
                 PartialState().print("report_to: tensorboard is not installed; going on without it")
             arguments.report_to.remove("tensorboard")
+        check_loggers(arguments.report_to, f"stages.{stage.name}")
+        arguments.run_name = f"{arguments.run_name or out_dir.resolve().name}/{directory.name}"
         arguments.gradient_accumulation_steps = recipe.accumulation(stage, arguments.world_size)
         runs.append(StageRun(stage, str(before.directory) if before else recipe.start, before, directory, arguments))
     return runs

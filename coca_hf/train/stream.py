@@ -6,8 +6,10 @@ the tokens after its last whole block are left out. The source of each block is 
 weights are shares of tokens.
 """
 
+import functools
 import itertools
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,6 +22,7 @@ from coca_hf.train.held_out import HeldOut
 from coca_hf.train.recipe import Source
 from coca_hf.train.tokens import Encoder, Piece, batches, pieces_of
 
+LARGE_DOCUMENT = 10_000_000  # characters: a dozen novels
 SHUFFLE_TOKENS = 2**21  # of a source, that wait to be drawn: 16 MB, and 1024 blocks of 2048 tokens
 
 
@@ -161,8 +164,20 @@ class PackedPass:
 def _pieces(source: Source, held_out: HeldOut, document: int, character: int) -> Iterator[Piece]:
     documents = enumerate(read_documents(*source.place))
     for number, content in itertools.islice(documents, document, None):
+        if len(content.text) > LARGE_DOCUMENT:
+            _name_large(content.where, len(content.text))
         text, _ = held_out.split(content.text)
         yield from pieces_of(text, number, character if number == document else 0)
+
+
+@functools.cache
+def _name_large(where: str, characters: int) -> None:
+    """Once, however often it is read: it may be a corpus in one file, or a row that is no text."""
+    print(
+        f"{where}: got a document of {characters:,} characters; it is trained on; if it is no text, remove it",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def too_short(source: Source, seq_len: int) -> CocaError:

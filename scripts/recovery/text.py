@@ -23,12 +23,12 @@ def middle(text: str) -> str:
 
 
 if not out.exists():
-    sources = [text for _, text in read_documents(code) if len(text) >= PASSAGE]
+    sources = [document.text for document in read_documents(code) if len(document.text) >= PASSAGE]
     step = len(sources) // (BOOKS // 3)
     python = (middle(text) for text in sources[::step])
     passages = []
-    for number, (_, text) in enumerate(itertools.islice(read_documents(books), BOOKS), 1):
-        passages.append(middle(text))
+    for number, document in enumerate(itertools.islice(read_documents(books), BOOKS), 1):
+        passages.append(middle(document.text))
         if number % 3 == 0:
             passages.append(next(python))
     unfinished = out.with_name(f".{out.name}")

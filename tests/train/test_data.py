@@ -116,6 +116,29 @@ def test_special_tokens_stand_once_around_a_document_however_many_pieces_it_has(
     assert tokens.Encoder(AddsItsOwn()).document(text).tolist() == [1, *map(ord, text), 2]
 
 
+def test_a_document_of_100_mb_is_named_once_and_trained_on_in_pieces(tiny_tokenizer, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(stream, "SHUFFLE_TOKENS", 2 * SEQ_LEN)
+    monkeypatch.setattr(tokens, "PIECE_CHARACTERS", 1000)
+    plain, encoded = tokens.Encoder.__call__, []
+
+    def encode(self, pieces):
+        encoded.append(sum(len(piece.text) for piece in pieces))
+        return plain(self, pieces)
+
+    monkeypatch.setattr(tokens.Encoder, "__call__", encode)
+    text = "many words " * 9_100_000
+    (tmp_path / "rows.jsonl").write_text(f'{{"text": "short one"}}\n{{"text": "{text}"}}\n')
+    blocks = PackedBlocks([Source(path=str(tmp_path / "rows.jsonl"), weight=1)], tiny_tokenizer, SEQ_LEN)
+    blocks.check()
+    passes = [take(blocks, 200) for _ in range(2)]
+    assert passes[0] == passes[1]
+    assert max(encoded) < 2 * 1000
+    assert "many words many" in tiny_tokenizer.decode(passes[0][100])
+    named = capsys.readouterr().err
+    assert named.startswith(f"{tmp_path / 'rows.jsonl'}:1: got a document of 100,100,000 characters; it is trained on")
+    assert named.count("\n") == 1
+
+
 @pytest.mark.parametrize("method", ["check", "__iter__"])
 def test_a_source_without_a_whole_block_is_named(texts, words, tiny_tokenizer, tmp_path, method):
     (tmp_path / "short.txt").write_text("abc")
@@ -149,9 +172,10 @@ def deal(blocks: PackedBlocks, count: int, file, port: int, world_size: int, wor
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == world_size
-    loader = accelerator.prepare(DataLoader(blocks, batch_size=250, num_workers=workers))
-    for _, batch in zip(range(count // (250 * world_size)), loader, strict=False):
-        assert batch["input_ids"].shape == (250, SEQ_LEN)
+    batch_size = min(250, count // world_size)
+    loader = accelerator.prepare(DataLoader(blocks, batch_size=batch_size, num_workers=workers))
+    for _, batch in zip(range(count // (batch_size * world_size)), loader, strict=False):
+        assert batch["input_ids"].shape == (batch_size, SEQ_LEN)
         dealt = accelerator.gather(batch["input_ids"])
         if rank == 0:
             file.write(dealt.numpy().tobytes())

@@ -132,12 +132,17 @@ def test_a_preparation_is_prolonged_at_the_commit_it_began_at(hub, recipe_of, ti
 
 
 @pytest.mark.real
-def test_two_processes_are_dealt_the_blocks_of_the_files_on_disk_after_a_restart(hub, tiny_tokenizer, tmp_path):
+@pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (2, 1), (4, 0)])
+@pytest.mark.parametrize("restarts", [[], [80]], ids=["unbroken", "restarted"])
+def test_any_number_of_processes_is_dealt_the_blocks_of_the_files_on_disk_also_after_a_restart(
+    hub, tiny_tokenizer, tmp_path, world_size, workers, restarts
+):
     def blocks(path, start_block=0):
-        return PackedBlocks([Source(path=str(path), weight=1, column="code")], tiny_tokenizer, SEQ_LEN, 0, start_block)
+        source = Source(path=str(path), weight=1, column="code")
+        return PackedBlocks([source], tiny_tokenizer, SEQ_LEN, 0, start_block, held_out_blocks=3)
 
     with (tmp_path / "dealt").open("w+b") as file:
-        for start_block in (0, 500):
-            dealt_to(2, blocks(REPO, start_block), 500, file, 1)
-    local = torch.tensor(rows_of(blocks(hub.local), 1000))
+        for start, end in zip([0, *restarts], [*restarts, 240], strict=True):
+            dealt_to(world_size, blocks(REPO, start), end - start, file, workers)
+    local = torch.tensor(rows_of(blocks(hub.local), 240))
     assert (tmp_path / "dealt").read_bytes() == local.numpy().tobytes()

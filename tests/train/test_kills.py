@@ -20,7 +20,8 @@ from tests.train.layouts import FSDP2, Run, launch, log_lines, succeed
 
 pytestmark = pytest.mark.real
 STAGES = ["1-k", "2-qkv", "3-full"]
-KILLS = int(os.environ.get("COCA_KILLS", "2"))
+KILLS = int(os.environ.get("COCA_KILLS", "1"))
+VICTIMS = ["launcher", "rank 1", "all ranks", "rank 0"]
 
 
 def final_losses(out):
@@ -103,44 +104,20 @@ def test_two_runs_do_not_write_to_one_directory(real_recipe, tmp_path):
     first.wait()
 
 
-def test_one_process_killed_three_times_at_random_moments_ends_with_the_same_losses(
-    real_recipe, real_unbroken, tmp_path
-):
-    draw = random.Random(os.environ.get("COCA_KILLS_SEED", 0))
-    out = tmp_path / "out"
-    arguments = [real_recipe, "--out", out, "--resume"]
-    for stage in STAGES:  # each kill comes later than the one before
-        launched = launch(tmp_path, [Run(arguments, hook=slow_steps)], processes=1)
-        while not (out / stage / "log.jsonl").exists():
-            assert launched.process.is_alive(), launched.output.read_text()
-            time.sleep(0.01)
-        time.sleep(draw.uniform(0, 1))
-        launched.process.kill()
-        assert launched.wait() == -signal.SIGKILL
-    succeed(tmp_path, [Run(arguments)], processes=1)
-    assert final_losses(out) == final_losses(real_unbroken)
-    assert not list(out.glob("**/checkpoint-*")) + list(out.glob("**/*partial*"))
-
-
 def kill(victim, launched):
-    """`kill -9` of one rank, all of them, or their launcher, if they are there yet."""
-    ranks = launched.ranks() or [launched.process.pid]
-    pids = {"rank 0": ranks[:1], "rank 1": ranks[-1:], "all ranks": ranks, "launcher": [launched.process.pid]}[victim]
-    for pid in pids:
+    """`kill -9` of one rank, all of them, or their launcher, if they are there yet; returns when all have ended."""
+    ranks = launched.ranks()
+    all_ranks = ranks or [launched.process.pid]
+    victims = {"rank 0": all_ranks[:1], "rank 1": all_ranks[-1:], "all ranks": all_ranks}
+    for pid in victims.get(victim, [launched.process.pid]):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def finish(arguments, tmp_path, orphans):
-    """Run to the end, as often as another process, whose launcher died, still writes."""
-    for pid in orphans:
+    launched.wait()
+    for pid in ranks:
         deadline = time.monotonic() + 120
         while os.path.exists(f"/proc/{pid}") and "Z" not in _status(pid):
             assert time.monotonic() < deadline, f"rank {pid} lives on without its launcher"
             time.sleep(0.05)
-    launched = launch(tmp_path, [Run([*arguments, "--resume"], FSDP2)])
-    assert launched.wait() == 0, launched.output.read_text()
-    return launched.output.read_text()
 
 
 def _status(pid):
@@ -161,23 +138,38 @@ def unbroken_in_two(real_recipe, tmp_path_factory):
     return directory / "out", time.monotonic() - started
 
 
+def test_a_run_killed_in_every_stage_launcher_one_rank_and_all_ranks_ends_with_the_same_losses(
+    real_recipe, unbroken_in_two, tmp_path
+):
+    draw = random.Random(os.environ.get("COCA_KILLS_SEED", 0))
+    out = tmp_path / "out"
+    arguments = [real_recipe, "--out", out, "--resume"]
+    for stage, victim in zip(STAGES, VICTIMS, strict=False):  # each kill comes later than the one before
+        launched = launch(tmp_path, [Run(arguments, FSDP2, slow_steps)])
+        while not (out / stage / "log.jsonl").exists():
+            assert launched.process.is_alive(), launched.output.read_text()
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 1))
+        kill(victim, launched)
+        assert not (out / "3-full/training.json").exists()
+    succeed(tmp_path, [Run(arguments, FSDP2)])
+    assert final_losses(out) == final_losses(unbroken_in_two[0])
+    assert not list(out.glob("**/checkpoint-*")) + list(out.glob("**/*partial*"))
+
+
 @pytest.mark.parametrize("number", range(KILLS))
 def test_a_run_killed_at_a_random_moment_ends_with_the_same_losses(real_recipe, unbroken_in_two, tmp_path, number):
     expected, seconds = unbroken_in_two
     draw = random.Random(f"{number} {os.environ.get('COCA_KILLS_SEED', 0)}")
-    victim = ["launcher", "rank 1", "rank 0", "all ranks"][number % 4]
+    victim = VICTIMS[number % len(VICTIMS)]
     out = tmp_path / "out"
     arguments = [real_recipe, "--out", out]
     launched = launch(tmp_path, [Run(arguments, FSDP2)])
     launched.process.join(moment := draw.uniform(0.2, 0.95) * seconds)
-    ranks = launched.ranks()
     reached = [stage for stage in STAGES if (out / stage).exists()]
     checkpoints = [str(path.relative_to(out)) for path in out.glob("*/trainer/*")]
     kill(victim, launched)
-    if victim != "launcher":
-        launched.wait()
-    launched.process.join(5)
-    finish(arguments, tmp_path, ranks)
+    succeed(tmp_path, [Run([*arguments, "--resume"], FSDP2)])
     print(f"{number}: {victim} after {moment:.1f} s of {seconds:.1f}, in {reached[-1:]} with {checkpoints}")
     assert final_losses(out) == final_losses(expected)
     assert not list(out.glob("**/checkpoint-*")) + list(out.glob("**/*partial*"))

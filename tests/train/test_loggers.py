@@ -1,0 +1,138 @@
+"""Weights & Biases and trackio by name: each stage is a run, with the steps and the values of log.jsonl.
+
+Nothing leaves this machine: Weights & Biases writes its offline files, trackio its local data base.
+"""
+
+import functools
+import json
+import os
+import signal
+import sqlite3
+import struct
+import sys
+from collections import Counter
+
+import pytest
+import wandb
+import yaml
+from wandb.proto.wandb_internal_pb2 import Record
+
+from coca_cli import main
+from coca_hf import CocaError
+from coca_hf.train.recipe import load_recipe
+from coca_hf.train.stages import run_recipe
+from tests.train.conftest import make_recipe_tree
+from tests.train.layouts import Run, launch, log_lines, succeed
+from tests.train.test_resume import die_in_step_4
+
+STAGES = ["1-k", "2-qkv", "3-full"]
+LOGGERS = ["training.report_to=[wandb,trackio]", "training.project=tiny"]
+BLOCK, HEAD, COMPLETE = 2**15, 7, (1, 4)  # of LevelDB's log format, in which Weights & Biases writes its files
+
+
+def log_to(directory, then=None):
+    """Let both loggers write to `directory`, and stay on this machine."""
+    names = {"WANDB_MODE": "offline", "WANDB_DIR": directory / "wandb-runs", "TRACKIO_DIR": directory / "trackio"}
+    names["WANDB_SILENT"] = "true"
+    (directory / "wandb-runs").mkdir(exist_ok=True)
+    os.environ.update({name: str(value) for name, value in names.items()})
+    if then:
+        then()
+
+
+@pytest.fixture(scope="module")
+def logged(tiny_coca_dir, texts, tmp_path_factory):
+    """A directory with OUT, `tiny-run`, of three stages, the second of which was killed in its step 4 and resumed."""
+    directory = tmp_path_factory.mktemp("logged")
+    (directory / "recipe.yaml").write_text(yaml.safe_dump(make_recipe_tree(tiny_coca_dir, texts)))
+    arguments = [directory / "recipe.yaml", "--out", directory / "tiny-run", *LOGGERS]
+    dying = functools.partial(log_to, directory, die_in_step_4)
+    assert launch(directory, [Run(arguments, hook=dying)], processes=1).wait() == -signal.SIGKILL
+    resume = Run([*arguments, "--resume"], hook=functools.partial(log_to, directory))
+    assert "continues after step 2" in succeed(directory, [resume], processes=1)
+    return directory
+
+
+def wandb_records(file):
+    """What Weights & Biases wrote of a run: records that are cut where a block of the file ends."""
+    content, place, record = file.read_bytes(), HEAD, b""
+    while place + HEAD <= len(content):
+        if BLOCK - place % BLOCK < HEAD:
+            place += BLOCK - place % BLOCK
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, place)
+        record += content[place + HEAD : place + HEAD + length]
+        place += HEAD + length
+        if kind in COMPLETE:
+            yield Record.FromString(record)
+            record = b""
+
+
+def of_wandb(directory):
+    """The project, the name of the run and the values of every row; what a killed run had in memory is lost."""
+    for file in wandb_files(directory):
+        records = list(wandb_records(file))
+        run = next((record.run for record in records if record.HasField("run")), None)
+        for row in (record.history.item for record in records if record.HasField("history")):
+            yield run.project, run.display_name, {item.nested_key[0]: json.loads(item.value_json) for item in row}
+
+
+def wandb_files(directory):
+    return list((directory / "wandb-runs/wandb").glob("offline-run-*/*.wandb"))
+
+
+def of_trackio(directory):
+    with sqlite3.connect(directory / "trackio/tiny.db") as base:
+        for name, row in base.execute("select run_name, metrics from metrics"):
+            yield "tiny", name, json.loads(row)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("rows_of", [of_wandb, of_trackio])
+def test_every_stage_is_a_run_with_the_losses_and_rates_of_its_log_at_every_step(logged, rows_of):
+    rows = list(rows_of(logged))
+    assert {(project, name) for project, name, _ in rows} == {("tiny", f"tiny-run/{stage}") for stage in STAGES}
+    for stage in STAGES:
+        own = [row for _, name, row in rows if name == f"tiny-run/{stage}" and "train/loss" in row]
+        lines = {line["step"]: (line["loss"], line["learning_rate"]) for line in log_lines(logged / "tiny-run" / stage)}
+        found = {row["train/global_step"]: (row["train/loss"], row["train/learning_rate"]) for row in own}
+        resumed_after = 2 if stage == "2-qkv" else 0
+        assert found.items() <= lines.items()
+        assert found.keys() >= {step for step in lines if step > resumed_after}
+
+
+@pytest.mark.real
+def test_a_resumed_stage_goes_on_in_its_run_of_wandb(logged):
+    assert sorted(Counter(file.name for file in wandb_files(logged)).values()) == [1, 1, 2]
+
+
+NOT_THERE = {
+    "wandb": "stages.k.report_to: WandbCallback requires wandb to be installed. Run `pip install wandb`.",
+    "trackio": "stages.k.report_to: TrackioCallback requires trackio to be installed. Run `pip install trackio`.",
+    "wandbb": "stages.k.report_to: wandbb is not supported, only",
+}
+
+
+@pytest.mark.parametrize("name", NOT_THERE)
+def test_a_logger_that_is_not_there_ends_the_command_before_anything_is_written(
+    recipe_path, tmp_path, monkeypatch, capsys, name
+):
+    for package in ("wandb", "trackio"):
+        monkeypatch.setattr(f"transformers.integrations.integration_utils.is_{package}_available", lambda: False)
+    arguments = [str(recipe_path), "--out", str(tmp_path / "out"), f"training.report_to={name}"]
+    monkeypatch.setattr(sys, "argv", ["coca-train", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        main.train()
+    assert stopped.value.code == 2
+    assert NOT_THERE[name] in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_account_that_is_missing_is_one_line(recipe_path, tmp_path, monkeypatch):
+    def init(**options):
+        raise wandb.errors.UsageError("No API key configured.")
+
+    monkeypatch.setattr(wandb, "init", init)
+    message = "report_to: wandb begins no run: No API key configured.; WANDB_MODE=offline needs no account"
+    with pytest.raises(CocaError, match=message):
+        run_recipe(load_recipe(recipe_path, ["training.report_to=wandb"]), tmp_path / "out")
