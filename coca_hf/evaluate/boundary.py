@@ -92,7 +92,7 @@ def _measure(model: Any, sample: Sample, rope: Rope, settings: dict, track: Trac
     def compute(batch: list[int]) -> list[dict[str, np.ndarray]]:
         return [_of_document(model, sample.token_ids[i][:length], theta, distances, settings, i) for i in batch]
 
-    found, error = compute_all(
+    found, error, _ = compute_all(
         [[index] for index in range(len(sample.token_ids))],
         compute,
         lambda batches: track(batches, f"boundary  {rope}  {length}"),

@@ -27,7 +27,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import Track, batches_of, compute_all
+from coca_hf.evaluate.batches import Track, auto_batch_size, batches_of, compute_all
 from coca_hf.evaluate.load import Subject, check_vocabulary
 from coca_hf.evaluate.perplexity import failed
 from coca_hf.evaluate.rope import Rope, trained_length, use_rope_
@@ -79,7 +79,7 @@ def task_rows(
     ruler_lengths: list[int] | None = None,
     shots: int | None = None,
     limit: int | None = None,
-    batch_size: int = 1,
+    batch_size: int | None = None,
     include_path: str | None = None,
     track: Track = lambda items, description: items,
 ) -> Iterator[dict]:
@@ -127,9 +127,11 @@ def _measure(
     use_rope_(subject.model, rope, length or trained_length(subject.model) or 2048)
     found: list[tuple[dict, list[dict]]] = [({"metric": None, "filter": None, "value": None}, [])]
     error = None
+    sizes: list[int] = []
     try:
         # lm-eval gives its results on the first process only.
-        found = broadcast_object_list([_metrics(_evaluate(subject, settings, include_path, track), name, length)])[0]
+        output = _evaluate(subject, settings, include_path, track, sizes)
+        found = broadcast_object_list([_metrics(output, name, length)])[0]
     except _Unanswered as failure:
         error = str(failure)
     except CocaError:
@@ -144,6 +146,7 @@ def _measure(
     shared = {
         "metrics": len(found),
         "tokens": None,
+        "batch_size": max(sizes, default=settings["batch_size"]),
         "seconds": round(time.perf_counter() - began, 3),
         "date": now(),
     }
@@ -178,8 +181,10 @@ def _watching(subject: Subject, benchmark: str) -> Iterator[list[bool]]:
             hook.remove()
 
 
-def _evaluate(subject: Subject, settings: dict, include_path: str | None, track: Track) -> dict[str, Any] | None:
-    """What lm-eval makes of the model's answers; None on all processes but the first.
+def _evaluate(
+    subject: Subject, settings: dict, include_path: str | None, track: Track, sizes: list[int]
+) -> dict[str, Any] | None:
+    """What lm-eval makes of the model's answers; None on all processes but the first. Adds its batch sizes to `sizes`.
 
     Every process answers its share of the batches and gets all answers. lm-eval's own way of dealing documents out
     changes the order of sums, and so the last digits.
@@ -187,23 +192,32 @@ def _evaluate(subject: Subject, settings: dict, include_path: str | None, track:
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    length, batch_size = settings["length"], settings["batch_size"]
-    model = HFLM(pretrained=subject.model, tokenizer=subject.tokenizer, batch_size=batch_size, max_length=length)
+    length = settings["length"]
+    model = HFLM(pretrained=subject.model, tokenizer=subject.tokenizer, max_length=length)
+
+    def tokens(request: Any) -> int:
+        """Of the sequence that the model gets, with room for its answer."""
+        texts = [part for part in request.args if isinstance(part, str)]
+        new_tokens = model.max_gen_toks if request.request_type == "generate_until" else 0
+        return min(len(model.tok_encode("".join(texts))), model.max_length) + new_tokens
 
     def dealt(answer: Callable, requests: list[Any]) -> list[Any]:
         # Longest first, so that memory runs out early, and requests of one context share a batch.
         order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].args[0]), requests[i].args[0], i))
 
         def compute(batch: list[Any]) -> list[tuple[Any, bool]]:
+            model.batch_size_per_gpu = len(batch)  # also of the windows that it cuts a long text into
             with _watching(subject, settings["benchmark"]) as nans:
                 found = answer(batch, disable_tqdm=True)
             return [(one, any(nans)) for one in found]
 
-        answers, error = compute_all(
+        batch_size = settings["batch_size"] or auto_batch_size(max(map(tokens, requests)))
+        answers, error, size = compute_all(
             batches_of([requests[i] for i in order], batch_size),
             compute,
             lambda batches: track(batches, f"tasks  {settings['benchmark']}"),
         )
+        sizes.append(size)
         if error or any(nan for _, nan in answers):  # of which lm-eval would make a share of answers all the same
             raise _Unanswered(failed(error, length or "too many") if error else "the model's logits are NaN")
         by_request = {i: one for i, (one, _) in zip(order, answers, strict=True)}

@@ -111,6 +111,8 @@ BAD = {
     "no documents": ({"--data": "./nothing.txt"}, "./nothing.txt: got no such file"),
     "short document": ({"--lengths": "215"}, "austen.txt: got a document of 210 tokens, expected at least 215"),
     "short cut": ({"--max-tokens": "20"}, "--max-tokens: got 20, expected at least 32"),
+    "batch size": ({"--batch-size": "0"}, "--batch-size: got '0', expected auto or a whole number from 1 to 999999999"),
+    "no number": ({"--batch-size": "many"}, "--batch-size: got 'many', expected auto"),
     "dtype": ({"--dtype": "int8"}, "--dtype: got 'int8'"),
     "out is a file": ({"--out": "FILE"}, "got File exists, expected a directory or a free name"),
 }
