@@ -7,20 +7,24 @@ tasks, or those that are named.
 A row, task `tasks`, has besides what `rows.py` lists: `value`, the metric; `benchmark`, lm-eval's name of the task;
 `metric`, `filter`, `stderr` (null where the metric is no mean over cases), `shots` (null: the task's own), `limit`,
 `scored` cases; `dimension`, a key of `DIMENSIONS`, "ruler" or null; `length`, RULER's, in tokens, else null; `metrics`,
-how many rows the benchmark has. Its raw table `samples`: benchmark (of a group, one of its tasks), case, score (the
-metric of one document, null where it is no number); for RULER, the mean of each of its tasks: benchmark, score.
+how many rows the benchmark has. RULER's value is the mean over its tasks of each one's mean. Its raw table `samples`:
+benchmark (of a group, one of its tasks), case (lm-eval's doc_id), target, response (text that the model generated) or
+loglikelihoods (nats: of every choice, or of the text), score (the metric of this document, null where it is no number)
+or parts (the numbers that the metric is computed from, as log-likelihood and words).
 """
 
 import difflib
 import functools
 import itertools
+import json
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -249,10 +253,10 @@ def _metrics(output: dict[str, Any] | None, name: str, length: int | None) -> li
         if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
             continue
         samples = [
-            {"benchmark": task, "case": sample["doc_id"], "score": _number(sample.get(metric))}
-            for task, some in output.get("samples", {}).items()  # of a group, those of all its tasks
+            _line(task, sample, metric)
+            for task, some in output["samples"].items()  # of a group, those of all its tasks
             for sample in some
-            if sample.get("filter", filter_name) == filter_name
+            if sample["filter"] == filter_name
         ]
         scores = [sample["score"] for sample in samples]
         # lm-eval gives standard errors only together with bootstraps, which print, fork and take minutes.
@@ -279,19 +283,35 @@ def _metrics(output: dict[str, Any] | None, name: str, length: int | None) -> li
 
 def _ruler_mean(output: dict[str, Any], length: str) -> list[tuple[dict, list[dict]]]:
     """The mean over RULER's tasks, each of one weight: lm-eval's own group has one for 4096 tokens only."""
-    scores = {task: result.get(f"{length},none") for task, result in output["results"].items() if task != RULER}
-    samples = [
-        {"benchmark": task, "score": float(score)} for task, score in scores.items() if score is not None and score >= 0
-    ]
+    samples = [_line(task, sample, length) for task, some in output["samples"].items() for sample in some]
     if not samples:
         return []
-    value = sum(sample["score"] for sample in samples) / len(samples)
-    scored = sum(sizes["effective"] for sizes in output.get("n-samples", {}).values())
-    return [({"metric": "string_match", "filter": "none", "value": value, "scored": scored}, samples)]
+    by_task = itertools.groupby(samples, key=lambda sample: sample["benchmark"])
+    value = statistics.fmean(statistics.fmean(sample["score"] for sample in some) for _, some in by_task)
+    return [({"metric": "string_match", "filter": "none", "value": value, "scored": len(samples)}, samples)]
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+def _line(benchmark: str, sample: dict[str, Any], metric: str) -> dict:
+    """A document's line of the raw table."""
+    score, answers = sample.get(metric), sample["filtered_resps"]
+    likelihoods = [answer[0] if isinstance(answer, tuple) else answer for answer in answers]
+    return {
+        "benchmark": benchmark,
+        "case": sample["doc_id"],
+        "target": _text(sample["target"]),
+        "response": None if _are_numbers(likelihoods) else _text(*answers),
+        "loglikelihoods": likelihoods if _are_numbers(likelihoods) else None,
+        "score": float(score) if isinstance(score, Real) else None,
+        "parts": [*map(float, score)] if isinstance(score, tuple) and _are_numbers(score) else None,
+    }
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _are_numbers(values: Sequence) -> bool:
+    return all(isinstance(value, Real) for value in values)
 
 
 def _dimension(name: str, length: int | None) -> str | None:
