@@ -14,6 +14,7 @@ from coca_cli.options import (
     SeedOption,
     Texts,
     grouped,
+    parse_batch_size,
     parse_lengths,
     warn_beyond_trained,
 )
@@ -36,17 +37,15 @@ def perplexity_command(
     variant: Annotated[
         str, typer.Option(help="sliding, or yarn, yarn-truncate or longlora: the numbers of those scripts, stride 256.")
     ] = "sliding",
-    batch_size: BatchOption = "1",
+    batch_size: BatchOption = "auto",
 ) -> None:
     """Perplexity with a sliding window (window = length), token-weighted, each token scored once."""
-    wanted = parse_lengths(lengths)
-    from coca_hf.evaluate.batches import parse_batch_size
+    wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.perplexity import perplexity_rows
     from coca_hf.evaluate.variants import check_variant
 
     kind = check_variant(variant)
     subject, ropes = run.load()
-    size = parse_batch_size(batch_size, subject.model.device)
     sample = texts.draw(subject, max(wanted), kind.special_tokens)
     warn_beyond_trained(subject, ropes, wanted)
     stride = stride or kind.stride
@@ -60,15 +59,13 @@ def position_command(
     lengths: LengthsOption,
     texts: Texts,
     bucket: Annotated[int, typer.Option(min=1, help="Token indices whose losses are summed.")] = 64,
-    batch_size: BatchOption = "1",
+    batch_size: BatchOption = "auto",
 ) -> None:
     """Loss against the token's index in a window of LENGTH tokens: where the model's context really ends."""
-    wanted = parse_lengths(lengths)
-    from coca_hf.evaluate.batches import parse_batch_size
+    wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.position import position_rows
 
     subject, ropes = run.load()
-    size = parse_batch_size(batch_size, subject.model.device)
     sample = texts.draw(subject, max(wanted))
     warn_beyond_trained(subject, ropes, wanted)
     run.make_rows(position_rows, subject, sample, wanted, ropes, bucket=bucket, batch_size=size)
@@ -90,16 +87,14 @@ def passkey_command(
         int | None, typer.Option(min=1, help="Tokens the model may answer with; 64, the paper's, by default.")
     ] = None,
     seed: SeedOption = 0,
-    batch_size: BatchOption = "1",
+    batch_size: BatchOption = "auto",
 ) -> None:
     """Passkey retrieval as in the paper: a number hidden in up to LENGTH tokens, greedy decoding, share found."""
-    wanted = parse_lengths(lengths)
-    from coca_hf.evaluate.batches import parse_batch_size
+    wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.passkey import check_variant, passkey_rows
 
     kind = check_variant(variant)
     subject, ropes = run.load()
-    size = parse_batch_size(batch_size, subject.model.device)
     new_tokens = new_tokens or kind.new_tokens
     warn_beyond_trained(subject, ropes, wanted, new_tokens)
     run.make_rows(
@@ -141,15 +136,13 @@ def copying_command(
     lengths: LengthsOption,
     cases: Annotated[int, typer.Option(min=1, help="Sequences per length.")] = 16,
     seed: SeedOption = 0,
-    batch_size: BatchOption = "1",
+    batch_size: BatchOption = "auto",
 ) -> None:
     """Loss on the second copy of a random sequence: whether attention can look something up."""
-    wanted = parse_lengths(lengths)
-    from coca_hf.evaluate.batches import parse_batch_size
+    wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.copying import copying_rows
 
     subject, ropes = run.load()
-    size = parse_batch_size(batch_size, subject.model.device)
     warn_beyond_trained(subject, ropes, wanted)
     run.make_rows(copying_rows, subject, wanted, ropes, num_cases=cases, seed=seed, batch_size=size)
 
@@ -187,18 +180,17 @@ def tasks_command(
     shots: Annotated[int | None, typer.Option(min=0, help="Examples before a question; the task's own.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Cases of every task; all by default.")] = None,
     include_path: Annotated[str | None, typer.Option(help="A directory of lm-eval tasks of your own.")] = None,
-    batch_size: BatchOption = "1",
+    batch_size: BatchOption = "auto",
 ) -> None:
     """Tasks of lm-eval by name, and RULER: whether short contexts are as good as before, and long ones are used."""
     wanted = parse_lengths(ruler, "--ruler") if ruler else []
     if not tasks and not wanted:
         raise BadOption("--tasks, --ruler: got neither, expected at least one of them")
-    from coca_hf.evaluate.batches import parse_batch_size
+    size = parse_batch_size(batch_size)
     from coca_hf.evaluate.tasks import parse_tasks, task_rows
 
     names = parse_tasks(tasks, include_path) if tasks else []
     subject, ropes = run.load()
-    size = parse_batch_size(batch_size, subject.model.device)
     warn_beyond_trained(subject, ropes, wanted)
     run.make_rows(
         task_rows,

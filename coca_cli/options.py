@@ -15,7 +15,8 @@ from coca_cli.console import BadOption, PlainConsole, console, say
 
 LengthsOption = Annotated[str, typer.Option(help="Context lengths in tokens, with commas between them.")]
 BatchOption = Annotated[
-    str, typer.Option(help="Sequences at a time, or auto: as many as fit. It does not change the result.")
+    str,
+    typer.Option(help="Sequences at a time, or auto: as many as fit. Rows have the size, which changes no result."),
 ]
 SeedOption = Annotated[int, typer.Option(help="Of the drawn documents or cases.")]
 
@@ -123,13 +124,17 @@ class Texts:
             chosen = check_preset(preset)
             min_tokens = max(min_tokens, chosen.pop("min_tokens"))
             options |= chosen | {"max_tokens": self.max_tokens or chosen["max_tokens"]}
-            options["documents"] = self.documents or chosen.get("documents")
+            options["documents"] = self.documents or chosen["documents"]
         sample = draw_sample(subject, min_tokens=min_tokens, special_tokens=special_tokens, **options)
         if sample.left_out:
             chars = f"{options['min_chars']:,} characters"
             console.print(f"left out {sample.left_out:,} documents of fewer than {chars}", style="yellow")
         if sample.skipped:
             console.print(f"skipped {len(sample.skipped)} short documents: {_first(sample.skipped)}", style="yellow")
+        wanted, found = options["documents"], len(sample.names)
+        if wanted and found < wanted:
+            few = f"{found} of {wanted} documents have at least {min_tokens:,} tokens; only these are measured"
+            console.print(f"warning: {few}", style="yellow")
         return sample
 
 
@@ -150,6 +155,15 @@ def parse_lengths(text: str, option: str = "--lengths") -> list[int]:
     if not all(part.isdecimal() and len(part) < 10 and int(part) > 1 for part in parts):
         raise BadOption(f"{option}: got {text!r}, expected whole numbers from 2 to 999999999, as in 512,1024,2048")
     return list(dict.fromkeys(int(part) for part in parts))
+
+
+def parse_batch_size(text: str) -> int | None:
+    """The number, or None for auto. Raises BadOption for anything else."""
+    if text == "auto":
+        return None
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
+        raise BadOption(f"--batch-size: got {text!r}, expected auto or a whole number from 1 to 999999999")
+    return int(text)
 
 
 def warn_beyond_trained(subject, ropes: list, lengths: list[int], new_tokens: int = 0) -> None:

@@ -86,7 +86,7 @@ def _measure(
         return [_compare(subject.model, baseline.model, sample.token_ids[number][:length]) for number in batch]
 
     with _giving_maps(subject.model), _giving_maps(baseline.model):
-        found, error = compute_all(
+        found, error, _ = compute_all(
             [[number] for number in range(len(sample.token_ids))],
             compute,
             lambda batches: track(batches, f"attention-maps  {rope}  {length}"),

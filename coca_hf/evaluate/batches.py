@@ -12,13 +12,12 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
-from coca_hf.errors import CocaError
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Track = Callable[[list, str], Iterable]  # wraps a list, with a description, to show how far a loop over it is
 
-AUTO_ON_GPU = 64  # sequences; halved as long as memory runs out
+AUTO_SEQUENCES = 64  # halved as long as memory runs out
+AUTO_TOKENS_ON_CPU = 1024  # of a batch
 
 
 def processes() -> PartialState:
@@ -26,18 +25,15 @@ def processes() -> PartialState:
     return PartialState(cpu=not torch.cuda.is_available())
 
 
-def parse_batch_size(text: str, device: torch.device) -> int:
-    """`"8"`, or `"auto"`: the largest of 64, 32, ..., 1 that fits on a GPU, where `compute_all` finds it by trying.
+def auto_batch_size(tokens: int) -> int:
+    """How many sequences of so many tokens to begin with, where nobody says.
 
-    On a CPU auto is 1: larger batches save no time there, and a full memory is not an error but a killed process.
-
-    Raises CocaError for anything else.
+    On a GPU 64: `compute_all` finds what fits by trying. On a CPU, where a full memory is not an error but a killed
+    process, as many as take no more memory than one of 1,024 tokens: only short ones gain from company.
     """
-    if text == "auto":
-        return 1 if device.type == "cpu" else AUTO_ON_GPU
-    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
-        raise CocaError(f"--batch-size: got {text!r}, expected auto or a whole number from 1 to 999999999")
-    return int(text)
+    if processes().device.type != "cpu":
+        return AUTO_SEQUENCES
+    return min(max(AUTO_TOKENS_ON_CPU // tokens, 1), AUTO_SEQUENCES)
 
 
 def batches_of(items: list[Item], batch_size: int) -> list[list[Item]]:
@@ -48,12 +44,14 @@ def compute_all(
     batches: list[list[Item]],
     compute: Callable[[list[Item]], list[Result]],
     track: Callable[[list], Iterable] = iter,
-) -> tuple[list[Result], str | None]:
-    """A result for every item of `batches`, in order and on every process, and None; or no results and what went wrong.
+) -> tuple[list[Result], str | None, int]:
+    """A result for every item of `batches`, in order and on every process, None, and the size of the largest batch.
 
     `compute` turns a batch into one result an item. Where memory runs out, it gets the batch in halves, and later ones
-    in pieces of the size that fitted. What goes wrong is memory that ends at one item ("OOM: ..."), or positions that a
-    model has not learned (IndexError); other exceptions are passed on.
+    in pieces of the size that fitted, which is then the size returned.
+
+    In the place of None, what went wrong, and no results: memory that ends at one item ("OOM: ..."), or positions that
+    a model has not learned (IndexError). Other exceptions are passed on.
     """
     state = processes()
     mine = batches[state.process_index :: state.num_processes]
@@ -63,16 +61,19 @@ def compute_all(
         for batch in track(mine):
             done, size = _in_pieces(batch, compute, size)
             results.append(done)
-    except (MemoryError, IndexError) as failure:
-        error = f"OOM: {failure}" if isinstance(failure, MemoryError) else f"IndexError: {failure}"
+    except MemoryError as failure:
+        error, size = f"OOM: {failure}", 1
+    except IndexError as failure:
+        error = f"IndexError: {failure}"
     if state.num_processes > 1:
-        gathered = gather_object([(results, error)])
-        error = next((one for _, one in gathered if one), None)
+        gathered = gather_object([(results, error, size)])
+        error = next((one for _, one, _ in gathered if one), None)
+        size = min(one for _, _, one in gathered)
         results = [
             gathered[number % state.num_processes][0][number // state.num_processes]
             for number in range(0 if error else len(batches))
         ]
-    return ([], error) if error else ([result for batch in results for result in batch], None)
+    return [] if error else [result for batch in results for result in batch], error, size
 
 
 def _in_pieces(batch: list[Item], compute: Callable[[list[Item]], list[Result]], size: int) -> tuple[list[Result], int]:

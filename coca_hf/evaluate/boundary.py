@@ -21,7 +21,8 @@ nearer than their tau; `layers`, `heads`, `rotary_pairs`, `pairs_per_document`; 
 
     angles   a line per layer, head and pair (of the h query heads): theta, radians per position; angle_counts, 36 bins
              of 10 degrees; tau_counts (d) and fall_counts (b), bin i counting positions in [2^(i-1), 2^i), the first
-             those below 1, the last, of 24, open; abnormal, undefined; magnitude, the mean of |h_j|
+             those below 1, the last, of 24, open; abnormal, undefined; and over its pairs of positions, sum_magnitude
+             of |h_j|, sum_magnitude_d of those in scenario d, sum_abs_angle
     decay    a line per layer and distance: the bounds of |a(s)| of the appendix (B.1), RoPE's max_h * sum_s and CoCA's
              max_l * sum_c, where max_h and max_l are means, over heads and sampled pairs, of max |h_{j+1} - h_j| and
              max |l_{j+1} - l_j| with l = |h|, sum_s = sum_j |S_{j+1}|, sum_c = sum_j |C_{j+1}|; score, the mean of
@@ -92,7 +93,7 @@ def _measure(model: Any, sample: Sample, rope: Rope, settings: dict, track: Trac
     def compute(batch: list[int]) -> list[dict[str, np.ndarray]]:
         return [_of_document(model, sample.token_ids[i][:length], theta, distances, settings, i) for i in batch]
 
-    found, error = compute_all(
+    found, error, _ = compute_all(
         [[index] for index in range(len(sample.token_ids))],
         compute,
         lambda batches: track(batches, f"boundary  {rope}  {length}"),
@@ -163,7 +164,6 @@ def _shares(sums: dict[str, np.ndarray]) -> dict[str, Any]:
 
 def _angle_lines(sums: dict[str, np.ndarray], theta: Tensor) -> list[dict]:
     layers, heads, num_pairs = sums["scenario_b"].shape
-    count = sums["scenario_b"] + sums["scenario_d"] + sums["undefined"]
     return [
         {
             "layer": layer,
@@ -172,7 +172,10 @@ def _angle_lines(sums: dict[str, np.ndarray], theta: Tensor) -> list[dict]:
             "theta": float(theta[pair]),
             **{name: sums[name][layer, head, pair].tolist() for name in ("angle_counts", "tau_counts", "fall_counts")},
             **{name: int(sums[name][layer, head, pair]) for name in ("abnormal", "undefined")},
-            "magnitude": float(sums["magnitude"][layer, head, pair] / count[layer, head, pair]),
+            **{
+                f"sum_{name}": float(sums[name][layer, head, pair])
+                for name in ("magnitude", "magnitude_d", "abs_angle")
+            },
         }
         for layer, head, pair in itertools.product(range(layers), range(heads), range(num_pairs))
     ]

@@ -32,7 +32,7 @@ def copying_rows(
     store: RowStore,
     num_cases: int = 16,
     seed: int = 0,
-    batch_size: int = 1,
+    batch_size: int | None = None,
     track: Track = lambda items, description: items,
 ) -> Iterator[dict]:
     """Yield a row for every RoPE setting and length, which is that of both copies together, at most.
@@ -77,7 +77,7 @@ def _measure(subject: Subject, rope: Rope, settings: dict, track: Track) -> tupl
         losses = token_losses(subject.model, cases, batch)[:, 1 - 2 * copy_len :].double()
         return [[row[: copy_len - 1].sum().item(), row[copy_len:].sum().item()] for row in losses]
 
-    windows, sums, error = compute_windows(
+    windows, sums, error, batch_size = compute_windows(
         [Window(case, 0, len(ids) - 1, len(ids) - 1) for case, ids in enumerate(cases)],
         compute,
         settings["batch_size"],
@@ -98,5 +98,6 @@ def _measure(subject: Subject, rope: Rope, settings: dict, track: Track) -> tupl
         "nll_first": None if error else first / tokens,
         "tokens": tokens,
         "error": error,
+        "batch_size": batch_size,
     }
     return results, {"copies": lines if error is None else []}

@@ -30,7 +30,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import Track, batches_of, compute_all
+from coca_hf.evaluate.batches import Track, auto_batch_size, batches_of, compute_all
 from coca_hf.evaluate.load import Subject, check_vocabulary
 from coca_hf.evaluate.perplexity import failed
 from coca_hf.evaluate.rope import Rope, use_rope_
@@ -156,13 +156,13 @@ def answers(
     subject: Subject,
     cases: list[Case],
     new_tokens: int,
-    batch_size: int = 1,
+    batch_size: int | None = None,
     track: Callable[[list], Iterable] = iter,
-) -> tuple[list[list[int]], bool, str | None]:
-    """At most `new_tokens` greedily decoded tokens for every case, whether any logit was NaN, and what went wrong.
+) -> tuple[list[list[int]], bool, str | None, int]:
+    """At most `new_tokens` greedily decoded tokens for every case, whether any logit was NaN, and the rest.
 
-    What may go wrong: see `compute_all`. Batches are padded on the left and masked, so the answers do not depend on
-    `batch_size`.
+    That is what else `compute_all` returns. batch_size: `auto_batch_size`, by default. Batches are padded on the left
+    and masked, so the answers do not depend on it.
     """
     model, tokenizer = subject.model, subject.tokenizer
     eos = model.generation_config.eos_token_id
@@ -185,8 +185,9 @@ def answers(
         )
         return [(ids, watch.saw_nan) for ids in output[:, longest:].tolist()]
 
-    results, error = compute_all(batches_of(cases, batch_size), compute, track)
-    return [ids for ids, _ in results], any(nan for _, nan in results), error
+    size = batch_size or auto_batch_size(max(len(case.token_ids) for case in cases) + new_tokens)
+    results, error, size = compute_all(batches_of(cases, size), compute, track)
+    return [ids for ids, _ in results], any(nan for _, nan in results), error, size
 
 
 def passkey_rows(
@@ -197,7 +198,7 @@ def passkey_rows(
     num_cases: int = 100,
     new_tokens: int | None = None,
     seed: int = 0,
-    batch_size: int = 1,
+    batch_size: int | None = None,
     variant: str = "paper",
     depths: int | None = None,
     track: Track = lambda items, description: items,
@@ -238,7 +239,7 @@ def _measure(subject: Subject, rope: Rope, settings: dict, track: Track) -> tupl
         for number in range(settings["cases"])
     ]
     use_rope_(subject.model, rope, length + new_tokens)
-    outputs, saw_nan, error = answers(
+    outputs, saw_nan, error, batch_size = answers(
         subject, cases, new_tokens, settings["batch_size"], lambda batches: track(batches, f"passkey  {rope}  {length}")
     )
     texts = subject.tokenizer.batch_decode(outputs, skip_special_tokens=True)
@@ -263,6 +264,7 @@ def _measure(subject: Subject, rope: Rope, settings: dict, track: Track) -> tupl
         **count_by_distance(records, trained_length(settings)),
         "tokens": sum(len(case.token_ids) for case in cases),
         "error": error,
+        "batch_size": batch_size,
     }
     return results, {"cases": records}
 

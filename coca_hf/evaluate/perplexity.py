@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coca_hf.evaluate.batches import Track, batches_of, compute_all
+from coca_hf.evaluate.batches import Track, auto_batch_size, batches_of, compute_all
 from coca_hf.evaluate.load import Subject
 from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.rows import Raw, RowStore, rows_over, subject_settings
@@ -34,21 +34,22 @@ from coca_hf.evaluate.variants import VARIANTS, Variant, Window
 def compute_windows(
     windows: list[Window],
     compute: Callable[[list[Window]], list[Any]],
-    batch_size: int = 1,
+    batch_size: int | None = None,
     track: Callable[[list], Iterable] = iter,
-) -> tuple[list[Window], list[Any], str | None]:
-    """The windows in the order they were computed, the result of each, and what went wrong (see `compute_all`).
+) -> tuple[list[Window], list[Any], str | None, int]:
+    """The windows in the order they were computed, the result of each, and what else `compute_all` returns.
 
-    Only windows of one shape share a batch, so nothing is padded and results do not depend on `batch_size`.
+    batch_size: `auto_batch_size`, by default. Only windows of one shape share a batch, so nothing is padded and results
+    do not depend on it.
     """
 
     def shape(window: Window) -> tuple[int, int]:
         return window.input_len, window.scored_len
 
-    by_shape = itertools.groupby(sorted(windows, key=shape), key=shape)
-    batches = [batch for _, same in by_shape for batch in batches_of(list(same), batch_size)]
-    results, error = compute_all(batches, compute, track)
-    return list(itertools.chain.from_iterable(batches)), results, error
+    batches: list[list[Window]] = []
+    for (input_len, _), same in itertools.groupby(sorted(windows, key=shape), key=shape):
+        batches += batches_of(list(same), batch_size or auto_batch_size(input_len))
+    return list(itertools.chain.from_iterable(batches)), *compute_all(batches, compute, track)
 
 
 def perplexity_rows(
@@ -58,7 +59,7 @@ def perplexity_rows(
     stride: int,
     ropes: list[Rope],
     store: RowStore,
-    batch_size: int = 1,
+    batch_size: int | None = None,
     variant: str = "sliding",
     track: Track = lambda items, description: items,
 ) -> Iterator[dict]:
@@ -93,7 +94,7 @@ def _measure(subject: Subject, sample: Sample, rope: Rope, settings: dict, track
     prefix = variant.prefix(subject.tokenizer)
     windows = variant.windows([len(ids) for ids in documents], length, settings["stride"], prefix)
     use_rope_(subject.model, rope, length)
-    windows, nlls, error = compute_windows(
+    windows, nlls, error, batch_size = compute_windows(
         windows,
         lambda batch: token_losses(subject.model, documents, batch, prefix).double().sum(-1).tolist(),
         settings["batch_size"],
@@ -110,6 +111,7 @@ def _measure(subject: Subject, sample: Sample, rope: Rope, settings: dict, track
         "nll": math.fsum(line["nll"] for line in lines) / tokens if value is not None else None,
         "tokens": tokens,
         "error": error,
+        "batch_size": batch_size,
     }
     return results, {"windows": lines}
 

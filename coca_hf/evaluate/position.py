@@ -32,7 +32,7 @@ def position_rows(
     ropes: list[Rope],
     store: RowStore,
     bucket: int = 64,
-    batch_size: int = 1,
+    batch_size: int | None = None,
     track: Track = lambda items, description: items,
 ) -> Iterator[dict]:
     """Yield a row for every RoPE setting and length; those that `store` already has are not measured again."""
@@ -63,7 +63,7 @@ def _measure(subject: Subject, sample: Sample, rope: Rope, settings: dict, track
 
     windows = VARIANTS["sliding"].windows([len(ids) for ids in sample.token_ids], length, length, [])
     use_rope_(subject.model, rope, length)
-    windows, sums, error = compute_windows(
+    windows, sums, error, batch_size = compute_windows(
         windows, compute, settings["batch_size"], lambda batches: track(batches, f"position-loss  {rope}  {length}")
     )
     lines = _by_document(windows, sums, bucket)
@@ -77,6 +77,7 @@ def _measure(subject: Subject, sample: Sample, rope: Rope, settings: dict, track
         "nll_beyond": nats_per_token([line for line in lines if line["first"] >= trained]) if value else None,
         "tokens": tokens,
         "error": error,
+        "batch_size": batch_size,
     }
     return results, {"buckets": lines}
 

@@ -9,6 +9,7 @@ A row is written after its raw tables, so a row on disk is complete. Every row o
     task, rope, length (tokens), stride, seed      what was measured
     value      the task's number, or null, and then `error` says why ("OOM: ..." where memory ran out)
     tokens     how many were scored or read
+    batch_size sequences at a time, where a task takes several: halved where memory ran out; no part of row_id
     row_id     sixteen hex digits of the settings that make a row the same measurement
     raw        {name: path under OUT}; every raw table has the column row_id
     date, seconds

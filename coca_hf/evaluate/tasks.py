@@ -7,27 +7,31 @@ tasks, or those that are named.
 A row, task `tasks`, has besides what `rows.py` lists: `value`, the metric; `benchmark`, lm-eval's name of the task;
 `metric`, `filter`, `stderr` (null where the metric is no mean over cases), `shots` (null: the task's own), `limit`,
 `scored` cases; `dimension`, a key of `DIMENSIONS`, "ruler" or null; `length`, RULER's, in tokens, else null; `metrics`,
-how many rows the benchmark has. Its raw table `samples`: benchmark (of a group, one of its tasks), case, score (the
-metric of one document, null where it is no number); for RULER, the mean of each of its tasks: benchmark, score.
+how many rows the benchmark has. RULER's value is the mean over its tasks of each one's mean. Its raw table `samples`:
+benchmark (of a group, one of its tasks), case (lm-eval's doc_id), target, response (text that the model generated) or
+loglikelihoods (nats: of every choice, or of the text), score (the metric of this document, null where it is no number)
+or parts (the numbers that the metric is computed from, as log-likelihood and words).
 """
 
 import difflib
 import functools
 import itertools
+import json
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import Track, batches_of, compute_all
+from coca_hf.evaluate.batches import Track, auto_batch_size, batches_of, compute_all
 from coca_hf.evaluate.load import Subject, check_vocabulary
 from coca_hf.evaluate.perplexity import failed
 from coca_hf.evaluate.rope import Rope, trained_length, use_rope_
@@ -79,7 +83,7 @@ def task_rows(
     ruler_lengths: list[int] | None = None,
     shots: int | None = None,
     limit: int | None = None,
-    batch_size: int = 1,
+    batch_size: int | None = None,
     include_path: str | None = None,
     track: Track = lambda items, description: items,
 ) -> Iterator[dict]:
@@ -127,9 +131,11 @@ def _measure(
     use_rope_(subject.model, rope, length or trained_length(subject.model) or 2048)
     found: list[tuple[dict, list[dict]]] = [({"metric": None, "filter": None, "value": None}, [])]
     error = None
+    sizes: list[int] = []
     try:
         # lm-eval gives its results on the first process only.
-        found = broadcast_object_list([_metrics(_evaluate(subject, settings, include_path, track), name, length)])[0]
+        output = _evaluate(subject, settings, include_path, track, sizes)
+        found = broadcast_object_list([_metrics(output, name, length)])[0]
     except _Unanswered as failure:
         error = str(failure)
     except CocaError:
@@ -144,6 +150,7 @@ def _measure(
     shared = {
         "metrics": len(found),
         "tokens": None,
+        "batch_size": max(sizes, default=settings["batch_size"]),
         "seconds": round(time.perf_counter() - began, 3),
         "date": now(),
     }
@@ -178,8 +185,10 @@ def _watching(subject: Subject, benchmark: str) -> Iterator[list[bool]]:
             hook.remove()
 
 
-def _evaluate(subject: Subject, settings: dict, include_path: str | None, track: Track) -> dict[str, Any] | None:
-    """What lm-eval makes of the model's answers; None on all processes but the first.
+def _evaluate(
+    subject: Subject, settings: dict, include_path: str | None, track: Track, sizes: list[int]
+) -> dict[str, Any] | None:
+    """What lm-eval makes of the model's answers; None on all processes but the first. Adds its batch sizes to `sizes`.
 
     Every process answers its share of the batches and gets all answers. lm-eval's own way of dealing documents out
     changes the order of sums, and so the last digits.
@@ -187,23 +196,32 @@ def _evaluate(subject: Subject, settings: dict, include_path: str | None, track:
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    length, batch_size = settings["length"], settings["batch_size"]
-    model = HFLM(pretrained=subject.model, tokenizer=subject.tokenizer, batch_size=batch_size, max_length=length)
+    length = settings["length"]
+    model = HFLM(pretrained=subject.model, tokenizer=subject.tokenizer, max_length=length)
+
+    def tokens(request: Any) -> int:
+        """Of the sequence that the model gets, with room for its answer."""
+        texts = [part for part in request.args if isinstance(part, str)]
+        new_tokens = model.max_gen_toks if request.request_type == "generate_until" else 0
+        return min(len(model.tok_encode("".join(texts))), model.max_length) + new_tokens
 
     def dealt(answer: Callable, requests: list[Any]) -> list[Any]:
         # Longest first, so that memory runs out early, and requests of one context share a batch.
         order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].args[0]), requests[i].args[0], i))
 
         def compute(batch: list[Any]) -> list[tuple[Any, bool]]:
+            model.batch_size_per_gpu = len(batch)  # also of the windows that it cuts a long text into
             with _watching(subject, settings["benchmark"]) as nans:
                 found = answer(batch, disable_tqdm=True)
             return [(one, any(nans)) for one in found]
 
-        answers, error = compute_all(
+        batch_size = settings["batch_size"] or auto_batch_size(max(map(tokens, requests)))
+        answers, error, size = compute_all(
             batches_of([requests[i] for i in order], batch_size),
             compute,
             lambda batches: track(batches, f"tasks  {settings['benchmark']}"),
         )
+        sizes.append(size)
         if error or any(nan for _, nan in answers):  # of which lm-eval would make a share of answers all the same
             raise _Unanswered(failed(error, length or "too many") if error else "the model's logits are NaN")
         by_request = {i: one for i, (one, _) in zip(order, answers, strict=True)}
@@ -235,10 +253,10 @@ def _metrics(output: dict[str, Any] | None, name: str, length: int | None) -> li
         if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
             continue
         samples = [
-            {"benchmark": task, "case": sample["doc_id"], "score": _number(sample.get(metric))}
-            for task, some in output.get("samples", {}).items()  # of a group, those of all its tasks
+            _line(task, sample, metric)
+            for task, some in output["samples"].items()  # of a group, those of all its tasks
             for sample in some
-            if sample.get("filter", filter_name) == filter_name
+            if sample["filter"] == filter_name
         ]
         scores = [sample["score"] for sample in samples]
         # lm-eval gives standard errors only together with bootstraps, which print, fork and take minutes.
@@ -265,19 +283,35 @@ def _metrics(output: dict[str, Any] | None, name: str, length: int | None) -> li
 
 def _ruler_mean(output: dict[str, Any], length: str) -> list[tuple[dict, list[dict]]]:
     """The mean over RULER's tasks, each of one weight: lm-eval's own group has one for 4096 tokens only."""
-    scores = {task: result.get(f"{length},none") for task, result in output["results"].items() if task != RULER}
-    samples = [
-        {"benchmark": task, "score": float(score)} for task, score in scores.items() if score is not None and score >= 0
-    ]
+    samples = [_line(task, sample, length) for task, some in output["samples"].items() for sample in some]
     if not samples:
         return []
-    value = sum(sample["score"] for sample in samples) / len(samples)
-    scored = sum(sizes["effective"] for sizes in output.get("n-samples", {}).values())
-    return [({"metric": "string_match", "filter": "none", "value": value, "scored": scored}, samples)]
+    by_task = itertools.groupby(samples, key=lambda sample: sample["benchmark"])
+    value = statistics.fmean(statistics.fmean(sample["score"] for sample in some) for _, some in by_task)
+    return [({"metric": "string_match", "filter": "none", "value": value, "scored": len(samples)}, samples)]
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+def _line(benchmark: str, sample: dict[str, Any], metric: str) -> dict:
+    """A document's line of the raw table."""
+    score, answers = sample.get(metric), sample["filtered_resps"]
+    likelihoods = [answer[0] if isinstance(answer, tuple) else answer for answer in answers]
+    return {
+        "benchmark": benchmark,
+        "case": sample["doc_id"],
+        "target": _text(sample["target"]),
+        "response": None if _are_numbers(likelihoods) else _text(*answers),
+        "loglikelihoods": likelihoods if _are_numbers(likelihoods) else None,
+        "score": float(score) if isinstance(score, Real) else None,
+        "parts": [*map(float, score)] if isinstance(score, tuple) and _are_numbers(score) else None,
+    }
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _are_numbers(values: Sequence) -> bool:
+    return all(isinstance(value, Real) for value in values)
 
 
 def _dimension(name: str, length: int | None) -> str | None:

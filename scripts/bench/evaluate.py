@@ -66,7 +66,7 @@ def measure_length(model, documents: list[torch.Tensor], length: int, options) -
         def compute(batch: list[Window]) -> list[float]:
             return token_losses(model, documents, batch).double().mean(-1).tolist()
 
-        _, means["coca-eval"], error = compute_windows(windows, compute, options.batch)
+        _, means["coca-eval"], error, _ = compute_windows(windows, compute, options.batch)
         if error:
             raise torch.OutOfMemoryError(error)
 

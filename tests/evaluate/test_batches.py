@@ -6,15 +6,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
 
-from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import AUTO_ON_GPU, batches_of, compute_all, parse_batch_size
+from coca_hf.evaluate import batches
+from coca_hf.evaluate.batches import auto_batch_size, batches_of, compute_all
 from coca_hf.evaluate.passkey import VARIANTS as PROMPTS
 from coca_hf.evaluate.passkey import passkey_rows
 from coca_hf.evaluate.perplexity import perplexity_of, perplexity_rows
@@ -45,15 +47,15 @@ def holds(limit, tried, message=MESSAGES[0]):
 @pytest.mark.parametrize("message", MESSAGES)
 def test_memory_that_runs_out_is_retried_in_halves_that_later_batches_keep(message):
     tried = []
-    results, error = compute_all(batches_of(list(range(20)), 8), holds(3, tried, message))
-    assert (results, error) == ([item * item for item in range(20)], None)
+    results, error, size = compute_all(batches_of(list(range(20)), 8), holds(3, tried, message))
+    assert (results, error, size) == ([item * item for item in range(20)], None, 2)
     assert tried == [8, 4, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2]
 
 
 def test_memory_that_does_not_hold_one_item_is_an_error_of_the_row():
     tried = []
-    results, error = compute_all(batches_of(list(range(20)), 8), holds(0, tried))
-    assert results == []
+    results, error, size = compute_all(batches_of(list(range(20)), 8), holds(0, tried))
+    assert (results, size) == ([], 1)
     assert error.startswith("OOM: one sequence alone does not fit (CUDA out of memory.")
     assert tried == [8, 4, 2, 1]
 
@@ -66,13 +68,11 @@ def test_other_exceptions_are_passed_on():
         compute_all([[1]], broken)
 
 
-def test_a_batch_size_is_a_number_or_auto():
-    assert parse_batch_size("7", torch.device("cpu")) == 7
-    assert parse_batch_size("auto", torch.device("cpu")) == 1
-    assert parse_batch_size("auto", torch.device("cuda")) == AUTO_ON_GPU
-    for text in ("0", "-1", "many", "", "9" * 5000):
-        with pytest.raises(CocaError, match=r"--batch-size: got .* expected auto or"):
-            parse_batch_size(text, torch.device("cpu"))
+def test_auto_begins_with_64_on_a_gpu_and_with_what_one_long_sequence_takes_on_a_cpu(monkeypatch):
+    sizes = {8: 64, 16: 64, 300: 3, 512: 2, 513: 1, 32768: 1}
+    assert {tokens: auto_batch_size(tokens) for tokens in sizes} == sizes
+    monkeypatch.setattr(batches, "processes", lambda: SimpleNamespace(device=torch.device("cuda")))
+    assert {auto_batch_size(tokens) for tokens in sizes} == {64}
 
 
 @pytest.fixture
@@ -100,6 +100,7 @@ def test_a_row_that_does_not_fit_says_oom_and_the_others_go_on(short_of_memory, 
     assert [row["value"] is None for row in rows] == [False, True, False]
     assert rows[1]["error"].startswith("OOM: one sequence alone does not fit")
     assert rows[1]["tokens"] == 0
+    assert [row["batch_size"] for row in rows] == [2, 1, 4]
     del short_of_memory.model.forward
     whole = list(perplexity_rows(short_of_memory, sample, [40], 20, parse_ropes("default"), RowStore(tmp_path / "b")))
     assert rows[0]["value"] == pytest.approx(whole[0]["value"], rel=1e-6)
@@ -118,6 +119,15 @@ CHANGING = {"date", "seconds", "command", "processes"}
 
 def lasting(rows):
     return [{key: value for key, value in row.items() if key not in CHANGING} for row in rows]
+
+
+def test_a_row_has_the_batch_size_that_auto_came_to_and_is_the_row_of_any_other(coca, books, tmp_path):
+    sample, store = draw_sample(coca, str(books), 60), RowStore(tmp_path)
+    (row,) = perplexity_rows(coca, sample, [30], 15, parse_ropes("default"), store)
+    windows = pq.read_table(tmp_path / row["raw"]["windows"]).to_pylist()
+    same_shape = Counter((window["input_len"], window["tokens"]) for window in windows)
+    assert row["batch_size"] == 1024 // 30 < max(same_shape.values())
+    assert list(perplexity_rows(coca, sample, [30], 15, parse_ropes("default"), store, batch_size=2)) == [row]
 
 
 def test_a_repeated_run_is_equal_to_the_last_bit(coca, books, tmp_path):

@@ -18,6 +18,7 @@ from coca_hf.evaluate.sample import draw_sample
 from tests.evaluate.test_products import NEOX
 
 DEFAULT = Rope("default")
+SUMS = ("sum_magnitude", "sum_magnitude_d", "sum_abs_angle")
 
 
 def test_positions_are_causal_seeded_and_uniform():
@@ -41,6 +42,18 @@ def raw(out, row, name):
     return pq.read_table(out / row["raw"][name]).to_pylist()
 
 
+def assert_row_is_of(row, angles):
+    """Every number of the row, again from its raw table."""
+    total = {name: sum(line[name] for line in angles) for name in ("abnormal", "undefined", *SUMS)}
+    falls, rises = (sum(sum(line[name]) for line in angles) for name in ("fall_counts", "tau_counts"))
+    assert (row["share_a"], row["share_c"]) == (0, 0)
+    assert (row["share_b"], row["share_d"]) == (falls / (falls + rises), rises / (falls + rises))
+    assert row["share_abnormal"] == total["abnormal"] / (falls + rises)
+    assert row["share_undefined"] == total["undefined"] / (falls + rises + total["undefined"])
+    assert row["share_d_weighted"] == pytest.approx(total["sum_magnitude_d"] / total["sum_magnitude"], rel=1e-12)
+    assert row["mean_abs_angle"] == pytest.approx(total["sum_abs_angle"] / (falls + rises), rel=1e-12)
+
+
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
 def test_a_coca_model_starts_at_exactly_zero(coca, books, tmp_path, constraint):
     coca.model.config.coca_constraint = constraint
@@ -48,6 +61,7 @@ def test_a_coca_model_starts_at_exactly_zero(coca, books, tmp_path, constraint):
     assert (row["value"], row["mean_abs_angle"], row["share_b"], row["share_abnormal"]) == (0.0, 0.0, 1.0, 0.0)
     assert 0 < row["share_undefined"] < 1  # where ReLU made t zero
     angles = raw(tmp_path, row, "angles")
+    assert_row_is_of(row, angles)
     assert all(sum(line["angle_counts"][1:]) == 0 and sum(line["tau_counts"]) == 0 for line in angles)
     assert sum(line["angle_counts"][0] for line in angles) > 0
 
@@ -68,9 +82,8 @@ def test_a_plain_row_adds_up_with_its_raw_tables(llama, books, tmp_path):
         assert sum(line["angle_counts"]) + line["undefined"] == 3 * 37
         assert sum(line["tau_counts"]) + sum(line["fall_counts"]) == sum(line["angle_counts"])
         assert (len(line["angle_counts"]), len(line["tau_counts"])) == (ANGLE_BINS, TAU_BINS)
-    total = len(angles) * 3 * 37
-    assert row["share_d"] == sum(sum(line["tau_counts"]) for line in angles) / total
-    assert row["share_abnormal"] == sum(line["abnormal"] for line in angles) / total
+    assert_row_is_of(row, angles)
+    assert row["share_undefined"] == 0
     assert row["value"] == row["share_d"] == pytest.approx(0.5, abs=0.15)
     assert row["share_b"] + row["share_d"] == pytest.approx(1)
     decay = raw(tmp_path, row, "decay")

@@ -85,6 +85,13 @@ def test_skipped_documents_are_counted_and_named(tiny_llama_dir, books, tmp_path
     assert "skipped 1 short documents: austen.txt" in stderr
 
 
+def test_fewer_documents_than_asked_for_are_warned_of_with_both_counts(tiny_llama_dir, books, tmp_path, coca_eval):
+    asked = ("perplexity", tiny_llama_dir, "--data", books, "--lengths", 220, "--out", tmp_path, "--skip-short")
+    warning = "warning: 2 of 3 documents have at least 220 tokens; only these are measured\n"
+    assert warning in coca_eval(*asked, "--documents", 3)[2]
+    assert "warning: 2 of" not in coca_eval(*asked)[2]
+
+
 def test_of_many_skipped_documents_the_first_are_named_and_all_are_counted(tiny_llama_dir, books, tmp_path, coca_eval):
     for number in range(12):
         (books / f"a{number:02}.txt").write_text("too short")
@@ -111,6 +118,8 @@ BAD = {
     "no documents": ({"--data": "./nothing.txt"}, "./nothing.txt: got no such file"),
     "short document": ({"--lengths": "215"}, "austen.txt: got a document of 210 tokens, expected at least 215"),
     "short cut": ({"--max-tokens": "20"}, "--max-tokens: got 20, expected at least 32"),
+    "batch size": ({"--batch-size": "0"}, "--batch-size: got '0', expected auto or a whole number from 1 to 999999999"),
+    "no number": ({"--batch-size": "many"}, "--batch-size: got 'many', expected auto"),
     "dtype": ({"--dtype": "int8"}, "--dtype: got 'int8'"),
     "out is a file": ({"--out": "FILE"}, "got File exists, expected a directory or a free name"),
 }

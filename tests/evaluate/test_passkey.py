@@ -137,7 +137,7 @@ def test_a_batch_gives_the_answers_of_single_cases(kind, request):
     subject.model.double()
     lengths = (SHORTEST, 700, 325)  # cases that need much padding
     cases = [make_case(subject.tokenizer, length, 0, number) for number, length in enumerate(lengths)]
-    together, _, _ = answers(subject, cases, 9, batch_size=3)
+    together, *_ = answers(subject, cases, 9, batch_size=3)
     alone = [answers(subject, [case], 9)[0][0] for case in cases]
     assert together == alone
     assert len(set(map(tuple, alone))) == 3
@@ -145,7 +145,7 @@ def test_a_batch_gives_the_answers_of_single_cases(kind, request):
 
 def test_decoding_is_greedy_whatever_the_checkpoint_prefers(llama):
     cases = [make_case(llama.tokenizer, 320, 0, number) for number in range(2)]
-    greedy, _, _ = answers(llama, cases, 12)
+    greedy, *_ = answers(llama, cases, 12)
     llama.model.generation_config.update(do_sample=True, temperature=9.0, repetition_penalty=5.0, min_new_tokens=3)
     assert answers(llama, cases, 12)[0] == greedy
 

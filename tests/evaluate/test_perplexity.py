@@ -37,7 +37,7 @@ def total_nll(model, documents, length, stride, batch_size=1):
     def compute(batch):
         return token_losses(model, documents, batch).double().sum(-1).tolist()
 
-    windows, nlls, error = compute_windows(windows, compute, batch_size)
+    windows, nlls, error, _ = compute_windows(windows, compute, batch_size)
     assert error is None
     return math.fsum(nlls), sum(window.scored_len for window in windows)
 

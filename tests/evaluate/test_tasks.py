@@ -2,7 +2,10 @@
 
 import importlib
 import inspect
+import json
+import math
 import re
+import statistics
 import sys
 
 import lm_eval
@@ -33,7 +36,7 @@ def test_rows_have_the_numbers_of_the_model_itself(coca, task_dir, expected, tmp
     likelihood, answer = rows
     assert likelihood["value"] == pytest.approx(expected["perplexity"], rel=1e-4)
     assert (answer["value"], answer["metric"], answer["scored"]) == (1 - 1 / len(PAIRS), "exact_match", len(PAIRS))
-    scores = [line["score"] for line in pq.read_table(tmp_path / answer["raw"]["samples"]).to_pylist()]
+    scores = [line["score"] for line in samples_of(answer, tmp_path)]
     assert sum(scores) / len(scores) == answer["value"]
     assert (answer["stderr"], likelihood["stderr"]) == (pytest.approx(mean_stderr(scores)), None)
     assert (answer["length"], answer["dimension"], answer["filter"]) == (None, None, "none")
@@ -65,12 +68,47 @@ def test_a_benchmark_that_does_not_fit_is_tried_smaller_then_says_oom(coca, task
         assert row["error"].startswith("OOM: one sequence alone does not fit (CUDA out of memory.")
 
 
+def sample(number, **metrics):
+    """As lm-eval gives it, of a multiple choice."""
+    return {"doc_id": number, "target": 0, "filtered_resps": [(-1.5, True), (-2.0, False)], "filter": "none", **metrics}
+
+
+def samples_of(row, out):
+    return pq.read_table(out / row["raw"]["samples"]).to_pylist()
+
+
+def test_every_value_can_be_computed_again_from_what_the_model_said(coca, task_dir, expected, tmp_path):  # noqa: F811
+    """Each kind of request, and each kind of metric: a mean, a function of one, and one of several numbers."""
+    choices = [target for _, target in PAIRS]
+    shared = yaml.safe_load((task_dir / "coca_likelihood.yaml").read_text())
+    for name, changes in {
+        "choice": {"output_type": "multiple_choice", "doc_to_choice": choices, "metric_list": [{"metric": "acc_norm"}]},
+        "rolling": {"output_type": "loglikelihood_rolling", "metric_list": [{"metric": "word_perplexity"}]},
+    }.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(shared | {"task": name} | changes))
+    rows = list(task_rows(coca, NAMES, DEFAULT, RowStore(tmp_path), include_path=str(task_dir)))
+    rows += task_rows(coca, ["choice", "rolling"], DEFAULT, RowStore(tmp_path), include_path=str(tmp_path))
+    likelihood, answer, choice, rolling = (samples_of(row, tmp_path) for row in rows)
+    assert [line["target"] for line in likelihood] == choices
+    assert [line["response"] for line in answer] == expected["answers"]
+    normed = [[nats / len(text) for nats, text in zip(x["loglikelihoods"], choices, strict=True)] for x in choice]
+    parts = [sum(column) for column in zip(*(line["parts"] for line in rolling), strict=True)]
+    assert parts == [sum(line["loglikelihoods"][0] for line in rolling), sum(len(re.split(r"\s", x)) for x in choices)]
+    assert [row["value"] for row in rows] == [
+        pytest.approx(math.exp(-statistics.fmean(line["loglikelihoods"][0] for line in likelihood))),
+        statistics.fmean(line["response"] == line["target"] for line in answer),
+        statistics.fmean(max(x) == x[choices.index(line["target"])] for x, line in zip(normed, choice, strict=True)),
+        pytest.approx(math.exp(-parts[0] / parts[1])),
+    ]
+    for lines in (likelihood, answer, choice, rolling):
+        assert [line["case"] for line in lines] == [*range(len(PAIRS))]
+        assert all((line["score"] is None) != (line["parts"] is None) for line in lines)
+        assert all((line["response"] is None) != (line["loglikelihoods"] is None) for line in lines)
+
+
 def test_a_group_has_the_samples_of_all_its_tasks():
     scores = {"a": [1.0, 0.0, 1.0], "b": [0.0]}
-    samples = {
-        task: [{"doc_id": number, "acc": score, "filter": "none"} for number, score in enumerate(some)]
-        for task, some in scores.items()
-    }
+    samples = {task: [sample(number, acc=score) for number, score in enumerate(some)] for task, some in scores.items()}
     sizes = {task: {"effective": len(some)} for task, some in scores.items()}
     output = {"results": {"group": {"alias": "group", "acc,none": 0.5}}, "samples": samples, "n-samples": sizes}
     ((result, lines),) = tasks._metrics(output, "group", None)
@@ -129,22 +167,27 @@ def test_data_that_are_not_there_are_one_line(coca, tmp_path):
 
 
 def test_ruler_at_a_length_is_the_mean_of_its_tasks_there(coca, tmp_path, monkeypatch):
-    """Results as lm-eval's RULER files make them: -1 at lengths that were not run, and no group mean but 4096's."""
-    lengths = []
+    """Samples as lm-eval's RULER files make them: -1 at lengths that were not run."""
+    lengths, scores = [], {"niah_single_1": [1.0, 0.0, 1.0, 1.0], "ruler_vt": [0.0, 0.5]}
 
-    def ran(subject, settings, include_path, track):  # noqa: F811
+    def ran(subject, settings, include_path, track, sizes):  # noqa: F811
         lengths.append(settings["length"])
-        key = f"{settings['length']},none"
-        results = {"niah_single_1": {key: 0.75, "4096,none": -1}, "ruler_vt": {key: 0.25}, "ruler": {"4096,none": -1}}
-        return {"results": results, "n-samples": {"niah_single_1": {"effective": 8}, "ruler_vt": {"effective": 5}}}
+        return {
+            "samples": {
+                task: [sample(number, **{str(lengths[-1]): score, "4096": -1}) for number, score in enumerate(some)]
+                for task, some in scores.items()
+            }
+        }
 
     monkeypatch.setattr(tasks, "_evaluate", ran)
     rows = list(task_rows(coca, [], DEFAULT, RowStore(tmp_path), ruler_lengths=[8192, 16384]))
     assert [(row["length"], row["value"], row["dimension"], row["scored"]) for row in rows] == [
-        *((8192, 0.5, "ruler", 13), (16384, 0.5, "ruler", 13))
+        *((8192, 0.5, "ruler", 6), (16384, 0.5, "ruler", 6))
     ]
-    scores = pq.read_table(tmp_path / rows[0]["raw"]["samples"]).to_pylist()
-    assert {line["benchmark"]: line["score"] for line in scores} == {"niah_single_1": 0.75, "ruler_vt": 0.25}
+    lines = samples_of(rows[0], tmp_path)
+    assert [(line["benchmark"], line["case"], line["score"]) for line in lines] == [
+        (task, number, score) for task, some in scores.items() for number, score in enumerate(some)
+    ]
     list(task_rows(coca, [], DEFAULT, RowStore(tmp_path), ruler_lengths=[8192, 16384]))
     assert lengths == [8192, 16384]
 
@@ -189,6 +232,9 @@ def test_a_real_task_of_ruler_is_made_to_the_length_and_scores_one_for_a_model_t
 ):
     prompts = knows_the_needle(coca.model, coca.tokenizer)
     (row,) = task_rows(coca, [name], DEFAULT, RowStore(tmp_path), ruler_lengths=[1500], limit=3)
+    for line in samples_of(row, tmp_path):
+        assert (line["benchmark"], line["score"]) == (name, 1.0)
+        assert json.loads(line["target"]) == [line["response"].strip()]
     assert (row["benchmark"], row["length"], row["value"], row["scored"]) == (name, 1500, 1.0, 3)
     assert (row["metric"], row["dimension"]) == ("string_match", "ruler")
     assert all(800 < len(prompt) <= 1500 - 128 for prompt in prompts)  # in steps of five lines
