@@ -24,7 +24,7 @@ from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
 from tests.conftest import TINY
-from tests.train.layouts import DDP, FSDP2, Run, launch, log_lines, succeed
+from tests.train.layouts import DDP, FSDP2, Run, interrupt_in_step, launch, log_lines, succeed
 
 SEQ_LEN = 72  # beyond the trained 64, so that dynamic NTK turns by other angles
 SHARED = "training.context_parallel_size=2"
@@ -38,7 +38,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def recipes(tiny_tokenizer, real_recipe, tmp_path_factory):
-    """By kind, a recipe of one stage for a model of that attention, 4 blocks a step."""
+    """By kind, a recipe of one stage for a model of that attention, 4 blocks a step; `lora` is slack with adapters."""
     directory = tmp_path_factory.mktemp("kinds")
     tree = yaml.safe_load(real_recipe.read_text())
     tree["data"]["seq_len"] = SEQ_LEN
@@ -50,6 +50,8 @@ def recipes(tiny_tokenizer, real_recipe, tmp_path_factory):
         AutoModelForCausalLM.from_config(config(**sizes, **own, rope_parameters=rope)).save_pretrained(directory / kind)
         tiny_tokenizer.save_pretrained(directory / kind)
         (directory / f"{kind}.yaml").write_text(yaml.safe_dump(tree | {"model": str(directory / kind)}))
+    adapters = [tree["stages"][0] | {"lora": {"r": 3, "alpha": 6}}]
+    (directory / "lora.yaml").write_text(yaml.safe_dump(tree | {"model": str(directory / "slack"), "stages": adapters}))
     return directory
 
 
@@ -86,9 +88,14 @@ def on_a_cpu(report=None):
     StageTrainer.compute_loss = compute_loss
 
 
+def interrupted_on_a_cpu():
+    on_a_cpu()
+    interrupt_in_step(2)
+
+
 @pytest.fixture(scope="module")
 def runs(recipes, tmp_path_factory):
-    """OUT of each kind on two processes that share blocks; strict with what saves memory."""
+    """OUT of each recipe on two processes that share blocks; strict with what saves memory."""
     directory = tmp_path_factory.mktemp("shared")
     watch = functools.partial(on_a_cpu, str(directory / "dealt"))
     hooks, options = {"slack": watch}, {"strict": FRUGAL}
@@ -98,14 +105,14 @@ def runs(recipes, tmp_path_factory):
             FSDP2,
             hooks.get(kind, on_a_cpu),
         )
-        for kind in KINDS
+        for kind in [*KINDS, "lora"]
     ]
     succeed(directory, runs)
     return directory
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "lora"])
 def test_two_processes_that_share_blocks_train_as_one_that_has_them_whole(recipes, runs, tmp_path, kind):
     run_recipe(load_recipe(recipes / f"{kind}.yaml"), tmp_path / "one")
     ours, theirs = log_lines(runs / kind / "1-k"), log_lines(tmp_path / "one/1-k")
@@ -118,7 +125,20 @@ def test_two_processes_that_share_blocks_train_as_one_that_has_them_whole(recipe
     for key in ("before", "after"):
         assert records[0]["held_out"][key] == pytest.approx(records[1]["held_out"][key], abs=1e-4)
     a, b = (load_file(out / "1-k/model.safetensors") for out in (runs / kind, tmp_path / "one"))
+    assert a.keys() == b.keys()
     assert all(torch.allclose(a[name], b[name], atol=1e-4) for name in b)
+
+
+@pytest.mark.real
+def test_two_processes_that_share_blocks_resume_to_the_same_bits(recipes, runs, tmp_path):
+    arguments = [recipes / "slack.yaml", "--out", tmp_path / "out", SHARED, "stages.k.save_steps=1"]
+    interrupted, resumed = Run(arguments, FSDP2, interrupted_on_a_cpu), Run([*arguments, "--resume"], FSDP2, on_a_cpu)
+    assert "continues after step 1" in succeed(tmp_path, [interrupted, resumed])
+    ours, theirs = log_lines(tmp_path / "out/1-k"), log_lines(runs / "slack/1-k")
+    for key in ("step", "loss", "grad_norm", "tokens_seen"):
+        assert [line[key] for line in ours] == [line[key] for line in theirs]
+    a, b = (load_file(out / "1-k/model.safetensors") for out in (tmp_path / "out", runs / "slack"))
+    assert all(torch.equal(a[name], b[name]) for name in b)
 
 
 @pytest.mark.real

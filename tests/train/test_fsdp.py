@@ -18,7 +18,7 @@ from coca_hf.train import objectives, one_stage
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
-from tests.train.layouts import FSDP2, Interrupted, Run, interrupt_in_step_4, launch, log_lines, succeed
+from tests.train.layouts import FSDP2, Interrupted, Run, interrupt_in_step, launch, log_lines, succeed
 from tests.train.test_memory import assert_as_trained, bytes_of
 
 pytestmark = pytest.mark.real
@@ -100,7 +100,7 @@ def runs(real_recipe, tiny_llama_dir, tmp_path_factory):
     directory = tmp_path_factory.mktemp("fsdp")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StageTrainer, "training_step", StageTrainer.training_step)
-        interrupt_in_step_4()
+        interrupt_in_step(4)
         with pytest.raises(Interrupted):
             run_recipe(load_recipe(real_recipe, ONE_STAGE[2:]), directory / "from-one", stage="k")
     one, sharded, resume = [real_recipe, *ONE_STAGE, "--out"], directory / "interrupted", ["--resume"]
@@ -112,7 +112,7 @@ def runs(real_recipe, tiny_llama_dir, tmp_path_factory):
             Run([real_recipe, *LORA, "--out", directory / "lora/out"], FSDP2, watch),
             Run([*taught, "--out", directory / "taught/out"], FSDP2, watch_teacher),
             Run([*one, directory / "one"], RANK_0_LOADS),
-            Run([*one, sharded], FSDP2, interrupt_in_step_4),
+            Run([*one, sharded], FSDP2, functools.partial(interrupt_in_step, 4)),
             Run([*one, directory / "from-one", *resume, *FRUGAL], RANK_0_LOADS),
             Run([*one, directory / "resumed", *resume], FSDP2, functools.partial(copy_to_resume, sharded)),
         ],

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import Trainer
 
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
-from tests.train.layouts import DDP, Run, interrupt_in_step_4, succeed
+from tests.train.layouts import DDP, Run, interrupt_in_step, succeed
 
 pytestmark = pytest.mark.real
 LAYOUT = Path(__file__).parents[2] / "recipes/accelerate/2cpu.yaml"
@@ -50,7 +51,9 @@ def test_two_processes_have_the_losses_of_one_with_the_same_global_batch(recipe_
 )
 def test_two_processes_resume_from_the_checkpoint_that_two_wrote(recipe_path, tmp_path):
     arguments = [recipe_path, HALVES[0], *FOUR_STEPS, "--out", tmp_path / "out"]
-    printed = succeed(tmp_path, [Run(arguments, DDP, interrupt_in_step_4), Run([*arguments, "--resume"], DDP)])
+    printed = succeed(
+        tmp_path, [Run(arguments, DDP, partial(interrupt_in_step, 4)), Run([*arguments, "--resume"], DDP)]
+    )
     assert "continues after step 2" in printed
     run_recipe(load_recipe(recipe_path, FOUR_STEPS[:1]), tmp_path / "one", stage="k")
     assert_close(tmp_path / "out/1-k", tmp_path / "one/1-k")
