@@ -124,13 +124,17 @@ class Texts:
             chosen = check_preset(preset)
             min_tokens = max(min_tokens, chosen.pop("min_tokens"))
             options |= chosen | {"max_tokens": self.max_tokens or chosen["max_tokens"]}
-            options["documents"] = self.documents or chosen.get("documents")
+            options["documents"] = self.documents or chosen["documents"]
         sample = draw_sample(subject, min_tokens=min_tokens, special_tokens=special_tokens, **options)
         if sample.left_out:
             chars = f"{options['min_chars']:,} characters"
             console.print(f"left out {sample.left_out:,} documents of fewer than {chars}", style="yellow")
         if sample.skipped:
             console.print(f"skipped {len(sample.skipped)} short documents: {_first(sample.skipped)}", style="yellow")
+        wanted, found = options["documents"], len(sample.names)
+        if wanted and found < wanted:
+            few = f"{found} of {wanted} documents have at least {min_tokens:,} tokens; only these are measured"
+            console.print(f"warning: {few}", style="yellow")
         return sample
 
 

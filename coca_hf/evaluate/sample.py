@@ -40,8 +40,15 @@ class Sample:
 
 
 PRESETS: dict[str, dict] = {
-    # The paper: PG-19's test documents of at least 32768 tokens, cut to them.
-    "pg19": {"data": "emozilla/pg19-test", "split": "test", "column": "text", "min_tokens": 32768, "max_tokens": 32768},
+    # The paper: 100 of PG-19's documents of at least 32768 tokens, cut to them. Its test split has no more than 100.
+    "pg19": {
+        "data": "emozilla/pg19-test",
+        "split": "test",
+        "column": "text",
+        "documents": 100,
+        "min_tokens": 32768,
+        "max_tokens": 32768,
+    },
     # YaRN's eval.sh: 50 of Proof-pile's test documents of at least 32768 tokens; it takes the first, this draws them.
     "proof-pile": {
         "data": "emozilla/proofpile-test-tokenized",

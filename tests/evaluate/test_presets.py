@@ -23,9 +23,10 @@ def hub(preset, tmp_path, monkeypatch):
 def test_a_preset_is_its_data_set_on_the_hub(preset, hub, llama, tiny_llama_dir, tmp_path, coca_eval):
     code, _, stderr = coca_eval(
         *("perplexity", tiny_llama_dir, "--preset", preset, "--lengths", 64, "--batch-size", 64, "--out", tmp_path),
-        *(("--documents", 2) if preset == "proof-pile" else ()),
+        *("--documents", 3 if preset == "pg19" else 2),
     )
     assert code == 0, stderr
+    assert ("warning: 2 of 3 documents have at least 32,768 tokens" in stderr) == (preset == "pg19")
     (row,) = rows_in(tmp_path)
     assert row["document_names"] == [f"{hub.repo}:0", f"{hub.repo}:2"]
     is_drawn_by_tokens = preset == "pg19"  # the other by characters
