@@ -62,13 +62,14 @@ class Key:
         if self.published:
             marker = PUBLISHED_MARKERS[self.style % len(PUBLISHED_MARKERS)]
             return {"color": MUTED, "linestyle": (0, (2, 2)), "marker": marker, "linewidth": 1.2, "markersize": 4.5}
+        hollow = self.color >= len(COLORS)
         return {
             "color": COLORS[self.color % len(COLORS)],
             "linestyle": DASHES[self.style % len(DASHES)],
-            "marker": MARKERS[self.style % len(MARKERS)] if self.marked else "",
+            "marker": MARKERS[self.style % len(MARKERS)] if self.marked or hollow else "",
             "linewidth": 2,
             "markersize": 5.5,
-        } | ({"markerfacecolor": PAPER} if self.color >= len(COLORS) else {})
+        } | ({"markerfacecolor": PAPER} if hollow else {})
 
 
 @dataclass(frozen=True)

@@ -193,12 +193,13 @@ def test_a_report_of_nothing_is_refused(tmp_path, coca_eval):
 
 
 def test_a_preset_measures_its_documents_cut_to_its_length(tiny_llama_dir, books, tmp_path, coca_eval, monkeypatch):
-    preset = {"data": str(books), "split": "test", "column": "text", "min_tokens": 220, "max_tokens": 220}
-    monkeypatch.setitem(sample.PRESETS, "pg19", preset)
+    preset = {"data": str(books), "split": "test", "column": "text", "documents": 3}
+    monkeypatch.setitem(sample.PRESETS, "pg19", preset | {"min_tokens": 220, "max_tokens": 220})
     common = (tiny_llama_dir, "--lengths", 100, "--stride", 60, "--out", tmp_path / "out", "--preset", "pg19")
     code, _, stderr = coca_eval("perplexity", *common)
     assert code == 0
     assert "skipped 1 short documents: austen.txt" in stderr
+    assert "warning: 2 of 3 documents have at least 220 tokens; only these are measured" in stderr
     (row,) = rows_in(tmp_path / "out")
     assert (row["documents"], row["tokens"], row["skipped_documents"]) == (2, 2 * 219, ["austen.txt"])
     for both_or_neither in (("--data", books), ()):

@@ -10,7 +10,7 @@ from coca_hf.report import write_report
 from coca_hf.report.against_length import curves_of
 from coca_hf.report.document import markdown
 from coca_hf.report.page import read_page, tables_markdown
-from coca_hf.report.plots import Heat, heat_figure
+from coca_hf.report.plots import COLORS, Heat, Key, heat_figure
 from coca_hf.report.rows import read_tables
 from tests.report.made import row, with_raw, write_rows
 
@@ -131,6 +131,13 @@ def test_contexts_and_perplexities_are_on_log_axes_and_published_curves_dashed(t
     published = curves["paper: RoFormer + CoCA"]
     assert published.get_xydata().tolist()[:2] == [[512, 20.11], [1024, 33.47]]
     assert (curves["llama"].get_linestyle(), published.get_linestyle()) == ("-", "--")
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_twice_as_many_models_as_colours_look_different(marked):
+    looks = [Key("model", color=number, marked=marked).look for number in range(2 * len(COLORS))]
+    seen = {(look["color"], look["marker"], look.get("markerfacecolor") if look["marker"] else None) for look in looks}
+    assert len(seen) == len(looks)
 
 
 def test_a_cell_of_a_heat_map_says_its_share():
