@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from coca_hf import convert_checkpoint
+
 BENCH = Path(__file__).parents[1] / "scripts" / "bench"
 SMOKE = {
     "attention": ["--only", "contraction", "sdpa"],
@@ -89,6 +91,22 @@ def test_the_projection_adds_up_measured_layers(tmp_path, monkeypatch, capsys):
     file.write_text(json.dumps(result | {"rows": rows[:2]}))
     with pytest.raises(SystemExit, match="no row of llama-7b that trains 'all'"):
         run("projection", file, monkeypatch=monkeypatch)
+
+
+def test_what_limits_the_attention_falls_from_the_start_over_the_fit_to_what_is_free(
+    tiny_llama_dir, tmp_path, monkeypatch, capsys
+):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} times {n % 7} is {n * (n % 7)}; " for n in range(400)))
+    convert_checkpoint(tiny_llama_dir, tmp_path / "strict", constraint="strict")
+    words = [tiny_llama_dir, tmp_path / "strict", "--text", text, "--layers", 1, "--tokens", 1024, "--passes", 20]
+    run("attention_limits", *words, "--free-steps", 200, "--out", tmp_path / "out.json", monkeypatch=monkeypatch)
+    start, fitted, free = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["fit"] for row in (start, fitted, free)] == ["start", "1,024 tokens, 20 passes", "free, 200 steps"]
+    assert start["held_out"]["all"] > fitted["held_out"]["all"] > 1.5 * free["held_out"]["all"]
+    assert fitted["fitted"]["all"] < start["held_out"]["all"]
+    assert {(row["layer"], row["constraint"]) for row in (start, fitted, free)} == {(1, "strict")}
+    assert f"| strict | start | {start['held_out']['all']:.2f} |" in capsys.readouterr().out
 
 
 def test_what_fails_on_the_gpu_is_named_and_the_rest_is_measured(tmp_path):
