@@ -91,6 +91,7 @@ def test_the_preset_of_the_paper_is_its_setting():
     preset = check_preset("pg19")
     assert preset["data"] == "emozilla/pg19-test"
     assert (preset["min_tokens"], preset["max_tokens"], preset["skip_short"]) == (32768, 32768, True)
+    assert (preset["documents"], check_preset("proof-pile")["documents"]) == (100, 50)
     assert set(PRESETS) == {"pg19", "proof-pile"}
     with pytest.raises(CocaError, match="--preset: got 'pile', expected one of pg19, proof-pile"):
         check_preset("pile")
