@@ -28,7 +28,7 @@ evaluate "$out/original" "SmolLM2-135M"
 coca-eval perplexity "$out/start" --data "$out/text/held-out" --lengths 128 --max-tokens 2048 \
     --batch-size 4 --out "$out/eval" --name "+ CoCA, calibrated"
 
-say "5/7 Train in three stages, 4 minutes"
+say "5/7 Train in three stages, 5 minutes"
 coca-train recipes/quickstart.yaml --out "$out/train" --resume
 
 say "6/7 Evaluate the result, 1 minute"

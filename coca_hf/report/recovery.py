@@ -146,7 +146,7 @@ def _figure(name: str, recoveries: Sequence[Recovery], axis: str, x_label: str) 
         name=name,
         alt=f"Loss against {x_label}; the table below has its values before and after every stage.",
         caption=f"How the loss comes back after conversion, against {x_label}: on held-out blocks, and, of no more "
-        f"than {FEW} runs, in training (the mean since the line before).{begin}",
+        f"than {FEW} runs, in training: the mean since the line before, of mixed objectives the part `lm`.{begin}",
         draw=draw,
         keys=[curve.key for curve in curves],
     )
@@ -189,10 +189,11 @@ def _read_stage(directory: Path, seconds: float) -> StageCurve:
     for number, text in enumerate((directory / LOG).read_bytes().split(b"\n")[:-1], 1):
         try:
             line = json.loads(text)
-            key, points = ("held_out_loss", stage.held_out) if "held_out_loss" in line else ("loss", stage.training)
+            key = next(name for name in ("held_out_loss", "loss_lm", "loss") if name in line)
+            points = stage.held_out if key == "held_out_loss" else stage.training
             passed = seconds + float(line["seconds"]) if "seconds" in line else None
             points.append(Point(int(line["tokens_seen"]), passed, float(line[key])))
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        except (ValueError, TypeError, KeyError, StopIteration, OverflowError, RecursionError):
             raise CocaError(f"{directory / LOG}, line {number}: got no line of coca-train's; delete the line") from None
     if (directory / RECORD).is_file():
         stage.record = _read_record(directory / RECORD, Record)

@@ -54,6 +54,12 @@ def test_the_curve_has_every_loss_and_names_where_stages_begin(out):
     assert [text.get_text() for text in figure.draw(5, 3, True).axes[0].texts] == ["k", "qkv", "full"]
 
 
+def test_of_a_mixed_objective_the_loss_of_the_language_model_is_drawn(out):
+    with (out / "10-full/log.jsonl").open("a") as log:
+        log.write(json.dumps({"step": 7, "loss": 2.0, "loss_lm": 3.0, "loss_distill": 1.0, "tokens_seen": 260}) + "\n")
+    assert read_recovery(out).stages[2].training == [(250, None, 3.5), (260, None, 3.0)]
+
+
 def test_where_stages_begin_is_not_drawn_for_several_runs(out):
     (figure,) = recovery([read_recovery(out)] * 2).figures()
     assert not figure.draw(5, 3, True).axes[0].texts
