@@ -134,7 +134,9 @@ def calibrate(
         else:
             fit(attention, seen, angles, passes, seed + number)
             _save(_fitted_tensors(attention), file)
-        layers.append(LayerFit(*(_divergence(one, seen_held_out, angles) for one in (start.self_attn, attention))))
+        layers.append(
+            LayerFit(*(divergences(one, seen_held_out, angles).mean().item() for one in (start.self_attn, attention)))
+        )
         for name, layer in (("start", start), ("calibrated", fitted)):
             streams[name] = _run_coca(layer, streams[name], angles)
         prefix = f"model.layers.{number}.self_attn."
@@ -249,13 +251,20 @@ def log_attention(attention: CocaAttention, q: Tensor, t: Tensor, angles: Angles
 
 
 @torch.no_grad()
-def _divergence(attention: CocaAttention, seen: Seen, angles: Angles) -> float:
-    total = 0.0
-    for inputs, maps in zip(seen.inputs, seen.maps, strict=True):
-        maps = maps.to(angles.device)
-        ours = log_maps(attention, inputs[None].to(angles.device), angles, angles.position_ids[0])[0]
-        total += (torch.xlogy(maps, maps) - maps * ours).sum().item()
-    return total / seen.maps.shape[:-1].numel()
+def divergences(attention: CocaAttention, seen: Seen, angles: Angles) -> Tensor:
+    """`divergence_of_heads` of `attention` on what was seen, (h,): a block at a time."""
+    found = [
+        divergence_of_heads(
+            log_maps(attention, inputs.to(angles.device), angles, angles.position_ids[0]), maps.to(angles.device)
+        )
+        for inputs, maps in zip(*(part.split(1) for part in seen), strict=True)
+    ]
+    return torch.stack(found).mean(0)
+
+
+def divergence_of_heads(log_maps: Tensor, maps: Tensor) -> Tensor:
+    """KL(original's map || CoCA's) in nats, mean over blocks and queries: (b, h, m, n) to (h,)."""
+    return (torch.xlogy(maps, maps) - maps * log_maps).sum(-1).mean((0, 2))
 
 
 def _fitted_tensors(attention: CocaAttention) -> dict[str, Tensor]:

@@ -22,7 +22,16 @@ from measure import write
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from coca_hf.convert.calibrate import Angles, Seen, calibration_blocks, fit, log_attention, log_maps, run_original
+from coca_hf.convert.calibrate import (
+    Angles,
+    Seen,
+    calibration_blocks,
+    divergence_of_heads,
+    divergences,
+    fit,
+    log_attention,
+    run_original,
+)
 from coca_hf.models.attention import CocaAttention
 
 KINDS = ("first token", "token before", "others")
@@ -100,21 +109,6 @@ def free_divergences(attention: CocaAttention, seen: Seen, angles: Angles, steps
         return divergence_of_heads(log_attention(attention, q, t, angles, angles.position_ids[0]), seen.maps)
 
 
-@torch.no_grad()
-def divergences(attention: CocaAttention, seen: Seen, angles: Angles) -> Tensor:
-    """Of every head, (h,), mean over the blocks."""
-    found = [
-        divergence_of_heads(log_maps(attention, inputs[None], angles, angles.position_ids[0]), maps[None])
-        for inputs, maps in zip(seen.inputs, seen.maps, strict=True)
-    ]
-    return torch.stack(found).mean(0)
-
-
-def divergence_of_heads(log_maps: Tensor, maps: Tensor) -> Tensor:
-    """KL(original's map || CoCA's) in nats, mean over blocks and queries: (b, h, m, n) to (h,)."""
-    return (torch.xlogy(maps, maps) - maps * log_maps).sum(-1).mean((0, 2))
-
-
 def kinds_of_heads(maps: Tensor) -> list[str]:
     """What each head gives more than half of its mass, mean over queries from the second on."""
     first = maps[:, :, 1:, 0].mean((0, 2))
@@ -129,7 +123,7 @@ def by_kind(divergence: Tensor, kinds: list[str]) -> dict[str, float]:
 
 
 def show(rows: list[dict]) -> None:
-    """Held-out divergence, mean over the layers; in brackets on what was fitted."""
+    """Held-out divergence, mean over the layers that have such heads; in brackets on what was fitted."""
     print("| constraint | fit | all heads | " + " | ".join(KINDS) + " |\n|---|---|" + "---:|" * (1 + len(KINDS)))
     for constraint, name in dict.fromkeys((row["constraint"], row["fit"]) for row in rows):
         same = [row for row in rows if (row["constraint"], row["fit"]) == (constraint, name)]
