@@ -20,7 +20,7 @@ from tests.train.layouts import FSDP2, Run, launch, log_lines, succeed
 
 pytestmark = pytest.mark.real
 STAGES = ["1-k", "2-qkv", "3-full"]
-KILLS = int(os.environ.get("COCA_KILLS", "1"))
+KILLS = int(os.environ.get("COCA_KILLS", "2"))
 VICTIMS = ["launcher", "rank 1", "all ranks", "rank 0"]
 
 
