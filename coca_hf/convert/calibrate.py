@@ -219,14 +219,14 @@ def fit(attention: CocaAttention, seen: Seen, angles: Angles, passes: int, seed:
     for parameter in parameters:
         parameter.requires_grad_(True)
     rate = RELATIVE_RATE * attention.q_proj.weight.square().mean().sqrt().item()
-    optimizer = torch.optim.Adam(parameters, lr=rate, betas=BETAS)
+    optimizer = torch.optim.Adam(parameters, lr=rate, betas=BETAS, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS) * (1 - step / steps)
     )
     draw = torch.Generator().manual_seed(seed)
-    for block in torch.cat([torch.randperm(num_blocks, generator=draw) for _ in range(passes)]).split(1):
+    for block in torch.cat([torch.randperm(num_blocks, generator=draw) for _ in range(passes)]):
         rows = torch.randperm(length, generator=draw)[:QUERIES]
-        inputs, maps = seen.inputs[block].to(angles.device), seen.maps[block][:, :, rows].to(angles.device)
+        inputs, maps = seen.inputs[block, None].to(angles.device), seen.maps[block, None, :, rows].to(angles.device)
         rows = rows.to(angles.device)
         divergence = -(maps * log_maps(attention, inputs, angles, rows)).sum(-1).mean((0, 1))  # up to their entropy
         (divergence * angles.weights[rows]).mean().backward()
