@@ -11,6 +11,10 @@ many small steps come further in the same time than few large ones. All else sta
 layer to layer: the layers see what the original's see, so that none has to make up for the others, and one layer is on
 the GPU at a time.
 
+Two things decide whether heads that look something up come back (previous-token and induction heads, docs/guide.md).
+With the gradient of ReLU half of the coefficients soon are negative for every token, and stay so: `NonNegative`. And
+text alone seldom asks for them: as many blocks again are passages that repeat (`repeated_blocks`).
+
 Letters: see `models/attention.py`; n_b blocks of text. Memory is n_b (m * hidden + h * m * m) * 4 bytes and a layer.
 """
 
@@ -31,7 +35,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from coca_hf.convert.staging import sync
 from coca_hf.documents import read_documents
 from coca_hf.errors import CocaError
-from coca_hf.models.attention import CocaAttention, coca_key, coca_query
+from coca_hf.models.attention import CocaAttention, coca_query, turn, turns
 from coca_hf.models.decoder import CocaForCausalLM
 
 PASSES = 10  # over the blocks, for every layer
@@ -39,7 +43,9 @@ QUERIES = 48  # of a block in one pass, drawn at random
 RELATIVE_RATE = 0.03  # the learning rate, over the root mean square of W_Q
 BETAS = (0.8, 0.95)
 WARMUP_STEPS = 10
+LEAK = 0.1  # of the gradient that reaches a coefficient below zero
 BLOCK_TOKENS = 256
+SHORTEST_PERIOD = 16  # of a repeated passage
 BATCH_TOKENS = 1024  # of a forward
 HELD_OUT_BLOCKS = 8
 CANDIDATES = 64  # blocks read for every one that is taken
@@ -92,6 +98,29 @@ def calibration_blocks(
             f"vocabulary of {config.vocab_size}; the tokenizer belongs to another model"
         )
     return chosen[HELD_OUT_BLOCKS:], chosen[:HELD_OUT_BLOCKS]
+
+
+def repeated_blocks(
+    blocks: Tensor, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, seed: int = 0
+) -> Tensor:
+    """As many blocks, (n_b, m), of a passage that repeats until the block is full, in turn from `blocks` and random.
+
+    A passage has 16 tokens to half a block, and a random one is drawn from all tokens but the special ones.
+    """
+    rng = random.Random(f"repeated {seed}")
+    tokens, length = blocks.flatten(), blocks.shape[1]
+    known = min(len(tokenizer), config.vocab_size)
+    ordinary = torch.tensor(sorted(set(range(known)) - set(tokenizer.all_special_ids)))
+    repeated = []
+    for number in range(len(blocks)):
+        period = rng.randint(min(SHORTEST_PERIOD, length // 2), length // 2)
+        if number % 2:
+            passage = ordinary[[rng.randrange(len(ordinary)) for _ in range(period)]]
+        else:
+            start = rng.randrange(len(tokens) - period)
+            passage = tokens[start : start + period]
+        repeated.append(passage.repeat(-(-length // period))[:length])
+    return torch.stack(repeated)
 
 
 def calibrate(
@@ -245,9 +274,24 @@ def log_attention(attention: CocaAttention, q: Tensor, t: Tensor, angles: Angles
     """The same, of queries (b, h, len(rows), d) and coefficients (b, g, n, j)."""
     constraint = attention.config.coca_constraint
     cos, sin = (part.unsqueeze(1) for part in angles.coca)
-    query, key = coca_query(q, cos[:, :, rows], sin[:, :, rows], constraint), coca_key(t, cos, sin, constraint)
+    query = coca_query(q, cos[:, :, rows], sin[:, :, rows], constraint)
+    key = turn(NonNegative.apply(t), turns(cos, sin, constraint))
     scores = query @ key.repeat_interleave(attention.num_key_value_groups, 1).mT * attention.scaling
     return scores.masked_fill(~angles.causal[rows], torch.finfo().min).log_softmax(-1)
+
+
+class NonNegative(torch.autograd.Function):
+    """ReLU, except that a value below zero has a gradient too, a tenth of it, where the loss wants the value larger."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor) -> Tensor:
+        ctx.save_for_backward(t)
+        return t.relu()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (t,) = ctx.saved_tensors
+        return torch.where(t > 0, gradient, LEAK * gradient.clamp(max=0))
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from coca_hf.card import write_card
-from coca_hf.convert.calibrate import PASSES, calibrate, calibration_blocks
+from coca_hf.convert.calibrate import PASSES, calibrate, calibration_blocks, repeated_blocks
 from coca_hf.convert.patch import patch_
 from coca_hf.convert.plan import DTYPES, TOKENIZER, Plan
 from coca_hf.convert.record import conversion_record
@@ -101,7 +101,9 @@ class _Calibration:
             raise CocaError("--calibrate: got a CoCA checkpoint, expected an original, whose attention it imitates")
         self.plan, self.text, self.seed = plan, text, seed
         tokenizer = plan.source.load_tokenizer()
-        self.blocks, self.held_out = calibration_blocks(text, tokenizer, plan.config, num_tokens, seed)
+        text_blocks, self.held_out = calibration_blocks(text, tokenizer, plan.config, num_tokens, seed)
+        self.blocks = torch.cat((text_blocks, repeated_blocks(text_blocks, tokenizer, plan.config, seed)))
+        self.text_tokens = text_blocks.numel()
         ids = torch.cat((self.blocks, self.held_out))
         plan.calibrated_from = [plan.source.states(), ids.shape, xxhash.xxh3_128_hexdigest(bytes_of(ids)), seed, PASSES]
 
@@ -114,7 +116,8 @@ class _Calibration:
         self.plan.calibrated = done.tensors
         self.record = {
             "text": self.text,
-            "tokens": self.blocks.numel(),
+            "tokens": self.text_tokens,
+            "repeated_tokens": self.blocks.numel() - self.text_tokens,
             "block_tokens": self.blocks.shape[1],
             "held_out_tokens": self.held_out.numel(),
             "seed": self.seed,

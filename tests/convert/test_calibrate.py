@@ -9,11 +9,21 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from coca_cli import main as cli
 from coca_hf import CocaError, convert_checkpoint, patch_
-from coca_hf.convert.calibrate import Angles, calibrate, log_maps, run_original
+from coca_hf.convert.calibrate import (
+    Angles,
+    NonNegative,
+    calibrate,
+    divergences,
+    fit,
+    log_maps,
+    repeated_blocks,
+    run_original,
+)
 from tests.models.families import CASES, WINDOW, stock_model
 
 
@@ -74,6 +84,47 @@ def test_maps_that_are_fitted_are_those_of_the_attention(tmp_path):
     assert torch.allclose(angles.weights, torch.arange(1, 10) ** -0.5 / (torch.arange(1, 10) ** -0.5).mean())
 
 
+def test_coefficients_that_are_negative_for_every_token_come_back():
+    original, ids = stock_model("qwen2"), blocks_of(24)
+    coca = patch_(copy.copy(original), "strict").eval()
+    angles = Angles(original.model, coca, WINDOW, "cpu")
+    seen, _ = run_original(original.model.layers[0], original.model.embed_tokens(ids), angles)
+    attention = coca.model.layers[0].self_attn
+    nn.init.constant_(attention.t_proj.bias, -2)
+    assert attention.coefficients(seen.inputs).max() < 0
+    before = divergences(attention, seen, angles).mean()
+    fit(attention, seen, angles, passes=10, seed=0)
+    assert (attention.coefficients(seen.inputs) > 0).any((0, 2)).float().mean() > 0.8  # of the pairs, of some token
+    assert divergences(attention, seen, angles).mean() < 0.9 * before
+
+
+def test_gradient_of_coefficients():
+    t = torch.tensor([-2.0, -2, 3, 3], requires_grad=True)
+    values = NonNegative.apply(t)
+    assert values.tolist() == [0, 0, 3, 3]
+    (values * torch.tensor([-1.0, 1, -1, 1])).sum().backward()
+    assert t.grad.tolist() == pytest.approx([-0.1, 0, -1, 1])
+
+
+def test_repeated_blocks_repeat_passages_of_the_text_and_random_ones(tiny_llama_dir):
+    config, tokenizer = AutoConfig.from_pretrained(tiny_llama_dir), AutoTokenizer.from_pretrained(tiny_llama_dir)
+    blocks = blocks_of(20, length=64, vocab_size=9)
+    repeated = repeated_blocks(blocks, tokenizer, config, seed=3)
+    assert repeated.shape == blocks.shape
+    assert torch.equal(repeated, repeated_blocks(blocks, tokenizer, config, seed=3))
+    assert not torch.equal(repeated, repeated_blocks(blocks, tokenizer, config, seed=4))
+    text = blocks.flatten().tolist()
+    for number, row in enumerate(repeated.tolist()):
+        period = next(period for period in range(1, 65) if row[period:] == row[:-period])
+        assert 16 <= period <= 32
+        passage = row[:period]
+        in_text = any(text[i : i + period] == passage for i in range(len(text)))
+        assert in_text == (number % 2 == 0)
+    assert repeated.max() < config.vocab_size
+    assert not set(repeated[1::2].flatten().tolist()) & set(tokenizer.all_special_ids)
+    assert repeated[1::2].unique().numel() > 50
+
+
 @pytest.fixture
 def text(tmp_path):
     file = tmp_path / "text.txt"
@@ -97,7 +148,8 @@ def test_checkpoint_differs_in_queries_and_coefficients_only_and_says_what_was_d
     assert changed == {name for name in plain if "q_proj" in name or "t_proj" in name}
     assert record == json.loads((tmp_path / "calibrated" / "conversion.json").read_text())
     facts = record["calibration"]
-    assert (facts["tokens"], facts["block_tokens"], facts["held_out_tokens"], facts["seed"]) == (256, 64, 512, 0)
+    assert (facts["tokens"], facts["repeated_tokens"], facts["block_tokens"]) == (256, 256, 64)
+    assert (facts["held_out_tokens"], facts["seed"]) == (512, 0)
     assert facts["text"] == str(text)
     assert len(facts["attention_kl"]) == 3
     assert all(layer["kl_fitted"] < layer["kl_start"] for layer in facts["attention_kl"])
