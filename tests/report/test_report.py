@@ -118,7 +118,8 @@ def test_numbers_drawn_from_raw_files_are_those_of_the_files(tmp_path):
         "| distance | ≤ 4 | ≤ 8 | ≤ 512 | ≤ 1024 |\n| --- | ---: | ---: | ---: | ---: |\n"
         "| llama | 1.00 | 0.50 | 0.50 | 0.00 |" in page
     )
-    assert "| llama | 512 | 0.000 | 0.750 | 0.000 | 0.250 | 0.250 | 0.125 | 0.750 |" in page
+    assert "| llama | 512 | 0.000 | 0.750 | 0.000 | 0.250 | 0.250 | 0.125 | 0.750 | 0.000 |" in page
+    assert "CoCA-slack" not in page
 
 
 def test_contexts_and_perplexities_are_on_log_axes_and_published_curves_dashed(tmp_path):
@@ -406,6 +407,17 @@ def test_a_boundary_row_that_is_an_error_has_no_shares_and_is_explained(tmp_path
     page = markdown_of([run])
     assert "| llama | 512 |  |  |  |  |  |  |" in page
     assert "- no value for llama at 512: 7 products of queries and keys are not finite" in page
+
+
+def test_a_bound_of_decay_is_drawn_for_strict_and_not_for_slack(tmp_path):
+    (tmp_path / "a").mkdir()
+    lines = [{"distance": distance, "bound_rope": 9.0, "bound_coca": 5.0} for distance in (1, 4)]
+    made = [row(f"coca-{kind}", value=0.0, task="boundary", coca_constraint=kind) for kind in ("slack", "strict")]
+    made = [with_raw(tmp_path / "a", "decay", one, lines) for one in made]
+    (figure,) = read_page([write_rows(tmp_path / "a", *made)]).figures()
+    (axes,) = figure.draw(5, 3, True).axes
+    curves = {line.get_label(): line.get_ydata().tolist() for line in axes.lines if line.get_label()[0] != "_"}
+    assert curves == {"coca-strict": [5.0, 5.0]}
 
 
 def test_an_out_that_is_a_file_is_refused(tmp_path):
