@@ -48,7 +48,10 @@ class Run:
     """A model under RoPE settings, and where its rows go."""
 
     model: Annotated[str, typer.Argument(help="A model directory, or a hub id as owner/name.", show_default=False)]
-    out: Annotated[Path, typer.Option(help="Directory for rows.jsonl; rows that are there are not made again.")]
+    out: Annotated[
+        Path,
+        typer.Option(help="Directory for rows.jsonl; rows that are there are not made again, unless memory ran out."),
+    ]
     rope: Annotated[
         str,
         typer.Option(

@@ -52,6 +52,8 @@ PACKAGES = ("coca-hf", "torch", "transformers", "tokenizers", "accelerate", "dat
 class RowStore:
     """The rows of a directory. Opening it drops a last line that a kill cut short; only the main process writes.
 
+    Of lines that measure the same, the last counts. One of memory that ran out is not found, so it is measured again.
+
     Raises CocaError where the directory cannot be made or another line is no row.
     """
 
@@ -62,7 +64,8 @@ class RowStore:
                 out_dir.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise CocaError(f"--out {out_dir}: got {error.strerror}, expected a directory or a free name") from None
-            self._rows = {_identity(row): row for row in _read_and_repair(out_dir / "rows.jsonl")}
+            rows = {_identity(row): row for row in _read_and_repair(out_dir / "rows.jsonl")}
+            self._rows = {key: row for key, row in rows.items() if not str(row.get("error")).startswith("OOM")}
 
     def find(self, settings: dict) -> dict | None:
         """The row already measured with these settings, or None."""
