@@ -50,7 +50,7 @@ SOME: dict[str, Any] = {
     **dict.fromkeys(("share_abnormal", "share_absolute"), NUMBER),
     **dict.fromkeys(("mean_abs_angle", "stderr", "tokens_per_second", "peak_bytes", "ratio"), NUMBER),
     **dict.fromkeys(("nll_first", "sink", "baseline_sink"), NUMBER),
-    **{"dimension": TEXT, "memory_kind": TEXT, "baseline": TEXT},
+    **dict.fromkeys(("dimension", "memory_kind", "baseline", "subset", "data_revision", "commit"), TEXT),
 }
 # Of each raw table, the columns that the page reads.
 _FLOAT, _INT, _COUNTS = pyarrow.float64(), pyarrow.int64(), pyarrow.list_(pyarrow.int64())
@@ -106,7 +106,7 @@ class Table:
             return f"{row['benchmark']}, {row['metric']} ({row['filter']}), {shots_of(row)}"
         count = len(row["document_names"])
         cut = f" cut to {row['max_tokens']} tokens" if row["max_tokens"] else ""
-        text = f"{row['data']}, {count} document{'s' * (count > 1)}{cut}"
+        text = f"{data_of(row)}, {count} document{'s' * (count > 1)}{cut}"
         if self.task == "position-loss":
             return f"{text}, buckets of {row['bucket']} tokens"
         if self.task == "attention-maps":
@@ -114,6 +114,12 @@ class Table:
         if self.task == "boundary":
             return f"{text}, {row['pairs_per_document']} pairs of positions a document, seed {row['seed']}"
         return f"{text}, stride {row['asked_stride']}" + (f", {row['variant']}" * (row["variant"] != "sliding"))
+
+
+def data_of(row: dict) -> str:
+    """The documents' source, and of a data set on the hub what was asked of it."""
+    asked = {"subset": row.get("subset"), "revision": row.get("data_revision")}
+    return ", ".join([row["data"], *(f"{name} {value}" for name, value in asked.items() if value)])
 
 
 def shots_of(row: dict) -> str:
@@ -158,7 +164,7 @@ def _key(row: dict) -> tuple:
 
 
 def _settings_of(row: dict) -> str:
-    return json.dumps([row[name] for name in SETTINGS[row["task"]]])
+    return json.dumps([*(row[name] for name in SETTINGS[row["task"]]), row.get("subset"), row.get("data_revision")])
 
 
 def _read(path: Path) -> list[dict]:

@@ -51,7 +51,7 @@ def test_the_page_holds_every_value_by_model_rope_and_length(tmp_path):
 
 
 def test_the_page_says_how_each_number_was_made(tmp_path):
-    gpu = {"device": "NVIDIA H200", "command": "coca-eval perplexity llama --stride 999"}
+    gpu = {"device": "NVIDIA H200", "commit": "77ed9d2", "command": "coca-eval perplexity llama --stride 999"}
     run = write_rows(
         tmp_path / "a", row(length=128, stride=128), row(**gpu), row(length=320, value=1.0, task="passkey")
     )
@@ -62,7 +62,7 @@ def test_the_page_says_how_each_number_was_made(tmp_path):
         "| llama | 512 | 256 | 98,301 | 0 | float32 | 61.5 | 2026-01-02T03:04:05+00:00 | [2] |",
         "| llama | 320 |  | 51,100 | 0 | float32 | 61.5 | 2026-01-02T03:04:05+00:00 | [1] |",
         "- [1] cpu (x86\\_64, 2 threads); torch 2.13.0, python 3.11.7",
-        "- [2] NVIDIA H200; torch 2.13.0, python 3.11.7",
+        "- [2] NVIDIA H200; torch 2.13.0, python 3.11.7, commit 77ed9d2",
         "<summary>Perplexity: books, 2 documents, stride 256</summary>",
         "<summary>Passkey retrieval: 100 cases per length, uniform depth, 64 new tokens, seed 0</summary>",
         "- emma.txt\n- persuasion.txt",
