@@ -48,7 +48,10 @@ class Run:
     """A model under RoPE settings, and where its rows go."""
 
     model: Annotated[str, typer.Argument(help="A model directory, or a hub id as owner/name.", show_default=False)]
-    out: Annotated[Path, typer.Option(help="Directory for rows.jsonl; rows that are there are not made again.")]
+    out: Annotated[
+        Path,
+        typer.Option(help="Directory for rows.jsonl; rows that are there are not made again, unless memory ran out."),
+    ]
     rope: Annotated[
         str,
         typer.Option(
@@ -57,6 +60,7 @@ class Run:
     ] = "default"
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto"
     name: Annotated[str | None, typer.Option(help="What rows call the model; the directory's name by default.")] = None
+    revision: Annotated[str | None, typer.Option(help="Commit, branch or tag of a MODEL on the hub.")] = None
 
     def load(self):
         """The subject and its RoPE settings."""
@@ -67,14 +71,14 @@ class Run:
         if not all(map(_is_text, sys.argv)):
             raise BadOption(f"{shlex.join(sys.argv)!a}: got a name that is not UTF-8, which no row can hold; rename it")
         ropes = parse_ropes(self.rope)
-        return self.load_one(self.model, ropes, self.name), ropes
+        return self.load_one(self.model, ropes, self.name, self.revision), ropes
 
-    def load_one(self, path: str, ropes: list, name: str | None = None):
+    def load_one(self, path: str, ropes: list, name: str | None = None, revision: str | None = None):
         """The subject at `path`, refused where it does not take the settings `ropes`."""
         from coca_hf.evaluate.load import load_subject
         from coca_hf.evaluate.rope import check_rope
 
-        subject = load_subject(path, self.dtype, name)
+        subject = load_subject(path, self.dtype, name, revision)
         for setting in ropes:
             check_rope(subject.model, setting)
         return subject
@@ -82,7 +86,7 @@ class Run:
     def make_rows(self, rows_of: Callable, *given: Any, **options: Any) -> None:
         """Make the rows, on all processes of `accelerate launch` if there are several, and print them."""
         from coca_hf.evaluate.batches import processes
-        from coca_hf.evaluate.rows import RowStore
+        from coca_hf.evaluate.rows import RowStore, made_otherwise
         from coca_hf.evaluate.show import progress_on, results_table
 
         store = RowStore(self.out)
@@ -91,6 +95,8 @@ class Run:
         if processes().is_main_process:
             PlainConsole().print(results_table(rows))
             say(f"rows: {self.out / 'rows.jsonl'}\nnext: coca-eval report {self.out} --out {self.out / 'page'}")
+            if note := made_otherwise(rows):
+                console.print(f"note: {note}", style="yellow")
         processes().destroy_process_group()
 
 
@@ -107,6 +113,8 @@ class Texts:
     max_tokens: Annotated[int | None, typer.Option(min=2, help="Cut every document to its first tokens.")] = None
     column: Annotated[str, typer.Option(help="Where .jsonl, .parquet or a data set keeps the text.")] = "text"
     split: Annotated[str, typer.Option(help="Of a data set on the hub.")] = "test"
+    subset: Annotated[str | None, typer.Option(help="Of a data set on the hub.")] = None
+    data_revision: Annotated[str | None, typer.Option(help="Commit, branch or tag of a data set on the hub.")] = None
     skip_short: Annotated[
         bool, typer.Option("--skip-short", help="Leave out, and name, documents shorter than a window.")
     ] = False

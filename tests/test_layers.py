@@ -10,6 +10,7 @@ import coca_hf
 ROOT = Path(coca_hf.__file__).parent
 FLOORS = {
     "errors": 0,
+    "checkout": 0,
     "models": 0,
     "kernels": 1,
     "weights": 1,

@@ -16,6 +16,8 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 Track = Callable[[list, str], Iterable]  # wraps a list, with a description, to show how far a loop over it is
 
+# What libraries beside PyTorch's allocator say, which accelerate does not know
+FULL = ("_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 AUTO_SEQUENCES = 64  # halved as long as memory runs out
 AUTO_TOKENS_ON_CPU = 1024  # of a batch
 
@@ -76,6 +78,12 @@ def compute_all(
     return [] if error else [result for batch in results for result in batch], error, size
 
 
+def is_out_of_memory(failure: Exception) -> bool:
+    """Whether memory ran out, of a GPU or of the machine; cuBLAS and cuDNN have errors of their own for it."""
+    known = isinstance(failure, MemoryError) or should_reduce_batch_size(failure)
+    return known or (isinstance(failure, RuntimeError) and any(words in str(failure) for words in FULL))
+
+
 def _in_pieces(batch: list[Item], compute: Callable[[list[Item]], list[Result]], size: int) -> tuple[list[Result], int]:
     """The results of a batch, and the size of the pieces it was computed in."""
     results: list[Result] = []
@@ -84,7 +92,7 @@ def _in_pieces(batch: list[Item], compute: Callable[[list[Item]], list[Result]],
         try:
             results += compute(piece)
         except (RuntimeError, MemoryError) as failure:
-            if not isinstance(failure, MemoryError) and not should_reduce_batch_size(failure):
+            if not is_out_of_memory(failure):
                 raise
             reason = " ".join(str(failure).split())[:200]
         else:

@@ -11,18 +11,21 @@ counterclockwise from key to query. A causal model (m > n) knows two of the pape
     d   Theta >  pi   it first rises, for the tau = (2 pi - Theta) / theta_j nearest tokens: the anomaly
 
 and none of a and c, which need m < n. Angles are taken over real text, between `pairs_per_document` positions m > n
-that are drawn uniformly. CoCA's key is q o t with t >= 0 (eq. 6), so h_j = t_j |q_j|^2, and the angle is that of t_j:
-zero. That is the very score of `strict`; `slack` has it up to the constraint of eq. 11, which it lets go.
+that are drawn uniformly. How h_j of CoCA is measured, `products.py` says. The angle is zero where the key is collinear
+with the query (eq. 6), as in strict. Slack lets the constraint of eq. 11 go: the part of its score that depends on
+distance has angles between -pi/2 and pi/2, of which all that follows is told, and another part depends on m + n. No
+bound of the appendix is of such a score, so slack has no table `decay`.
 
 A row, task `boundary`, has besides what `rows.py` lists: `value`, which is `share_d`; `share_a` ... `share_d`, of the
 pairs that have an angle; `share_undefined`, of all pairs, those where q_j or k_j is zero; `share_d_weighted`, weighted
 by |h_j|; `mean_abs_angle`, radians, of angles in (-pi, pi]; `share_abnormal`, of pairs in scenario d that are sampled
-nearer than their tau; `layers`, `heads`, `rotary_pairs`, `pairs_per_document`; what `Sample.describe` says. Raw tables:
+nearer than their tau; `share_absolute`, of |g_j| in |h_j| + |g_j|, which is 0 for all but slack; `layers`, `heads`,
+`rotary_pairs`, `pairs_per_document`; what `Sample.describe` says. Raw tables:
 
     angles   a line per layer, head and pair (of the h query heads): theta, radians per position; angle_counts, 36 bins
              of 10 degrees; tau_counts (d) and fall_counts (b), bin i counting positions in [2^(i-1), 2^i), the first
              those below 1, the last, of 24, open; abnormal, undefined; and over its pairs of positions, sum_magnitude
-             of |h_j|, sum_magnitude_d of those in scenario d, sum_abs_angle
+             of |h_j|, sum_magnitude_d of those in scenario d, sum_magnitude_absolute of |g_j|, sum_abs_angle
     decay    a line per layer and distance: the bounds of |a(s)| of the appendix (B.1), RoPE's max_h * sum_s and CoCA's
              max_l * sum_c, where max_h and max_l are means, over heads and sampled pairs, of max |h_{j+1} - h_j| and
              max |l_{j+1} - l_j| with l = |h|, sum_s = sum_j |S_{j+1}|, sum_c = sum_j |C_{j+1}|; score, the mean of
@@ -99,17 +102,16 @@ def _measure(model: Any, sample: Sample, rope: Rope, settings: dict, track: Trac
         lambda batches: track(batches, f"boundary  {rope}  {length}"),
     )
     results: dict[str, Any] = {"value": None, "error": failed(error, length) if error else None}
-    raw: Raw = {}
+    raw: dict[str, list[dict]] = {}
     if found:
         sums = {name: np.sum([one[name] for one in found], axis=0) for name in found[0]}
         if sums["not_finite"].any():
             results["error"] = f"{int(sums['not_finite'].sum())} products of queries and keys are not finite"
         else:
             results |= _shares(sums)
-            raw = {
-                "angles": _angle_lines(sums, theta),
-                "decay": _decay_lines(sums, theta, distances, len(found)),
-            }
+            raw = {"angles": _angle_lines(sums, theta)}
+            if settings["coca_constraint"] != "slack":
+                raw["decay"] = _decay_lines(sums, theta, distances, len(found))
     return results | {"tokens": sum(len(ids[:length]) for ids in sample.token_ids)}, raw
 
 
@@ -121,8 +123,9 @@ def _of_document(
     layers: dict[int, dict[str, Tensor]] = {}
 
     def visit(layer: int, products: Products) -> None:
-        h = products(m.to(model.device), n.to(model.device))
+        h, g = products(m.to(model.device), n.to(model.device))
         layers[layer] = count_angles(h, theta, (m - n).to(model.device)) | decay_sums(h, theta, distances)
+        layers[layer]["magnitude_absolute"] = g.abs().double().sum(1)
 
     with visiting_products(model, theta, visit), torch.inference_mode():
         model.base_model(input_ids=token_ids[None].to(model.device), use_cache=False)
@@ -146,14 +149,16 @@ def _shares(sums: dict[str, np.ndarray]) -> dict[str, Any]:
     layers, heads, num_pairs = sums["scenario_b"].shape
     falls, rises, undefined = (int(sums[name].sum()) for name in ("scenario_b", "scenario_d", "undefined"))
     defined = max(falls + rises, 1)
+    magnitude, rising, absolute = (float(sums[f"magnitude{part}"].sum()) for part in ("", "_d", "_absolute"))
     return {
         "value": rises / defined,
         "share_a": 0.0,
         "share_b": falls / defined,
         "share_c": 0.0,
         "share_d": rises / defined,
-        "share_d_weighted": float(sums["magnitude_d"].sum() / max(sums["magnitude"].sum(), sys.float_info.min)),
+        "share_d_weighted": rising / max(magnitude, sys.float_info.min),
         "share_abnormal": int(sums["abnormal"].sum()) / defined,
+        "share_absolute": absolute / max(magnitude + absolute, sys.float_info.min),
         "share_undefined": undefined / (falls + rises + undefined),
         "mean_abs_angle": float(sums["abs_angle"].sum() / defined),
         "layers": layers,
@@ -174,7 +179,7 @@ def _angle_lines(sums: dict[str, np.ndarray], theta: Tensor) -> list[dict]:
             **{name: int(sums[name][layer, head, pair]) for name in ("abnormal", "undefined")},
             **{
                 f"sum_{name}": float(sums[name][layer, head, pair])
-                for name in ("magnitude", "magnitude_d", "abs_angle")
+                for name in ("magnitude", "magnitude_d", "magnitude_absolute", "abs_angle")
             },
         }
         for layer, head, pair in itertools.product(range(layers), range(heads), range(num_pairs))

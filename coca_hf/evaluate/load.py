@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.hub import cached_file, extract_commit_hash
 from transformers.utils.logging import disable_progress_bar
 
 from coca_hf.errors import CocaError, first_line
@@ -28,30 +29,38 @@ class Subject:
     fingerprint: str
     tokens_seen: int | None = None  # in CoCA training; None for a model that coca_hf did not make
     trained_seq_len: int | None = None  # tokens in a block of the last stage of that training
+    commit: str | None = None  # of a model on the hub
 
 
-def load_subject(path: str, dtype: str = "auto", name: str | None = None) -> Subject:
+def load_subject(path: str, dtype: str = "auto", name: str | None = None, revision: str | None = None) -> Subject:
     """Load the causal language model and the tokenizer of a directory or hub id, on the GPU where there is one.
 
     dtype: one of `DTYPES`; `auto` is the checkpoint's own. name: how rows call it, by default the directory's name.
+    revision: of a hub id, a commit, branch or tag, by default the main branch.
 
-    Raises CocaError where there is no model, it is no causal language model, its weights are unreadable or not those of
-    its config, or it has no tokenizer.
+    Raises CocaError where there is no model, or a directory where `revision` is given, it is no causal language model,
+    its weights are unreadable or not those of its config, or it has no tokenizer.
     """
     if dtype not in DTYPES:
         raise CocaError(f"--dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
+    if revision and Path(path).exists():
+        raise CocaError(
+            f"--revision: got {revision!r} for the directory {path}, expected it for a hub id; leave it out"
+        )
     disable_progress_bar()
-    config = _load_config(path)
-    model = _load_model(path, config, dtype)
+    config, commit = _load_config(path, revision or "main")
+    at = commit or revision or "main"  # a branch may move meanwhile
+    model = _load_model(path, config, dtype, at)
     tokens_seen, trained_seq_len = _training(Path(path))
     return Subject(
         model=model.eval().to(processes().device),
-        tokenizer=_load_tokenizer(path),
-        name=name or Path(path).resolve().name,
+        tokenizer=_load_tokenizer(path, at),
+        name=name or Path(path).resolve().name + (f"@{revision}" if revision else ""),
         path=str(Path(path)) if Path(path).is_dir() else path,  # without a slash at its end
-        fingerprint=_fingerprint(path, config),
+        fingerprint=_fingerprint(path, commit),
         tokens_seen=tokens_seen,
         trained_seq_len=trained_seq_len,
+        commit=commit,
     )
 
 
@@ -66,19 +75,21 @@ def check_vocabulary(subject: Subject, token_ids: torch.Tensor, where: str) -> N
         )
 
 
-def _load_config(path: str) -> Any:
+def _load_config(path: str, revision: str) -> tuple[Any, str | None]:
+    """The config, and the commit on the hub that it is of."""
     if Path(path).exists() and not (Path(path) / "config.json").is_file():
         raise CocaError(f"{path}: got no config.json there, expected a model directory as save_pretrained writes it")
     if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
         raise CocaError(f"{path}: no such directory, expected a model directory or a hub id as owner/name")
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+        return config, extract_commit_hash(cached_file(path, "config.json", revision=revision), None)
     except Exception as error:  # transformers raises what its readers raise
         found = "its config.json" if Path(path).exists() else "no such directory here, and as a hub id it"
         raise CocaError(f"{path}: {found} cannot be read ({first_line(error)})") from error
 
 
-def _load_model(path: str, config: Any, dtype: str) -> Any:
+def _load_model(path: str, config: Any, dtype: str, revision: str) -> Any:
     expected = AutoModelForCausalLM._model_mapping.get(type(config), None)
     found = getattr(config, "architectures", None) or []
     if expected is None or (found and expected.__name__ not in found):
@@ -91,6 +102,7 @@ def _load_model(path: str, config: Any, dtype: str) -> Any:
             path,
             config=config,
             dtype=dtype,
+            revision=revision,
             trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below: transformers' own error names none of them
@@ -119,9 +131,9 @@ def _load_model(path: str, config: Any, dtype: str) -> Any:
     return model
 
 
-def _load_tokenizer(path: str) -> Any:
+def _load_tokenizer(path: str, revision: str) -> Any:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
     except Exception as error:
         raise CocaError(
             f"{path}: got no tokenizer that can be loaded, expected one beside the model; copy tokenizer.json and "
@@ -131,7 +143,7 @@ def _load_tokenizer(path: str) -> Any:
     return tokenizer
 
 
-def _fingerprint(path: str, config: Any) -> str:
+def _fingerprint(path: str, commit: str | None) -> str:
     """Sixteen hex digits: of names, sizes and times of a directory's files, or of a hub id and its commit."""
     directory = Path(path)
     if directory.is_dir():
@@ -139,7 +151,7 @@ def _fingerprint(path: str, config: Any) -> str:
         files = sorted(file for pattern in patterns for file in directory.glob(pattern))
         text = json.dumps([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files])
     else:
-        text = f"{path}@{getattr(config, '_commit_hash', None)}"
+        text = f"{path}@{commit}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

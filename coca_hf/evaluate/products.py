@@ -1,5 +1,17 @@
 """The products of queries and keys that a model's attention really computes, before they are rotated.
 
+The score of query m and key n, before it is divided by sqrt(d), is
+
+    a(m, n) = Re sum_j [h_j exp(i (m - n) theta_j) + g_j exp(i (m + n) theta_j)]
+
+A plain model has h_j = q_j conj(k_j) and no g. CoCA's fold is linear in cosine and sine of the query's angle, and in
+those of the key's, so what it makes of angle 0 and of a quarter turn gives both at every position. By eq. 17, strict
+should come to h_j = t_j |q_j|^2 and g_j = 0. Slack, with q_j = (a, b), has
+
+    h_j = t_j / 2 ((a + b)^2 + i (b^2 - a^2))        g_j = t_j / 2 ((a - b)^2 - i (b^2 - a^2))
+
+which the constraint of eq. 11, a = b, would make strict's.
+
 Letters: b batch, h query heads, g key/value heads, m query positions, n key positions, d head dimension, j rotary
 pairs, p pairs (m, n) of positions.
 """
@@ -15,9 +27,10 @@ from torch import Tensor
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.rope import rotary_modules
-from coca_hf.models.attention import CocaAttention
+from coca_hf.models import attention
 
-Products = Callable[[Tensor, Tensor], Tensor]  # of query and key positions, each (p,): h_j of every head, (h, p, j)
+# Of query and key positions, each (p,): h_j and g_j of every head, complex, each (h, p, j).
+Products = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def frequencies(model: Any) -> Tensor:
@@ -30,15 +43,15 @@ def frequencies(model: Any) -> Tensor:
 
 @contextmanager
 def visiting_products(model: Any, theta: Tensor, visit: Callable[[int, Products], None]) -> Iterator[None]:
-    """While it lasts, every attention layer of `model` hands its number and its products h_j to `visit`.
+    """While it lasts, every attention layer of `model` hands its number and its products to `visit`.
 
     theta: radians per position of every rotary pair, (j,); pairs that are not turned are left out. Rows of a batch but
     the first are not looked at. A plain model's q and k are those that its modelling file hands to its own
     `apply_rotary_pos_emb`, which all families call by that name: after biases, norms and whatever else comes before.
+    CoCA's q and t are those that its attention hands to `fold`.
     """
-    attentions = [module for module in model.modules() if isinstance(module, CocaAttention)]
-    if attentions:
-        with _visiting_coca(attentions, len(theta), visit):
+    if any(isinstance(module, attention.CocaAttention) for module in model.modules()):
+        with _visiting_coca(len(theta), visit):
             yield
         return
     modelling = sys.modules[type(model).__module__]
@@ -53,10 +66,10 @@ def visiting_products(model: Any, theta: Tensor, visit: Callable[[int, Products]
     def seen(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         real, imag = rotary_pairs(lambda x: rotate(x, x, cos[:, :2], sin[:, :2], *args, **kwargs)[0], q, theta)
 
-        def products(m: Tensor, n: Tensor) -> Tensor:
-            query, key = q[0, :, m].float(), k[0, :, n].float()  # (h, p, d), (g, p, d)
-            key = key.repeat_interleave(len(query) // len(key), dim=0)
-            return torch.complex(query[..., real], query[..., imag]) * torch.complex(key[..., real], -key[..., imag])
+        def products(m: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+            query, key = _of_heads(q, k, m, n)
+            h = torch.complex(query[..., real], query[..., imag]) * torch.complex(key[..., real], -key[..., imag])
+            return h, torch.zeros_like(h)
 
         visit(next(layers), products)
         return rotate(q, k, cos, sin, *args, **kwargs)
@@ -93,32 +106,36 @@ def rotary_pairs(turn: Callable[[Tensor], Tensor], q: Tensor, theta: Tensor) -> 
 
 
 @contextmanager
-def _visiting_coca(
-    attentions: list[CocaAttention], turned: int, visit: Callable[[int, Products], None]
-) -> Iterator[None]:
+def _visiting_coca(turned: int, visit: Callable[[int, Products], None]) -> Iterator[None]:
     """The same for CoCA, of whose pairs the first `turned` are turned."""
+    fold = attention.fold
+    layers = itertools.count()
 
-    def watch(attention: CocaAttention) -> None:
-        project = attention.project
+    def seen(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> tuple[Tensor, Tensor]:
+        one, zero = torch.ones_like(cos), torch.zeros_like(cos)
+        folds = fold(q, t, one, zero, constraint), fold(q, t, zero, one, constraint)
 
-        def seen(hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            q, t, value = project(hidden_states)
+        def products(m: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+            def dot(of_query: int, of_key: int) -> Tensor:
+                """Of every pair, (h, p, j); 0 is angle 0, 1 a quarter turn."""
+                query, key = _of_heads(folds[of_query][0], folds[of_key][1], m, n)
+                return (query * key).unflatten(-1, (2, -1)).sum(-2)[..., :turned]
 
-            def products(m: Tensor, n: Tensor) -> Tensor:
-                real, imag = q[0, :, m].float().chunk(2, dim=-1)  # each (h, p, j)
-                coefficient = t[0, :, n].float().relu()  # (g, p, j)
-                coefficient = coefficient.repeat_interleave(len(real) // len(coefficient), dim=0)
-                return (coefficient * (real.square() + imag.square()))[..., :turned].to(torch.complex64)
+            along, across, query_turned, key_turned = dot(0, 0), dot(1, 1), dot(1, 0), dot(0, 1)
+            h = torch.complex(along + across, key_turned - query_turned) / 2
+            return h, torch.complex(along - across, -key_turned - query_turned) / 2
 
-            visit(attention.layer_idx, products)
-            return q, t, value
+        visit(next(layers), products)
+        return fold(q, t, cos, sin, constraint)
 
-        attention.project = seen  # type: ignore[method-assign]
-
-    for attention in attentions:
-        watch(attention)
+    attention.fold = seen
     try:
         yield
     finally:
-        for attention in attentions:
-            del attention.project
+        attention.fold = fold
+
+
+def _of_heads(q: Tensor, k: Tensor, m: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries at positions m and keys at n of the first row, a key for each query head, in float32: both (h, p, d)."""
+    query, key = q[0, :, m].float(), k[0, :, n].float()
+    return query, key.repeat_interleave(len(query) // len(key), dim=0)

@@ -32,6 +32,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from coca_hf.checkout import commit
 from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.batches import processes
 from coca_hf.evaluate.load import Subject
@@ -52,6 +53,8 @@ PACKAGES = ("coca-hf", "torch", "transformers", "tokenizers", "accelerate", "dat
 class RowStore:
     """The rows of a directory. Opening it drops a last line that a kill cut short; only the main process writes.
 
+    Of lines that measure the same, the last counts. One of memory that ran out is not found, so it is measured again.
+
     Raises CocaError where the directory cannot be made or another line is no row.
     """
 
@@ -62,7 +65,8 @@ class RowStore:
                 out_dir.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise CocaError(f"--out {out_dir}: got {error.strerror}, expected a directory or a free name") from None
-            self._rows = {_identity(row): row for row in _read_and_repair(out_dir / "rows.jsonl")}
+            rows = {_identity(row): row for row in _read_and_repair(out_dir / "rows.jsonl")}
+            self._rows = {key: row for key, row in rows.items() if not str(row.get("error")).startswith("OOM")}
 
     def find(self, settings: dict) -> dict | None:
         """The row already measured with these settings, or None."""
@@ -128,15 +132,32 @@ def subject_settings(subject: Subject) -> dict:
         "model_type": model.config.model_type,
         "coca_constraint": getattr(model.config, "coca_constraint", None),
         "trained_length": trained_length(model),
+        "model_commit": subject.commit,
         "trained_seq_len": subject.trained_seq_len,
         "tokens_seen": subject.tokens_seen,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": _device_name(model.device),
         "processes": processes().num_processes,
-        "versions": {name: version(name) for name in PACKAGES}
-        | {"python": platform.python_version(), "cuda": torch.version.cuda},
+        "versions": _packages() | {"python": platform.python_version(), "cuda": torch.version.cuda},
+        "commit": commit(),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
+
+
+def made_otherwise(rows: list[dict]) -> str | None:
+    """One line on those of `rows` that other versions of `PACKAGES`, or another commit of coca_hf, made; else None."""
+    here = _packages() | {"coca-hf commit": commit()}
+    made = [row.get("versions", {}) | {"coca-hf commit": row.get("commit")} for row in rows]
+    others = [[f"{name} {one.get(name) or 'unknown'}" for name in here if one.get(name) != here[name]] for one in made]
+    count = sum(map(bool, others))
+    if not count:
+        return None
+    were, found = "row was" if count == 1 else "rows were", dict.fromkeys(itertools.chain(*others))
+    return f"{count} {were} made before, with {', '.join(found)}; delete such rows from rows.jsonl to measure anew"
+
+
+def _packages() -> dict[str, str]:
+    return {name: version(name) for name in PACKAGES}
 
 
 def now() -> str:

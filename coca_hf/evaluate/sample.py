@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from coca_hf.documents import Document, read_documents
+from coca_hf.documents import Document, commit_of, local_files, read_documents
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.load import Subject, check_vocabulary
 
@@ -76,6 +76,8 @@ def draw_sample(
     *,
     column: str = "text",
     split: str = "test",
+    subset: str | None = None,
+    data_revision: str | None = None,
     documents: int | None = None,
     max_tokens: int | None = None,
     seed: int = 0,
@@ -85,21 +87,39 @@ def draw_sample(
 ) -> Sample:
     """Read `data` (see `read_documents`), draw `documents` of them and tokenize each, cut to its first `max_tokens`.
 
+    data_revision: of a data set on the hub; whatever it names, all is read at the commit that it is at first.
     The draw comes before the tokenizer, so that models with different ones are measured on the same documents. A text
     is tokenized as the tokenizer does by default: with its token for the beginning, if it sets one; or without
     `special_tokens`. Only documents of at least `min_chars` characters are drawn from.
 
     Raises CocaError where a document has fewer than `min_tokens` tokens (unless `skip_short`), there are fewer
-    documents than asked for, none is left, or the tokenizer does not fit the model.
+    documents than asked for, none is left, local files are to have a `subset` or `data_revision`, or the tokenizer does
+    not fit the model.
     """
     if max_tokens is not None and max_tokens < min_tokens:
         raise CocaError(f"--max-tokens: got {max_tokens}, expected at least {min_tokens}, the longest of --lengths")
-    sample = Sample({"data": data, "column": column, "split": split, "seed": seed, "max_tokens": max_tokens})
+    of_hub = {"--subset": subset, "--data-revision": data_revision}
+    if any(of_hub.values()) and local_files(data):
+        names = ", ".join(name for name, value in of_hub.items() if value)
+        raise CocaError(f"{data}: got {names}, which only data sets on the hub have; leave it out")
+    commit = commit_of(data, data_revision)
+    sample = Sample(
+        {
+            "data": data,
+            "column": column,
+            "split": split,
+            "subset": subset,
+            "data_revision": data_revision,
+            "data_commit": commit,
+            "seed": seed,
+            "max_tokens": max_tokens,
+        }
+    )
     if min_chars:
         sample.settings["min_chars"] = min_chars
 
     def long_enough() -> Iterator[Document]:
-        for document in read_documents(data, column, split):
+        for document in read_documents(data, column, split, subset, commit):
             if len(document.text) >= min_chars:
                 yield document
             else:

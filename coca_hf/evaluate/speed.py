@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from accelerate.utils.memory import clear_device_cache
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import Track, processes
+from coca_hf.evaluate.batches import Track, is_out_of_memory, processes
 from coca_hf.evaluate.load import Subject
 from coca_hf.evaluate.perplexity import failed, keeps_logits
 from coca_hf.evaluate.rope import Rope, use_rope_
@@ -157,7 +157,7 @@ def _measure(subjects: list[Subject], rope: Rope, settings: dict, track: Track) 
 def _error(failure: Exception, length: int) -> str:
     if isinstance(failure, IndexError):
         return failed(f"IndexError: {failure}", length)
-    if isinstance(failure, RuntimeError) and not should_reduce_batch_size(failure):
+    if not is_out_of_memory(failure):
         raise failure
     return f"OOM: {' '.join(str(failure).split())[:200]}"
 

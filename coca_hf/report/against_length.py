@@ -35,7 +35,7 @@ EXPLANATIONS = {
     "attention-maps": "Divergence of every head's attention from the original model's on the same text, in nats, mean "
     "over layers, heads and queries; in brackets the mass on the first token, and the original's. Lower is nearer.",
     "boundary": "The angle between query and key before rotation, per rotary pair. Where it lies between 180° and 360° "
-    "the score rises with distance for the nearest tokens (the paper's scenario d); CoCA makes the angle zero.",
+    "the score rises with distance for the nearest tokens (the paper's scenario d); strict CoCA makes the angle zero.",
     "tasks": "Benchmarks of lm-eval at short context: what a longer context must not cost. ± the standard error, where "
     "the metric is a mean over cases.",
     "speed": "Median seconds of a step. In brackets: times the unconverted model's, measured in the same run.",

@@ -18,14 +18,23 @@ from coca_hf.report.document import Figure, Grid, Section, Text
 from coca_hf.report.plots import Curve, Heat, heat_figure
 from coca_hf.report.rows import Table, read_raw
 
+SLACK = (
+    "The score of a CoCA-slack model has two parts: one that depends on the distance of query and key, whose angle and "
+    "scenarios its line has, and one that depends on where in the text they are, the share of which is in the column "
+    "absolute; no bound of the paper's is of such a score."
+)
+
 
 def boundary(measured: Measured) -> Section | None:
     parts: list = [Text(EXPLANATIONS["boundary"])]
     tables = measured.of_task("boundary")
+    if any(row["coca_constraint"] == "slack" for table in tables for row in table.rows):
+        parts.append(Text(SLACK))
     for number, table in enumerate(tables, 1):
         longest = {name: rows[-1] for name, rows in table.series.items()}
         angles = {name: found for name, row in longest.items() if (found := read_raw(row, "angles"))}
-        decays = {name: found for name, row in longest.items() if (found := read_raw(row, "decay"))}
+        bounded = {name: row for name, row in longest.items() if row["coca_constraint"] != "slack"}
+        decays = {name: found for name, row in bounded.items() if (found := read_raw(row, "decay"))}
         if angles:
             parts.append(_angle_figure(table, angles, number))
         parts.append(_scenarios(table))
@@ -48,6 +57,7 @@ def _scenarios(table: Table) -> Grid:
         "d, weighted": "share_d_weighted",
         "score rises": "share_abnormal",
         "mean angle": "mean_abs_angle",
+        "absolute": "share_absolute",
     }
     lines = []
     for name, rows in table.series.items():
@@ -135,7 +145,7 @@ def _decay_figure(table: Table, decays: dict[str, list[dict]], number: int) -> F
         numbered("boundary-decay", number),
         "Upper bound of the attention score against the distance of query and key.",
         "Long-term decay: the bound of a score against the distance of query and key, mean over layers; the bound of "
-        "RoPE for models without CoCA, that of CoCA for those with.",
+        "RoPE for models without CoCA, that of CoCA for strict.",
         curves,
         "bound of the score",
         x_label="distance (tokens)",

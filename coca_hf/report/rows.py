@@ -46,10 +46,11 @@ COMMON: dict[str, Any] = {
 # What some rows have.
 SOME: dict[str, Any] = {
     **{"model_type": str, "tokens": WHOLE, "stride": WHOLE, "seed": WHOLE, "skipped_documents": NAMES},
-    **dict.fromkeys(("share_a", "share_b", "share_c", "share_d", "share_d_weighted", "share_abnormal"), NUMBER),
+    **dict.fromkeys(("share_a", "share_b", "share_c", "share_d", "share_d_weighted"), NUMBER),
+    **dict.fromkeys(("share_abnormal", "share_absolute"), NUMBER),
     **dict.fromkeys(("mean_abs_angle", "stderr", "tokens_per_second", "peak_bytes", "ratio"), NUMBER),
     **dict.fromkeys(("nll_first", "sink", "baseline_sink"), NUMBER),
-    **{"dimension": TEXT, "memory_kind": TEXT, "baseline": TEXT},
+    **dict.fromkeys(("dimension", "memory_kind", "baseline", "subset", "data_revision", "commit"), TEXT),
 }
 # Of each raw table, the columns that the page reads.
 _FLOAT, _INT, _COUNTS = pyarrow.float64(), pyarrow.int64(), pyarrow.list_(pyarrow.int64())
@@ -105,7 +106,7 @@ class Table:
             return f"{row['benchmark']}, {row['metric']} ({row['filter']}), {shots_of(row)}"
         count = len(row["document_names"])
         cut = f" cut to {row['max_tokens']} tokens" if row["max_tokens"] else ""
-        text = f"{row['data']}, {count} document{'s' * (count > 1)}{cut}"
+        text = f"{data_of(row)}, {count} document{'s' * (count > 1)}{cut}"
         if self.task == "position-loss":
             return f"{text}, buckets of {row['bucket']} tokens"
         if self.task == "attention-maps":
@@ -113,6 +114,12 @@ class Table:
         if self.task == "boundary":
             return f"{text}, {row['pairs_per_document']} pairs of positions a document, seed {row['seed']}"
         return f"{text}, stride {row['asked_stride']}" + (f", {row['variant']}" * (row["variant"] != "sliding"))
+
+
+def data_of(row: dict) -> str:
+    """The documents' source, and of a data set on the hub what was asked of it."""
+    asked = {"subset": row.get("subset"), "revision": row.get("data_revision")}
+    return ", ".join([row["data"], *(f"{name} {value}" for name, value in asked.items() if value)])
 
 
 def shots_of(row: dict) -> str:
@@ -138,17 +145,26 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
     rows: dict[tuple, dict] = {}
     for run in runs:
         for row in sorted(_read(run / "rows.jsonl"), key=lambda row: row["date"]):
-            key = (_label(row), row["model_path"], row["dtype"], row["task"], row["length"], _settings_of(row))
+            key = _key(row)
             if key not in rows or rows[key]["date"] <= row["date"]:
                 rows[key] = row
+    # A benchmark that fails has a row without a metric, and once it does not, one for each.
+    answered = {_key(row | {"metric": None, "filter": None}): row["date"] for row in rows.values() if row.get("metric")}
     tables: dict[tuple[str, str], Table] = {}
-    for row in rows.values():
+    for key, row in rows.items():
+        if key in answered and row["date"] <= answered[key]:
+            continue
         tables.setdefault((row["task"], _settings_of(row)), Table(row["task"], [])).rows.append(row)
     return sorted(tables.values(), key=lambda table: list(SETTINGS).index(table.task))
 
 
+def _key(row: dict) -> tuple:
+    """What rows that measure the same have in common."""
+    return _label(row), row["model_path"], row["dtype"], row["task"], row["length"], _settings_of(row)
+
+
 def _settings_of(row: dict) -> str:
-    return json.dumps([row[name] for name in SETTINGS[row["task"]]])
+    return json.dumps([*(row[name] for name in SETTINGS[row["task"]]), row.get("subset"), row.get("data_revision")])
 
 
 def _read(path: Path) -> list[dict]:

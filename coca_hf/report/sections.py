@@ -25,7 +25,7 @@ from coca_hf.report.document import Bullets, Code, Fold, Grid, Section, Text
 from coca_hf.report.passkey import passkey
 from coca_hf.report.plots import Curve
 from coca_hf.report.recovery import recovery
-from coca_hf.report.rows import Table, read_raw, shots_of, trained_length
+from coca_hf.report.rows import Table, data_of, read_raw, shots_of, trained_length
 
 LITTLE_TRAINING = 1_000_000_000  # tokens; the paper trained on 7.5 billion a stage
 
@@ -260,7 +260,8 @@ def _making(table: Table) -> list:
 
 def surroundings(row: dict) -> str:
     """The machine and the versions of a row."""
-    return f"{row['device']}; {', '.join(f'{package} {number}' for package, number in row['versions'].items())}"
+    versions = row["versions"] | ({"commit": row["commit"]} if row.get("commit") else {})
+    return f"{row['device']}; {', '.join(f'{package} {number}' for package, number in versions.items())}"
 
 
 def _documents(table: Table) -> list:
@@ -268,4 +269,4 @@ def _documents(table: Table) -> list:
     if "document_names" not in row:
         return []
     skipped = [f"{name} (too short, left out)" for name in row.get("skipped_documents", [])]
-    return [Fold(f"Documents of {row['data']}", [Bullets([*row["document_names"], *skipped])])]
+    return [Fold(f"Documents of {data_of(row)}", [Bullets([*row["document_names"], *skipped])])]

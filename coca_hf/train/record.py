@@ -2,7 +2,6 @@
 
 import os
 import platform
-import subprocess
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from transformers import TrainerState, TrainingArguments
 
+from coca_hf.checkout import commit
 from coca_hf.documents import is_on_hub
 from coca_hf.train.log import StageLog
 from coca_hf.train.out import StageRun, read_record
@@ -85,20 +85,5 @@ def _surroundings(arguments: TrainingArguments) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "hardware": {"device": device, "processes": arguments.world_size},
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
-        "commit": _commit(),
+        "commit": commit(),
     }
-
-
-def _commit() -> str | None:
-    """The commit that coca_hf runs from, with `+changes` where files differ from it; None outside a checkout."""
-    source = Path(__file__).parents[1]
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", str(source), *arguments], capture_output=True, text=True, check=True).stdout
-
-    try:
-        if Path(git("rev-parse", "--show-toplevel").strip()) != source.parent:
-            return None  # installed into somebody else's repository
-        return git("rev-parse", "HEAD").strip() + ("+changes" if git("status", "--porcelain", "-uno").strip() else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None

@@ -24,11 +24,14 @@ from coca_hf.evaluate.rope import parse_ropes
 from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import draw_sample
 from coca_hf.evaluate.variants import VARIANTS
+from coca_hf.report.rows import read_tables
 from tests.train.test_processes import TWO_PROCESSES
 
 MESSAGES = [
     "CUDA out of memory. Tried to allocate 2.00 GiB",
     "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
 ]
 
 
@@ -38,7 +41,7 @@ def holds(limit, tried, message=MESSAGES[0]):
     def compute(batch):
         tried.append(len(batch))
         if len(batch) > limit:
-            raise torch.OutOfMemoryError(message) if "CUDA" in message else RuntimeError(message)
+            raise torch.OutOfMemoryError(message) if message == MESSAGES[0] else RuntimeError(message)
         return [item * item for item in batch]
 
     return compute
@@ -104,6 +107,20 @@ def test_a_row_that_does_not_fit_says_oom_and_the_others_go_on(short_of_memory, 
     del short_of_memory.model.forward
     whole = list(perplexity_rows(short_of_memory, sample, [40], 20, parse_ropes("default"), RowStore(tmp_path / "b")))
     assert rows[0]["value"] == pytest.approx(whole[0]["value"], rel=1e-6)
+
+
+def test_a_second_run_measures_again_what_ran_out_of_memory_and_nothing_else(short_of_memory, books, tmp_path):
+    sample, ropes = draw_sample(short_of_memory, str(books), 100), parse_ropes("default")
+    short, full = perplexity_rows(short_of_memory, sample, [40, 100], 20, ropes, RowStore(tmp_path))
+    assert (full["value"], full["error"][:3]) == (None, "OOM")
+    del short_of_memory.model.forward
+    again = list(perplexity_rows(short_of_memory, sample, [40, 100], 20, ropes, RowStore(tmp_path)))
+    assert again[0] == short
+    assert again[1]["value"] > 1
+    assert rows_of(tmp_path) == [short, full, again[1]]
+    assert list(perplexity_rows(short_of_memory, sample, [40, 100], 20, ropes, RowStore(tmp_path))) == again
+    (table,) = read_tables([tmp_path])
+    assert [row["value"] for row in table.rows] == [row["value"] for row in again]
 
 
 def measure(subject, books, out):

@@ -1,4 +1,4 @@
-"""Rows of the initial angle: what they add up to, and what they say of CoCA, which has none."""
+"""Rows of the initial angle: what they add up to, and what they say of CoCA."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from coca_hf.evaluate.sample import draw_sample
 from tests.evaluate.test_products import NEOX
 
 DEFAULT = Rope("default")
-SUMS = ("sum_magnitude", "sum_magnitude_d", "sum_abs_angle")
+SUMS = ("sum_magnitude", "sum_magnitude_d", "sum_magnitude_absolute", "sum_abs_angle")
 
 
 def test_positions_are_causal_seeded_and_uniform():
@@ -51,24 +51,37 @@ def assert_row_is_of(row, angles):
     assert row["share_abnormal"] == total["abnormal"] / (falls + rises)
     assert row["share_undefined"] == total["undefined"] / (falls + rises + total["undefined"])
     assert row["share_d_weighted"] == pytest.approx(total["sum_magnitude_d"] / total["sum_magnitude"], rel=1e-12)
+    absolute = total["sum_magnitude_absolute"]
+    assert row["share_absolute"] == pytest.approx(absolute / (total["sum_magnitude"] + absolute), rel=1e-12)
     assert row["mean_abs_angle"] == pytest.approx(total["sum_abs_angle"] / (falls + rises), rel=1e-12)
 
 
-@pytest.mark.parametrize("constraint", ["slack", "strict"])
-def test_a_coca_model_starts_at_exactly_zero(coca, books, tmp_path, constraint):
-    coca.model.config.coca_constraint = constraint
+def test_strict_starts_at_exactly_zero(coca, books, tmp_path):
+    coca.model.config.coca_constraint = "strict"
     (row,) = measure(coca, books, tmp_path)
     assert (row["value"], row["mean_abs_angle"], row["share_b"], row["share_abnormal"]) == (0.0, 0.0, 1.0, 0.0)
+    assert row["share_absolute"] == 0
     assert 0 < row["share_undefined"] < 1  # where ReLU made t zero
     angles = raw(tmp_path, row, "angles")
     assert_row_is_of(row, angles)
     assert all(sum(line["angle_counts"][1:]) == 0 and sum(line["tau_counts"]) == 0 for line in angles)
     assert sum(line["angle_counts"][0] for line in angles) > 0
+    assert all(line["score"] <= line["bound_coca"] * (1 + 1e-6) for line in raw(tmp_path, row, "decay"))
+
+
+def test_slack_has_angles_within_a_quarter_turn_a_part_that_goes_by_positions_and_no_bound(coca, books, tmp_path):
+    (row,) = measure(coca, books, tmp_path)
+    angles = raw(tmp_path, row, "angles")
+    assert_row_is_of(row, angles)
+    assert sum(sum(line["angle_counts"][9:27]) for line in angles) == 0
+    assert 0.2 < row["share_d"] < 0.8
+    assert 0.2 < row["share_absolute"] < 0.8
+    assert list(row["raw"]) == ["angles"]
 
 
 def test_a_partial_coca_model_counts_turned_pairs_only(books, tmp_path, llama):
     config = GPTNeoXConfig(**NEOX, vocab_size=259, initializer_range=0.4, rotary_pct=0.5)
-    llama.model = patch_(GPTNeoXForCausalLM(config)).eval()
+    llama.model = patch_(GPTNeoXForCausalLM(config), "strict").eval()
     (row,) = measure(llama, books, tmp_path)
     assert (row["layers"], row["heads"], row["rotary_pairs"], row["mean_abs_angle"]) == (2, 3, 4, 0.0)
 
@@ -86,6 +99,7 @@ def test_a_plain_row_adds_up_with_its_raw_tables(llama, books, tmp_path):
     assert row["share_undefined"] == 0
     assert row["value"] == row["share_d"] == pytest.approx(0.5, abs=0.15)
     assert row["share_b"] + row["share_d"] == pytest.approx(1)
+    assert row["share_absolute"] == 0
     decay = raw(tmp_path, row, "decay")
     assert {line["layer"] for line in decay} == {0, 1, 2}
     assert all(line["score"] <= line["bound_rope"] and line["bound_coca"] < line["bound_rope"] for line in decay)

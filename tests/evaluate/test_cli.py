@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from coca_hf import checkout
 from coca_hf.evaluate import sample
 from coca_hf.evaluate.show import progress_on
 
@@ -64,6 +65,21 @@ def test_a_second_run_makes_no_row_again(tiny_llama_dir, books, tmp_path, coca_e
     code, second, _ = coca_eval(*arguments)
     assert (code, second) == (0, first)
     assert (tmp_path / "out" / "rows.jsonl").read_bytes() == before
+
+
+def test_rows_that_others_made_are_told_at_the_end(tiny_llama_dir, books, tmp_path, coca_eval):
+    arguments = ("perplexity", tiny_llama_dir, "--data", books, "--lengths", "24,32", "--out", tmp_path)
+    assert "made before" not in coca_eval(*arguments)[2]
+    first, second = rows_in(tmp_path)
+    assert first["commit"] == checkout.commit()
+    second |= {"versions": second["versions"] | {"transformers": "5.1.7"}, "commit": "f" * 40}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(second)}\n")
+    code, _, stderr = coca_eval(*arguments)
+    assert code == 0
+    assert stderr.endswith(
+        f"note: 1 row was made before, with transformers 5.1.7, coca-hf commit {'f' * 40}; delete such rows from "
+        f"rows.jsonl to measure anew\n"
+    )
 
 
 def test_names_that_rich_would_take_for_markup_are_printed_as_they_are(tiny_llama_dir, books, tmp_path, coca_eval):

@@ -3,11 +3,13 @@ import shutil
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, T5Config
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.load import load_subject
+from coca_hf.evaluate.rows import subject_settings
 
 
 @pytest.fixture
@@ -20,6 +22,31 @@ def test_a_model_is_called_by_its_directory_or_as_asked(checkpoint):
     subject = load_subject(str(checkpoint) + "/")
     assert (subject.name, subject.path, subject.tokens_seen) == ("copy", str(checkpoint), None)
     assert load_subject(str(checkpoint), name="mine").name == "mine"
+
+
+def test_a_model_on_the_hub_is_that_of_its_revision_and_has_its_commit(checkpoint, tmp_path, monkeypatch):
+    """Two commits of one repository, as the hub's cache keeps them."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repo, commits = tmp_path / "models--somebody--tiny", {"main": "1" * 40, "step-7": "2" * 40}
+    (repo / "refs").mkdir(parents=True)
+    for revision, commit in commits.items():
+        (repo / "refs" / revision).write_text(commit)
+        shutil.copytree(checkpoint, repo / "snapshots" / commit)
+    later = repo / "snapshots" / commits["step-7"] / "model.safetensors"
+    weights = load_file(later)
+    save_file(weights | {"lm_head.weight": weights["lm_head.weight"] + 1}, later, metadata={"format": "pt"})
+    main, step = load_subject("somebody/tiny"), load_subject("somebody/tiny", revision="step-7")
+    assert (main.name, main.commit) == ("tiny", commits["main"])
+    assert (step.name, step.commit) == ("tiny@step-7", commits["step-7"])
+    torch.testing.assert_close(step.model.lm_head.weight, main.model.lm_head.weight + 1)
+    assert main.fingerprint != step.fingerprint
+    assert subject_settings(step)["model_commit"] == commits["step-7"]
+
+
+def test_a_revision_of_a_directory_is_refused(checkpoint):
+    with pytest.raises(CocaError, match=r"--revision: got 'v1' for the directory .*copy, expected it for a hub id"):
+        load_subject(str(checkpoint), revision="v1")
+    assert load_subject(str(checkpoint)).commit is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -1,10 +1,11 @@
-"""Presets read their data set on the hub, which a server on this machine stands in for, as its file would be read."""
+"""Data sets on the hub, which a server on this machine stands in for, are read as their files would be."""
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
 from coca_hf.evaluate.sample import PRESETS, draw_sample
+from coca_hf.report.rows import read_tables
 from tests.evaluate.test_cli import rows_in
 from tests.hub import serving_data_set
 
@@ -28,6 +29,7 @@ def test_a_preset_is_its_data_set_on_the_hub(preset, hub, llama, tiny_llama_dir,
     assert code == 0, stderr
     assert ("warning: 2 of 3 documents have at least 32,768 tokens" in stderr) == (preset == "pg19")
     (row,) = rows_in(tmp_path)
+    assert (row["data_commit"], row["data_revision"], row["subset"]) == ("1" * 40, None, None)
     assert row["document_names"] == [f"{hub.repo}:0", f"{hub.repo}:2"]
     is_drawn_by_tokens = preset == "pg19"  # the other by characters
     assert row["skipped_documents"] == ([f"{hub.repo}:1"] if is_drawn_by_tokens else [])
@@ -36,3 +38,27 @@ def test_a_preset_is_its_data_set_on_the_hub(preset, hub, llama, tiny_llama_dir,
     assert (row["tokens"], row["max_tokens"]) == (2 * 32767, 32768)
     file = str(tmp_path / "books.parquet")
     assert row["data_hash"] == draw_sample(llama, file, 64, max_tokens=32768, min_chars=9999).describe()["data_hash"]
+
+
+def test_a_subset_at_a_revision_is_what_is_read_and_what_the_row_says(tiny_llama_dir, tmp_path, monkeypatch, coca_eval):
+    def files(texts):
+        for name, text in texts.items():
+            parquet.write_table(pyarrow.table({"text": [text * 9]}), tmp_path / "a.parquet")
+            yield f"{name}.parquet", (tmp_path / "a.parquet").read_bytes()
+        listed = "".join(
+            f"- config_name: {name}\n  data_files:\n  - split: test\n    path: {name}.parquet\n" for name in texts
+        )
+        yield "README.md", f"---\nconfigs:\n{listed}---\n".encode()
+
+    first = dict(files({"en": "Emma Woodhouse, handsome, clever. ", "de": "Alle Tage sind gleich lang. "}))
+    with serving_data_set("somebody/books", first, tmp_path, monkeypatch) as hub:
+        hub.commits["2" * 40] = dict(files({"en": "Something else altogether. ", "de": "Etwas anderes. "}))
+        command = ("perplexity", tiny_llama_dir, "--data", hub.repo, "--lengths", 64, "--out", tmp_path / "out")
+        for subset in ("en", "de"):
+            code, _, stderr = coca_eval(*command, "--subset", subset, "--data-revision", "1" * 40)
+            assert code == 0, stderr
+    english, german = rows_in(tmp_path / "out")
+    assert (english["subset"], english["data_revision"], english["data_commit"]) == ("en", "1" * 40, "1" * 40)
+    assert (english["tokens"], german["tokens"]) == (34 * 9 - 1, 28 * 9 - 1)
+    settings = {table.settings.partition(",")[2] for table in read_tables([tmp_path / "out"])}
+    assert settings == {f" subset {name}, revision {'1' * 40}, 1 document, stride 512" for name in ("en", "de")}

@@ -16,8 +16,9 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
-from coca_hf import CocaError
+from coca_hf import CocaError, patch_
 from coca_hf.evaluate.products import frequencies, visiting_products
+from coca_hf.models import attention
 from tests.conftest import TINY
 
 SIZE = {"vocab_size": 53, "initializer_range": 0.4}
@@ -45,11 +46,13 @@ def test_products_give_the_scores_that_attention_really_has(family):
     ids = torch.randint(53, (1, 11), generator=torch.Generator().manual_seed(2))
     m, n = torch.tril_indices(11, 11).unbind()
     products = {}
-    with visiting_products(model, frequencies(model), lambda layer, h: products.update({layer: h(m, n)})):
+    with visiting_products(model, frequencies(model), lambda layer, of: products.update({layer: of(m, n)})):
         attentions = model(ids, output_attentions=True).attentions
     assert sorted(products) == list(range(config.num_hidden_layers))
     for layer, weights in enumerate(attentions):
-        h = products[layer].to(torch.complex128)
+        h, g = products[layer]
+        assert not g.any()
+        h = h.to(torch.complex128)
         angle = h.angle() + (m - n)[:, None] * frequencies(model)
         scores = torch.full(weights.shape[1:], -math.inf, dtype=torch.float64)
         scores[:, m, n] = (h.abs() * angle.cos()).sum(-1)
@@ -58,6 +61,52 @@ def test_products_give_the_scores_that_attention_really_has(family):
         if "neox" in family:
             scores[:, m, n] += unturned(model, layer, ids, m, n) * d**-0.5
         torch.testing.assert_close(scores.softmax(-1), weights[0].double(), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("constraint", ["slack", "strict"])
+@pytest.mark.parametrize("family", ["llama", "qwen3, norms", "gpt_neox, partial"])
+@torch.no_grad()
+def test_products_of_coca_give_the_scores_that_its_attention_really_has(family, constraint):
+    """Strict by h_j alone; slack by g_j too, which go by m + n. Unturned pairs are pairs of angle zero."""
+    torch.manual_seed(1)
+    config = CONFIGS[family]
+    model = patch_(AutoModelForCausalLM.from_config(config), constraint).eval()
+    model.set_attn_implementation("eager")
+    ids = torch.randint(53, (1, 11), generator=torch.Generator().manual_seed(2))
+    m, n = torch.tril_indices(11, 11).unbind()
+    d = model.config.head_dim
+    theta = torch.zeros(d // 2, dtype=torch.float64)
+    theta[: len(frequencies(model))] = frequencies(model)
+    products = {}
+    with visiting_products(model, theta, lambda layer, of: products.update({layer: of(m, n)})):
+        attentions = model(ids, output_attentions=True).attentions
+    assert sorted(products) == list(range(config.num_hidden_layers))
+    for layer, weights in enumerate(attentions):
+        h, g = (part.to(torch.complex128) for part in products[layer])
+        assert bool(g.any()) == bool(h.imag.any()) == (constraint == "slack")
+        parts = h * torch.exp(1j * (m - n)[:, None] * theta) + g * torch.exp(1j * (m + n)[:, None] * theta)
+        scores = torch.full(weights.shape[1:], -math.inf, dtype=torch.float64)
+        scores[:, m, n] = parts.real.sum(-1) * d**-0.5
+        assert scores[:, m, n].std() > 0.05  # or else every softmax is alike
+        torch.testing.assert_close(scores.softmax(-1), weights[0].double(), rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_key_that_is_not_collinear_with_the_query_shows_as_an_angle(coca, monkeypatch):
+    def wrong(q, t, cos, sin, constraint):
+        query, key = attention.plain_fold(q, t, cos, sin, constraint)
+        return query, attention.rotate(key, torch.full_like(cos, 0.8), torch.full_like(cos, 0.6))
+
+    coca.model.config.coca_constraint = "strict"
+    monkeypatch.setitem(attention.FOLDS, "cpu", wrong)
+    found = []
+    same = torch.arange(9)
+    with visiting_products(coca.model, frequencies(coca.model), lambda layer, of: found.append(of(same, same))):
+        coca.model(same[None])
+    assert len(found) == 3
+    for h, _ in found:
+        angle = h[h != 0].angle()
+        torch.testing.assert_close(angle, torch.full_like(angle, -math.atan2(0.6, 0.8)))
 
 
 def unturned(model, layer, ids, m, n):
@@ -72,6 +121,7 @@ def unturned(model, layer, ids, m, n):
 
 
 def test_the_model_is_as_it_was_afterwards(llama, coca):
+    functions = modeling_llama.apply_rotary_pos_emb, attention.fold
     for model in (llama.model, coca.model):
         ids = torch.arange(9)[None]
         before = model(ids).logits
@@ -79,7 +129,7 @@ def test_the_model_is_as_it_was_afterwards(llama, coca):
             during = model(ids).logits
         assert torch.equal(before, during)
         assert torch.equal(before, model(ids).logits)
-        assert all("project" not in vars(module) for module in model.modules())
+        assert functions == (modeling_llama.apply_rotary_pos_emb, attention.fold)
 
 
 def test_a_rotation_by_other_angles_is_refused_and_the_model_keeps_its_own(llama):

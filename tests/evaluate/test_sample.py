@@ -95,3 +95,10 @@ def test_the_preset_of_the_paper_is_its_setting():
     assert set(PRESETS) == {"pg19", "proof-pile"}
     with pytest.raises(CocaError, match="--preset: got 'pile', expected one of pg19, proof-pile"):
         check_preset("pile")
+
+
+def test_a_subset_or_revision_of_local_files_is_refused(llama, many):
+    message = "got --subset, --data-revision, which only data sets on the hub have; leave it out"
+    with pytest.raises(CocaError, match=message):
+        draw_sample(llama, many, 10, subset="en", data_revision="v1")
+    assert draw_sample(llama, many, 10).describe()["data_commit"] is None

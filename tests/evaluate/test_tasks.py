@@ -21,6 +21,7 @@ from coca_hf.evaluate import tasks
 from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.tasks import DIMENSIONS, WITHOUT_NETWORK, parse_tasks, ruler_tasks, task_rows
+from coca_hf.report.rows import read_tables
 from tests.evaluate.test_batches import lasting, rows_of, run
 from tests.test_lm_eval import PAIRS, expected, subject, task_dir  # noqa: F401
 from tests.train.test_processes import TWO_PROCESSES
@@ -66,6 +67,10 @@ def test_a_benchmark_that_does_not_fit_is_tried_smaller_then_says_oom(coca, task
         assert tried == [4, 2, 1]
         assert (row["value"], row["metric"]) == (None, None)
         assert row["error"].startswith("OOM: one sequence alone does not fit (CUDA out of memory.")
+        coca.model.forward = forward
+        (again,) = task_rows(coca, NAMES[:1], DEFAULT, RowStore(tmp_path), batch_size=4, include_path=str(task_dir))
+        assert again["value"] == pytest.approx(expected["perplexity"], rel=1e-4)
+        assert [row["value"] for table in read_tables([tmp_path]) for row in table.rows] == [again["value"]]
 
 
 def sample(number, **metrics):

@@ -54,7 +54,7 @@ def row(model="llama", rope="default", length=512, value=7.25, task="perplexity"
             **BOOKS,
             **{"document_names": ["emma.txt"], "pairs_per_document": 1000, "share_a": 0.0, "share_b": 1 - (value or 0)},
             **{"share_c": 0.0, "share_d": value, "share_d_weighted": value, "share_undefined": 0.0},
-            **{"share_abnormal": (value or 0) / 2, "mean_abs_angle": (value or 0) * 3},
+            **{"share_abnormal": (value or 0) / 2, "mean_abs_angle": (value or 0) * 3, "share_absolute": 0.0},
         },
         "speed": {
             **{"mode": "prefill", "batch_size": 1, "tokens_per_second": length and value and length / value},

@@ -50,8 +50,18 @@ def test_every_task_has_its_section_and_every_figure_can_be_drawn(real_page):
         assert any(axes.has_data() for axes in drawn.axes), figure.name
 
 
-def test_the_angle_of_coca_is_zero_on_the_page(real_page):
+def test_slack_is_explained_on_the_page_and_has_no_bound_of_decay(real_page):
     page = markdown(real_page)
-    assert "| tiny-coca | 96 | 0.000 | 1.000 | 0.000 | 0.000 | 0.000 | 0.000 | 0.000 |" in page
+    assert page.count("The score of a CoCA-slack model has two parts") == 1
+    shares = {line.split(" | ")[0]: line.split(" | ")[2:] for line in page.splitlines() if " | 96 | 0.000 | " in line}
+    assert shares["| tiny-llama"][-1] == "0.000 |"
+    assert 0.2 < float(shares["| tiny-coca"][-1].strip("| ")) < 0.8
+    (decay,) = (figure for figure in real_page.figures() if figure.name == "boundary-decay")
+    (axes,) = decay.draw(5.0, decay.height, True).axes
+    assert {line.get_label() for line in axes.lines if not line.get_label().startswith("_")} == {"tiny-llama"}
+
+
+def test_a_real_page_has_all_raw_results_and_no_heat_map_of_one_share(real_page):
+    page = markdown(real_page)
     assert page.count(": 0.00 at every context length and depth, so no heat map.") == 2
     assert "of raw results are not beside their rows" not in page

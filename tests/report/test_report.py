@@ -51,7 +51,7 @@ def test_the_page_holds_every_value_by_model_rope_and_length(tmp_path):
 
 
 def test_the_page_says_how_each_number_was_made(tmp_path):
-    gpu = {"device": "NVIDIA H200", "command": "coca-eval perplexity llama --stride 999"}
+    gpu = {"device": "NVIDIA H200", "commit": "77ed9d2", "command": "coca-eval perplexity llama --stride 999"}
     run = write_rows(
         tmp_path / "a", row(length=128, stride=128), row(**gpu), row(length=320, value=1.0, task="passkey")
     )
@@ -62,7 +62,7 @@ def test_the_page_says_how_each_number_was_made(tmp_path):
         "| llama | 512 | 256 | 98,301 | 0 | float32 | 61.5 | 2026-01-02T03:04:05+00:00 | [2] |",
         "| llama | 320 |  | 51,100 | 0 | float32 | 61.5 | 2026-01-02T03:04:05+00:00 | [1] |",
         "- [1] cpu (x86\\_64, 2 threads); torch 2.13.0, python 3.11.7",
-        "- [2] NVIDIA H200; torch 2.13.0, python 3.11.7",
+        "- [2] NVIDIA H200; torch 2.13.0, python 3.11.7, commit 77ed9d2",
         "<summary>Perplexity: books, 2 documents, stride 256</summary>",
         "<summary>Passkey retrieval: 100 cases per length, uniform depth, 64 new tokens, seed 0</summary>",
         "- emma.txt\n- persuasion.txt",
@@ -118,7 +118,8 @@ def test_numbers_drawn_from_raw_files_are_those_of_the_files(tmp_path):
         "| distance | ≤ 4 | ≤ 8 | ≤ 512 | ≤ 1024 |\n| --- | ---: | ---: | ---: | ---: |\n"
         "| llama | 1.00 | 0.50 | 0.50 | 0.00 |" in page
     )
-    assert "| llama | 512 | 0.000 | 0.750 | 0.000 | 0.250 | 0.250 | 0.125 | 0.750 |" in page
+    assert "| llama | 512 | 0.000 | 0.750 | 0.000 | 0.250 | 0.250 | 0.125 | 0.750 | 0.000 |" in page
+    assert "CoCA-slack" not in page
 
 
 def test_contexts_and_perplexities_are_on_log_axes_and_published_curves_dashed(tmp_path):
@@ -406,6 +407,17 @@ def test_a_boundary_row_that_is_an_error_has_no_shares_and_is_explained(tmp_path
     page = markdown_of([run])
     assert "| llama | 512 |  |  |  |  |  |  |" in page
     assert "- no value for llama at 512: 7 products of queries and keys are not finite" in page
+
+
+def test_a_bound_of_decay_is_drawn_for_strict_and_not_for_slack(tmp_path):
+    (tmp_path / "a").mkdir()
+    lines = [{"distance": distance, "bound_rope": 9.0, "bound_coca": 5.0} for distance in (1, 4)]
+    made = [row(f"coca-{kind}", value=0.0, task="boundary", coca_constraint=kind) for kind in ("slack", "strict")]
+    made = [with_raw(tmp_path / "a", "decay", one, lines) for one in made]
+    (figure,) = read_page([write_rows(tmp_path / "a", *made)]).figures()
+    (axes,) = figure.draw(5, 3, True).axes
+    curves = {line.get_label(): line.get_ydata().tolist() for line in axes.lines if line.get_label()[0] != "_"}
+    assert curves == {"coca-strict": [5.0, 5.0]}
 
 
 def test_an_out_that_is_a_file_is_refused(tmp_path):

@@ -1,0 +1,48 @@
+import importlib.util
+import shutil
+import subprocess
+
+import pytest
+
+from coca_hf import checkout
+
+
+@pytest.fixture
+def git(tmp_path):
+    """A directory with a copy of checkout.py in a package, and git in it; nothing is a repository yet."""
+    (tmp_path / "site" / "coca_hf").mkdir(parents=True)
+    shutil.copy(checkout.__file__, tmp_path / "site" / "coca_hf")
+
+    def run(*arguments, where=tmp_path / "site"):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(
+            ["git", *identity, *arguments], cwd=where, check=True, capture_output=True, text=True
+        ).stdout
+
+    return run
+
+
+def commit_in(tmp_path):
+    spec = importlib.util.spec_from_file_location("copied", tmp_path / "site" / "coca_hf" / "checkout.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.commit()
+
+
+def test_outside_a_checkout_there_is_no_commit(git, tmp_path):
+    assert commit_in(tmp_path) is None
+    git("init", where=tmp_path)  # somebody else's repository
+    git("add", ".", where=tmp_path)
+    git("commit", "-m", "theirs", where=tmp_path)
+    assert commit_in(tmp_path) is None
+
+
+def test_a_checkout_has_its_commit_and_says_whether_files_differ(git, tmp_path):
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "ours")
+    head = git("rev-parse", "HEAD").strip()
+    assert commit_in(tmp_path) == head
+    with (tmp_path / "site" / "coca_hf" / "checkout.py").open("a") as file:
+        file.write("# changed\n")
+    assert commit_in(tmp_path) == f"{head}+changes"
