@@ -108,7 +108,8 @@ class Texts:
     column: Annotated[str, typer.Option(help="Where .jsonl, .parquet or a data set keeps the text.")] = "text"
     split: Annotated[str, typer.Option(help="Of a data set on the hub.")] = "test"
     skip_short: Annotated[
-        bool, typer.Option("--skip-short", help="Leave out, and name, documents shorter than a window.")
+        bool,
+        typer.Option("--skip-short", help="Leave out, and name, documents that are empty or shorter than a window."),
     ] = False
     seed: SeedOption = 0
 
@@ -117,7 +118,7 @@ class Texts:
             raise BadOption("--data, --preset: got both or neither, expected one of them")
 
     def draw(self, subject, min_tokens: int, special_tokens: bool = True):
-        from coca_hf.evaluate.sample import check_preset, draw_sample
+        from coca_hf.evaluate.sample import check_preset, draw_sample, first_of
 
         options = asdict(self)
         if preset := options.pop("preset"):
@@ -127,26 +128,21 @@ class Texts:
             options["documents"] = self.documents or chosen["documents"]
         sample = draw_sample(subject, min_tokens=min_tokens, special_tokens=special_tokens, **options)
         if sample.left_out:
-            chars = f"{options['min_chars']:,} characters"
-            console.print(f"left out {sample.left_out:,} documents of fewer than {chars}", style="yellow")
+            least = f"{options['min_bytes']:,} bytes"
+            console.print(f"left out {sample.left_out:,} documents of fewer than {least}", style="yellow")
         if sample.skipped:
-            console.print(f"skipped {len(sample.skipped)} short documents: {_first(sample.skipped)}", style="yellow")
+            names = first_of(sample.skipped, 10)
+            console.print(f"skipped {len(sample.skipped)} short or empty documents: {names}", style="yellow")
         wanted, found = options["documents"], len(sample.names)
         if wanted and found < wanted:
-            few = f"{found} of {wanted} documents have at least {min_tokens:,} tokens; only these are measured"
-            console.print(f"warning: {few}", style="yellow")
+            few = f"{found} documents have at least {min_tokens:,} tokens, {wanted} were asked for"
+            console.print(f"warning: {few}; only these are measured", style="yellow")
         return sample
 
 
 def _is_text(name: str) -> bool:
     """Whether the system gave it as UTF-8: other bytes become halves of characters, which cannot be written."""
     return not any("\ud800" <= character <= "\udfff" for character in name)
-
-
-def _first(names: list[str], most: int = 10) -> str:
-    """Of many names the first; the rows have them all."""
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def parse_lengths(text: str, option: str = "--lengths") -> list[int]:

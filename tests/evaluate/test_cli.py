@@ -82,14 +82,14 @@ def test_skipped_documents_are_counted_and_named(tiny_llama_dir, books, tmp_path
         *("perplexity", tiny_llama_dir, "--data", books, "--lengths", 220, "--out", tmp_path / "out", "--skip-short")
     )
     assert code == 0
-    assert "skipped 1 short documents: austen.txt" in stderr
+    assert "skipped 1 short or empty documents: austen.txt" in stderr
 
 
 def test_fewer_documents_than_asked_for_are_warned_of_with_both_counts(tiny_llama_dir, books, tmp_path, coca_eval):
     asked = ("perplexity", tiny_llama_dir, "--data", books, "--lengths", 220, "--out", tmp_path, "--skip-short")
-    warning = "warning: 2 of 3 documents have at least 220 tokens; only these are measured\n"
+    warning = "warning: 2 documents have at least 220 tokens, 3 were asked for; only these are measured\n"
     assert warning in coca_eval(*asked, "--documents", 3)[2]
-    assert "warning: 2 of" not in coca_eval(*asked)[2]
+    assert "were asked for" not in coca_eval(*asked)[2]
 
 
 def test_of_many_skipped_documents_the_first_are_named_and_all_are_counted(tiny_llama_dir, books, tmp_path, coca_eval):
@@ -98,7 +98,7 @@ def test_of_many_skipped_documents_the_first_are_named_and_all_are_counted(tiny_
     _, _, stderr = coca_eval(
         *("perplexity", tiny_llama_dir, "--data", books, "--lengths", 30, "--out", tmp_path / "out", "--skip-short")
     )
-    assert "skipped 12 short documents: a00.txt, " in stderr
+    assert "skipped 12 short or empty documents: a00.txt, " in stderr
     assert "a09.txt and 2 more\n" in stderr
     assert len(rows_in(tmp_path / "out")[0]["skipped_documents"]) == 12
 
@@ -116,7 +116,7 @@ BAD = {
     "no config": ({"model": "BOOKS"}, "got no config.json there"),
     "unknown rope": ({"--rope": "ntk:4"}, "--rope: got 'ntk:4', expected default, linear:FACTOR"),
     "no documents": ({"--data": "./nothing.txt"}, "./nothing.txt: got no such file"),
-    "short document": ({"--lengths": "215"}, "austen.txt: got a document of 210 tokens, expected at least 215"),
+    "short document": ({"--lengths": "215"}, "1 of 3 documents have fewer than 215 tokens"),
     "short cut": ({"--max-tokens": "20"}, "--max-tokens: got 20, expected at least 32"),
     "batch size": ({"--batch-size": "0"}, "--batch-size: got '0', expected auto or a whole number from 1 to 999999999"),
     "no number": ({"--batch-size": "many"}, "--batch-size: got 'many', expected auto"),
@@ -198,8 +198,8 @@ def test_a_preset_measures_its_documents_cut_to_its_length(tiny_llama_dir, books
     common = (tiny_llama_dir, "--lengths", 100, "--stride", 60, "--out", tmp_path / "out", "--preset", "pg19")
     code, _, stderr = coca_eval("perplexity", *common)
     assert code == 0
-    assert "skipped 1 short documents: austen.txt" in stderr
-    assert "warning: 2 of 3 documents have at least 220 tokens; only these are measured" in stderr
+    assert "skipped 1 short or empty documents: austen.txt" in stderr
+    assert "warning: 2 documents have at least 220 tokens, 3 were asked for; only these are measured" in stderr
     (row,) = rows_in(tmp_path / "out")
     assert (row["documents"], row["tokens"], row["skipped_documents"]) == (2, 2 * 219, ["austen.txt"])
     for both_or_neither in (("--data", books), ()):
