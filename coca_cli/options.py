@@ -57,6 +57,9 @@ class Run:
     ] = "default"
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto"
     name: Annotated[str | None, typer.Option(help="What rows call the model; the directory's name by default.")] = None
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the code that the model carries, where it needs that.")
+    ] = False
 
     def load(self):
         """The subject and its RoPE settings."""
@@ -71,10 +74,12 @@ class Run:
 
     def load_one(self, path: str, ropes: list, name: str | None = None):
         """The subject at `path`, refused where it does not take the settings `ropes`."""
-        from coca_hf.evaluate.load import load_subject
+        from coca_hf.evaluate.load import load_subject, warn_small_tokenizer
         from coca_hf.evaluate.rope import check_rope
 
-        subject = load_subject(path, self.dtype, name)
+        subject = load_subject(path, self.dtype, name, self.trust_remote_code)
+        if warning := warn_small_tokenizer(subject):
+            console.print(f"warning: {warning}", style="yellow")
         for setting in ropes:
             check_rope(subject.model, setting)
         return subject

@@ -1,10 +1,11 @@
 import io
 import json
 import re
+import shutil
 
 import pytest
 from rich.console import Console
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from coca_hf.evaluate import sample
 from coca_hf.evaluate.show import progress_on
@@ -154,6 +155,15 @@ def test_a_factor_beyond_all_positions_is_measured(tiny_llama_dir, books, tmp_pa
     )
     assert (code, "warning" in stderr) == (0, False)
     assert all(row["value"] > 1 for row in rows_in(tmp_path))
+
+
+def test_a_tokenizer_too_small_for_the_model_is_warned_of(tiny_llama_dir, tmp_path, coca_eval):
+    model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
+    model.resize_token_embeddings(1400, mean_resizing=False)
+    model.save_pretrained(shutil.copytree(tiny_llama_dir, tmp_path / "wide"))
+    code, _, stderr = coca_eval("copying", tmp_path / "wide", "--lengths", 16, "--cases", 1, "--out", tmp_path / "out")
+    assert code == 0
+    assert f"warning: {tmp_path / 'wide'}: got a tokenizer of 259 tokens for an embedding of 1,400 rows;" in stderr
 
 
 def test_a_model_without_rotary_embedding_is_not_told_to_extend_it(tiny_tokenizer, books, tmp_path, coca_eval):
