@@ -219,20 +219,24 @@ def test_a_preset_measures_its_documents_cut_to_its_length(tiny_llama_dir, books
         assert "--data, --preset: got both or neither, expected one of them" in stderr
 
 
-def test_position_loss_boundary_and_speed_are_commands(tiny_coca_dir, tiny_llama_dir, books, tmp_path, coca_eval):
+def test_position_loss_boundary_attention_maps_and_speed_are_commands(
+    tiny_coca_dir, tiny_llama_dir, books, tmp_path, coca_eval
+):
     out, baseline = tmp_path / "out", ("--baseline", tiny_llama_dir, "--baseline-name", "plain")
     runs = {
         "position-loss": ("--data", books, "--lengths", 100, "--rope", "default,yarn:2"),
         "boundary": ("--data", books, "--lengths", 100, "--pairs", 20),
-        "speed": ("--lengths", 16, "--modes", "decode", "--repeats", 2, *baseline),
+        "attention-maps": ("--data", books, "--lengths", 100, "--documents", 1, *baseline[:2]),
+        "speed": ("--lengths", 100, "--modes", "decode", "--repeats", 2, *baseline),
     }
     for task, options in runs.items():
         code, stdout, stderr = coca_eval(task, tiny_coca_dir, "--out", out, *options)
         assert code == 0
         assert "tiny-coca" in stdout
-        assert ("warning: lengths 100 are beyond the 64 tokens of --rope default" in stderr) == (task != "speed")
-    assert [row["task"] for row in rows_in(out)] == ["position-loss", "position-loss", "boundary", "speed", "speed"]
-    assert [row["model"] for row in rows_in(out)[3:]] == ["plain", "tiny-coca"]
+        assert "warning: lengths 100 are beyond the 64 tokens of --rope default" in stderr
+    made = [row["task"] for row in rows_in(out)]
+    assert made == ["position-loss", "position-loss", "boundary", "attention-maps", "speed", "speed"]
+    assert [row["model"] for row in rows_in(out)[4:]] == ["plain", "tiny-coca"]
     assert all((out / path).is_file() for row in rows_in(out) for path in row["raw"].values())
 
 
