@@ -164,6 +164,7 @@ def attention_maps_command(
     subject, ropes = run.load()
     other = run.load_one(baseline, ropes)
     sample = texts.draw(subject, max(wanted))
+    warn_beyond_trained(subject, ropes, wanted)
     run.make_rows(attention_map_rows, subject, other, sample, wanted, ropes)
 
 
@@ -228,6 +229,7 @@ def speed_command(
     chosen = parse_modes(modes)
     subject, ropes = run.load()
     other = run.load_one(baseline, ropes, baseline_name) if baseline else None
+    warn_beyond_trained(subject, ropes, wanted)
     run.make_rows(
         speed_rows,
         subject,

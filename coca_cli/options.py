@@ -61,6 +61,9 @@ class Run:
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto"
     name: Annotated[str | None, typer.Option(help="What rows call the model; the directory's name by default.")] = None
     revision: Annotated[str | None, typer.Option(help="Commit, branch or tag of a MODEL on the hub.")] = None
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the code that the model carries, where it needs that.")
+    ] = False
 
     def load(self):
         """The subject and its RoPE settings."""
@@ -75,10 +78,12 @@ class Run:
 
     def load_one(self, path: str, ropes: list, name: str | None = None, revision: str | None = None):
         """The subject at `path`, refused where it does not take the settings `ropes`."""
-        from coca_hf.evaluate.load import load_subject
+        from coca_hf.evaluate.load import load_subject, warn_small_tokenizer
         from coca_hf.evaluate.rope import check_rope
 
-        subject = load_subject(path, self.dtype, name, revision)
+        subject = load_subject(path, self.dtype, name, revision, self.trust_remote_code)
+        if warning := warn_small_tokenizer(subject):
+            console.print(f"warning: {warning}", style="yellow")
         for setting in ropes:
             check_rope(subject.model, setting)
         return subject
@@ -116,7 +121,8 @@ class Texts:
     subset: Annotated[str | None, typer.Option(help="Of a data set on the hub.")] = None
     data_revision: Annotated[str | None, typer.Option(help="Commit, branch or tag of a data set on the hub.")] = None
     skip_short: Annotated[
-        bool, typer.Option("--skip-short", help="Leave out, and name, documents shorter than a window.")
+        bool,
+        typer.Option("--skip-short", help="Leave out, and name, documents that are empty or shorter than a window."),
     ] = False
     seed: SeedOption = 0
 
@@ -125,7 +131,7 @@ class Texts:
             raise BadOption("--data, --preset: got both or neither, expected one of them")
 
     def draw(self, subject, min_tokens: int, special_tokens: bool = True):
-        from coca_hf.evaluate.sample import check_preset, draw_sample
+        from coca_hf.evaluate.sample import check_preset, draw_sample, first_of
 
         options = asdict(self)
         if preset := options.pop("preset"):
@@ -135,26 +141,21 @@ class Texts:
             options["documents"] = self.documents or chosen["documents"]
         sample = draw_sample(subject, min_tokens=min_tokens, special_tokens=special_tokens, **options)
         if sample.left_out:
-            chars = f"{options['min_chars']:,} characters"
-            console.print(f"left out {sample.left_out:,} documents of fewer than {chars}", style="yellow")
+            least = f"{options['min_bytes']:,} bytes"
+            console.print(f"left out {sample.left_out:,} documents of fewer than {least}", style="yellow")
         if sample.skipped:
-            console.print(f"skipped {len(sample.skipped)} short documents: {_first(sample.skipped)}", style="yellow")
+            names = first_of(sample.skipped, 10)
+            console.print(f"skipped {len(sample.skipped)} short or empty documents: {names}", style="yellow")
         wanted, found = options["documents"], len(sample.names)
         if wanted and found < wanted:
-            few = f"{found} of {wanted} documents have at least {min_tokens:,} tokens; only these are measured"
-            console.print(f"warning: {few}", style="yellow")
+            few = f"{found} documents have at least {min_tokens:,} tokens, {wanted} were asked for"
+            console.print(f"warning: {few}; only these are measured", style="yellow")
         return sample
 
 
 def _is_text(name: str) -> bool:
     """Whether the system gave it as UTF-8: other bytes become halves of characters, which cannot be written."""
     return not any("\ud800" <= character <= "\udfff" for character in name)
-
-
-def _first(names: list[str], most: int = 10) -> str:
-    """Of many names the first; the rows have them all."""
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def parse_lengths(text: str, option: str = "--lengths") -> list[int]:

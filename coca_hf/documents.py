@@ -3,6 +3,7 @@
 import glob
 import itertools
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ SUFFIXES = (
 
 
 class Document(NamedTuple):
-    name: str  # the file's name, or file name and row, counted from 0
+    name: str  # the file's name, from the files' common directory where names repeat; of rows with ":row" from 0
     text: str
     where: str  # as `name`, with the file's path as it was given
 
@@ -43,10 +44,22 @@ def read_documents(
     Raises CocaError, with the file's path and the row, where there is nothing to read, a file is binary or damaged, a
     column is missing, or a text is empty, no text or not UTF-8.
     """
+    for document in read_all_documents(source, column, split, subset, revision):
+        if document.text:
+            yield document
+        elif not skip_empty:
+            raise CocaError(f"{document.where}: got an empty document, expected text; remove it from the source")
+
+
+def read_all_documents(
+    source: str, column: str = "text", split: str = "train", subset: str | None = None, revision: str | None = None
+) -> Iterator[Document]:
+    """As `read_documents`, with those whose text is null or blank: theirs is ""."""
     files = local_files(source)
     rows: Iterator[tuple[str, str, Any]]
     if files:
-        rows = itertools.chain.from_iterable(_read_file(file, column) for file in files)
+        named = zip(files, _names(files), strict=True)
+        rows = itertools.chain.from_iterable(_read_file(file, name, column) for file, name in named)
     elif is_on_hub(source):
         rows = _read_hub(source, column, split, subset, revision)
     else:
@@ -55,10 +68,9 @@ def read_documents(
             f"or the id of a data set on the hub"
         )
     for name, where, text in rows:
-        if text is None or (isinstance(text, str) and not text.strip()):
-            if skip_empty:
-                continue
-            raise CocaError(f"{where}: got an empty document, expected text; remove it from the source")
+        if text is None or (isinstance(text, str) and (not text or text.isspace())):
+            yield Document(name, "", where)
+            continue
         if not isinstance(text, str):
             raise CocaError(f"{where}: got {type(text).__name__} in column {column!r}, expected text")
         if text.count("\0") * 100 > len(text):  # one here and there is in many a source of code
@@ -115,7 +127,7 @@ def local_files(source: str) -> list[Path]:
         if not files:
             raise CocaError(f"{source}: got a directory without {', '.join(SUFFIXES)} files, expected at least one")
         return files
-    files = [path] if path.is_file() else sorted(Path(name) for name in glob.glob(source, recursive=True))
+    files = [path] if path.is_file() else sorted({Path(name) for name in glob.glob(source, recursive=True)})
     for file in files:
         if not _suffix(file):
             raise CocaError(f"{file}: got a {file.suffix or 'nameless'} file, expected one of {', '.join(SUFFIXES)}")
@@ -125,6 +137,14 @@ def local_files(source: str) -> list[Path]:
 def _suffix(file: Path) -> str:
     """The one of SUFFIXES that the file has, or nothing."""
     return max((suffix for suffix in SUFFIXES if file.name.endswith(suffix)), key=len, default="")
+
+
+def _names(files: list[Path]) -> list[str]:
+    """The files' own names, or, where two are alike, the paths from the directory that all are in."""
+    if len({file.name for file in files}) == len(files):
+        return [file.name for file in files]
+    common = os.path.commonpath([file.parent for file in files])
+    return [file.relative_to(common).as_posix() for file in files]
 
 
 def _is_hub_id(source: str) -> bool:
@@ -137,18 +157,18 @@ def _is_hub_id(source: str) -> bool:
     return source.count("/") == 1 and not _suffix(Path(source))
 
 
-def _read_file(file: Path, column: str) -> Iterator[tuple[str, str, Any]]:
+def _read_file(file: Path, name: str, column: str) -> Iterator[tuple[str, str, Any]]:
     """Name, place and content of every row; what stops the reading is named with the row after the last good one."""
     kind = _suffix(file).split(".")[1]
     if kind == "txt":
-        yield file.name, str(file), _read_text(file)
+        yield name, str(file), _read_text(file)
         return
     readers: dict[str, Callable[[Path, str], Iterable[Any]]]
     readers = {"jsonl": _json_lines, "json": _json_rows, "parquet": _parquet_rows, "arrow": _arrow_rows}
     row_number = 0
     try:
         for text in readers[kind](file, column):
-            yield f"{file.name}:{row_number}", f"{file}:{row_number}", text
+            yield f"{name}:{row_number}", f"{file}:{row_number}", text
             row_number += 1
     except CocaError:
         raise

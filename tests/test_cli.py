@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 import pytest
 
 SLOW = ("torch", "transformers", "datasets", "matplotlib", "coca_hf")
+PERPLEXITY = ("coca-eval", "perplexity", "a", "--lengths", "8", "--out", "b")
 RUN = """
 import atexit, sys
 atexit.register(lambda: print("imported:", *[name for name in {slow} if name in sys.modules]))
@@ -38,22 +39,44 @@ def test_help_imports_nothing_that_takes_seconds(arguments):
     assert f"Usage: {' '.join(arguments)}" in printed
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("coca-convert", "a", "b", "--constraint", "loose"), "'loose' is not one of 'slack', 'strict'"),
-        (("coca-convert", "a"), "Missing argument 'dst'"),
-        (("coca-train", "a.yaml", "--stages", "k"), "No such option: --stages"),
-        (("coca-eval", "perplexity", "a", "--lengths", "8", "--out", "b"), "--data, --preset: got both or neither"),
-        (("coca-eval", "passkey", "a", "--lengths", "x", "--out", "b"), "--lengths: got 'x', expected whole numbers"),
-        (("coca-eval", "tasks", "a", "--out", "b"), "--tasks, --ruler: got neither, expected at least one of them"),
-    ],
-    ids=lambda value: value[-1] if isinstance(value, tuple) else "",
-)
-def test_a_wrong_option_is_refused_before_anything_is_imported(arguments, message):
+WRONG = [
+    (("coca-convert", "a", "b", "--constraint", "loose"), "'loose' is not one of 'slack', 'strict'"),
+    (
+        ("coca-convert", "a", "b", "--calibrate-tokens", "0"),
+        "--calibrate-tokens: got 0, expected greater than or equal to 1",
+    ),
+    (("coca-convert", "a", "b", "--ntk-factor", "x"), "--ntk-factor: got x, expected a valid number"),
+    (("coca-convert", "a"), "Missing argument 'dst'"),
+    (("coca-train", "a.yaml", "--stages", "k"), "No such option: --stages"),
+    (("coca-eval", "perplexi"), "No such command 'perplexi'. Did you mean 'perplexity'?"),
+    ((*PERPLEXITY, "--stride", "0"), "--stride: got 0, expected greater than or equal to 1"),
+    ((*PERPLEXITY, "--stride", "1.5"), "--stride: got 1.5, expected a valid integer"),
+    ((*PERPLEXITY, "--stride"), "Option '--stride' requires an argument"),
+    (PERPLEXITY, "--data, --preset: got both or neither"),
+    (("coca-eval", "passkey", "a", "--lengths", "x", "--out", "b"), "--lengths: got 'x', expected whole numbers"),
+    (("coca-eval", "tasks", "a", "--out", "b"), "--tasks, --ruler: got neither, expected at least one of them"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
+def test_a_wrong_option_is_refused_in_one_line_before_anything_is_imported(arguments, message):
     code, _, printed = run(*arguments)
     assert code == 2
+    assert printed.startswith("error: ")
     assert message in printed
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["coca-convert", "coca-train"])
+def test_a_command_without_arguments_says_what_is_missing(command):
+    code, _, printed = run(command)
+    assert (code, printed.startswith("error: Missing argument '")) == (2, True)
+
+
+def test_coca_eval_without_arguments_prints_its_help_alone():
+    code, printed, errors = run("coca-eval")
+    assert (code, errors) == (2, "")
+    assert "Usage: coca-eval" in printed
 
 
 def test_what_is_installed_exists():

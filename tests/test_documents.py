@@ -84,6 +84,20 @@ def test_a_row_is_named_with_the_path_as_it_was_given(tmp_path, monkeypatch):
         list(read_documents("*/part.jsonl"))
 
 
+def test_equal_file_names_become_paths_and_others_stay(tmp_path):
+    for place in ("a/one.txt", "b/c/one.txt", "b/two.txt"):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text(place)
+    write(tmp_path / "b" / "three.jsonl", ["x"])
+
+    def names(pattern):
+        return [document.name for document in read_documents(f"{tmp_path}/{pattern}")]
+
+    assert names("**/*.*") == ["a/one.txt", "b/c/one.txt", "b/three.jsonl:0", "b/two.txt"]
+    assert names("b/**/*.*") == ["one.txt", "three.jsonl:0", "two.txt"]
+    assert names("b/**/**/*.*") == ["one.txt", "three.jsonl:0", "two.txt"]
+
+
 def test_a_row_of_parquet_that_is_not_utf_8_is_named(tmp_path):
     bad = pyarrow.array([b"one", b"two", b"\xff\xfe"]).view(pyarrow.string())
     parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "a.parquet")

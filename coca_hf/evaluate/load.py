@@ -32,14 +32,22 @@ class Subject:
     commit: str | None = None  # of a model on the hub
 
 
-def load_subject(path: str, dtype: str = "auto", name: str | None = None, revision: str | None = None) -> Subject:
+def load_subject(
+    path: str,
+    dtype: str = "auto",
+    name: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Subject:
     """Load the causal language model and the tokenizer of a directory or hub id, on the GPU where there is one.
 
     dtype: one of `DTYPES`; `auto` is the checkpoint's own. name: how rows call it, by default the directory's name.
-    revision: of a hub id, a commit, branch or tag, by default the main branch.
+    revision: of a hub id, a commit, branch or tag, by default the main branch. trust_remote_code: run the code that it
+    carries, where neither transformers nor coca_hf has the model.
 
     Raises CocaError where there is no model, or a directory where `revision` is given, it is no causal language model,
-    its weights are unreadable or not those of its config, or it has no tokenizer.
+    it needs code of its own that is not trusted, its weights are unreadable or not those of its config, or it has no
+    tokenizer.
     """
     if dtype not in DTYPES:
         raise CocaError(f"--dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
@@ -48,16 +56,16 @@ def load_subject(path: str, dtype: str = "auto", name: str | None = None, revisi
             f"--revision: got {revision!r} for the directory {path}, expected it for a hub id; leave it out"
         )
     disable_progress_bar()
-    config, commit = _load_config(path, revision or "main")
+    config, commit = _load_config(path, revision or "main", trust_remote_code)
     at = commit or revision or "main"  # a branch may move meanwhile
-    model = _load_model(path, config, dtype, at)
+    model = _load_model(path, config, dtype, at, trust_remote_code)
     tokens_seen, trained_seq_len = _training(Path(path))
     return Subject(
         model=model.eval().to(processes().device),
-        tokenizer=_load_tokenizer(path, at),
+        tokenizer=_load_tokenizer(path, at, trust_remote_code),
         name=name or Path(path).resolve().name + (f"@{revision}" if revision else ""),
         path=str(Path(path)) if Path(path).is_dir() else path,  # without a slash at its end
-        fingerprint=_fingerprint(path, commit),
+        fingerprint=_fingerprint(path, commit, trust_remote_code),
         tokens_seen=tokens_seen,
         trained_seq_len=trained_seq_len,
         commit=commit,
@@ -75,24 +83,52 @@ def check_vocabulary(subject: Subject, token_ids: torch.Tensor, where: str) -> N
         )
 
 
-def _load_config(path: str, revision: str) -> tuple[Any, str | None]:
+def warn_small_tokenizer(subject: Subject) -> str | None:
+    """One line where the tokenizer has so few tokens for the model's embedding that it may be another model's.
+
+    Embeddings are padded to multiples of up to 1,024 rows; of published models the most is 905 of phi-2's 51,200. So a
+    warning is for more than that, and more than a tenth of the rows.
+    """
+    rows, tokens = subject.model.get_input_embeddings().weight.shape[0], len(subject.tokenizer)
+    if rows - tokens <= max(1024, rows // 10):
+        return None
+    return (
+        f"{subject.path}: got a tokenizer of {tokens:,} tokens for an embedding of {rows:,} rows; is it this model's? "
+        f"with another's every number is wrong"
+    )
+
+
+def _load_config(path: str, revision: str, trust_remote_code: bool) -> tuple[Any, str | None]:
     """The config, and the commit on the hub that it is of."""
     if Path(path).exists() and not (Path(path) / "config.json").is_file():
         raise CocaError(f"{path}: got no config.json there, expected a model directory as save_pretrained writes it")
     if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
         raise CocaError(f"{path}: no such directory, expected a model directory or a hub id as owner/name")
     try:
-        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
         return config, extract_commit_hash(cached_file(path, "config.json", revision=revision), None)
     except Exception as error:  # transformers raises what its readers raise
+        _check_own_code(path, error)
         found = "its config.json" if Path(path).exists() else "no such directory here, and as a hub id it"
         raise CocaError(f"{path}: {found} cannot be read ({first_line(error)})") from error
 
 
-def _load_model(path: str, config: Any, dtype: str, revision: str) -> Any:
+def _check_own_code(path: str, error: Exception) -> None:
+    """Raises CocaError where transformers failed for code that it was not told to trust."""
+    if "trust_remote_code=True" in str(error):
+        raise CocaError(f"{path}: {_OWN_CODE}") from None
+
+
+_OWN_CODE = "got a model that needs the code it carries; read that code, and if you trust it, add --trust-remote-code"
+
+
+def _load_model(path: str, config: Any, dtype: str, revision: str, trust_remote_code: bool) -> Any:
     expected = AutoModelForCausalLM._model_mapping.get(type(config), None)
     found = getattr(config, "architectures", None) or []
-    if expected is None or (found and expected.__name__ not in found):
+    carries_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if not (carries_code and trust_remote_code) and (expected is None or (found and expected.__name__ not in found)):
+        if carries_code:
+            raise CocaError(f"{path}: {_OWN_CODE}")
         raise CocaError(
             f"{path}: got {', '.join(found) or config.model_type}, expected a causal language model"
             + (f" ({expected.__name__})" if expected else "")
@@ -103,7 +139,7 @@ def _load_model(path: str, config: Any, dtype: str, revision: str) -> Any:
             config=config,
             dtype=dtype,
             revision=revision,
-            trust_remote_code=False,
+            trust_remote_code=trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below: transformers' own error names none of them
         )
@@ -131,10 +167,11 @@ def _load_model(path: str, config: Any, dtype: str, revision: str) -> Any:
     return model
 
 
-def _load_tokenizer(path: str, revision: str) -> Any:
+def _load_tokenizer(path: str, revision: str, trust_remote_code: bool) -> Any:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:
+        _check_own_code(path, error)
         raise CocaError(
             f"{path}: got no tokenizer that can be loaded, expected one beside the model; copy tokenizer.json and "
             f"tokenizer_config.json of the original model there ({first_line(error)})"
@@ -143,11 +180,11 @@ def _load_tokenizer(path: str, revision: str) -> Any:
     return tokenizer
 
 
-def _fingerprint(path: str, commit: str | None) -> str:
+def _fingerprint(path: str, commit: str | None, trust_remote_code: bool) -> str:
     """Sixteen hex digits: of names, sizes and times of a directory's files, or of a hub id and its commit."""
     directory = Path(path)
     if directory.is_dir():
-        patterns = ("config.json", "*.safetensors", "*.bin", "tokenizer*")
+        patterns = ("config.json", "*.safetensors", "*.bin", "tokenizer*", *["*.py"] * trust_remote_code)
         files = sorted(file for pattern in patterns for file in directory.glob(pattern))
         text = json.dumps([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files])
     else:

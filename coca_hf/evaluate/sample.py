@@ -2,15 +2,18 @@
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from coca_hf.documents import Document, commit_of, local_files, read_documents
+from coca_hf.documents import Document, commit_of, local_files, read_all_documents
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.load import Subject, check_vocabulary
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -20,8 +23,8 @@ class Sample:
     settings: dict  # the arguments that drew it: data, column, split, seed, max_tokens, ...
     names: list[str] = field(default_factory=list)
     token_ids: list[Tensor] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)  # names of the documents that were drawn and too short
-    left_out: int = 0  # documents of fewer than `min_chars` characters, of which none was drawn
+    skipped: list[str] = field(default_factory=list)  # names of the documents that are empty or too short
+    left_out: int = 0  # documents of fewer than `min_bytes` bytes, of which none was drawn
 
     def describe(self) -> dict:
         """What a row says about its documents; `data_hash` is of the very tokens."""
@@ -55,7 +58,7 @@ PRESETS: dict[str, dict] = {
         "split": "test",
         "column": "text",
         "documents": 50,
-        "min_chars": 4 * 32768,
+        "min_bytes": 32_000,  # a token is a byte or more, but for a few that the tokenizer adds
         "min_tokens": 32768,
         "max_tokens": 32768,
     },
@@ -83,18 +86,19 @@ def draw_sample(
     seed: int = 0,
     skip_short: bool = False,
     special_tokens: bool = True,
-    min_chars: int = 0,
+    min_bytes: int = 0,
 ) -> Sample:
     """Read `data` (see `read_documents`), draw `documents` of them and tokenize each, cut to its first `max_tokens`.
 
+    Only documents of at least `min_bytes` bytes in UTF-8 are drawn from. The seed draws, whatever the tokenizer, so
+    that models with different ones are measured on the same documents. With `skip_short`, only documents of at least
+    `min_tokens` tokens are drawn from, of this tokenizer, and all of `data` is tokenized. A text is tokenized as the
+    tokenizer does by default: with its token for the beginning, if it sets one; or without `special_tokens`.
     data_revision: of a data set on the hub; whatever it names, all is read at the commit that it is at first.
-    The draw comes before the tokenizer, so that models with different ones are measured on the same documents. A text
-    is tokenized as the tokenizer does by default: with its token for the beginning, if it sets one; or without
-    `special_tokens`. Only documents of at least `min_chars` characters are drawn from.
 
-    Raises CocaError where a document has fewer than `min_tokens` tokens (unless `skip_short`), there are fewer
-    documents than asked for, none is left, local files are to have a `subset` or `data_revision`, or the tokenizer does
-    not fit the model.
+    Raises CocaError where a drawn document is empty or too short (unless `skip_short`), there are fewer documents than
+    asked for, none is left, local files are to have a `subset` or `data_revision`, or the tokenizer does not fit the
+    model.
     """
     if max_tokens is not None and max_tokens < min_tokens:
         raise CocaError(f"--max-tokens: got {max_tokens}, expected at least {min_tokens}, the longest of --lengths")
@@ -115,46 +119,69 @@ def draw_sample(
             "max_tokens": max_tokens,
         }
     )
-    if min_chars:
-        sample.settings["min_chars"] = min_chars
+    if min_bytes:
+        sample.settings["min_bytes"] = min_bytes
+    total = 0
 
-    def long_enough() -> Iterator[Document]:
-        for document in read_documents(data, column, split, subset, commit):
-            if len(document.text) >= min_chars:
-                yield document
-            else:
+    def tokenize(document: Document) -> Tensor:
+        ids = subject.tokenizer(document.text, add_special_tokens=special_tokens)["input_ids"] if document.text else []
+        return torch.tensor(ids[:max_tokens], dtype=torch.long)
+
+    def candidates() -> Iterator[tuple[Document, Tensor | None]]:
+        nonlocal total
+        for document in read_all_documents(data, column, split, subset, commit):
+            if len(document.text.encode()) < min_bytes:
                 sample.left_out += 1
+                continue
+            total += 1
+            ids = tokenize(document) if skip_short else None
+            if ids is not None and len(ids) < min_tokens:
+                sample.skipped.append(document.name)
+            else:
+                yield document, ids
 
-    for document in _draw(long_enough(), data, documents, seed):
-        ids = subject.tokenizer(document.text, add_special_tokens=special_tokens)["input_ids"]
-        ids = torch.tensor(ids[:max_tokens], dtype=torch.long)
-        if len(ids) >= min_tokens:
-            check_vocabulary(subject, ids, document.where)
-            sample.names.append(document.name)
-            sample.token_ids.append(ids)
-        elif skip_short:
-            sample.skipped.append(document.name)
-        else:
-            raise CocaError(
-                f"{document.where}: got a document of {len(ids)} tokens, expected at least {min_tokens}, the longest "
-                f"of --lengths; ask for shorter --lengths or add --skip-short"
-            )
-    if not sample.names:
+    drawn = _draw(candidates(), documents, seed)
+    if documents is not None and total < documents:
+        raise CocaError(f"{data}: got {total} documents, expected --documents {documents}; ask for fewer")
+    found = [(document, tokenize(document) if ids is None else ids) for document, ids in drawn]
+    _refuse_short(found, data, min_tokens)
+    for document, ids in found:
+        check_vocabulary(subject, ids, document.where)
+        sample.names.append(document.name)
+        sample.token_ids.append(ids)
+    if not found:
         raise CocaError(f"{data}: got no document of at least {min_tokens} tokens; ask for shorter --lengths")
     return sample
 
 
-def _draw(texts: Iterator[Document], data: str, documents: int | None, seed: int) -> Iterator[Document]:
-    """All documents, or a uniform sample of `documents` in their own order: one pass, `documents` texts in memory."""
-    if documents is None:
-        yield from texts
-        return
+def _draw(candidates: Iterable[T], number: int | None, seed: int) -> list[T]:
+    """All, or a uniform sample of `number` in their own order: one pass, `number` in memory."""
+    if number is None:
+        return list(candidates)
     rng, drawn = random.Random(f"documents {seed}"), {}
-    for row_number, document in enumerate(texts):
-        place = row_number if row_number < documents else rng.randint(0, row_number)
-        if place < documents:
-            drawn[place] = row_number, document
-    if len(drawn) < documents:
-        raise CocaError(f"{data}: got {len(drawn)} documents, expected --documents {documents}; ask for fewer")
-    for _, document in sorted(drawn.values()):
-        yield document
+    for row_number, candidate in enumerate(candidates):
+        place = row_number if row_number < number else rng.randint(0, row_number)
+        if place < number:
+            drawn[place] = row_number, candidate
+    return [candidate for _, candidate in sorted(drawn.values(), key=lambda one: one[0])]
+
+
+def _refuse_short(found: list[tuple[Document, Tensor]], data: str, min_tokens: int) -> None:
+    empty = [document.where for document, ids in found if not len(ids)]
+    if empty:
+        raise CocaError(
+            f"{data}: {len(empty)} of {len(found)} documents are empty, first: {first_of(empty, 3)}; remove them or "
+            f"add --skip-short"
+        )
+    short = [f"{document.where} ({len(ids)})" for document, ids in found if len(ids) < min_tokens]
+    if short:
+        raise CocaError(
+            f"{data}: {len(short)} of {len(found)} documents have fewer than {min_tokens} tokens, the longest of "
+            f"--lengths, first: {first_of(short, 3)}; ask for shorter --lengths or add --skip-short"
+        )
+
+
+def first_of(names: list[str], most: int) -> str:
+    """Of many names the first, and how many more there are."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

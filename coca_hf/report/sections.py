@@ -268,5 +268,5 @@ def _documents(table: Table) -> list:
     row = table.rows[0]
     if "document_names" not in row:
         return []
-    skipped = [f"{name} (too short, left out)" for name in row.get("skipped_documents", [])]
+    skipped = [f"{name} (empty or too short, left out)" for name in row.get("skipped_documents", [])]
     return [Fold(f"Documents of {data_of(row)}", [Bullets([*row["document_names"], *skipped])])]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,6 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
 
 from coca_hf.evaluate import batches
 from coca_hf.evaluate.batches import auto_batch_size, batches_of, compute_all
@@ -25,7 +25,6 @@ from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import draw_sample
 from coca_hf.evaluate.variants import VARIANTS
 from coca_hf.report.rows import read_tables
-from tests.train.test_processes import TWO_PROCESSES
 
 MESSAGES = [
     "CUDA out of memory. Tried to allocate 2.00 GiB",
@@ -168,6 +167,7 @@ def test_every_value_can_be_computed_again_from_the_raw_tables(coca, books, tmp_
             assert PROMPTS["paper"].new_tokens == 64
 
 
+README = Path(__file__).parents[2] / "README.md"
 COCA_EVAL = Path(sys.executable).with_name("coca-eval")
 
 
@@ -198,10 +198,10 @@ MEASUREMENTS = {  # how many rows, and the options
 @pytest.mark.real
 @pytest.mark.parametrize("task", MEASUREMENTS)
 def test_two_processes_make_the_rows_of_one(tiny_coca_dir, books, tmp_path, task):
-    """Launched as the README says."""
+    """Launched as the README says, on a port of its own."""
     port = 29560 + list(MEASUREMENTS).index(task)
-    (tmp_path / "two.yaml").write_text(yaml.safe_dump(TWO_PROCESSES | {"main_process_port": port}))
-    launcher = ("-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "two.yaml"))
+    (flags,) = re.findall(r"`accelerate launch (.*) \$\(which coca-eval\) …`", README.read_text())
+    launcher = ["-m", "accelerate.commands.launch", *flags.replace("8", "2").split(), f"--main_process_port={port}"]
     count, options = MEASUREMENTS[task]
     for name, prefix in (("one", ()), ("two", launcher)):
         words = [books if word == "BOOKS" else word for word in options.split()]
@@ -217,10 +217,19 @@ def test_two_processes_make_the_rows_of_one(tiny_coca_dir, books, tmp_path, task
             assert (tmp_path / "one" / path).read_bytes() == (tmp_path / "two" / path).read_bytes()
 
 
+KILLED = {  # the shortest of eight lengths, and the options
+    "perplexity": (20, "--data BOOKS --stride 5"),
+    "passkey": (300, "--cases 12 --new-tokens 9 --batch-size 2"),
+}
+
+
 @pytest.mark.real
-def test_a_killed_run_goes_on_after_its_last_whole_row(tiny_coca_dir, books, tmp_path):
-    arguments = ["perplexity", tiny_coca_dir, "--data", books, "--stride", 5]
-    arguments += ["--lengths", ",".join(map(str, range(20, 28))), "--out"]
+@pytest.mark.parametrize("task", KILLED)
+def test_a_killed_run_goes_on_after_its_last_whole_row(tiny_coca_dir, books, tmp_path, task):
+    shortest, options = KILLED[task]
+    lengths = ",".join(str(shortest + more) for more in range(8))
+    words = [books if word == "BOOKS" else word for word in options.split()]
+    arguments = [task, tiny_coca_dir, *words, "--lengths", lengths, "--out"]
     process = run([*arguments, tmp_path / "killed"], wait=False)
     rows = tmp_path / "killed" / "rows.jsonl"
     deadline = time.monotonic() + 120

@@ -1,10 +1,11 @@
 import io
 import json
 import re
+import shutil
 
 import pytest
 from rich.console import Console
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from coca_hf import checkout
 from coca_hf.evaluate import sample
@@ -98,14 +99,14 @@ def test_skipped_documents_are_counted_and_named(tiny_llama_dir, books, tmp_path
         *("perplexity", tiny_llama_dir, "--data", books, "--lengths", 220, "--out", tmp_path / "out", "--skip-short")
     )
     assert code == 0
-    assert "skipped 1 short documents: austen.txt" in stderr
+    assert "skipped 1 short or empty documents: austen.txt" in stderr
 
 
 def test_fewer_documents_than_asked_for_are_warned_of_with_both_counts(tiny_llama_dir, books, tmp_path, coca_eval):
     asked = ("perplexity", tiny_llama_dir, "--data", books, "--lengths", 220, "--out", tmp_path, "--skip-short")
-    warning = "warning: 2 of 3 documents have at least 220 tokens; only these are measured\n"
+    warning = "warning: 2 documents have at least 220 tokens, 3 were asked for; only these are measured\n"
     assert warning in coca_eval(*asked, "--documents", 3)[2]
-    assert "warning: 2 of" not in coca_eval(*asked)[2]
+    assert "were asked for" not in coca_eval(*asked)[2]
 
 
 def test_of_many_skipped_documents_the_first_are_named_and_all_are_counted(tiny_llama_dir, books, tmp_path, coca_eval):
@@ -114,7 +115,7 @@ def test_of_many_skipped_documents_the_first_are_named_and_all_are_counted(tiny_
     _, _, stderr = coca_eval(
         *("perplexity", tiny_llama_dir, "--data", books, "--lengths", 30, "--out", tmp_path / "out", "--skip-short")
     )
-    assert "skipped 12 short documents: a00.txt, " in stderr
+    assert "skipped 12 short or empty documents: a00.txt, " in stderr
     assert "a09.txt and 2 more\n" in stderr
     assert len(rows_in(tmp_path / "out")[0]["skipped_documents"]) == 12
 
@@ -132,7 +133,7 @@ BAD = {
     "no config": ({"model": "BOOKS"}, "got no config.json there"),
     "unknown rope": ({"--rope": "ntk:4"}, "--rope: got 'ntk:4', expected default, linear:FACTOR"),
     "no documents": ({"--data": "./nothing.txt"}, "./nothing.txt: got no such file"),
-    "short document": ({"--lengths": "215"}, "austen.txt: got a document of 210 tokens, expected at least 215"),
+    "short document": ({"--lengths": "215"}, "1 of 3 documents have fewer than 215 tokens"),
     "short cut": ({"--max-tokens": "20"}, "--max-tokens: got 20, expected at least 32"),
     "batch size": ({"--batch-size": "0"}, "--batch-size: got '0', expected auto or a whole number from 1 to 999999999"),
     "no number": ({"--batch-size": "many"}, "--batch-size: got 'many', expected auto"),
@@ -170,6 +171,15 @@ def test_a_factor_beyond_all_positions_is_measured(tiny_llama_dir, books, tmp_pa
     )
     assert (code, "warning" in stderr) == (0, False)
     assert all(row["value"] > 1 for row in rows_in(tmp_path))
+
+
+def test_a_tokenizer_too_small_for_the_model_is_warned_of(tiny_llama_dir, tmp_path, coca_eval):
+    model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
+    model.resize_token_embeddings(1400, mean_resizing=False)
+    model.save_pretrained(shutil.copytree(tiny_llama_dir, tmp_path / "wide"))
+    code, _, stderr = coca_eval("copying", tmp_path / "wide", "--lengths", 16, "--cases", 1, "--out", tmp_path / "out")
+    assert code == 0
+    assert f"warning: {tmp_path / 'wide'}: got a tokenizer of 259 tokens for an embedding of 1,400 rows;" in stderr
 
 
 def test_a_model_without_rotary_embedding_is_not_told_to_extend_it(tiny_tokenizer, books, tmp_path, coca_eval):
@@ -214,8 +224,8 @@ def test_a_preset_measures_its_documents_cut_to_its_length(tiny_llama_dir, books
     common = (tiny_llama_dir, "--lengths", 100, "--stride", 60, "--out", tmp_path / "out", "--preset", "pg19")
     code, _, stderr = coca_eval("perplexity", *common)
     assert code == 0
-    assert "skipped 1 short documents: austen.txt" in stderr
-    assert "warning: 2 of 3 documents have at least 220 tokens; only these are measured" in stderr
+    assert "skipped 1 short or empty documents: austen.txt" in stderr
+    assert "warning: 2 documents have at least 220 tokens, 3 were asked for; only these are measured" in stderr
     (row,) = rows_in(tmp_path / "out")
     assert (row["documents"], row["tokens"], row["skipped_documents"]) == (2, 2 * 219, ["austen.txt"])
     for both_or_neither in (("--data", books), ()):
@@ -225,20 +235,24 @@ def test_a_preset_measures_its_documents_cut_to_its_length(tiny_llama_dir, books
         assert "--data, --preset: got both or neither, expected one of them" in stderr
 
 
-def test_position_loss_boundary_and_speed_are_commands(tiny_coca_dir, tiny_llama_dir, books, tmp_path, coca_eval):
+def test_position_loss_boundary_attention_maps_and_speed_are_commands(
+    tiny_coca_dir, tiny_llama_dir, books, tmp_path, coca_eval
+):
     out, baseline = tmp_path / "out", ("--baseline", tiny_llama_dir, "--baseline-name", "plain")
     runs = {
         "position-loss": ("--data", books, "--lengths", 100, "--rope", "default,yarn:2"),
         "boundary": ("--data", books, "--lengths", 100, "--pairs", 20),
-        "speed": ("--lengths", 16, "--modes", "decode", "--repeats", 2, *baseline),
+        "attention-maps": ("--data", books, "--lengths", 100, "--documents", 1, *baseline[:2]),
+        "speed": ("--lengths", 100, "--modes", "decode", "--repeats", 2, *baseline),
     }
     for task, options in runs.items():
         code, stdout, stderr = coca_eval(task, tiny_coca_dir, "--out", out, *options)
         assert code == 0
         assert "tiny-coca" in stdout
-        assert ("warning: lengths 100 are beyond the 64 tokens of --rope default" in stderr) == (task != "speed")
-    assert [row["task"] for row in rows_in(out)] == ["position-loss", "position-loss", "boundary", "speed", "speed"]
-    assert [row["model"] for row in rows_in(out)[3:]] == ["plain", "tiny-coca"]
+        assert "warning: lengths 100 are beyond the 64 tokens of --rope default" in stderr
+    made = [row["task"] for row in rows_in(out)]
+    assert made == ["position-loss", "position-loss", "boundary", "attention-maps", "speed", "speed"]
+    assert [row["model"] for row in rows_in(out)[4:]] == ["plain", "tiny-coca"]
     assert all((out / path).is_file() for row in rows_in(out) for path in row["raw"].values())
 
 

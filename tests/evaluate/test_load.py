@@ -5,10 +5,11 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertForMaskedLM, T5Config
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM, T5Config, dynamic_module_utils
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.load import load_subject
+from coca_hf.evaluate.load import load_subject, warn_small_tokenizer
 from coca_hf.evaluate.rows import subject_settings
 
 
@@ -163,6 +164,84 @@ def test_a_directory_without_tokenizer_is_refused(checkpoint):
     with pytest.raises(CocaError, match=r"got no tokenizer that can be loaded, .* copy tokenizer\.json") as error:
         load_subject(str(checkpoint))
     assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_far_smaller_than_the_embedding_is_warned_of_and_padding_is_not(tiny_llama_dir):
+    subject = load_subject(str(tiny_llama_dir))
+    for rows, warned in [(259, False), (320, False), (259 + 1024, False), (259 + 1025, True), (49_152, True)]:
+        subject.model.set_input_embeddings(nn.Embedding(rows, 2))
+        assert (warn_small_tokenizer(subject) is not None) == warned
+    assert "got a tokenizer of 259 tokens for an embedding of 49,152 rows; is it" in warn_small_tokenizer(subject)
+    subject.model.set_input_embeddings(nn.Embedding(51_200, 2))
+    for tokens, warned in [(50_295, False), (46_080, False), (46_079, True)]:  # phi-2's, and a tenth fewer
+        subject.tokenizer = range(tokens)
+        assert (warn_small_tokenizer(subject) is not None) == warned
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class HalfConfig(LlamaConfig):
+    model_type = "half-llama"
+
+
+class HalfForCausalLM(LlamaForCausalLM):
+    config_class = HalfConfig
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits / 2
+        return output
+"""
+
+
+@pytest.fixture
+def half(checkpoint, tmp_path, monkeypatch):
+    """The tiny LLaMA as a model that only the code beside it knows: its logits are half of LLaMA's."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    (checkpoint / "half.py").write_text(OWN_CODE)
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"model_type": "half-llama", "architectures": ["HalfForCausalLM"]}
+    config["auto_map"] = {"AutoConfig": "half.HalfConfig", "AutoModelForCausalLM": "half.HalfForCausalLM"}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    return checkpoint
+
+
+def test_a_model_with_code_of_its_own_runs_it_where_that_is_trusted(half, tiny_llama_dir):
+    subject, plain = load_subject(str(half), trust_remote_code=True), load_subject(str(tiny_llama_dir))
+    ids = torch.arange(8)[None]
+    assert torch.equal(subject.model(ids).logits, plain.model(ids).logits / 2)
+    (half / "half.py").write_text(OWN_CODE + "\n")
+    assert load_subject(str(half), trust_remote_code=True).fingerprint != subject.fingerprint
+
+
+def test_coca_eval_trusts_code_where_it_is_told_to_also_the_baselines(half, tmp_path, coca_eval):
+    arguments = ("speed", half, "--baseline", half, "--baseline-name", "same", "--modes", "prefill", "--lengths", 16)
+    arguments += ("--repeats", 1, "--out", tmp_path / "out")
+    code, _, stderr = coca_eval(*arguments)
+    assert (code, stderr.count("\n"), "add --trust-remote-code\n" in stderr) == (2, 1, True)
+    code, stdout, _ = coca_eval(*arguments, "--trust-remote-code")
+    assert (code, "copy" in stdout, "same" in stdout) == (0, True, True)
+
+
+@pytest.mark.parametrize("model_type", ["half-llama", "llama"])
+def test_code_that_is_not_trusted_is_refused_with_what_to_do(half, model_type):
+    """Also where transformers knows the type: its own class is not the one that config.json names."""
+    config = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    with pytest.raises(
+        CocaError, match=r"copy: got a model that needs the code it carries; .* add --trust-remote-code$"
+    ):
+        load_subject(str(half))
+
+
+def test_a_tokenizer_with_code_of_its_own_is_refused_with_what_to_do(checkpoint):
+    config = json.loads((checkpoint / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(CocaError, match="needs the code it carries"):
+        load_subject(str(checkpoint))
 
 
 def test_an_unknown_dtype_is_refused(checkpoint):

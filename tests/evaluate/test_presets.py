@@ -27,17 +27,17 @@ def test_a_preset_is_its_data_set_on_the_hub(preset, hub, llama, tiny_llama_dir,
         *("--documents", 3 if preset == "pg19" else 2),
     )
     assert code == 0, stderr
-    assert ("warning: 2 of 3 documents have at least 32,768 tokens" in stderr) == (preset == "pg19")
+    assert ("warning: 2 documents have at least 32,768 tokens, 3 were asked for" in stderr) == (preset == "pg19")
     (row,) = rows_in(tmp_path)
     assert (row["data_commit"], row["data_revision"], row["subset"]) == ("1" * 40, None, None)
     assert row["document_names"] == [f"{hub.repo}:0", f"{hub.repo}:2"]
-    is_drawn_by_tokens = preset == "pg19"  # the other by characters
+    is_drawn_by_tokens = preset == "pg19"  # the other by bytes
     assert row["skipped_documents"] == ([f"{hub.repo}:1"] if is_drawn_by_tokens else [])
     assert row["left_out_documents"] == (0 if is_drawn_by_tokens else 1)
-    assert ("left out 1 documents of fewer than 131,072 characters" in " ".join(stderr.split())) != is_drawn_by_tokens
+    assert ("left out 1 documents of fewer than 32,000 bytes" in " ".join(stderr.split())) != is_drawn_by_tokens
     assert (row["tokens"], row["max_tokens"]) == (2 * 32767, 32768)
     file = str(tmp_path / "books.parquet")
-    assert row["data_hash"] == draw_sample(llama, file, 64, max_tokens=32768, min_chars=9999).describe()["data_hash"]
+    assert row["data_hash"] == draw_sample(llama, file, 64, max_tokens=32768, min_bytes=9999).describe()["data_hash"]
 
 
 def test_a_subset_at_a_revision_is_what_is_read_and_what_the_row_says(tiny_llama_dir, tmp_path, monkeypatch, coca_eval):

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -41,9 +43,51 @@ def test_documents_are_cut_to_their_first_tokens(llama, many):
     assert cut.describe()["data_hash"] != whole.describe()["data_hash"]
 
 
-def test_a_document_shorter_than_the_window_is_refused_with_the_remedy(llama, many):
-    with pytest.raises(CocaError, match=r"00\.txt: got a document of 50 tokens, expected at least 71, .* --skip-short"):
+def test_documents_shorter_than_the_window_are_refused_all_at_once_with_the_remedy(llama, many):
+    with pytest.raises(CocaError) as caught:
         draw_sample(llama, many, 71)
+    assert str(caught.value) == (
+        f"{many}: 21 of 30 documents have fewer than 71 tokens, the longest of --lengths, first: {many}/00.txt (50), "
+        f"{many}/01.txt (51), {many}/02.txt (52) and 18 more; ask for shorter --lengths or add --skip-short"
+    )
+
+
+@pytest.fixture
+def with_empty(many):
+    """Three of the thirty without a text."""
+    for number, text in ((3, ""), (8, " \n"), (29, "\t")):
+        (Path(many) / f"{number:02}.txt").write_text(text)
+    return many
+
+
+def test_empty_documents_are_refused_all_at_once_with_the_remedy(llama, with_empty):
+    with pytest.raises(CocaError) as caught:
+        draw_sample(llama, with_empty, 10)
+    first = ", ".join(f"{with_empty}/{name}.txt" for name in ("03", "08", "29"))
+    assert str(caught.value) == (
+        f"{with_empty}: 3 of 30 documents are empty, first: {first}; remove them or add --skip-short"
+    )
+
+
+def test_empty_documents_are_skipped_and_named(llama, with_empty):
+    sample = draw_sample(llama, with_empty, 10, skip_short=True)
+    assert sample.describe()["skipped_documents"] == ["03.txt", "08.txt", "29.txt"]
+    assert sample.describe()["documents"] == 27
+
+
+def test_with_skip_short_the_draw_is_from_the_long_documents_alone(llama, many):
+    sample = draw_sample(llama, many, 65, documents=9, seed=5, skip_short=True)
+    short = [f"{number:02}.txt" for number in range(15)]
+    assert (len(sample.names), sample.skipped) == (9, short)
+    for name in short:
+        (Path(many) / name).unlink()
+    assert draw_sample(llama, many, 65, documents=9, seed=5).names == sample.names
+
+
+def test_a_source_that_ends_gives_the_long_documents_there_are(llama, many):
+    sample = draw_sample(llama, many, 71, documents=10, skip_short=True)
+    assert sample.names == [f"{number:02}.txt" for number in range(21, 30)]
+    assert len(sample.skipped) == 21
 
 
 def test_skipped_documents_are_named(llama, many):
@@ -73,10 +117,12 @@ def test_token_ids_that_the_model_does_not_embed_are_refused(llama, many):
         draw_sample(llama, many, 10)
 
 
-def test_documents_of_too_few_characters_are_not_drawn_from(llama, many):
-    sample = draw_sample(llama, many, 10, documents=5, min_chars=75)
-    assert sample.names == ["25.txt", "26.txt", "27.txt", "28.txt", "29.txt"]
-    assert sample.describe()["min_chars"] == 75
+def test_documents_of_too_few_bytes_are_not_drawn_from_and_are_counted(llama, many):
+    """Bytes of UTF-8: 40 characters of two bytes each are 80 tokens."""
+    (Path(many) / "00.txt").write_text("ß" * 40)
+    sample = draw_sample(llama, many, 10, documents=6, min_bytes=75)
+    assert sample.names == ["00.txt", "25.txt", "26.txt", "27.txt", "28.txt", "29.txt"]
+    assert (sample.describe()["min_bytes"], sample.left_out) == (75, 24)
 
 
 def test_without_special_tokens_the_text_alone_is_tokenized(llama, many):

@@ -299,6 +299,11 @@ def test_models_of_one_name_are_told_apart_by_path_and_dtype(tmp_path):
     }
 
 
+def test_documents_that_were_left_out_are_named_beside_those_measured(tmp_path):
+    page = markdown_of([write_rows(tmp_path / "a", row(value=8.0, skipped_documents=["note.txt"]))])
+    assert "- persuasion.txt\n- note.txt (empty or too short, left out)\n" in page
+
+
 def test_what_markdown_would_read_as_its_own_is_escaped(tmp_path):
     run = write_rows(tmp_path / "a", row("a|b*c", value=8.0, data="<books>_*"))
     page = markdown_of([run])
