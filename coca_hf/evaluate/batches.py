@@ -14,7 +14,6 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Track = Callable[[list, str], Iterable]  # wraps a list, with a description, to show how far a loop over it is
 
 AUTO_SEQUENCES = 64  # halved as long as memory runs out
 AUTO_TOKENS_ON_CPU = 1024  # of a batch
