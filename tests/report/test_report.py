@@ -7,7 +7,6 @@ import pytest
 
 from coca_hf.errors import CocaError
 from coca_hf.report import write_report
-from coca_hf.report.against_length import curves_of
 from coca_hf.report.document import markdown
 from coca_hf.report.page import read_page, tables_markdown
 from coca_hf.report.plots import COLORS, Heat, Key, heat_figure
@@ -236,24 +235,31 @@ def test_without_a_passkey_beyond_the_trained_length_there_is_nothing_to_tell_ap
     assert "passkey-inside" not in markdown_of([run])
 
 
-def test_the_spread_is_of_perplexities_of_documents(tmp_path):
-    """Eleven documents of several windows, whose losses per token are 1.0, 1.1, ... 2.0: deciles 1.1 and 1.9."""
-    windows = [
-        {"document": document, "tokens": tokens, "nll": tokens * (1 + document / 10)}
-        for document in range(11)
-        for tokens in (30, 70)
-    ]
+def test_the_band_is_from_the_tenth_to_the_ninetieth_percentile_of_documents(tmp_path):
+    """Eleven documents of several windows, of losses per token 1.0, 1.1, ... 2.0, or twice that; at 1024 only one."""
     (tmp_path / "a").mkdir()
-    (table,) = read_tables([write_rows(tmp_path / "a", with_raw(tmp_path / "a", "windows", row(), windows))])
-    (curve,) = curves_of(table)
-    assert curve.band == [pytest.approx((math.exp(1.1), math.exp(1.9)))]
+    rows = []
+    for length, factor, documents in ((512, 1, 11), (1024, 1, 1), (2048, 2, 11)):
+        windows = [
+            {"document": document, "tokens": tokens, "nll": tokens * factor * (1 + document / 10)}
+            for document in range(documents)
+            for tokens in (30, 70)
+        ]
+        rows.append(with_raw(tmp_path / "a", "windows", row(length=length), windows))
+    (figure,) = read_page([write_rows(tmp_path / "a", *rows)]).figures()
+    (band,) = figure.draw(5, 3, True).axes[0].collections
+    (outline,) = band.get_paths()
+    expected = [(512, math.exp(1.1)), (512, math.exp(1.9)), (2048, math.exp(2.2)), (2048, math.exp(3.8))]
+    assert sorted({tuple(point) for point in outline.vertices.tolist()}) == [pytest.approx(end) for end in expected]
+    assert "Shaded: from the 10th to the 90th percentile of the documents." in figure.caption
 
 
-def test_one_document_has_no_spread(tmp_path):
+def test_one_document_has_no_band(tmp_path):
     (tmp_path / "a").mkdir()
     made = with_raw(tmp_path / "a", "windows", row(), [{"document": 0, "tokens": 3, "nll": 2.0}])
-    (curve,) = curves_of(read_tables([write_rows(tmp_path / "a", made)])[0])
-    assert curve.band == [None]
+    (figure,) = read_page([write_rows(tmp_path / "a", made)]).figures()
+    assert not figure.draw(5, 3, True).axes[0].collections
+    assert "Shaded" not in figure.caption
 
 
 def test_the_length_of_the_last_training_stage_counts_before_that_of_the_config(tmp_path):
