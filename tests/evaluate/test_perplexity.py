@@ -1,6 +1,8 @@
 import copy
 import itertools
+import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -209,6 +211,20 @@ def test_lm_evals_rolling_perplexity_is_ours_where_its_windows_are(coca, tmp_pat
     (row,) = perplexity_rows(coca, sample, [13], 13, [DEFAULT], RowStore(tmp_path))
     assert row["tokens"] == 39 + 65
     assert row["value"] == pytest.approx(math.exp(-sum(loglikelihoods) / (39 + 65)), rel=1e-6)
+
+
+def test_the_recorded_check_of_ten_books_differs_from_both_other_computations_by_a_thousandth_at_most():
+    check = json.loads((Path(__file__).parents[2] / "docs/results/perplexity-check.json").read_text())
+    assert len(set(check["document_names"])) == 10
+    lengths = {"transformers": set(), "lm-eval": set()}
+    for row in check["rows"]:
+        (other,) = lengths.keys() & row.keys()
+        lengths[other].add(row["length"])
+        assert row["books"] == 10
+        assert abs(row["difference"]) <= 1e-3
+        assert row["difference"] == pytest.approx(row["coca-eval"] / row[other] - 1, abs=1e-12)
+    assert lengths["transformers"] == {512, 1024, 2048, 4096, 8192}
+    assert lengths["lm-eval"] >= {512, 1024}
 
 
 def test_rows_already_there_are_not_measured_again(llama, books, tmp_path, monkeypatch):
