@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import Track, compute_all
+from coca_hf.evaluate.batches import compute_all
 from coca_hf.evaluate.load import Subject, check_vocabulary
 from coca_hf.evaluate.perplexity import failed
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import Raw, RowStore, rows_over, subject_settings
+from coca_hf.evaluate.rows import UNSEEN, Raw, RowStore, Track, rows_over, subject_settings
 from coca_hf.evaluate.sample import Sample
 
 COLUMNS = ("divergence", "sink", "baseline_sink", "previous", "baseline_previous", "entropy", "baseline_entropy")
@@ -41,7 +41,7 @@ def attention_map_rows(
     lengths: list[int],
     ropes: list[Rope],
     store: RowStore,
-    track: Track = lambda items, description: items,
+    track: Track = UNSEEN,
 ) -> Iterator[dict]:
     """Yield a row for every RoPE setting, of both models, and length; those that `store` has are not measured again.
 
@@ -72,6 +72,7 @@ def attention_map_rows(
         store,
         lambda length: settings,
         lambda rope, settings: _measure(subject, baseline, sample, rope, settings, track),
+        track,
     )
 
 

@@ -14,7 +14,6 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Track = Callable[[list, str], Iterable]  # wraps a list, with a description, to show how far a loop over it is
 
 # What libraries beside PyTorch's allocator say, which accelerate does not know
 FULL = ("_STATUS_ALLOC_FAILED", "CUDA error: out of memory")

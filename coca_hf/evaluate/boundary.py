@@ -44,12 +44,12 @@ from torch import Tensor
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.angles import count_angles, decay_distances, decay_sums, partial_sums
-from coca_hf.evaluate.batches import Track, compute_all
+from coca_hf.evaluate.batches import compute_all
 from coca_hf.evaluate.load import Subject
 from coca_hf.evaluate.perplexity import failed
 from coca_hf.evaluate.products import Products, frequencies, visiting_products
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import Raw, RowStore, rows_over, subject_settings
+from coca_hf.evaluate.rows import UNSEEN, Raw, RowStore, Track, rows_over, subject_settings
 from coca_hf.evaluate.sample import Sample
 
 
@@ -61,7 +61,7 @@ def boundary_rows(
     store: RowStore,
     pairs_per_document: int = 1024,
     seed: int = 0,
-    track: Track = lambda items, description: items,
+    track: Track = UNSEEN,
 ) -> Iterator[dict]:
     """Yield a row for every RoPE setting and length, of the first `length` tokens of every document.
 
@@ -83,6 +83,7 @@ def boundary_rows(
         store,
         lambda length: settings,
         lambda rope, settings: _measure(subject.model, sample, rope, settings, track),
+        track,
     )
 
 

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import Track
 from coca_hf.evaluate.load import Subject
 from coca_hf.evaluate.perplexity import compute_windows, failed, token_losses
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import Raw, RowStore, rows_over, subject_settings
+from coca_hf.evaluate.rows import UNSEEN, Raw, RowStore, Track, rows_over, subject_settings
 from coca_hf.evaluate.variants import Window
 
 
@@ -33,7 +32,7 @@ def copying_rows(
     num_cases: int = 16,
     seed: int = 0,
     batch_size: int | None = None,
-    track: Track = lambda items, description: items,
+    track: Track = UNSEEN,
 ) -> Iterator[dict]:
     """Yield a row for every RoPE setting and length, which is that of both copies together, at most.
 
@@ -52,7 +51,12 @@ def copying_rows(
         "batch_size": batch_size,
     }
     return rows_over(
-        ropes, lengths, store, lambda length: settings, lambda rope, settings: _measure(subject, rope, settings, track)
+        ropes,
+        lengths,
+        store,
+        lambda length: settings,
+        lambda rope, settings: _measure(subject, rope, settings, track),
+        track,
     )
 
 

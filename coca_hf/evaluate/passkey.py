@@ -30,11 +30,11 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import Track, auto_batch_size, batches_of, compute_all
+from coca_hf.evaluate.batches import auto_batch_size, batches_of, compute_all
 from coca_hf.evaluate.load import Subject, check_vocabulary
 from coca_hf.evaluate.perplexity import failed
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import Raw, RowStore, rows_over, subject_settings
+from coca_hf.evaluate.rows import UNSEEN, Raw, RowStore, Track, rows_over, subject_settings
 from coca_hf.report.rows import trained_length
 
 INSTRUCTION = (
@@ -201,7 +201,7 @@ def passkey_rows(
     batch_size: int | None = None,
     variant: str = "paper",
     depths: int | None = None,
-    track: Track = lambda items, description: items,
+    track: Track = UNSEEN,
 ) -> Iterator[dict]:
     """Yield a row for every RoPE setting and length; those that `store` already has are not measured again.
 
@@ -228,6 +228,7 @@ def passkey_rows(
         store,
         lambda length: settings,
         lambda rope, settings: _measure(subject, rope, settings, track),
+        track,
     )
 
 

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coca_hf.evaluate.batches import Track, auto_batch_size, batches_of, compute_all
+from coca_hf.evaluate.batches import auto_batch_size, batches_of, compute_all
 from coca_hf.evaluate.load import Subject
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import Raw, RowStore, rows_over, subject_settings
+from coca_hf.evaluate.rows import UNSEEN, Raw, RowStore, Track, rows_over, subject_settings
 from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.variants import VARIANTS, Variant, Window
 
@@ -61,7 +61,7 @@ def perplexity_rows(
     store: RowStore,
     batch_size: int | None = None,
     variant: str = "sliding",
-    track: Track = lambda items, description: items,
+    track: Track = UNSEEN,
 ) -> Iterator[dict]:
     """Yield a row for every RoPE setting and length; those that `store` already has are not measured again.
 
@@ -84,6 +84,7 @@ def perplexity_rows(
         store,
         lambda length: settings | {"stride": min(stride, length)},
         lambda rope, settings: _measure(subject, sample, rope, settings, track),
+        track,
     )
 
 

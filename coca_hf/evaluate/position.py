@@ -15,11 +15,10 @@ from collections.abc import Iterator
 
 import torch
 
-from coca_hf.evaluate.batches import Track
 from coca_hf.evaluate.load import Subject
 from coca_hf.evaluate.perplexity import compute_windows, failed, perplexity_of, token_losses
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import Raw, RowStore, rows_over, subject_settings
+from coca_hf.evaluate.rows import UNSEEN, Raw, RowStore, Track, rows_over, subject_settings
 from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.variants import VARIANTS, Window
 from coca_hf.report.rows import trained_length
@@ -33,7 +32,7 @@ def position_rows(
     store: RowStore,
     bucket: int = 64,
     batch_size: int | None = None,
-    track: Track = lambda items, description: items,
+    track: Track = UNSEEN,
 ) -> Iterator[dict]:
     """Yield a row for every RoPE setting and length; those that `store` already has are not measured again."""
     settings = {
@@ -49,6 +48,7 @@ def position_rows(
         store,
         lambda length: settings | {"stride": length},
         lambda rope, settings: _measure(subject, sample, rope, settings, track),
+        track,
     )
 
 

@@ -23,7 +23,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -48,6 +48,23 @@ IDENTITY = (
 SHOWN = {"model", "task", "rope", "length", "value"}  # of every row, when a run ends
 Raw = Mapping[str, list[dict]]  # lines of a raw table, by its name
 PACKAGES = ("coca-hf", "torch", "transformers", "tokenizers", "accelerate", "datasets")
+
+
+class Track:
+    """How far a run is; this one shows nothing, that of `show.progress_on` does."""
+
+    def __call__(self, items: list, description: str) -> Iterable:
+        """The items of a loop within a row."""
+        return items
+
+    def begin(self, missing: list[dict], asked: int, noun: str = "rows") -> None:
+        """Of `asked` rows these are to be made: their settings. noun: what is counted, where it is not rows."""
+
+    def finish(self, settings: dict) -> None:
+        """The row of these settings is made."""
+
+
+UNSEEN = Track()
 
 
 class RowStore:
@@ -105,20 +122,26 @@ def rows_over(
     store: RowStore,
     settings_at: Callable[[int], dict],
     measure: Callable[[Rope, dict], tuple[dict, Raw]],
+    track: Track,
 ) -> Iterator[dict]:
     """Yield a row for every RoPE setting and length; those that `store` already has are not measured again.
 
     settings_at: what a row of a length says besides `rope` and `length`. measure: of these settings, what they came to
     and the raw tables.
     """
-    for rope, length in itertools.product(ropes, lengths):
-        settings = {"rope": str(rope), "length": length} | settings_at(length)
+    asked = [
+        (rope, {"rope": str(rope), "length": length} | settings_at(length))
+        for rope, length in itertools.product(ropes, lengths)
+    ]
+    track.begin([settings for _, settings in asked if store.find(settings) is None], len(asked))
+    for rope, settings in asked:
         row = store.find(settings)
         if row is None:
             began = time.perf_counter()
             results, raw = measure(rope, settings)
             made = {"seconds": round(time.perf_counter() - began, 3), "date": now()}
             row = store.append(settings | results | made, raw)
+            track.finish(settings)
         yield row
 
 

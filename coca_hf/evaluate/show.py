@@ -1,37 +1,100 @@
-"""What a person sees while rows are made: a bar with the time left for each, and a small table at the end."""
+"""What a person sees while rows are made, and a small table at the end.
 
-from collections.abc import Iterable, Iterator
+On a terminal a bar over all rows and one for each; elsewhere, as in the log of a cluster's job, a line for each row:
+
+    passkey  default  4096: 3 of 8 rows, about 12 min left
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
+from rich.text import Text
 
-from coca_hf.evaluate.batches import Track
+from coca_hf.evaluate.rows import Track
 
 
 @contextmanager
-def progress_on(console: Console) -> Iterator[Track]:
-    """A `Track` that draws a bar on `console` for every list it wraps."""
+def progress_on(console: Console, clock: Callable[[], float] = time.monotonic) -> Iterator[Track]:
+    """A `Track` that shows on `console` how far rows are. clock: seconds."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),
-        TimeRemainingColumn(),
+        _Left(),
     )
-    progress = Progress(*columns, console=console, disable=console.quiet)
-
-    def track(items: list, description: str) -> Iterable:
-        progress.start()
-        return progress.track(items, description=description)
-
+    bars = Progress(*columns, console=console, get_time=clock, disable=console.quiet or not console.is_interactive)
     try:
-        yield track
+        yield _Shown(bars, console, clock)
     finally:
-        if progress.live.is_started:  # stopping what never started would print an empty line
-            progress.stop()
+        if bars.live.is_started:  # stopping what never started would print an empty line
+            bars.stop()
+
+
+class _Left(TimeRemainingColumn):
+    """Of the bar over rows the estimate of `_Shown`, of others rich's."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["left"]) if "left" in task.fields else super().render(task)
+
+
+class _Shown(Track):
+    """The time left is that of the rows made so far, each weighed by its length; what was there before counts in none.
+
+    For most tasks the time of a row is nearly proportional to its length.
+    """
+
+    def __init__(self, bars: Progress, console: Console, clock: Callable[[], float]):
+        self.bars, self.console, self.clock = bars, console, clock
+
+    def __call__(self, items: list, description: str) -> Iterable:
+        self.bars.start()
+        return self.bars.track(items, description=description)
+
+    def begin(self, missing: list[dict], asked: int, noun: str = "rows") -> None:
+        self.began, self.noun, self.asked = self.clock(), noun, asked
+        self.done = asked - len(missing)
+        self.weight_left, self.weight_made = sum(map(_weight, missing)), 0
+        if missing:
+            self.bars.start()
+            self.bar = self.bars.add_task(noun, total=asked, completed=self.done, left="")
+
+    def finish(self, settings: dict) -> None:
+        self.done += 1
+        self.weight_made += _weight(settings)
+        self.weight_left -= _weight(settings)
+        seconds = (self.clock() - self.began) * self.weight_left / self.weight_made
+        left = f"about {_duration(seconds)}" if self.weight_left else ""
+        self.bars.update(self.bar, completed=self.done, left=left)
+        if not self.console.is_interactive:
+            named = (settings.get(name) for name in ("task", "mode", "benchmark", "rope", "length"))
+            of_all = f"{self.done} of {self.asked} {self.noun}" + (f", {left} left" if left else "")
+            row = "  ".join(str(name) for name in named if name is not None)
+            self.console.print(f"{row}: {of_all}", soft_wrap=True)
+
+
+def _weight(settings: dict) -> int:
+    return settings["length"] or settings["trained_length"] or 1
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("s", 1), ("min", 60)):
+        if seconds < 100 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 3600:.0f} h"
 
 
 def results_table(rows: Iterable[dict]) -> Table:

@@ -26,11 +26,11 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import Track, is_out_of_memory, processes
+from coca_hf.evaluate.batches import is_out_of_memory, processes
 from coca_hf.evaluate.load import Subject
 from coca_hf.evaluate.perplexity import failed, keeps_logits
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import RowStore, now, subject_settings
+from coca_hf.evaluate.rows import UNSEEN, RowStore, Track, now, subject_settings
 
 MODES = ("prefill", "decode", "train")
 SEED = 0  # of the tokens
@@ -59,7 +59,7 @@ def speed_rows(
     batch_size: int = 1,
     repeats: int = 10,
     warmup: int = 3,
-    track: Track = lambda items, description: items,
+    track: Track = UNSEEN,
 ) -> Iterator[dict]:
     """Yield rows for every mode, RoPE setting and length, the baseline's before the model's.
 
@@ -72,8 +72,9 @@ def speed_rows(
             f"coca-eval speed: got {processes().num_processes} processes, expected one: a timing is of one device, and "
             f"others beside it would slow it down; run it without accelerate launch"
         )
-    for mode, rope, length in itertools.product(modes, ropes, lengths):
-        subjects = ([baseline] if baseline else []) + [subject]
+    subjects = ([baseline] if baseline else []) + [subject]
+
+    def settings_of(mode: str, rope: Rope, length: int) -> list[dict]:
         settings = [
             {
                 "task": "speed",
@@ -94,13 +95,23 @@ def speed_rows(
         ]
         for one in settings:
             one["measured_on"] = f"{one['device']}, batch {batch_size}"
-        rows = [store.find(one) for one in settings]
+        return settings
+
+    def found(settings: list[dict]) -> list[dict | None]:
+        return [store.find(one) for one in settings]
+
+    asked = [(rope, settings_of(mode, rope, length)) for mode, rope, length in itertools.product(modes, ropes, lengths)]
+    missing = [settings[-1] for _, settings in asked if not all(found(settings))]
+    track.begin(missing, len(asked), "pairs of rows" if baseline else "rows")
+    for rope, settings in asked:
+        rows = found(settings)
         if not all(rows):
             results, seconds = _measure(subjects, rope, settings[0], track)
             rows = []
             for one, result, times in zip(settings, results, seconds, strict=True):
                 runs = [{"repeat": number, "seconds": value} for number, value in enumerate(times)]
                 rows.append(store.append(one | result, {"runs": runs}))
+            track.finish(settings[-1])
         yield from (row for row in rows if row)
 
 

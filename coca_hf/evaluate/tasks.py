@@ -31,11 +31,11 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import Track, auto_batch_size, batches_of, compute_all
+from coca_hf.evaluate.batches import auto_batch_size, batches_of, compute_all
 from coca_hf.evaluate.load import Subject, check_vocabulary
 from coca_hf.evaluate.perplexity import failed
 from coca_hf.evaluate.rope import Rope, trained_length, use_rope_
-from coca_hf.evaluate.rows import RowStore, now, subject_settings
+from coca_hf.evaluate.rows import UNSEEN, RowStore, Track, now, subject_settings
 
 DIMENSIONS = {
     "reasoning": ("piqa", "social_iqa", "hellaswag", "copa", "rte"),
@@ -85,7 +85,7 @@ def task_rows(
     limit: int | None = None,
     batch_size: int | None = None,
     include_path: str | None = None,
-    track: Track = lambda items, description: items,
+    track: Track = UNSEEN,
 ) -> Iterator[dict]:
     """Yield the rows of every RoPE setting and benchmark, and of RULER at every length.
 
@@ -98,29 +98,40 @@ def task_rows(
         raise CocaError(f"--tasks {of_ruler[0]}: got no --ruler, expected the lengths at which to run a task of RULER")
     wanted: list[tuple[str, int | None]] = [(name, None) for name in names if name not in of_ruler]
     wanted += itertools.product(of_ruler or [RULER], ruler_lengths or [])
-    for rope in ropes:
-        for name, length in track(wanted, f"tasks  {rope}"):
-            settings = {
-                "task": "tasks",
-                "rope": str(rope),
-                "length": length,
-                "stride": None,
-                "seed": SEED,
-                "benchmark": name,
-                "dimension": _dimension(name, length),
-                "shots": shots,
-                "limit": limit,
-                **subject_settings(subject),
-                "batch_size": batch_size,
-            }
-            settings["versions"] |= {"lm-eval": version("lm-eval")}
-            rows = store.find_all(settings, but=("metric", "filter"))
-            if not rows or len(rows) < rows[0]["metrics"]:
-                done = {(row["metric"], row["filter"]) for row in rows}
-                for result, samples in _measure(subject, rope, settings, include_path, track):
-                    if (result["metric"], result["filter"]) not in done:
-                        rows.append(store.append(settings | result, {"samples": samples}))
-            yield from rows
+
+    def settings_of(rope: Rope, name: str, length: int | None) -> dict:
+        settings = {
+            "task": "tasks",
+            "rope": str(rope),
+            "length": length,
+            "stride": None,
+            "seed": SEED,
+            "benchmark": name,
+            "dimension": _dimension(name, length),
+            "shots": shots,
+            "limit": limit,
+            **subject_settings(subject),
+            "batch_size": batch_size,
+        }
+        settings["versions"] |= {"lm-eval": version("lm-eval")}
+        return settings
+
+    def found(settings: dict) -> tuple[list[dict], bool]:
+        """The rows of a benchmark, and whether these are all."""
+        rows = store.find_all(settings, but=("metric", "filter"))
+        return rows, bool(rows) and len(rows) >= rows[0]["metrics"]
+
+    asked = [(rope, settings_of(rope, *each)) for rope, each in itertools.product(ropes, wanted)]
+    track.begin([settings for _, settings in asked if not found(settings)[1]], len(asked), "benchmarks")
+    for rope, settings in asked:
+        rows, all_there = found(settings)
+        if not all_there:
+            done = {(row["metric"], row["filter"]) for row in rows}
+            for result, samples in _measure(subject, rope, settings, include_path, track):
+                if (result["metric"], result["filter"]) not in done:
+                    rows.append(store.append(settings | result, {"samples": samples}))
+            track.finish(settings)
+        yield from rows
 
 
 def _measure(

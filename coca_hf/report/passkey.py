@@ -15,7 +15,7 @@ from coca_hf.report.document import Bullets, Figure, Grid, Section
 from coca_hf.report.plots import Curve, Heat, heat_figure
 from coca_hf.report.rows import Table, read_raw, trained_length
 
-DEPTHS = 5  # lines of a heat map: fifths of the prompt
+FIFTHS = [f"{20 * fifth}-{20 * fifth + 20}%" for fifth in range(5)]  # lines of a heat map where depths are no grid
 
 
 def passkey(measured: Measured) -> Section | None:
@@ -34,22 +34,21 @@ def _where_found(table: Table, number: int) -> Iterable:
     }
     if not found:
         return
-    bins = min(table.rows[0]["depths"] or DEPTHS, 10)
-    depths = [f"{100 * depth // bins}-{100 * (depth + 1) // bins}%" for depth in range(bins)]
+    depths = _depths(table, found)
     heats, same = [], []
     for name, by_length in found.items():
         shares = [
             [
-                _share(case for case in by_length.get(length, []) if min(int(case["depth"] * bins), bins - 1) == depth)
+                _share(case for case in by_length.get(length, []) if _depth(case, table) == depth)
                 for length in table.lengths
             ]
-            for depth in range(bins)
+            for depth in depths
         ]
         values = {share for line in shares for share in line if share is not None}
         if len(values) == 1:
             same.append(f"{name}: {values.pop():.2f} at every context length and depth, so no heat map.")
         else:
-            heats.append(Heat(name, [str(length) for length in table.lengths], depths, shares))
+            heats.append(Heat(name, [*map(str, table.lengths)], [*depths.values()], shares))
     for panel, heat in enumerate(heats, 1):
         yield Figure(
             name=f"{numbered('passkey-depth', number)}-of-{panel}",
@@ -58,12 +57,27 @@ def _where_found(table: Table, number: int) -> Iterable:
             caption=f"Where {heat.title} finds the passkey: context length across, depth in the prompt down (0% is its "
             f"beginning).",
             draw=heat_figure(heat, "context length (tokens)", "depth"),
-            height=0.9 + 0.28 * bins,
+            height=0.9 + 0.28 * min(len(depths), 20),
         )
     if same:
         yield Bullets(same)
     yield from _inside_and_beyond(table, found, number)
     yield from _by_distance(table, found, number)
+
+
+def _depths(table: Table, found: dict[str, dict[int, list[dict]]]) -> dict[int, str]:
+    """The lines of heat maps and their names: the points of the grid that cases were asked on, else fifths."""
+    if not (grid := table.rows[0]["depths"]):
+        return dict(enumerate(FIFTHS))
+    points = {_depth(case, table) for by_length in found.values() for cases in by_length.values() for case in cases}
+    return {point: f"{100 * point / max(grid - 1, 1):.0f}%" for point in sorted(points)}
+
+
+def _depth(case: dict, table: Table) -> int:
+    """The line of a case. On a grid cases take its points in turn, with as much filler before them as comes nearest."""
+    if grid := table.rows[0]["depths"]:
+        return case["case"] % grid
+    return min(int(case["depth"] * len(FIFTHS)), len(FIFTHS) - 1)
 
 
 def _inside_and_beyond(table: Table, found: dict[str, dict[int, list[dict]]], number: int) -> Iterable:

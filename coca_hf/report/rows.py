@@ -23,7 +23,7 @@ _TEXTS: dict[str, Any] = {"data": str, "column": str, "split": str, "document_na
 SETTINGS: dict[str, dict[str, Any]] = {
     "perplexity": _TEXTS | {"asked_stride": int, "variant": str},
     "position-loss": _TEXTS | {"bucket": COUNT},
-    "passkey": {"cases": int, "new_tokens": int, "seed": int, "variant": str, "depths": WHOLE},
+    "passkey": {"cases": int, "new_tokens": int, "seed": int, "variant": str, "depths": COUNT | None},
     "copying": {"cases": int, "seed": int},
     "attention-maps": _TEXTS | {"baseline": str},
     "boundary": _TEXTS | {"pairs_per_document": int, "seed": int},
@@ -57,7 +57,7 @@ _FLOAT, _INT, _COUNTS = pyarrow.float64(), pyarrow.int64(), pyarrow.list_(pyarro
 RAW = {
     "windows": {"document": _INT, "tokens": _INT, "nll": _FLOAT},
     "buckets": {"first": _INT, "tokens": _INT, "nll": _FLOAT},
-    "cases": {"depth": _FLOAT, "distance": _INT, "correct": pyarrow.bool_()},
+    "cases": {"case": _INT, "depth": _FLOAT, "distance": _INT, "correct": pyarrow.bool_()},
     "heads": {"layer": _INT, "divergence": _FLOAT, "baseline_sink": _FLOAT, "baseline_previous": _FLOAT},
     "angles": {"layer": _INT, "head": _INT, "angle_counts": _COUNTS, "tau_counts": _COUNTS},
     "decay": {"distance": _INT, "bound_rope": _FLOAT, "bound_coca": _FLOAT},

@@ -1,15 +1,11 @@
-import io
 import json
-import re
 import shutil
 
 import pytest
-from rich.console import Console
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from coca_hf import checkout
 from coca_hf.evaluate import sample
-from coca_hf.evaluate.show import progress_on
 
 
 def rows_in(directory):
@@ -254,12 +250,3 @@ def test_position_loss_boundary_attention_maps_and_speed_are_commands(
     assert made == ["position-loss", "position-loss", "boundary", "attention-maps", "speed", "speed"]
     assert [row["model"] for row in rows_in(out)[4:]] == ["plain", "tiny-coca"]
     assert all((out / path).is_file() for row in rows_in(out) for path in row["raw"].values())
-
-
-def test_a_bar_counts_what_is_done_and_says_what_time_is_left():
-    console = Console(file=io.StringIO(), force_terminal=True, width=120)
-    with progress_on(console) as track:
-        assert list(track([5, 6, 7], "perplexity  [x]")) == [5, 6, 7]
-    drawn = console.file.getvalue()
-    assert "perplexity  [x]" in drawn
-    assert re.search(r"3/3.*0:00:0\d.*left.*0:00:00", drawn)

@@ -1,5 +1,8 @@
+import copy
 import itertools
+import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -7,9 +10,11 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+import coca_hf
 from coca_hf.errors import CocaError
+from coca_hf.evaluate.load import Subject
 from coca_hf.evaluate.perplexity import compute_windows, perplexity_rows, token_losses
 from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.rows import RowStore
@@ -47,43 +52,55 @@ def documents_of(*lengths, vocab_size=259):
     return [torch.randint(vocab_size, (length,), generator=generator) for length in lengths]
 
 
-@pytest.mark.parametrize(
-    ("length", "stride", "batch_size", "doc_lens"),
-    [
-        (7, 3, 1, (23,)),
-        (8, 8, 2, (17, 26)),
-        (13, 5, 4, (14, 31, 32)),
-        (6, 1, 3, (11,)),
-        (16, 15, 5, (17, 47, 49)),
-    ],
-)
-@pytest.mark.parametrize("kind", ["llama", "coca"])
-def test_perplexity_equals_a_double_loop_over_tokens(kind, length, stride, batch_size, doc_lens, request):
-    model = request.getfixturevalue(kind).model.double()
-    documents = documents_of(*doc_lens)
-    nll, tokens = total_nll(model, documents, length, stride, batch_size)
-    assert tokens == sum(doc_lens) - len(doc_lens)
-    assert math.exp(nll / tokens) == pytest.approx(double_loop(model, documents, length, stride), rel=1e-6)
+TRAINED = 6  # tokens, so that a window of 12 is beyond and one of 5 is not
+BASE_OF = {  # of a window of so many tokens, by the formula of dynamic NTK; a head has 8 dimensions
+    ("default", 5): 10_000,
+    ("default", 12): 10_000,
+    ("dynamic", 5): 10_000,
+    ("dynamic", 12): 10_000 * (3 * 12 / TRAINED - 2) ** (8 / 6),
+}
 
 
-def test_every_combination_of_length_stride_and_batch_equals_the_double_loop(llama):
-    """Documents of unequal lengths, so that batches of windows differ in shape and last windows are short."""
-    model, documents = llama.model.double(), documents_of(12, 15, 17)
-    for length in (2, 5, 12):
-        for stride in {1, length - 1, length}:
-            expected = double_loop(model, documents, length, stride)
-            for batch_size in (1, 7, 100):
-                nll, tokens = total_nll(model, documents, length, stride, batch_size)
-                assert tokens == 11 + 14 + 16
-                assert math.exp(nll / tokens) == pytest.approx(expected, rel=1e-6), (length, stride, batch_size)
+@pytest.fixture(scope="module", params=["llama", "slack", "strict"])
+def model(request):
+    """In float64, with an attention that is sharp enough for every position to count."""
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "max_position_embeddings": TRAINED}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.5}
+    plain = LlamaForCausalLM(LlamaConfig(vocab_size=259, **sizes, **heads)).eval().double()
+    return plain if request.param == "llama" else coca_hf.patch_(plain, request.param)
 
 
-@pytest.mark.parametrize("batch_size", [2, 3, 64])
-def test_batch_size_does_not_change_the_result(coca, batch_size):
-    documents = documents_of(41, 29, 53)
-    alone, tokens = total_nll(coca.model, documents, 11, 4)
-    together, _ = total_nll(coca.model, documents, 11, 4, batch_size)
-    assert together / tokens == pytest.approx(alone / tokens, rel=1e-6)
+@pytest.mark.parametrize("rope", [DEFAULT, Rope("dynamic", 3.0)], ids=str)
+@pytest.mark.parametrize(("length", "stride"), [(5, 1), (5, 3), (5, 5), (12, 4), (12, 5), (12, 12)])
+def test_perplexity_equals_a_double_loop_over_tokens(model, rope, length, stride, tiny_tokenizer, tmp_path):
+    """Of one, three and as many sequences at a time as auto takes, none of them padded or masked."""
+    documents = documents_of(13, 17, 26)
+    sample = Sample({"data": "x", "column": "text", "split": "test", "seed": 0, "max_tokens": None})
+    sample.names, sample.token_ids = ["a", "b", "c"], documents
+
+    reference = copy.deepcopy(model)
+    base = BASE_OF[rope.kind, length]
+    reference.model.rotary_emb.inv_freq = torch.tensor([base ** (-pair / 4) for pair in range(4)])
+    expected = double_loop(reference, documents, length, stride)
+
+    passages = {tuple(ids[i:j].tolist()) for ids in documents for i, j in itertools.combinations(range(len(ids)), 2)}
+    shapes = []
+
+    def look(module, positional, given):
+        assert not positional
+        assert given.keys() <= {"input_ids", "use_cache", "logits_to_keep"}
+        assert {tuple(ids) for ids in given["input_ids"].tolist()} <= passages
+        shapes.append(given["input_ids"].shape)
+
+    subject = Subject(model, tiny_tokenizer, "model", "/model", "0123")
+    with model.register_forward_pre_hook(look, with_kwargs=True):
+        for batch_size in (1, 3, None):
+            store = RowStore(tmp_path / str(batch_size))
+            (row,) = perplexity_rows(subject, sample, [length], stride, [rope], store, batch_size)
+            assert row["tokens"] == 12 + 16 + 25
+            assert row["value"] == pytest.approx(expected, rel=1e-6)
+    assert {1, 3} < {batch for batch, _ in shapes}
 
 
 def test_a_uniform_models_perplexity_is_its_vocabulary_size(llama):
@@ -181,17 +198,6 @@ def test_rows_say_what_is_needed_to_repeat_them(coca, books, tmp_path):
     }
 
 
-def test_the_value_of_a_row_is_the_perplexity_under_its_rope_setting(llama, tmp_path):
-    (tmp_path / "short.txt").write_text("a sea voyage, a ball and no trains at all; " * 3)
-    plain, stretched = rows_of(
-        *(llama, tmp_path / "short.txt", tmp_path / "out"), lengths=(90,), ropes=(DEFAULT, Rope("linear", 3.0))
-    )
-    # The last setting, linear by 3, is still on the live model.
-    documents = draw_sample(llama, str(tmp_path / "short.txt"), 91).token_ids
-    assert stretched["value"] == pytest.approx(double_loop(llama.model, documents, 90, 24), rel=1e-4)
-    assert abs(plain["value"] / stretched["value"] - 1) > 0.01
-
-
 def test_lm_evals_rolling_perplexity_is_ours_where_its_windows_are(coca, tmp_path):
     """A stride of the length, a first token that is not scored, and texts of 3 and 5 whole windows of 13 tokens."""
     texts = ["a sea voyage, a ball and no trains at all"[:39], ("one more voyage, " * 4)[:65]]
@@ -205,6 +211,20 @@ def test_lm_evals_rolling_perplexity_is_ours_where_its_windows_are(coca, tmp_pat
     (row,) = perplexity_rows(coca, sample, [13], 13, [DEFAULT], RowStore(tmp_path))
     assert row["tokens"] == 39 + 65
     assert row["value"] == pytest.approx(math.exp(-sum(loglikelihoods) / (39 + 65)), rel=1e-6)
+
+
+def test_the_recorded_check_of_ten_books_differs_from_both_other_computations_by_a_thousandth_at_most():
+    check = json.loads((Path(__file__).parents[2] / "docs/results/perplexity-check.json").read_text())
+    assert len(set(check["document_names"])) == 10
+    lengths = {"transformers": set(), "lm-eval": set()}
+    for row in check["rows"]:
+        (other,) = lengths.keys() & row.keys()
+        lengths[other].add(row["length"])
+        assert row["books"] == 10
+        assert abs(row["difference"]) <= 1e-3
+        assert row["difference"] == pytest.approx(row["coca-eval"] / row[other] - 1, abs=1e-12)
+    assert lengths["transformers"] == {512, 1024, 2048, 4096, 8192}
+    assert lengths["lm-eval"] >= {512, 1024}
 
 
 def test_rows_already_there_are_not_measured_again(llama, books, tmp_path, monkeypatch):

@@ -76,10 +76,12 @@ def write_rows(directory, *rows):
 
 
 def with_raw(directory, name, row, lines):
-    """`row` with `lines` as its raw file `name` in `directory`."""
+    """`row` with `lines`, numbered as cases are, as its raw file `name` in `directory`."""
     file = f"{row['task']}-{name}/{random.Random(str(row)).getrandbits(64):016x}.parquet"
     (directory / file).parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(lines), directory / file)
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{"case": n} | line for n, line in enumerate(lines)]), directory / file
+    )
     return row | {"raw": row["raw"] | {name: file}}
 
 

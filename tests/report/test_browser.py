@@ -1,6 +1,7 @@
 """The HTML page in a real browser, at the width of a desk and of a telephone, in light and dark."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,12 @@ from tests.report.made import row, write_rows
 
 WIDTHS = [1280, 390]
 SCHEMES = ["light", "dark"]
+RESULTS = Path(__file__).parents[2] / "docs/results/recovery/report.html"
+COLORS = "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector('text')).fill]"
+COLORS_OF = {
+    "light": ["rgb(255, 255, 255)", "rgb(27, 27, 27)"],
+    "dark": ["rgb(22, 22, 22)", "rgb(236, 236, 236)"],
+}
 
 # Contrast as WCAG 2 defines it, of every text against the nearest opaque colour behind it, and of every drawn line.
 CONTRASTS = """
@@ -60,8 +67,26 @@ def test_the_page_opens_without_errors_and_asks_nobody_for_anything(open_page, r
 
 
 def test_every_figure_is_drawn_inside_its_frame(open_page, report_html):
-    page = open_page(report_html)
-    names = [path.stem for path in report_html.parent.glob("*.png")]
+    check_figures(open_page(report_html), report_html)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_page_of_results_in_this_repository_is_whole_at_any_width_in_light_and_dark(open_page, width, scheme):
+    page = open_page(RESULTS, width, scheme)
+    assert page.said == []
+    assert page.requests == [RESULTS.as_uri()]
+    assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+    assert page.evaluate(COLORS) == COLORS_OF[scheme]
+    weak = [entry for entry in page.evaluate(CONTRASTS) if entry[2] < (3 if entry[0] == "line" else 4.5)]
+    assert weak == []
+    check_figures(page, RESULTS)
+
+
+def check_figures(page, html):
+    """Every PNG beside the page is a figure on it, with lines and words inside its frame."""
+    names = [path.stem for path in html.parent.glob("*.png")]
+    assert names
     figures = {
         figure.get_attribute("id").removeprefix("figure-"): figure for figure in page.query_selector_all("figure")
     }
@@ -108,9 +133,8 @@ def test_text_and_lines_stand_out_from_what_is_behind_them(open_page, report_htm
 
 def test_dark_mode_is_dark_and_the_figures_follow(open_page, report_html):
     light, dark = (open_page(report_html, scheme=scheme) for scheme in SCHEMES)
-    colors = "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector('text')).fill]"
-    assert light.evaluate(colors) == ["rgb(255, 255, 255)", "rgb(27, 27, 27)"]
-    assert dark.evaluate(colors) == ["rgb(22, 22, 22)", "rgb(236, 236, 236)"]
+    assert light.evaluate(COLORS) == COLORS_OF["light"]
+    assert dark.evaluate(COLORS) == COLORS_OF["dark"]
 
 
 def test_text_of_figures_is_readable_on_a_telephone(open_page, report_html):

@@ -7,7 +7,6 @@ import pytest
 
 from coca_hf.errors import CocaError
 from coca_hf.report import write_report
-from coca_hf.report.against_length import curves_of
 from coca_hf.report.document import markdown
 from coca_hf.report.page import read_page, tables_markdown
 from coca_hf.report.plots import COLORS, Heat, Key, heat_figure
@@ -148,6 +147,53 @@ def test_a_cell_of_a_heat_map_says_its_share():
     assert {cell: text for cell, text in cells.items() if text} == {(0, 0): "1.00", (1, 0): "0.25", (1, 1): "0.50"}
 
 
+def cells_of(figure):
+    """Of a heat map: the names of its lines, and the texts of its cells by line."""
+    axes = figure.draw(5, figure.height, True).axes[0]
+    texts = {tuple(map(int, text.get_position()[::-1])): text.get_text() for text in axes.texts}
+    lines = sorted({line for line, _ in texts})
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    return names, [[text for place, text in sorted(texts.items()) if place[0] == line] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("depths", "names"),
+    [
+        (11, ["0%", "10%", "20%", "30%", "40%", "50%", "60%", "70%", "80%", "90%", "100%"]),
+        (5, ["0%", "25%", "50%", "75%", "100%"]),
+        (1, ["0%"]),
+    ],
+)
+def test_a_grid_of_depths_is_a_heat_map_with_a_line_for_each(tmp_path, depths, names):
+    """Prompts of five sentences of filler, so that the points of a grid of 11 come to lie on six depths only."""
+    (tmp_path / "a").mkdir()
+    rows = []
+    for shift, length in enumerate((512, 1024)):
+        cases = []
+        for number in range(4 * depths):
+            turn, point = divmod(number, depths)
+            depth = round(5 * point / max(depths - 1, 1)) / 5
+            cases.append({"depth": depth, "distance": 9, "correct": turn < (point + shift) % 5})
+        made = row(length=length, value=0.5, task="passkey", depths=depths)
+        rows.append(with_raw(tmp_path / "a", "cases", made, cases))
+    run = write_rows(tmp_path / "a", *rows)
+    figure = next(figure for figure in read_page([run]).figures() if figure.name.startswith("passkey-depth"))
+    shares = [[f"{(point + shift) % 5 / 4:.2f}" for shift in (0, 1)] for point in range(depths)]
+    assert cells_of(figure) == (names, shares)
+
+
+def test_depths_that_were_drawn_are_a_heat_map_of_fifths(tmp_path):
+    (tmp_path / "a").mkdir()
+    cases = [(0.0, True), (0.19, False), (0.2, True), (0.41, False), (0.79, False), (0.81, True), (1.0, False)]
+    lines = [{"depth": depth, "distance": 9, "correct": correct} for depth, correct in cases]
+    run = write_rows(tmp_path / "a", with_raw(tmp_path / "a", "cases", row(value=0.4, task="passkey"), lines))
+    figure = next(figure for figure in read_page([run]).figures() if figure.name.startswith("passkey-depth"))
+    assert cells_of(figure) == (
+        ["0-20%", "20-40%", "40-60%", "60-80%", "80-100%"],
+        [["0.50"], ["1.00"], ["0.00"], ["0.00"], ["0.50"]],
+    )
+
+
 def test_passkeys_inside_and_beyond_the_trained_length_are_told_apart(tmp_path):
     """The paper's figure 4, by hand: the model trained at 256 has its border there, the other at 2048."""
     cases = [(200, True), (256, True), (257, False), (900, False), (1000, True)]
@@ -190,24 +236,31 @@ def test_without_a_passkey_beyond_the_trained_length_there_is_nothing_to_tell_ap
     assert "passkey-inside" not in markdown_of([run])
 
 
-def test_the_spread_is_of_perplexities_of_documents(tmp_path):
-    """Eleven documents of several windows, whose losses per token are 1.0, 1.1, ... 2.0: deciles 1.1 and 1.9."""
-    windows = [
-        {"document": document, "tokens": tokens, "nll": tokens * (1 + document / 10)}
-        for document in range(11)
-        for tokens in (30, 70)
-    ]
+def test_the_band_is_from_the_tenth_to_the_ninetieth_percentile_of_documents(tmp_path):
+    """Eleven documents of several windows, of losses per token 1.0, 1.1, ... 2.0, or twice that; at 1024 only one."""
     (tmp_path / "a").mkdir()
-    (table,) = read_tables([write_rows(tmp_path / "a", with_raw(tmp_path / "a", "windows", row(), windows))])
-    (curve,) = curves_of(table)
-    assert curve.band == [pytest.approx((math.exp(1.1), math.exp(1.9)))]
+    rows = []
+    for length, factor, documents in ((512, 1, 11), (1024, 1, 1), (2048, 2, 11)):
+        windows = [
+            {"document": document, "tokens": tokens, "nll": tokens * factor * (1 + document / 10)}
+            for document in range(documents)
+            for tokens in (30, 70)
+        ]
+        rows.append(with_raw(tmp_path / "a", "windows", row(length=length), windows))
+    (figure,) = read_page([write_rows(tmp_path / "a", *rows)]).figures()
+    (band,) = figure.draw(5, 3, True).axes[0].collections
+    (outline,) = band.get_paths()
+    expected = [(512, math.exp(1.1)), (512, math.exp(1.9)), (2048, math.exp(2.2)), (2048, math.exp(3.8))]
+    assert sorted({tuple(point) for point in outline.vertices.tolist()}) == [pytest.approx(end) for end in expected]
+    assert "Shaded: from the 10th to the 90th percentile of the documents." in figure.caption
 
 
-def test_one_document_has_no_spread(tmp_path):
+def test_one_document_has_no_band(tmp_path):
     (tmp_path / "a").mkdir()
     made = with_raw(tmp_path / "a", "windows", row(), [{"document": 0, "tokens": 3, "nll": 2.0}])
-    (curve,) = curves_of(read_tables([write_rows(tmp_path / "a", made)])[0])
-    assert curve.band == [None]
+    (figure,) = read_page([write_rows(tmp_path / "a", made)]).figures()
+    assert not figure.draw(5, 3, True).axes[0].collections
+    assert "Shaded" not in figure.caption
 
 
 def test_the_length_of_the_last_training_stage_counts_before_that_of_the_config(tmp_path):
@@ -357,6 +410,7 @@ def test_a_page_replaces_its_predecessor_and_leaves_nothing_else_behind(tmp_path
         (json.dumps(row(length=None)) + "\n", "line 1: got a row with length None, no value"),
         (json.dumps(row(length=10**30)) + "\n", "line 1: got a row with length 1000000000000000000000000000000, no"),
         (json.dumps(row(value=-3.0)) + "\n", "line 1: got a row with value -3.0, no value"),
+        (json.dumps(row(depths=0, task="passkey", value=0.5)) + "\n", "line 1: got a row with depths 0, no value"),
         (json.dumps(row(value=2.0, task="passkey")) + "\n", "line 1: got a row with value 2.0, no value"),
         (json.dumps(row()).replace("7.25", "1e999") + "\n", "line 1: got no row of coca-eval; delete the line"),
         (json.dumps(row(raw={"windows": "x" * 400})) + "\n", "line 1: got a row with raw {'windows': 'xxx"),
