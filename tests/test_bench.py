@@ -1,5 +1,6 @@
 """The benchmarks run, check what they time and say what they were made on; how fast anything is, no test asserts."""
 
+import importlib
 import json
 import os
 import runpy
@@ -99,14 +100,35 @@ def test_what_limits_the_attention_falls_from_the_start_over_the_fit_to_what_is_
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} times {n % 7} is {n * (n % 7)}; " for n in range(400)))
     convert_checkpoint(tiny_llama_dir, tmp_path / "strict", constraint="strict")
-    words = [tiny_llama_dir, tmp_path / "strict", "--text", text, "--layers", 1, "--tokens", 1024, "--passes", 20]
+    words = [tiny_llama_dir, tmp_path / "strict", "--text", text, "--layers", 1, "--tokens", 512, 1024, "--passes", 20]
     run("attention_limits", *words, "--free-steps", 200, "--out", tmp_path / "out.json", monkeypatch=monkeypatch)
-    start, fitted, free = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [row["fit"] for row in (start, fitted, free)] == ["start", "1,024 tokens, 20 passes", "free, 200 steps"]
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    relu, both, more = (
+        "512 tokens, ReLU's gradient",
+        "512 tokens, and as many repeated",
+        "1,024 tokens, and as many repeated",
+    )
+    assert [row["fit"] for row in rows] == ["start", relu, "512 tokens", both, more, "free, 200 steps"]
+    start, fitted, free = rows[0], rows[-2], rows[-1]
     assert start["held_out"]["all"] > fitted["held_out"]["all"] > 1.5 * free["held_out"]["all"]
-    assert fitted["fitted"]["all"] < start["held_out"]["all"]
-    assert {(row["layer"], row["constraint"]) for row in (start, fitted, free)} == {(1, "strict")}
+    assert rows[1]["held_out"] != rows[2]["held_out"]
+    assert all(0 <= row["dead"] < 1 for row in rows[:-1])
+    assert {(row["layer"], row["constraint"]) for row in rows} == {(1, "strict")}
     assert f"| strict | start | {start['held_out']['all']:.2f} |" in capsys.readouterr().out
+
+
+def test_mass_of_lookups_is_that_of_the_token_before_and_of_the_one_after_the_earlier_copy(monkeypatch):
+    monkeypatch.syspath_prepend(BENCH)
+    attention_limits = importlib.import_module("attention_limits")
+    maps = torch.zeros(2, 3, 8, 8)
+    for query in range(8):
+        maps[:, 0, query, max(query - 1, 0)] = 1  # the token before
+        maps[:, 1, query, query - 3 if query > 4 else 0] = 1  # of 0 1 2 3 0 1 2 3, the token after the earlier copy
+        maps[:, 2, query, : query + 1] = 1 / (query + 1)
+    found = attention_limits.lookups(maps)
+    assert (found["previous"][0], found["induction"][1]) == (1, 1)
+    assert found["previous"][2] == pytest.approx(sum(1 / n for n in range(2, 9)) / 7)
+    assert found["induction"][2] == pytest.approx(sum(1 / n for n in (6, 7, 8)) / 3)
 
 
 def test_what_fails_on_the_gpu_is_named_and_the_rest_is_measured(tmp_path):

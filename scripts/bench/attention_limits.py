@@ -1,13 +1,17 @@
-"""How much of the original's attention CoCA can take over, and what limits it: passes, text, projections or the form.
+"""How much of the original's attention CoCA can take over, and what limits it: gradient, text, steps or the form.
 
     python scripts/bench/attention_limits.py quickstart/original CONVERTED... --text TEXT --out docs/results/limits.json
 
 CONVERTED: of `coca-convert`, uncalibrated, one a constraint. In a few layers, on the hidden states that the original's
-layers see, it measures the divergence of CoCA's attention maps from the original's: of the start; of W_Q and W_T fitted
-as `--calibrate` does (`fit` of coca_hf/convert/calibrate.py) with more passes and more text, on the blocks that were
-fitted and on held-out ones, so that their distance shows what more text would bring; and of `free` queries and
+layers see, it measures the divergence of CoCA's attention maps from the original's on held-out blocks: of the start; of
+W_Q and W_T fitted as `--calibrate` does (`fit` of coca_hf/convert/calibrate.py), with ReLU's own gradient or with
+`NonNegative`, on text alone or with as many repeated blocks, and on more of both; and of `free` queries and
 coefficients, trained for every token of the held-out blocks by itself: what no text and no projection could surpass.
-By what the original's heads do with more than half of their mass. Prints a table, writes JSON.
+By what the original's heads do with more than half of their mass.
+
+`dead`: share of coefficients that are zero for every token of the fitted text. `previous`, `induction`: what the heads
+that give 0.4 or more of their mass to the token before, or to the token after the earlier copy of theirs, give it on
+random sequences of half a block, twice. Prints a table, writes JSON.
 """
 
 import argparse
@@ -22,7 +26,9 @@ from measure import write
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from coca_hf.convert import calibrate
 from coca_hf.convert.calibrate import (
+    LEAK,
     Angles,
     Seen,
     calibration_blocks,
@@ -30,11 +36,16 @@ from coca_hf.convert.calibrate import (
     divergences,
     fit,
     log_attention,
+    log_maps,
+    repeated_blocks,
     run_original,
 )
 from coca_hf.models.attention import CocaAttention
 
 KINDS = ("first token", "token before", "others")
+LOOKUPS = ("previous", "induction")
+LOOKUP_BLOCKS = 8
+LOOKUP_MASS = 0.4
 
 
 def main() -> None:
@@ -42,53 +53,102 @@ def main() -> None:
     parser.add_argument("original")
     parser.add_argument("converted", nargs="+")
     parser.add_argument("--text", required=True)
-    parser.add_argument("--layers", type=int, nargs="+", default=[4, 14, 24])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768], help="rising")
-    parser.add_argument("--passes", type=int, nargs="+", default=[10, 40])
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 11, 17])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 65536], help="of text, rising")
+    parser.add_argument("--passes", type=int, default=calibrate.PASSES)
     parser.add_argument("--free-steps", type=int, default=600)
     parser.add_argument("--free-blocks", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     original = AutoModelForCausalLM.from_pretrained(options.original, dtype=torch.float32, attn_implementation="eager")
     tokenizer = AutoTokenizer.from_pretrained(options.original)
-    blocks, held_out = calibration_blocks(options.text, tokenizer, original.config, max(options.tokens))
+    text, held_out = calibration_blocks(options.text, tokenizer, original.config, max(options.tokens))
+    repeated = repeated_blocks(text, tokenizer, original.config)
+    passages = torch.randint(
+        text.max() + 1, (LOOKUP_BLOCKS, text.shape[1] // 2), generator=torch.Generator().manual_seed(0)
+    )
+    parts = [held_out, passages.repeat(1, 2), text, repeated]
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in options.converted]
-    angles = Angles(original.model, models[0], blocks.shape[1], "cpu")
+    angles = Angles(original.model, models[0], text.shape[1], "cpu")
     rows: list[dict] = []
     with torch.no_grad():
-        states = original.model.embed_tokens(torch.cat((held_out, blocks)))
+        states = original.model.embed_tokens(torch.cat(parts))
     for number, layer in enumerate(original.model.layers[: max(options.layers) + 1]):
         seen, states = run_original(layer, states, angles)
         if number in options.layers:
+            split = [
+                Seen(*both) for both in zip(*(part.split([len(ids) for ids in parts]) for part in seen), strict=True)
+            ]
             for model in models:
                 attention: Any = model.model.layers[number].self_attn
-                for row in measured(attention, seen, len(held_out), angles, options):
+                for row in measured(attention, *split, angles, options):
                     rows.append({"layer": number, "constraint": model.config.coca_constraint, **row})
                     print(rows[-1], file=sys.stderr, flush=True)
     show(rows)
-    write({"task": "attention-limits", "block_tokens": blocks.shape[1], "rows": rows}, options.out)
+    write(
+        {"task": "attention-limits", "block_tokens": text.shape[1], "passes": options.passes, "rows": rows}, options.out
+    )
 
 
 def measured(
-    start: CocaAttention, seen: Seen, num_held_out: int, angles: Angles, options: argparse.Namespace
+    start: CocaAttention,
+    held_out: Seen,
+    twice: Seen,
+    text: Seen,
+    repeated: Seen,
+    angles: Angles,
+    options: argparse.Namespace,
 ) -> Iterator[dict]:
-    held_out = Seen(*(part[:num_held_out] for part in seen))
-    kinds = kinds_of_heads(held_out.maps)
-    yield {"fit": "start", "held_out": by_kind(divergences(start, held_out, angles), kinds)}
+    kinds, wanted = kinds_of_heads(held_out.maps), lookups(twice.maps)
+
+    def row(name: str, attention: CocaAttention) -> dict:
+        with torch.no_grad():
+            maps = torch.cat(
+                [log_maps(attention, ids, angles, angles.position_ids[0]).exp() for ids in twice.inputs.split(1)]
+            )
+        found = lookups(maps)
+        return {
+            "fit": name,
+            "held_out": by_kind(divergences(attention, held_out, angles), kinds),
+            "dead": dead(attention, text),
+            **{kind: [found[kind][head] for head in heads(wanted[kind])] for kind in LOOKUPS},
+            **{f"{kind}_original": [wanted[kind][head] for head in heads(wanted[kind])] for kind in LOOKUPS},
+        }
+
+    yield row("start", start)
     for tokens in options.tokens:
-        blocks = Seen(*(part[num_held_out:][: tokens // seen.maps.shape[-1]] for part in seen))
-        for passes in options.passes:
+        some, more = (Seen(*(part[: tokens // part.shape[1]] for part in seen)) for seen in (text, repeated))
+        both = Seen(*(torch.cat(parts) for parts in zip(some, more, strict=True)))
+        fits = [("and as many repeated", both, LEAK)]
+        if tokens == options.tokens[0]:
+            fits = [("ReLU's gradient", some, 0.0), ("", some, LEAK), *fits]
+        for name, blocks, leak in fits:
             attention = copy.deepcopy(start)
-            fit(attention, blocks, angles, passes, seed=0)
-            some = Seen(*(part[:num_held_out] for part in blocks))
-            yield {
-                "fit": f"{tokens:,} tokens, {passes} passes",
-                "fitted": by_kind(divergences(attention, some, angles), kinds),
-                "held_out": by_kind(divergences(attention, held_out, angles), kinds),
-            }
+            calibrate.LEAK = leak
+            fit(attention, blocks, angles, options.passes, seed=0)
+            yield row(f"{tokens:,} tokens" + f", {name}" * bool(name), attention)
     few = Seen(*(part[: options.free_blocks] for part in held_out))
-    found = free_divergences(attention, few, angles, options.free_steps)
+    found = free_divergences(start, few, angles, options.free_steps)
     yield {"fit": f"free, {options.free_steps} steps", "held_out": by_kind(found, kinds)}
+
+
+def lookups(maps: Tensor) -> dict[str, list[float]]:
+    """Mass of every head, of maps (b, h, m, n) on sequences whose second half is their first: mean over queries."""
+    half = maps.shape[-1] // 2
+    later = torch.arange(half + 1, 2 * half)
+    return {
+        "previous": maps.diagonal(-1, dim1=2, dim2=3).mean((0, 2)).tolist(),
+        "induction": maps[:, :, later, later - half + 1].mean((0, 2)).tolist(),
+    }
+
+
+def heads(masses: list[float]) -> list[int]:
+    return [head for head, mass in enumerate(masses) if mass >= LOOKUP_MASS]
+
+
+@torch.no_grad()
+def dead(attention: CocaAttention, text: Seen) -> float:
+    return 1 - (attention.coefficients(text.inputs) > 0).any(2).any(0).float().mean().item()
 
 
 def free_divergences(attention: CocaAttention, seen: Seen, angles: Angles, steps: int) -> Tensor:
@@ -123,20 +183,21 @@ def by_kind(divergence: Tensor, kinds: list[str]) -> dict[str, float]:
 
 
 def show(rows: list[dict]) -> None:
-    """Held-out divergence, mean over the layers that have such heads; in brackets on what was fitted."""
-    print("| constraint | fit | all heads | " + " | ".join(KINDS) + " |\n|---|---|" + "---:|" * (1 + len(KINDS)))
+    """Held-out divergence, mean over the layers that have such heads, and what lookups give, mean over their heads."""
+    names = ["all heads", *KINDS, "dead", *LOOKUPS]
+    print(f"| constraint | fit | {' | '.join(names)} |\n|---|---|" + "---:|" * len(names))
     for constraint, name in dict.fromkeys((row["constraint"], row["fit"]) for row in rows):
         same = [row for row in rows if (row["constraint"], row["fit"]) == (constraint, name)]
-        print(f"| {constraint} | {name} | " + " | ".join(cell(same, kind) for kind in ("all", *KINDS)) + " |")
+        values = [[row["held_out"][kind] for row in same if kind in row["held_out"]] for kind in ("all", *KINDS)]
+        values += [[row["dead"] for row in same if "dead" in row]]
+        values += [[mass for row in same for mass in row.get(kind, [])] for kind in LOOKUPS]
+        print(f"| {constraint} | {name} | {' | '.join(mean(found) for found in values)} |")
+    originals = [mean([mass for row in rows for mass in row.get(f"{kind}_original", [])]) for kind in LOOKUPS]
+    print("of the original: " + ", ".join(f"{kind} {mass}" for kind, mass in zip(LOOKUPS, originals, strict=True)))
 
 
-def cell(rows: list[dict], kind: str) -> str:
-    texts = []
-    for part in ("held_out", "fitted"):
-        values = [row[part][kind] for row in rows if kind in row.get(part, {})]
-        if values:
-            texts.append(f"{sum(values) / len(values):.2f}")
-    return f"{texts[0]} ({texts[1]})" if len(texts) == 2 else "".join(texts)
+def mean(values: list[float]) -> str:
+    return f"{sum(values) / len(values):.2f}" if values else ""
 
 
 if __name__ == "__main__":
