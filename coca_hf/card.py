@@ -160,9 +160,9 @@ def _conversion(record: dict, base: str) -> str:
     if calibration := record.get("calibration"):
         perplexity = calibration["perplexity"]
         lines["calibration"] = (
-            f"W_Q and W_T fitted to the original's attention on {calibration['tokens']:,} tokens; perplexity on "
-            f"{calibration['held_out_tokens']:,} others {perplexity['start']:.4g} before, "
-            f"{perplexity['calibrated']:.4g} after, {perplexity['original']:.4g} of the original"
+            f"W_Q and W_T fitted to the original's attention on {calibration['tokens']:,} tokens of text and on "
+            f"repeated passages; perplexity on {calibration['held_out_tokens']:,} others {perplexity['start']:.4g} "
+            f"before, {perplexity['calibrated']:.4g} after, {perplexity['original']:.4g} of the original"
         )
     return "\n".join(f"- {key}: {_text(value)}" for key, value in lines.items())
 

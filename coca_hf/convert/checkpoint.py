@@ -53,9 +53,10 @@ def convert_checkpoint(
     ntk_length: total tokens for which the base of dynamic NTK is written into the configuration (`bake_ntk_`;
     ntk_factor: its factor); then `src` may also be a CoCA checkpoint, whose weights are copied. released: `src` is a
     GPT-NeoX checkpoint of the authors' released code, which no file of it says. calibrate_on: text, as `read_documents`
-    takes it, on `calibrate_tokens` tokens of which W_Q and W_T are fitted to the original's attention
-    (`calibrate.py`), drawn by `seed`; the original is then loaded, and works on the GPU a layer at a time, where there
-    is one; calibrate_progress: called with layers done and in all. The record is also written to `dst/conversion.json`.
+    takes it, on `calibrate_tokens` tokens of which, and on as many of repeated passages, W_Q and W_T are fitted to the
+    original's attention (`calibrate.py`), drawn by `seed`; the original is then loaded, and works on the GPU a layer at
+    a time, where there is one; calibrate_progress: called with layers done and in all. The record is also written to
+    `dst/conversion.json`.
 
     Safetensors sources are read in blocks, a few shards of `dst` at a time; memory holds the projections of one layer
     for each, not a shard. An interrupted run leaves what is finished in a hidden directory beside `dst`, and the same
