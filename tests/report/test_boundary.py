@@ -54,12 +54,13 @@ def decay_lines(scale):
 
 @pytest.fixture
 def axes(tmp_path):
-    """Of every figure by its name, of a model at two lengths, of which the longer counts, and of a CoCA model."""
+    """Of every figure by its name, of a model at two lengths, of which the longer counts, and of a strict CoCA model."""
     directory = tmp_path / "run"
     short, long, coca = (
         row(model, length=length, value=0.5, task="boundary")
         for model, length in (("llama", 256), ("llama", 512), ("coca", 512))
     )
+    coca["coca_constraint"] = "strict"
     raws = [(short, PAIRS[:1], 99.0), (long, PAIRS, 2.0), (coca, [(0, 0, 0.0, None), (1, 2, 350.0, 8.0)], 3.0)]
     rows = [
         with_raw(directory, "decay", with_raw(directory, "angles", made, angle_lines(pairs)), decay_lines(scale))
@@ -98,7 +99,7 @@ def test_the_curve_of_tau_is_the_share_of_pairs_that_rise_over_at_least_so_many_
     assert curves["coca"] == [[place, 0.5 if place <= 8 else 0] for place in places]
 
 
-def test_the_line_of_decay_is_the_mean_bound_over_layers_of_rope_or_of_coca(axes):
+def test_the_line_of_decay_is_the_mean_bound_over_layers_of_rope_or_of_strict_coca(axes):
     curves = drawn(axes["boundary-decay"])
     assert curves["llama"] == [[s, pytest.approx(2.0 * 1.5 / (s + 1))] for s in (1, 4, 16)]
     assert curves["coca"] == [[s, pytest.approx(21.0 + 0.5 + s)] for s in (1, 4, 16)]
