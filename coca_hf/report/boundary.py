@@ -56,7 +56,7 @@ def _scenarios(table: Table) -> Grid:
         "d": "share_d",
         "d, weighted": "share_d_weighted",
         "score rises": "share_abnormal",
-        "mean angle": "mean_abs_angle",
+        "mean angle (radians)": "mean_abs_angle",
         "absolute": "share_absolute",
     }
     lines = []
