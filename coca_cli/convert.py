@@ -39,7 +39,9 @@ def convert_command(
             "original's attention on it, layer by layer, for a far better start."
         ),
     ] = None,
-    calibrate_tokens: Annotated[int, typer.Option(min=1, help="Of that text.")] = 16384,
+    calibrate_tokens: Annotated[
+        int, typer.Option(min=1, help="Of that text; as many again are of passages that repeat.")
+    ] = 16384,
     seed: Annotated[int, typer.Option(help="Of the drawn text.")] = 0,
 ) -> None:
     """Turn a LLaMA, Mistral, Qwen2, Qwen3 or GPT-NeoX checkpoint into CoCA. Interrupted, it continues if run again."""
