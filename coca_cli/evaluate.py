@@ -58,7 +58,7 @@ def position_command(
     run: Run,
     lengths: LengthsOption,
     texts: Texts,
-    bucket: Annotated[int, typer.Option(min=1, help="Token indices whose losses are summed.")] = 64,
+    bucket: Annotated[int, typer.Option(min=1, max=10**9, help="Token indices whose losses are summed.")] = 64,
     batch_size: BatchOption = "auto",
 ) -> None:
     """Loss against the token's index in a window of LENGTH tokens: where the model's context really ends."""
@@ -78,13 +78,15 @@ def passkey_command(
     lengths: LengthsOption,
     cases: Annotated[int, typer.Option(min=1, help="Prompts per length.")] = 100,
     depths: Annotated[
-        int | None, typer.Option(min=1, help="A grid of so many depths, in turn; drawn uniformly by default.")
+        int | None,
+        typer.Option(min=1, max=1000, help="A grid of so many depths, in turn; drawn uniformly by default."),
     ] = None,
     variant: Annotated[
         str, typer.Option(help="paper, or yarn or longlora: the prompts and scoring of those scripts.")
     ] = "paper",
     new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens the model may answer with; 64, the paper's, by default.")
+        int | None,
+        typer.Option(min=1, max=10**6, help="Tokens the model may answer with; 64, the paper's, by default."),
     ] = None,
     seed: SeedOption = 0,
     batch_size: BatchOption = "auto",

@@ -18,7 +18,7 @@ BatchOption = Annotated[
     str,
     typer.Option(help="Sequences at a time, or auto: as many as fit. Rows have the size, which changes no result."),
 ]
-SeedOption = Annotated[int, typer.Option(help="Of the drawn documents or cases.")]
+SeedOption = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the drawn documents or cases.")]
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

@@ -51,6 +51,8 @@ WRONG = [
     (("coca-eval", "perplexi"), "No such command 'perplexi'. Did you mean 'perplexity'?"),
     ((*PERPLEXITY, "--stride", "0"), "--stride: got 0, expected greater than or equal to 1"),
     ((*PERPLEXITY, "--stride", "1.5"), "--stride: got 1.5, expected a valid integer"),
+    ((*PERPLEXITY, "--seed", "-1"), "--seed: got -1, expected greater than or equal to 0"),
+    (("coca-eval", "passkey", "a", "--depths", "1001"), "--depths: got 1001, expected less than or equal to 1000"),
     ((*PERPLEXITY, "--stride"), "Option '--stride' requires an argument"),
     (PERPLEXITY, "--data, --preset: got both or neither"),
     (("coca-eval", "passkey", "a", "--lengths", "x", "--out", "b"), "--lengths: got 'x', expected whole numbers"),

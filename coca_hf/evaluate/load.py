@@ -109,7 +109,8 @@ def _load_config(path: str, revision: str, trust_remote_code: bool) -> tuple[Any
         return config, extract_commit_hash(cached_file(path, "config.json", revision=revision), None)
     except Exception as error:  # transformers raises what its readers raise
         _check_own_code(path, error)
-        found = "its config.json" if Path(path).exists() else "no such directory here, and as a hub id it"
+        files = "its config.json" + ", or the code that it names," * trust_remote_code
+        found = files if Path(path).exists() else "no such directory here, and as a hub id it"
         raise CocaError(f"{path}: {found} cannot be read ({first_line(error)})") from error
 
 

@@ -19,7 +19,7 @@ from coca_hf.models.rotary import ntk_base
 
 _UNTRAINED = ("default", "dynamic")  # RoPE types that reach beyond the trained length without training
 KINDS = ("linear", "dynamic", "yarn")
-FORMS = f"default, {', '.join(f'{kind}:FACTOR' for kind in KINDS)} (a factor of at least 1, as in dynamic:4)"
+FORMS = f"default, {', '.join(f'{kind}:FACTOR' for kind in KINDS)} (a factor from 1 to a million, as in dynamic:4)"
 
 
 class Rope(NamedTuple):
@@ -27,7 +27,10 @@ class Rope(NamedTuple):
     factor: float = 1.0
 
     def __str__(self) -> str:
-        return self.kind if self.kind == "default" else f"{self.kind}:{self.factor:g}"
+        if self.kind == "default":
+            return self.kind
+        short = f"{self.factor:g}"
+        return f"{self.kind}:{short if float(short) == self.factor else repr(self.factor)}"
 
 
 def parse_ropes(text: str) -> list[Rope]:
@@ -43,7 +46,7 @@ def _parse_rope(text: str) -> Rope:
         factor = float(number)
     except ValueError:
         factor = math.nan
-    if kind not in KINDS or not colon or not 1 <= factor < math.inf:
+    if kind not in KINDS or not colon or not 1 <= factor <= 1e6:
         raise CocaError(f"--rope: got {text!r}, expected {FORMS}, or several with commas between them")
     return Rope(kind, factor)
 

@@ -37,6 +37,7 @@ from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.batches import processes
 from coca_hf.evaluate.load import Subject
 from coca_hf.evaluate.rope import Rope, trained_length
+from coca_hf.report.rows import is_whole
 
 # A row that has these in common with another is the same measurement.
 IDENTITY = (
@@ -203,6 +204,10 @@ def _read_and_repair(path: Path) -> list[dict]:
         return []
     try:
         *whole, rest = path.read_bytes().split(b"\n")
+        if is_whole(rest):  # but for the end of the line, which some editors take off
+            with path.open("ab") as file:
+                file.write(b"\n")
+            whole, rest = [*whole, rest], b""
     except OSError as error:
         raise CocaError(f"{path}: got {error.strerror}, expected the rows of coca-eval or nothing") from None
     if rest:
@@ -229,6 +234,6 @@ def _append(path: Path, row: dict) -> None:
 def _write_table(path: Path, row_id: str, lines: list[dict]) -> None:
     """So that a reader, and a run that is killed, finds the whole file or none."""
     path.parent.mkdir(exist_ok=True)
-    partial = path.with_suffix(".partial")
+    partial = path.with_suffix(f".{os.getpid()}.partial")
     pq.write_table(pa.Table.from_pylist([{"row_id": row_id} | line for line in lines]), partial)
     os.replace(partial, path)

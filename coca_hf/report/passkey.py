@@ -15,6 +15,7 @@ from coca_hf.report.document import Bullets, Figure, Grid, Section
 from coca_hf.report.plots import Curve, Heat, heat_figure
 from coca_hf.report.rows import Table, read_raw, trained_length
 
+GRID = "; as asked for, which short prompts meet as nearly as their filler allows"
 FIFTHS = [f"{20 * fifth}-{20 * fifth + 20}%" for fifth in range(5)]  # lines of a heat map where depths are no grid
 
 
@@ -55,7 +56,7 @@ def _where_found(table: Table, number: int) -> Iterable:
             alt=f"Share of passkeys that {heat.title} finds, by context length and depth in the prompt; a number a "
             f"cell.",
             caption=f"Where {heat.title} finds the passkey: context length across, depth in the prompt down (0% is its "
-            f"beginning).",
+            f"beginning{GRID * bool(table.rows[0]['depths'])}).",
             draw=heat_figure(heat, "context length (tokens)", "depth"),
             height=0.9 + 0.28 * min(len(depths), 20),
         )

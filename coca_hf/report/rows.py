@@ -95,7 +95,7 @@ class Table:
         """What the rows share, in words."""
         row = self.rows[0]
         if self.task == "passkey":
-            depths = f"{row['depths']} depths" if row["depths"] else "uniform depth"
+            depths = f"{row['depths']} depth{'s' * (row['depths'] > 1)}" if row["depths"] else "uniform depth"
             cases = f"{row['cases']} cases per length, {depths}, {row['new_tokens']} new tokens, seed {row['seed']}"
             return cases if row["variant"] == "paper" else f"{cases}, {row['variant']}'s prompt and scoring"
         if self.task == "copying":
@@ -139,15 +139,26 @@ def _label(row: dict) -> str:
 def read_tables(runs: Sequence[Path]) -> list[Table]:
     """The tables of the directories `runs`, perplexity first. Of rows that measure the same, the latest counts.
 
+    Rows get `model_states` and `text_states`: the fingerprints of the model of this name and path, and the hashes of
+    the documents of this table that it was measured on, in all rows. There is one of each, unless files have changed.
+
     A row's `raw` becomes paths, of which those may be absent that somebody left behind. Raises CocaError where a
     directory has no rows, or a line is not one.
     """
     rows: dict[tuple, dict] = {}
+    models: dict[tuple, set] = {}
+    texts: dict[tuple, set] = {}
     for run in runs:
         for row in sorted(_read(run / "rows.jsonl"), key=lambda row: row["date"]):
-            key = _key(row)
+            key, whose = _key(row), (row["model"], row["model_path"])
             if key not in rows or rows[key]["date"] <= row["date"]:
                 rows[key] = row
+            models.setdefault(whose, set()).add(row.get("fingerprint"))
+            texts.setdefault((whose, row["task"], _settings_of(row)), set()).add(row.get("data_hash"))
+            row |= {
+                "model_states": models[whose],
+                "text_states": texts[whose, row["task"], _settings_of(row)],
+            }
     # A benchmark that fails has a row without a metric, and once it does not, one for each.
     answered = {_key(row | {"metric": None, "filter": None}): row["date"] for row in rows.values() if row.get("metric")}
     tables: dict[tuple[str, str], Table] = {}
@@ -170,7 +181,9 @@ def _settings_of(row: dict) -> str:
 def _read(path: Path) -> list[dict]:
     if not path.is_file():
         raise CocaError(f"{path.parent}: got no rows.jsonl there, expected the --out of coca-eval")
-    *lines, _cut_short = path.read_bytes().split(b"\n")
+    *lines, rest = path.read_bytes().split(b"\n")
+    if is_whole(rest):
+        lines.append(rest)
     rows = []
     for line_number, line in enumerate(lines, 1):
         where = f"{path}, line {line_number}"
@@ -192,6 +205,14 @@ def _read(path: Path) -> list[dict]:
     if not rows:
         raise CocaError(f"{path}: got no rows, expected at least one; run coca-eval first")
     return rows
+
+
+def is_whole(line: bytes) -> bool:
+    """Whether a last line without its end is a row, not the part of one that a kill has left."""
+    try:
+        return bool(json.loads(line))
+    except (ValueError, RecursionError):
+        return False
 
 
 def _is(value: Any, kind: Any) -> bool:

@@ -42,7 +42,7 @@ def models(measured: Measured) -> Section | None:
         length = trained_length(row)
         lines.append([name, form, dtype, f"{length:,}" if length else "", seen])
     header = ["model", "attention", "dtype", "trained length", "tokens seen"]
-    return Section("Models", [Grid(header, lines, numbers_from=3), *_notice(measured.rows)])
+    return Section("Models", [Grid(header, lines, numbers_from=3), *_notice(measured.rows), *_changed(measured.rows)])
 
 
 def perplexity(measured: Measured) -> Section | None:
@@ -214,6 +214,23 @@ def _notice(rows: list[dict]) -> list[Text]:
             f"minutes of training show the machinery, not the paper's result.",
             notice=True,
         )
+    ]
+
+
+def _changed(rows: list[dict]) -> list[Text]:
+    """What must stand before numbers of one name that are of several models or texts."""
+    several = {
+        "its files": {row["model"]: len(row["model_states"]) for row in rows if len(row["model_states"]) > 1},
+        "its documents": {row["model"]: len(row["text_states"]) for row in rows if len(row["text_states"]) > 1},
+    }
+    return [
+        Text(
+            f"{model}: its rows are of {count} states of {what}; of each measurement the latest row is shown, so "
+            f"numbers of one line may not belong together.",
+            notice=True,
+        )
+        for what, counts in several.items()
+        for model, count in counts.items()
     ]
 
 

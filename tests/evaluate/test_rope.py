@@ -47,11 +47,29 @@ def test_settings_are_read_in_order_and_each_once():
 
 @pytest.mark.parametrize(
     "text",
-    ["ntk", "dynamic", "dynamic:", "linear:x", "yarn", "llama3:8", "default:2", "dynamic:0.5", "linear:inf", "", "a,"],
+    [
+        "ntk",
+        "dynamic",
+        "dynamic:",
+        "linear:x",
+        "yarn",
+        "llama3:8",
+        "default:2",
+        "dynamic:0.5",
+        "dynamic:1e300",
+        "",
+        "a,",
+    ],
 )
 def test_an_unknown_setting_is_refused_with_the_forms_that_exist(text):
     with pytest.raises(CocaError, match=r"expected default, linear:FACTOR, dynamic:FACTOR, yarn:FACTOR"):
         parse_ropes(text)
+
+
+def test_the_name_of_a_setting_has_its_factor_exactly():
+    assert [str(rope) for rope in parse_ropes("linear:2,linear:2.0000001,yarn:1000000,yarn:999999.5,dynamic:4.50")] == [
+        *("linear:2", "linear:2.0000001", "yarn:1e+06", "yarn:999999.5", "dynamic:4.5")
+    ]
 
 
 def test_dynamic_equals_transformers_own_dynamic_rope_on_a_full_forward(directory):

@@ -31,6 +31,16 @@ def test_a_last_line_that_a_kill_cut_short_is_dropped_and_the_file_goes_on(tmp_p
     assert [json.loads(line)["length"] for line in path.read_text().splitlines()] == [512, 2048]
 
 
+def test_a_last_row_without_the_end_of_its_line_is_kept(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    row = RowStore(tmp_path).append(ROW)
+    path.write_text(path.read_text().rstrip("\n"))
+    store = RowStore(tmp_path)
+    assert store.find(ROW) == row
+    store.append(ROW | {"length": 2048})
+    assert [json.loads(line)["length"] for line in path.read_text().splitlines()] == [512, 2048]
+
+
 def test_raw_tables_carry_the_rows_id_and_are_read_together(tmp_path):
     store = RowStore(tmp_path)
     first = store.append(ROW, {"cases": [{"case": 0}, {"case": 1}], "empty": []})

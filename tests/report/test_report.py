@@ -373,6 +373,26 @@ def test_a_last_line_cut_short_is_left_out_and_left_as_it_is(tmp_path):
     assert (run / "rows.jsonl").read_bytes() == before
 
 
+def test_a_last_row_without_the_end_of_its_line_is_shown(tmp_path):
+    run = write_rows(tmp_path / "a", row(value=8.0))
+    (run / "rows.jsonl").write_text((run / "rows.jsonl").read_text() + json.dumps(row(length=1024)))
+    assert [found["length"] for found in read_tables([run])[0].rows] == [512, 1024]
+
+
+def test_rows_of_several_states_of_a_model_or_a_text_are_told_of(tmp_path):
+    later = {"date": "2027-01-01T00:00:00+00:00"}
+    same = [row(length=length, fingerprint="f", data_hash="t") for length in (256, 512)]
+    assert "states of" not in markdown_of([write_rows(tmp_path / "same", *same)])
+    model = markdown_of(
+        [write_rows(tmp_path / "model", *same, row(length=512, fingerprint="g", data_hash="t", **later))]
+    )
+    assert "llama: its rows are of 2 states of its files; of each measurement the latest row is shown" in model
+    assert "its documents" not in model
+    text = markdown_of([write_rows(tmp_path / "text", *same, row(length=512, fingerprint="f", data_hash="u", **later))])
+    assert "llama: its rows are of 2 states of its documents" in text
+    assert "its files" not in text
+
+
 def test_a_page_replaces_its_predecessor_and_leaves_nothing_else_behind(tmp_path):
     run = write_rows(tmp_path / "a", row(value=8.0))
     write_report([run], tmp_path / "page")
