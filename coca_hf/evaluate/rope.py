@@ -11,6 +11,7 @@ import copy
 import math
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -19,7 +20,7 @@ from coca_hf.models.rotary import ntk_base
 
 _UNTRAINED = ("default", "dynamic")  # RoPE types that reach beyond the trained length without training
 KINDS = ("linear", "dynamic", "yarn")
-FORMS = f"default, {', '.join(f'{kind}:FACTOR' for kind in KINDS)} (a factor from 1 to a million, as in dynamic:4)"
+FORMS = f"default, {', '.join(f'{kind}:FACTOR' for kind in KINDS)} (a factor of at least 1, as in dynamic:4)"
 
 
 class Rope(NamedTuple):
@@ -46,7 +47,7 @@ def _parse_rope(text: str) -> Rope:
         factor = float(number)
     except ValueError:
         factor = math.nan
-    if kind not in KINDS or not colon or not 1 <= factor <= 1e6:
+    if kind not in KINDS or not colon or not 1 <= factor < math.inf:
         raise CocaError(f"--rope: got {text!r}, expected {FORMS}, or several with commas between them")
     return Rope(kind, factor)
 
@@ -96,8 +97,9 @@ def use_rope_(model: PreTrainedModel, rope: Rope, total_len: int) -> None:
             parameters.update(rope_type="yarn", factor=factor, original_max_position_embeddings=trained_len)
         elif kind == "dynamic":
             rotary_dim = 2 * rotary.inv_freq.numel()
-            base = ntk_base(parameters["rope_theta"], factor, total_len, trained_len, rotary_dim)
-            parameters.update(rope_type="default", rope_theta=base)
+            seq_len = torch.tensor(total_len, dtype=torch.float64)  # which overflows to infinity: angles of zero
+            base = ntk_base(parameters["rope_theta"], factor, seq_len, trained_len, rotary_dim)
+            parameters.update(rope_type="default", rope_theta=base.item())
         setattr(parent, name, type(rotary)(config=config).to(rotary.inv_freq.device))
 
 

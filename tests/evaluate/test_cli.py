@@ -163,7 +163,7 @@ def test_a_name_that_is_not_utf8_is_refused_before_the_model_is_read(tmp_path, c
 def test_a_factor_beyond_all_positions_is_measured(tiny_llama_dir, books, tmp_path, coca_eval):
     code, _, stderr = coca_eval(
         *("perplexity", tiny_llama_dir, "--data", books, "--lengths", 100, "--out", tmp_path, "--max-tokens", 110),
-        *("--rope", "linear:1e6,dynamic:1e6"),
+        *("--rope", "linear:1e308,dynamic:1e300,dynamic:1e308"),
     )
     assert (code, "warning" in stderr) == (0, False)
     assert all(row["value"] > 1 for row in rows_in(tmp_path))

@@ -42,6 +42,7 @@ def recipes(tiny_tokenizer, real_recipe, tmp_path_factory):
     directory = tmp_path_factory.mktemp("kinds")
     tree = yaml.safe_load(real_recipe.read_text())
     tree["data"]["seq_len"] = SEQ_LEN
+    tree["training"]["adam_epsilon"] = 1e-4  # or Adam makes a step of the rounding of a gradient that is nearly zero
     tree["stages"] = [{"name": "k", "train": "all", "max_steps": 2}]
     for kind, (config, rope) in KINDS.items():
         torch.manual_seed(1)
@@ -126,8 +127,7 @@ def test_two_processes_that_share_blocks_train_as_one_that_has_them_whole(recipe
         assert records[0]["held_out"][key] == pytest.approx(records[1]["held_out"][key], abs=1e-4)
     a, b = (load_file(out / "1-k/model.safetensors") for out in (runs / kind, tmp_path / "one"))
     assert a.keys() == b.keys()
-    far = torch.cat([(a[name] - b[name]).abs().flatten() > 1e-4 for name in b])
-    assert far.sum() <= 3  # of 77,040: Adam makes a step of the rounding of a gradient that is nearly zero
+    assert all(torch.allclose(a[name], b[name], atol=1e-4) for name in b)
 
 
 @pytest.mark.real
