@@ -53,12 +53,13 @@ def documents_of(*lengths, vocab_size=259):
 
 
 TRAINED = 6  # tokens, so that a window of 12 is beyond and one of 5 is not
-BASE_OF = {  # of a window of so many tokens, by the formula of dynamic NTK; a head has 8 dimensions
-    ("default", 5): 10_000,
-    ("default", 12): 10_000,
-    ("dynamic", 5): 10_000,
-    ("dynamic", 12): 10_000 * (3 * 12 / TRAINED - 2) ** (8 / 6),
-}
+
+
+def inv_freq(rope, length):
+    """Of the four pairs of a head, by the formulas of linear and dynamic RoPE, at base 10,000."""
+    stretch = max(rope.factor * length / TRAINED - (rope.factor - 1), 1) if rope.kind == "dynamic" else 1
+    base, slower = 10_000 * stretch ** (8 / 6), rope.factor if rope.kind == "linear" else 1
+    return torch.tensor([base ** (-pair / 4) / slower for pair in range(4)])
 
 
 @pytest.fixture(scope="module", params=["llama", "slack", "strict"])
@@ -71,7 +72,7 @@ def model(request):
     return plain if request.param == "llama" else coca_hf.patch_(plain, request.param)
 
 
-@pytest.mark.parametrize("rope", [DEFAULT, Rope("dynamic", 3.0)], ids=str)
+@pytest.mark.parametrize("rope", [DEFAULT, Rope("linear", 3.0), Rope("dynamic", 3.0)], ids=str)
 @pytest.mark.parametrize(("length", "stride"), [(5, 1), (5, 3), (5, 5), (12, 4), (12, 5), (12, 12)])
 def test_perplexity_equals_a_double_loop_over_tokens(model, rope, length, stride, tiny_tokenizer, tmp_path):
     """Of one, three and as many sequences at a time as auto takes, none of them padded or masked."""
@@ -80,8 +81,7 @@ def test_perplexity_equals_a_double_loop_over_tokens(model, rope, length, stride
     sample.names, sample.token_ids = ["a", "b", "c"], documents
 
     reference = copy.deepcopy(model)
-    base = BASE_OF[rope.kind, length]
-    reference.model.rotary_emb.inv_freq = torch.tensor([base ** (-pair / 4) for pair in range(4)])
+    reference.model.rotary_emb.inv_freq = inv_freq(rope, length)
     expected = double_loop(reference, documents, length, stride)
 
     passages = {tuple(ids[i:j].tolist()) for ids in documents for i, j in itertools.combinations(range(len(ids)), 2)}
