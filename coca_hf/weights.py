@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -75,16 +76,30 @@ class WeightsFile:
                 raise OSError(f"{self.file} became shorter while it was read")
             filled += count
 
+    def read(self, name: str) -> Tensor:
+        """The bytes of a tensor, as uint8."""
+        stored = self.tensors[name]
+        data = torch.from_numpy(np.empty(stored.num_bytes, np.uint8))  # NumPy asks for huge pages: half the time
+        self.read_into(data.numpy().data, stored.start)
+        self._advise(stored, "DONTNEED")
+        return data
+
     def blocks(self, name: str) -> Iterator[Tensor]:
         """The bytes of a tensor in order, as uint8 over one buffer: use each block before asking for the next."""
         stored = self.tensors[name]
-        if hasattr(os, "posix_fadvise"):  # not on macOS
-            os.posix_fadvise(self._stream.fileno(), stored.start, stored.num_bytes, os.POSIX_FADV_WILLNEED)
+        self._advise(stored, "WILLNEED")
         buffer = torch.empty(min(BLOCK_BYTES, stored.num_bytes), dtype=torch.uint8)
         for start in range(stored.start, stored.end, BLOCK_BYTES):
             block = buffer[: stored.end - start]
             self.read_into(block.numpy().data, start)
             yield block
+        self._advise(stored, "DONTNEED")
+
+    def _advise(self, stored: StoredTensor, what: str) -> None:
+        """Tell the system's page cache: what was read once would push out what is written and read next."""
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            advice = getattr(os, f"POSIX_FADV_{what}")
+            os.posix_fadvise(self._stream.fileno(), stored.start, stored.num_bytes, advice)
 
     def state(self) -> tuple[int, ...]:
         """What changes whenever the open file is written to."""

@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -65,10 +64,7 @@ class SafetensorsSource:
 
     def read(self, name: str) -> Tensor:
         weights = self._file_of[name]
-        stored = weights.tensors[name]
-        data = torch.from_numpy(np.empty(stored.num_bytes, np.uint8))  # NumPy asks for huge pages: half the time
-        weights.read_into(data.numpy().data, stored.start)
-        return data.view(self.dtype(name)).view(stored.shape)
+        return weights.read(name).view(self.dtype(name)).view(weights.tensors[name].shape)
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         """The numbers of a tensor in order, as 1-d tensors over one buffer: use each before asking for the next."""

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -119,11 +119,15 @@ def start_place(next_block: int) -> dict:
     }
 
 
-def check_loggers(names: Iterable[str], where: str) -> None:
-    """Raises CocaError for a logger of `report_to` that is unknown or not installed."""
+def check_loggers(arguments: TrainingArguments, where: str) -> None:
+    """Raises CocaError for a logger of `report_to` that is unknown, not installed, or has no project of that name."""
     try:
-        for make_callback in get_reporting_integration_callbacks(names):
+        for make_callback in get_reporting_integration_callbacks(arguments.report_to):
             make_callback()
+        if "trackio" in arguments.report_to:
+            from trackio.sqlite_storage import SQLiteStorage
+
+            SQLiteStorage.validate_project_name(arguments.project)
     except (RuntimeError, ValueError, ImportError) as error:
         raise CocaError(f"{where}.report_to: {one_line(error)}") from error
 

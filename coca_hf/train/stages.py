@@ -148,7 +148,7 @@ def _plan(recipe: Recipe, out_dir: Path) -> list[StageRun]:
             if number == 1:
                 PartialState().print("report_to: tensorboard is not installed; going on without it")
             arguments.report_to.remove("tensorboard")
-        check_loggers(arguments.report_to, f"stages.{stage.name}")
+        check_loggers(arguments, f"stages.{stage.name}")
         arguments.run_name = f"{arguments.run_name or out_dir.resolve().name}/{directory.name}"
         arguments.gradient_accumulation_steps = recipe.accumulation(stage, arguments.world_size)
         runs.append(StageRun(stage, str(before.directory) if before else recipe.start, before, directory, arguments))

@@ -8,12 +8,13 @@
 attention   one layer: LLaMA's by SDPA's kernels and FlexAttention, the fastest of which is the measure; CoCA's kernel
             from t (`fused`), and from keys made first (`plain`). On a GPU, CUDA graphs: launching costs nothing
 step        one token of the whole model, from a cache of random numbers that grows, as `generate` has it by default
-generate    `model.generate` with a static cache, which transformers compiles on a GPU; seconds for each new token, from
-            the difference of two lengths of the answer. LLaMA with `sdpa`, CoCA with `coca`
+generate    `model.generate` with a static cache, which transformers compiles on a GPU; seconds for each new token after
+            the first, as a streamer gets them. LLaMA with `sdpa`, CoCA with `coca`
 Bytes of the caches, by counting them, are part of every run but `tune`.
 """
 
 import itertools
+import statistics
 import time
 
 import measure
@@ -22,6 +23,7 @@ from measure import DEVICE, check, clear, compare, make_model, parse, record, re
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.generation.streamers import BaseStreamer
 
 from coca_hf.kernels import DECODERS
 from coca_hf.models.attention import coca_key
@@ -39,10 +41,10 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1])
     parser.add_argument("--constraint", choices=["slack", "strict"], default="slack")
     parser.add_argument("--layers", type=int, help="of step and generate: fewer than the shape has")
-    parser.add_argument("--new-tokens", type=int, nargs=2, default=[16, 80], help="of generate: two lengths")
+    parser.add_argument("--new-tokens", type=int, default=64, help="of generate")
     options = parse(parser)
     if options.smoke:
-        options.batches, options.new_tokens = [2], [2, 4]
+        options.batches, options.new_tokens = [2], 4
     rows: list[dict] = []
     if options.what != "tune":
         rows += [{"rival": name, "cache_bytes_per_token": size} for name, size in cache_bytes(options).items()]
@@ -250,34 +252,29 @@ def generate(length: int, batch: int, options) -> list[dict]:
         (f"CoCA {options.constraint}", "coca"),
     ):
         model = make_model(name, options.shape, options.dtype, backend, **fields)
-        seconds = {}
-        for new_tokens in sorted(options.new_tokens, reverse=True):  # the longest sizes the static cache for both
-            times = []
-            for _ in range(2 + min(options.repeats, 3)):
-                if DEVICE == "cuda":
-                    torch.cuda.synchronize()
-                began = time.perf_counter()
-                output = model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    max_new_tokens=new_tokens,
-                    min_new_tokens=new_tokens,
-                    do_sample=False,
-                    cache_implementation="static",
-                    pad_token_id=0,
-                )
-                if DEVICE == "cuda":
-                    torch.cuda.synchronize()
-                times.append(time.perf_counter() - began)
-            assert output.shape[1] == length + new_tokens
-            seconds[new_tokens] = sorted(times[2:])[len(times[2:]) // 2]
-        few, many = sorted(options.new_tokens)
+        times, whole = [], []
+        for _ in range(2 + min(options.repeats, 3)):
+            began, clock = time.perf_counter(), Clock()
+            output = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=options.new_tokens,
+                min_new_tokens=options.new_tokens,
+                do_sample=False,
+                cache_implementation="static",
+                pad_token_id=0,
+                streamer=clock,
+            )
+            whole.append(clock.ticks[-1] - began)
+            first, *_, last = clock.ticks[1:]  # before them comes the prompt
+            times.append((last - first) / (options.new_tokens - 1))
+        assert output.shape[1] == length + options.new_tokens == length + len(clock.ticks) - 1
         rows.append(
             {
                 **{"rival": f"{name} {backend}", "shape": options.shape, "length": length, "batch": batch},
-                **{"layers": model.config.num_hidden_layers, "new_tokens": [few, many]},
-                "seconds": (seconds[many] - seconds[few]) / (many - few),
-                "whole_seconds": seconds[many],
+                **{"layers": model.config.num_hidden_layers, "new_tokens": options.new_tokens},
+                "seconds": statistics.median(times[2:]),
+                "whole_seconds": statistics.median(whole[2:]),
                 "relative_error": None if name == "LLaMA" else generate_error(model, options.dtype),
             }
         )
@@ -287,6 +284,19 @@ def generate(length: int, batch: int, options) -> list[dict]:
     for row in rows:
         row["over_llama"] = rows[0]["seconds"] / row["seconds"]
     return rows
+
+
+class Clock(BaseStreamer):
+    """When each token came to the CPU, the prompt first."""
+
+    def __init__(self) -> None:
+        self.ticks: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.ticks.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
 
 
 def generate_error(model, dtype: torch.dtype) -> float:

@@ -128,6 +128,13 @@ def test_a_logger_that_is_not_there_ends_the_command_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_project_that_trackio_does_not_take_ends_the_command_before_anything_is_written(recipe_path, tmp_path):
+    recipe = load_recipe(recipe_path, ["training.report_to=trackio", "training.project=llama_system"])
+    with pytest.raises(CocaError, match=r"stages\.k\.report_to: Project name 'llama_system' is not allowed"):
+        run_recipe(recipe, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*"))
+
+
 def test_an_account_that_is_missing_is_one_line(recipe_path, tmp_path, monkeypatch):
     def init(**options):
         raise wandb.errors.UsageError("No API key configured.")
