@@ -1,7 +1,7 @@
 """Rotary position angles, as a function of the positions at hand and nothing else. Letters: see `attention.py`.
 
 The stock module keeps the base of the longest sequence it has seen, so that a short prompt after a long one, or beside
-one in its batch, gets the wrong angles. Here every row of the batch has the base of its own length.
+one in its batch, gets the wrong angles. Here every sequence has the base of its own length, packed in one row or not.
 """
 
 import torch
@@ -28,6 +28,13 @@ def ntk_base(base: float, factor: float, seq_len, trained_len: int, head_dim: in
 def rotary_dim(config) -> int:
     """How many of a head's dimensions are turned; fewer than `head_dim` where rotation is partial (GPT-NeoX)."""
     return int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+
+
+def sequence_lengths(position_ids: Tensor) -> Tensor:
+    """Of every token, (b, m), the length of its sequence: the last position + 1; a row where they fall has several."""
+    sequence = (position_ids.diff(dim=-1, prepend=position_ids[:, :1]) < 0).cumsum(-1)
+    last = torch.zeros_like(position_ids).scatter_reduce(-1, sequence, position_ids, "amax")
+    return last.gather(-1, sequence) + 1
 
 
 def one_row_error(engine: str, rope_type: str) -> str:
@@ -84,31 +91,34 @@ class CocaRotaryEmbedding(nn.Module):
         return rope.get("original_max_position_embeddings") or self.config.max_position_embeddings
 
     @torch.no_grad()
-    def forward(self, x: Tensor, position_ids: Tensor, rope_length: int | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, position_ids: Tensor, rope_length: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each (b, m, j), in the dtype of `x`.
 
         position_ids: (b, m). rope_length: for decoding with a cache, the length that fixes the base of dynamic NTK, or
-        the factors of longrope, for all rows; by default each row's last position + 1.
+        the factors of longrope, for all rows or, (b,), for each; by default each sequence's last position + 1.
         """
         inv_freq = self.inv_freq.float()
         if self.rope_type in LENGTH_DEPENDENT_ROPE_TYPES:
-            seq_len = position_ids.amax(-1) + 1 if rope_length is None else position_ids.new_full((1,), rope_length)
+            if rope_length is None:
+                seq_len = sequence_lengths(position_ids)
+            else:
+                seq_len = torch.as_tensor(rope_length, device=position_ids.device).reshape(-1, 1)
             by_length = self._dynamic_inv_freq if self.rope_type == "dynamic" else self._longrope_inv_freq
-            inv_freq = by_length(seq_len)[:, None]  # (b or 1, 1, turned pairs)
+            inv_freq = by_length(seq_len)  # (b or 1, m or 1, turned pairs)
         angles = position_ids[..., None].float() * inv_freq  # (b, m, turned pairs)
         cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
         still = self.config.head_dim // 2 - cos.shape[-1]  # pairs that are not turned
         return pad(cos, (0, still), value=1.0).to(x.dtype), pad(sin, (0, still)).to(x.dtype)
 
     def _dynamic_inv_freq(self, seq_len: Tensor) -> Tensor:
-        """seq_len: (b or 1,). Returns (b or 1, turned pairs)."""
+        """seq_len: (b or 1, m or 1). Returns (b or 1, m or 1, turned pairs)."""
         rope, turned = self.config.rope_parameters, rotary_dim(self.config)
         precise = torch.float32 if seq_len.device.type == "mps" else torch.float64  # MPS has no float64
         base = ntk_base(rope["rope_theta"], rope["factor"], seq_len.to(precise), self.trained_len(), turned).float()
         exponent = torch.arange(0, turned, 2, device=seq_len.device).float() / turned
-        return 1.0 / base[:, None] ** exponent
+        return 1.0 / base[..., None] ** exponent
 
     def _longrope_inv_freq(self, seq_len: Tensor) -> Tensor:
-        """seq_len: (b or 1,). Returns (b or 1, turned pairs): the short factors up to the trained length."""
-        is_long = (seq_len > self.trained_len())[:, None]
+        """As `_dynamic_inv_freq`: the short factors up to the trained length."""
+        is_long = (seq_len > self.trained_len())[..., None]
         return torch.where(is_long, self.long_inv_freq.float(), self.inv_freq.float())

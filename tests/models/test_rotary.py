@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.nn.functional import pad
 from transformers import DynamicCache, GPTNeoXConfig, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -42,6 +43,8 @@ ROPES = {
     },
 }
 
+LONG_FACTORS = {"longrope": {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 5.0]}}  # of a tiny model
+
 
 def config_of(rope):
     return LlamaConfig(hidden_size=48, num_attention_heads=3, max_position_embeddings=64, rope_parameters=dict(rope))
@@ -63,7 +66,7 @@ def test_a_long_row_changes_neither_its_batch_mate_nor_the_next_call(rope):
     rotary = CocaRotaryEmbedding(config_of(ROPES[rope]))
     short, long = torch.arange(20)[None], torch.arange(200)[None]
     before = rotary(torch.empty(0), short)[0]
-    batch = torch.cat((torch.nn.functional.pad(short, (0, 180)), long))
+    batch = torch.cat((pad(short, (0, 180)), long))
     together = rotary(torch.empty(0), batch)[0]
     assert torch.equal(together[:1, :20], before)
     assert torch.equal(together[1:], rotary(torch.empty(0), long)[0])
@@ -87,18 +90,66 @@ def test_longrope_takes_its_long_factors_from_the_first_token_past_the_trained_l
     torch.testing.assert_close(cos[0], angle.cos() * scaling, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("constraint", ["slack", "strict"])
+@pytest.mark.parametrize("rope", ROPES)
+def test_a_sequence_has_its_own_logits_padded_packed_or_alone(rope, constraint):
+    """A row of 10 tokens beside one of 100, where 64 are trained: forward, generate with every cache, and packed."""
+    parameters = ROPES[rope] | LONG_FACTORS.get(rope, {})
+    model = tiny_model(constraint, rope_parameters=parameters).double()
+    short, long = tokens(1, 100)[:, 90:], tokens(1, 100)
+    ids = torch.cat((pad(short, (90, 0)), long))
+    mask = torch.cat((pad(torch.ones_like(short), (90, 0)), torch.ones_like(long)))
+    alone = [model(row).logits for row in (short, long)]
+    together = model(ids, attention_mask=mask).logits
+    assert (together[:1, 90:] - alone[0]).abs().max() < 1e-11
+    assert (together[1:] - alone[1]).abs().max() < 1e-11
+    packed = torch.cat((short, long, short), dim=1)
+    positions = torch.cat([torch.arange(n) for n in (10, 100, 10)])[None]
+    logits = model(packed, position_ids=positions, use_cache=False).logits
+    for part, expected in zip(logits.split((10, 100, 10), dim=1), (alone[0], alone[1], alone[0]), strict=True):
+        assert (part - expected).abs().max() < 1e-11
+
+    options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    expected = [torch.stack(model.generate(row, **options).logits) for row in (short, long)]
+    for caching in ({}, {"use_cache": False}, {"cache_implementation": "static", "disable_compile": True}):
+        logits = torch.stack(model.generate(ids, attention_mask=mask, **options, **caching).logits)
+        assert (logits - torch.cat(expected, dim=1)).abs().max() < 1e-5  # generate hands out fp32
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_padded_rows_keep_their_angles_in_a_second_turn(rope):
+    model = tiny_model(rope_parameters=ROPES[rope] | LONG_FACTORS.get(rope, {})).double()
+    short, long = tokens(1, 90)[:, 80:], tokens(1, 90)
+    ids, mask = torch.cat((pad(short, (80, 0)), long)), torch.ones(2, 90, dtype=torch.long)
+    mask[0, :80] = 0
+    cache = model(ids, attention_mask=mask, rope_length=120, use_cache=True).past_key_values
+    more, mask = tokens(2, 5), pad(mask, (0, 5), value=1)
+    mask[0, 92:] = 0  # padded on the right, too: another count of zeros, the same angles
+    logits = model(more, attention_mask=mask, past_key_values=cache).logits
+    expected = model(torch.cat((short, more[:1, :2]), dim=1), rope_length=40, use_cache=False).logits[:, 10:]
+    assert (logits[:1, :2] - expected).abs().max() < 1e-11
+    expected = model(torch.cat((long, more[1:]), dim=1), rope_length=120, use_cache=False).logits[:, 90:]
+    assert (logits[1:] - expected).abs().max() < 1e-11
+
+
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
 @pytest.mark.parametrize(("prompt_len", "total"), [(50, 64), (50, 96), (90, 96), (50, 192), (150, 192)])
-def test_generation_past_the_trained_length_equals_the_full_forward(prompt_len, total, rope):
+@pytest.mark.parametrize("constraint", ["slack", "strict"])
+def test_generation_past_the_trained_length_equals_the_full_forward(constraint, prompt_len, total, rope):
     """The angles follow from prompt + new tokens, so a cache is exact: at 1, 1.5 and 3 times the 64 tokens trained."""
-    factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 5.0]} if rope == "longrope" else {}
-    model = tiny_model(rope_parameters=ROPES[rope] | factors).double()
+    model = tiny_model(constraint, rope_parameters=ROPES[rope] | LONG_FACTORS.get(rope, {})).double()
     prompt = tokens(1, prompt_len)
     out = model.generate(prompt, max_length=total, return_dict_in_generate=True, output_logits=True, do_sample=False)
     full = model(out.sequences, rope_length=total).logits[:, prompt_len - 1 : -1]
     assert (torch.stack(out.logits, dim=1) - full).abs().max() < 1e-5  # generate hands out fp32
     other = model(out.sequences, rope_length=192 if total == 64 else 64).logits[:, prompt_len - 1 : -1]
     assert (full - other).abs().max() > 1e-3
+    cache = model(prompt, rope_length=total, use_cache=True)
+    steps = [cache.logits]
+    for token in out.sequences[:, prompt_len:-1].split(1, dim=1):
+        steps.append(model(token, past_key_values=cache.past_key_values).logits)
+    expected = model(out.sequences[:, :-1], rope_length=total).logits
+    assert (torch.cat(steps, dim=1) - expected).abs().max() < 1e-11
 
 
 def test_a_dialogue_goes_on_within_its_planned_length_and_is_refused_beyond_it():
@@ -145,8 +196,7 @@ def test_a_plan_is_noted_on_any_cache_and_what_breaks_it_is_refused(kind):
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
 def test_a_cache_of_forward_goes_on_only_under_one_plan(rope):
-    factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 5.0]} if rope == "longrope" else {}
-    model = tiny_model(rope_parameters=ROPES[rope] | factors).double()
+    model = tiny_model(rope_parameters=ROPES[rope] | LONG_FACTORS.get(rope, {})).double()
     ids = tokens(1, 90)
 
     def filled(length, **options):
