@@ -91,7 +91,9 @@ class CocaRotaryEmbedding(nn.Module):
         return rope.get("original_max_position_embeddings") or self.config.max_position_embeddings
 
     @torch.no_grad()
-    def forward(self, x: Tensor, position_ids: Tensor, rope_length: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, position_ids: Tensor, rope_length: int | Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each (b, m, j), in the dtype of `x`.
 
         position_ids: (b, m). rope_length: for decoding with a cache, the length that fixes the base of dynamic NTK, or

@@ -33,6 +33,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from coca_hf.train.model import model_from_config, shapes_only, stage_model
 from coca_hf.train.objectives import fuse_cross_entropy_
 from coca_hf.train.recipe import Recipe, Stage
+from coca_hf.train.trainer import sharded_precision
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "other")
 _BLOCK_BYTES = 512  # CUDA's allocator gives whole ones
@@ -114,7 +115,7 @@ def _prepare_(model: PreTrainedModel, options: dict[str, Any], mesh: Any) -> Non
     if precision != "no":
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         model.forward = convert_outputs_to_fp32(torch.autocast("cpu", dtype=dtype)(model.forward))
-        plugin.set_mixed_precision(precision)
+        plugin.mixed_precision_policy = sharded_precision(dtype)
     if mesh is not None:
         accelerator = SimpleNamespace(
             state=SimpleNamespace(fsdp_plugin=plugin),

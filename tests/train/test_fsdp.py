@@ -29,6 +29,7 @@ LORA = [
     "stages.full.lora={r: 2, alpha: 6}",
 ]  # the ranks are even, so that halves are equal
 FRUGAL = ["training.gradient_checkpointing=true", "training.fused_cross_entropy=true"]
+BF16 = ["training.bf16=true", "training.per_device_train_batch_size=1"]  # two batches a step and process
 TAUGHT = [
     "stages.k.objective={lm: 0.5, distill: 0.5}",
     "stages.qkv.objective={distill: 0.5, attention-transfer: 0.5}",
@@ -94,7 +95,7 @@ def watch_teacher():
 @pytest.fixture(scope="module")
 def runs(real_recipe, tiny_llama_dir, tmp_path_factory):
     """On two FSDP2 processes: `stages/out` of the whole recipe, `lora/out` with adapters, `taught/out` with a teacher;
-    `one` of one stage that trains everything; `interrupted` of the same, with sharded state dicts, and `resumed` from
+    `bf16` of one stage that trains everything in bfloat16, two batches a step; `one` of the same in float32; `interrupted` of the same, with sharded state dicts, and `resumed` from
     there; `from-one`: what one process left, resumed with less memory.
     """
     directory = tmp_path_factory.mktemp("fsdp")
@@ -111,6 +112,7 @@ def runs(real_recipe, tiny_llama_dir, tmp_path_factory):
             Run([real_recipe, "--out", directory / "stages/out"], FSDP2, watch),
             Run([real_recipe, *LORA, "--out", directory / "lora/out"], FSDP2, watch),
             Run([*taught, "--out", directory / "taught/out"], FSDP2, watch_teacher),
+            Run([real_recipe, *ONE_STAGE, *BF16, "--out", directory / "bf16"], FSDP2),
             Run([*one, directory / "one"], RANK_0_LOADS),
             Run([*one, sharded], FSDP2, functools.partial(interrupt_in_step, 4)),
             Run([*one, directory / "from-one", *resume, *FRUGAL], RANK_0_LOADS),
@@ -220,6 +222,15 @@ def test_stages_with_a_teacher_have_the_losses_of_one_process_and_load_it_once(
         assert {name: tensor.shape for name, tensor in weights(ours / stage).items()} == {
             name: tensor.shape for name, tensor in weights(one / stage).items()
         }
+
+
+def test_bfloat16_computes_but_rounds_no_loss_and_sums_no_gradients(real_recipe, runs, tmp_path):
+    run_recipe(load_recipe(real_recipe, [*ONE_STAGE[2:], *BF16]), tmp_path / "one", stage="k")
+    ours, theirs = (log_lines(out / "1-k") for out in (runs / "bf16", tmp_path / "one"))
+    for key, error in {"loss": 1e-3, "grad_norm": 1e-2}.items():
+        assert [line[key] for line in ours] == pytest.approx([line[key] for line in theirs], rel=error)
+    losses = torch.tensor([*(line["loss"] for line in ours), record(runs / "bf16/1-k")["held_out"]["after"]])
+    assert (losses != losses.bfloat16()).sum() > 3
 
 
 def timeless(stage_dir):
