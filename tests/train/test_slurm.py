@@ -26,11 +26,13 @@ SETTINGS = [
     *("stages.k.max_steps=300", "stages.qkv.logging_steps=1", "training.save_steps=25"),
     "training.dataloader_num_workers=1",  # a process that SLURM's signals reach, too
 ]
-# Nodes have addresses for names, so that MASTER_ADDR is reached. A job fills both, so that another has to pre-empt it.
+# Nodes have addresses for names, so that MASTER_ADDR is reached; MASTER_PORT comes from the job's number. A job
+# fills both nodes, so that another has to pre-empt it.
 CONF = """
 ClusterName=test
 SlurmctldHost=localhost
 SlurmctldPort={ports[0]}
+FirstJobId={ports[0]}
 SlurmUser=root
 SlurmdUser=root
 AuthInfo=socket={directory}/munge.socket
@@ -69,10 +71,12 @@ def until(condition, what):
 
 
 class Slurm:
-    """A SLURM at work. All its processes have `conf` in their environment."""
+    """A SLURM at work."""
 
     def __init__(self, directory: Path):
         self.directory, self.conf = directory, directory / "slurm.conf"
+        self.daemons: list[subprocess.Popen] = []
+        self.jobs: list[str] = []
         path = f"{Path(sys.executable).parent}:{BINARIES}"
         layout = "recipes/accelerate/2cpu.yaml"
         self.environment = {**os.environ, "PATH": path, "SLURM_CONF": str(self.conf), "LAYOUT": layout}
@@ -97,7 +101,8 @@ class Slurm:
 
     def _start(self, *command: str) -> None:
         with (self.directory / "printed").open("a") as printed:
-            subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed)
+            streams = {"stdin": subprocess.DEVNULL, "stdout": printed, "stderr": printed}
+            self.daemons.append(subprocess.Popen(command, env=self.environment, **streams))
 
     def _printed(self) -> str:
         return (self.directory / "printed").read_text()
@@ -107,7 +112,9 @@ class Slurm:
         return subprocess.run(command, env=self.environment, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
     def submit(self, *arguments: str) -> str:
-        return self.ask("sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", *arguments)
+        size = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1"]
+        self.jobs.append(self.ask("sbatch", "--parsable", *size, *arguments))
+        return self.jobs[-1]
 
     def state(self, job: str) -> dict[str, str]:
         return dict(fact.split("=", 1) for fact in self.ask("scontrol", "show", "job", job).split() if "=" in fact)
@@ -137,10 +144,19 @@ class Slurm:
 
     def end(self) -> None:
         """End the daemons and whatever a test that failed has left of its jobs."""
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.environ().get("SLURM_CONF") == str(self.conf):
+        while left := [process for process in psutil.process_iter() if self._started(process)]:
+            for process in left:
+                with suppress(psutil.Error):
                     process.kill()
+            psutil.wait_procs(left, 10)
+        for daemon in self.daemons:
+            daemon.wait()
+
+    def _started(self, process: psutil.Process) -> bool:
+        with suppress(psutil.Error):
+            steps = tuple(f"slurmstepd: [{job}." for job in self.jobs)  # a title in the place of their environment
+            return "".join(process.cmdline()).startswith(steps) or process.environ().get("SLURM_CONF") == str(self.conf)
+        return False
 
 
 @pytest.fixture
