@@ -155,7 +155,9 @@ class Slurm:
     def _started(self, process: psutil.Process) -> bool:
         with suppress(psutil.Error):
             steps = tuple(f"slurmstepd: [{job}." for job in self.jobs)  # a title in the place of their environment
-            return "".join(process.cmdline()).startswith(steps) or process.environ().get("SLURM_CONF") == str(self.conf)
+            return " ".join(process.cmdline()).startswith(steps) or process.environ().get("SLURM_CONF") == str(
+                self.conf
+            )
         return False
 
 
