@@ -35,6 +35,7 @@ LONGEST = (
     "test_vllm.py",
     "train/test_fsdp.py",
     "train/test_kills.py",
+    "train/test_slurm.py",
     "test_lm_eval.py",
     "evaluate/test_batches.py",
     "evaluate/test_tasks.py",

@@ -119,6 +119,12 @@ def start_place(next_block: int) -> dict:
     }
 
 
+def announce(text: str) -> None:
+    """Print, in one process of all; PartialState.print does so in one of every machine."""
+    if PartialState().is_main_process:
+        print(text, flush=True)
+
+
 def check_loggers(arguments: TrainingArguments, where: str) -> None:
     """Raises CocaError for a logger of `report_to` that is unknown, not installed, or has no project of that name."""
     try:

@@ -20,7 +20,7 @@ from coca_hf.train.checkpoint import check_room
 from coca_hf.train.context_parallel import DealtToGroups
 from coca_hf.train.data import PackedBlocks, blocks_of
 from coca_hf.train.flops import count_flops
-from coca_hf.train.log import ProgressLine, SpeedMeter, StageLog, start_place, wandb_run
+from coca_hf.train.log import ProgressLine, SpeedMeter, StageLog, announce, start_place, wandb_run
 from coca_hf.train.model import (
     count_parameters,
     load_model,
@@ -98,11 +98,10 @@ def run_stage(recipe: Recipe, run: StageRun, state: PartialState, held_out: Tens
     _set_callbacks(trainer, run)
 
     tokens = run.arguments.max_steps * run.blocks_per_step * data.seq_len
-    state.print(
+    announce(
         f"{run.directory}: trains {trained:,} of {total:,} parameters ({trained / total:.1%}) for "
         f"{run.arguments.max_steps:,} steps, {tokens:,} tokens"
-        + (f"; continues after step {step:,}" if checkpoint else ""),
-        flush=True,
+        + (f"; continues after step {step:,}" if checkpoint else "")
     )
     try:
         with wandb_run(run.arguments, place.get("run_id")):

@@ -22,7 +22,7 @@ from coca_hf.documents import local_files
 from coca_hf.errors import CocaError
 from coca_hf.train.context_parallel import context_parallel
 from coca_hf.train.data import PackedBlocks, blocks_of
-from coca_hf.train.log import check_loggers
+from coca_hf.train.log import announce, check_loggers
 from coca_hf.train.model import check_kernels, check_model, check_vocabulary, start_config, start_tokenizer
 from coca_hf.train.objectives import check_teacher
 from coca_hf.train.one_stage import clear_trainer, from_main_process, run_stage, trainer_errors
@@ -98,11 +98,10 @@ def _run_stages(
         commits = blocks.pin_(prepared.state["commits"] if prepared else noted)
         if prepared is None or prepared.num_blocks < wanted:  # else nothing asks for the sources
             blocks.check()
-        state.print(
+        announce(
             f"data: {prepared.num_blocks:,} of {wanted:,} blocks lie prepared in {prepared.directory}"
             if prepared
-            else "data: tokenised on the way, and again up to where a run resumes; --prepare does it once",
-            flush=True,
+            else "data: tokenised on the way, and again up to where a run resumes; --prepare does it once"
         )
         open_out(recipe, out_dir)
         check_inputs(out_dir, _inputs(recipe, blocks, commits, runs))
@@ -113,7 +112,7 @@ def _run_stages(
     with stop_on_signals() as stop:
         for run in chosen:
             if run.directory in complete:
-                state.print(f"{run.directory}: complete, skipped", flush=True)
+                announce(f"{run.directory}: complete, skipped")
                 if state.is_main_process:
                     clear_trainer(run)  # a kill may have come between training.json and this
                 continue
@@ -146,7 +145,7 @@ def _plan(recipe: Recipe, out_dir: Path) -> list[StageRun]:
         arguments.dataloader_pin_memory &= not on_cpu  # torch warns where there is nothing to pin for
         if "tensorboard" in arguments.report_to and not is_tensorboard_available():
             if number == 1:
-                PartialState().print("report_to: tensorboard is not installed; going on without it")
+                announce("report_to: tensorboard is not installed; going on without it")
             arguments.report_to.remove("tensorboard")
         check_loggers(arguments, f"stages.{stage.name}")
         arguments.run_name = f"{arguments.run_name or out_dir.resolve().name}/{directory.name}"

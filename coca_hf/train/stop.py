@@ -38,11 +38,20 @@ def ignore_signals() -> None:
 def leave_signals_to_parent() -> None:
     """For a process that only reads data: the one that trains needs it until its checkpoint is written.
 
-    Launchers signal whole process groups, so it leaves its parent's; torch ends it by its number, and it ends itself
-    when its parent is gone.
+    Launchers signal whole process groups, and SLURM, where it has no control groups, every descendant: so it leaves its
+    parent's group, and heeds only signals from its parent, torch's way of ending it. It ends itself when that is gone.
     """
     if hasattr(os, "setpgrp"):
         os.setpgrp()
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        threading.Thread(target=_heed_parent, daemon=True).start()
+
+
+def _heed_parent() -> None:
+    while signal.sigwaitinfo(SIGNALS).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 @contextmanager

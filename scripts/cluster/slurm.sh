@@ -19,15 +19,19 @@ set -uo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
 . scripts/cluster/layout.sh "${LAYOUT:-recipes/accelerate/4x8gpu.yaml}"
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) WORLD_SIZE=$SLURM_NTASKS OMP_NUM_THREADS=8
+export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) WORLD_SIZE=$SLURM_NTASKS
+export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 
 trap : TERM USR1 # where these reach this script, too, it waits for the tasks
+# A signal that comes before coca-train listens must not end the job: SLURM would take it for failed. After a
+# pre-emption it queues up again by itself. srun does not pass on --cpus-per-task since SLURM 22.05.
 # shellcheck disable=SC2016  # the ranks are those of each task
-srun --kill-on-bad-exit=1 bash -c \
-    'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE exec python -m coca_hf.train "$@"' \
+srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c 'trap "" TERM USR1
+    RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE exec python -m coca_hf.train "$@"' \
     coca-train "$@" --resume
 code=$?
-if [ "$code" -eq 75 ]; then
+# After scancel the job is no longer running, and must not come back.
+if [ "$code" -eq 75 ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
     echo "stopped by the cluster with a checkpoint: queueing up again"
     scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -1,4 +1,4 @@
-"""The launch files of scripts/cluster, with stand-ins for SLURM, and for real where two local processes will do."""
+"""The launch files of scripts/cluster: SLURM's with stand-ins (test_slurm.py has the real one), torchrun's for real."""
 
 import json
 import os
@@ -22,27 +22,45 @@ def command(directory: Path, name: str, script: str) -> None:
 
 @pytest.fixture
 def stand_ins(tmp_path) -> Path:
-    """A PATH with an `srun` that starts two tasks and gives the higher exit code, and what else slurm.sh calls."""
+    """A PATH with an `srun` that starts two tasks and gives the higher exit code, and what else slurm.sh calls.
+
+    Signals reach the tasks before they listen. `$STATE` is what the job is in when they have ended.
+    """
     bin_dir = tmp_path / "bin"
     bin_dir.mkdir()
     command(
         bin_dir,
         "srun",
-        'shift\nfor rank in 0 1; do SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" || code=$?; done\nexit "${code:-0}"',
+        '[ "$2" = --cpus-per-task=3 ] || exit 9\nshift 2\n'
+        'for rank in 0 1; do SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" || code=$?; done\nexit "${code:-0}"',
     )
     scontrol = f'case $1 in show) echo first; echo second;; *) echo "$@" >> {tmp_path}/scontrol.log;; esac'
     command(bin_dir, "scontrol", scontrol)
     command(bin_dir, "accelerate", "echo ACCELERATE_MIXED_PRECISION=no; echo FSDP_VERSION=2; echo RANK=9")
-    python = f'echo "$RANK/$WORLD_SIZE $LOCAL_RANK $MASTER_ADDR $FSDP_VERSION $*" >> {tmp_path}/python.log\nexit $CODE'
+    command(bin_dir, "squeue", "echo $STATE")
+    python = "kill -TERM $$; kill -USR1 $$\n"
+    python += f'echo "$RANK/$WORLD_SIZE $LOCAL_RANK $MASTER_ADDR $FSDP_VERSION $*" >> {tmp_path}/python.log\nexit $CODE'
     command(bin_dir, "python", python)
     return bin_dir
 
 
-@pytest.mark.parametrize(("code", "requeued"), [(0, ""), (75, "requeue 42\n"), (1, ""), (2, "")])
-def test_slurm_queues_up_again_on_75_alone_and_always_resumes(stand_ins, tmp_path, code, requeued):
+@pytest.mark.parametrize(
+    ("code", "state", "requeued"),
+    [
+        (0, "RUNNING", ""),
+        (75, "RUNNING", "requeue 42\n"),
+        (75, "COMPLETING", ""),  # after scancel, which the real requeue would undo
+        (1, "RUNNING", ""),
+        (2, "RUNNING", ""),
+    ],
+)
+def test_slurm_queues_up_again_on_75_alone_unless_cancelled_and_always_resumes(
+    stand_ins, tmp_path, code, state, requeued
+):
     slurm = {"SLURM_JOB_ID": 42, "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2}
+    slurm |= {"SLURM_CPUS_PER_TASK": 3, "CODE": code, "STATE": state}
     environment = {**os.environ, "PATH": f"{stand_ins}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT)}
-    environment |= {name: str(value) for name, value in slurm.items()} | {"CODE": str(code)}
+    environment |= {name: str(value) for name, value in slurm.items()}
     script = [str(CLUSTER / "slurm.sh"), "recipes/quickstart.yaml", "model=a b"]
     result = subprocess.run(script, env=environment, capture_output=True, text=True)
     assert result.returncode == code, result.stderr
@@ -56,6 +74,7 @@ def test_slurm_waits_for_its_tasks_where_the_signal_reaches_the_script(stand_ins
     command(stand_ins, "srun", f"touch {tmp_path}/running; sleep 2; exit 75")
     environment = {**os.environ, "PATH": f"{stand_ins}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT)}
     environment |= {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "2"}
+    environment |= {"SLURM_CPUS_PER_TASK": "3", "STATE": "RUNNING"}
     running = subprocess.Popen([str(CLUSTER / "slurm.sh"), "recipe.yaml"], env=environment)
     while not (tmp_path / "running").exists():
         assert running.poll() is None
