@@ -44,7 +44,7 @@ IDENTITY = (
     *("model", "fingerprint", "dtype", "task", "rope", "length", "stride", "asked_stride", "seed"),
     *("data", "data_hash", "documents", "max_tokens", "cases", "new_tokens", "variant", "depths", "bucket"),
     *("pairs_per_document", "mode", "repeats", "baseline_fingerprint", "measured_on", "benchmark", "metric", "filter"),
-    *("shots", "limit"),
+    *("shots", "limit", "warmup"),
 )
 SHOWN = {"model", "task", "rope", "length", "value"}  # of every row, when a run ends
 Raw = Mapping[str, list[dict]]  # lines of a raw table, by its name
