@@ -92,3 +92,22 @@ def test_a_baseline_of_another_family_is_refused_and_a_model_without_heads(coca,
     llama.model = MambaForCausalLM(MambaConfig(**sizes))
     with pytest.raises(CocaError, match="got MambaForCausalLM, expected a model with attention heads"):
         measure(coca, llama, books, tmp_path)
+
+
+def test_maps_that_are_nan_or_do_not_fit_are_rows_that_say_so(llama, coca, books, tmp_path):
+    sample, store = draw_sample(coca, str(books), 40), RowStore(tmp_path)
+    forward = coca.model.model.forward
+
+    def limited(*args, input_ids, **kwargs):
+        if input_ids.numel() > 30:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return forward(*args, input_ids=input_ids, **kwargs)
+
+    coca.model.model.forward = limited
+    full, whole = attention_map_rows(coca, llama, sample, [40, 30], [DEFAULT], store)
+    assert full["error"].startswith("OOM: one sequence alone does not fit (CUDA out of memory.")
+    assert whole["value"] > 0
+    with torch.no_grad():
+        coca.model.model.layers[1].self_attn.q_proj.weight[3, 5] = torch.nan
+    (row,) = attention_map_rows(coca, llama, sample, [20], [DEFAULT], store)
+    assert (row["value"], row["error"], row["raw"]) == (None, "an attention map is not finite", {})
