@@ -181,7 +181,7 @@ def tasks_command(
         str, typer.Option(help="Lengths in tokens at which to run RULER, or those of its tasks that --tasks names.")
     ] = "",
     shots: Annotated[int | None, typer.Option(min=0, help="Examples before a question; the task's own.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Cases of every task; all by default.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, max=10**9, help="Cases of every task; all by default.")] = None,
     include_path: Annotated[str | None, typer.Option(help="A directory of lm-eval tasks of your own.")] = None,
     batch_size: BatchOption = "auto",
 ) -> None:
@@ -220,17 +220,19 @@ def speed_command(
         str | None, typer.Option(help="What rows call that; its directory's name by default.")
     ] = None,
     modes: Annotated[str, typer.Option(help="Some of prefill, decode and train.")] = "prefill,decode,train",
-    repeats: Annotated[int, typer.Option(min=1, help="Timed steps; the row has their median.")] = 10,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 3,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, max=10**6, help="Timed steps; the row has their median.")] = 10,
+    warmup: Annotated[int, typer.Option(min=0, max=10**6, help="Steps before them.")] = 3,
+    batch_size: Annotated[int, typer.Option(min=1, max=10**9, help="Sequences at a time.")] = 1,
 ) -> None:
     """Seconds and memory of prefill, decoding and a training step against sequence length."""
     wanted = parse_lengths(lengths)
+    if baseline_name is not None and baseline is None:
+        raise BadOption(f"--baseline-name: got {baseline_name!r} without --baseline, expected both")
     from coca_hf.evaluate.speed import parse_modes, speed_rows
 
     chosen = parse_modes(modes)
     subject, ropes = run.load()
-    other = run.load_one(baseline, ropes, baseline_name) if baseline else None
+    other = run.load_one(baseline, ropes, baseline_name) if baseline is not None else None
     warn_beyond_trained(subject, ropes, wanted)
     run.make_rows(
         speed_rows,

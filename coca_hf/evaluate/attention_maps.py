@@ -47,17 +47,23 @@ def attention_map_rows(
 
     Holds the maps of one document, (layers, h, length, length), of both models.
 
-    Raises CocaError where the models have not as many layers and heads, or the baseline not the vocabulary.
+    Raises CocaError where the baseline is not of the model's family, layers, heads and vocabulary.
     """
-    ours, theirs = (one.model.config.get_text_config(decoder=True) for one in (subject, baseline))
-    for key in ("num_hidden_layers", "num_attention_heads"):
-        if getattr(ours, key) != getattr(theirs, key):
+    shapes = [_shape(one) for one in (subject, baseline)]
+    for key, expected in shapes[0].items():
+        if shapes[1][key] != expected:
             raise CocaError(
-                f"--baseline {baseline.path}: got {key} {getattr(theirs, key)}, expected {getattr(ours, key)} as "
-                f"{subject.path} has; give the model that it was converted from"
+                f"--baseline {baseline.path}: got {key} {shapes[1][key]}, expected {expected} as {subject.path} has; "
+                f"give the model that it was converted from"
             )
     for ids, name in zip(sample.token_ids, sample.names, strict=True):
         check_vocabulary(baseline, ids, name)
+        read, other = (one.tokenizer.convert_ids_to_tokens(ids.unique().tolist()) for one in (subject, baseline))
+        if read != other:
+            raise CocaError(
+                f"--baseline {baseline.path}: got a tokenizer that takes the tokens of {name} for others, expected "
+                f"that of {subject.path}; give the model that it was converted from"
+            )
     settings = {
         "task": "attention-maps",
         "stride": None,
@@ -74,6 +80,15 @@ def attention_map_rows(
         lambda rope, settings: _measure(subject, baseline, sample, rope, settings, track),
         track,
     )
+
+
+def _shape(subject: Subject) -> dict[str, Any]:
+    """What a model has in common with the one that it was converted from."""
+    config = subject.model.config.get_text_config(decoder=True)
+    if getattr(config, "num_attention_heads", None) is None:
+        raise CocaError(f"{subject.path}: got {type(subject.model).__name__}, expected a model with attention heads")
+    shape = {key: getattr(config, key) for key in ("num_hidden_layers", "num_attention_heads")}
+    return shape | {"model_type": config.model_type.removeprefix("coca_")}
 
 
 def _measure(

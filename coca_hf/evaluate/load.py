@@ -1,13 +1,15 @@
 """Any causal language model, CoCA or not, with its tokenizer and what a row must say about it."""
 
+import ast
 import hashlib
 import json
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 from transformers.utils.hub import cached_file, extract_commit_hash
 from transformers.utils.logging import disable_progress_bar
 
@@ -100,6 +102,13 @@ def warn_small_tokenizer(subject: Subject) -> str | None:
 
 def _load_config(path: str, revision: str, trust_remote_code: bool) -> tuple[Any, str | None]:
     """The config, and the commit on the hub that it is of."""
+    if not path.strip():
+        raise CocaError("got an empty name of a model, expected a model directory or a hub id as owner/name")
+    if (Path(path) / "adapter_config.json").is_file() and not (Path(path) / "config.json").is_file():
+        raise CocaError(
+            f"{path}: got an adapter of peft, expected a whole model; merge it into its base model "
+            f"(merge_and_unload) and save that with the tokenizer"
+        )
     if Path(path).exists() and not (Path(path) / "config.json").is_file():
         raise CocaError(f"{path}: got no config.json there, expected a model directory as save_pretrained writes it")
     if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
@@ -109,15 +118,32 @@ def _load_config(path: str, revision: str, trust_remote_code: bool) -> tuple[Any
         return config, extract_commit_hash(cached_file(path, "config.json", revision=revision), None)
     except Exception as error:  # transformers raises what its readers raise
         _check_own_code(path, error)
-        files = "its config.json" + ", or the code that it names," * trust_remote_code
-        found = files if Path(path).exists() else "no such directory here, and as a hub id it"
+        found = "its config.json" if Path(path).exists() else "no such directory here, and as a hub id it"
         raise CocaError(f"{path}: {found} cannot be read ({first_line(error)})") from error
 
 
 def _check_own_code(path: str, error: Exception) -> None:
-    """Raises CocaError where transformers failed for code that it was not told to trust."""
+    """Raises CocaError where transformers failed for the code that a model carries: not trusted, or broken."""
     if "trust_remote_code=True" in str(error):
         raise CocaError(f"{path}: {_OWN_CODE}") from None
+    frames = traceback.extract_tb(error.__traceback__)
+    cache = dynamic_module_utils.HF_MODULES_CACHE  # that code runs from there
+    ran = [f"{Path(frame.filename).name}, line {frame.lineno}: " for frame in frames if cache in frame.filename]
+    if ran or any(frame.filename == dynamic_module_utils.__file__ for frame in frames):
+        found = f"{ran[-1]}{first_line(error)}" if ran else _syntax_error(Path(path)) or first_line(error)
+        raise CocaError(
+            f"{path}: the code that it carries cannot be run ({found}); repair that code, or ask who wrote it"
+        ) from error
+
+
+def _syntax_error(directory: Path) -> str | None:
+    """The first in the code of a directory; transformers' own error does not say the file."""
+    for file in sorted(directory.glob("*.py")):
+        try:
+            ast.parse(file.read_bytes(), file.name)
+        except (SyntaxError, ValueError) as error:
+            return f"{file.name}: {first_line(error)}"
+    return None
 
 
 _OWN_CODE = "got a model that needs the code it carries; read that code, and if you trust it, add --trust-remote-code"
@@ -145,6 +171,9 @@ def _load_model(path: str, config: Any, dtype: str, revision: str, trust_remote_
             ignore_mismatched_sizes=True,  # reported below: transformers' own error names none of them
         )
     except Exception as error:  # and so do safetensors, torch and pickle
+        _check_own_code(path, error)
+        if isinstance(error, ArithmeticError | AttributeError | KeyError | TypeError):  # none of reading files
+            raise CocaError(f"{path}: transformers makes no model of its config.json ({first_line(error)})") from error
         raise CocaError(
             f"{path}: its weights cannot be loaded ({first_line(error)}); save or convert it again"
         ) from error

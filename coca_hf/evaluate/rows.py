@@ -37,14 +37,14 @@ from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.batches import processes
 from coca_hf.evaluate.load import Subject
 from coca_hf.evaluate.rope import Rope, trained_length
-from coca_hf.report.rows import is_whole
+from coca_hf.report.rows import is_whole, latest
 
 # A row that has these in common with another is the same measurement.
 IDENTITY = (
     *("model", "fingerprint", "dtype", "task", "rope", "length", "stride", "asked_stride", "seed"),
     *("data", "data_hash", "documents", "max_tokens", "cases", "new_tokens", "variant", "depths", "bucket"),
     *("pairs_per_document", "mode", "repeats", "baseline_fingerprint", "measured_on", "benchmark", "metric", "filter"),
-    *("shots", "limit"),
+    *("shots", "limit", "warmup"),
 )
 SHOWN = {"model", "task", "rope", "length", "value"}  # of every row, when a run ends
 Raw = Mapping[str, list[dict]]  # lines of a raw table, by its name
@@ -71,7 +71,8 @@ UNSEEN = Track()
 class RowStore:
     """The rows of a directory. Opening it drops a last line that a kill cut short; only the main process writes.
 
-    Of lines that measure the same, the last counts. One of memory that ran out is not found, so it is measured again.
+    Of lines that measure the same, the `latest` counts. One of memory that ran out is not found, so that it is measured
+    again.
 
     Raises CocaError where the directory cannot be made or another line is no row.
     """
@@ -83,7 +84,7 @@ class RowStore:
                 out_dir.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise CocaError(f"--out {out_dir}: got {error.strerror}, expected a directory or a free name") from None
-            rows = {_identity(row): row for row in _read_and_repair(out_dir / "rows.jsonl")}
+            rows = latest(_read_and_repair(out_dir / "rows.jsonl"), _identity)
             self._rows = {key: row for key, row in rows.items() if not str(row.get("error")).startswith("OOM")}
 
     def find(self, settings: dict) -> dict | None:
@@ -234,6 +235,9 @@ def _append(path: Path, row: dict) -> None:
 def _write_table(path: Path, row_id: str, lines: list[dict]) -> None:
     """So that a reader, and a run that is killed, finds the whole file or none."""
     path.parent.mkdir(exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    pq.write_table(pa.Table.from_pylist([{"row_id": row_id} | line for line in lines]), partial)
-    os.replace(partial, path)
+    partial = path.with_name(f".{path.stem}.{os.getpid()}.partial")  # hidden: no part of the directory read as one
+    try:
+        pq.write_table(pa.Table.from_pylist([{"row_id": row_id} | line for line in lines]), partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

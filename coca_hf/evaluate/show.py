@@ -6,6 +6,7 @@ On a terminal a bar over all rows and one for each; elsewhere, as in the log of 
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -102,11 +103,15 @@ def results_table(rows: Iterable[dict]) -> Table:
     rows = list(rows)
     lengths = list(dict.fromkeys(row["length"] for row in rows))
     kinds = [name for name in ("mode", "benchmark", "metric") if name in rows[0]]
+    kinds += ["filter"] * (len({row.get("filter") for row in rows if row["value"] is not None}) > 1)
+    paths = {(row["model"], row["model_path"]) for row in rows}
+    shared = {name for name, count in Counter(name for name, _ in paths).items() if count > 1}
     columns = ("value" if length is None else str(length) for length in lengths)
     table = Table("model", "rope", *kinds, *columns, title=_title(rows[0]))
     lines: dict[tuple, dict] = {}
     for row in rows:
-        lines.setdefault(tuple(str(row[name]) for name in ("model", "rope", *kinds)), {})[row["length"]] = row
+        model = row["model_path" if row["model"] in shared else "model"]
+        lines.setdefault((model, *(str(row[name]) for name in ("rope", *kinds))), {})[row["length"]] = row
     for line, by_length in lines.items():
         table.add_row(*line, *(show_value(by_length[n]) if n in by_length else "" for n in lengths))
     return table
@@ -123,4 +128,5 @@ def show_value(row: dict) -> str:
         return row["error"]
     if row["task"] == "speed":
         return f"{row['value']:.3g}" + (f" ({row['ratio']:.2f}x)" if row["ratio"] else "")
-    return f"{row['value']:.2f}" if row["task"] == "passkey" or row["value"] < 1e4 else f"{row['value']:.3g}"
+    value = round(row["value"], 2) + 0.0 if abs(row["value"]) < 1e4 else row["value"]  # + 0.0: no -0.00
+    return f"{value:.2f}" if row["task"] == "passkey" or value < 1e4 else f"{value:.3g}"

@@ -65,12 +65,18 @@ def speed_rows(
 
     Rows that `store` already has are not measured again, unless one of a pair is missing.
 
-    Raises CocaError on several processes.
+    Raises CocaError on several processes, for a baseline that rows could not tell from the model, and for decoding with
+    a model that keeps no keys and values.
     """
     if processes().num_processes > 1:
         raise CocaError(
             f"coca-eval speed: got {processes().num_processes} processes, expected one: a timing is of one device, and "
             f"others beside it would slow it down; run it without accelerate launch"
+        )
+    if baseline and (baseline.name, baseline.path) == (subject.name, subject.path):
+        raise CocaError(
+            f"--baseline {baseline.path}: got the model itself, expected another; give it a --baseline-name to time "
+            f"one against itself"
         )
     subjects = ([baseline] if baseline else []) + [subject]
 
@@ -193,7 +199,12 @@ def _step(model: Any, mode: str, length: int, batch_size: int) -> Step:
     if mode == "prefill":
         return Step(torch.inference_mode()(lambda: model(input_ids=ids, use_cache=False, **only_last)))
     with torch.inference_mode():
-        cache = model(input_ids=ids, use_cache=True, **only_last).past_key_values
+        cache = getattr(model(input_ids=ids, use_cache=True, **only_last), "past_key_values", None)
+    if cache is None:
+        raise CocaError(
+            f"--modes decode: got {type(model).__name__}, which keeps no keys and values of earlier tokens; leave it "
+            f"out"
+        )
 
     @torch.inference_mode()
     def decode() -> None:

@@ -5,16 +5,18 @@
 tasks, or those that are named.
 
 A row, task `tasks`, has besides what `rows.py` lists: `value`, the metric; `benchmark`, lm-eval's name of the task;
-`metric`, `filter`, `stderr` (null where the metric is no mean over cases), `shots` (null: the task's own), `limit`,
-`scored` cases; `dimension`, a key of `DIMENSIONS`, "ruler" or null; `length`, RULER's, in tokens, else null; `metrics`,
-how many rows the benchmark has. RULER's value is the mean over its tasks of each one's mean. Its raw table `samples`:
-benchmark (of a group, one of its tasks), case (lm-eval's doc_id), target, response (text that the model generated) or
-loglikelihoods (nats: of every choice, or of the text), score (the metric of this document, null where it is no number)
-or parts (the numbers that the metric is computed from, as log-likelihood and words).
+`data_hash`, of the files of tasks of one's own, else null; `metric`, `filter`, `stderr` (null where the metric is no
+mean over cases), `shots` (null: the task's own), `limit`, `scored` cases; `dimension`, a key of `DIMENSIONS`, "ruler"
+or null; `length`, RULER's, in tokens, else null; `metrics`, how many rows the benchmark has. RULER's value is the mean
+over its tasks of each one's mean. Its raw table `samples`: benchmark (of a group, one of its tasks), case (lm-eval's
+doc_id), target, response (text that the model generated) or loglikelihoods (nats: of every choice, or of the text),
+score (the metric of this document, null where it is no number) or parts (the numbers that the metric is computed from,
+as log-likelihood and words).
 """
 
 import difflib
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -30,7 +32,7 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, first_line
 from coca_hf.evaluate.batches import auto_batch_size, batches_of, compute_all
 from coca_hf.evaluate.load import Subject, check_vocabulary
 from coca_hf.evaluate.perplexity import failed
@@ -52,13 +54,16 @@ WITHOUT_NETWORK = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler
 
 
 def parse_tasks(text: str, include_path: str | None = None) -> list[str]:
-    """`"hellaswag,opencompass"` as lm-eval's names, each once. include_path: a directory of tasks of one's own.
+    """`"hellaswag,opencompass"` as lm-eval's names, each once, and a tag as its tasks. include_path: a directory of
+    tasks of one's own.
 
-    Raises CocaError where lm-eval is not installed or knows no such task, or there is no such directory.
+    Raises CocaError where lm-eval is not installed, or knows no such task or one without a number of its own, or there
+    is no such directory.
     """
     if include_path is not None and not Path(include_path).is_dir():
         raise CocaError(f"--include-path: got {include_path!r}, expected a directory of lm-eval tasks")
-    known = _task_manager(include_path).all_tasks
+    manager = _task_manager(include_path)
+    known = manager.all_tasks
     names: list[str] = []
     for name in (part.strip() for part in text.split(",")):
         names += itertools.chain(*DIMENSIONS.values()) if name == GROUP else [name]
@@ -67,7 +72,14 @@ def parse_tasks(text: str, include_path: str | None = None) -> list[str]:
             near = difflib.get_close_matches(name, [*known, GROUP], n=3)
             hint = f"; nearest: {', '.join(near)}" if near else ""
             raise CocaError(f"--tasks: got {name!r}, expected {GROUP} or a task that lm-eval knows{hint}")
-    return list(dict.fromkeys(names))
+        entry = manager.task_index[name]
+        if name in manager.all_groups and not entry.cfg.get("aggregate_metric_list"):
+            raise CocaError(
+                f"--tasks: got {name!r}, a group without a metric of its own, expected its tasks; {entry.yaml_path} "
+                f"names them"
+            )
+    tags = {name: sorted(manager.task_index[name].tags) for name in names if name in manager.all_tags}
+    return list(dict.fromkeys(itertools.chain(*(tags.get(name, [name]) for name in names))))
 
 
 def ruler_tasks() -> list[str]:
@@ -96,6 +108,7 @@ def task_rows(
     of_ruler = [name for name in names if name in ruler_tasks()] if names else []
     if of_ruler and not ruler_lengths:
         raise CocaError(f"--tasks {of_ruler[0]}: got no --ruler, expected the lengths at which to run a task of RULER")
+    definitions = _files_hash(Path(include_path)) if include_path else None
     wanted: list[tuple[str, int | None]] = [(name, None) for name in names if name not in of_ruler]
     wanted += itertools.product(of_ruler or [RULER], ruler_lengths or [])
 
@@ -108,6 +121,7 @@ def task_rows(
             "seed": SEED,
             "benchmark": name,
             "dimension": _dimension(name, length),
+            "data_hash": definitions,
             "shots": shots,
             "limit": limit,
             **subject_settings(subject),
@@ -154,7 +168,8 @@ def _measure(
     except Exception as failure:  # data sets, packages and lm-eval itself raise what they raise
         raise CocaError(
             f"--tasks {name}: lm-eval cannot run it: {type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
-            + (f"; without a network, run {', '.join(WITHOUT_NETWORK)}" if length else "")
+            + (f"; without a network, run {', '.join(WITHOUT_NETWORK)}" * bool(length and name not in WITHOUT_NETWORK))
+            + "; its tokenizer has no eos_token, which lm-eval needs" * (subject.tokenizer.eos_token_id is None)
         ) from failure
     if not found:
         raise CocaError(f"--tasks {name}: got no number from lm-eval, expected at least one metric")
@@ -170,6 +185,13 @@ def _measure(
             result |= {"value": None, "error": f"the metric is {result['value']}"}
     defaults = {"stderr": None, "scored": 0, "error": error}
     return [(defaults | result | shared, samples) for result, samples in found]
+
+
+def _files_hash(directory: Path) -> str:
+    """Sixteen hex digits of the names, sizes and times of a directory's files, but for those that Python makes."""
+    files = sorted(file for file in directory.rglob("*") if file.is_file() and file.suffix != ".pyc")
+    facts = [(str(file.relative_to(directory)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 class _Unanswered(Exception):
@@ -332,7 +354,13 @@ def _dimension(name: str, length: int | None) -> str | None:
 @functools.cache
 def _task_manager(include_path: str | None) -> Any:
     """It reads every task's file, which takes a while."""
-    return _managers()(include_path=include_path)
+    manager = _managers()
+    try:
+        return manager(include_path=include_path)
+    except Exception as error:  # of files that are YAML and no tasks
+        raise CocaError(
+            f"--include-path {include_path}: lm-eval cannot read its tasks ({first_line(error)})"
+        ) from error
 
 
 @functools.cache

@@ -18,11 +18,12 @@ def ntk_base(base: float, factor: float, seq_len, trained_len: int, head_dim: in
     """The rotary base of dynamic NTK for a sequence of `seq_len` tokens; `base` itself up to the trained length.
 
     base * (factor * seq_len / trained_len - (factor - 1)) ^ (d / (d - 2)), the form that transformers and the paper's
-    released code use. `seq_len` and the result are numbers, or tensors of one shape.
+    released code use. `seq_len` and the result are numbers, or tensors of one shape. Where d is 2, `base` itself: the
+    angle of a single pair is that of position, whatever the base.
     """
     stretch = factor * seq_len / trained_len - (factor - 1)
     stretch = stretch.clamp(min=1.0) if isinstance(stretch, Tensor) else max(stretch, 1.0)
-    return base * stretch ** (head_dim / (head_dim - 2))
+    return base * stretch ** (head_dim / (head_dim - 2) if head_dim > 2 else 0)
 
 
 def rotary_dim(config) -> int:

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -145,20 +145,18 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
     A row's `raw` becomes paths, of which those may be absent that somebody left behind. Raises CocaError where a
     directory has no rows, or a line is not one.
     """
-    rows: dict[tuple, dict] = {}
+    every_row = [row for run in runs for row in sorted(_read(run / "rows.jsonl"), key=lambda row: row["date"])]
     models: dict[tuple, set] = {}
     texts: dict[tuple, set] = {}
-    for run in runs:
-        for row in sorted(_read(run / "rows.jsonl"), key=lambda row: row["date"]):
-            key, whose = _key(row), (row["model"], row["model_path"])
-            if key not in rows or rows[key]["date"] <= row["date"]:
-                rows[key] = row
-            models.setdefault(whose, set()).add(row.get("fingerprint"))
-            texts.setdefault((whose, row["task"], _settings_of(row)), set()).add(row.get("data_hash"))
-            row |= {
-                "model_states": models[whose],
-                "text_states": texts[whose, row["task"], _settings_of(row)],
-            }
+    for row in every_row:
+        whose = row["model"], row["model_path"]
+        models.setdefault(whose, set()).add(row.get("fingerprint"))
+        texts.setdefault((whose, row["task"], _settings_of(row)), set()).add(row.get("data_hash"))
+        row |= {
+            "model_states": models[whose],
+            "text_states": texts[whose, row["task"], _settings_of(row)],
+        }
+    rows = latest(every_row, _key)
     # A benchmark that fails has a row without a metric, and once it does not, one for each.
     answered = {_key(row | {"metric": None, "filter": None}): row["date"] for row in rows.values() if row.get("metric")}
     tables: dict[tuple[str, str], Table] = {}
@@ -167,6 +165,16 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
             continue
         tables.setdefault((row["task"], _settings_of(row)), Table(row["task"], [])).rows.append(row)
     return sorted(tables.values(), key=lambda table: list(SETTINGS).index(table.task))
+
+
+def latest(rows: Iterable[dict], measured: Callable[[dict], Any]) -> dict[Any, dict]:
+    """Of rows that have `measured` in common, the one of the latest date, and of one second the last, by `measured`."""
+    found: dict[Any, dict] = {}
+    for row in rows:
+        key = measured(row)
+        if key not in found or str(found[key].get("date")) <= str(row.get("date")):
+            found[key] = row
+    return found
 
 
 def _key(row: dict) -> tuple:

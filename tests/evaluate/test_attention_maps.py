@@ -3,7 +3,9 @@ import itertools
 import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, MambaConfig, MambaForCausalLM
 
+from coca_hf.errors import CocaError
 from coca_hf.evaluate.attention_maps import attention_map_rows
 from coca_hf.evaluate.load import load_subject
 from coca_hf.evaluate.rope import Rope
@@ -73,3 +75,39 @@ def test_command_draws_a_line_a_model_and_refuses_another_models_original(
     code, _, stderr = coca_eval("attention-maps", tiny_coca_dir, "--baseline", tmp_path / "other", *arguments)
     assert code == 2
     assert "got num_hidden_layers 1, expected 3" in stderr
+
+
+def test_a_baseline_whose_tokenizer_means_others_by_the_same_numbers_is_refused(llama, coca, books, tmp_path):
+    names = llama.tokenizer.convert_ids_to_tokens
+    llama.tokenizer.convert_ids_to_tokens = lambda ids: names([258 - number for number in ids])
+    with pytest.raises(CocaError, match=r"got a tokenizer that takes the tokens of austen\.txt for others, expected"):
+        measure(coca, llama, books, tmp_path)
+
+
+def test_a_baseline_of_another_family_is_refused_and_a_model_without_heads(coca, llama, books, tmp_path):
+    sizes = {"vocab_size": 259, "hidden_size": 48, "num_hidden_layers": 3}
+    llama.model = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, num_attention_heads=6, intermediate_size=80))
+    with pytest.raises(CocaError, match=r"got model_type gpt_neox, expected llama as .*tiny-coca has; give the model"):
+        measure(coca, llama, books, tmp_path)
+    llama.model = MambaForCausalLM(MambaConfig(**sizes))
+    with pytest.raises(CocaError, match="got MambaForCausalLM, expected a model with attention heads"):
+        measure(coca, llama, books, tmp_path)
+
+
+def test_maps_that_are_nan_or_do_not_fit_are_rows_that_say_so(llama, coca, books, tmp_path):
+    sample, store = draw_sample(coca, str(books), 40), RowStore(tmp_path)
+    forward = coca.model.model.forward
+
+    def limited(*args, input_ids, **kwargs):
+        if input_ids.numel() > 30:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return forward(*args, input_ids=input_ids, **kwargs)
+
+    coca.model.model.forward = limited
+    full, whole = attention_map_rows(coca, llama, sample, [40, 30], [DEFAULT], store)
+    assert full["error"].startswith("OOM: one sequence alone does not fit (CUDA out of memory.")
+    assert whole["value"] > 0
+    with torch.no_grad():
+        coca.model.model.layers[1].self_attn.q_proj.weight[3, 5] = torch.nan
+    (row,) = attention_map_rows(coca, llama, sample, [20], [DEFAULT], store)
+    assert (row["value"], row["error"], row["raw"]) == (None, "an attention map is not finite", {})

@@ -192,19 +192,20 @@ MEASUREMENTS = {  # how many rows, and the options
     "passkey": (1, "--lengths 300 --cases 7 --new-tokens 3 --batch-size 2"),
     "boundary": (1, "--data BOOKS --lengths 60 --pairs 50"),
     "copying": (1, "--lengths 60 --cases 5 --batch-size 2"),
+    "attention-maps": (2, "--data BOOKS --lengths 30,60 --baseline LLAMA"),
 }
 
 
 @pytest.mark.real
 @pytest.mark.parametrize("task", MEASUREMENTS)
-def test_two_processes_make_the_rows_of_one(tiny_coca_dir, books, tmp_path, task):
+def test_two_processes_make_the_rows_of_one(tiny_coca_dir, tiny_llama_dir, books, tmp_path, task):
     """Launched as the README says, on a port of its own."""
     port = 29560 + list(MEASUREMENTS).index(task)
     (flags,) = re.findall(r"`accelerate launch (.*) \$\(which coca-eval\) …`", README.read_text())
     launcher = ["-m", "accelerate.commands.launch", *flags.replace("8", "2").split(), f"--main_process_port={port}"]
     count, options = MEASUREMENTS[task]
     for name, prefix in (("one", ()), ("two", launcher)):
-        words = [books if word == "BOOKS" else word for word in options.split()]
+        words = [{"BOOKS": books, "LLAMA": tiny_llama_dir}.get(word, word) for word in options.split()]
         out = run((task, tiny_coca_dir, *words, "--out", tmp_path / name), *prefix)
         assert out.count(f"{task} by context length") == 1
     one, two = rows_of(tmp_path / "one"), rows_of(tmp_path / "two")

@@ -96,6 +96,25 @@ def test_a_model_that_is_nowhere_is_refused(path, message):
     assert "\n" not in str(error.value)
 
 
+def test_an_adapter_alone_is_refused_with_what_to_do(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CocaError, match=r"got an adapter of peft, expected a whole model; merge it .*merge_and_unload"):
+        load_subject(str(tmp_path))
+
+
+def test_an_empty_name_is_refused():
+    with pytest.raises(CocaError, match="got an empty name of a model, expected a model directory or a hub id"):
+        load_subject("")
+
+
+def test_a_config_of_which_transformers_makes_no_model_is_not_called_bad_weights(checkpoint):
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"head_dim": 2, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CocaError, match=r"transformers makes no model of its config\.json \(ZeroDivisionError"):
+        load_subject(str(checkpoint))
+
+
 def test_a_directory_without_config_is_refused(tmp_path):
     with pytest.raises(CocaError, match=r"got no config\.json there"):
         load_subject(str(tmp_path))
@@ -234,6 +253,28 @@ def test_code_that_is_not_trusted_is_refused_with_what_to_do(half, model_type):
         CocaError, match=r"copy: got a model that needs the code it carries; .* add --trust-remote-code$"
     ):
         load_subject(str(half))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda code: f"{code}\nprint(rotation)\n", "half.py, line 17: NameError: name 'rotation' is not defined"),
+        (lambda code: f"{code}\ndef rotate(:\n", "half.py: SyntaxError: invalid syntax (half.py, line 17)"),
+        (lambda code: f"from .other import x\n{code}", "other.py'"),
+        (lambda code: code.replace("HalfForCausalLM", "Other"), "half' has no attribute 'HalfForCausalLM'"),
+        (
+            lambda code: code.replace("def forward", "def __init__(self, config):\n        1 / 0\n\n    def forward"),
+            "half.py, line 13: Zero",
+        ),
+    ],
+)
+def test_code_that_is_broken_is_named_with_its_file_and_its_error(half, change, message):
+    (half / "half.py").write_text(change(OWN_CODE))
+    with pytest.raises(CocaError) as error:
+        load_subject(str(half), trust_remote_code=True)
+    assert str(error.value).startswith(f"{half}: the code that it carries cannot be run (")
+    assert message in str(error.value)
+    assert str(error.value).endswith("; repair that code, or ask who wrote it")
 
 
 def test_a_tokenizer_with_code_of_its_own_is_refused_with_what_to_do(checkpoint):

@@ -1,10 +1,13 @@
 import json
+import os
 
 import pyarrow.parquet as pq
 import pytest
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.rows import RowStore
+from coca_hf.report.rows import read_tables
+from tests.report import made
 
 ROW = {"model": "a", "fingerprint": "f", "task": "passkey", "rope": "default", "length": 512, "seed": 0, "value": 0.25}
 
@@ -76,3 +79,30 @@ def test_out_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "out").write_text("")
     with pytest.raises(CocaError, match=r"--out .*out: got File exists, expected a directory or a free name"):
         RowStore(tmp_path / "out")
+
+
+def test_a_table_that_is_being_written_is_no_part_of_its_directory(tmp_path, monkeypatch):
+    """Nor is one that a killed run has left; one whose disk was full goes."""
+    store, seen = RowStore(tmp_path), []
+    store.append(ROW, {"cases": [{"case": 7}]})
+
+    def full(partial, path):
+        seen.extend(pq.read_table(path.parent).to_pylist())
+        assert partial.is_file()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(CocaError, match=r"a row cannot be written .*No space left on device"):
+        store.append(ROW | {"length": 1024}, {"cases": [{"case": 8}]})
+    assert [line["case"] for line in seen] == [7]
+    assert len(list((tmp_path / "passkey-cases").iterdir())) == 1
+
+
+@pytest.mark.parametrize("dates", [("2026-01-03", "2026-01-01"), ("2026-01-01", "2026-01-03"), ("2026-01-02",) * 2])
+def test_the_page_and_a_later_run_take_the_same_of_two_rows_of_one_measurement(tmp_path, dates):
+    """The later, wherever it stands; of one second, the last."""
+    rows = [made.row(value=value, date=f"{date}T00:00:00+00:00") for value, date in zip((8, 9), dates, strict=True)]
+    made.write_rows(tmp_path, *rows)
+    (table,) = read_tables([tmp_path])
+    assert [row["value"] for row in table.rows] == [RowStore(tmp_path).find(rows[0])["value"]]
+    assert table.rows[0]["value"] == (8 if dates[0] > dates[1] else 9)

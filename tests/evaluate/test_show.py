@@ -8,7 +8,7 @@ from rich.console import Console
 
 from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.rows import RowStore
-from coca_hf.evaluate.show import progress_on
+from coca_hf.evaluate.show import progress_on, results_table
 from coca_hf.evaluate.speed import speed_rows
 from coca_hf.evaluate.tasks import task_rows
 from tests.test_lm_eval import expected, subject, task_dir  # noqa: F401
@@ -116,4 +116,20 @@ def test_models_in_turns_and_benchmarks_are_counted_as_such(llama, coca, task_di
         ("speed  decode  default  24", "4 of 4 pairs of rows"),
         ("tasks  coca_answer  default", "1 of 1 benchmarks"),
         ("tasks  coca_likelihood  default", "2 of 2 benchmarks"),
+    ]
+
+
+def test_the_table_tells_filters_and_models_of_one_name_apart_and_has_no_minus_zero(log):
+    row = {"task": "tasks", "rope": "default", "length": None, "model": "m", "benchmark": "sums", "metric": "match"}
+    rows = [
+        row | {"model_path": path, "filter": name, "value": value}
+        for path, name, value in [("a/m", "strict", 0.25), ("a/m", "flexible", 0.5), ("b/m", "strict", -1e-9)]
+    ]
+    log.width = 200
+    log.print(results_table(rows))
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in log.file.getvalue().splitlines()]
+    assert [cells for cells in lines if cells] == [
+        ["a/m", "default", "sums", "match", "strict", "0.25"],
+        ["a/m", "default", "sums", "match", "flexible", "0.50"],
+        ["b/m", "default", "sums", "match", "strict", "0.00"],
     ]

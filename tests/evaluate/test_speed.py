@@ -1,4 +1,6 @@
+import shutil
 import statistics
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -71,3 +73,45 @@ def test_modes_are_read_and_others_refused():
     assert parse_modes("train, decode,train") == ["train", "decode"]
     with pytest.raises(CocaError, match="--modes: got 'serve', expected some of prefill, decode, train"):
         parse_modes("train,serve")
+
+
+def test_a_model_without_a_cache_cannot_decode_and_one_line_says_so(llama, tmp_path):
+    llama.model.forward = lambda **inputs: SimpleNamespace(logits=None)
+    with pytest.raises(CocaError, match="--modes decode: got LlamaForCausalLM, which keeps no keys and values"):
+        list(speed_rows(llama, [16], DEFAULT, RowStore(tmp_path), modes=["decode"], repeats=1, warmup=0))
+
+
+def test_another_warmup_is_another_measurement(llama, tmp_path):
+    store = RowStore(tmp_path)
+    rows = [*(speed_rows(llama, [16], DEFAULT, store, None, ["prefill"], repeats=1, warmup=w) for w in (0, 1, 0))]
+    first, second, again = (row for some in rows for row in some)
+    assert (first["warmup"], second["warmup"]) == (0, 1)
+    assert again == first
+
+
+def test_a_model_beside_itself_is_refused_and_one_of_the_same_name_is_told_apart(
+    tiny_llama_dir, tiny_coca_dir, tmp_path, coca_eval
+):
+    same = shutil.copytree(tiny_coca_dir, tmp_path / tiny_llama_dir.name)
+    options = ("--lengths", 16, "--modes", "prefill", "--repeats", 1, "--warmup", 0, "--out", tmp_path / "out")
+    code, _, stderr = coca_eval("speed", tiny_llama_dir, "--baseline", f"{tiny_llama_dir}/", *options)
+    assert (code, stderr.count("\n")) == (2, 1)
+    assert "got the model itself, expected another; give it a --baseline-name" in stderr
+    code, stdout, _ = coca_eval("speed", same, "--baseline", tiny_llama_dir, *options)
+    assert code == 0
+    assert [stdout.count(f" {path} ") for path in (same, tiny_llama_dir)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--repeats", 10**14, "--repeats: got 100000000000000, expected less than or equal to 1000000"),
+        ("--warmup", 10**14, "--warmup: got 100000000000000, expected less than or equal to 1000000"),
+        ("--batch-size", 10**19, "--batch-size: got 10000000000000000000, expected less than or equal to 1000000000"),
+        ("--baseline-name", "plain", "--baseline-name: got 'plain' without --baseline, expected both"),
+        ("--baseline", "", "got an empty name of a model, expected a model directory or a hub id as owner/name"),
+    ],
+)
+def test_options_that_make_no_sense_are_one_line(option, value, message, tiny_llama_dir, tmp_path, coca_eval):
+    code, _, stderr = coca_eval("speed", tiny_llama_dir, "--lengths", 16, option, value, "--out", tmp_path / "out")
+    assert (code, stderr) == (2, f"error: {message}\n")

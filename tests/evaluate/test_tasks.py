@@ -1,10 +1,12 @@
 """lm-eval's numbers as rows, on tasks over local files."""
 
+import functools
 import importlib
 import inspect
 import json
 import math
 import re
+import shutil
 import statistics
 import sys
 
@@ -15,6 +17,7 @@ import torch
 import wonderwords
 import yaml
 from lm_eval.api.metrics import mean_stderr
+from lm_eval.tasks import TaskManager
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate import tasks
@@ -163,6 +166,57 @@ def test_without_lm_eval_one_line_says_what_to_install(monkeypatch, tiny_coca_di
 def test_a_directory_of_tasks_that_is_not_there_is_refused():
     with pytest.raises(CocaError, match="--include-path: got '/nowhere', expected a directory of lm-eval tasks"):
         parse_tasks("piqa", "/nowhere")
+
+
+@pytest.fixture
+def own_tasks(monkeypatch):
+    """Reads the tasks of --include-path only: those of lm-eval take their while."""
+    monkeypatch.setattr(tasks, "_managers", lambda: functools.partial(TaskManager, include_defaults=False))
+
+
+def test_a_directory_of_tasks_that_lm_eval_cannot_read_is_one_line(own_tasks, tmp_path):
+    for name in ("a", "7"):
+        (tmp_path / f"{name}.yaml").write_text(f"task: {name}\ndataset_path: json\n")
+    with pytest.raises(CocaError, match=r"--include-path .*: lm-eval cannot read its tasks \(TypeError: "):
+        parse_tasks("a", str(tmp_path))
+
+
+def test_a_tag_is_its_tasks_and_a_group_without_a_metric_is_refused_before_anything_is_run(own_tasks, tmp_path):
+    for name in "ba":
+        (tmp_path / f"{name}.yaml").write_text(f"task: {name}\ntag: letters\ndataset_path: json\n")
+    group = {"group": "both", "task": ["a", "b"]}
+    (tmp_path / "both.yaml").write_text(yaml.safe_dump(group))
+    mean = {"aggregate_metric_list": [{"metric": "acc"}]}
+    (tmp_path / "mean.yaml").write_text(yaml.safe_dump(group | mean | {"group": "mean"}))
+    assert parse_tasks("b,letters,mean", str(tmp_path)) == ["b", "a", "mean"]
+    with pytest.raises(CocaError, match=r"got 'both', a group without a metric of its own, .*both\.yaml names them"):
+        parse_tasks("both", str(tmp_path))
+
+
+def test_tasks_of_ones_own_that_have_changed_are_measured_again(own_tasks, coca, task_dir, tmp_path):  # noqa: F811
+    mine = shutil.copytree(task_dir, tmp_path / "tasks")
+
+    def measured():
+        return list(task_rows(coca, NAMES[:1], DEFAULT, RowStore(tmp_path / "out"), include_path=str(mine)))
+
+    first = measured()
+    assert measured() == first
+    file = mine / "coca_likelihood.yaml"
+    file.write_text(file.read_text().replace("{{target}}", "{{context}}"))
+    tasks._task_manager.cache_clear()
+    assert measured()[0]["value"] != first[0]["value"]
+
+
+def test_a_tokenizer_without_an_end_is_said_to_have_none(own_tasks, coca, task_dir, tmp_path):  # noqa: F811
+    coca.tokenizer.bos_token = coca.tokenizer.eos_token = None
+    with pytest.raises(CocaError, match=r"cannot run it: .*; its tokenizer has no eos_token, which lm-eval needs$"):
+        list(task_rows(coca, NAMES[:1], DEFAULT, RowStore(tmp_path), include_path=str(task_dir)))
+
+
+def test_a_length_too_short_for_ruler_is_no_matter_of_the_network(coca, few_words, tmp_path):
+    with pytest.raises(CocaError, match=r"--tasks niah_single_1: lm-eval cannot run it: ") as error:
+        list(task_rows(coca, ["niah_single_1"], DEFAULT, RowStore(tmp_path), ruler_lengths=[200], limit=1))
+    assert "network" not in str(error.value)
 
 
 def test_data_that_are_not_there_are_one_line(coca, tmp_path):

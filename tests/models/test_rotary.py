@@ -80,6 +80,13 @@ def test_dynamic_base_grows_only_past_the_trained_length():
     assert ntk_base(1e4, 4.0, 128, 64, 16) == pytest.approx(1e4 * 5 ** (16 / 14))
 
 
+def test_a_single_pair_has_the_angle_of_its_position_under_dynamic_ntk_too():
+    config = LlamaConfig(hidden_size=6, num_attention_heads=3, max_position_embeddings=64)
+    config.rope_parameters = ROPES["dynamic"]
+    cos, _ = CocaRotaryEmbedding(config)(torch.empty(0), torch.arange(150)[None])
+    torch.testing.assert_close(cos, torch.arange(150.0).cos()[None, :, None])
+
+
 @pytest.mark.parametrize("length", [64, 65])
 def test_longrope_takes_its_long_factors_from_the_first_token_past_the_trained_length(length):
     rope = ROPES["longrope"]
