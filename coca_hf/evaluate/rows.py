@@ -48,7 +48,7 @@ IDENTITY = (
 )
 SHOWN = {"model", "task", "rope", "length", "value"}  # of every row, when a run ends
 Raw = Mapping[str, list[dict]]  # lines of a raw table, by its name
-PACKAGES = ("coca-hf", "torch", "transformers", "tokenizers", "accelerate", "datasets")
+PACKAGES = ("coca-hf", "torch", "transformers", "tokenizers", "accelerate", "datasets", "numpy", "pyarrow")
 
 
 class Track:

@@ -194,7 +194,8 @@ def test_rows_say_what_is_needed_to_repeat_them(coca, books, tmp_path):
     }
     assert {key: long[key] for key in expected} == expected
     assert set(long["versions"]) == {
-        *("coca-hf", "torch", "transformers", "tokenizers", "accelerate", "datasets", "python", "cuda")
+        *("coca-hf", "torch", "transformers", "tokenizers", "accelerate", "datasets", "numpy", "pyarrow", "python"),
+        "cuda",
     }
 
 
