@@ -12,7 +12,6 @@ from coca_hf.weights import checkpoint_file, open_regular, read_json
 
 CARD = "README.md"
 CARRIED_OVER = ("license", "license_name", "license_link", "language")  # from the card of the base model
-LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "USE_POLICY.md", "NOTICE")  # they go where the weights go
 MARK = "<!-- written by coca_hf from conversion.json and training.json -->"
 FRONT_MATTER_BYTES = 100_000
 

@@ -131,6 +131,41 @@ def test_mass_of_lookups_is_that_of_the_token_before_and_of_the_one_after_the_ea
     assert found["induction"][2] == pytest.approx(sum(1 / n for n in (6, 7, 8)) / 3)
 
 
+@pytest.mark.parametrize(
+    "attention",
+    ["sdpa", pytest.param("flash", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))],
+)
+def test_flash_attention_decodes_as_eager_attention_does_within_the_rounding_of_its_type(
+    attention, tmp_path, monkeypatch, capsys
+):
+    words = ["--attention", "sdpa"] if attention == "sdpa" else []
+    found = run("flash", *words, "--out", tmp_path / "out.json", monkeypatch=monkeypatch)
+    installed = [name for name, is_installed in found["INSTALLED"].items() if is_installed()]
+    if attention == "flash" and not installed:
+        pytest.skip("no FlashAttention is installed")
+    result = json.loads((tmp_path / "out.json").read_text())
+    made = [(row["attention"], row["constraint"]) for row in result["rows"]]
+    names = ["sdpa"] if attention == "sdpa" else installed
+    assert made == [(name, constraint) for name in names for constraint in ("slack", "strict")]
+    assert all(0 < row[what] < 4e-2 for row in result["rows"] for what in ("logits", "decoding"))
+    assert {"hardware", "versions", "date", "dtype"} <= set(result)
+    assert "| strict |" in capsys.readouterr().out
+
+
+def test_converting_is_timed_beside_a_copy_and_its_memory_noted(tmp_path, monkeypatch, capsys):
+    words = ["--dir", tmp_path, "--shape", "tiny", "--layers", 1, "--rounds", 1, "--out", tmp_path / "out.json"]
+    run("convert", *words, monkeypatch=monkeypatch)
+    result = json.loads((tmp_path / "out.json").read_text())
+    copy, ours = result["rows"]
+    assert (copy["command"], ours["command"]) == ("cp -r", "coca-convert")
+    assert result["ratio_by_round"] == [ours["seconds"] / copy["seconds"]]
+    layer = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96 + 2 * 64  # q, k, v, o; MLP; norms
+    assert result["source_bytes"] == 2 * (2 * 97 * 64 + layer + 64)
+    assert ours["rss_bytes"] > ours["anonymous_bytes"] > 1e8  # of torch's libraries alone
+    assert "| 1 | coca-convert |" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
 def test_what_fails_on_the_gpu_is_named_and_the_rest_is_measured(tmp_path):
     """`python3` notes what it is called with; one benchmark fails, one takes too long."""
     fake = tmp_path / "python3"

@@ -24,9 +24,43 @@ base_model: somebody/the-base-of-the-base
 # A model
 """
 
+STAGE = {
+    "name": "full",
+    "train": "all",
+    "steps": 3,
+    "tokens": 41,
+    "seq_len": 7,
+    "learning_rate": 1e-4,
+    "final_loss": None,
+    "hardware": {"device": "x86_64", "processes": 2},
+    "sources": [
+        {"path": "owner/books", "weight": 0.75, "on_hub": True},
+        {"path": "/home/me/secret/code.jsonl", "weight": 0.25, "on_hub": False},
+    ],
+}
+TRAINING = {"stages": [STAGE], "versions": {"torch": "2.13.0"}}
+ROW = {
+    **{"model": "tiny", "task": "passkey", "rope": "default", "stride": None, "error": None},
+    **{
+        "tokens": 9,
+        "date": "2026-11-21T06:59:52+00:00",
+        "seconds": 1.5,
+        "model_path": "/tmp/x",
+        "dtype": "float32",
+    },
+    **{"trained_length": 64, "coca_constraint": "slack", "tokens_seen": 0, "device": "cpu", "command": "coca-eval"},
+    **{"versions": {"torch": "2.13.0"}, "cases": 5, "new_tokens": 8, "seed": 0},
+    **{"depths": None, "raw": {"cases": "cases.parquet"}, "trained_seq_len": None, "variant": "paper"},
+}
+
 
 def card_of(directory):
     return ModelCard.load(directory / "README.md")
+
+
+def write_rows(directory):
+    rows = [ROW | {"length": length, "value": value} for length, value in ((128, 0.6), (256, 0.4))]
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture
@@ -90,21 +124,7 @@ def test_what_is_converted_again_keeps_its_base(checkpoint):
 
 
 def test_data_sets_of_the_hub_are_named_and_local_paths_are_not(checkpoint):
-    stage = {
-        "name": "full",
-        "train": "all",
-        "steps": 3,
-        "tokens": 41,
-        "seq_len": 7,
-        "learning_rate": 1e-4,
-        "final_loss": None,
-        "hardware": {"device": "x86_64", "processes": 2},
-        "sources": [
-            {"path": "owner/books", "weight": 0.75, "on_hub": True},
-            {"path": "/home/me/secret/code.jsonl", "weight": 0.25, "on_hub": False},
-        ],
-    }
-    (checkpoint / "training.json").write_text(json.dumps({"stages": [stage], "versions": {"torch": "2.13.0"}}))
+    (checkpoint / "training.json").write_text(json.dumps(TRAINING))
     write_card(checkpoint)
     card = card_of(checkpoint)
     assert card.data.datasets == ["owner/books"]
@@ -114,21 +134,7 @@ def test_data_sets_of_the_hub_are_named_and_local_paths_are_not(checkpoint):
 
 
 def test_the_card_command_adds_measured_tables_and_the_base(checkpoint, tmp_path):
-    row = {
-        **{"model": "tiny", "task": "passkey", "rope": "default", "stride": None, "error": None},
-        **{
-            "tokens": 9,
-            "date": "2026-11-21T06:59:52+00:00",
-            "seconds": 1.5,
-            "model_path": "/tmp/x",
-            "dtype": "float32",
-        },
-        **{"trained_length": 64, "coca_constraint": "slack", "tokens_seen": 0, "device": "cpu", "command": "coca-eval"},
-        **{"versions": {"torch": "2.13.0"}, "cases": 5, "new_tokens": 8, "seed": 0},
-        **{"depths": None, "raw": {"cases": "cases.parquet"}, "trained_seq_len": None, "variant": "paper"},
-    }
-    rows = [row | {"length": length, "value": value} for length, value in ((128, 0.6), (256, 0.4))]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path)
     options = ["card", str(checkpoint), "--rows", str(tmp_path), "--base-model", "owner/model"]
     result = CliRunner().invoke(evaluate_app, options)
     assert result.exit_code == 0, result.output

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from base64 import b64decode
@@ -11,8 +12,12 @@ from base64 import b64decode
 import pytest
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from coca_cli.main import evaluate_app
+from coca_hf import convert_checkpoint
 from tests.hub import HubHandler, serving
+from tests.test_card import FRONT_MATTER, TRAINING, write_rows
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "somebody/tiny-coca"
@@ -91,6 +96,21 @@ class Hub(HubHandler):
         super().send(status, content, **{"X-Repo-Commit": COMMIT, **headers})
 
 
+@pytest.fixture(scope="module")
+def finished_dir(tiny_llama_dir, tmp_path_factory):
+    """A checkpoint that was converted from a base with a licence, has been trained, and was measured."""
+    directory = tmp_path_factory.mktemp("hub")
+    base = shutil.copytree(tiny_llama_dir, directory / "base")
+    (base / "README.md").write_text(FRONT_MATTER)
+    (base / "LICENSE").write_text("Do no harm.")
+    convert_checkpoint(base, directory / "coca")
+    (directory / "coca" / "training.json").write_text(json.dumps(TRAINING))
+    write_rows(directory)
+    options = ["card", str(directory / "coca"), "--rows", str(directory), "--base-model", "owner/model"]
+    assert CliRunner().invoke(evaluate_app, options).exit_code == 0
+    return directory / "coca"
+
+
 @pytest.fixture
 def hub():
     with serving(Hub) as server:
@@ -132,25 +152,31 @@ print(type(model).__module__.split(".")[0], repr(model(ids).logits.double().sum(
 
 @pytest.mark.parametrize("way", ["model.push_to_hub", "hf upload"])
 def test_a_checkpoint_goes_up_whole_with_its_card_and_comes_down_without_coca_hf(
-    hub, way, tiny_coca_dir, tiny_tokenizer, tmp_path
+    hub, way, finished_dir, tiny_tokenizer, tmp_path
 ):
     if way == "hf upload":
-        run(hub, tmp_path / "up", "hf", "upload", REPO, str(tiny_coca_dir))
+        run(hub, tmp_path / "up", "hf", "upload", REPO, str(finished_dir))
     else:
-        run(hub, tmp_path / "up", sys.executable, "-c", PUSH, str(tiny_coca_dir), REPO)
+        run(hub, tmp_path / "up", sys.executable, "-c", PUSH, str(finished_dir), REPO)
     assert hub.created[0]["name"] == REPO.split("/")[1]
-    code = {path.name for path in tiny_coca_dir.glob("*.py")}
+    code = {path.name for path in finished_dir.glob("*.py")}
     assert {"attention.py", "llama.py", "rotary.py"} <= code
-    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", "conversion.json"} | code <= {*hub.files}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} | code <= {*hub.files}
+    for name in ("conversion.json", "training.json", "LICENSE"):
+        assert hub.files[name] == (finished_dir / name).read_bytes()
     assert len(json.loads(hub.files["config.json"])["auto_map"]) == 3
 
-    pushed, written = ModelCard(hub.files["README.md"].decode()), ModelCard.load(tiny_coca_dir / "README.md")
+    pushed, written = ModelCard(hub.files["README.md"].decode()), ModelCard.load(finished_dir / "README.md")
     assert pushed.data.to_dict() == written.data.to_dict()
     assert pushed.text.strip() == written.text.strip()
+    assert (pushed.data.license, pushed.data.license_name, pushed.data.license_link) == ("other", "llama3", "LICENSE")
+    assert (pushed.data.base_model, pushed.data.datasets) == ("owner/model", ["owner/books"])
+    assert "Tokens seen in CoCA training: 41." in pushed.text
+    assert "| tiny | 0.60 | 0.40 |" in pushed.text
 
     found = run(hub, tmp_path / "down", sys.executable, "-c", PULL, REPO)
     ids = tiny_tokenizer("some text", return_tensors="pt").input_ids
-    expected = AutoModelForCausalLM.from_pretrained(tiny_coca_dir)(ids).logits.double().sum().item()
+    expected = AutoModelForCausalLM.from_pretrained(finished_dir)(ids).logits.double().sum().item()
     assert found == f"transformers_modules {expected!r}"
 
 

@@ -74,16 +74,16 @@ INERT_FIELDS = {
     "torchscript", "transformers.js_config", "typical_p", "unk_token_id", "use_bfloat16",
 }
 # fmt: on
-# These change the model when they are set, in ways that CoCA does not follow.
+# These change the model when they are set, in ways that CoCA does not follow; what it supports in their place.
 REFUSED_WHEN_SET = {
-    "add_cross_attention",
-    "cross_attention_hidden_size",
-    "pruned_heads",
-    "quantization_config",
-    "rope_interleaved",
-    "sliding_window",
-    "tie_encoder_decoder",
-    "use_mrope",
+    "add_cross_attention": "decoders alone",
+    "cross_attention_hidden_size": "decoders alone",
+    "pruned_heads": "models with all of their heads",
+    "quantization_config": "plain float64, float32, float16, bfloat16; load it dequantized and save it first",
+    "rope_interleaved": "pairs (x[j], x[j + d/2])",
+    "sliding_window": "a window of mistral, qwen2, qwen3",
+    "tie_encoder_decoder": "decoders alone",
+    "use_mrope": "one position to a token",
 }
 
 
@@ -138,8 +138,10 @@ def _check_fields(config: Mapping, family: Family, where: str) -> None:
                 f"{where}: {field}={value!r} is not understood for {name!r}{hint}; converting could change the model"
             )
         if value:
-            remedy = "; load it dequantized and save it first" if field == "quantization_config" else ""
-            raise CocaError(f"{where}: {field}={value!r} is not supported with CoCA for {name!r}{remedy}")
+            raise CocaError(
+                f"{where}: {field}={value!r} is not supported with CoCA for {name!r}; supported: "
+                f"{REFUSED_WHEN_SET[field]}"
+            )
 
 
 def _check_positions(config: CocaConfig, family: Family, where: str) -> None:
@@ -149,9 +151,10 @@ def _check_positions(config: CocaConfig, family: Family, where: str) -> None:
             f"{where}: rope_type {rope_type!r} is not supported with CoCA; supported: {', '.join(SUPPORTED_ROPE_TYPES)}"
         )
     if not family.partial_rotary and rotary_dim(config) != config.head_dim:
+        partial = [name for name, other in FAMILIES.items() if other.partial_rotary]
         raise CocaError(
             f"{where}: partial_rotary_factor {config.rope_parameters['partial_rotary_factor']} is not supported with "
-            f"CoCA for {family.config.model_type!r}; expected 1"
+            f"CoCA for {family.config.model_type!r}; supported: 1, or less of {', '.join(partial)}"
         )
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - MASKS.keys())
     if unknown:

@@ -68,8 +68,8 @@ def patch_(model: PreTrainedModel, constraint: str = "slack", keep_original: boo
 def unpatch_(model: CocaForCausalLM) -> PreTrainedModel:
     """Undo `patch_(model, keep_original=True)`, in place: the original's class, modules and parameters; returns it.
 
-    What the two share was trained, moved or cast together; what only the original has (its key projections) is as it
-    was when it was patched.
+    What the two share was trained, moved or cast together; what only the original has is as it was when it was patched:
+    its key projections, and of GPT-NeoX, where q, k and v are one projection, those of queries and values, too.
 
     Raises CocaError where the original was not kept, which cannot be computed from the CoCA model, or where the
     embeddings were resized since.

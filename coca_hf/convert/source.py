@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from coca_hf.card import LICENCE_FILES
 from coca_hf.convert.tensors import Shape
 from coca_hf.errors import CocaError
+from coca_hf.models.hub import LICENCE_FILES
 from coca_hf.weights import FLOATS, INDEX, SINGLE, checkpoint_file, open_regular, open_weights, read_json
 
 # Copied as they are: what from_pretrained and the serving engines look for beside weights and config, and what licences

@@ -94,6 +94,19 @@ def layer_types(config) -> list[str]:
     return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
 
 
+def by_head(x: Tensor, width: int) -> Tensor:
+    """(b, m, heads * width) as (b, heads, m, width).
+
+    Raises ValueError where tensor parallelism has split a head.
+    """
+    if x.shape[-1] % width:
+        raise ValueError(
+            f"tensor parallelism left {x.shape[-1]} rows of a projection to this process, and a head has {width}; load "
+            f"on a number of processes that divides num_attention_heads and num_key_value_heads"
+        )
+    return x.view(*x.shape[:-1], -1, width).transpose(1, 2)
+
+
 class CocaAttention(nn.Module):
     """Causal self-attention whose key is collinear with the query (section 2.3); takes the place of `LlamaAttention`.
 
@@ -121,14 +134,14 @@ class CocaAttention(nn.Module):
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (b, h, m, d), coefficients t (b, g, m, j), before their ReLU, and values (b, g, m, d)."""
-        value = self.v_proj(hidden_states).view(*hidden_states.shape[:-1], -1, self.head_dim).transpose(1, 2)
+        value = by_head(self.v_proj(hidden_states), self.head_dim)
         return self.queries(hidden_states), self.coefficients(hidden_states), value
 
     def queries(self, hidden_states: Tensor) -> Tensor:
-        return self.q_proj(hidden_states).view(*hidden_states.shape[:-1], -1, self.head_dim).transpose(1, 2)
+        return by_head(self.q_proj(hidden_states), self.head_dim)
 
     def coefficients(self, hidden_states: Tensor) -> Tensor:
-        return self.t_proj(hidden_states).view(*hidden_states.shape[:-1], -1, self.head_dim // 2).transpose(1, 2)
+        return by_head(self.t_proj(hidden_states), self.head_dim // 2)
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""What `push_to_hub` of a CoCA model sends beside weights, config and code: its card and its records."""
+"""What `push_to_hub` of a CoCA model sends beside weights, config and code: its card, its records, its licence."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ from transformers.utils.hub import PushToHubMixin
 
 CARD = "README.md"
 RECORDS = ("conversion.json", "training.json")
+LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "USE_POLICY.md", "NOTICE")  # they go where the weights go
 
 
 class PushesItsCard(PushToHubMixin):
@@ -24,8 +25,8 @@ class PushesItsCard(PushToHubMixin):
                 upload_folder(
                     repo_id=repo_id,
                     folder_path=directory,
-                    allow_patterns=[CARD, *RECORDS],
-                    commit_message="Upload model card and records",
+                    allow_patterns=[CARD, *RECORDS, *LICENCE_FILES],
+                    commit_message="Upload model card, records and licence",
                     token=token,
                 )
         return super().push_to_hub(repo_id, private=private, token=token, create_pr=create_pr, **kwargs)

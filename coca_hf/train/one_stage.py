@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, default_data_collator
 from transformers.integrations import TensorBoardCallback
 
-from coca_hf.card import LICENCE_FILES, write_card
+from coca_hf.card import write_card
 from coca_hf.errors import CocaError, one_line
+from coca_hf.models.hub import LICENCE_FILES
 from coca_hf.train.checkpoint import check_room
 from coca_hf.train.context_parallel import DealtToGroups
 from coca_hf.train.data import PackedBlocks, blocks_of

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measure import write
+from measure import SHAPES, write
 from transformers import LlamaConfig, LlamaForCausalLM
 
 CONVERT = "import sys; from coca_cli.main import convert; sys.argv[0] = 'coca-convert'; convert()"
@@ -29,7 +29,8 @@ BLOCK_NUMBERS = 1 << 25
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dir", type=Path, default=Path("."), help="on the disk to measure; files go in a new folder")
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-7b")
+    parser.add_argument("--layers", type=int, help="in place of the shape's")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--max-shard-size", default="1GB")
     parser.add_argument("--out", type=Path)
@@ -42,7 +43,8 @@ def main() -> None:
 
 def measure(folder: Path, options: argparse.Namespace) -> dict:
     source = folder / "source"
-    num_bytes = make_source(source, LlamaConfig(num_hidden_layers=options.layers))
+    layers = {"num_hidden_layers": options.layers} if options.layers else {}
+    num_bytes = make_source(source, LlamaConfig(**SHAPES[options.shape] | layers))
     commands = {
         "cp -r": ["cp", "-r", str(source), str(folder / "copy")],
         "coca-convert": [

@@ -38,6 +38,8 @@ bench() { # LIMIT RESULT SCRIPT OPTIONS…
 
 part1() { # right first; then attention
     run 240 python3 -m pytest -q -x -p no:cacheprovider tests/kernels
+    run 60 python3 -m pytest -q -p no:cacheprovider tests/models/test_cache.py -k on_a_gpu
+    bench 60 flash flash
     bench 120 attention attention --lengths 2048 8192 32768 --only contraction LLaMA slack
     bench 60 fold attention --mode fold --lengths 2048 8192 32768 --repeats 20
     bench 130 scaling attention --mode forward --repeats 5 --warmup 2 --only sdpa contraction fused \

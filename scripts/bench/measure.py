@@ -248,7 +248,8 @@ def hardware() -> dict:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for name in ("coca-hf", "torch", "transformers", "accelerate", "xxhash", "triton", "flash-attn"):
+    packages = ("coca-hf", "torch", "transformers", "accelerate", "xxhash", "triton")
+    for name in (*packages, "flash-attn", "flash-attn-3", "flash-attn-4"):
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

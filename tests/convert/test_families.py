@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 import coca_hf
 from coca_hf import AlibiLlamaConfig, AlibiLlamaForCausalLM, CocaError, convert_checkpoint, patch_
@@ -149,10 +149,11 @@ for source in sys.argv[1:]:
 
 def test_loads_and_saves_without_coca_hf_by_its_own_code(tmp_path, converted):
     cases = ["mistral-window", "qwen2-window", "qwen3-window", "neox-partial"]
-    for case in cases:
-        shutil.copytree(converted(case)[1], tmp_path / case)
+    directories = [tmp_path / f"{case}-{constraint}" for case in cases for constraint in ("slack", "strict")]
+    for directory in directories:
+        shutil.copytree(converted(*directory.name.rsplit("-", 1))[1], directory)
     AlibiLlamaForCausalLM(AlibiLlamaConfig(**SHAPE)).save_pretrained(tmp_path / "alibi")
-    directories = [tmp_path / name for name in (*cases, "alibi")]
+    directories.append(tmp_path / "alibi")
     command = [sys.executable, "-c", LOAD_WITHOUT_COCA_HF, *map(str, directories)]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
@@ -210,37 +211,70 @@ def test_released_gpt_neox_that_is_no_coca_model_is_refused(tmp_path, fields, co
     assert not (tmp_path / "dst").exists()
 
 
+# Of the released config.json: head_dim 64, all turned.
+PAPER_350M = {
+    "architectures": ["GPTNeoXForCausalLM"],
+    "bos_token_id": 100256,
+    "eos_token_id": 100256,
+    "hidden_act": "gelu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 4096,
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 512,
+    "model_type": "gpt_neox",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+    "rope_scaling": None,
+    "rotary_emb_base": 10000,
+    "rotary_pct": 1.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.26.1",
+    "use_cache": True,
+    "use_parallel_residual": True,
+    "vocab_size": 100864,
+}
+
+
 def test_the_350m_configuration_of_the_paper_is_understood():
-    """Head_dim 64, all turned: 24 layers, hidden 1024, 16 heads, 512 positions (the released config.json)."""
-    config = {
-        "architectures": ["GPTNeoXForCausalLM"],
-        "bos_token_id": 100256,
-        "eos_token_id": 100256,
-        "hidden_act": "gelu",
-        "hidden_size": 1024,
-        "initializer_range": 0.02,
-        "intermediate_size": 4096,
-        "layer_norm_eps": 1e-05,
-        "max_position_embeddings": 512,
-        "model_type": "gpt_neox",
-        "num_attention_heads": 16,
-        "num_hidden_layers": 24,
-        "rope_scaling": None,
-        "rotary_emb_base": 10000,
-        "rotary_pct": 1.0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float16",
-        "transformers_version": "4.26.1",
-        "use_cache": True,
-        "use_parallel_residual": True,
-        "vocab_size": 100864,
-    }
-    result = coca_hf.convert.families.coca_config(config, "slack", where="config.json")
+    result = coca_hf.convert.families.coca_config(PAPER_350M, "slack", where="config.json")
     assert (result.head_dim, result.num_key_value_heads, result.dtype) == (64, 16, torch.float16)
     assert result.rope_parameters["partial_rotary_factor"] == 1.0
     with torch.device("meta"):
         model = coca_hf.CocaGPTNeoXForCausalLM(result)
     assert sum(p.numel() for p in model.parameters()) == 508_880_896 - 24 * 512 * 1025
+
+
+@pytest.mark.real
+@torch.no_grad()
+def test_the_released_350m_converts_and_gives_the_logits_of_the_released_arithmetic(tmp_path):
+    """Random weights, half precision as released, all of the configuration but its vocabulary: 89 of 100,864 tokens."""
+    config, source = PAPER_350M | {"vocab_size": 89}, tmp_path / "src"
+    with torch.device("meta"):
+        shapes = {n: p.shape for n, p in GPTNeoXForCausalLM(GPTNeoXConfig(**config)).state_dict().items()}
+    generator = torch.Generator().manual_seed(5)
+    weights = {name: torch.randn(shape, generator=generator).mul_(0.05) for name, shape in shapes.items()}
+    weights = {name: (1 + w if "norm.weight" in name else w).half() for name, w in weights.items()}
+    for layer in range(24):
+        weights[f"gpt_neox.layers.{layer}.attention.rotary_emb.inv_freq"] = torch.ones(32)
+    source.mkdir()
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    (source / "config.json").write_text(json.dumps(config))
+    convert_checkpoint(source, tmp_path / "dst", released=True)
+    del weights
+
+    ids, mask = tokens(1, 13), torch.ones(1, 13, dtype=torch.long)
+    got = AutoModelForCausalLM.from_pretrained(tmp_path / "dst", dtype=torch.float32)(ids).logits
+    stock = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+    first, second = pairs(stock.config)
+    for layer in range(24):
+        for rows in key_rows(stock, layer).values():  # the released code averages both rows of a pair
+            rows[:, first] = rows[:, second] = ((rows[:, first] + rows[:, second]) / 2).half().float()
+    expected, other = (reference_logits(stock, constraint, ids, mask) for constraint in ("slack", "strict"))
+    assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert (got - other).abs().max() > 1e-2 * expected.abs().max()
+    shutil.rmtree(source), shutil.rmtree(tmp_path / "dst")  # 1.2 GB, which pytest would keep
 
 
 @pytest.mark.parametrize(
@@ -249,16 +283,16 @@ def test_the_350m_configuration_of_the_paper_is_understood():
         ("mistral", {"model_type": "mixtral"}, "got model_type 'mixtral', supported: 'llama', 'mistral', 'qwen2', 'qw"),
         ("mistral", {"model_type": "coca_mistral"}, "got a CoCA checkpoint already"),
         ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types=.* is not understood for 'mistral'"),
-        ("llama", {"sliding_window": 7}, "sliding_window=7 is not supported with CoCA for 'llama'"),
-        ("qwen2", {"use_mrope": True}, "use_mrope=True is not supported with CoCA for 'qwen2'"),
+        ("llama", {"sliding_window": 7}, "for 'llama'; supported: a window of mistral, qwen2, qwen3"),
+        ("qwen2", {"use_mrope": True}, "use_mrope=True is not .* 'qwen2'; supported: one position to a token"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention' is not supported with CoCA; suppor"),
         ("qwen3", {"num_experts": 4}, "num_experts=4 is not understood for 'qwen3'"),
         (
             "qwen3",
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.43}},
-            "partial_rotary_factor 0.43 is not supported with CoCA for 'qwen3'",
+            "partial_rotary_factor 0.43 is not supported with CoCA for 'qwen3'; supported: 1, or less of gpt_neox",
         ),
-        ("neox-partial", {"quantization_config": {"bits": 4}}, "quantization_config=.* is not supported"),
+        ("neox-partial", {"quantization_config": {"bits": 4}}, "is not .*; supported: plain float.*; load it deq"),
         (
             "neox-partial",
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.3}},

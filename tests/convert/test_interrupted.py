@@ -137,6 +137,31 @@ def test_killed_at_twenty_random_moments_it_is_absent_or_complete_and_goes_on_fr
     AutoModelForCausalLM.from_pretrained(dst)
 
 
+def convert_killed(src, dst, num_bytes):
+    kill = stop_after(num_bytes, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    convert_checkpoint(src, dst, **SHARDS, progress=kill)
+
+
+@pytest.mark.real
+@pytest.mark.timeout(60)
+def test_five_times_killed_after_a_shard_was_finished_it_goes_on_from_there_each_time(source, expected, tmp_path):
+    """Of 3.4 MB three shards are written at once, of at most 0.4 MB each: after 2 MB at least two are finished."""
+    dst, moment = tmp_path / "dst", random.Random(8)
+    for _ in range(5):
+        process = PROCESSES.Process(target=convert_killed, args=(source, dst, moment.uniform(2e6, 3.3e6)))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        assert not dst.exists()
+        before = staged(dst)
+        assert len(before) >= 2
+        convert_checkpoint(source, dst, **SHARDS)
+        assert kept(dst, before)
+        assert weights_of(dst) == expected
+        shutil.rmtree(dst)
+        assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.real
 @pytest.mark.timeout(60)
 def test_of_two_conversions_at_once_one_wins_and_the_other_says_so(source, expected, tmp_path):

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausa
 import coca_hf
 from coca_hf import CocaError, CocaLlamaForCausalLM, patch_, unpatch_
 from coca_hf.models.attention import CocaAttention
+from tests.models.families import CASES, stock_model, tokens
 
 LORA = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"])
 
@@ -173,6 +174,33 @@ def test_unpatch_restores_the_original_exactly(tiny_llama_dir):
     assert torch.equal(model.eval()(ids).logits, untouched(ids).logits)
     assert model.config.to_dict() == untouched.config.to_dict()
     assert type(patch_(model)) is CocaLlamaForCausalLM
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_unpatch_restores_every_family_exactly(case):
+    model, ids = stock_model(case), tokens()
+    untouched, before = copy.deepcopy(model), dict(model.named_parameters())
+    patch_(model, "strict", keep_original=True)
+    with torch.no_grad():
+        for parameter in model.model.layers[1].self_attn.t_proj.parameters():
+            parameter.zero_()
+    assert unpatch_(model) is model
+    assert type(model) is type(untouched)
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
+    assert torch.equal(model(ids).logits, untouched(ids).logits)
+    assert model.config.to_dict() == untouched.config.to_dict()
+
+
+@pytest.mark.parametrize(("case", "is_shared"), [("qwen2", True), ("neox-partial", False)])
+def test_unpatch_keeps_what_was_done_to_queries_and_values_where_they_are_projections_of_their_own(case, is_shared):
+    model, ids = stock_model(case), tokens()
+    before = model(ids).logits
+    patch_(model, keep_original=True)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight.zero_()
+    assert torch.equal(unpatch_(model)(ids).logits, before) != is_shared
 
 
 def test_unpatch_needs_the_original(tiny_llama_dir):

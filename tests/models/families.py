@@ -61,17 +61,17 @@ CASES = {
 }
 
 
-def stock_config(case):
+def stock_config(case, **changes):
     """Transformers' own configuration, eager, because the reference takes the place of eager attention."""
     family, fields = CASES[case]
-    fields = {name: value for name, value in (SHAPE | fields).items() if value is not ...}
+    fields = {name: value for name, value in (SHAPE | fields | changes).items() if value is not ...}
     return CONFIG_MAPPING[family](**fields, attn_implementation="eager")
 
 
-def stock_model(case):
+def stock_model(case, **changes):
     """Random weights, biases and norms included: none is 0 or 1, where it could be left out and nobody would see."""
     torch.manual_seed(6)
-    model = AutoModelForCausalLM.from_config(stock_config(case), attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(stock_config(case, **changes), attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.3)

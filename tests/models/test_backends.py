@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from coca_hf import CocaLlamaConfig
+from coca_hf import CocaLlamaConfig, convert_checkpoint
 from coca_hf.models.rotary import CocaRotaryEmbedding
+from tests.models.families import coca_model, stock_model
 from tests.models.test_llama import tiny_model, tokens
 
 
@@ -55,51 +56,74 @@ import torch
 import coca_hf
 from transformers import AutoModelForCausalLM
 
-directory, out, kind = sys.argv[1:]
+out, kind, *families = sys.argv[1:]
 ids = torch.arange(20)[None]
 torch.distributed.init_process_group("gloo")
-if kind == "fsdp":
-    from transformers.distributed import DistributedConfig
+for family in families:
+    directory = f"{out}/{family}"
+    if kind == "fsdp":
+        from transformers.distributed import DistributedConfig
 
-    model = AutoModelForCausalLM.from_pretrained(directory, distributed_config=DistributedConfig(fsdp_size=2))
-    assert all(isinstance(layer, torch.distributed.fsdp.FSDPModule) for layer in model.model.layers)
-else:
-    model = AutoModelForCausalLM.from_pretrained(directory, tp_plan="auto")
-weight = model.model.layers[0].self_attn.t_proj.weight
-assert weight.to_local().shape[0] * 2 == 8, weight  # half of it, or one of the two key/value heads
-outputs = model.eval()(ids, labels=ids)
-outputs.loss.backward()
-gradient = weight.grad.full_tensor()
-model.save_pretrained(out + "/saved")
-if torch.distributed.get_rank() == 0:
-    torch.save((outputs.logits.detach(), gradient), out + "/results.pt")
+        model = AutoModelForCausalLM.from_pretrained(directory, distributed_config=DistributedConfig(fsdp_size=2))
+        assert all(isinstance(layer, torch.distributed.fsdp.FSDPModule) for layer in model.model.layers)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(directory, tp_plan="auto")
+    weight = model.model.layers[0].self_attn.t_proj.weight
+    assert weight.to_local().shape[0] * 2 == weight.shape[0], weight  # half of it
+    outputs = model.eval()(ids, labels=ids)
+    outputs.loss.backward()
+    gradient = weight.grad.full_tensor()
+    generated = model.generate(ids, max_new_tokens=9, do_sample=False)
+    model.save_pretrained(f"{directory}/saved")
+    if torch.distributed.get_rank() == 0:
+        torch.save((outputs.logits.detach(), gradient, generated), f"{directory}/results.pt")
 torch.distributed.destroy_process_group()
 """
 
 
 @pytest.mark.real
 @pytest.mark.parametrize("kind", ["tensor-parallel", "fsdp"])
-def test_loaded_over_two_processes_it_has_the_logits_and_gradients_of_one_and_saves_whole(
+def test_loaded_over_two_processes_it_has_the_logits_gradients_and_tokens_of_one_and_saves_whole(
     kind, tiny_coca_dir, tmp_path
 ):
+    shutil.copytree(tiny_coca_dir, tmp_path / "llama")
+    for case, changes in (("qwen3", {}), ("neox-partial", {"hidden_size": 64})):
+        stock_model(case, num_attention_heads=4, **changes).save_pretrained(tmp_path / "stock")
+        convert_checkpoint(tmp_path / "stock", tmp_path / case, "strict")
+        shutil.rmtree(tmp_path / "stock")
+    families = ["llama", "qwen3", "neox-partial"]
     (tmp_path / "distributed.py").write_text(DISTRIBUTED)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
     finished = subprocess.run(
-        [*command, tmp_path / "distributed.py", tiny_coca_dir, tmp_path, kind],
+        [*command, tmp_path / "distributed.py", tmp_path, kind, *families],
         capture_output=True,
         text=True,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
-    model = AutoModelForCausalLM.from_pretrained(tiny_coca_dir)
     ids = torch.arange(20)[None]
-    expected = model(ids, labels=ids)
-    expected.loss.backward()
-    logits, gradient = torch.load(tmp_path / "results.pt")
-    assert (logits - expected.logits).abs().max() < 1e-4
-    assert (gradient - model.model.layers[0].self_attn.t_proj.weight.grad).abs().max() < 1e-5
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
-    assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
+    for family in families:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / family)
+        expected = model(ids, labels=ids)
+        expected.loss.backward()
+        logits, gradient, generated = torch.load(tmp_path / family / "results.pt")
+        assert (logits - expected.logits).abs().max() < 1e-4
+        assert (gradient - model.model.layers[0].self_attn.t_proj.weight.grad).abs().max() < 1e-5
+        assert torch.equal(generated, model.generate(ids, max_new_tokens=9, do_sample=False))
+        assert generated.shape == (1, 29)
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / family / "saved").state_dict()
+        assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_heads_that_tensor_parallelism_split_are_refused_in_one_line():
+    """What a process of two has of three heads: 48 of 96 rows."""
+    model = coca_model("neox-partial", "slack")
+    for layer in model.model.layers:
+        for parameter in layer.self_attn.v_proj.parameters():
+            parameter.data = parameter.data[:48]
+    message = "left 48 rows of a projection to this process, and a head has 32; load on a number of processes that "
+    with pytest.raises(ValueError, match=message):
+        model(tokens())

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from coca_hf.models.cache import ROOM, CocaCache, RoomyLayer
+from coca_hf.models.cache import ROOM, CocaCache, CocaStaticCache, RoomyLayer
 from tests.models.test_llama import tiny_model, tokens
 
 
@@ -85,9 +85,10 @@ def test_rows_with_left_padding_decode_as_they_do_alone():
         assert torch.equal(row, model.generate(prompt, max_new_tokens=12)[0, -12:])
 
 
+@pytest.mark.parametrize("constraint", ["slack", "strict"])
 @pytest.mark.parametrize("operation", ["crop", "repeat", "select", "reorder", "reset"])
-def test_what_is_done_to_the_cache_is_done_to_the_angles(operation):
-    model, ids = tiny_model().double(), tokens(2, 23)
+def test_what_is_done_to_the_cache_is_done_to_the_angles(operation, constraint):
+    model, ids = tiny_model(constraint).double(), tokens(2, 23)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0  # so that the rows' angles differ
     logits = []
@@ -171,10 +172,12 @@ def test_memory_of_beams_that_were_given_up_is_free():
     assert old() is None
 
 
-def test_static_cache_decodes_compiled_as_one_graph():
-    model, ids = tiny_model().double(), tokens(1, 12)
+@pytest.mark.parametrize("constraint", ["slack", "strict"])
+@pytest.mark.parametrize("kind", [StaticCache, CocaStaticCache])
+def test_static_cache_decodes_compiled_as_one_graph(kind, constraint):
+    model, ids = tiny_model(constraint, attn_implementation="sdpa").double(), tokens(1, 12)
     expected = model(ids).logits[:, 8:]
-    cache = StaticCache(config=model.config, max_cache_len=16)
+    cache = kind(config=model.config, max_cache_len=16)
     model(ids[:, :8], past_key_values=cache)
     step = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager", dynamic=False)
     got = []

@@ -1,0 +1,47 @@
+"""Conversion streams: what it holds in memory does not grow with the model."""
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from coca_hf import convert_checkpoint
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["coca_hf"])
+
+
+def anonymous_bytes():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+def convert_watched(src, dst, peak):
+    seen = []
+    convert_checkpoint(src, dst, max_shard_size="5MB", progress=lambda *_: seen.append(anonymous_bytes()))
+    peak.put(max(seen))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says what a process holds")
+def test_memory_does_not_grow_with_the_number_of_layers(tmp_path):
+    peaks, sizes = [], []
+    for num_layers in (8, 32):
+        src, dst = tmp_path / f"src-{num_layers}", tmp_path / f"dst-{num_layers}"
+        config = LlamaConfig(
+            **{"vocab_size": 300, "hidden_size": 256, "intermediate_size": 1000, "num_hidden_layers": num_layers},
+            **{"num_attention_heads": 8, "num_key_value_heads": 4},
+        )
+        torch.manual_seed(2)
+        LlamaForCausalLM(config).save_pretrained(src, max_shard_size="20MB")
+        peak = PROCESSES.SimpleQueue()
+        process = PROCESSES.Process(target=convert_watched, args=(src, dst, peak))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+        peaks.append(peak.get())
+        sizes.append(sum(file.stat().st_size for file in src.glob("*.safetensors")))
+        assert len(list(dst.glob("*.safetensors"))) > num_layers // 2
+    assert sizes[1] - sizes[0] > 90_000_000
+    assert peaks[1] - peaks[0] < 15_000_000
