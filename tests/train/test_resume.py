@@ -4,6 +4,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -257,6 +258,29 @@ def test_fewer_bad_steps_than_allowed_are_skipped_and_leave_no_trace_in_the_weig
     run_recipe(load_recipe(recipe_path, once), tmp_path / "once", stage="k")
     ours, theirs = (load_file(tmp_path / name / "1-k/model.safetensors") for name in ("out", "once"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_after_a_bad_step_the_run_goes_on_as_the_message_says_from_the_last_checkpoint_or_the_one_before(
+    recipe_path, tmp_path, monkeypatch, capsys
+):
+    bad_losses(monkeypatch, {3: float("nan")})
+    out, saved = tmp_path / "out", ["training.save_steps=1"]
+    with pytest.raises(CocaError, match="the loss of step 3 is nan") as caught:
+        run_recipe(load_recipe(recipe_path, saved), out, stage="k")
+    assert sorted(path.name for path in (out / "1-k/trainer").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+    shutil.copytree(out, tmp_path / "before")
+    shutil.rmtree(tmp_path / "before/1-k/trainer/checkpoint-2")
+    (remedy,) = re.findall(r"--resume (\S+)", str(caught.value))
+    recipe = load_recipe(recipe_path, [*saved, remedy])
+    results = [run_recipe(recipe, directory, stage="k", resume=True) for directory in (out, tmp_path / "before")]
+    assert re.findall(r"continues after step \d", capsys.readouterr().out) == [
+        "continues after step 2",
+        "continues after step 1",
+    ]
+    records = [json.loads((result / "training.json").read_text()) for result in results]
+    assert [record["skipped_steps"] for record in records] == [1, 1]
+    weights, others = (load_file(result / "model.safetensors") for result in results)
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 def test_a_spike_stops_the_run_and_its_blocks_and_sources_are_named(recipe_path, tiny_coca_dir, tmp_path, monkeypatch):
