@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 
 from coca_hf import CocaLlamaConfig
 from coca_hf.train.model import check_model, start_config, start_model
+from coca_hf.train.plan import GIB, RESERVE, plan_recipe
 from coca_hf.train.recipe import Recipe, load_recipe
 from tests.conftest import TINY
 from tests.train.test_schedule import rates_of
@@ -89,6 +90,27 @@ def test_the_papers_rate_at_every_step_of_every_stage(tmp_path):
     figure.savefig(tmp_path / "rates.png")
     pyplot.close(figure)
     assert (tmp_path / "rates.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_recipe_is_planned(name, load):
+    recipe = load(name, "config.num_hidden_layers=1")
+    plan = plan_recipe(recipe, 32 if name.startswith("llama-7b") else 1)
+    assert [stage.name for stage in plan.stages] == [stage.name for stage in recipe.stages]
+    for stage, planned in zip(recipe.stages, plan.stages, strict=True):
+        assert planned.memory.at_step["optimizer"] > 0
+        assert (planned.trained == planned.total) == (stage.train == "all" and stage.lora is None)
+
+
+def test_adapters_fit_a_gpu_of_24_gb_as_their_recipe_says(load):
+    peaks = []
+    for num_layers in (2, 4):
+        recipe = load("smollm2-135m/lora.yaml", f"config.num_hidden_layers={num_layers}")
+        full = recipe.model_copy(update={"stages": recipe.stages[2:]})
+        peaks.append(plan_recipe(full).stages[0].memory.peak / GIB)
+    peak = peaks[0] + 14 * (peaks[1] - peaks[0])  # every layer of the 30 adds as much
+    assert peak == pytest.approx(12.5, abs=0.1)  # as `coca-train --plan` says of all 30, in a minute
+    assert peak < 24 * (1 - RESERVE)
 
 
 def test_batches_and_lengths_are_the_papers():
