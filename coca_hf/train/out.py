@@ -15,6 +15,7 @@ Files and directories named `partial` are being written; a run that is killed le
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from transformers import TrainingArguments
 from coca_hf.errors import CocaError, one_line
 from coca_hf.train.recipe import Recipe, Stage
 from coca_hf.train.tree import read_tree, short
-from coca_hf.weights import read_json
+from coca_hf.weights import read_json, size_in_words
 
 RECORD = "training.json"
 RECIPE = "recipe.yaml"
@@ -266,14 +267,15 @@ def write_whole(path: Path, text: str) -> None:
 def saving_to(directory: Path, num_bytes: int | None = None) -> Iterator[None]:
     """Turn what a full or read-only disk makes torch, safetensors and Python raise into one line: a CocaError.
 
-    num_bytes: how much is written in all, for the message.
+    num_bytes: how much is written in all, for the message; of a disk that is full, torch says something else.
     """
     try:
         yield
     except CocaError:
         raise
     except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
-        needed = f" ({num_bytes / 1e9:.3f} GB needed)" if num_bytes else ""
+        free = size_in_words(shutil.disk_usage(directory).free) if num_bytes else ""
+        needed = f" ({size_in_words(num_bytes)} needed, {free} free)" if num_bytes else ""
         raise CocaError(
             f"{directory}: cannot be written{needed}: {_reason(error)}; what was saved before is untouched: make room, "
             f"then continue with --resume"
