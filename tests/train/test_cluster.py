@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.train.layouts import FSDP2
+
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "scripts/cluster"
 
@@ -78,6 +80,17 @@ def test_a_script_is_bash(script):
     for check in checks:
         result = subprocess.run([*check, str(script)], capture_output=True, text=True, cwd=ROOT)
         assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("layout", ["8gpu", "4x8gpu"])
+def test_a_layout_of_gpus_tells_processes_what_those_of_the_tests_are_told(layout):
+    command = f"unset ${{!FSDP*}}; . scripts/cluster/layout.sh recipes/accelerate/{layout}.yaml && env"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    result = subprocess.run(
+        ["bash", "-ec", command], env={**os.environ, "PATH": path}, capture_output=True, text=True, cwd=ROOT
+    )
+    told = dict(line.partition("=")[::2] for line in result.stdout.splitlines())
+    assert FSDP2.items() <= told.items(), result.stderr
 
 
 @pytest.mark.real
