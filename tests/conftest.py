@@ -2,6 +2,7 @@
 
 import gc
 import os
+import subprocess
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -98,3 +99,15 @@ def tiny_coca_dir(tiny_llama_dir):
     directory = tiny_llama_dir.parent / "tiny-coca"
     coca_hf.convert_checkpoint(tiny_llama_dir, directory)
     return directory
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 6 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", disk], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("mounting a file system needs root; tests with a limit on the size of files take the same path")
+    yield disk
+    subprocess.run(["umount", "--lazy", disk], check=True)  # garbage may hold files open

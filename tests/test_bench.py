@@ -56,6 +56,17 @@ def test_a_benchmark_checks_its_rivals_and_records_what_it_was_made_on(name, tmp
     assert timed[0]["rival"] in capsys.readouterr().out
 
 
+def test_plans_are_compared_with_what_coca_train_measures(tmp_path, monkeypatch, capsys):
+    """On a CPU that is the whole process, so that the error says nothing."""
+    run("plan", "--smoke", "--out", tmp_path / "out.json", monkeypatch=monkeypatch)
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert len(rows) == 5
+    assert [row["error"] for row in rows] == [row["predicted_bytes"] / row["measured_bytes"] - 1 for row in rows]
+    predicted = [row["predicted_bytes"] for row in rows]
+    assert predicted[1] < predicted[0] < predicted[2]  # checkpointing takes less, training all takes more
+    assert "| all, checkpointing, accumulated |" in capsys.readouterr().out
+
+
 def test_a_rival_that_is_wrong_ends_the_run(monkeypatch):
     from coca_hf.models import attention
 
@@ -175,7 +186,7 @@ def test_what_fails_on_the_gpu_is_named_and_the_rest_is_measured(tmp_path):
     )
     fake.chmod(0o755)
     finished = subprocess.run(
-        [BENCH / "gpu.sh", tmp_path / "out", "2", "3"],
+        [BENCH / "gpu.sh", tmp_path / "out", "2", "3", "4"],
         env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
@@ -185,7 +196,7 @@ def test_what_fails_on_the_gpu_is_named_and_the_rest_is_measured(tmp_path):
     failed = [line for line in finished.stderr.splitlines() if line.startswith("failed")]
     assert [line.split()[3] for line in failed] == ["3", "124"]
     calls = (tmp_path / "calls").read_text()
-    results = ("decode", "tune", "prefill", "prefill-350m", "generate", "train", "train-stages", "evaluate")
+    results = ("decode", "tune", "prefill", "prefill-350m", "generate", "train", "train-stages", "evaluate", "plan")
     assert all(f"--out {tmp_path}/out/{name}.json" in calls for name in results)
     assert "floors.py --results" in calls.splitlines()[-1]
 

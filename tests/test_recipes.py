@@ -7,15 +7,17 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pytest
+import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from transformers import LlamaConfig
 
 from coca_hf import CocaLlamaConfig
 from coca_hf.train.model import check_model, start_config, start_model
+from coca_hf.train.plan import GIB, RESERVE, plan_recipe
 from coca_hf.train.recipe import Recipe, load_recipe
 from tests.conftest import TINY
-from tests.train.test_schedule import rates_of
+from tests.train.test_schedule import rates_of, trainer_of
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -71,6 +73,14 @@ def test_a_recipe_runs_dry(name, load, tmp_path, monkeypatch):
         assert 0 <= min(rates) <= max(rates) <= options.get("learning_rate", 5e-5)
 
 
+def papers_rates(num_steps: int, warmup_steps: int) -> np.ndarray:
+    """From 1e-7 to 1e-4, then linearly down to 1e-5."""
+    steps = np.arange(num_steps)
+    warm_up = 1e-7 + (1e-4 - 1e-7) * steps / warmup_steps
+    decay = 1e-4 - (1e-4 - 1e-5) * (steps - warmup_steps) / (num_steps - warmup_steps)
+    return np.where(steps < warmup_steps, warm_up, decay)
+
+
 def test_the_papers_rate_at_every_step_of_every_stage(tmp_path):
     recipe = load_recipe(PATHS["llama-7b/three-stage.yaml"])
     rates = []
@@ -79,16 +89,55 @@ def test_the_papers_rate_at_every_step_of_every_stage(tmp_path):
         assert options["max_steps"] == 15_000
         assert (options["adam_beta1"], options["adam_beta2"]) == (0.9, 0.95)
         rates += rates_of(options, tmp_path)[:-1]
-    steps = np.arange(15_000)
-    warm_up = 1e-7 + (1e-4 - 1e-7) * steps / 150  # 1% of the steps
-    decay = 1e-4 - (1e-4 - 1e-5) * (steps - 150) / (15_000 - 150)
-    np.testing.assert_allclose(rates, np.tile(np.where(steps < 150, warm_up, decay), 3), rtol=1e-9)
+    np.testing.assert_allclose(rates, np.tile(papers_rates(15_000, 150), 3), rtol=1e-9)
     figure, axes = pyplot.subplots()
     axes.plot(rates)
     axes.set(xlabel="step", ylabel="learning rate", title="recipes/llama-7b/three-stage.yaml")
     figure.savefig(tmp_path / "rates.png")
     pyplot.close(figure)
     assert (tmp_path / "rates.png").stat().st_size > 10_000
+
+
+PAPERS_RATES = {
+    "llama-7b/three-stage.yaml": papers_rates(15_000, 150),  # a warm-up of 1% of the steps
+    "llama-7b/pi-32k.yaml": np.full(6000, 2e-5),
+    **dict.fromkeys(SCRATCH, papers_rates(381_470, 3815)),
+}
+
+
+@pytest.mark.parametrize("name", PAPERS_RATES)
+def test_the_papers_optimizer_and_its_schedule(name, tmp_path):
+    """At every step, as the schedule says it will be: to take 381,470 would take a minute."""
+    recipe = load_recipe(PATHS[name])
+    for stage in recipe.stages:
+        trainer = trainer_of({**recipe.options(stage), "bf16": False, "gradient_checkpointing": False}, tmp_path)
+        assert type(trainer.optimizer) is torch.optim.AdamW
+        assert all(group["betas"] == (0.9, 0.95) for group in trainer.optimizer.param_groups)
+        schedule = trainer.lr_scheduler
+        for peak, share in set(zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)):
+            rates = [peak * share(step) for step in range(trainer.args.max_steps)]
+            np.testing.assert_allclose(rates, PAPERS_RATES[name], rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_recipe_is_planned(name, load):
+    recipe = load(name, "config.num_hidden_layers=1")
+    plan = plan_recipe(recipe, 32 if name.startswith("llama-7b") else 1)
+    assert [stage.name for stage in plan.stages] == [stage.name for stage in recipe.stages]
+    for stage, planned in zip(recipe.stages, plan.stages, strict=True):
+        assert planned.memory.at_step["optimizer"] > 0
+        assert (planned.trained == planned.total) == (stage.train == "all" and stage.lora is None)
+
+
+def test_adapters_fit_a_gpu_of_24_gb_as_their_recipe_says(load):
+    peaks = []
+    for num_layers in (2, 4):
+        recipe = load("smollm2-135m/lora.yaml", f"config.num_hidden_layers={num_layers}")
+        full = recipe.model_copy(update={"stages": recipe.stages[2:]})
+        peaks.append(plan_recipe(full).stages[0].memory.peak / GIB)
+    peak = peaks[0] + 14 * (peaks[1] - peaks[0])  # every layer of the 30 adds as much
+    assert peak == pytest.approx(12.5, abs=0.1)  # as `coca-train --plan` says of all 30, in a minute
+    assert peak < 24 * (1 - RESERVE)
 
 
 def test_batches_and_lengths_are_the_papers():

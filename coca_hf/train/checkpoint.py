@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from coca_hf.errors import CocaError
+from coca_hf.weights import size_in_words
 
 STATE = "state"
 OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -60,7 +61,7 @@ def check_room(directory: Path, num_bytes: int, what: str) -> None:
         broadcast_object_list(free)
     if free[0] < num_bytes:
         raise CocaError(
-            f"{directory}: got {free[0] / 1e9:.3f} GB free, expected {num_bytes / 1e9:.3f} GB for {what}; what was "
+            f"{directory}: got {size_in_words(free[0])} free, expected {size_in_words(num_bytes)} for {what}; what was "
             f"saved before is untouched: make room, then continue with --resume"
         )
 

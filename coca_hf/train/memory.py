@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -81,7 +82,9 @@ def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
         base = model_from_config(recipe)
         if recipe.stage_options(stage).fused_cross_entropy:
             fuse_cross_entropy_(base)  # Liger's kernel takes only real tensors
-        model: Any = stage_model(base, stage)
+        # peft moves adapters to where they are already, and fake parameters cannot be moved
+        with patch.object(nn.Module, "to", lambda module, *_, **__: module):
+            model: Any = stage_model(base, stage)
         if setting.checkpointing:
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
             enable(dict(arguments.gradient_checkpointing_kwargs or {}) or None)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, default_data_collator
 from transformers.integrations import TensorBoardCallback
@@ -111,8 +111,9 @@ def run_stage(recipe: Recipe, run: StageRun, state: PartialState, held_out: Tens
         raise CocaError(
             f"{run.directory}: {one_line(error)}; what was saved before is untouched: continue with --resume"
         ) from error
-    if trainer.state.global_step < run.arguments.max_steps:
-        _stop(run, trainer, state)
+    if (step := trainer.state.global_step) < run.arguments.max_steps:
+        facts = {"signal": trainer.stopping, "stage": run.stage.name, "step": step}
+        _stop(run, state, facts, f"after step {step}, with a checkpoint")
     trainer.model = model = plain_model(trainer.model)
     model.config.use_cache = use_cache
     record = make_record(recipe, run, log, trainer.state, parameters, len(held_out))
@@ -135,16 +136,19 @@ def _set_callbacks(trainer: StageTrainer, run: StageRun) -> None:
             callback.logging_dir = str(run.directory.parent / "tensorboard" / run.directory.name)
 
 
-def _stop(run: StageRun, trainer: StageTrainer, state: PartialState) -> None:
+def stop_before(run: StageRun, state: PartialState, stop: StopRequest) -> None:
+    """Raises Stopped, in every process, where a signal came to one of them while no stage was at work."""
+    asked = [signal for signal in gather_object([stop.came]) if signal]
+    if asked:
+        _stop(run, state, {"signal": asked[0], "stage": run.stage.name}, "before it began")
+
+
+def _stop(run: StageRun, state: PartialState, facts: dict[str, Any], when: str) -> None:
     """Leave word for the launcher's script, whose launcher does not hand on exit codes. Raises Stopped."""
-    facts = {"signal": trainer.stopping, "stage": run.stage.name, "step": trainer.state.global_step}
     if state.is_main_process:
         write_whole(run.directory.parent / STOPPED, json.dumps(facts) + "\n")
     state.wait_for_everyone()
-    raise Stopped(
-        f"{run.directory}: stopped by {facts['signal']} after step {facts['step']}, with a checkpoint; continue with "
-        f"--resume"
-    )
+    raise Stopped(f"{run.directory}: stopped by {facts['signal']} {when}; continue with --resume")
 
 
 def _complete(

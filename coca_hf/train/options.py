@@ -16,7 +16,7 @@ from coca_hf.train.tree import short
 DEFAULTS = {
     "report_to": ["tensorboard"],
     "logging_steps": 10,
-    "save_total_limit": 1,
+    "save_total_limit": 2,  # a step that spoils the weights shows in the next one's loss, after its checkpoint
     "disable_tqdm": False,
     "ddp_find_unused_parameters": False,  # every parameter that learns is used in every step
 }

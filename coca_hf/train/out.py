@@ -15,6 +15,7 @@ Files and directories named `partial` are being written; a run that is killed le
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from transformers import TrainingArguments
 from coca_hf.errors import CocaError, one_line
 from coca_hf.train.recipe import Recipe, Stage
 from coca_hf.train.tree import read_tree, short
-from coca_hf.weights import read_json
+from coca_hf.weights import read_json, size_in_words
 
 RECORD = "training.json"
 RECIPE = "recipe.yaml"
@@ -40,10 +41,11 @@ STOPPED = "stopped.json"
 PARTIAL = "partial"
 MOST_CHANGES = 8  # that a message lists
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, RuntimeError, pickle.UnpicklingError)
-LAYOUT = (  # training options that may change with --resume: they say how the same steps are computed
+LAYOUT = (  # training options that may change with --resume: how the same steps are computed, and which are skipped
     *("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"),
     *("activation_checkpointing", "torch_compile", "attn_implementation", "fused_cross_entropy", "report_to"),
     *("disable_tqdm", "save_steps", "save_total_limit", "dataloader_num_workers", "context_parallel_size"),
+    *("max_bad_steps", "spike_factor"),
     *("run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
 )
 
@@ -265,14 +267,15 @@ def write_whole(path: Path, text: str) -> None:
 def saving_to(directory: Path, num_bytes: int | None = None) -> Iterator[None]:
     """Turn what a full or read-only disk makes torch, safetensors and Python raise into one line: a CocaError.
 
-    num_bytes: how much is written in all, for the message.
+    num_bytes: how much is written in all, for the message; of a disk that is full, torch says something else.
     """
     try:
         yield
     except CocaError:
         raise
     except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
-        needed = f" ({num_bytes / 1e9:.3f} GB needed)" if num_bytes else ""
+        free = size_in_words(shutil.disk_usage(directory).free) if num_bytes else ""
+        needed = f" ({size_in_words(num_bytes)} needed, {free} free)" if num_bytes else ""
         raise CocaError(
             f"{directory}: cannot be written{needed}: {_reason(error)}; what was saved before is untouched: make room, "
             f"then continue with --resume"

@@ -14,13 +14,15 @@ import torch.distributed as dist
 from rich.table import Table
 
 from coca_hf.errors import CocaError
+from coca_hf.train.context_parallel import check_model_for_context_parallel
 from coca_hf.train.flops import PEAK_FLOPS, TokenFlops, count_flops, peak_flops
 from coca_hf.train.memory import CATEGORIES, Memory, Setting, measure, planned_arguments
 from coca_hf.train.model import check_model, count_parameters, model_from_config, stage_model
-from coca_hf.train.recipe import Recipe, Stage
+from coca_hf.train.recipe import Recipe, Stage, check_context_parallel
 
 RESERVE = 0.1  # of a GPU's memory
 GIB = 2**30
+EXCHANGED = "the keys and values that GPUs exchange"
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def plan_recipe(
     """Plan every stage for `world_size` GPUs with `gpu_memory` GiB each; `gpu` names the one whose peak is the measure.
 
     Where a stage does not fit, these are tried, in order, at the same number of blocks per optimizer step: gradient
-    checkpointing, smaller batches that are accumulated, more GPUs.
+    checkpointing, smaller batches that are accumulated, a fused cross-entropy, GPUs that share a block, more GPUs.
 
     Raises CocaError for a GPU that is not in `PEAK_FLOPS`, numbers that cannot be, a recipe that trains on the CPU, and
     where a process group is open already.
@@ -98,7 +100,7 @@ def plan_recipe(
         missing = {
             "torch_compile": options.get("torch_compile"),
             "the teacher": stage.needs_teacher,
-            "the keys and values that GPUs exchange": recipe.stage_options(stage).context_parallel_size > 1,
+            EXCHANGED: recipe.stage_options(stage).context_parallel_size > 1,
         }
         notes += [f"stages.{stage.name}: planned without {name}" for name, is_used in missing.items() if is_used]
         stages.append(_plan_stage(recipe, stage, world_size, gpu_memory * GIB, mfu * peak))
@@ -137,36 +139,68 @@ def _plan_stage(recipe: Recipe, stage: Stage, world_size: int, gpu_bytes: float,
 
 def _change(recipe: Recipe, stage: Stage, setting: Setting, usable: float) -> str:
     """What to set so that the stage fits: the first that does of `_levers`."""
-    for words, changed in _levers(setting):
-        memory = measure(recipe, stage, changed)
+    for changed_stage, changed in _levers(recipe, stage, setting):
+        memory = measure(recipe, changed_stage, changed)
         if memory.peak <= usable:
-            return f"does not fit; it does with {words} ({memory.peak / GIB:.1f} GiB)"
+            words = _words(changed_stage is not stage, setting, changed)
+            without = f", without {EXCHANGED}" if changed.sharing > setting.sharing else ""
+            return f"does not fit; it does with {words} ({memory.peak / GIB:.1f} GiB{without})"
     return "does not fit, and nothing helps at this global batch; lower data.seq_len or take GPUs with more memory"
 
 
-def _levers(setting: Setting) -> Iterator[tuple[str, Setting]]:
-    """Settings with the same global batch that need less memory, and how to say them; those before are kept."""
-    words = ""
+def _levers(recipe: Recipe, stage: Stage, setting: Setting) -> Iterator[tuple[Stage, Setting]]:
+    """What needs less memory at the same global batch."""
     if not setting.checkpointing:
-        setting, words = dataclasses.replace(setting, checkpointing=True), "gradient_checkpointing=true"
-        yield words, setting
+        setting = dataclasses.replace(setting, checkpointing=True)
+        yield stage, setting
     smaller = setting
     while smaller.batch_size % 2 == 0:
         smaller = dataclasses.replace(
             smaller, batch_size=smaller.batch_size // 2, accumulation=smaller.accumulation * 2
         )
-        change = f"per_device_train_batch_size={smaller.batch_size} gradient_accumulation_steps={smaller.accumulation}"
-        yield f"{words} {change}".strip(), smaller
+        yield stage, smaller
+    if not recipe.stage_options(stage).fused_cross_entropy and "distill" not in stage.objective:
+        stage = _with(stage, "fused_cross_entropy", True)
+        yield stage, smaller
+    while _can_share(recipe, stage, smaller.world_size, smaller.sharing * 2):
+        smaller = dataclasses.replace(smaller, sharing=smaller.sharing * 2, accumulation=smaller.accumulation * 2)
+        yield stage, smaller
     while setting.accumulation % 2 == 0 or setting.batch_size % 2 == 0:
         fewer = "accumulation" if setting.accumulation % 2 == 0 else "batch_size"
         setting = dataclasses.replace(
             setting, world_size=setting.world_size * 2, **{fewer: getattr(setting, fewer) // 2}
         )
-        change = (
-            f"--world-size {setting.world_size} per_device_train_batch_size={setting.batch_size} "
-            f"gradient_accumulation_steps={setting.accumulation}"
-        )
-        yield f"{words} {change}".strip(), setting
+        yield stage, setting
+
+
+def _can_share(recipe: Recipe, stage: Stage, world_size: int, sharing: int) -> bool:
+    """Whether so many GPUs can share each block."""
+    options = recipe.stage_options(_with(stage, "context_parallel_size", sharing))
+    try:
+        check_context_parallel(stage, options, recipe.data.seq_len)
+        with torch.device("meta"):
+            model = model_from_config(recipe, options.attn_implementation)
+        check_model_for_context_parallel(model, stage.name)
+    except ValueError:
+        return False
+    return world_size % sharing == 0
+
+
+def _with(stage: Stage, option: str, value: Any) -> Stage:
+    return stage.model_copy(update={"training": {**stage.training, option: value}})
+
+
+def _words(is_fused: bool, before: Setting, after: Setting) -> str:
+    """How to say what is changed."""
+    batches = f"per_device_train_batch_size={after.batch_size} gradient_accumulation_steps={after.accumulation}"
+    changes = {
+        "gradient_checkpointing=true": after.checkpointing != before.checkpointing,
+        "fused_cross_entropy=true": is_fused,
+        f"context_parallel_size={after.sharing}": after.sharing != before.sharing,
+        f"--world-size {after.world_size}": after.world_size != before.world_size,
+        batches: (after.batch_size, after.accumulation) != (before.batch_size, before.accumulation),
+    }
+    return " ".join(words for words, is_changed in changes.items() if is_changed)
 
 
 def plan_table(plan: Plan) -> Table:

@@ -196,7 +196,7 @@ class Recipe(Part):
             if "attention-maps" in stage.objective:
                 _check_maps(stage, self.stage_options(stage))
             if self.stage_options(stage).context_parallel_size > 1:
-                _check_context_parallel(stage, self.stage_options(stage), self.data.seq_len)
+                check_context_parallel(stage, self.stage_options(stage), self.data.seq_len)
         return self
 
     def options(self, stage: Stage) -> dict[str, Any]:
@@ -292,7 +292,7 @@ def _check_maps(stage: Stage, options: StageOptions) -> None:
         )
 
 
-def _check_context_parallel(stage: Stage, options: StageOptions, seq_len: int) -> None:
+def check_context_parallel(stage: Stage, options: StageOptions, seq_len: int) -> None:
     """Raises ValueError for what cannot be computed on parts of a block."""
     size = options.context_parallel_size
     given = f"stages.{stage.name}: got context_parallel_size {size}"

@@ -25,7 +25,7 @@ from coca_hf.train.data import PackedBlocks, blocks_of
 from coca_hf.train.log import announce, check_loggers
 from coca_hf.train.model import check_kernels, check_model, check_vocabulary, start_config, start_tokenizer
 from coca_hf.train.objectives import check_teacher
-from coca_hf.train.one_stage import clear_trainer, from_main_process, run_stage, trainer_errors
+from coca_hf.train.one_stage import clear_trainer, from_main_process, run_stage, stop_before, trainer_errors
 from coca_hf.train.out import (
     STOPPED,
     StageRun,
@@ -39,7 +39,7 @@ from coca_hf.train.out import (
 )
 from coca_hf.train.prepared import tokenizer_hash
 from coca_hf.train.recipe import Recipe
-from coca_hf.train.stop import stop_on_signals
+from coca_hf.train.stop import StopRequest, stop_on_signals
 from coca_hf.train.trainer import check_optimizer
 from coca_hf.train.tree import nearest, short
 
@@ -55,9 +55,13 @@ def run_recipe(recipe: Recipe, out_dir: str | Path, stage: str | None = None, re
     Raises CocaError, before anything is written, for a stage, model, module name, source or combination of training
     options that does not work, for an `out_dir` that is not empty without `resume`, and for one of another recipe with
     it; later, for a loss that is not a number, and for a disk that is full. Raises Stopped after the checkpoint that
-    SIGTERM or SIGUSR1, to any process, asks for.
+    SIGTERM or SIGUSR1, to any process, asks for, and where no stage is at work.
     """
-    out_dir = Path(out_dir)
+    with stop_on_signals() as stop:
+        return _run(recipe, Path(out_dir), stage, resume, stop)
+
+
+def _run(recipe: Recipe, out_dir: Path, stage: str | None, resume: bool, stop: StopRequest) -> Path:
     _check_parallelism()
     runs = _plan(recipe, out_dir)
     state = PartialState()
@@ -68,7 +72,7 @@ def run_recipe(recipe: Recipe, out_dir: str | Path, stage: str | None = None, re
             f"--stage: got {short(stage)}, expected one of {', '.join(names)}; nearest: {nearest(stage or '', names)}"
         )
     with locked(out_dir) if state.is_main_process else nullcontext():
-        return _run_stages(recipe, out_dir, runs, chosen, state, resume)
+        return _run_stages(recipe, out_dir, runs, chosen, state, resume, stop)
 
 
 def _check_parallelism() -> None:
@@ -80,7 +84,13 @@ def _check_parallelism() -> None:
 
 
 def _run_stages(
-    recipe: Recipe, out_dir: Path, runs: list[StageRun], chosen: list[StageRun], state: PartialState, resume: bool
+    recipe: Recipe,
+    out_dir: Path,
+    runs: list[StageRun],
+    chosen: list[StageRun],
+    state: PartialState,
+    resume: bool,
+    stop: StopRequest,
 ) -> Path:
     if state.is_main_process:  # where this fails, the launcher ends the other processes
         check_out(recipe, out_dir, resume)
@@ -109,18 +119,19 @@ def _run_stages(
     state.wait_for_everyone()
     complete = from_main_process(lambda: {run.directory for run in chosen if run.is_complete})
     held_out: Tensor | None = None
-    with stop_on_signals() as stop:
-        for run in chosen:
-            if run.directory in complete:
-                announce(f"{run.directory}: complete, skipped")
-                if state.is_main_process:
-                    clear_trainer(run)  # a kill may have come between training.json and this
-                continue
-            if held_out is None:
-                held_out = from_main_process(lambda: _held_out(recipe))
-            with _own_accelerator():
-                run_stage(recipe, run, state, held_out, stop)
-            gc.collect()  # the trainer refers to itself; free its model before the next is loaded
+    for run in chosen:
+        if run.directory in complete:
+            announce(f"{run.directory}: complete, skipped")
+            if state.is_main_process:
+                clear_trainer(run)  # a kill may have come between training.json and this
+            continue
+        stop_before(run, state, stop)
+        if held_out is None:
+            held_out = from_main_process(lambda: _held_out(recipe))
+            stop_before(run, state, stop)
+        with _own_accelerator():
+            run_stage(recipe, run, state, held_out, stop)
+        gc.collect()  # the trainer refers to itself; free its model before the next is loaded
     return chosen[-1].directory
 
 

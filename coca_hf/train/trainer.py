@@ -162,9 +162,11 @@ class StageTrainer(Trainer):
             what += f", but its gradient's norm is {_number(self._norm)}"
         first, count = place["next_block"], self.stage_log.global_batch
         blocks = f"blocks {first} to {first + count - 1} ({self.sources(first, count)})"
+        most, stage = self.options.max_bad_steps, Path(self.args.output_dir).parent.name.partition("-")[2]
         return (
-            f"{self.args.output_dir}: {what}, bad step {self._bad_in_a_row} in a row (max_bad_steps: "
-            f"{self.options.max_bad_steps}), on {blocks}; checkpoints up to here are kept; lower learning_rate (or "
+            f"{self.args.output_dir}: {what}, bad step {self._bad_in_a_row} in a row (max_bad_steps: {most}), on "
+            f"{blocks}; the last checkpoints are kept: skip more with --resume stages.{stage}.max_bad_steps={3 * most} "
+            f"(if that ends here too, the newest checkpoint may be spoilt: delete it), or lower learning_rate (or "
             f"max_grad_norm) and start again with another --out"
         )
 

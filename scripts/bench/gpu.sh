@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in three parts of less than ten minutes each on an H200: 25 minutes in all.
+# Everything that needs a GPU, in parts of less than ten minutes each on an H200: 25 minutes for the first three, and at
+# most three for the fourth.
 #
-#   scripts/bench/gpu.sh [OUT] [PART…]     # OUT: docs/results; PART: 1, 2 and 3 unless named
+#   scripts/bench/gpu.sh [OUT] [PART…]     # OUT: docs/results; PART: 1, 2, 3 and 4 unless named
 #
 # Prints the tables and writes OUT/*.json. Needs torch, triton, transformers and what `import coca_hf` does; coca_hf
-# itself need not be installed. Wheels in .whl/ (of pydantic, say) are used from there. What fails is named at the end,
-# and the rest goes on; what a benchmark measured before it failed is in its JSON.
+# itself need not be installed; part 4 needs what coca-train does. Wheels in .whl/ (of pydantic, say) are used from there.
+# What fails is named at the end, and the rest goes on; what a benchmark measured before it failed is in its JSON.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-docs/results}
@@ -59,8 +60,11 @@ part3() { # whole generations, training, evaluation
     bench 120 train-stages train --lengths 2048 --batch 8 --checkpointing --train t qkv all --repeats 5
     bench 100 evaluate evaluate --lengths 2048 8192 32768 --batch 4 --repeats 2
 }
+part4() { # what coca-train --plan predicts
+    bench 180 plan plan
+}
 
-for part in ${parts:-1 2 3}; do
+for part in ${parts:-1 2 3 4}; do
     "part$part"
 done
 if [[ -f $out/train-stages.json ]]; then

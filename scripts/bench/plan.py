@@ -1,112 +1,107 @@
-"""The peak of memory that `coca-train --plan` predicts, against the one measured on this machine's GPU.
+"""The peak of memory that `coca-train --plan` predicts, against the one that coca-train measures on this machine's GPU.
 
     python scripts/bench/plan.py --out docs/results/plan.json  # one GPU of 24 GB or more
 
-Every setting runs two real optimizer steps in a process of its own, from random weights. Prints a table, writes JSON.
+Every setting is a recipe of one stage and two steps, from random weights. Prints a table, writes JSON.
 """
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import torch
-import yaml
-from measure import write
+from measure import DEVICE, SHAPES, clear, write
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-import coca_hf
-from coca_hf.train.model import freeze_, model_from_config
-from coca_hf.train.plan import GIB, Setting, measure
-from coca_hf.train.recipe import Recipe, load_recipe
-from coca_hf.train.trainer import StageTrainer
+from coca_hf.train.plan import GIB, plan_recipe
+from coca_hf.train.recipe import Recipe
+from coca_hf.train.stages import run_recipe
 
-SMOLLM2 = {
-    **{"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30},
-    **{"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
-}
-SETTINGS = {  # stage, batch, accumulation, checkpointing
-    "t_proj": ("k", 8, 1, False),
-    "t_proj, checkpointing": ("k", 8, 1, True),
-    "all": ("full", 8, 1, False),
-    "all, checkpointing": ("full", 8, 1, True),
-    "all, checkpointing, accumulated": ("full", 4, 2, True),
+SETTINGS = {  # what is trained, batch, accumulation, checkpointing
+    "t_proj": (["t_proj"], 8, 1, False),
+    "t_proj, checkpointing": (["t_proj"], 8, 1, True),
+    "all": ("all", 8, 1, False),
+    "all, checkpointing": ("all", 8, 1, True),
+    "all, checkpointing, accumulated": ("all", 4, 2, True),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--smoke", action="store_true", help="the tiny shape, on any machine: only whether it runs")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # the setting that a process of its own measures
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("scripts/bench/plan.py: got no GPU, expected one to measure on")
+    if DEVICE == "cpu" and not options.smoke:
+        raise SystemExit("scripts/bench/plan.py: got no GPU, expected one to measure on; --smoke needs none")
+    shape, seq_len = ("tiny", 48) if options.smoke else ("smollm2-135m", options.seq_len)
     with tempfile.TemporaryDirectory() as folder:
-        recipe = make_recipe(Path(folder), options.seq_len)
-        if options.one:
-            print(json.dumps(run(recipe, options.one)))
-            return
-        rows = [compare(recipe, name, options.seq_len) for name in SETTINGS]
+        write_inputs(Path(folder), seq_len)
+        rows = [compare(Path(folder), name, shape, seq_len) for name in SETTINGS]
     show(rows)
-    write({"task": "plan-bench", "seq_len": options.seq_len, "rows": rows}, options.out)
+    write({"task": "plan-bench", "shape": shape, "seq_len": seq_len, "rows": rows}, options.out)
 
 
-def make_recipe(folder: Path, seq_len: int) -> Recipe:
-    """SmolLM2-135M's shape as CoCA, bf16; no weights and no text are needed."""
-    coca_hf.CocaLlamaConfig(**SMOLLM2).save_pretrained(folder)
-    tree = {
-        "model": str(folder),
-        "data": {"seq_len": seq_len, "sources": [{"path": "absent", "weight": 1}]},
-        "training": {"max_steps": 2, "bf16": True, "optim": "adamw_torch_fused"},
-        "stages": [{"name": "k", "train": ["t_proj"]}, {"name": "full", "train": "all"}],
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(tree))
-    return load_recipe(folder / "recipe.yaml")
+def write_inputs(folder: Path, seq_len: int) -> None:
+    """A tokenizer of one word, and a text of it that is long enough for every setting."""
+    tokenizer = Tokenizer(models.WordLevel({"</s>": 0, "word": 1}, unk_token="word"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder / "tokenizer")
+    (folder / "text.txt").write_text("word " * 20 * seq_len)
 
 
-def compare(recipe: Recipe, name: str, seq_len: int) -> dict:
-    stage, batch_size, accumulation, checkpointing = SETTINGS[name]
-    number = ("k", "full").index(stage)
-    predicted = measure(recipe, recipe.stages[number], Setting(1, batch_size, accumulation, checkpointing))
-    command = [sys.executable, __file__, "--seq-len", str(seq_len), "--one", name]
-    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    measured = json.loads(output.splitlines()[-1])
-    error = predicted.peak / measured["allocated_bytes"] - 1
-    return {"setting": name, "predicted_bytes": predicted.peak, **measured, "error": error}
-
-
-def run(recipe: Recipe, name: str) -> dict:
-    """Two steps of the Trainer that trains stages; the most that tensors took, and that the process held."""
-    from transformers import TrainingArguments, default_data_collator
-
-    stage, batch_size, accumulation, checkpointing = SETTINGS[name]
-    model = model_from_config(recipe)
-    freeze_(model, recipe.stages[("k", "full").index(stage)])
-    block = torch.zeros(recipe.data.seq_len, dtype=torch.int64)
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            per_device_train_batch_size=batch_size,
-            gradient_accumulation_steps=accumulation,
-            gradient_checkpointing=checkpointing,
-            save_strategy="no",
-            **recipe.training,
-        )
-        blocks = [{"input_ids": block, "labels": block}] * (2 * batch_size * accumulation)
-        StageTrainer(model, arguments, default_data_collator, blocks).train()
+def compare(folder: Path, name: str, shape: str, seq_len: int) -> dict:
+    """What the plan says of a setting, and what the log of its run does: the most that tensors took, on a GPU."""
+    recipe = make_recipe(folder, name, shape, seq_len)
+    predicted = plan_recipe(recipe).stages[0].memory.peak
+    clear()
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    stage_dir = run_recipe(recipe, folder / "runs" / name.replace(", ", "-"))
+    measured = json.loads((stage_dir / "log.jsonl").read_text().splitlines()[-1])["memory_bytes"]
     return {
-        "allocated_bytes": torch.cuda.max_memory_allocated(),
+        "setting": name,
+        "predicted_bytes": predicted,
+        "measured_bytes": measured,
         "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "error": predicted / measured - 1,
     }
+
+
+def make_recipe(folder: Path, name: str, shape: str, seq_len: int) -> Recipe:
+    train, batch_size, accumulation, checkpointing = SETTINGS[name]
+    return Recipe.model_validate(
+        {
+            "tokenizer": str(folder / "tokenizer"),
+            "config": {"model_type": "coca_llama", **SHAPES[shape], "max_position_embeddings": seq_len},
+            "data": {
+                "seq_len": seq_len,
+                "held_out_blocks": 0,
+                "sources": [{"path": str(folder / "text.txt"), "weight": 1}],
+            },
+            "training": {
+                "max_steps": 2,
+                "per_device_train_batch_size": batch_size,
+                "gradient_accumulation_steps": accumulation,
+                "gradient_checkpointing": checkpointing,
+                "bf16": DEVICE == "cuda",
+                "optim": "adamw_torch_fused",
+                "logging_steps": 1,
+                "save_strategy": "no",
+                "report_to": "none",
+            },
+            "stages": [{"name": "measured", "train": train}],
+        }
+    )
 
 
 def show(rows: list[dict]) -> None:
     print("| setting | predicted | measured | error | reserved |")
     print("|---|---:|---:|---:|---:|")
     for row in rows:
-        sizes = [row[key] / GIB for key in ("predicted_bytes", "allocated_bytes", "reserved_bytes")]
+        sizes = [row[key] / GIB for key in ("predicted_bytes", "measured_bytes", "reserved_bytes")]
         print(f"| {row['setting']} | {sizes[0]:.2f} GiB | {sizes[1]:.2f} | {row['error']:+.1%} | {sizes[2]:.2f} |")
 
 

@@ -394,18 +394,6 @@ def test_file_size_limit_is_one_line_and_the_rerun_goes_on(source, expected, tmp
     assert weights_of(dst) == expected
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 6 MB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", disk], capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip("mounting a file system needs root; the file size limit above is the same path")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
-
-
 def fill(disk):
     if not (disk / "filler").exists():
         (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - 100_000))

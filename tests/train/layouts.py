@@ -82,6 +82,13 @@ class Launch:
         return sorted(map(int, children))
 
 
+def warm_server() -> None:
+    """Let the server import what it forks: that takes longer than a run, and its first process would wait for it."""
+    process = server.Process(target=gc.collect)
+    process.start()
+    process.join()
+
+
 def launch(directory: Path, runs: list[Run], processes: int = 2) -> Launch:
     """Start so many processes that make `runs` one after the other; with 1, without a launcher."""
     output = directory / f"output-{time.monotonic_ns()}.txt"

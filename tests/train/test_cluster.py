@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -9,7 +10,12 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+
+from coca_hf.train.recipe import load_recipe
+from coca_hf.train.stages import run_recipe
+from tests.train.layouts import FSDP2, log_lines
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "scripts/cluster"
@@ -99,18 +105,35 @@ def test_a_script_is_bash(script):
         assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
-@pytest.mark.real
-def test_torchrun_trains_on_two_processes_in_its_layout_until_sigterm_asks_for_a_checkpoint(recipe_path, tmp_path):
+@pytest.mark.parametrize("layout", ["8gpu", "4x8gpu"])
+def test_a_layout_of_gpus_tells_processes_what_those_of_the_tests_are_told(layout):
+    command = f"unset ${{!FSDP*}}; . scripts/cluster/layout.sh recipes/accelerate/{layout}.yaml && env"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    result = subprocess.run(
+        ["bash", "-ec", command], env={**os.environ, "PATH": path}, capture_output=True, text=True, cwd=ROOT
+    )
+    told = dict(line.partition("=")[::2] for line in result.stdout.splitlines())
+    assert FSDP2.items() <= told.items(), result.stderr
+
+
+def torchrun(recipe: Path, out: Path, printed: Path, *settings: str) -> subprocess.Popen:
+    """torchrun.sh at work, on two processes of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    settings = {"NODES": 1, "GPUS": 2, "HOST": "127.0.0.1", "PORT": port, "LAYOUT": "recipes/accelerate/2cpu.yaml"}
-    environment = {**os.environ, **{name: str(value) for name, value in settings.items()}, "OMP_NUM_THREADS": "1"}
+    layout = {"NODES": 1, "GPUS": 2, "HOST": "127.0.0.1", "PORT": port, "LAYOUT": "recipes/accelerate/2cpu.yaml"}
+    environment = {**os.environ, **{name: str(value) for name, value in layout.items()}, "OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    script = [str(CLUSTER / "torchrun.sh"), str(recipe), *settings, "--out", str(out)]
+    with printed.open("w") as file:
+        return subprocess.Popen(script, env=environment, stdout=file, stderr=file)
+
+
+@pytest.mark.real
+def test_torchrun_trains_on_two_processes_in_its_layout_until_sigterm_asks_for_a_checkpoint(recipe_path, tmp_path):
     out = tmp_path / "out"
-    script = [str(CLUSTER / "torchrun.sh"), str(recipe_path), "--stage", "k", "stages.k.max_steps=1000000"]
-    script += ["training.dataloader_num_workers=1"]  # a process that torchrun's signal must not end
-    with (tmp_path / "printed").open("w") as printed:
-        running = subprocess.Popen([*script, "--out", str(out)], env=environment, stdout=printed, stderr=printed)
+    settings = ["--stage", "k", "stages.k.max_steps=1000000"]
+    settings += ["training.dataloader_num_workers=1"]  # a process that torchrun's signal must not end
+    running = torchrun(recipe_path, out, tmp_path / "printed", *settings)
     log = out / "1-k/log.jsonl"
     while not (log.exists() and log.read_text()):
         assert running.poll() is None, (tmp_path / "printed").read_text()
@@ -121,3 +144,26 @@ def test_torchrun_trains_on_two_processes_in_its_layout_until_sigterm_asks_for_a
     assert stopped["signal"] in ("SIGTERM", "a signal to another process")
     assert (out / f"1-k/trainer/checkpoint-{stopped['step']}/state").exists()
     assert json.loads((out / "inputs.json").read_text())["blocks_per_step"]["k"] == 2 * 4
+
+
+@pytest.mark.real
+def test_torchrun_starts_again_when_a_process_is_killed_and_ends_with_the_losses_of_an_unbroken_run(
+    real_recipe, tmp_path
+):
+    """Half a minute: torch is imported by torchrun and twice by each process."""
+    out, settings = tmp_path / "out", ["stages.k.max_steps=80"]
+    unbroken = run_recipe(load_recipe(real_recipe, settings), tmp_path / "unbroken", stage="k")
+    running = torchrun(real_recipe, out, tmp_path / "printed", "--stage", "k", *settings)
+    while not list(out.glob("1-k/trainer/checkpoint-*")):
+        assert running.poll() is None, (tmp_path / "printed").read_text()
+        time.sleep(0.005)
+    processes = [child for child in psutil.Process(running.pid).children() if child.environ().get("RANK") == "1"]
+    processes[0].kill()
+    assert running.wait() == 0, (tmp_path / "printed").read_text()
+    steps = re.findall(r"continues after step (\d+)", " ".join((tmp_path / "printed").read_text().split()))
+    assert [0 < int(step) < 80 for step in steps] == [True]
+    ours, theirs = log_lines(out / "1-k"), log_lines(unbroken)
+    assert [line["step"] for line in ours] == list(range(1, 81))
+    for key in ("loss", "grad_norm"):
+        expected = [line[key] for line in theirs]
+        assert [line[key] for line in ours] == pytest.approx(expected, abs=1e-4)

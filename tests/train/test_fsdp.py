@@ -95,7 +95,8 @@ def watch_teacher():
 @pytest.fixture(scope="module")
 def runs(real_recipe, tiny_llama_dir, tmp_path_factory):
     """On two FSDP2 processes: `stages/out` of the whole recipe, `lora/out` with adapters, `taught/out` with a teacher;
-    `bf16` of one stage that trains everything in bfloat16, two batches a step; `one` of the same in float32; `interrupted` of the same, with sharded state dicts, and `resumed` from
+    `bf16` of one stage that trains everything in bfloat16, two batches a step; `one` of the same in float32;
+    `accumulated` of that, in two batches a step; `interrupted` of `one`, with sharded state dicts, and `resumed` from
     there; `from-one`: what one process left, resumed with less memory.
     """
     directory = tmp_path_factory.mktemp("fsdp")
@@ -114,6 +115,7 @@ def runs(real_recipe, tiny_llama_dir, tmp_path_factory):
             Run([*taught, "--out", directory / "taught/out"], FSDP2, watch_teacher),
             Run([real_recipe, *ONE_STAGE, *BF16, "--out", directory / "bf16"], FSDP2),
             Run([*one, directory / "one"], RANK_0_LOADS),
+            Run([*one, directory / "accumulated", "training.per_device_train_batch_size=1"], FSDP2),
             Run([*one, sharded], FSDP2, functools.partial(interrupt_in_step, 4)),
             Run([*one, directory / "from-one", *resume, *FRUGAL], RANK_0_LOADS),
             Run([*one, directory / "resumed", *resume], FSDP2, functools.partial(copy_to_resume, sharded)),
@@ -254,6 +256,17 @@ def test_two_processes_resume_to_the_same_bits_whatever_the_type_of_state_dict(r
 
 def test_two_processes_resume_what_one_saved_and_may_recompute_where_it_did_not(runs):
     assert_close(runs / "from-one/1-k", runs / "one/1-k")
+
+
+def test_accumulated_batches_have_the_losses_and_weights_of_one_process(real_recipe, runs, tmp_path):
+    ours, one = runs / "accumulated/1-k", run_recipe(load_recipe(real_recipe, ONE_STAGE[2:]), tmp_path / "one", "k")
+    inputs = json.loads((ours.parent / "inputs.json").read_text())
+    assert inputs["blocks_per_step"]["k"] == 4  # of 1 in each of 2 processes
+    for key in ("loss", "grad_norm"):
+        expected = [line[key] for line in log_lines(one)]
+        assert [line[key] for line in log_lines(ours)] == pytest.approx(expected, abs=1e-4)
+    a, b = weights(ours), weights(one)
+    assert all(torch.allclose(a[name], b[name], atol=1e-4) for name in b)
 
 
 def test_one_process_resumes_what_two_saved(real_recipe, runs, tmp_path, capsys):

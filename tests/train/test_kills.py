@@ -14,15 +14,16 @@ import time
 
 import pytest
 
+from coca_hf.train import one_stage, stages
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.stop import EXIT_STOPPED, leave_signals_to_parent
 from coca_hf.train.trainer import StageTrainer
-from tests.train.layouts import FSDP2, Run, launch, log_lines, succeed
+from tests.train.layouts import FSDP2, Run, launch, log_lines, succeed, warm_server
 
 pytestmark = pytest.mark.real
 STAGES = ["1-k", "2-qkv", "3-full"]
-KILLS = int(os.environ.get("COCA_KILLS", "2"))
+KILLS = int(os.environ.get("COCA_KILLS", "4"))
 VICTIMS = ["launcher", "rank 1", "all ranks", "rank 0"]
 
 
@@ -113,6 +114,55 @@ def test_a_process_that_reads_data_is_ended_by_the_one_that_trains_and_by_nobody
     assert reader.exitcode == 0
 
 
+def signal_while_the_result_of_stage_k_is_written():
+    """To one process only; a step would take longer than the test allows."""
+    complete = one_stage._complete
+
+    def signal_and_complete(run, *rest):
+        if os.environ["RANK"] == "1" and run.stage.name == "k":
+            os.kill(os.getpid(), signal.SIGTERM)
+            slow_steps(60)
+        complete(run, *rest)
+
+    one_stage._complete = signal_and_complete
+
+
+def test_a_signal_between_two_stages_stops_all_processes_before_the_next_one(real_recipe, real_unbroken, tmp_path):
+    out = tmp_path / "out"
+    hook = signal_while_the_result_of_stage_k_is_written
+    launched = launch(tmp_path, [Run([real_recipe, "--out", out], FSDP2, hook)])
+    launched.wait()
+    assert time.time() - (out / "1-k/training.json").stat().st_mtime < 30
+    printed = " ".join(launched.output.read_text().split())
+    assert "2-qkv: stopped by SIGTERM before it began; continue with --resume" in printed, printed
+    assert f"exitcode : {EXIT_STOPPED}" in printed
+    assert json.loads((out / "stopped.json").read_text()) == {"signal": "SIGTERM", "stage": "qkv"}
+    assert not (out / "2-qkv").exists()
+    run_recipe(load_recipe(real_recipe), out, resume=True)
+    for ours, theirs in zip(final_losses(out), final_losses(real_unbroken), strict=True):
+        assert ours[1] == pytest.approx(theirs[1], abs=1e-5)
+
+
+def signal_while_inputs_are_checked():
+    check = stages.check_inputs
+
+    def signal_and_check(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        check(*arguments)
+
+    stages.check_inputs = signal_and_check
+
+
+def test_a_signal_before_the_first_stage_ends_the_command_with_its_code(real_recipe, real_unbroken, tmp_path):
+    out = tmp_path / "out"
+    launched = launch(tmp_path, [Run([real_recipe, "--out", out], hook=signal_while_inputs_are_checked)], processes=1)
+    assert launched.wait() == EXIT_STOPPED, launched.output.read_text()
+    assert "1-k: stopped by SIGTERM before it began" in " ".join(launched.output.read_text().split())
+    assert not (out / "1-k").exists()
+    run_recipe(load_recipe(real_recipe), out, resume=True)
+    assert final_losses(out) == final_losses(real_unbroken)
+
+
 def test_two_runs_do_not_write_to_one_directory(real_recipe, tmp_path):
     out = tmp_path / "out"
     first = launch(tmp_path, [Run([real_recipe, "--out", out], hook=slow_steps)], processes=1)
@@ -154,6 +204,7 @@ def _status(pid):
 def unbroken_in_two(real_recipe, tmp_path_factory):
     """OUT of two FSDP2 processes, in one go, and the seconds it took."""
     directory = tmp_path_factory.mktemp("unbroken-in-two")
+    warm_server()
     started = time.monotonic()
     launched = launch(directory, [Run([real_recipe, "--out", directory / "out"], FSDP2)])
     assert launched.wait() == 0, launched.output.read_text()
@@ -183,15 +234,24 @@ def test_a_run_killed_in_every_stage_launcher_one_rank_and_all_ranks_ends_with_t
 def test_a_run_killed_at_a_random_moment_ends_with_the_same_losses(real_recipe, unbroken_in_two, tmp_path, number):
     expected, seconds = unbroken_in_two
     draw = random.Random(f"{number} {os.environ.get('COCA_KILLS_SEED', 0)}")
-    victim = VICTIMS[number % len(VICTIMS)]
-    out = tmp_path / "out"
-    arguments = [real_recipe, "--out", out]
-    launched = launch(tmp_path, [Run(arguments, FSDP2)])
-    launched.process.join(moment := draw.uniform(0.2, 0.95) * seconds)
-    reached = [stage for stage in STAGES if (out / stage).exists()]
-    checkpoints = [str(path.relative_to(out)) for path in out.glob("*/trainer/*")]
-    kill(victim, launched)
-    succeed(tmp_path, [Run([*arguments, "--resume"], FSDP2)])
-    print(f"{number}: {victim} after {moment:.1f} s of {seconds:.1f}, in {reached[-1:]} with {checkpoints}")
+    out = killed_at_random(VICTIMS[number % len(VICTIMS)], real_recipe, seconds, draw, tmp_path)
+    succeed(tmp_path, [Run([real_recipe, "--out", out, "--resume"], FSDP2)])
     assert final_losses(out) == final_losses(expected)
     assert not list(out.glob("**/checkpoint-*")) + list(out.glob("**/*partial*"))
+
+
+def killed_at_random(victim, recipe, seconds, draw, directory):
+    """OUT of a run that was killed before its end; a moment when the victim is not there yet, or no more, is drawn
+    again.
+    """
+    for number in range(10):
+        out = directory / f"out-{number}"
+        launched = launch(directory, [Run([recipe, "--out", out], FSDP2)])
+        launched.process.join(moment := draw.uniform(0.1, 0.95) * seconds)
+        is_there = launched.process.is_alive() and (victim == "launcher" or len(launched.ranks()) == 2)
+        files = [str(path.relative_to(out)) for path in [*out.glob("*"), *out.glob("*/trainer/*")]]
+        kill(victim, launched)
+        if is_there and launched.process.exitcode and not (out / STAGES[-1] / "training.json").exists():
+            print(f"{victim} after {moment:.1f} s of {seconds:.1f}, with {sorted(files)}, at try {number + 1}")
+            return out
+    raise AssertionError(f"no moment when {victim} was there: {launched.output.read_text()}")

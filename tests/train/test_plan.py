@@ -223,6 +223,29 @@ def test_more_gpus_are_advised_last_and_nothing_where_nothing_helps(recipe, path
     assert "nothing helps" in plan_recipe(one_block, 1, 1e-6).stages[0].change
 
 
+def test_a_long_block_on_each_gpu_is_helped_by_a_fused_cross_entropy_and_by_sharing_it(path, monkeypatch):
+    """As in recipes/llama-7b/pi-32k.yaml: one block, no accumulation, gradients checkpointed, and wide logits."""
+    monkeypatch.setattr("coca_hf.train.objectives._CHUNK_TOKENS", 240)
+    monkeypatch.setattr(measuring, "_BLOCK_BYTES", 1)
+    config = {"vocab_size": 700, "max_position_embeddings": 960, "num_hidden_layers": 1}
+    long = ["data.seq_len=960", *(f"config.{key}={value}" for key, value in config.items())]
+    long += ["training.per_device_train_batch_size=1", "training.gradient_checkpointing=true"]
+
+    def planned(settings, memory):
+        recipe = load_recipe(path, [*long, *settings])
+        return plan_recipe(recipe.model_copy(update={"stages": recipe.stages[1:]}), 8, memory).stages[0]
+
+    fused = "stages.full.fused_cross_entropy=true"
+    steps = [[], [fused], [fused, "stages.full.context_parallel_size=2", "stages.full.gradient_accumulation_steps=2"]]
+    peaks = [planned(settings, 1).memory.peak for settings in steps]
+    for settings, more, less in zip(steps[1:], peaks, peaks[1:], strict=False):
+        assert less < 0.7 * more
+        stage = planned([], (more + less) / 2 / GIB / (1 - RESERVE))
+        for setting in settings:
+            assert setting.removeprefix("stages.full.") in stage.change
+    assert "the keys and values that GPUs exchange" in stage.change
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

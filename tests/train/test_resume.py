@@ -4,6 +4,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -128,7 +129,7 @@ def interrupt(*args):
 
 def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(recipe_path, unbroken, tmp_path):
     out = tmp_path / "out"
-    message = r"1-k/trainer: cannot be written \(0.000 GB needed\): .*; what was saved before"
+    message = r"1-k/trainer: cannot be written \(0.01 MB needed, \S+ GB free\): .*; what was saved before"
     with no_file_above(5_000), pytest.raises(CocaError, match=message) as caught:
         run_recipe(load_recipe(recipe_path), out)
     assert not any(word in str(caught.value) for word in ("\n", "Traceback"))
@@ -142,7 +143,7 @@ def test_a_disk_that_is_full_at_the_end_of_a_stage_keeps_its_last_checkpoint(
 ):
     out = tmp_path / "out"
     monkeypatch.setattr("coca_hf.train.one_stage.StageTrainer.save_model", save_result_on_a_full_disk)
-    with pytest.raises(CocaError, match=r"1-k: cannot be written \(0.000 GB needed\): .*File too large"):
+    with pytest.raises(CocaError, match=r"1-k: cannot be written \(0.31 MB needed, \S+ GB free\): .*File too large"):
         run_recipe(load_recipe(recipe_path), out)
     monkeypatch.undo()
     assert last_checkpoint(out / "1-k/trainer").name == "checkpoint-3"
@@ -210,13 +211,50 @@ def test_a_disk_without_room_for_a_checkpoint_is_found_before_writing(recipe_pat
         return real(path)._replace(free=10**9 if len(calls) < 2 else 20)
 
     monkeypatch.setattr("coca_hf.train.checkpoint.shutil.disk_usage", usage)
-    message = r"1-k/trainer: got 0.000 GB free, expected 0.000 GB for checkpoint-3; what was saved before is untouched"
+    message = r"1-k/trainer: got 0.00 MB free, expected 0.01 MB for checkpoint-3; what was saved before is untouched"
     with pytest.raises(CocaError, match=message):
         run_recipe(load_recipe(recipe_path), out)
     monkeypatch.undo()
     assert last_checkpoint(out / "1-k/trainer").name == "checkpoint-2"
     run_recipe(load_recipe(recipe_path), out, resume=True)
     assert_same_run(out, unbroken)
+
+
+FULL_DISK = {  # what is free for checkpoint-4 beyond the bytes of its tensors, and what is said
+    -100_000: r"1-k/trainer: got 0.8\d MB free, expected (\S+ MB) for checkpoint-4; what was saved before is untouched",
+    +20_000: r"1-k/trainer: cannot be written \((\S+ MB) needed, 0.0\d MB free\): .*; what was saved before is",
+}
+
+
+@pytest.mark.parametrize("beyond", FULL_DISK, ids=["found before", "met in writing"])
+def test_a_disk_that_is_really_full_keeps_the_checkpoint_before_and_the_need_is_that_of_the_state(
+    recipe_path, tiny_coca_dir, small_disk, tmp_path, monkeypatch, beyond
+):
+    recipe = load_recipe(recipe_path, ["stages.k.train=all", "stages.k.max_steps=4"])
+    run_recipe(recipe, tmp_path / "unbroken", stage="k")
+    out = small_disk / "out"
+    weights = load_file(tiny_coca_dir / "model.safetensors")
+    state_bytes = sum(3 * 4 * tensor.numel() + 4 for tensor in weights.values())  # two moments, and a step for each
+
+    plain = Trainer.training_step
+
+    def fill_in_step_4(self, *args):
+        if self.state.global_step == 3:
+            filled = shutil.disk_usage(small_disk).free - state_bytes - beyond
+            (small_disk / "filler").write_bytes(bytes(filled))
+        return plain(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "training_step", fill_in_step_4)
+        with pytest.raises(CocaError, match=FULL_DISK[beyond]) as caught:
+            run_recipe(recipe, out, stage="k")
+    (needed,) = re.search(FULL_DISK[beyond], str(caught.value)).groups()
+    assert needed == f"{state_bytes / 1e6:.2f} MB"
+    assert last_checkpoint(out / "1-k/trainer").name == "checkpoint-2"
+    (small_disk / "filler").unlink()
+    run_recipe(recipe, out, stage="k", resume=True)
+    ours, theirs = (load_file(run / "1-k/model.safetensors") for run in (out, tmp_path / "unbroken"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_weights_that_are_not_those_that_the_stage_before_wrote_are_refused(recipe_path, unbroken, tmp_path):
@@ -257,6 +295,29 @@ def test_fewer_bad_steps_than_allowed_are_skipped_and_leave_no_trace_in_the_weig
     run_recipe(load_recipe(recipe_path, once), tmp_path / "once", stage="k")
     ours, theirs = (load_file(tmp_path / name / "1-k/model.safetensors") for name in ("out", "once"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_after_a_bad_step_the_run_goes_on_as_the_message_says_from_the_last_checkpoint_or_the_one_before(
+    recipe_path, tmp_path, monkeypatch, capsys
+):
+    bad_losses(monkeypatch, {3: float("nan")})
+    out, saved = tmp_path / "out", ["training.save_steps=1"]
+    with pytest.raises(CocaError, match="the loss of step 3 is nan") as caught:
+        run_recipe(load_recipe(recipe_path, saved), out, stage="k")
+    assert sorted(path.name for path in (out / "1-k/trainer").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+    shutil.copytree(out, tmp_path / "before")
+    shutil.rmtree(tmp_path / "before/1-k/trainer/checkpoint-2")
+    (remedy,) = re.findall(r"--resume (\S+)", str(caught.value))
+    recipe = load_recipe(recipe_path, [*saved, remedy])
+    results = [run_recipe(recipe, directory, stage="k", resume=True) for directory in (out, tmp_path / "before")]
+    assert re.findall(r"continues after step \d", capsys.readouterr().out) == [
+        "continues after step 2",
+        "continues after step 1",
+    ]
+    records = [json.loads((result / "training.json").read_text()) for result in results]
+    assert [record["skipped_steps"] for record in records] == [1, 1]
+    weights, others = (load_file(result / "model.safetensors") for result in results)
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 def test_a_spike_stops_the_run_and_its_blocks_and_sources_are_named(recipe_path, tiny_coca_dir, tmp_path, monkeypatch):

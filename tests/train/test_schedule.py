@@ -15,8 +15,8 @@ from coca_hf.train.stop import StopRequest
 from coca_hf.train.trainer import StageTrainer
 
 
-def rates_of(options: dict, tmp_path) -> list[float]:
-    """The rate that the trainer's schedule gives to each of `max_steps` steps, and the one after."""
+def trainer_of(options: dict, tmp_path) -> StageTrainer:
+    """A trainer of a small model, with its optimizer and its schedule."""
     model = LlamaForCausalLM(
         LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=6, num_hidden_layers=1, num_attention_heads=2)
     )
@@ -31,7 +31,12 @@ def rates_of(options: dict, tmp_path) -> list[float]:
         sources=lambda first, count: "",
     )
     trainer.create_optimizer_and_scheduler(options["max_steps"])
-    rates = []
+    return trainer
+
+
+def rates_of(options: dict, tmp_path) -> list[float]:
+    """The rate that the trainer's schedule gives to each of `max_steps` steps, and the one after."""
+    trainer, rates = trainer_of(options, tmp_path), []
     for _ in range(options["max_steps"] + 1):
         rates.append(trainer.optimizer.param_groups[0]["lr"])
         trainer.optimizer.step()
