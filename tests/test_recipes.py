@@ -1,7 +1,9 @@
 """Every recipe that is shipped: it loads, its models exist, its stages have something to train, its rates are right."""
 
+import os
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import matplotlib
@@ -232,3 +234,28 @@ def test_recipes_name_only_layouts_scripts_and_recipes_that_are_there():
             word = word.strip(";:,.()")
             if word.startswith(("recipes/", "scripts/")) and word.endswith((".yaml", ".sh")):
                 assert (root / word).exists(), f"{path} names {word}"
+
+
+def test_the_script_of_smollm2_calls_every_command_with_a_recipe_that_loads(tmp_path):
+    """Stand-ins note what they are called with."""
+    for name in ("coca-convert", "coca-train", "coca-eval", "python"):
+        note = f'(printf "%s\\0" {name} "$@"; echo) >> {tmp_path}/calls'
+        (tmp_path / name).write_text(f"#!/bin/sh\n{note}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "BOOKS": "books/*.parquet"}
+    script = [RECIPES.parent / "scripts/smollm2.sh", tmp_path / "out", "stages.k.max_steps=7"]
+    subprocess.run(script, env=environment, check=True)
+    calls = [line.split("\0")[:-1] for line in (tmp_path / "calls").read_text().splitlines()]
+    convert, code, prepare, train, report = calls
+    assert convert == ["coca-convert", "HuggingFaceTB/SmolLM2-135M", f"{tmp_path}/out/start"]
+    assert (RECIPES.parent / code[1]).exists()
+    assert prepare[-1] == "--prepare"
+    assert train[-3:] == ["--out", f"{tmp_path}/out/train", "--resume"]
+    assert prepare[1:-1] == train[1:-3]
+    recipe = load_recipe(RECIPES.parent / train[1], train[2:-3])
+    assert recipe.model == convert[2]
+    sources = [(source.path, source.weight) for source in recipe.data.sources]
+    assert sources == [("books/*.parquet", 0.75), (code[2], 0.25)]
+    assert recipe.data.prepared == f"{tmp_path}/out/blocks"
+    assert recipe.options(recipe.stages[0])["max_steps"] == 7
+    assert report == ["coca-eval", "report", f"{tmp_path}/out/train", "--out", f"{tmp_path}/out/page"]

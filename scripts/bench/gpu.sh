@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in parts of less than ten minutes each on an H200: 25 minutes for the first three, and at
+# Every measurement that needs a GPU (but the training of scripts/smollm2.sh, up to an hour), in parts of less than ten minutes each on an H200: 25 minutes for the first three, and at
 # most three for the fourth.
 #
 #   scripts/bench/gpu.sh [OUT] [PART…]     # OUT: docs/results; PART: 1, 2, 3 and 4 unless named

@@ -7,6 +7,9 @@
 # docs/training.md). GRACE: the seconds that they have for it; torchrun's own default is 30.
 set -euo pipefail
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${GRACE:-600}"
+# Else processes that are started again may read the addresses of those before them, and wait for them for ever; it may
+# go when torch no longer shares the launcher's store by default (https://github.com/pytorch/pytorch/issues/135712)
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 cd "$(dirname "$0")/../.."
 . scripts/cluster/layout.sh "${LAYOUT:-recipes/accelerate/4x8gpu.yaml}"
 exec torchrun --nnodes="${NODES:-4}" --nproc-per-node="${GPUS:-8}" --max-restarts="${RESTARTS:-10}" \

@@ -116,14 +116,15 @@ def test_a_layout_of_gpus_tells_processes_what_those_of_the_tests_are_told(layou
     assert FSDP2.items() <= told.items(), result.stderr
 
 
-def torchrun(recipe: Path, out: Path, printed: Path, *settings: str) -> subprocess.Popen:
+def torchrun(recipe: Path, out: Path, printed: Path, *words: str) -> subprocess.Popen:
     """torchrun.sh at work, on two processes of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    layout = {"NODES": 1, "GPUS": 2, "HOST": "127.0.0.1", "PORT": port, "LAYOUT": "recipes/accelerate/2cpu.yaml"}
-    environment = {**os.environ, **{name: str(value) for name, value in layout.items()}, "OMP_NUM_THREADS": "1"}
+    settings = {"NODES": 1, "GPUS": 2, "HOST": "127.0.0.1", "PORT": port, "RESTARTS": 1, "OMP_NUM_THREADS": 1}
+    settings["LAYOUT"] = "recipes/accelerate/2cpu.yaml"
+    environment = {**os.environ, **{name: str(value) for name, value in settings.items()}}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    script = [str(CLUSTER / "torchrun.sh"), str(recipe), *settings, "--out", str(out)]
+    script = [str(CLUSTER / "torchrun.sh"), str(recipe), *words, "--out", str(out)]
     with printed.open("w") as file:
         return subprocess.Popen(script, env=environment, stdout=file, stderr=file)
 
@@ -159,7 +160,7 @@ def test_torchrun_starts_again_when_a_process_is_killed_and_ends_with_the_losses
         time.sleep(0.005)
     processes = [child for child in psutil.Process(running.pid).children() if child.environ().get("RANK") == "1"]
     processes[0].kill()
-    assert running.wait() == 0, (tmp_path / "printed").read_text()
+    assert running.wait(240) == 0, (tmp_path / "printed").read_text()
     steps = re.findall(r"continues after step (\d+)", " ".join((tmp_path / "printed").read_text().split()))
     assert [0 < int(step) < 80 for step in steps] == [True]
     ours, theirs = log_lines(out / "1-k"), log_lines(unbroken)
