@@ -209,9 +209,16 @@ def trainer_errors(stage: Stage) -> Iterator[None]:
 
 
 def from_main_process(make: Callable[[], Any]) -> Any:
-    """What `make()` returns in the main process, in every process."""
+    """What `make()` returns in the main process, or the CocaError that it raises there, in every process."""
     state = PartialState()
-    made = [make() if state.is_main_process else None]
+    made: list[Any] = [None]
+    if state.is_main_process:
+        try:
+            made = [make()]
+        except CocaError as error:
+            made = [error]
     if state.num_processes > 1:
         broadcast_object_list(made)
+    if isinstance(made[0], CocaError):
+        raise made[0]
     return made[0]

@@ -7,7 +7,7 @@ anew. Weights are float32 throughout; `bf16: true` computes in bfloat16 beside t
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,8 @@ def _run(recipe: Recipe, out_dir: Path, stage: str | None, resume: bool, stop: S
         raise CocaError(
             f"--stage: got {short(stage)}, expected one of {', '.join(names)}; nearest: {nearest(stage or '', names)}"
         )
-    with locked(out_dir) if state.is_main_process else nullcontext():
+    with ExitStack() as held:
+        from_main_process(lambda: held.enter_context(locked(out_dir)))
         return _run_stages(recipe, out_dir, runs, chosen, state, resume, stop)
 
 
@@ -83,6 +84,35 @@ def _check_parallelism() -> None:
             raise CocaError(f"parallelism_config_{kind.lower()}_size: got {size}, expected 1: {instead}")
 
 
+def _check_and_open(
+    recipe: Recipe, out_dir: Path, runs: list[StageRun], chosen: list[StageRun], state: PartialState, resume: bool
+) -> None:
+    """Everything that can be told before the first stage; then OUT is begun, or its run goes on."""
+    check_out(recipe, out_dir, resume)
+    check_before(chosen[0])
+    check_model(recipe)
+    check_kernels(recipe)
+    for run in runs:
+        check_optimizer(run.arguments, f"stages.{run.stage.name}")
+    if recipe.teacher:
+        check_teacher(recipe.teacher, start_config(recipe))
+    blocks = blocks_of(recipe, start_tokenizer(recipe))
+    check_vocabulary(blocks.tokenizer, start_config(recipe))
+    prepared, wanted = blocks.prepared(), recipe.num_blocks(state.num_processes)
+    noted = noted_commits(out_dir, len(recipe.data.sources))
+    commits = blocks.pin_(prepared.state["commits"] if prepared else noted)
+    if prepared is None or prepared.num_blocks < wanted:  # else nothing asks for the sources
+        blocks.check()
+    announce(
+        f"data: {prepared.num_blocks:,} of {wanted:,} blocks lie prepared in {prepared.directory}"
+        if prepared
+        else "data: tokenised on the way, and again up to where a run resumes; --prepare does it once"
+    )
+    open_out(recipe, out_dir)
+    check_inputs(out_dir, _inputs(recipe, blocks, commits, runs))
+    (out_dir / STOPPED).unlink(missing_ok=True)
+
+
 def _run_stages(
     recipe: Recipe,
     out_dir: Path,
@@ -92,31 +122,7 @@ def _run_stages(
     resume: bool,
     stop: StopRequest,
 ) -> Path:
-    if state.is_main_process:  # where this fails, the launcher ends the other processes
-        check_out(recipe, out_dir, resume)
-        check_before(chosen[0])
-        check_model(recipe)
-        check_kernels(recipe)
-        for run in runs:
-            check_optimizer(run.arguments, f"stages.{run.stage.name}")
-        if recipe.teacher:
-            check_teacher(recipe.teacher, start_config(recipe))
-        blocks = blocks_of(recipe, start_tokenizer(recipe))
-        check_vocabulary(blocks.tokenizer, start_config(recipe))
-        prepared, wanted = blocks.prepared(), recipe.num_blocks(state.num_processes)
-        noted = noted_commits(out_dir, len(recipe.data.sources))
-        commits = blocks.pin_(prepared.state["commits"] if prepared else noted)
-        if prepared is None or prepared.num_blocks < wanted:  # else nothing asks for the sources
-            blocks.check()
-        announce(
-            f"data: {prepared.num_blocks:,} of {wanted:,} blocks lie prepared in {prepared.directory}"
-            if prepared
-            else "data: tokenised on the way, and again up to where a run resumes; --prepare does it once"
-        )
-        open_out(recipe, out_dir)
-        check_inputs(out_dir, _inputs(recipe, blocks, commits, runs))
-        (out_dir / STOPPED).unlink(missing_ok=True)
-    state.wait_for_everyone()
+    from_main_process(lambda: _check_and_open(recipe, out_dir, runs, chosen, state, resume))
     complete = from_main_process(lambda: {run.directory for run in chosen if run.is_complete})
     held_out: Tensor | None = None
     for run in chosen:

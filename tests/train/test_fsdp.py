@@ -288,8 +288,9 @@ def test_another_number_of_blocks_a_step_is_refused(real_recipe, runs, tmp_path)
 
 
 def test_a_changed_recipe_is_refused_in_every_process(real_recipe, runs, tmp_path):
-    """The launcher ends the others when the main one refuses."""
+    """Where only the main one knew, the others would wait for it until the launcher's grace is over."""
     arguments = [real_recipe, *ONE_STAGE, "--out", runs / "one", "--resume", "training.learning_rate=2e-3"]
     launched = launch(tmp_path, [Run(arguments, FSDP2)])
     assert launched.wait() != 0
-    assert "training.learning_rate was 0.001, now 0.002" in " ".join(launched.output.read_text().split())
+    printed = " ".join(launched.output.read_text().split())
+    assert printed.count("training.learning_rate was 0.001, now 0.002") == 2
