@@ -74,9 +74,9 @@ stages:
   - {{name: qkv, train: [q_proj, t_proj, v_proj], max_steps: 2}}
   - name: full
     train: all
-    max_steps: 26
+    max_steps: 12
     learning_rate: 3.5e-4
-    warmup_steps: 9
+    warmup_steps: 4
     lr_scheduler_kwargs: {{start_lr: 6.0e-5, end_lr: 6.0e-5}}
 """)
     run("coca-train", recipe, "--out", tmp_path / "train")
@@ -91,7 +91,7 @@ stages:
         values[model] = row["value"]
         assert row["tokens"] == 1024
     assert values[result] < values[start] / 3
-    assert row["tokens_seen"] == 30 * 4 * 128
+    assert row["tokens_seen"] == 16 * 4 * 128
     assert math.isfinite(values[result])
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(result), AutoTokenizer.from_pretrained(result)
