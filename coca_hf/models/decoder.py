@@ -140,7 +140,7 @@ class CocaModel(CocaPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         rope_length: int | None = None,
-        left_padding: Tensor | None = None,
+        left_padding: Tensor | int | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """As `LlamaModel.forward`, with `rope_length`: the total length that fixes the angles of dynamic NTK, longrope.
@@ -161,14 +161,14 @@ class CocaModel(CocaPreTrainedModel):
         if past_key_values is not None and self.rotary_emb.rope_type in LENGTH_DEPENDENT_ROPE_TYPES:
             new_len = inputs_embeds.shape[1] if position_ids is None else None
             rope_length = planned_length(past_key_values, rope_length, new_len, self.rotary_emb.trained_len())
-        if left_padding is None:
-            left_padding = padding_on_the_left(attention_mask)
+        own_length: Tensor | int | None = rope_length
+        if rope_length is not None:
+            own_length = rope_length - (padding_on_the_left(attention_mask) if left_padding is None else left_padding)
         if position_ids is None:
             past_len = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = positions(inputs_embeds, attention_mask, past_len)
 
         masks = self.causal_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
-        own_length = rope_length if rope_length is None or left_padding is None else rope_length - left_padding
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids, own_length)
         hidden_states = self.before_layers(inputs_embeds)
         kinds = layer_types(self.config)
@@ -216,11 +216,11 @@ def positions(inputs_embeds: Tensor, attention_mask: Tensor | dict[str, Tensor] 
     return torch.arange(past_len, past_len + new_len, device=inputs_embeds.device)[None]
 
 
-def padding_on_the_left(attention_mask: Tensor | dict[str, Tensor] | None) -> Tensor | None:
-    """Tokens before the first that a 2-d mask lets through, (b,); None where there is no such mask."""
+def padding_on_the_left(attention_mask: Tensor | dict[str, Tensor] | None) -> Tensor | int:
+    """Tokens before the first that a 2-d mask lets through, (b,); none where there is no such mask."""
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
         return (attention_mask.long().cumsum(-1) == 0).sum(-1)
-    return None
+    return 0
 
 
 def planned_length(cache: Cache, asked: int | None, new_len: int | None, trained_len: int) -> int | None:
@@ -284,7 +284,9 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
         """As transformers', with `rope_length`, which `generate` takes and hands on to `forward`."""
         kwargs |= {"inputs_embeds": inputs_embeds, "attention_mask": attention_mask}
         inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
-        return {**inputs, "rope_length": rope_length, "left_padding": padding_on_the_left(attention_mask)}
+        if rope_length is not None:  # counted here: of the masks of a static cache it cannot be
+            inputs |= {"rope_length": rope_length, "left_padding": padding_on_the_left(attention_mask)}
+        return inputs
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
