@@ -57,23 +57,19 @@ def run_recipe(recipe: Recipe, out_dir: str | Path, stage: str | None = None, re
     it; later, for a loss that is not a number, and for a disk that is full. Raises Stopped after the checkpoint that
     SIGTERM or SIGUSR1, to any process, asks for, and where no stage is at work.
     """
-    with stop_on_signals() as stop:
-        return _run(recipe, Path(out_dir), stage, resume, stop)
-
-
-def _run(recipe: Recipe, out_dir: Path, stage: str | None, resume: bool, stop: StopRequest) -> Path:
-    _check_parallelism()
-    runs = _plan(recipe, out_dir)
-    state = PartialState()
-    chosen = [run for run in runs if stage in (None, run.stage.name)]
-    if not chosen:
-        names = [run.stage.name for run in runs]
-        raise CocaError(
-            f"--stage: got {short(stage)}, expected one of {', '.join(names)}; nearest: {nearest(stage or '', names)}"
-        )
-    with ExitStack() as held:
+    out_dir = Path(out_dir)
+    with stop_on_signals() as stop, ExitStack() as held:
+        _check_parallelism()
+        runs = _plan(recipe, out_dir)
+        chosen = [run for run in runs if stage in (None, run.stage.name)]
+        if not chosen:
+            names = [run.stage.name for run in runs]
+            raise CocaError(
+                f"--stage: got {short(stage)}, expected one of {', '.join(names)}; nearest: "
+                f"{nearest(stage or '', names)}"
+            )
         from_main_process(lambda: held.enter_context(locked(out_dir)))
-        return _run_stages(recipe, out_dir, runs, chosen, state, resume, stop)
+        return _run_stages(recipe, out_dir, runs, chosen, PartialState(), resume, stop)
 
 
 def _check_parallelism() -> None:
