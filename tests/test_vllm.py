@@ -25,11 +25,12 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 @pytest.mark.parametrize(
     ("load", "constraint", "case", "changes"),
     [
+        ("plugin", "strict", "llama", {}),
         ("self-contained", "slack", "llama", {"rope_parameters": YARN}),
         ("plugin", "strict", "qwen3-window", {"head_dim": 32, "sliding_window": 100}),
         ("self-contained", "slack", "neox-partial", {}),
     ],
-    ids=["llama", "qwen3", "gpt_neox"],
+    ids=["plugin", "self-contained", "qwen3", "gpt_neox"],
 )
 def test_the_server_gives_the_tokens_and_logprobs_of_transformers(
     load, constraint, case, changes, tiny_tokenizer, tmp_path
