@@ -15,12 +15,17 @@ Two things decide whether heads that look something up come back (previous-token
 With the gradient of ReLU half of the coefficients soon are negative for every token, and stay so: `NonNegative`. And
 text alone seldom asks for them: as many blocks again are passages that repeat (`repeated_blocks`).
 
+Blocks are short and stand for long texts: between their pieces positions are left out, so that they reach as far as the
+original's do (`skipped_positions`). Without it the model knows the distances within a block, and no others.
+
 Letters: see `models/attention.py`; n_b blocks of text. Memory is n_b (m * hidden + h * m * m) * 4 bytes and a layer.
 """
 
 import copy
+import functools
 import math
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +42,7 @@ from coca_hf.documents import read_documents
 from coca_hf.errors import CocaError
 from coca_hf.models.attention import CocaAttention, coca_query, turn, turns
 from coca_hf.models.decoder import CocaForCausalLM
+from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES
 
 PASSES = 10  # over the blocks, for every layer
 QUERIES = 48  # of a block in one pass, drawn at random
@@ -46,6 +52,7 @@ WARMUP_STEPS = 10
 LEAK = 0.1  # of the gradient that reaches a coefficient below zero
 BLOCK_TOKENS = 256
 SHORTEST_PERIOD = 16  # of a repeated passage
+TOKENS_A_SKIP = 64  # positions are left out at one place for every so many tokens of a block
 BATCH_TOKENS = 1024  # of a forward
 HELD_OUT_BLOCKS = 8
 CANDIDATES = 64  # blocks read for every one that is taken
@@ -78,7 +85,7 @@ def calibration_blocks(
 
     Raises CocaError where there are too few, or the tokenizer has words that the model does not know.
     """
-    length = min(BLOCK_TOKENS, config.max_position_embeddings, getattr(config, "sliding_window", None) or BLOCK_TOKENS)
+    length = min(BLOCK_TOKENS, reach(config))
     wanted = max(1, num_tokens // length) + HELD_OUT_BLOCKS
     blocks: list[Tensor] = []
     for document in read_documents(text, skip_empty=True):
@@ -123,6 +130,28 @@ def repeated_blocks(
     return torch.stack(repeated)
 
 
+def reach(config: PreTrainedConfig) -> int:
+    """How many positions the original attends over, with the angles that it has there: trained length, or window."""
+    rope = config.rope_parameters
+    trained = rope["rope_type"] in LENGTH_DEPENDENT_ROPE_TYPES and rope.get("original_max_position_embeddings")
+    return min(trained or config.max_position_embeddings, getattr(config, "sliding_window", None) or sys.maxsize)
+
+
+def skipped_positions(num_blocks: int, length: int, reach: int, seed: int = 0) -> Tensor:
+    """Positions of the tokens of every block, (n_b, m): at a few random places of a block some are left out.
+
+    As PoSE has it (arXiv 2309.10400), except that how many are left out is log-uniform, up to an equal share each of
+    what a block is shorter than `reach`: most distances in a text are small.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    skips = length // TOKENS_A_SKIP
+    places = torch.randint(1, length, (num_blocks, skips), generator=draw)
+    most = (reach - length) // max(1, skips)
+    left_out = ((most + 1) ** torch.rand(num_blocks, skips, generator=draw)).long() - 1
+    steps = torch.ones(num_blocks, length, dtype=torch.long).scatter_add_(1, places, left_out)
+    return steps.cumsum(1) - 1
+
+
 def calibrate(
     original: PreTrainedModel,
     coca: CocaForCausalLM,
@@ -141,7 +170,9 @@ def calibrate(
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     base: Any = original.base_model
-    angles = Angles(base, coca, blocks.shape[1], device)
+    angles = Angles(base, coca, device)
+    positions = skipped_positions(*blocks.shape, reach(coca.config), seed)
+    in_order = torch.arange(held_out.shape[1]).expand(held_out.shape)
     embed: Any = original.get_input_embeddings()
     with torch.no_grad():
         states = embed(blocks.to(embed.weight.device)).float()
@@ -153,8 +184,8 @@ def calibrate(
     for number, (theirs, ours) in enumerate(zip(base.layers, coca.model.layers, strict=True)):
         start: Any
         theirs, start = (copy.deepcopy(layer).to(device, torch.float32).eval() for layer in (theirs, ours))
-        seen, after = run_original(theirs, states, angles)
-        seen_held_out, streams["original"] = run_original(theirs, streams["original"], angles)
+        seen, after = run_original(theirs, states, positions, angles)
+        seen_held_out, streams["original"] = run_original(theirs, streams["original"], in_order, angles)
         fitted = copy.deepcopy(start)
         attention: CocaAttention = fitted.self_attn
         file = finished / f"layer-{number:05}.safetensors"
@@ -167,7 +198,7 @@ def calibrate(
             LayerFit(*(divergences(one, seen_held_out, angles).mean().item() for one in (start.self_attn, attention)))
         )
         for name, layer in (("start", start), ("calibrated", fitted)):
-            streams[name] = _run_coca(layer, streams[name], angles)
+            streams[name] = _run_coca(layer, streams[name], in_order, angles)
         prefix = f"model.layers.{number}.self_attn."
         tensors |= {prefix + name: tensor.cpu() for name, tensor in _fitted_tensors(attention).items()}
         states = after
@@ -181,43 +212,45 @@ class Seen(NamedTuple):
 
     inputs: Tensor  # (n_b, m, hidden)
     maps: Tensor  # (n_b, h, m, n)
+    positions: Tensor  # (n_b, m), rising
 
 
 class Angles:
-    """The positions of a block, as both models want them."""
+    """cos and sin of positions (b, m), as both models have them."""
 
-    def __init__(self, base: nn.Module, coca: CocaForCausalLM, length: int, device: str):
+    def __init__(self, base: nn.Module, coca: CocaForCausalLM, device: str):
         self.device = device
-        self.position_ids = torch.arange(length, device=device)[None]
-        probe = torch.zeros(1, length, 1, device=device)
         rotary: list[Any] = [copy.deepcopy(module).to(device) for module in (base.rotary_emb, coca.model.rotary_emb)]
-        self.original, self.coca = (module(probe, self.position_ids) for module in rotary)
-        self.causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-        self.mask = torch.zeros(length, length, device=device).masked_fill(~self.causal, torch.finfo().min)[None, None]
-        weights = (self.position_ids[0] + 1.0) ** -0.5
-        self.weights = weights / weights.mean()  # (m,)
+        self.original, self.coca = (functools.partial(module, torch.zeros(1, device=device)) for module in rotary)
 
-    def batches(self, states: Tensor) -> Iterator[Tensor]:
-        for batch in states.split(max(1, BATCH_TOKENS // states.shape[1])):
-            yield batch.to(self.device)
+
+def causal(length: int, device: str | torch.device) -> Tensor:
+    """Which keys, (m, n), a query sees."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril()
+
+
+def _mask(states: Tensor) -> Tensor:
+    minimum = torch.finfo().min
+    return torch.zeros((), device=states.device).where(causal(states.shape[1], states.device), minimum)[None, None]
+
+
+def _batches(states: Tensor, positions: Tensor, angles: Angles) -> Iterator[tuple[Tensor, Tensor]]:
+    at_once = max(1, BATCH_TOKENS // states.shape[1])
+    for batch in zip(states.split(at_once), positions.split(at_once), strict=True):
+        yield batch[0].to(angles.device), batch[1].to(angles.device)
 
 
 @torch.no_grad()
-def run_original(layer: Any, states: Tensor, angles: Angles) -> tuple[Seen, Tensor]:
-    """What the attention of `layer` did on the way, and the hidden states after it."""
+def run_original(layer: Any, states: Tensor, positions: Tensor, angles: Angles) -> tuple[Seen, Tensor]:
+    """What the attention of `layer` did on the way, and the hidden states after it. positions: (n_b, m)."""
     attention = layer.self_attn if hasattr(layer, "self_attn") else layer.attention
     seen: list[tuple[Tensor, ...]] = []
     after = []
     with _watching(attention, seen):
-        for batch in angles.batches(states):
-            output = layer(
-                batch,
-                attention_mask=angles.mask,
-                position_ids=angles.position_ids,
-                position_embeddings=angles.original,
-            )
+        for batch, at in _batches(states, positions, angles):
+            output = layer(batch, attention_mask=_mask(batch), position_ids=at, position_embeddings=angles.original(at))
             after.append(output.cpu())
-    return Seen(*(torch.cat(parts) for parts in zip(*seen, strict=True))), torch.cat(after)
+    return Seen(*(torch.cat(parts) for parts in zip(*seen, strict=True)), positions), torch.cat(after)
 
 
 @contextmanager
@@ -234,15 +267,20 @@ def _watching(attention: nn.Module, seen: list[tuple[Tensor, ...]]) -> Iterator[
 
 
 @torch.no_grad()
-def _run_coca(layer: nn.Module, states: Tensor, angles: Angles) -> Tensor:
-    arguments = {"attention_mask": angles.mask, "position_embeddings": angles.coca}
-    return torch.cat([layer(batch, **arguments).cpu() for batch in angles.batches(states)])
+def _run_coca(layer: nn.Module, states: Tensor, positions: Tensor, angles: Angles) -> Tensor:
+    after = [
+        layer(batch, attention_mask=_mask(batch), position_embeddings=angles.coca(at)).cpu()
+        for batch, at in _batches(states, positions, angles)
+    ]
+    return torch.cat(after)
 
 
 def fit(attention: CocaAttention, seen: Seen, angles: Angles, passes: int, seed: int) -> None:
     """Train W_Q and W_T of `attention`, in place."""
-    num_blocks, length = seen.inputs.shape[:2]
+    num_blocks, length = seen.positions.shape
     steps = passes * num_blocks
+    weights = torch.arange(1, length + 1) ** -0.5
+    weights = (weights / weights.mean()).to(angles.device)
     attention.requires_grad_(False)
     parameters = [*attention.q_proj.parameters(), *attention.t_proj.parameters()]
     for parameter in parameters:
@@ -255,29 +293,35 @@ def fit(attention: CocaAttention, seen: Seen, angles: Angles, passes: int, seed:
     draw = torch.Generator().manual_seed(seed)
     for block in torch.cat([torch.randperm(num_blocks, generator=draw) for _ in range(passes)]):
         rows = torch.randperm(length, generator=draw)[:QUERIES]
-        inputs, maps = seen.inputs[block, None].to(angles.device), seen.maps[block, None, :, rows].to(angles.device)
-        rows = rows.to(angles.device)
-        divergence = -(maps * log_maps(attention, inputs, angles, rows)).sum(-1).mean((0, 1))  # up to their entropy
-        (divergence * angles.weights[rows]).mean().backward()
+        inputs, positions = seen.inputs[block, None].to(angles.device), seen.positions[block, None].to(angles.device)
+        maps, rows = seen.maps[block, None, :, rows].to(angles.device), rows.to(angles.device)
+        ours = log_maps(attention, inputs, angles.coca(positions), rows)
+        divergence = -(maps * ours).sum(-1).mean((0, 1))  # up to the entropy of maps
+        (divergence * weights[rows]).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
     attention.requires_grad_(False)
 
 
-def log_maps(attention: CocaAttention, inputs: Tensor, angles: Angles, rows: Tensor) -> Tensor:
-    """The logarithm of the attention map, (b, h, len(rows), n), of the queries at positions `rows`."""
+def log_maps(attention: CocaAttention, inputs: Tensor, angles: tuple[Tensor, Tensor], rows: Tensor) -> Tensor:
+    """The logarithm of the attention map, (b, h, len(rows), n), of the queries in rows `rows`.
+
+    angles: cos and sin, (b, n, j).
+    """
     return log_attention(attention, attention.queries(inputs[:, rows]), attention.coefficients(inputs), angles, rows)
 
 
-def log_attention(attention: CocaAttention, q: Tensor, t: Tensor, angles: Angles, rows: Tensor) -> Tensor:
+def log_attention(
+    attention: CocaAttention, q: Tensor, t: Tensor, angles: tuple[Tensor, Tensor], rows: Tensor
+) -> Tensor:
     """The same, of queries (b, h, len(rows), d) and coefficients (b, g, n, j)."""
     constraint = attention.config.coca_constraint
-    cos, sin = (part.unsqueeze(1) for part in angles.coca)
+    cos, sin = (part.unsqueeze(1) for part in angles)
     query = coca_query(q, cos[:, :, rows], sin[:, :, rows], constraint)
     key = turn(NonNegative.apply(t), turns(cos, sin, constraint))
     scores = query @ key.repeat_interleave(attention.num_key_value_groups, 1).mT * attention.scaling
-    return scores.masked_fill(~angles.causal[rows], torch.finfo().min).log_softmax(-1)
+    return scores.masked_fill(~causal(t.shape[2], t.device)[rows], torch.finfo().min).log_softmax(-1)
 
 
 class NonNegative(torch.autograd.Function):
@@ -297,12 +341,11 @@ class NonNegative(torch.autograd.Function):
 @torch.no_grad()
 def divergences(attention: CocaAttention, seen: Seen, angles: Angles) -> Tensor:
     """`divergence_of_heads` of `attention` on what was seen, (h,): a block at a time."""
-    found = [
-        divergence_of_heads(
-            log_maps(attention, inputs.to(angles.device), angles, angles.position_ids[0]), maps.to(angles.device)
-        )
-        for inputs, maps in zip(*(part.split(1) for part in seen), strict=True)
-    ]
+    found = []
+    for block in zip(*(part.split(1) for part in seen), strict=True):
+        inputs, maps, positions = (part.to(angles.device) for part in block)
+        all_rows = torch.arange(inputs.shape[1], device=angles.device)
+        found.append(divergence_of_heads(log_maps(attention, inputs, angles.coca(positions), all_rows), maps))
     return torch.stack(found).mean(0)
 
 

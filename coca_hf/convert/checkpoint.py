@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from coca_hf.card import write_card
-from coca_hf.convert.calibrate import PASSES, calibrate, calibration_blocks, repeated_blocks
+from coca_hf.convert.calibrate import PASSES, TOKENS_A_SKIP, calibrate, calibration_blocks, reach, repeated_blocks
 from coca_hf.convert.patch import patch_
 from coca_hf.convert.plan import DTYPES, TOKENIZER, Plan
 from coca_hf.convert.record import conversion_record
@@ -106,7 +106,8 @@ class _Calibration:
         self.blocks = torch.cat((text_blocks, repeated_blocks(text_blocks, tokenizer, plan.config, seed)))
         self.text_tokens = text_blocks.numel()
         ids = torch.cat((self.blocks, self.held_out))
-        plan.calibrated_from = [plan.source.states(), ids.shape, xxhash.xxh3_128_hexdigest(bytes_of(ids)), seed, PASSES]
+        ids_hash = xxhash.xxh3_128_hexdigest(bytes_of(ids))
+        plan.calibrated_from = [plan.source.states(), ids.shape, ids_hash, seed, PASSES, TOKENS_A_SKIP]
 
     def run(self, staging: Staging, progress: Progress) -> None:
         began = time.perf_counter()
@@ -120,6 +121,7 @@ class _Calibration:
             "tokens": self.text_tokens,
             "repeated_tokens": self.blocks.numel() - self.text_tokens,
             "block_tokens": self.blocks.shape[1],
+            "reach": reach(self.plan.config),
             "held_out_tokens": self.held_out.numel(),
             "seed": self.seed,
             "passes": PASSES,

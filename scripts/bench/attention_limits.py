@@ -37,8 +37,10 @@ from coca_hf.convert.calibrate import (
     fit,
     log_attention,
     log_maps,
+    reach,
     repeated_blocks,
     run_original,
+    skipped_positions,
 )
 from coca_hf.models.attention import CocaAttention
 
@@ -68,13 +70,16 @@ def main() -> None:
         text.max() + 1, (LOOKUP_BLOCKS, text.shape[1] // 2), generator=torch.Generator().manual_seed(0)
     )
     parts = [held_out, passages.repeat(1, 2), text, repeated]
+    in_order = torch.arange(text.shape[1]).expand(len(held_out) + LOOKUP_BLOCKS, -1)
+    skipping = skipped_positions(2 * len(text), text.shape[1], reach(original.config))
+    positions = torch.cat((in_order, skipping))
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in options.converted]
-    angles = Angles(original.model, models[0], text.shape[1], "cpu")
+    angles = Angles(original.model, models[0], "cpu")
     rows: list[dict] = []
     with torch.no_grad():
         states = original.model.embed_tokens(torch.cat(parts))
     for number, layer in enumerate(original.model.layers[: max(options.layers) + 1]):
-        seen, states = run_original(layer, states, angles)
+        seen, states = run_original(layer, states, positions, angles)
         if number in options.layers:
             split = [
                 Seen(*both) for both in zip(*(part.split([len(ids) for ids in parts]) for part in seen), strict=True)
@@ -103,9 +108,8 @@ def measured(
 
     def row(name: str, attention: CocaAttention) -> dict:
         with torch.no_grad():
-            maps = torch.cat(
-                [log_maps(attention, ids, angles, angles.position_ids[0]).exp() for ids in twice.inputs.split(1)]
-            )
+            all_rows = torch.arange(twice.inputs.shape[1])
+            maps = log_maps(attention, twice.inputs, angles.coca(twice.positions), all_rows).exp()
         found = lookups(maps)
         return {
             "fit": name,
@@ -160,13 +164,14 @@ def free_divergences(attention: CocaAttention, seen: Seen, angles: Angles, steps
         [{"params": [x], "lr": 0.03 * x.detach().square().mean().sqrt().item()} for x in (q, t)]
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    cos_sin, all_rows = angles.coca(seen.positions), torch.arange(q.shape[2])
     for _ in range(steps):
-        divergence_of_heads(log_attention(attention, q, t, angles, angles.position_ids[0]), seen.maps).sum().backward()
+        divergence_of_heads(log_attention(attention, q, t, cos_sin, all_rows), seen.maps).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
     with torch.no_grad():
-        return divergence_of_heads(log_attention(attention, q, t, angles, angles.position_ids[0]), seen.maps)
+        return divergence_of_heads(log_attention(attention, q, t, cos_sin, all_rows), seen.maps)
 
 
 def kinds_of_heads(maps: Tensor) -> list[str]:

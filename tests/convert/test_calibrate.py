@@ -70,25 +70,24 @@ def test_divergence_is_that_of_the_two_models_maps(tmp_path):
 def test_maps_that_are_fitted_are_those_of_the_attention(tmp_path):
     original, ids = stock_model("llama"), blocks_of(5, length=9)
     coca = patch_(copy.copy(original), "strict").eval()
-    angles = Angles(original.model, coca, 9, "cpu")
-    seen, _ = run_original(original.model.layers[0], original.model.embed_tokens(ids), angles)
+    angles = Angles(original.model, coca, "cpu")
+    positions = torch.tensor([0, 1, 2, 7, 8, 9, 30, 31, 32]).expand(5, -1)
+    seen, _ = run_original(original.model.layers[0], original.model.embed_tokens(ids), positions, angles)
     rows = torch.tensor([7, 2, 3])
-    ours = log_maps(coca.model.layers[0].self_attn, seen.inputs, angles, rows)
-    coca.set_attn_implementation("eager")
-    expected = coca.model.layers[0].self_attn(
-        seen.inputs,
-        attention_mask=angles.mask,
-        position_embeddings=coca.model.rotary_emb(ids.float(), angles.position_ids),
-    )
-    torch.testing.assert_close(ours.exp(), expected[1][:, :, rows])
-    assert torch.allclose(angles.weights, torch.arange(1, 10) ** -0.5 / (torch.arange(1, 10) ** -0.5).mean())
+    ours = log_maps(coca.model.layers[0].self_attn, seen.inputs, angles.coca(positions), rows)
+    for model in (coca, original):
+        model.set_attn_implementation("eager")
+    maps = [model(ids, position_ids=positions, output_attentions=True).attentions[0] for model in (coca, original)]
+    torch.testing.assert_close(ours.exp(), maps[0][:, :, rows])
+    torch.testing.assert_close(seen.maps, maps[1])
 
 
 def test_coefficients_that_are_negative_for_every_token_come_back():
     original, ids = stock_model("qwen2"), blocks_of(24)
     coca = patch_(copy.copy(original), "strict").eval()
-    angles = Angles(original.model, coca, WINDOW, "cpu")
-    seen, _ = run_original(original.model.layers[0], original.model.embed_tokens(ids), angles)
+    angles = Angles(original.model, coca, "cpu")
+    positions = torch.arange(WINDOW).expand(24, -1)
+    seen, _ = run_original(original.model.layers[0], original.model.embed_tokens(ids), positions, angles)
     attention = coca.model.layers[0].self_attn
     nn.init.constant_(attention.t_proj.bias, -2)
     assert attention.coefficients(seen.inputs).max() < 0
