@@ -1,5 +1,6 @@
 """The whole way on a real pretrained model: SmolLM2-135M from its GGUF file, converted, trained, evaluated, loaded."""
 
+import copy
 import json
 import math
 import pydoc_data.topics
@@ -12,7 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from coca_hf import patch_
+from coca_hf.convert.calibrate import Angles, divergences, fit, run_original, skipped_positions
 
+LAYER = 4  # of those that calibration is tried on
 WHEELS = Path(__file__).parents[1] / "quickstart" / "downloads"
 pytestmark = [
     pytest.mark.real,
@@ -58,6 +61,32 @@ def test_tokenizer_of_the_gguf_file_reads_as_the_originals(files, start):
     ids = AutoTokenizer.from_pretrained(start)(text).input_ids
     assert ids == AutoTokenizer.from_pretrained(files / "original")(text).input_ids
     assert AutoTokenizer.from_pretrained(start).decode(ids) == text
+
+
+def test_calibration_in_short_blocks_brings_attention_nearer_in_long_ones(files):
+    original = LlamaForCausalLM.from_pretrained(files / "original", attn_implementation="eager")
+    ids = AutoTokenizer.from_pretrained(files / "original")("\n\n".join(pydoc_data.topics.topics.values()))["input_ids"]
+    blocks, held_out = torch.tensor(ids[: 24 * 256]).view(24, 256), torch.tensor(ids[-2048:])[None]
+    coca = patch_(LlamaForCausalLM.from_pretrained(files / "original"), "strict")
+    start, angles = coca.model.layers[LAYER].self_attn, Angles(original.model, coca, "cpu")
+
+    def seen(ids, positions):
+        with torch.no_grad():
+            states = original.model.embed_tokens(ids)
+        for layer in original.model.layers[: LAYER + 1]:
+            of_layer, states = run_original(layer, states, positions, angles)
+        return of_layer
+
+    long = seen(held_out, torch.arange(2048)[None])
+
+    def divergence(positions):
+        attention = copy.deepcopy(start)
+        fit(attention, seen(blocks, positions), angles, passes=5, seed=0)
+        return divergences(attention, long, angles).mean()
+
+    skipped = divergence(skipped_positions(24, 256, reach=2048))
+    print(skipped, divergence(torch.arange(256).expand(24, -1)), divergences(start, long, angles).mean())
+    assert skipped < 0.6 * divergence(torch.arange(256).expand(24, -1))
 
 
 def test_three_stages_lower_the_held_out_perplexity_and_the_result_generates(start, tmp_path):

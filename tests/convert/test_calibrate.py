@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, MistralConfig
 
 from coca_cli import main as cli
 from coca_hf import CocaError, convert_checkpoint, patch_
@@ -21,8 +21,10 @@ from coca_hf.convert.calibrate import (
     divergences,
     fit,
     log_maps,
+    reach,
     repeated_blocks,
     run_original,
+    skipped_positions,
 )
 from tests.models.families import CASES, WINDOW, stock_model
 
@@ -80,6 +82,43 @@ def test_maps_that_are_fitted_are_those_of_the_attention(tmp_path):
     maps = [model(ids, position_ids=positions, output_attentions=True).attentions[0] for model in (coca, original)]
     torch.testing.assert_close(ours.exp(), maps[0][:, :, rows])
     torch.testing.assert_close(seen.maps, maps[1])
+
+
+def test_positions_leave_some_out_at_a_few_places_and_stay_within_reach():
+    positions = skipped_positions(200, 256, reach=8192, seed=1)
+    assert torch.equal(positions, skipped_positions(200, 256, reach=8192, seed=1))
+    assert not torch.equal(positions, skipped_positions(200, 256, reach=8192, seed=2))
+    steps = positions.diff(prepend=torch.full((200, 1), -1))
+    assert positions.min() == 0
+    assert steps.min() == 1
+    assert (steps > 1).sum(1).max() == 8
+    assert 1000 < positions.max() <= 8191
+    left_out = steps[steps > 1] - 1
+    assert left_out.max() < (8192 - 256) / 8
+    assert left_out.median() < 150
+    for length, reached in ((256, 256), (31, 8192)):
+        assert torch.equal(skipped_positions(2, length, reached), torch.arange(length).expand(2, -1))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, 4096),
+        ({"sliding_window": 1024}, 1024),
+        ({"sliding_window": None}, 4096),
+        ({"rope_type": "dynamic", "factor": 8.0}, 4096),
+        ({"rope_type": "dynamic", "factor": 8.0, "original_max_position_embeddings": 512}, 512),
+        ({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}, 4096),
+    ],
+)
+def test_reach_is_where_the_original_has_the_angles_that_it_has_anywhere(fields, expected):
+    rope = {key: value for key, value in fields.items() if key != "sliding_window"}
+    config = MistralConfig(
+        max_position_embeddings=4096,
+        sliding_window=fields.get("sliding_window"),
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0} | rope,
+    )
+    assert reach(config) == expected
 
 
 def test_coefficients_that_are_negative_for_every_token_come_back():
