@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from coca_hf import patch_
 from coca_hf.convert.calibrate import Angles, divergences, fit, run_original, skipped_positions
 
-LAYER = 4  # of those that calibration is tried on
+LAYER = 3  # of those that calibration is tried on
 WHEELS = Path(__file__).parents[1] / "quickstart" / "downloads"
 pytestmark = [
     pytest.mark.real,
@@ -81,11 +81,10 @@ def test_calibration_in_short_blocks_brings_attention_nearer_in_long_ones(files)
 
     def divergence(positions):
         attention = copy.deepcopy(start)
-        fit(attention, seen(blocks, positions), angles, passes=5, seed=0)
+        fit(attention, seen(blocks, positions), angles, passes=15, seed=0)
         return divergences(attention, long, angles).mean()
 
     skipped = divergence(skipped_positions(24, 256, reach=2048))
-    print(skipped, divergence(torch.arange(256).expand(24, -1)), divergences(start, long, angles).mean())
     assert skipped < 0.6 * divergence(torch.arange(256).expand(24, -1))
 
 
