@@ -121,7 +121,7 @@ class _Calibration:
             "tokens": self.text_tokens,
             "repeated_tokens": self.blocks.numel() - self.text_tokens,
             "block_tokens": self.blocks.shape[1],
-            "reach": reach(self.plan.config),
+            "reach": reach(original.config),
             "held_out_tokens": self.held_out.numel(),
             "seed": self.seed,
             "passes": PASSES,

@@ -186,7 +186,7 @@ def test_checkpoint_differs_in_queries_and_coefficients_only_and_says_what_was_d
     assert changed == {name for name in plain if "q_proj" in name or "t_proj" in name}
     assert record == json.loads((tmp_path / "calibrated" / "conversion.json").read_text())
     facts = record["calibration"]
-    assert (facts["tokens"], facts["repeated_tokens"], facts["block_tokens"]) == (256, 256, 64)
+    assert (facts["tokens"], facts["repeated_tokens"], facts["block_tokens"], facts["reach"]) == (256, 256, 64, 64)
     assert (facts["held_out_tokens"], facts["seed"]) == (512, 0)
     assert facts["text"] == str(text)
     assert len(facts["attention_kl"]) == 3
