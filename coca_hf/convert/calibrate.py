@@ -171,7 +171,7 @@ def calibrate(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     base: Any = original.base_model
     angles = Angles(base, coca, device)
-    positions = skipped_positions(*blocks.shape, reach(coca.config), seed)
+    positions = skipped_positions(len(blocks), blocks.shape[1], reach(coca.config), seed)
     in_order = torch.arange(held_out.shape[1]).expand(held_out.shape)
     embed: Any = original.get_input_embeddings()
     with torch.no_grad():
@@ -250,7 +250,8 @@ def run_original(layer: Any, states: Tensor, positions: Tensor, angles: Angles) 
         for batch, at in _batches(states, positions, angles):
             output = layer(batch, attention_mask=_mask(batch), position_ids=at, position_embeddings=angles.original(at))
             after.append(output.cpu())
-    return Seen(*(torch.cat(parts) for parts in zip(*seen, strict=True)), positions), torch.cat(after)
+    inputs, maps = (torch.cat(parts) for parts in zip(*seen, strict=True))
+    return Seen(inputs, maps, positions), torch.cat(after)
 
 
 @contextmanager
