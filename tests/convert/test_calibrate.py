@@ -94,7 +94,6 @@ def test_positions_leave_some_out_at_a_few_places_and_stay_within_reach():
     assert (steps > 1).sum(1).max() == 8
     assert 1000 < positions.max() <= 8191
     left_out = steps[steps > 1] - 1
-    assert left_out.max() < (8192 - 256) / 8
     assert left_out.median() < 150
     for length, reached in ((256, 256), (31, 8192)):
         assert torch.equal(skipped_positions(2, length, reached), torch.arange(length).expand(2, -1))
