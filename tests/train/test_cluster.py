@@ -1,5 +1,6 @@
 """The launch files of scripts/cluster: SLURM's with stand-ins (test_slurm.py has the real one), torchrun's for real."""
 
+import contextlib
 import json
 import os
 import re
@@ -129,6 +130,14 @@ def torchrun(recipe: Path, out: Path, printed: Path, *words: str) -> subprocess.
         return subprocess.Popen(script, env=environment, stdout=file, stderr=file)
 
 
+def process_of_rank(rank: str, running: subprocess.Popen) -> psutil.Process | None:
+    for child in psutil.Process(running.pid).children():
+        with contextlib.suppress(psutil.Error):  # it is starting, or has ended
+            if child.environ().get("RANK") == rank:
+                return child
+    return None
+
+
 @pytest.mark.real
 def test_torchrun_trains_on_two_processes_in_its_layout_until_sigterm_asks_for_a_checkpoint(recipe_path, tmp_path):
     out = tmp_path / "out"
@@ -155,11 +164,12 @@ def test_torchrun_starts_again_when_a_process_is_killed_and_ends_with_the_losses
     out, settings = tmp_path / "out", ["stages.k.max_steps=80"]
     unbroken = run_recipe(load_recipe(real_recipe, settings), tmp_path / "unbroken", stage="k")
     running = torchrun(real_recipe, out, tmp_path / "printed", "--stage", "k", *settings)
-    while not list(out.glob("1-k/trainer/checkpoint-*")):
+    victim = None
+    while not (victim and list(out.glob("1-k/trainer/checkpoint-*"))):
         assert running.poll() is None, (tmp_path / "printed").read_text()
+        victim = victim or process_of_rank("1", running)
         time.sleep(0.005)
-    processes = [child for child in psutil.Process(running.pid).children() if child.environ().get("RANK") == "1"]
-    processes[0].kill()
+    victim.kill()
     assert running.wait(240) == 0, (tmp_path / "printed").read_text()
     steps = re.findall(r"continues after step (\d+)", " ".join((tmp_path / "printed").read_text().split()))
     assert [0 < int(step) < 80 for step in steps] == [True]
