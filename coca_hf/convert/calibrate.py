@@ -15,8 +15,8 @@ Two things decide whether heads that look something up come back (previous-token
 With the gradient of ReLU half of the coefficients soon are negative for every token, and stay so: `NonNegative`. And
 text alone seldom asks for them: as many blocks again are passages that repeat (`repeated_blocks`).
 
-Blocks are short and stand for long texts: between their pieces positions are left out, so that they reach as far as the
-original's do (`skipped_positions`). Without it the model knows the distances within a block, and no others.
+Blocks are short and stand for long texts: between their pieces positions are left out, up to as many as the original
+was trained on (`skipped_positions`). Without it the model knows the distances within a block, and no others.
 
 Letters: see `models/attention.py`; n_b blocks of text. Memory is n_b (m * hidden + h * m * m) * 4 bytes and a layer.
 """
@@ -25,7 +25,6 @@ import copy
 import functools
 import math
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -131,10 +130,14 @@ def repeated_blocks(
 
 
 def reach(config: PreTrainedConfig) -> int:
-    """How many positions the original attends over, with the angles that it has there: trained length, or window."""
+    """How many positions every layer of the original attends over, with the angles of its trained length."""
     rope = config.rope_parameters
-    trained = rope["rope_type"] in LENGTH_DEPENDENT_ROPE_TYPES and rope.get("original_max_position_embeddings")
-    return min(trained or config.max_position_embeddings, getattr(config, "sliding_window", None) or sys.maxsize)
+    reached = [config.max_position_embeddings]
+    if rope["rope_type"] in ("default", *LENGTH_DEPENDENT_ROPE_TYPES):  # default: an NTK base is baked in
+        reached.append(rope.get("original_max_position_embeddings"))
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"]):
+        reached.append(getattr(config, "sliding_window", None))
+    return min(int(length) for length in reached if length)
 
 
 def skipped_positions(num_blocks: int, length: int, reach: int, seed: int = 0) -> Tensor:
@@ -146,7 +149,7 @@ def skipped_positions(num_blocks: int, length: int, reach: int, seed: int = 0) -
     draw = torch.Generator().manual_seed(seed)
     skips = length // TOKENS_A_SKIP
     places = torch.randint(1, length, (num_blocks, skips), generator=draw)
-    most = (reach - length) // max(1, skips)
+    most = max(0, reach - length) // max(1, skips)
     left_out = ((most + 1) ** torch.rand(num_blocks, skips, generator=draw)).long() - 1
     steps = torch.ones(num_blocks, length, dtype=torch.long).scatter_add_(1, places, left_out)
     return steps.cumsum(1) - 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, MistralConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from coca_cli import main as cli
 from coca_hf import CocaError, convert_checkpoint, patch_
@@ -95,7 +95,7 @@ def test_positions_leave_some_out_at_a_few_places_and_stay_within_reach():
     assert 1000 < positions.max() <= 8191
     left_out = steps[steps > 1] - 1
     assert left_out.median() < 150
-    for length, reached in ((256, 256), (31, 8192)):
+    for length, reached in ((256, 256), (256, 64), (31, 8192)):
         assert torch.equal(skipped_positions(2, length, reached), torch.arange(length).expand(2, -1))
 
 
@@ -103,18 +103,24 @@ def test_positions_leave_some_out_at_a_few_places_and_stay_within_reach():
     ("fields", "expected"),
     [
         ({}, 4096),
-        ({"sliding_window": 1024}, 1024),
-        ({"sliding_window": None}, 4096),
+        ({"sliding_window": 1024, "layer_types": ["sliding_attention"] * 2}, 1024),
         ({"rope_type": "dynamic", "factor": 8.0}, 4096),
         ({"rope_type": "dynamic", "factor": 8.0, "original_max_position_embeddings": 512}, 512),
+        ({"rope_type": "dynamic", "factor": 8.0, "original_max_position_embeddings": 8192}, 4096),
+        ({"original_max_position_embeddings": 512}, 512),
+        ({"sliding_window": 1024, "layer_types": ["full_attention"] * 2}, 4096),
+        ({"sliding_window": 1024, "layer_types": ["full_attention", "sliding_attention"]}, 1024),
         ({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}, 4096),
     ],
 )
 def test_reach_is_where_the_original_has_the_angles_that_it_has_anywhere(fields, expected):
-    rope = {key: value for key, value in fields.items() if key != "sliding_window"}
-    config = MistralConfig(
+    rope = {key: value for key, value in fields.items() if key not in ("sliding_window", "layer_types")}
+    config = Qwen3Config(
         max_position_embeddings=4096,
+        num_hidden_layers=2,
+        use_sliding_window=True,
         sliding_window=fields.get("sliding_window"),
+        layer_types=fields.get("layer_types"),
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0} | rope,
     )
     assert reach(config) == expected
@@ -223,6 +229,13 @@ def test_killed_between_layers_it_goes_on_to_the_same_bits(tiny_llama_dir, text,
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert record["calibration"]["perplexity"] == expected["calibration"]["perplexity"]
     assert not layers.parent.exists()
+
+
+def test_a_baked_ntk_base_changes_neither_blocks_nor_positions(tiny_llama_dir, text, tmp_path):
+    record = convert(tiny_llama_dir, tmp_path / "baked", text, ntk_length=4096)
+    plain = convert(tiny_llama_dir, tmp_path / "plain", text)
+    assert record["calibration"]["block_tokens"] == record["calibration"]["reach"] == 64
+    assert record["calibration"]["attention_kl"] == plain["calibration"]["attention_kl"]
 
 
 @pytest.mark.parametrize("change", ["seed", "text", "source"])
