@@ -279,12 +279,17 @@ def _run_coca(layer: nn.Module, states: Tensor, positions: Tensor, angles: Angle
     return torch.cat(after)
 
 
+def query_weights(length: int) -> Tensor:
+    """What a query of a block counts in the loss, (m,): w_m, of mean 1."""
+    weights = torch.arange(1, length + 1) ** -0.5
+    return weights / weights.mean()
+
+
 def fit(attention: CocaAttention, seen: Seen, angles: Angles, passes: int, seed: int) -> None:
     """Train W_Q and W_T of `attention`, in place."""
     num_blocks, length = seen.positions.shape
     steps = passes * num_blocks
-    weights = torch.arange(1, length + 1) ** -0.5
-    weights = (weights / weights.mean()).to(angles.device)
+    weights = query_weights(length).to(angles.device)
     attention.requires_grad_(False)
     parameters = [*attention.q_proj.parameters(), *attention.t_proj.parameters()]
     for parameter in parameters:

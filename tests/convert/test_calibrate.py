@@ -21,6 +21,7 @@ from coca_hf.convert.calibrate import (
     divergences,
     fit,
     log_maps,
+    query_weights,
     reach,
     repeated_blocks,
     run_original,
@@ -82,6 +83,7 @@ def test_maps_that_are_fitted_are_those_of_the_attention(tmp_path):
     maps = [model(ids, position_ids=positions, output_attentions=True).attentions[0] for model in (coca, original)]
     torch.testing.assert_close(ours.exp(), maps[0][:, :, rows])
     torch.testing.assert_close(seen.maps, maps[1])
+    assert torch.allclose(query_weights(9), torch.arange(1, 10) ** -0.5 / (torch.arange(1, 10) ** -0.5).mean())
 
 
 def test_positions_leave_some_out_at_a_few_places_and_stay_within_reach():
