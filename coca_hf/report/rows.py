@@ -45,7 +45,14 @@ COMMON: dict[str, Any] = {
 }
 # What some rows have.
 SOME: dict[str, Any] = {
-    **{"model_type": str, "tokens": WHOLE, "stride": WHOLE, "seed": WHOLE, "skipped_documents": NAMES},
+    **{
+        "coca_kept_layers": list[int] | None,
+        "model_type": str,
+        "tokens": WHOLE,
+        "stride": WHOLE,
+        "seed": WHOLE,
+        "skipped_documents": NAMES,
+    },
     **dict.fromkeys(("share_a", "share_b", "share_c", "share_d", "share_d_weighted"), NUMBER),
     **dict.fromkeys(("share_abnormal", "share_absolute"), NUMBER),
     **dict.fromkeys(("mean_abs_angle", "stderr", "tokens_per_second", "peak_bytes", "ratio"), NUMBER),
