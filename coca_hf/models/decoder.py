@@ -51,7 +51,7 @@ class CocaConfig(PreTrainedConfig):
             self.ignore_keys_at_rope_validation = {"original_max_position_embeddings"}
         super().__post_init__(**kwargs)
         if self.coca_kept_layers:
-            self.base_model_tp_plan = kept_plan(self.base_model_tp_plan)
+            self.base_model_tp_plan = kept_plan(self.base_model_tp_plan)  # type: ignore[has-type]
         file, family = self.model_type.removeprefix("coca_"), type(self).__name__.removesuffix("Config")
         self.auto_map = {
             "AutoConfig": f"{file}.{family}Config",
