@@ -150,8 +150,9 @@ def decode_error(name: str, rival, tensors, options) -> float | None:
     except torch.OutOfMemoryError:
         clear()
         return 0.0  # `compare` meets it again
-    except RuntimeError as failure:
-        if any(words in str(failure) for words in ("No available kernel", "No viable backend")):
+    except Exception as failure:
+        if name.startswith("LLaMA"):  # a rival that this PyTorch cannot run is left out, and named
+            print(f"{name}: {type(failure).__name__}: {str(failure).splitlines()[0]}")
             return None
         raise
     q, k, t, v, cos, sin = (x[0] for x in tensors)
