@@ -14,6 +14,7 @@ from torch import Tensor
 from coca_hf.convert.families import family_of
 from coca_hf.convert.start import fold_pairs, start_scales, start_t
 from coca_hf.errors import CocaError, one_line
+from coca_hf.models.attention import QUERY_SCALE
 from coca_hf.models.decoder import CocaConfig
 from coca_hf.models.rotary import rotary_dim
 from coca_hf.weights import is_derived
@@ -89,6 +90,19 @@ def source_shapes(pieces: Iterable[Piece], config: CocaConfig) -> dict[str, Shap
     """Every tensor of the source that `pieces` are made of."""
     norms = {piece.scaled_by: (config.head_dim,) for piece in pieces if piece.scaled_by}
     return {piece.source: piece.source_shape for piece in pieces} | norms
+
+
+def check_query_bias(piece: Piece, numbers: Tensor, where: str) -> None:
+    """Raise CocaError for a bias of queries that CoCA, which squares them, cannot hold in the dtype of `numbers`."""
+    if not piece.name.endswith("q_proj.bias"):
+        return
+    largest, dtype = numbers.abs().max().item(), str(numbers.dtype).removeprefix("torch.")
+    limit = (torch.finfo(numbers.dtype).max / QUERY_SCALE) ** 0.5
+    if limit < largest < float("inf"):
+        raise CocaError(
+            f"{where}: tensor {piece.name}: got numbers up to {largest:g}, whose squares {dtype} cannot hold, expected "
+            f"at most {limit:.0f}; convert to bfloat16 or float32"
+        )
 
 
 class Maker:

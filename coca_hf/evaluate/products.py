@@ -119,7 +119,7 @@ def _visiting_coca(turned: int, visit: Callable[[int, Products], None]) -> Itera
             def dot(of_query: int, of_key: int) -> Tensor:
                 """Of every pair, (h, p, j); 0 is angle 0, 1 a quarter turn."""
                 query, key = _of_heads(folds[of_query][0], folds[of_key][1], m, n)
-                return (query * key).unflatten(-1, (2, -1)).sum(-2)[..., :turned]
+                return (query * key).unflatten(-1, (2, -1)).sum(-2)[..., :turned] / attention.QUERY_SCALE
 
             along, across, query_turned, key_turned = dot(0, 0), dot(1, 1), dot(1, 0), dot(0, 1)
             h = torch.complex(along + across, key_turned - query_turned) / 2

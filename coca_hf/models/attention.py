@@ -13,6 +13,9 @@ computed once per token:
 
 so any attention that takes a query, a key and a value (SDPA, FlashAttention, FlexAttention, paged attention) computes
 CoCA as it stands. Strict depends on m - n only; slack depends on m and n.
+
+Both square the query, which overflows in float16 where a number of it is above 181. The folded query is therefore
+multiplied by `QUERY_SCALE`, and `CocaAttention.scaling` divides by it.
 """
 
 from collections.abc import Callable
@@ -21,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
+
+QUERY_SCALE = 2.0**-4  # exact in every dtype, and its root as well; 1 / sqrt(d) of the widest heads in use, d = 256
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -39,12 +44,13 @@ def _row(first: Tensor, second: Tensor) -> Tensor:
 
 
 def coca_query(q: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
-    """Fold the query's own rotation into it, so that a dot product with `coca_key` is the CoCA score.
+    """Fold the query's own rotation into it: a dot product with `coca_key` is `QUERY_SCALE` times the CoCA score.
 
     slack: `q o R_m q` (eq. 10 without the constraint of eq. 11); strict: `R_m [|q|^2, 0]` (eq. 9, closed form eq. 17).
 
     q: (b, h, m, d); cos, sin: (b, 1, m, j). Returns (b, h, m, d).
     """
+    q = q * QUERY_SCALE**0.5  # before it is squared
     if constraint == "slack":
         return rotate(q, cos, sin) * q  # in this order: memory is laid out as that of the first, (b, h, m, d)
     real, imag = q.chunk(2, dim=-1)
@@ -121,7 +127,7 @@ class CocaAttention(nn.Module):
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = self.head_dim**-0.5
+        self.scaling = self.head_dim**-0.5 / QUERY_SCALE
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
         self.sliding_window = config.sliding_window if layer_types(config)[layer_idx] == "sliding_attention" else None

@@ -44,7 +44,7 @@ class ReferenceCocaAttention(CocaAttention):
         leading = hidden_states.shape[:-1]
         q, t, value = self.project(hidden_states)
         cos, sin = (part.unsqueeze(1) for part in position_embeddings)
-        scores = coca_scores(q, t.relu(), cos, sin, self.config.coca_constraint) * self.scaling
+        scores = coca_scores(q, t.relu(), cos, sin, self.config.coca_constraint) * self.head_dim**-0.5
         if attention_mask is None:
             future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
             scores = scores.masked_fill(future, torch.finfo(scores.dtype).min)

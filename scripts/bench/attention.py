@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
-from coca_hf.models.attention import FOLDS, plain_fold
+from coca_hf.models.attention import FOLDS, QUERY_SCALE, plain_fold
 from coca_hf.models.reference import coca_scores
 
 KERNELS = {
@@ -78,11 +78,11 @@ def measure_length(length: int, options) -> list[dict]:
     cos, sin = (x.to(options.dtype)[None, None] for x in (angle.cos(), angle.sin()))  # (1, 1, m, j)
     whole_cos, whole_sin = (torch.cat((x, x), -1)[0] for x in (cos, sin))  # (1, m, d), as LLaMA takes them
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, kernel: str) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor, kernel: str, scaling: float = head_dim**-0.5) -> Tensor:
         chosen = sdpa_kernel(KERNELS[kernel]) if kernel in KERNELS else contextlib.nullcontext()
         grouped = {"enable_gqa": True} if heads != kv_heads else {}
         with chosen:
-            return scaled_dot_product_attention(query, key, value, is_causal=True, **grouped)
+            return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, **grouped)
 
     def llama(i: int, kernel: str) -> Tensor:
         query, key = apply_rotary_pos_emb(q[i], k[i], whole_cos, whole_sin)
@@ -90,7 +90,9 @@ def measure_length(length: int, options) -> list[dict]:
 
     def coca(i: int, fold, constraint: str, kernel: str) -> Tensor:
         query, key = fold(q[i], t[i], cos, sin, constraint)
-        return torch.cat((query, key), 1) if kernel == "none" else attend(query, key, v[i], kernel)
+        if kernel == "none":
+            return torch.cat((query, key), 1)
+        return attend(query, key, v[i], kernel, head_dim**-0.5 / QUERY_SCALE)
 
     def contraction(i: int) -> Tensor:
         scores = coca_scores(q[i], t[i].relu(), cos, sin, "slack") * head_dim**-0.5
@@ -170,7 +172,7 @@ def check_small(name: str, folds: dict, options) -> float | None:
     angle = torch.randn(1, 1, 33, head_dim // 2, generator=generator).to(DEVICE)
     cos, sin = angle.cos().to(options.dtype), angle.sin().to(options.dtype)
     query, key = folds[fold](q, t, cos, sin, constraint)
-    scores = query @ repeat_kv(key, heads // kv_heads).mT
+    scores = query @ repeat_kv(key, heads // kv_heads).mT / QUERY_SCALE
     expected = coca_scores(*(x.double() for x in (q, t.relu(), cos, sin)), constraint)
     return check(name, relative_error(scores, expected), options.dtype)
 

@@ -155,3 +155,9 @@ def test_a_model_compiles_to_one_graph_around_it(monkeypatch):
         runs.append((output.logits.detach(), torch.cat([p.grad.flatten() for p in each.parameters()])))
     for got, expected in zip(*runs, strict=True):
         assert (got - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("constraint", ["slack", "strict"])
+def test_float16_holds_what_the_plain_fold_holds(constraint):
+    q, t, cos, sin = inputs(2, 6, 2, 11, 24, torch.float16)
+    check(700 * torch.nn.functional.normalize(q.float(), dim=-1).half(), t, cos, sin, constraint)
