@@ -41,17 +41,17 @@ bench() { # LIMIT RESULT SCRIPT OPTIONS…
     run "$1" python3 "scripts/bench/$3.py" --out "$out/$2.json" "${@:4}" $smoke
 }
 tests() { # LIMIT PATHS…: in several processes, because Triton's compiler is what takes the time
-    run "$1" python3 -m pytest -q -p no:cacheprovider -n logical "${@:2}"
+    run "$1" python3 -m pytest -q -p no:cacheprovider -p no:benchmark -n logical "${@:2}"
 }
 
 part1() {
     tests 200 tests/kernels
-    tests 200 -m gpu tests/models tests/train
+    tests 200 -m gpu tests/models/test_backends.py tests/models/test_cache.py tests/train/test_options.py
     run 60 python3 scripts/bench/flash.py --out "$out/flash.json"
     run 60 python3 scripts/bench/flash.py --dtype float16 --out "$out/flash-fp16.json"
 }
 part2() {
-    bench 150 attention attention --lengths 2048 8192 32768 --only contraction LLaMA slack
+    bench 150 attention attention --graph --lengths 2048 8192 32768 --only contraction LLaMA slack
     bench 120 decode decode --lengths 8192 32768 131072 --batches 1 8 32
     bench 100 prefill model --lengths 2048 8192 32768 --repeats 5
     bench 90 train train --lengths 2048 --repeats 10
