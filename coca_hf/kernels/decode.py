@@ -6,10 +6,10 @@ A score is linear in t, with weights that depend on the key's angles and on the 
     score(n) = sum_j t_nj (a_j cos_nj + b_j sin_nj)    slack  a = q'_j + q'_(j + d/2), b = q'_(j + d/2) - q'_j
                                                        strict a = q'_j,               b = q'_(j + d/2)
 
-so a program reads t, values and angles once and computes on ordinary floating-point units: with one query a head, tensor
-cores would multiply mostly zeros. Keys are cut into splits, so that a single sequence fills the GPU; a program takes
-one split of HEADS key/value heads, which share their angles. Each of its KEYS slots keeps a softmax of its own, over
-every KEYS-th key, so nothing is exchanged between threads until the end of the split. A second kernel joins the
+so a program reads t, values and angles once and computes on ordinary floating-point units: with one query a head,
+tensor cores would multiply mostly zeros. Keys are cut into splits, so that a single sequence fills the GPU; a program
+takes one split of HEADS key/value heads, which share their angles. Each of its KEYS slots keeps a softmax of its own,
+over every KEYS-th key, so nothing is exchanged between threads until the end of the split. A second kernel joins the
 splits. Everything is summed in fp32. Letters: see `models/attention.py`.
 """
 

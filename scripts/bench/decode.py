@@ -14,6 +14,7 @@ Bytes of the caches, by counting them, are part of every run but `tune`.
 """
 
 import contextlib
+import functools
 import itertools
 import os
 import statistics
@@ -30,7 +31,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.generation.streamers import BaseStreamer
 
 from coca_hf.kernels import DECODERS
-from coca_hf.kernels import decode as decode_kernel
 from coca_hf.models.attention import coca_key
 
 KERNELS = {
@@ -217,26 +217,22 @@ def step(length: int, batch: int, options) -> list[dict]:
 
 
 TUNED = {  # constants of coca_hf/kernels/decode.py
-    "HEADS": (1, 2, 4, 8),
+    "HEADS": (2, 4, 8),
     "SUMS_PER_THREAD": (32, 64),
     "WARPS": (4, 8),
     "STAGES": (1, 2, 3, 4),
-    "PROGRAMS_PER_PROCESSOR": (2, 4, 8),
+    "PROGRAMS_PER_PROCESSOR": (4, 8),
 }
 
 
 def tune(length: int, batch: int, options) -> list[dict]:
-    """The kernel at all sizes of its programs, the fastest first; what is best belongs into coca_hf/kernels/decode.py."""
+    """The kernel at all sizes of its programs, the fastest first; the best belongs into coca_hf/kernels/decode.py."""
     if DEVICE != "cuda":
         raise SystemExit("decode.py --what tune: got no GPU, expected one")
-    configurations = list(itertools.product(*TUNED.values()))
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:  # Triton compiles on one core
-        compiled = [c for c in configurations if c[-1] == TUNED["PROGRAMS_PER_PROCESSOR"][0]]
-        list(pool.map(compile_kernel, compiled, itertools.repeat((options.shape, options.dtype, options.constraint))))
+    compile_all(options.shape, options.dtype, options.constraint)
     rows = []
-    for configuration in configurations:
-        settings = dict(zip(TUNED, configuration, strict=True))
-        vars(decode_kernel).update(settings)
+    for configuration in itertools.product(*TUNED.values()):
+        settings = use(configuration)
         try:
             found = time_kernel(length, batch, options)
         except Exception as failure:  # Triton's own, for what does not fit into a processor
@@ -246,12 +242,26 @@ def tune(length: int, batch: int, options) -> list[dict]:
     return sorted(rows, key=lambda row: row.get("seconds") or 9.0)
 
 
-def compile_kernel(configuration: tuple, options: tuple) -> None:
-    """In a process of its own: leave the kernel in Triton's cache on the disk."""
-    shape, dtype, constraint = options
-    vars(decode_kernel).update(zip(TUNED, configuration, strict=True))
+def use(configuration: tuple) -> dict[str, int]:
+    from coca_hf.kernels import decode
+
+    settings = dict(zip(TUNED, configuration, strict=True))
+    vars(decode).update(settings)
+    return settings
+
+
+@functools.cache
+def compile_all(*options) -> None:
+    """Fill Triton's cache on the disk, in as many processes as there are cores: its compiler runs on one."""
+    *choices, programs = TUNED.values()
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_one, itertools.product(*choices, programs[:1]), itertools.repeat(options)))
+
+
+def compile_one(configuration: tuple, options: tuple) -> None:
+    use(configuration)
     with contextlib.suppress(Exception):
-        one_token(shape, dtype, constraint, 256, 1, 1)(0)
+        one_token(*options, 256, 1, 1)(0)
 
 
 def one_token(shape: str, dtype, constraint: str, length: int, batch: int, sets: int):
