@@ -1,6 +1,6 @@
 """Attention alone, from projections to output: CoCA in every form that this machine has, beside LLaMA's.
 
-    python scripts/bench/attention.py --lengths 2048 8192 32768 --out docs/results/attention.json
+    python scripts/bench/attention.py --graph --lengths 2048 8192 32768 --out docs/results/attention.json
     python scripts/bench/attention.py --mode forward --lengths 512 1024 2048 4096 8192 16384 32768 65536 131072
     python scripts/bench/attention.py --mode fold                                 # rotation and fold alone
 
@@ -34,6 +34,9 @@ def main() -> None:
     parser = measure.arguments(__doc__, "llama-7b" if DEVICE == "cuda" else "smollm2-135m", [2048, 8192, 32768])
     parser.add_argument(
         "--mode", choices=["both", "forward", "fold"], default="both", help="both: forward and backward"
+    )
+    parser.add_argument(
+        "--graph", action="store_true", help="on a GPU: replay CUDA graphs, so that launching costs nothing"
     )
     parser.add_argument("--only", nargs="+", default=[""], help="rivals whose names contain one of these")
     options = parse(parser)
@@ -140,7 +143,9 @@ def measure_length(length: int, options) -> list[dict]:
                 continue
         usable[name] = forward
     errors = {name: check_small(name, folds, options) for name in usable}
-    results = compare({name: runs(f) for name, f in usable.items()}, options.repeats, options.warmup, sets)
+    results = compare(
+        {name: runs(f) for name, f in usable.items()}, options.repeats, options.warmup, sets, options.graph
+    )
 
     def over(name: str, other: str) -> float | None:
         ours, theirs = results[name]["seconds"], results.get(other, {}).get("seconds")

@@ -226,10 +226,14 @@ def test_an_offloaded_cache_has_every_layer_back_before_it_is_used(monkeypatch):
     assert len(away) == 2  # all but the one that is used next
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="caches are offloaded from a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["offloaded", "offloaded_static"])
 def test_an_offloaded_cache_on_a_gpu_gives_the_tokens_of_the_standard_one(implementation):
     model, ids = tiny_model().cuda(), tokens(2, 9).cuda()
-    expected = model.generate(ids, max_new_tokens=20, do_sample=False, past_key_values=DynamicCache(model.config))
-    output = model.generate(ids, max_new_tokens=20, do_sample=False, cache_implementation=implementation)
+    expected = model.generate(
+        ids, max_new_tokens=20, do_sample=False, past_key_values=DynamicCache(config=model.config)
+    )
+    output = model.generate(
+        ids, max_new_tokens=20, do_sample=False, cache_implementation=implementation, disable_compile=True
+    )  # PyTorch 2.11 crashes where it compiles the streams of a static offloaded cache, LLaMA's too
     assert torch.equal(output, expected)
