@@ -129,4 +129,4 @@ def show_value(row: dict) -> str:
     if row["task"] == "speed":
         return f"{row['value']:.3g}" + (f" ({row['ratio']:.2f}x)" if row["ratio"] else "")
     value = round(row["value"], 2) + 0.0 if abs(row["value"]) < 1e4 else row["value"]  # + 0.0: no -0.00
-    return f"{value:.2f}" if row["task"] == "passkey" or value < 1e4 else f"{value:.3g}"
+    return f"{value:.2f}" if row["task"] in ("passkey", "recall") or value < 1e4 else f"{value:.3g}"
