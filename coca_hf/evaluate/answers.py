@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from coca_hf.evaluate.batches import auto_batch_size, batches_of, compute_all
+from coca_hf.evaluate.batches import auto_batch_size, compute_all
 from coca_hf.evaluate.load import Subject
 from coca_hf.evaluate.perplexity import keeps_logits
 
@@ -48,4 +48,4 @@ def score_answers(
             scores.append(Scored(nll.item(), log_probs.argmax(-1).tolist()))
         return scores
 
-    return compute_all(batches_of(cases, batch_size or auto_batch_size(width)), compute, track)
+    return compute_all([(cases, batch_size or auto_batch_size(width))], compute, track)

@@ -37,7 +37,7 @@ from transformers import GenerationConfig, LogitsProcessor
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.answers import score_answers
-from coca_hf.evaluate.batches import auto_batch_size, batches_of, compute_all
+from coca_hf.evaluate.batches import auto_batch_size, compute_all
 from coca_hf.evaluate.load import Subject, check_vocabulary
 from coca_hf.evaluate.perplexity import failed
 from coca_hf.evaluate.rope import Rope, use_rope_
@@ -200,7 +200,7 @@ def answers(
         return [(ids, watch.saw_nan) for ids in output[:, longest:].tolist()]
 
     size = batch_size or auto_batch_size(max(len(case.token_ids) for case in cases) + new_tokens)
-    results, error, size = compute_all(batches_of(cases, size), compute, track)
+    results, error, size = compute_all([(cases, size)], compute, track)
     return [ids for ids, _ in results], any(nan for _, nan in results), error, size
 
 
