@@ -162,16 +162,17 @@ def recall_command(
     run: Run,
     lengths: LengthsOption,
     cases: Annotated[int, typer.Option(min=1, help="Lists per length.")] = 100,
+    pairs: Annotated[int, typer.Option(min=2, max=1000, help="Lines of a list.")] = 8,
     seed: SeedOption = 0,
     batch_size: BatchOption = "auto",
 ) -> None:
-    """Key-value recall: one line of a list of up to LENGTH tokens is asked for; share of exact answers, and nats."""
+    """Key-value recall: a line of a list, spread over LENGTH tokens, is asked for; share of exact answers, and nats."""
     wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.recall import recall_rows
 
     subject, ropes = run.load()
     warn_beyond_trained(subject, ropes, wanted)
-    run.make_rows(recall_rows, subject, wanted, ropes, num_cases=cases, seed=seed, batch_size=size)
+    run.make_rows(recall_rows, subject, wanted, ropes, num_cases=cases, pairs=pairs, seed=seed, batch_size=size)
 
 
 @app.command("attention-maps")

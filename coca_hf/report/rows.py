@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "position-loss": _TEXTS | {"bucket": COUNT},
     "passkey": {"cases": int, "new_tokens": int, "seed": int, "variant": str, "depths": COUNT | None},
     "copying": {"cases": int, "seed": int},
-    "recall": {"cases": int, "seed": int},
+    "recall": {"cases": int, "pairs": int, "seed": int},
     "attention-maps": _TEXTS | {"baseline": str},
     "boundary": _TEXTS | {"pairs_per_document": int, "seed": int},
     "tasks": {"benchmark": str, "metric": TEXT, "filter": TEXT, "shots": WHOLE, "limit": WHOLE},
@@ -122,7 +122,7 @@ class Table:
             copied = f"passages of {data_of(row)}" if row.get("data") else "random tokens"
             return f"{copied}, {row['cases']} cases per length, seed {row['seed']}"
         if self.task == "recall":
-            return f"{row['cases']} cases per length, seed {row['seed']}"
+            return f"lists of {row['pairs']} lines, {row['cases']} cases per length, seed {row['seed']}"
         if self.task == "speed":
             return f"{row['mode']}, batch size {row['batch_size']}, {row['device']}"
         if self.task == "tasks":

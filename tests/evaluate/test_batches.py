@@ -223,7 +223,7 @@ MEASUREMENTS = {  # how many rows, and the options
     "passkey": (1, "--lengths 300 --cases 7 --new-tokens 3 --batch-size 2"),
     "boundary": (1, "--data BOOKS --lengths 60 --pairs 50"),
     "copying": (1, "--lengths 60 --cases 5 --batch-size 2"),
-    "recall": (1, "--lengths 120 --cases 5 --batch-size 2"),
+    "recall": (1, "--lengths 300 --cases 5 --batch-size 2"),
     "attention-maps": (2, "--data BOOKS --lengths 30,60 --baseline LLAMA"),
 }
 

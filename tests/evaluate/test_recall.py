@@ -7,6 +7,7 @@ import torch
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.answers import score_answers
+from coca_hf.evaluate.passkey import FILLER
 from coca_hf.evaluate.recall import make_case, recall_rows
 from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.rows import RowStore
@@ -21,39 +22,38 @@ def looked_up(prompt):
     return " " + re.search(rf"^{key}: (\d+)$", prompt, re.MULTILINE).group(1)
 
 
-def measure(subject, out, length=200, **options):
+def measure(subject, out, length=260, **options):
     (row,) = recall_rows(subject, [length], [DEFAULT], RowStore(out), **options)
     return row
 
 
-@pytest.mark.parametrize("length", [101, 250, 613])
-def test_a_list_fills_its_length_and_asks_for_one_of_its_lines(tiny_tokenizer, length):
-    depths = []
+@pytest.mark.parametrize(("length", "pairs"), [(433, 8), (701, 5), (613, 3)])
+def test_a_list_fills_its_length_and_asks_for_one_of_its_lines(tiny_tokenizer, length, pairs):
+    depths, asked = [], set()
     for number in range(20):
-        case = make_case(tiny_tokenizer, length, 3, number)
+        case = make_case(tiny_tokenizer, length, 3, number, pairs)
         text = tiny_tokenizer.decode(case.token_ids)
         lines = re.findall(r"^(\d+): (\d+)$", text, re.MULTILINE)
-        assert length - 12 < len(case.token_ids) <= length
-        assert len({key for key, _ in lines}) == len(lines) == case.pairs
+        assert length - len(FILLER) - 1 <= len(case.token_ids) <= length
+        assert len({key for key, _ in lines}) == len(lines) == pairs
         assert text.endswith(f"\n{case.key}:")
         assert looked_up(text) == f" {case.value}" == tiny_tokenizer.decode(case.answer_ids)
-        assert text[-case.distance :].startswith(f"{case.key}: {case.value}\n")
-        assert lines[round(case.depth * (case.pairs - 1))] == (str(case.key), str(case.value))
+        from_line = text[-case.distance :]
+        assert from_line.startswith(f"{case.key}: {case.value}\n")
+        filler = text.count(FILLER)
+        assert case.depth == pytest.approx(1 - from_line.count(FILLER) / filler)
         depths.append(case.depth)
+        asked.add(lines.index((str(case.key), str(case.value))))
+    assert asked == set(range(pairs))
     assert min(depths) < 0.2
     assert max(depths) > 0.8
 
 
-def test_a_case_depends_on_seed_length_and_number_only(tiny_tokenizer):
-    case = make_case(tiny_tokenizer, 300, 7, 3)
-    assert make_case(tiny_tokenizer, 300, 7, 3) == case
-    others = [(300, 7, 4), (300, 8, 3), (301, 7, 3)]
-    assert len({case.value, *(make_case(tiny_tokenizer, *other).value for other in others)}) == 4
-
-
-def test_a_long_list_has_keys_enough(tiny_tokenizer):
-    case = make_case(tiny_tokenizer, 140_000, 0, 0)
-    assert case.pairs > 9_000
+def test_a_case_depends_on_seed_length_pairs_and_number_only(tiny_tokenizer):
+    case = make_case(tiny_tokenizer, 300, 7, 3, 8)
+    assert make_case(tiny_tokenizer, 300, 7, 3, 8) == case
+    others = [(300, 7, 4, 8), (300, 8, 3, 8), (301, 7, 3, 8), (300, 7, 3, 9)]
+    assert len({case.value, *(make_case(tiny_tokenizer, *other).value for other in others)}) == 5
 
 
 def test_a_model_that_looks_up_finds_all_and_one_that_guesses_none(tiny_tokenizer, tmp_path):
@@ -71,7 +71,7 @@ def test_losses_are_those_of_a_loop_over_cases(coca, tmp_path):
     row = measure(coca, tmp_path, num_cases=5, seed=2, batch_size=2)
     lines = pq.read_table(tmp_path / row["raw"]["cases"]).to_pylist()
     for number, line in enumerate(lines):
-        case = make_case(coca.tokenizer, 200, 2, number)
+        case = make_case(coca.tokenizer, 260, 2, number, 8)
         ids = torch.tensor([case.token_ids + case.answer_ids])
         logits = coca.model(ids).logits[0, len(case.token_ids) - 1 : -1].log_softmax(-1)
         nll = -logits.gather(1, torch.tensor(case.answer_ids)[:, None]).sum().item()
@@ -100,11 +100,11 @@ def test_greedy_decoding_gives_what_is_found_without_generation(llama):
     ]
 
 
-def test_a_length_without_room_for_two_lines_is_refused_with_the_least(coca, tmp_path):
-    with pytest.raises(CocaError, match=r"--lengths: got 60, expected at least \d+ tokens: a list of 2 lines") as error:
-        measure(coca, tmp_path, length=60)
+def test_a_length_without_room_for_the_list_is_refused_with_the_least(coca, tmp_path):
+    with pytest.raises(CocaError, match=r"--lengths: got 60, expected at least \d+ tokens, which a list of 4") as error:
+        measure(coca, tmp_path, length=60, pairs=4)
     least = int(re.search(r"least (\d+)", str(error.value)).group(1))
-    assert make_case(coca.tokenizer, least, 0, 0).pairs == 2
+    assert measure(coca, tmp_path, length=least, pairs=4, num_cases=3)["error"] is None
 
 
 def test_a_model_of_no_number_says_so(llama, tmp_path):
@@ -116,11 +116,11 @@ def test_a_model_of_no_number_says_so(llama, tmp_path):
 
 def test_command(tiny_coca_dir, tmp_path, coca_eval):
     out = tmp_path / "out"
-    code, stdout, _ = coca_eval("recall", tiny_coca_dir, "--lengths", "120,200", "--cases", 2, "--out", out)
+    code, stdout, _ = coca_eval("recall", tiny_coca_dir, "--lengths", "260,400", "--cases", 2, "--out", out)
     assert code == 0
     assert "recall by context length" in stdout
     code, _, _ = coca_eval("report", out, "--out", tmp_path / "page")
     assert code == 0
     page = (tmp_path / "page" / "report.md").read_text()
     assert "## Key-value recall" in page
-    assert "2 cases per length, seed 0" in page
+    assert "lists of 8 lines, 2 cases per length, seed 0" in page
