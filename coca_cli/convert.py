@@ -48,6 +48,9 @@ def convert_command(
     calibrate_passes: Annotated[
         int | None, typer.Option(min=1, help="Over the blocks; by default as many as make 1,280 steps, and at least 4.")
     ] = None,
+    column: Annotated[str, typer.Option(help="Of that text's rows.")] = "text",
+    split: Annotated[str, typer.Option(help="Of a data set on the hub.")] = "train",
+    subset: Annotated[str | None, typer.Option(help="Of a data set on the hub.")] = None,
     device: Annotated[
         str | None, typer.Option(help="For --calibrate: cpu, cuda, cuda:1 or mps; by default the GPU if there is one.")
     ] = None,
@@ -75,6 +78,9 @@ def convert_command(
             calibrate_tokens=calibrate_tokens,
             calibrate_block=calibrate_block,
             calibrate_passes=calibrate_passes,
+            column=column,
+            split=split,
+            subset=subset,
             device=device,
             seed=seed,
             calibrate_progress=lambda done, total: bar.update(layers, completed=done, total=total),

@@ -81,15 +81,23 @@ class Seen(NamedTuple):
     sin: Tensor
 
 
-def default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+@contextmanager
+def _tf32() -> Iterator[None]:
+    """Matrix products of GPUs in TF32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def default_passes(num_blocks: int) -> int:
-    """As many passes over the blocks as make `STEPS` steps of one block each, and four where there are many blocks."""
+    """As many passes over the blocks as make `STEPS` steps of one block, but at least four."""
     return max(4, math.ceil(STEPS / num_blocks))
 
 
+@_tf32()
 def calibrate(
     original: PreTrainedModel,
     coca: CocaForCausalLM,
@@ -104,13 +112,13 @@ def calibrate(
 ) -> Calibration:
     """Fit the queries and coefficients of `coca`, which `patch_` or a conversion made of `original`, layer by layer.
 
-    blocks: (n_b, m) token ids to fit on; held_out: (n, m) others, to measure on. finished: a
-    directory where every layer's tensors are kept when it is done, and taken from if they were made with the same
-    `settings`. seed: of the order of the blocks. passes: over the blocks; see `default_passes`. device: by default the
-    GPU, where there is one. Neither model is changed; on one machine and number of threads the same arguments give the
-    same bits.
+    blocks: (n_b, m) token ids to fit on; held_out: (n, m) others, to measure on. finished: a directory where every
+    layer's tensors are kept when it is done, and taken from if they were made with the same `settings`. seed: of the
+    order of the blocks. passes: over the blocks, by default `default_passes`. device: by default the GPU, where there
+    is one. Layers that keep the original's attention stay as they are, and so do both models; on one machine and number
+    of threads the same arguments give the same bits.
     """
-    device = device or default_device()
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     passes = passes or default_passes(len(blocks))
     base: Any = original.base_model
     angles = Angles(base, coca, device)
@@ -124,30 +132,31 @@ def calibrate(
     tensors: dict[str, Tensor] = {}
     layers: list[LayerFit] = []
     finished.mkdir(exist_ok=True)
-    with _tf32():
-        for number, (theirs, ours) in enumerate(zip(base.layers, coca.model.layers, strict=True)):
-            start: Any
-            theirs, start = (copy.deepcopy(layer).to(device, torch.float32).eval() for layer in (theirs, ours))
-            seen = run_original_(theirs, states, positions, angles)
-            seen_held_out = run_original_(theirs, streams["original"], in_order, angles)
-            fitted = copy.deepcopy(start)
-            attention: CocaAttention = fitted.self_attn
+    for number, (theirs, ours) in enumerate(zip(base.layers, coca.model.layers, strict=True)):
+        start: Any
+        theirs, start = (copy.deepcopy(layer).to(device, torch.float32).eval() for layer in (theirs, ours))
+        fitted = copy.deepcopy(start)
+        attention = fitted.self_attn
+        seen = run_original_(theirs, states, positions, angles)
+        seen_held_out = run_original_(theirs, streams["original"], in_order, angles)
+        if hasattr(attention, "t_proj"):
             file = finished / f"layer-{number:05}.safetensors"
             if (kept := _load(file, settings)) is None:
                 fit(attention, seen, passes, seed + number)
                 _save(_fitted_tensors(attention), file, settings)
             else:
                 attention.load_state_dict(kept, strict=False)
-            del seen
-            layers.append(
-                LayerFit(*(divergences(one, seen_held_out).mean().item() for one in (start.self_attn, attention)))
-            )
-            for name, layer in (("start", start), ("calibrated", fitted)):
-                _run_coca_(layer, streams[name], in_order, angles)
             prefix = f"model.layers.{number}.self_attn."
             tensors |= {prefix + name: tensor.cpu() for name, tensor in _fitted_tensors(attention).items()}
-            report(number + 1, len(base.layers))
-        perplexity = {name: _perplexity(coca, stream, held_out.to(device)) for name, stream in streams.items()}
+            before, after = (divergences(one, seen_held_out).mean() for one in (start.self_attn, attention))
+            layers.append(LayerFit(before.item(), after.item()))
+        else:
+            layers.append(LayerFit(0.0, 0.0))
+        for name, layer in (("start", start), ("calibrated", fitted)):
+            _run_coca_(layer, streams[name], in_order, angles)
+        del seen
+        report(number + 1, len(base.layers))
+    perplexity = {name: _perplexity(coca, stream, held_out.to(device)) for name, stream in streams.items()}
     return Calibration(tensors, layers, perplexity)
 
 
@@ -178,17 +187,6 @@ def _storage(coca: CocaForCausalLM, blocks: Tensor, device: str) -> str:
     heads = config.num_attention_heads + config.num_key_value_heads
     needed = blocks.numel() * (2 * config.hidden_size + heads * config.head_dim) * 4
     return device if needed < torch.cuda.mem_get_info(device)[0] / 2 else "cpu"
-
-
-@contextmanager
-def _tf32() -> Iterator[None]:
-    """Matrix products of GPUs in TF32."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _batches(states: Tensor) -> Iterator[slice]:

@@ -5,15 +5,22 @@ again repeat passages (`repeated_blocks`). Blocks stand for longer texts: betwee
 up to as many as the original was trained on (`skipped_positions`), or the model would know no longer distances.
 """
 
+import itertools
+import math
 import random
+import re
+from collections import deque
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from coca_hf.documents import read_documents
+from coca_hf.documents import is_on_hub, read_documents
 from coca_hf.errors import CocaError
+from coca_hf.held_out import TOKEN_CHARACTERS, HeldOut, Place, hold_out, tokens_per_character
 from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES
+from coca_hf.tokens import Encoder, Piece
 
 SHORTEST_PERIOD = 16  # of a repeated passage
 SHORT_PERIOD = 128  # of half of them at most
@@ -21,33 +28,85 @@ SKIPS = 8  # places of a block where positions are left out, at most,
 TOKENS_A_SKIP = 32  # and tokens of a block for every such place, at least
 HELD_OUT_TOKENS = 8192
 HELD_OUT_BLOCKS = 8  # at most
-CANDIDATES = 64  # blocks read for every one that is taken
+HUB_CHARACTERS = 2**28  # of a data set on the hub
+SPACE = re.compile(r"\s")
 
 
 def calibration_blocks(
-    text: str,
+    place: Place,
     tokenizer: PreTrainedTokenizerBase,
     config: PreTrainedConfig,
     num_tokens: int,
     block_tokens: int,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
+    """Blocks to fit on, (n_b, m), from all over the text, and (n, m) of what coca-train holds out of it: token ids.
+
+    place: the arguments of `read_documents`; of a data set on the hub the first `HUB_CHARACTERS` are
+    read. num_tokens: to fit on, in blocks of `block_tokens`, or fewer where the model is for fewer. A
+    block that reaches the end of a document goes on with the next one.
+
+    Raises CocaError where there is too little text, or the tokenizer has words that the model does not know.
+    """
     length = min(block_tokens, reach(config))
-    held_out = max(1, min(HELD_OUT_BLOCKS, HELD_OUT_TOKENS // length))
-    wanted = max(1, num_tokens // length) + held_out
-    blocks: list[Tensor] = []
-    for document in read_documents(text, skip_empty=True):
-        ids = torch.tensor(tokenizer(document.text, verbose=False)["input_ids"])
-        blocks += ids[: len(ids) // length * length].view(-1, length)
-        if len(blocks) >= CANDIDATES * wanted:
-            break
-    if len(blocks) < wanted:
+    wanted = max(1, num_tokens // length)
+    encoder = Encoder(tokenizer)
+    most = max(1, min(HELD_OUT_BLOCKS, HELD_OUT_TOKENS // length))
+    rule, held_out = hold_out(place, encoder, length, most)
+    characters = sum(map(len, _texts(place, rule)))
+    tokens = int(characters * tokens_per_character(place, encoder)) if characters else 0
+    if not len(held_out) or tokens < wanted * length:
         raise CocaError(
-            f"--calibrate {text}: got {len(blocks)} blocks of {length} tokens, expected at least {wanted}, of which "
-            f"{held_out} are held out; give more text, or a smaller --calibrate-tokens"
+            f"--calibrate {place[0]}: got {len(held_out)} blocks of {length} tokens to hold out, and about "
+            f"{tokens:,} tokens to fit on, expected at least 1 and {wanted * length:,}; give more text, or a smaller "
+            f"--calibrate-tokens or --calibrate-block"
         )
-    chosen = torch.stack(random.Random(seed).sample(blocks, wanted))
-    return chosen[held_out:], chosen[:held_out]
+    draw = random.Random(seed)
+    starts = [int((number + draw.random()) / wanted * characters) for number in range(wanted)]
+    twice = itertools.chain(_texts(place, rule), _texts(place, rule))  # the last block may go on at the beginning
+    blocks = torch.stack(list(_blocks(twice, starts, encoder, length)))
+    if (largest := max(blocks.max(), held_out.max())) >= config.vocab_size:
+        raise CocaError(
+            f"--calibrate {place[0]}: got token id {largest} from the tokenizer, expected ids below the model's "
+            f"vocabulary of {config.vocab_size}; the tokenizer belongs to another model"
+        )
+    return blocks, held_out
+
+
+def _texts(place: Place, rule: HeldOut) -> Iterator[str]:
+    """What is not held out of every document."""
+    left = HUB_CHARACTERS if is_on_hub(place[0]) else math.inf
+    for document in read_documents(*place):
+        if text := rule.split(document.text)[0]:
+            yield text
+        left -= len(document.text)
+        if left <= 0:
+            return
+
+
+def _blocks(texts: Iterator[str], starts: list[int], encoder: Encoder, length: int) -> Iterator[Tensor]:
+    """Of `starts`, rising, places among the characters of `texts`: the next `length` tokens from each, in words."""
+    ahead, open_blocks, before = deque(starts), [], 0
+    for text in texts:
+        beginnings = [0] * len(open_blocks)
+        while ahead and ahead[0] < before + len(text):
+            open_blocks.append(torch.empty(0, dtype=torch.long))
+            beginnings.append(_next_word(text, ahead.popleft() - before))
+        before += len(text)
+        filled = []
+        for block, start in zip(open_blocks, beginnings, strict=True):
+            end = start + length * TOKEN_CHARACTERS
+            piece = Piece(text[start:end], start == 0, end >= len(text), 0, 0)
+            filled.append(torch.cat((block, encoder([piece])))[:length])
+        yield from (block for block in filled if len(block) == length)
+        open_blocks = [block for block in filled if len(block) < length]
+        if not ahead and not open_blocks:
+            return
+
+
+def _next_word(text: str, start: int) -> int:
+    space = SPACE.search(text, start)
+    return space.start() if start and space else start
 
 
 def repeated_blocks(

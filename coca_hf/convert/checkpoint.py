@@ -24,7 +24,8 @@ from coca_hf.convert.record import conversion_record
 from coca_hf.convert.source import SafetensorsSource, open_source
 from coca_hf.convert.staging import Staging, locked_staging, staging_directory
 from coca_hf.convert.writer import Progress, WeightsWriter, bytes_of
-from coca_hf.errors import CocaError, first_line
+from coca_hf.errors import CocaError
+from coca_hf.held_out import Place
 from coca_hf.weights import parse_size, read_json
 
 RECORD = "conversion.json"
@@ -32,8 +33,10 @@ TRAINING_RECORD = "training.json"
 
 
 class CalibrationOptions(NamedTuple):
-    """tokens: of text; passes: over the blocks, None for `default_passes`; device: None for the GPU if there is one."""
+    """place: of the text, the arguments of `read_documents`; passes: None for `default_passes`; device: None for the
+    GPU where there is one."""
 
+    place: Place
     tokens: int
     block_tokens: int
     passes: int | None
@@ -55,6 +58,9 @@ def convert_checkpoint(
     calibrate_tokens: int = 32768,
     calibrate_block: int = 2048,
     calibrate_passes: int | None = None,
+    column: str = "text",
+    split: str = "train",
+    subset: str | None = None,
     device: str | None = None,
     seed: int = 0,
     calibrate_progress: Progress | None = None,
@@ -89,13 +95,18 @@ def convert_checkpoint(
         plan = Plan(source, src, constraint, dtype, shard_bytes, ntk_length, ntk_factor, released)
         with locked_staging(target) as staging:
             _check_target(src, target, overwrite)
-            options = CalibrationOptions(calibrate_tokens, calibrate_block, calibrate_passes, device)
-            fit = _Calibration(plan, calibrate_on, options, seed) if calibrate_on else None
+            fit = None
+            if calibrate_on:
+                place = calibrate_on, column, split, subset, None, True
+                options = CalibrationOptions(place, calibrate_tokens, calibrate_block, calibrate_passes, device)
+                fit = _Calibration(plan, options, seed)
             staging.begin(plan.made_from())
             _check_disk_space(plan, staging)
+            writer = WeightsWriter(plan, staging, progress or (lambda done, total: None))
             if fit:
+                writer.check_copied()
                 fit.run(staging, calibrate_progress or (lambda done, total: None))
-            record = _write(plan, staging, progress or (lambda done, total: None), fit.record if fit else None)
+            record = _write(plan, staging, writer, fit.record if fit else None)
             staging.publish()
     return record
 
@@ -111,16 +122,16 @@ def _check_disk_space(plan: Plan, staging: Staging) -> None:
 
 
 class _Calibration:
-    """The calibration of a plan on the documents of `text`; sets what `plan` says of it."""
+    """The calibration of a plan by `options`; sets what `plan` says of it."""
 
-    def __init__(self, plan: Plan, text: str, options: CalibrationOptions, seed: int):
+    def __init__(self, plan: Plan, options: CalibrationOptions, seed: int):
         if plan.from_coca or plan.released:
             raise CocaError("--calibrate: got a CoCA checkpoint, expected an original, whose attention it imitates")
         _check_device(options.device)
-        self.plan, self.text, self.options, self.seed = plan, text, options, seed
+        self.plan, self.options, self.seed = plan, options, seed
         tokenizer = plan.source.load_tokenizer()
         text_blocks, self.held_out = calibration_blocks(
-            text, tokenizer, plan.config, options.tokens, options.block_tokens, seed
+            options.place, tokenizer, plan.config, options.tokens, options.block_tokens, seed
         )
         self.blocks = torch.cat((text_blocks, repeated_blocks(text_blocks, tokenizer, plan.config, seed)))
         self.text_tokens = text_blocks.numel()
@@ -147,7 +158,7 @@ class _Calibration:
         )
         self.plan.calibrated = done.tensors
         self.record = {
-            "text": self.text,
+            "text": self.options.place[0],
             "tokens": self.text_tokens,
             "repeated_tokens": self.blocks.numel() - self.text_tokens,
             "block_tokens": self.blocks.shape[1],
@@ -166,14 +177,13 @@ def _check_device(device: str | None) -> None:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise CocaError(
-            f"--device: got {device}, expected cpu, cuda, cuda:1 or mps, of which this machine cannot use the one "
-            f"asked for ({first_line(error)})"
+            f"--device: got {device!r}, expected cpu, or cuda, cuda:1 or mps where this machine has it"
         ) from error
 
 
-def _write(plan: Plan, staging: Staging, progress: Progress, calibration: dict | None) -> dict:
+def _write(plan: Plan, staging: Staging, writer: WeightsWriter, calibration: dict | None) -> dict:
     """Write all of the checkpoint into `staging`; returns its record."""
-    WeightsWriter(plan, staging, progress).write()
+    writer.write()
     plan.source.check_unchanged()
     directory = staging.checkpoint
     plan.config.save_pretrained(directory)  # also copies the modelling files

@@ -4,11 +4,12 @@ import copy
 import json
 import math
 import os
+import random
 import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
@@ -23,7 +24,12 @@ from coca_hf.convert.calibrate import (
     fit,
     run_original_,
 )
-from coca_hf.convert.calibration_text import reach, repeated_blocks, skipped_positions
+from coca_hf.convert.calibration_text import (
+    calibration_blocks,
+    reach,
+    repeated_blocks,
+    skipped_positions,
+)
 from tests.models.families import CASES, WINDOW, stock_model
 
 
@@ -275,6 +281,107 @@ def test_layers_of_another_seed_text_or_source_are_not_taken(tiny_llama_dir, tex
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def interrupted(*arguments, **options):
+    """Convert until the first layer is done."""
+
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(*arguments, **options, calibrate_progress=stop)
+
+
+@pytest.fixture
+def fits(monkeypatch):
+    """How many layers were fitted, and not taken from what an interrupted run had left: one entry each."""
+    found = []
+
+    def counted(attention, *arguments):
+        found.append(attention.layer_idx)
+        return fit(attention, *arguments)
+
+    monkeypatch.setattr("coca_hf.convert.calibrate.fit", counted)
+    return found
+
+
+def test_other_shards_do_not_refit_and_other_settings_do(tiny_llama_dir, text, tmp_path, fits):
+    interrupted(tiny_llama_dir, tmp_path / "shards", text)
+    convert(tiny_llama_dir, tmp_path / "shards", text, max_shard_size="20KB")
+    assert fits == [0, 1, 2]
+    fits.clear()
+    interrupted(tiny_llama_dir, tmp_path / "passes", text)
+    convert(tiny_llama_dir, tmp_path / "passes", text, calibrate_passes=11)
+    assert fits == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-100], lambda data: b"", lambda data: data[:-1] + b"?"])
+def test_a_damaged_layer_is_fitted_again(damage, tiny_llama_dir, text, tmp_path, fits):
+    interrupted(tiny_llama_dir, tmp_path / "dst", text)
+    kept = tmp_path / ".dst.incomplete" / "calibrated" / "layer-00000.safetensors"
+    kept.write_bytes(damage(kept.read_bytes()))
+    convert(tiny_llama_dir, tmp_path / "dst", text)
+    assert fits == [0, 0, 1, 2]
+
+
+def test_a_layer_of_other_code_is_fitted_again(tiny_llama_dir, text, tmp_path, fits, monkeypatch):
+    interrupted(tiny_llama_dir, tmp_path / "dst", text)
+    other = tmp_path / "calibrate.py"
+    other.write_text("RELATIVE_RATE = 0.02")
+    monkeypatch.setattr("coca_hf.convert.calibrate.__file__", str(other))
+    convert(tiny_llama_dir, tmp_path / "dst", text)
+    assert fits == [0, 0, 1, 2]
+
+
+def test_a_copied_tensor_that_the_type_cannot_hold_is_refused_before_any_layer(tiny_llama_dir, text, tmp_path, fits):
+    source = tmp_path / "source"
+    shutil.copytree(tiny_llama_dir, source)
+    tensors = weights(source)
+    tensors["model.layers.2.mlp.up_proj.weight"][3, 4] = 1e5
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CocaError, match=r"layers\.2\.mlp\.up_proj\.weight: got numbers up to 100000"):
+        convert(source, tmp_path / "dst", text, dtype="float16")
+    assert fits == []
+
+
+def rows_of(path, rows, column="text"):
+    path.write_text("".join(json.dumps({column: row}) + "\n" for row in rows))
+    return str(path), column, "train", None, None, True
+
+
+def test_blocks_come_from_all_files_and_from_no_copy_of_a_held_out_document(tiny_llama_dir, tmp_path):
+    config, tokenizer = AutoConfig.from_pretrained(tiny_llama_dir), AutoTokenizer.from_pretrained(tiny_llama_dir)
+    draw = random.Random(5)
+    for name, letters in (("a", "abcdefgh"), ("b", "stuvwxyz")):
+        rows = ["".join(draw.choices(letters, k=150)) for _ in range(150)]
+        rows_of(tmp_path / f"{name}.jsonl", rows + rows)
+    place = str(tmp_path / "*.jsonl"), "text", "train", None, None, True
+    blocks, held_out = calibration_blocks(place, tokenizer, config, num_tokens=40 * 32, block_tokens=32)
+    assert blocks.shape == (40, 32)
+    assert held_out.shape == (8, 32)
+    text = "\n".join(tokenizer.decode(block) for block in blocks)
+    of_a, of_b = (sum(letter in letters for letter in text) for letters in ("abcdefgh", "stuvwxyz"))
+    assert 0.7 < of_a / of_b < 1.4
+    grams = [{tuple(row[i : i + 12].tolist()) for row in part for i in range(21)} for part in (blocks, held_out)]
+    assert not grams[0] & grams[1]
+    again = calibration_blocks(place, tokenizer, config, num_tokens=40 * 32, block_tokens=32)
+    other = calibration_blocks(place, tokenizer, config, num_tokens=40 * 32, block_tokens=32, seed=1)
+    assert torch.equal(again[0], blocks)
+    assert not torch.equal(other[0], blocks)
+    assert torch.equal(other[1], held_out)
+
+
+def test_short_texts_of_another_column_are_joined_with_the_end_token(tiny_llama_dir, tmp_path):
+    config, tokenizer = AutoConfig.from_pretrained(tiny_llama_dir), AutoTokenizer.from_pretrained(tiny_llama_dir)
+    rows = [f"row {number} of chat" for number in range(400)]
+    place = rows_of(tmp_path / "chat.jsonl", rows, "answer")
+    blocks, _ = calibration_blocks(place, tokenizer, config, num_tokens=640, block_tokens=64)
+    assert blocks.shape == (10, 64)
+    for block in blocks:
+        ends = (block == tokenizer.eos_token_id).nonzero().flatten()
+        whole = tokenizer.decode(block[ends[0] + 1 : ends[1]], skip_special_tokens=True)
+        assert whole in rows
+
+
 def test_command_prints_what_it_was_worth_or_one_line_of_error(tiny_llama_dir, text, tmp_path, monkeypatch, capsys):
     def command(*arguments):
         monkeypatch.setattr("sys.argv", ["coca-convert", str(tiny_llama_dir), *map(str, arguments)])
@@ -293,7 +400,7 @@ def test_command_prints_what_it_was_worth_or_one_line_of_error(tiny_llama_dir, t
 
 def test_too_little_text_and_what_is_coca_already_are_refused(tiny_llama_dir, tiny_coca_dir, text, tmp_path):
     (tmp_path / "short.txt").write_text("too short")
-    with pytest.raises(CocaError, match=r"got 0 blocks of 64 tokens, expected at least 12, of which 8 are held out"):
+    with pytest.raises(CocaError, match=r"got 0 blocks of 64 tokens to hold out, and about 9 tokens to"):
         convert(tiny_llama_dir, tmp_path / "dst", tmp_path / "short.txt")
     with pytest.raises(CocaError, match="got no such file"):
         convert(tiny_llama_dir, tmp_path / "dst", tmp_path / "none.txt")
