@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from coca_cli.console import console
+from coca_cli.console import BadOption, console
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -32,6 +32,10 @@ def convert_command(
     released: Annotated[
         bool, typer.Option("--released", help="SRC is a GPT-NeoX CoCA checkpoint of the authors' released code.")
     ] = False,
+    keep_layers: Annotated[
+        str | None,
+        typer.Option(help="Layers that keep the original's attention, from 0, with commas between them: 8,17,18."),
+    ] = None,
     calibrate: Annotated[
         str | None,
         typer.Option(
@@ -84,8 +88,17 @@ def convert_command(
             device=device,
             seed=seed,
             calibrate_progress=lambda done, total: bar.update(layers, completed=done, total=total),
+            keep_layers=None if keep_layers is None else _layers(keep_layers),
         )
     _print_conversion(record, dst)
+
+
+def _layers(text: str) -> list[int]:
+    """Raises BadOption for what is no list of layers."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and len(part) < 10 for part in parts):
+        raise BadOption(f"--keep-layers: got {text!r}, expected numbers of layers, from 0, as in 8,17,18,23")
+    return [int(part) for part in parts]
 
 
 def _print_conversion(record: dict, dst: str) -> None:
@@ -95,6 +108,8 @@ def _print_conversion(record: dict, dst: str) -> None:
     console.print(f"  parameters            {parameters['before']:,} before, {parameters['after']:,} after")
     console.print(f"  trained per stage     k {shares['k']:.1%}, qkv {shares['qkv']:.1%}, full {shares['full']:.0%}")
     console.print(f"  key/value cache       {cache['before']:,} bytes per token before, {cache['after']:,} after")
+    if record["kept_layers"]:
+        console.print(f"  original attention    kept in layers {', '.join(map(str, record['kept_layers']))}")
     console.print(f"  start of W_T          {record['start']['rule']}")
     if calibration := record.get("calibration"):
         console.print(

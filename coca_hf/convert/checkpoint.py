@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,6 +64,7 @@ def convert_checkpoint(
     device: str | None = None,
     seed: int = 0,
     calibrate_progress: Progress | None = None,
+    keep_layers: Sequence[int] | None = None,
 ) -> dict:
     """Write a CoCA checkpoint made from the checkpoint `src` to the directory `dst`; returns its record.
 
@@ -76,8 +77,8 @@ def convert_checkpoint(
     GPT-NeoX checkpoint of the authors' released code, which no file of it says. calibrate_on: text, as `read_documents`
     takes it, on `calibrate_tokens` tokens of which, and on as many of repeated passages, W_Q and W_T are fitted to the
     original's attention (`calibrate.py`), drawn by `seed`; the original is then loaded, and works on the GPU a layer at
-    a time, where there is one; calibrate_progress: called with layers done and in all. The record is also written to
-    `dst/conversion.json`.
+    a time, where there is one; calibrate_progress: called with layers done and in all. keep_layers: numbers, from 0, of
+    the layers that keep the original's attention. The record is also written to `dst/conversion.json`.
 
     Safetensors sources are read in blocks, a few shards of `dst` at a time; memory holds the projections of one layer
     for each, not a shard. An interrupted run leaves what is finished in a hidden directory beside `dst`, and the same
@@ -92,7 +93,7 @@ def convert_checkpoint(
         _check_path(path)
     _check_target(src, target, overwrite)
     with contextlib.closing(open_source(src)) as source, _os_errors(target):
-        plan = Plan(source, src, constraint, dtype, shard_bytes, ntk_length, ntk_factor, released)
+        plan = Plan(source, src, constraint, dtype, shard_bytes, ntk_length, ntk_factor, released, keep_layers)
         with locked_staging(target) as staging:
             _check_target(src, target, overwrite)
             fit = None
@@ -143,7 +144,9 @@ class _Calibration:
     def run(self, staging: Staging, progress: Progress) -> None:
         began = time.perf_counter()
         original = self.plan.source.load_model().eval()
-        coca = patch_(copy.copy(original), self.plan.config.coca_constraint)  # shares all weights but W_T
+        config = self.plan.config
+        # shares all weights but W_T
+        coca = patch_(copy.copy(original), config.coca_constraint, keep_layers=config.coca_kept_layers)
         done = calibrate(
             original,
             coca,

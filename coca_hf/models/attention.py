@@ -149,6 +149,10 @@ class CocaAttention(nn.Module):
     def coefficients(self, hidden_states: Tensor) -> Tensor:
         return by_head(self.t_proj(hidden_states), self.head_dim // 2)
 
+    def rotated(self, q: Tensor, t: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Query (b, h, m, d) and key (b, g, m, d) of ordinary attention; cos, sin: (b, 1, m, j)."""
+        return fold(q, t, cos, sin, self.config.coca_constraint)
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -161,7 +165,7 @@ class CocaAttention(nn.Module):
         leading = hidden_states.shape[:-1]
         q, t, value = self.project(hidden_states)
         cos, sin = (part.unsqueeze(1) for part in position_embeddings)
-        query, key = fold(q, t, cos, sin, self.config.coca_constraint)
+        query, key = self.rotated(q, t, cos, sin)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx, t=t, angles=(cos, sin))
 
@@ -181,3 +185,24 @@ class CocaAttention(nn.Module):
             **kwargs,
         )
         return self.o_proj(output.reshape(*leading, -1)), weights
+
+
+class KeptAttention(CocaAttention):
+    """The original's own attention, with rotary embedding, in a layer of `config.coca_kept_layers`.
+
+    In the place of the coefficients t come keys (b, g, m, d), which caches hold rotated and at full width.
+    """
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.scaling = self.head_dim**-0.5
+        del self.t_proj
+        width = config.num_key_value_heads * self.head_dim
+        self.k_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
+
+    def coefficients(self, hidden_states: Tensor) -> Tensor:
+        """Keys (b, g, m, d), before they are rotated."""
+        return by_head(self.k_proj(hidden_states), self.head_dim)
+
+    def rotated(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return rotate(q, cos, sin), rotate(k, cos, sin)

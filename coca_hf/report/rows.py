@@ -58,6 +58,7 @@ COMMON: dict[str, Any] = {
 # What some rows have.
 SOME: dict[str, Any] = {
     **{
+        "coca_kept_layers": list[int] | None,
         "model_type": str,
         "ranges": list[Range],
         "tokens": WHOLE,

@@ -89,7 +89,7 @@ def test_loaded_over_two_processes_it_has_the_logits_gradients_and_tokens_of_one
     shutil.copytree(tiny_coca_dir, tmp_path / "llama")
     for case, changes in (("qwen3", {}), ("neox-partial", {"hidden_size": 64})):
         stock_model(case, num_attention_heads=4, **changes).save_pretrained(tmp_path / "stock")
-        convert_checkpoint(tmp_path / "stock", tmp_path / case, "strict")
+        convert_checkpoint(tmp_path / "stock", tmp_path / case, "strict", keep_layers=[1])
         shutil.rmtree(tmp_path / "stock")
     families = ["llama", "qwen3", "neox-partial"]
     (tmp_path / "distributed.py").write_text(DISTRIBUTED)
