@@ -45,7 +45,19 @@ def convert_command(
     ] = None,
     calibrate_tokens: Annotated[
         int, typer.Option(min=1, help="Of that text; as many again are of passages that repeat.")
-    ] = 16384,
+    ] = 32768,
+    calibrate_block: Annotated[
+        int, typer.Option(min=2, help="Tokens of a block, at most the trained length and the attention window.")
+    ] = 2048,
+    calibrate_passes: Annotated[
+        int | None, typer.Option(min=1, help="Over the blocks; by default as many as make 1,280 steps, and at least 4.")
+    ] = None,
+    column: Annotated[str, typer.Option(help="Of that text's rows.")] = "text",
+    split: Annotated[str, typer.Option(help="Of a data set on the hub.")] = "train",
+    subset: Annotated[str | None, typer.Option(help="Of a data set on the hub.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="For --calibrate: cpu, cuda, cuda:1 or mps; by default the GPU if there is one.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the drawn text.")] = 0,
 ) -> None:
     """Turn a LLaMA, Mistral, Qwen2, Qwen3 or GPT-NeoX checkpoint into CoCA. Interrupted, it continues if run again."""
@@ -68,6 +80,12 @@ def convert_command(
             released=released,
             calibrate_on=calibrate,
             calibrate_tokens=calibrate_tokens,
+            calibrate_block=calibrate_block,
+            calibrate_passes=calibrate_passes,
+            column=column,
+            split=split,
+            subset=subset,
+            device=device,
             seed=seed,
             calibrate_progress=lambda done, total: bar.update(layers, completed=done, total=total),
             keep_layers=None if keep_layers is None else _layers(keep_layers),

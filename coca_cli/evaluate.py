@@ -10,6 +10,7 @@ from coca_cli.console import BadOption, say
 from coca_cli.options import (
     BatchOption,
     LengthsOption,
+    PassageTexts,
     Run,
     SeedOption,
     Texts,
@@ -82,7 +83,11 @@ def passkey_command(
         typer.Option(min=1, max=1000, help="A grid of so many depths, in turn; drawn uniformly by default."),
     ] = None,
     variant: Annotated[
-        str, typer.Option(help="paper, or yarn or longlora: the prompts and scoring of those scripts.")
+        str,
+        typer.Option(
+            help="paper; yarn or longlora: the prompts and scoring of those scripts; landmark: their "
+            "prompt, which base models answer, scored in one forward without generation."
+        ),
     ] = "paper",
     new_tokens: Annotated[
         int | None,
@@ -97,8 +102,7 @@ def passkey_command(
 
     kind = check_variant(variant)
     subject, ropes = run.load()
-    new_tokens = new_tokens or kind.new_tokens
-    warn_beyond_trained(subject, ropes, wanted, new_tokens)
+    warn_beyond_trained(subject, ropes, wanted, new_tokens or kind.new_tokens)
     run.make_rows(
         passkey_rows,
         subject,
@@ -136,17 +140,39 @@ def boundary_command(
 def copying_command(
     run: Run,
     lengths: LengthsOption,
+    texts: PassageTexts,
     cases: Annotated[int, typer.Option(min=1, help="Sequences per length.")] = 16,
-    seed: SeedOption = 0,
     batch_size: BatchOption = "auto",
 ) -> None:
-    """Loss on the second copy of a random sequence: whether attention can look something up."""
+    """Loss on the second copy of random tokens or, with --data, of passages: whether attention can look things up."""
     wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.copying import copying_rows
 
     subject, ropes = run.load()
+    sample = texts.draw(subject, max(wanted) // 2, special_tokens=False) if texts.given else None
     warn_beyond_trained(subject, ropes, wanted)
-    run.make_rows(copying_rows, subject, wanted, ropes, num_cases=cases, seed=seed, batch_size=size)
+    run.make_rows(
+        copying_rows, subject, wanted, ropes, num_cases=cases, seed=texts.seed, batch_size=size, sample=sample
+    )
+
+
+@app.command("recall")
+@grouped
+def recall_command(
+    run: Run,
+    lengths: LengthsOption,
+    cases: Annotated[int, typer.Option(min=1, help="Lists per length.")] = 100,
+    pairs: Annotated[int, typer.Option(min=2, max=1000, help="Lines of a list.")] = 8,
+    seed: SeedOption = 0,
+    batch_size: BatchOption = "auto",
+) -> None:
+    """Key-value recall: a line of a list, spread over LENGTH tokens, is asked for; share of exact answers, and nats."""
+    wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
+    from coca_hf.evaluate.recall import recall_rows
+
+    subject, ropes = run.load()
+    warn_beyond_trained(subject, ropes, wanted)
+    run.make_rows(recall_rows, subject, wanted, ropes, num_cases=cases, pairs=pairs, seed=seed, batch_size=size)
 
 
 @app.command("attention-maps")

@@ -153,6 +153,19 @@ class Texts:
         return sample
 
 
+@dataclass
+class PassageTexts(Texts):
+    """The documents whose passages are read, where a measurement can do without."""
+
+    def __post_init__(self) -> None:
+        if self.given:
+            super().__post_init__()
+
+    @property
+    def given(self) -> bool:
+        return self.data is not None or self.preset is not None
+
+
 def _is_text(name: str) -> bool:
     """Whether the system gave it as UTF-8: other bytes become halves of characters, which cannot be written."""
     return not any("\ud800" <= character <= "\udfff" for character in name)

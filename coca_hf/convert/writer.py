@@ -37,6 +37,13 @@ class WeightsWriter:
         self._done, self._total = 0, plan.num_bytes(*plan.shards)
         self._lock, self._stopped = Lock(), False
 
+    def check_copied(self) -> None:
+        """Refuse what `write` would refuse of the tensors that are copied: before they are calibrated for hours."""
+        for piece in self.plan.pieces:
+            if self.plan.is_copied(piece) and self.plan.source.dtype(piece.source) != self.plan.dtype_of(piece):
+                for block in self.plan.source.blocks(piece.source):
+                    self._as_stored(piece, block)
+
     def write(self) -> None:
         with _one_thread_of_torch(), ThreadPoolExecutor(SHARDS_AT_ONCE) as pool:
             try:

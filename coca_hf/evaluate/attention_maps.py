@@ -103,7 +103,7 @@ def _measure(
 
     with _giving_maps(subject.model), _giving_maps(baseline.model):
         found, error, _ = compute_all(
-            [[number] for number in range(len(sample.token_ids))],
+            [(list(range(len(sample.token_ids))), 1)],
             compute,
             lambda batches: track(batches, f"attention-maps  {rope}  {length}"),
         )

@@ -1,6 +1,7 @@
 """Batches, computed on every process of `accelerate launch`, in smaller ones where memory runs out.
 
-Batches are formed before they are dealt out, so a batch, and what it gives, is the same on one process and on many.
+Items are dealt to the processes one by one, and each process batches its own. So none waits for another longer than an
+item takes, however few there are; results of one process and of many agree up to rounding.
 """
 
 import math
@@ -42,39 +43,52 @@ def batches_of(items: list[Item], batch_size: int) -> list[list[Item]]:
 
 
 def compute_all(
-    batches: list[list[Item]],
+    groups: list[tuple[list[Item], int]],
     compute: Callable[[list[Item]], list[Result]],
     track: Callable[[list], Iterable] = iter,
 ) -> tuple[list[Result], str | None, int]:
-    """A result for every item of `batches`, in order and on every process, None, and the size of the largest batch.
+    """A result for every item, in order and on every process, None, and the size of the largest batch.
 
-    `compute` turns a batch into one result an item. Where memory runs out, it gets the batch in halves, and later ones
-    in pieces of the size that fitted, which is then the size returned.
+    groups: items that may share a batch, and how many at a time. `compute` turns a batch into one result an item. Where
+    memory runs out, it gets the batch in halves, and later ones in pieces of the size that fitted, which is then the
+    size returned.
 
     In the place of None, what went wrong, and no results: memory that ends at one item ("OOM: ..."), or positions that
     a model has not learned (IndexError). Other exceptions are passed on.
     """
     state = processes()
-    mine = batches[state.process_index :: state.num_processes]
-    results: list[list[Result]] = []
-    error, size = None, max(map(len, batches), default=1)
+    mine = _share(groups, state.process_index, state.num_processes)
+    results: list[Result] = []
+    largest = max(map(len, mine), default=1)
+    error, size = None, largest
     try:
         for batch in track(mine):
             done, size = _in_pieces(batch, compute, size)
-            results.append(done)
+            results += done
     except MemoryError as failure:
         error, size = f"OOM: {failure}", 1
     except IndexError as failure:
         error = f"IndexError: {failure}"
     if state.num_processes > 1:
-        gathered = gather_object([(results, error, size)])
-        error = next((one for _, one, _ in gathered if one), None)
-        size = min(one for _, _, one in gathered)
+        gathered = gather_object([(results, error, size, size < largest)])
+        error = next((one for _, one, _, _ in gathered if one), None)
+        halved = [one for _, _, one, was_halved in gathered if was_halved]
+        size = min(halved) if halved else max(one for _, _, one, _ in gathered)
         results = [
             gathered[number % state.num_processes][0][number // state.num_processes]
-            for number in range(0 if error else len(batches))
+            for number in range(0 if error else sum(len(items) for items, _ in groups))
         ]
-    return [] if error else [result for batch in results for result in batch], error, size
+    return [] if error else results, error, size
+
+
+def _share(groups: list[tuple[list[Item], int]], process: int, num_processes: int) -> list[list[Item]]:
+    """The batches of one process. All items are dealt one by one, so no process has two more than another."""
+    batches: list[list[Item]] = []
+    dealt = 0
+    for items, batch_size in groups:
+        batches += batches_of(items[(process - dealt) % num_processes :: num_processes], batch_size)
+        dealt += len(items)
+    return batches
 
 
 def is_out_of_memory(failure: Exception) -> bool:

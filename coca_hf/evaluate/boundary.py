@@ -98,7 +98,7 @@ def _measure(model: Any, sample: Sample, rope: Rope, settings: dict, track: Trac
         return [_of_document(model, sample.token_ids[i][:length], theta, distances, settings, i) for i in batch]
 
     found, error, _ = compute_all(
-        [[index] for index in range(len(sample.token_ids))],
+        [(list(range(len(sample.token_ids))), 1)],
         compute,
         lambda batches: track(batches, f"boundary  {rope}  {length}"),
     )

@@ -1,16 +1,19 @@
-"""Loss on the second copy of a random sequence: whether attention can look something up (issue 7).
+"""Loss on the second copy of a sequence: whether attention can look something up.
 
-A case is a sequence of ordinary tokens, drawn uniformly from the vocabulary, twice in a row, after the token for the
-beginning where the tokenizer sets one. Nothing but the first copy predicts the second: a model that cannot look back
-is as bad at both, one with induction heads (Olsson et al., arXiv 2209.11895) is nearly certain of the second. The first
-token of either copy is not scored, as nothing predicts it.
+A case is a sequence of tokens, twice in a row, after the token for the beginning where the tokenizer sets one: ordinary
+tokens drawn uniformly from the vocabulary or, with a `Sample`, a passage of its documents, drawn uniformly in each of
+them in turn. Nothing but the first copy predicts the second one of random tokens: a model that cannot look back is as
+bad at both, one with induction heads (Olsson et al., arXiv 2209.11895) is nearly certain of the second. A passage that
+is read again is the same question in text as models know it. The first token of either copy is not scored, as nothing
+predicts it.
 
 A row, task `copying`, has besides what `rows.py` lists: `value`, nats per token of the second copies; `nll_first`, the
-same of the first ones; `cases`; `seed`. Its raw table `copies`: case, tokens (scored of each copy), nll_first and
-nll_second (their sums in nats).
+same of the first ones; `cases`; `seed`; with passages what `Sample.describe` says. Its raw table `copies`: case, tokens
+(scored of each copy), nll_first and nll_second (their sums in nats).
 """
 
 import math
+import random
 from collections.abc import Iterator
 
 import torch
@@ -21,6 +24,7 @@ from coca_hf.evaluate.load import Subject
 from coca_hf.evaluate.perplexity import compute_windows, failed, token_losses
 from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.rows import UNSEEN, Raw, RowStore, Track, rows_over, subject_settings
+from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.variants import Window
 
 
@@ -32,11 +36,13 @@ def copying_rows(
     num_cases: int = 16,
     seed: int = 0,
     batch_size: int | None = None,
+    sample: Sample | None = None,
     track: Track = UNSEEN,
 ) -> Iterator[dict]:
     """Yield a row for every RoPE setting and length, which is that of both copies together, at most.
 
-    Rows that `store` already has are not measured again. Raises CocaError for lengths with less than two tokens a copy.
+    sample: documents whose passages are copied; random tokens, by default. Rows that `store` already has are not
+    measured again. Raises CocaError for lengths with less than two tokens a copy.
     """
     if min(lengths) < 5:
         raise CocaError(
@@ -45,6 +51,7 @@ def copying_rows(
     settings = {
         "task": "copying",
         "stride": None,
+        **(sample.describe() if sample else {}),
         "cases": num_cases,
         "seed": seed,
         **subject_settings(subject),
@@ -55,26 +62,38 @@ def copying_rows(
         lengths,
         store,
         lambda length: settings,
-        lambda rope, settings: _measure(subject, rope, settings, track),
+        lambda rope, settings: _measure(subject, sample, rope, settings, track),
         track,
     )
 
 
-def repeated_sequences(subject: Subject, length: int, num_cases: int, seed: int) -> tuple[list[Tensor], int]:
+def repeated_sequences(
+    subject: Subject, length: int, num_cases: int, seed: int, sample: Sample | None = None
+) -> tuple[list[Tensor], int]:
     """The token ids of every case, each at most (length,), and how many of them are one copy."""
     tokenizer = subject.tokenizer
     begin = [tokenizer.bos_token_id] if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else []
-    known = min(len(tokenizer), subject.model.get_input_embeddings().weight.shape[0])
-    ordinary = torch.tensor(sorted(set(range(known)) - set(tokenizer.all_special_ids)))
     copy_len = (length - len(begin)) // 2
-    generator = torch.Generator().manual_seed(seed)
-    copies = ordinary[torch.randint(len(ordinary), (num_cases, copy_len), generator=generator)]
+    if sample is None:
+        known = min(len(tokenizer), subject.model.get_input_embeddings().weight.shape[0])
+        ordinary = torch.tensor(sorted(set(range(known)) - set(tokenizer.all_special_ids)))
+        generator = torch.Generator().manual_seed(seed)
+        copies = list(ordinary[torch.randint(len(ordinary), (num_cases, copy_len), generator=generator)])
+    else:
+        copies = [_passage(sample, copy_len, seed, number) for number in range(num_cases)]
     return [torch.cat((copy.new_tensor(begin), copy, copy)) for copy in copies], copy_len
 
 
-def _measure(subject: Subject, rope: Rope, settings: dict, track: Track) -> tuple[dict, Raw]:
+def _passage(sample: Sample, copy_len: int, seed: int, case_number: int) -> Tensor:
+    document = sample.token_ids[case_number % len(sample.token_ids)]
+    rng = random.Random(f"passage {seed} {copy_len} {case_number}")
+    first = rng.randrange(len(document) - copy_len + 1)
+    return document[first : first + copy_len]
+
+
+def _measure(subject: Subject, sample: Sample | None, rope: Rope, settings: dict, track: Track) -> tuple[dict, Raw]:
     length = settings["length"]
-    cases, copy_len = repeated_sequences(subject, length, settings["cases"], settings["seed"])
+    cases, copy_len = repeated_sequences(subject, length, settings["cases"], settings["seed"], sample)
     use_rope_(subject.model, rope, length)
 
     def compute(batch: list[Window]) -> list[list[float]]:

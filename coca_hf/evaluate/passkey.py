@@ -10,17 +10,23 @@ the case's number only, so a case is the same whichever others run beside it. Va
                from. Found where the first number of the answer, 10 tokens, is the key
     longlora   passkey_retrivial.py of dvlab-research/LongLoRA: the same prompt. Found where the answer's first tokens
                are the key's. Its key after a space, as LLaMA's tokenizers, for which it was written, put one there
+    landmark   the same prompt, keys of five digits, and nothing is generated: found where every token of the key is
+               the likeliest after those before it, as in greedy decoding (see `answers.py`). One forward a case, and a
+               base model goes on from "The pass key is" where it has nothing to say to the paper's question. Shares
+               jump from 0 to 1 while a model learns; the nats of a digit show how far it is
 
 Both scripts set the characters of filler and take the tokens as they come; here the tokens are set.
 
 A row, task `passkey`, has besides what `rows.py` lists: `value`, the share of cases found; `variant`, `cases`,
 `new_tokens`, `depths` (null where depth is uniform); and of the cases whose key is at most, or more than, the tokens of
 its last training from the end (the paper's figure 4): `cases_inside`, `correct_inside`, `cases_beyond`,
-`correct_beyond`. Its raw table `cases`: case, key, depth (0 to 1), distance (tokens from the beginning of the passkey's
-sentence to the end), prompt_tokens, output, correct.
+`correct_beyond`; of `landmark` also `nats_per_digit`, the loss on the keys over their digits. Its raw table `cases`:
+case, key, depth (0 to 1), distance (tokens from the beginning of the passkey's sentence to the end), prompt_tokens,
+output, correct, and of `landmark` nll (nats of the whole key).
 """
 
 import itertools
+import math
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +36,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import auto_batch_size, batches_of, compute_all
+from coca_hf.evaluate.answers import score_answers
+from coca_hf.evaluate.batches import auto_batch_size, compute_all
 from coca_hf.evaluate.load import Subject, check_vocabulary
 from coca_hf.evaluate.perplexity import failed
 from coca_hf.evaluate.rope import Rope, use_rope_
@@ -57,7 +64,7 @@ class Variant(NamedTuple):
     sentence: str  # that holds the key
     prompt: Callable[[str, int, int], str]  # of the sentence, and filler before it and in all
     found: Callable[[Case, str, list[int]], bool]  # in the text and tokens of the answer
-    new_tokens: int
+    new_tokens: int  # 0: nothing is generated, the key's own tokens are scored
 
 
 def _paper_prompt(sentence: str, before: int, filler: int) -> str:
@@ -95,6 +102,13 @@ VARIANTS = {
         lambda case, text, token_ids: token_ids[: len(case.answer_ids)] == case.answer_ids,
         10,
     ),
+    "landmark": Variant(
+        (10_000, 99_999),
+        _LANDMARK,
+        _landmark_prompt,
+        lambda case, text, token_ids: token_ids == case.answer_ids,
+        0,
+    ),
 }
 
 
@@ -125,7 +139,7 @@ def make_case(
     def tokens_with(filler: int) -> list[int]:
         return tokenizer(kind.prompt(sentence, before(filler), filler))["input_ids"]
 
-    filler = _most_that_fits(lambda filler: len(tokens_with(filler)), length)
+    filler = most_that_fits(lambda filler: len(tokens_with(filler)), length)
     prompt = kind.prompt(sentence, before(filler), filler)
     from_passkey = prompt[prompt.index(sentence) :]
     token_ids = tokens_with(filler)
@@ -186,7 +200,7 @@ def answers(
         return [(ids, watch.saw_nan) for ids in output[:, longest:].tolist()]
 
     size = batch_size or auto_batch_size(max(len(case.token_ids) for case in cases) + new_tokens)
-    results, error, size = compute_all(batches_of(cases, size), compute, track)
+    results, error, size = compute_all([(cases, size)], compute, track)
     return [ids for ids, _ in results], any(nan for _, nan in results), error, size
 
 
@@ -207,8 +221,11 @@ def passkey_rows(
 
     new_tokens: the variant's, by default. Dynamic NTK is fixed for `length` + `new_tokens`.
 
-    Raises CocaError where a length is too short for the prompt, naming the shortest that does, before any work.
+    Raises CocaError where a length is too short for the prompt, naming the shortest that does, before any work, and for
+    `new_tokens` of a variant that generates none.
     """
+    if new_tokens and not VARIANTS[variant].new_tokens:
+        raise CocaError(f"--new-tokens: got {new_tokens}, but --variant {variant} generates nothing; leave it out")
     check_lengths(subject, lengths, seed, num_cases, variant)
     settings = {
         "task": "passkey",
@@ -240,9 +257,18 @@ def _measure(subject: Subject, rope: Rope, settings: dict, track: Track) -> tupl
         for number in range(settings["cases"])
     ]
     use_rope_(subject.model, rope, length + new_tokens)
-    outputs, saw_nan, error, batch_size = answers(
-        subject, cases, new_tokens, settings["batch_size"], lambda batches: track(batches, f"passkey  {rope}  {length}")
-    )
+
+    def tracked(batches: list) -> Iterable:
+        return track(batches, f"passkey  {rope}  {length}")
+
+    losses: list[float] = []
+    if new_tokens:
+        outputs, saw_nan, error, batch_size = answers(subject, cases, new_tokens, settings["batch_size"], tracked)
+    else:
+        asked = [(case.token_ids, case.answer_ids) for case in cases]
+        scores, error, batch_size = score_answers(subject, asked, settings["batch_size"], tracked)
+        outputs, losses = [score.likeliest for score in scores], [score.nll for score in scores]
+        saw_nan = any(map(math.isnan, losses))
     texts = subject.tokenizer.batch_decode(outputs, skip_special_tokens=True)
     records = [
         {
@@ -256,6 +282,8 @@ def _measure(subject: Subject, rope: Rope, settings: dict, track: Track) -> tupl
         }
         for number, (case, text, ids) in enumerate(zip(cases, texts, outputs, strict=False))
     ]
+    for record, nll in zip(records, losses, strict=False):
+        record["nll"] = nll
     if saw_nan:
         error = "the model's logits are NaN"
     elif error:
@@ -267,6 +295,9 @@ def _measure(subject: Subject, rope: Rope, settings: dict, track: Track) -> tupl
         "error": error,
         "batch_size": batch_size,
     }
+    if not new_tokens:
+        digits = sum(len(str(case.key)) for case in cases)
+        results["nats_per_digit"] = None if error else math.fsum(losses) / digits
     return results, {"cases": records}
 
 
@@ -281,7 +312,7 @@ def count_by_distance(records: list[dict], trained_length: int | None) -> dict[s
     }
 
 
-def _most_that_fits(tokens_of: Callable[[int], int], length: int) -> int:
+def most_that_fits(tokens_of: Callable[[int], int], length: int) -> int:
     """An amount of filler whose tokens fit `length` while those of one more do not; 0 fits."""
     shortest, too_much = tokens_of(0), 1
     while (tokens := tokens_of(too_much)) <= length:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coca_hf.evaluate.batches import auto_batch_size, batches_of, compute_all
+from coca_hf.evaluate.batches import auto_batch_size, compute_all
 from coca_hf.evaluate.load import Subject
 from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.rows import UNSEEN, Raw, RowStore, Track, rows_over, subject_settings
@@ -46,10 +46,12 @@ def compute_windows(
     def shape(window: Window) -> tuple[int, int]:
         return window.input_len, window.scored_len
 
-    batches: list[list[Window]] = []
-    for (input_len, _), same in itertools.groupby(sorted(windows, key=shape), key=shape):
-        batches += batches_of(list(same), batch_size or auto_batch_size(input_len))
-    return list(itertools.chain.from_iterable(batches)), *compute_all(batches, compute, track)
+    windows = sorted(windows, key=shape)
+    groups = [
+        (list(same), batch_size or auto_batch_size(input_len))
+        for (input_len, _), same in itertools.groupby(windows, key=shape)
+    ]
+    return windows, *compute_all(groups, compute, track)
 
 
 def perplexity_rows(

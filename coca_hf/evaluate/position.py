@@ -5,11 +5,13 @@ the window, and from nothing else. Losses are summed over buckets of indices.
 
 A row, task `position-loss`, has besides what `rows.py` lists: `value`, the perplexity over all tokens; `stride`, which
 is the length; `bucket`, in tokens; what `Sample.describe` says; `nll`, nats per token, and the same for buckets that
-begin below and from the length of the last training on, `nll_inside` and `nll_beyond` (null where there are none). Its
-raw table `buckets`: document (index into `document_names`), first (index of the bucket), tokens, nll (their sum in
-nats).
+begin below and from the length of the last training on, `nll_inside` and `nll_beyond` (null where there are none);
+`ranges`, the perplexity of the tokens between `EDGES`, the trained length of the config and the window's end, each with
+its first index, end and tokens. Its raw table `buckets`: document (index into `document_names`), first (index of the
+bucket), tokens, nll (their sum in nats), of which `in_ranges` makes any other ranges.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -22,6 +24,8 @@ from coca_hf.evaluate.rows import UNSEEN, Raw, RowStore, Track, rows_over, subje
 from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.variants import VARIANTS, Window
 from coca_hf.report.rows import trained_length
+
+EDGES = (256, 1024)
 
 
 def position_rows(
@@ -75,11 +79,29 @@ def _measure(subject: Subject, sample: Sample, rope: Rope, settings: dict, track
         "nll": nats_per_token(lines) if value is not None else None,
         "nll_inside": nats_per_token([line for line in lines if line["first"] < trained]) if value else None,
         "nll_beyond": nats_per_token([line for line in lines if line["first"] >= trained]) if value else None,
+        "ranges": in_ranges(lines, length, [*EDGES, settings["trained_length"] or length]) if value else [],
         "tokens": tokens,
         "error": error,
         "batch_size": batch_size,
     }
     return results, {"buckets": lines}
+
+
+def in_ranges(buckets: list[dict], length: int, edges: list[int]) -> list[dict]:
+    """Perplexity of lines of the raw table by ranges of indices, cut at those of `edges` that lie below `length`.
+
+    A bucket belongs to the range that its first index lies in.
+    """
+    cuts = [0, *sorted({edge for edge in edges if 0 < edge < length}), length]
+    ranges = []
+    for first, end in itertools.pairwise(cuts):
+        within = [bucket for bucket in buckets if first <= bucket["first"] < end]
+        if within:
+            tokens = sum(bucket["tokens"] for bucket in within)
+            nll = math.fsum(bucket["nll"] for bucket in within) / tokens
+            perplexity = math.exp(nll) if nll < 700 else None  # beyond a float64
+            ranges.append({"first": first, "end": end, "tokens": tokens, "perplexity": perplexity})
+    return ranges
 
 
 def nats_per_token(buckets: list[dict]) -> float | None:

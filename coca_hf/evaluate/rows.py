@@ -42,7 +42,7 @@ from coca_hf.report.rows import is_whole, latest
 # A row that has these in common with another is the same measurement.
 IDENTITY = (
     *("model", "fingerprint", "dtype", "task", "rope", "length", "stride", "asked_stride", "seed"),
-    *("data", "data_hash", "documents", "max_tokens", "cases", "new_tokens", "variant", "depths", "bucket"),
+    *("data", "data_hash", "documents", "max_tokens", "cases", "pairs", "new_tokens", "variant", "depths", "bucket"),
     *("pairs_per_document", "mode", "repeats", "baseline_fingerprint", "measured_on", "benchmark", "metric", "filter"),
     *("shots", "limit", "warmup"),
 )

@@ -123,10 +123,16 @@ def _title(row: dict) -> str:
 
 
 def show_value(row: dict) -> str:
-    """Perplexity to four digits, shares to two places, seconds to three digits, or the row's error."""
+    """Perplexity to four digits, shares to two places, seconds to three digits, or the row's error.
+
+    In brackets: of speed times the baseline, of answers that were scored the nats of a digit or token.
+    """
     if row["value"] is None:
         return row["error"]
     if row["task"] == "speed":
         return f"{row['value']:.3g}" + (f" ({row['ratio']:.2f}x)" if row["ratio"] else "")
+    if row["task"] in ("passkey", "recall"):
+        nats = row.get("nats_per_digit", row.get("nll"))
+        return f"{row['value']:.2f}" + ("" if nats is None else f" ({nats:.2f} nats)")
     value = round(row["value"], 2) + 0.0 if abs(row["value"]) < 1e4 else row["value"]  # + 0.0: no -0.00
-    return f"{value:.2f}" if row["task"] == "passkey" or value < 1e4 else f"{value:.3g}"
+    return f"{value:.2f}" if value < 1e4 else f"{value:.3g}"

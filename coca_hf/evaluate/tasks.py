@@ -33,7 +33,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 
 from coca_hf.errors import CocaError, first_line
-from coca_hf.evaluate.batches import auto_batch_size, batches_of, compute_all
+from coca_hf.evaluate.batches import auto_batch_size, compute_all
 from coca_hf.evaluate.load import Subject, check_vocabulary
 from coca_hf.evaluate.perplexity import failed
 from coca_hf.evaluate.rope import Rope, trained_length, use_rope_
@@ -223,8 +223,7 @@ def _evaluate(
 ) -> dict[str, Any] | None:
     """What lm-eval makes of the model's answers; None on all processes but the first. Adds its batch sizes to `sizes`.
 
-    Every process answers its share of the batches and gets all answers. lm-eval's own way of dealing documents out
-    changes the order of sums, and so the last digits.
+    Every process answers its share of the contexts and gets all answers; lm-eval knows of one process only.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -239,25 +238,27 @@ def _evaluate(
         return min(len(model.tok_encode("".join(texts))), model.max_length) + new_tokens
 
     def dealt(answer: Callable, requests: list[Any]) -> list[Any]:
-        # Longest first, so that memory runs out early, and requests of one context share a batch.
+        # Longest first, so that memory runs out early. Requests of one context stay together: one forward may do.
         order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].args[0]), requests[i].args[0], i))
+        contexts = [list(same) for _, same in itertools.groupby(order, key=lambda i: requests[i].args[0])]
 
-        def compute(batch: list[Any]) -> list[tuple[Any, bool]]:
+        def compute(batch: list[list[int]]) -> list[tuple[list[Any], bool]]:
             model.batch_size_per_gpu = len(batch)  # also of the windows that it cuts a long text into
             with _watching(subject, settings["benchmark"]) as nans:
-                found = answer(batch, disable_tqdm=True)
-            return [(one, any(nans)) for one in found]
+                found = iter(answer([requests[i] for same in batch for i in same], disable_tqdm=True))
+            return [(list(itertools.islice(found, len(same))), any(nans)) for same in batch]
 
         batch_size = settings["batch_size"] or auto_batch_size(max(map(tokens, requests)))
         answers, error, size = compute_all(
-            batches_of([requests[i] for i in order], batch_size),
+            [(contexts, batch_size)],
             compute,
             lambda batches: track(batches, f"tasks  {settings['benchmark']}"),
         )
         sizes.append(size)
         if error or any(nan for _, nan in answers):  # of which lm-eval would make a share of answers all the same
             raise _Unanswered(failed(error, length or "too many") if error else "the model's logits are NaN")
-        by_request = {i: one for i, (one, _) in zip(order, answers, strict=True)}
+        found = itertools.chain.from_iterable(some for some, _ in answers)
+        by_request = dict(zip(order, found, strict=True))
         return [by_request[i] for i in range(len(requests))]
 
     for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):

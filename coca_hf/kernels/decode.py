@@ -18,11 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-HEADS = 4  # key/value heads of a program, at most
+HEADS = 8  # key/value heads of a program, at most
 GROUPS = 4  # query heads that share a key/value head in a program, at most
-SUMS_PER_THREAD = 64  # sums of values in the registers of a thread
+SUMS_PER_THREAD = 32  # sums of values in the registers of a thread
 WARPS = 4
-STAGES = 2  # blocks of keys that are on their way while one is computed with, and that one
 PROGRAMS_PER_PROCESSOR = 4
 LOG2_E = 1.4426950408889634
 
@@ -61,7 +60,7 @@ def decode_attention(
             *(x.stride(i) for x in (cos, sin) for i in (0, 2, 3)), allowed.stride(0), allowed.stride(3),
             length, split_keys, splits, scaling * LOG2_E,
             KV_HEADS=kv_heads, GROUPS=groups, PAIRS=pairs, HEADS=together, BLOCK_GROUPS=block_groups, KEYS=keys,
-            BLOCK_PAIRS=block_dim // 2, MASKED=mask is not None, STRICT=strict, STAGES=STAGES, num_warps=WARPS,
+            BLOCK_PAIRS=block_dim // 2, MASKED=mask is not None, STRICT=strict, num_warps=WARPS,
         )  # fmt: skip
         _join_kernel[(batch * heads,)](
             partial, log_sum, output, splits,
@@ -90,7 +89,7 @@ def _split_kernel(
     length, split_keys, splits, scale,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr, KEYS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, MASKED: tl.constexpr,
-    STRICT: tl.constexpr, STAGES: tl.constexpr,
+    STRICT: tl.constexpr,
 ):  # fmt: skip
     # Axes of every tile: key (slot), key/value head, query head that shares it, pair or dimension.
     # 64 bits: a long cache has more numbers than 32 bits count
@@ -114,19 +113,22 @@ def _split_kernel(
 
     t_ptr += b * t_b + head * t_g + pair * t_d
     value_ptr += b * value_b + head * value_g + dim * value_d
-    cos_ptr += b * cos_b + pair * cos_d
-    sin_ptr += b * sin_b + pair * sin_d
+    # Every head loads the angles, from the same addresses of a cache line: a layout of their own would be exchanged
+    # between threads for every block.
+    cos_ptr += b * cos_b + pair * cos_d + head * 0
+    sin_ptr += b * sin_b + pair * sin_d + head * 0
     mask_ptr += b * mask_b
 
     greatest = tl.full((KEYS, HEADS, BLOCK_GROUPS, 1), float("-inf"), tl.float32)
     total = tl.zeros((KEYS, HEADS, BLOCK_GROUPS, 1), tl.float32)
     sums = tl.zeros((KEYS, HEADS, BLOCK_GROUPS, 2 * BLOCK_PAIRS), tl.float32)
-    for start in tl.range(split * split_keys, min((split + 1) * split_keys, length), KEYS, num_stages=STAGES):
+    for start in range(split * split_keys, min((split + 1) * split_keys, length), KEYS):
         key = (start + slot).to(tl.int64)
         there = key < length
-        cos = tl.load(cos_ptr + key * cos_n, mask=there & pair_there, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + key * sin_n, mask=there & pair_there, other=0.0).to(tl.float32)
-        t = tl.load(t_ptr + key * t_n, mask=there & head_there & pair_there, other=0.0).to(tl.float32)
+        of_pair = there & head_there & pair_there
+        cos = tl.load(cos_ptr + key * cos_n, mask=of_pair, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + key * sin_n, mask=of_pair, other=0.0).to(tl.float32)
+        t = tl.load(t_ptr + key * t_n, mask=of_pair, other=0.0).to(tl.float32)
         value = tl.load(value_ptr + key * value_n, mask=there & head_there & dim_there, other=0.0).to(tl.float32)
         if MASKED:
             there &= tl.load(mask_ptr + key * mask_n, mask=there, other=0) != 0

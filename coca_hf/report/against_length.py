@@ -19,6 +19,7 @@ TITLES = {
     "position-loss": "Loss by position",
     "passkey": "Passkey retrieval",
     "copying": "Copying",
+    "recall": "Key-value recall",
     "attention-maps": "Attention beside the original's",
     "boundary": "Rotary boundaries",
     "tasks": "Short context",
@@ -29,9 +30,12 @@ EXPLANATIONS = {
     "lower is better.",
     "position-loss": "Perplexity over disjoint windows, and the loss by the index of the token in its window: an "
     "average hides where the model breaks, this does not. Lower is better.",
-    "passkey": "Share of prompts whose answer holds the five-digit number hidden in them; greedy; higher is better.",
+    "passkey": "Share of prompts whose answer holds the five-digit number hidden in them; greedy; higher is better. In "
+    "brackets, where the number was scored without generation: nats per digit; lower is better.",
     "copying": "Loss, in nats per token, on the second copy of a random sequence, which only attention to the first "
-    "can predict; in brackets that of the first copy. Lower is better.",
+    "can predict, or of a passage of text that is read again; in brackets that of the first copy. Lower is better.",
+    "recall": "Share of lists of keys and values in which the value of the key that is asked for is found; greedy; "
+    "higher is better. In brackets: nats per token of the value; lower is better.",
     "attention-maps": "Divergence of every head's attention from the original model's on the same text, in nats, mean "
     "over layers, heads and queries; in brackets the mass on the first token, and the original's. Lower is nearer.",
     "boundary": "The angle between query and key before rotation, per rotary pair. Where it lies between 180° and 360° "
@@ -41,7 +45,12 @@ EXPLANATIONS = {
     "speed": "Median seconds of a step. In brackets: times the unconverted model's, measured in the same run.",
 }
 NBSP = "\N{NO-BREAK SPACE}"
-AXES = {"perplexity": "perplexity", "passkey": "share found", "position-loss": "loss (nats per token)"}
+AXES = {
+    "perplexity": "perplexity",
+    "passkey": "share found",
+    "recall": "share found",
+    "position-loss": "loss (nats per token)",
+}
 PAPER = json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
 PUBLISHED = tuple(PAPER["perplexity"])  # what --paper takes
 
@@ -92,6 +101,10 @@ def show(row: dict) -> str:
         return f"{value:.3f}" + (f"{NBSP}±{NBSP}{row['stderr']:.3f}" if row["stderr"] is not None else "")
     if task == "copying":
         return f"{value:.2f}{NBSP}({row['nll_first']:.2f})"
+    if task == "recall":
+        return f"{value:.2f}{NBSP}({row['nll']:.2f})"
+    if row.get("nats_per_digit") is not None:
+        return f"{value:.2f}{NBSP}({row['nats_per_digit']:.2f})"
     if task == "attention-maps":
         return f"{value:.3f}{NBSP}({row['sink']:.2f},{NBSP}{row['baseline_sink']:.2f})"
     return f"{value:.2f}" if task in ("passkey", "boundary") or value < 1e4 else f"{value:.3g}"
@@ -99,7 +112,7 @@ def show(row: dict) -> str:
 
 def against_length(task: str, measured: Measured) -> Section | None:
     tables = measured.of_task(task)
-    published = {name: line for family in measured.paper for name, line in PAPER[task][family].items()}
+    published = {name: line for family in measured.paper for name, line in PAPER.get(task, {}).get(family, {}).items()}
     parts: list = [Text(EXPLANATIONS[task])]
     if published:
         parts.append(
@@ -130,7 +143,7 @@ def _figure(table: Table, number: int, published: dict[str, list]) -> Figure:
         f"{title} against context length: {table.settings}.{bands}{crosses}{_trainings(table)}",
         curves,
         AXES[table.task],
-        y_scale="share" if table.task == "passkey" else "log",
+        y_scale="log" if table.task == "perplexity" else "share",
         trained_lengths=trained_lengths(table),
     )
 

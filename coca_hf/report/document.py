@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from coca_hf.report.plots import Draw, Key
@@ -88,7 +89,9 @@ def _markdown(part: Part | Section, level: int) -> str:
         case Bullets(items):
             return "\n".join(f"- {escape(item)}" for item in items)
         case Code(text):
-            return f"```\n{text}\n```"
+            longest = max(map(len, re.findall("`+", text)), default=0)
+            fence = "`" * max(3, longest + 1)
+            return f"{fence}\n{text}\n{fence}"
         case Grid(header, lines, numbers_from):
             return markdown_table(header, lines, numbers_from)
         case Figure(name, _, caption):
@@ -110,4 +113,5 @@ def escape(text: str) -> str:
     """`text` on one line, without what Markdown would read as its own."""
     for sign in "\\|*_`<":
         text = text.replace(sign, f"\\{sign}")
+    text = text.replace("](", "]\\(")  # neither a link nor an image
     return " ".join(text.split())

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import pyarrow
 from pyarrow.parquet import read_table
 from pydantic import Field, PositiveFloat, TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic takes typing's from Python 3.12 on
 
 from coca_hf.errors import CocaError
 
@@ -18,6 +19,16 @@ TEXT, WHOLE, NAMES = str | None, int | None, list[str]
 COUNT = Annotated[int, Field(gt=0, le=2**53)]
 NUMBER, ABOVE_0, SHARE = float | None, PositiveFloat | None, Annotated[float, Field(ge=0, le=1)] | None
 FILES = dict[str, Annotated[str, Field(max_length=200)]]
+
+
+class Range(TypedDict):
+    """Tokens of a position-loss row whose index in their window is at least `first` and below `end`."""
+
+    first: int
+    end: int
+    perplexity: float | None
+
+
 # What the rows of one table have in common: only then are their values comparable.
 _TEXTS: dict[str, Any] = {"data": str, "column": str, "split": str, "document_names": NAMES, "max_tokens": WHOLE}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -25,6 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "position-loss": _TEXTS | {"bucket": COUNT},
     "passkey": {"cases": int, "new_tokens": int, "seed": int, "variant": str, "depths": COUNT | None},
     "copying": {"cases": int, "seed": int},
+    "recall": {"cases": int, "pairs": int, "seed": int},
     "attention-maps": _TEXTS | {"baseline": str},
     "boundary": _TEXTS | {"pairs_per_document": int, "seed": int},
     "tasks": {"benchmark": str, "metric": TEXT, "filter": TEXT, "shots": WHOLE, "limit": WHOLE},
@@ -33,7 +45,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 # What every row has besides: a value of its task, and the fields common to all tasks.
 VALUES: dict[str, dict[str, Any]] = {
     **{task: {"value": ABOVE_0} for task in ("perplexity", "position-loss", "speed")},
-    **{task: {"value": SHARE} for task in ("passkey", "boundary")},
+    **{task: {"value": SHARE} for task in ("passkey", "recall", "boundary")},
     **{task: {"value": NUMBER} for task in ("copying", "attention-maps")},
     "tasks": {"value": NUMBER, "length": COUNT | None},  # RULER alone has a length
 }
@@ -48,6 +60,7 @@ SOME: dict[str, Any] = {
     **{
         "coca_kept_layers": list[int] | None,
         "model_type": str,
+        "ranges": list[Range],
         "tokens": WHOLE,
         "stride": WHOLE,
         "seed": WHOLE,
@@ -56,8 +69,8 @@ SOME: dict[str, Any] = {
     **dict.fromkeys(("share_a", "share_b", "share_c", "share_d", "share_d_weighted"), NUMBER),
     **dict.fromkeys(("share_abnormal", "share_absolute"), NUMBER),
     **dict.fromkeys(("mean_abs_angle", "stderr", "tokens_per_second", "peak_bytes", "ratio"), NUMBER),
-    **dict.fromkeys(("nll_first", "sink", "baseline_sink"), NUMBER),
-    **dict.fromkeys(("dimension", "memory_kind", "baseline", "subset", "data_revision", "commit"), TEXT),
+    **dict.fromkeys(("nll_first", "nll", "nats_per_digit", "sink", "baseline_sink"), NUMBER),
+    **dict.fromkeys(("data", "dimension", "memory_kind", "baseline", "subset", "data_revision", "commit"), TEXT),
 }
 # Of each raw table, the columns that the page reads.
 _FLOAT, _INT, _COUNTS = pyarrow.float64(), pyarrow.int64(), pyarrow.list_(pyarrow.int64())
@@ -103,10 +116,14 @@ class Table:
         row = self.rows[0]
         if self.task == "passkey":
             depths = f"{row['depths']} depth{'s' * (row['depths'] > 1)}" if row["depths"] else "uniform depth"
-            cases = f"{row['cases']} cases per length, {depths}, {row['new_tokens']} new tokens, seed {row['seed']}"
+            answer = f"{row['new_tokens']} new tokens" if row["new_tokens"] else "keys scored without generation"
+            cases = f"{row['cases']} cases per length, {depths}, {answer}, seed {row['seed']}"
             return cases if row["variant"] == "paper" else f"{cases}, {row['variant']}'s prompt and scoring"
         if self.task == "copying":
-            return f"{row['cases']} cases per length, seed {row['seed']}"
+            copied = f"passages of {data_of(row)}" if row.get("data") else "random tokens"
+            return f"{copied}, {row['cases']} cases per length, seed {row['seed']}"
+        if self.task == "recall":
+            return f"lists of {row['pairs']} lines, {row['cases']} cases per length, seed {row['seed']}"
         if self.task == "speed":
             return f"{row['mode']}, batch size {row['batch_size']}, {row['device']}"
         if self.task == "tasks":
@@ -190,7 +207,9 @@ def _key(row: dict) -> tuple:
 
 
 def _settings_of(row: dict) -> str:
-    return json.dumps([*(row[name] for name in SETTINGS[row["task"]]), row.get("subset"), row.get("data_revision")])
+    return json.dumps(
+        [*(row[name] for name in SETTINGS[row["task"]]), row.get("subset"), row.get("data_revision"), row.get("data")]
+    )
 
 
 def _read(path: Path) -> list[dict]:

@@ -82,8 +82,22 @@ def position_loss(measured: Measured) -> Section | None:
                     ticks=[2**power for power in range(4, 31) if min(xs_of(curves)) <= 2**power <= last],
                 )
             )
-        parts += [values(table), *missing_values(table)]
+        parts += [values(table), *_ranges(table), *missing_values(table)]
     return Section(TITLES["position-loss"], parts) if tables else None
+
+
+def _ranges(table: Table) -> list[Grid]:
+    """Perplexity by ranges of the token's index, of the longest length of every model and RoPE setting."""
+    found = {name: rows[-1].get("ranges") or [] for name, rows in table.series.items()}
+    columns = sorted({(part["first"], part["end"]) for parts in found.values() for part in parts})
+    if len(columns) < 2:
+        return []
+    lines = []
+    for name, parts in found.items():
+        cells = {(p["first"], p["end"]): show({"task": "position-loss", "value": p["perplexity"]}) for p in parts}
+        lines.append([name, *(cells.get(column, "") for column in columns)])
+    header = ["perplexity of tokens", *(f"{first:,} to {end:,}" for first, end in columns)]
+    return [Grid(header, lines, numbers_from=1)]
 
 
 def copying(measured: Measured) -> Section | None:
@@ -92,6 +106,10 @@ def copying(measured: Measured) -> Section | None:
     for table in tables:
         parts += [values(table), *missing_values(table)]
     return Section(TITLES["copying"], parts) if tables else None
+
+
+def recall(measured: Measured) -> Section | None:
+    return against_length("recall", measured)
 
 
 def attention_maps(measured: Measured) -> Section | None:
@@ -191,6 +209,7 @@ SECTIONS: list[Callable[[Measured], Section | None]] = [
     position_loss,
     passkey,
     copying,
+    recall,
     attention_maps,
     boundary,
     tasks,

@@ -217,11 +217,10 @@ def step(length: int, batch: int, options) -> list[dict]:
 
 
 TUNED = {  # constants of coca_hf/kernels/decode.py
-    "HEADS": (2, 4, 8),
-    "SUMS_PER_THREAD": (32, 64),
+    "HEADS": (4, 8, 16),
+    "SUMS_PER_THREAD": (16, 32),
     "WARPS": (4, 8),
-    "STAGES": (1, 2, 3, 4),
-    "PROGRAMS_PER_PROCESSOR": (4, 8),
+    "PROGRAMS_PER_PROCESSOR": (4, 7, 14),
 }
 
 

@@ -94,6 +94,9 @@ class Work:
         settings |= self.scale["train"][kind] | plan.get("settings", {})
         launch = shlex.split(self.scale["launch"][kind])
         changes = [f"{key}={json.dumps(value)}" for key, value in settings.items()]  # JSON is YAML
+        if "world-size" in self.scale and not out.exists():
+            on_all = ["--prepare", "--world-size", self.scale["world-size"]]
+            self.run("coca-train", plan["recipe"], *changes, *on_all)
         self.run(*launch, plan["recipe"], *changes, "--out", out, "--resume")
         stages = sorted(path.parent for path in out.glob("*/training.json"))
         return stages[-1] if stages else out / "LAST-STAGE"  # the latter in a dry run

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from coca_hf.evaluate import batches
-from coca_hf.evaluate.batches import auto_batch_size, batches_of, compute_all
+from coca_hf.evaluate.batches import auto_batch_size, compute_all
 from coca_hf.evaluate.passkey import VARIANTS as PROMPTS
 from coca_hf.evaluate.passkey import passkey_rows
 from coca_hf.evaluate.perplexity import perplexity_of, perplexity_rows
@@ -49,14 +49,14 @@ def holds(limit, tried, message=MESSAGES[0]):
 @pytest.mark.parametrize("message", MESSAGES)
 def test_memory_that_runs_out_is_retried_in_halves_that_later_batches_keep(message):
     tried = []
-    results, error, size = compute_all(batches_of(list(range(20)), 8), holds(3, tried, message))
+    results, error, size = compute_all([(list(range(20)), 8)], holds(3, tried, message))
     assert (results, error, size) == ([item * item for item in range(20)], None, 2)
     assert tried == [8, 4, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2]
 
 
 def test_memory_that_does_not_hold_one_item_is_an_error_of_the_row():
     tried = []
-    results, error, size = compute_all(batches_of(list(range(20)), 8), holds(0, tried))
+    results, error, size = compute_all([(list(range(20)), 8)], holds(0, tried))
     assert (results, size) == ([], 1)
     assert error.startswith("OOM: one sequence alone does not fit (CUDA out of memory.")
     assert tried == [8, 4, 2, 1]
@@ -67,7 +67,38 @@ def test_other_exceptions_are_passed_on():
         raise RuntimeError("shapes cannot be multiplied")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        compute_all([[1]], broken)
+        compute_all([([1], 1)], broken)
+
+
+@pytest.mark.parametrize(("num_processes", "sizes"), [(8, [100]), (3, [7, 1, 1, 4]), (5, [3])])
+def test_processes_get_as_many_items_and_all_results_in_order(monkeypatch, num_processes, sizes):
+    """Each process computes its share; what the others made is put in place of gathering."""
+    numbers = iter(range(sum(sizes)))
+    groups = [([next(numbers) for _ in range(size)], 64) for size in sizes]
+    batched: list[list[int]] = []
+
+    def compute(batch):
+        batched[-1].append(len(batch))
+        assert any(set(batch) <= set(items) for items, _ in groups)
+        return [item * item for item in batch]
+
+    def run(process, gather):
+        state = SimpleNamespace(process_index=process, num_processes=num_processes, device=torch.device("cpu"))
+        monkeypatch.setattr(batches, "processes", lambda: state)
+        monkeypatch.setattr(batches, "gather_object", gather)
+        batched.append([])
+        return compute_all(groups, compute)
+
+    made: list = []
+    for process in range(num_processes):
+        with pytest.raises(StopIteration):
+            run(process, lambda mine: made.extend(mine) or next(iter(())))
+    shares = [sum(sizes) for sizes in batched]
+    assert max(shares) - min(shares) <= 1
+    for process in range(num_processes):
+        results, error, size = run(process, lambda mine: made)
+        assert (results, error) == ([item * item for item in range(sum(sizes))], None)
+        assert size == max(map(max, filter(None, batched)))
 
 
 def test_auto_begins_with_64_on_a_gpu_and_with_what_one_long_sequence_takes_on_a_cpu(monkeypatch):
@@ -192,8 +223,22 @@ MEASUREMENTS = {  # how many rows, and the options
     "passkey": (1, "--lengths 300 --cases 7 --new-tokens 3 --batch-size 2"),
     "boundary": (1, "--data BOOKS --lengths 60 --pairs 50"),
     "copying": (1, "--lengths 60 --cases 5 --batch-size 2"),
+    "recall": (1, "--lengths 300 --cases 5 --batch-size 2"),
     "attention-maps": (2, "--data BOOKS --lengths 30,60 --baseline LLAMA"),
 }
+
+
+def assert_close(one, two):
+    """Equal but for the rounding of numbers, whose batches differ."""
+    if isinstance(one, float):
+        assert two == pytest.approx(one, rel=1e-5, abs=1e-7)
+    elif isinstance(one, dict):
+        assert_close(list(one.items()), list(two.items()))
+    elif isinstance(one, list | tuple):
+        for a, b in zip(one, two, strict=True):
+            assert_close(a, b)
+    else:
+        assert one == two
 
 
 @pytest.mark.real
@@ -211,11 +256,11 @@ def test_two_processes_make_the_rows_of_one(tiny_coca_dir, tiny_llama_dir, books
     one, two = rows_of(tmp_path / "one"), rows_of(tmp_path / "two")
     assert len(one) == count
     assert all(row["value"] is not None for row in one)
-    assert lasting(one) == lasting(two)
+    assert_close(lasting(one), lasting(two))
     assert {row["processes"] for row in two} == {2}
     for row in one:
         for path in row["raw"].values():
-            assert (tmp_path / "one" / path).read_bytes() == (tmp_path / "two" / path).read_bytes()
+            assert_close(*(pq.read_table(tmp_path / name / path).to_pylist() for name in ("one", "two")))
 
 
 KILLED = {  # the shortest of eight lengths, and the options

@@ -9,6 +9,7 @@ from torch import nn
 from coca_hf.evaluate.copying import copying_rows, repeated_sequences
 from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.rows import RowStore
+from coca_hf.evaluate.sample import draw_sample
 
 DEFAULT = Rope("default")
 
@@ -109,3 +110,33 @@ def test_command(tiny_coca_dir, tmp_path, coca_eval):
     code, _, _ = coca_eval("report", tmp_path / "out", "--out", tmp_path / "page")
     assert code == 0
     assert "Copying" in (tmp_path / "page" / "report.md").read_text()
+
+
+def test_a_passage_is_read_again_from_each_document_in_turn(coca, books, tmp_path):
+    sample = draw_sample(coca, str(books), 20, special_tokens=False)
+    cases, copy_len = repeated_sequences(coca, 40, 7, 2, sample)
+    texts = [path.read_text() for path in sorted(books.iterdir())]
+    starts = set()
+    for number, ids in enumerate(cases):
+        assert torch.equal(ids[:20], ids[20:])
+        passage = coca.tokenizer.decode(ids[:copy_len])
+        assert passage in texts[number % 3]
+        starts.add(texts[number % 3].index(passage))
+    assert len(starts) > 4
+    random_tokens = measure(coca, tmp_path, length=40, num_cases=7, seed=2)
+    row = measure(coca, tmp_path, length=40, num_cases=7, seed=2, sample=sample)
+    assert row["row_id"] != random_tokens["row_id"]
+    assert (row["documents"], row["tokens"]) == (3, 7 * 19)
+    assert measure(coca, tmp_path, length=40, num_cases=7, seed=2, sample=sample) == row
+
+
+def test_command_with_documents_makes_a_table_of_its_own(tiny_coca_dir, books, tmp_path, coca_eval):
+    out, options = tmp_path / "out", ("--lengths", "32", "--cases", 2, "--out", tmp_path / "out")
+    for more in ((), ("--data", books)):
+        code, _, stderr = coca_eval("copying", tiny_coca_dir, *options, *more)
+        assert code == 0, stderr
+    assert coca_eval("copying", tiny_coca_dir, *options, "--data", books, "--preset", "pg19")[0] == 2
+    assert coca_eval("report", out, "--out", tmp_path / "page")[0] == 0
+    page = (tmp_path / "page" / "report.md").read_text()
+    assert "Copying: random tokens, 2 cases per length, seed 0" in page
+    assert "Copying: passages of" in page

@@ -32,6 +32,7 @@ from coca_hf.evaluate.passkey import (
 )
 from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.rows import RowStore
+from tests.evaluate.reader import reads
 
 SHORTEST = 227  # bytes of the prompt without any filler
 FILLER_LEN = 90  # and of one more filler, with its line break
@@ -344,3 +345,37 @@ def test_cases_inside_and_beyond_the_trained_length_add_up(tiny_tokenizer, tmp_p
     buckets = [[c for c in cases if low < c["distance"] <= high] for low, high in itertools.pairwise(edges)]
     assert sum(map(len, buckets)) == 40
     assert sum(c["correct"] for bucket in buckets for c in bucket) == row["correct_inside"] + row["correct_beyond"]
+
+
+def landmark_key(prompt):
+    return " " + re.search(r"The pass key is (\d+)", prompt).group(1)
+
+
+def test_landmark_scores_the_key_without_generation(tiny_tokenizer, tmp_path):
+    subject = reads(tiny_tokenizer, landmark_key)
+    (row,) = passkey_rows(subject, [400], DEFAULT, RowStore(tmp_path), 5, variant="landmark", batch_size=2)
+    assert (row["value"], row["new_tokens"], row["error"]) == (1.0, 0, None)
+    assert row["nats_per_digit"] < 1e-6
+    assert [line["output"] for line in pq.read_table(tmp_path / row["raw"]["cases"]).to_pylist()] == [
+        f" {case.key}" for case in (make_case(tiny_tokenizer, 400, 0, number, "landmark") for number in range(5))
+    ]
+
+
+@torch.no_grad()
+def test_nats_per_digit_are_those_of_a_loop_over_cases(coca, tmp_path):
+    coca.model.double()
+    (row,) = passkey_rows(coca, [330], DEFAULT, RowStore(tmp_path), 3, seed=4, variant="landmark")
+    nats = 0.0
+    for number in range(3):
+        case = make_case(coca.tokenizer, 330, 4, number, "landmark")
+        assert len(case.answer_ids) == 6  # a space and five digits, a token each
+        logits = coca.model(torch.tensor([case.token_ids + case.answer_ids])).logits[0].log_softmax(-1)
+        for place, token in enumerate(case.answer_ids, len(case.token_ids) - 1):
+            nats -= logits[place, token].item()
+    assert row["nats_per_digit"] == pytest.approx(nats / 15, rel=1e-6)
+    assert sum(line["nll"] for line in pq.read_table(tmp_path / row["raw"]["cases"]).to_pylist()) == pytest.approx(nats)
+
+
+def test_new_tokens_of_a_variant_without_generation_are_refused(coca, tmp_path):
+    with pytest.raises(CocaError, match="--new-tokens: got 6, but --variant landmark generates nothing; leave it out"):
+        list(passkey_rows(coca, [330], DEFAULT, RowStore(tmp_path), 1, 6, variant="landmark"))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from coca_hf.evaluate.perplexity import perplexity_rows
-from coca_hf.evaluate.position import nats_per_token, position_rows
+from coca_hf.evaluate.position import in_ranges, nats_per_token, position_rows
 from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import draw_sample
@@ -94,3 +94,18 @@ def test_a_model_that_emits_nan_gets_a_row_that_says_so(llama, books, tmp_path):
     nn.init.constant_(llama.model.lm_head.weight, math.nan)
     row, _ = measure(llama, books, tmp_path / "out")
     assert (row["value"], row["nll_inside"], row["error"]) == (None, None, "the model's loss is nan")
+
+
+def test_ranges_are_cut_where_people_ask_and_at_the_trained_length(llama, books, tmp_path):
+    row, buckets = measure(llama, books, tmp_path / "out", 128, bucket=16)
+    assert [(part["first"], part["end"]) for part in row["ranges"]] == [(0, 64), (64, 128)]  # trained length 64
+    assert row["ranges"][0]["perplexity"] == pytest.approx(math.exp(row["nll_inside"]))
+    assert row["ranges"][1]["perplexity"] == pytest.approx(math.exp(row["nll_beyond"]))
+    assert sum(part["tokens"] for part in row["ranges"]) == row["tokens"]
+    firsts = [(part["first"], part["end"]) for part in in_ranges(buckets, 128, [32, 96, 4096])]
+    assert firsts == [(0, 32), (32, 96), (96, 128)]
+
+
+def test_a_range_beyond_a_float_has_no_perplexity():
+    buckets = [{"first": 0, "tokens": 8, "nll": 16.0}, {"first": 8, "tokens": 1, "nll": 800.0}]
+    assert [part["perplexity"] for part in in_ranges(buckets, 16, [8])] == [pytest.approx(math.e**2), None]

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.rows import RowStore
-from coca_hf.evaluate.show import progress_on, results_table
+from coca_hf.evaluate.show import progress_on, results_table, show_value
 from coca_hf.evaluate.speed import speed_rows
 from coca_hf.evaluate.tasks import task_rows
 from tests.test_lm_eval import expected, subject, task_dir  # noqa: F401
@@ -133,3 +133,9 @@ def test_the_table_tells_filters_and_models_of_one_name_apart_and_has_no_minus_z
         ["a/m", "default", "sums", "match", "flexible", "0.50"],
         ["b/m", "default", "sums", "match", "strict", "0.00"],
     ]
+
+
+def test_answers_that_were_scored_show_their_nats():
+    assert show_value({"task": "passkey", "value": 0.85, "nats_per_digit": 0.314}) == "0.85 (0.31 nats)"
+    assert show_value({"task": "passkey", "value": 0.85}) == "0.85"
+    assert show_value({"task": "recall", "value": 1.0, "nll": 0.085}) == "1.00 (0.09 nats)"

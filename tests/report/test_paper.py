@@ -2,6 +2,7 @@
 
 import functools
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -135,3 +136,65 @@ def test_a_recipe_takes_the_settings_of_a_scale(model, scale):
     assert [source.path for source in recipe.data.sources] == [
         source["path"] for source in changed.get("data.sources", recipe.to_dict()["data"]["sources"])
     ]
+
+
+class World:
+    """Runs the commands of make.py on names: each asks for what it reads, and makes what it would make."""
+
+    def __init__(self):
+        self.batches, self.dtypes = [], set()
+
+    def run(self, words, check):
+        if words[0] == "bash":
+            return
+        given = parsed(launched(words))
+        if words[0] == "coca-convert":
+            self.exists(given["src"])
+            Path(given["dst"]).mkdir(parents=True)
+        elif "recipe" in given:
+            self.train(words, given)
+        elif "runs" in given:
+            assert all((run / "rows.jsonl").is_file() for run in given["runs"])
+            (given["out"] / "report.html").touch()
+        else:
+            self.exists(given["model"])
+            self.exists(given.get("baseline") or given["model"])
+            self.dtypes.add(given["dtype"])
+            given["out"].mkdir(parents=True, exist_ok=True)
+            (given["out"] / "rows.jsonl").touch()
+
+    def train(self, words, given):
+        recipe = load_recipe(REPOSITORY / given["recipe"], given["settings"])
+        if recipe.model:
+            self.exists(recipe.model)
+        stages = recipe.stages
+        if given["prepare"]:
+            Path(f"{recipe.data.seq_len} tokens for {given['world_size']}").mkdir(exist_ok=True)
+            return
+        layout = yaml.safe_load((REPOSITORY / words[words.index("--config_file") + 1]).read_text())
+        processes, options = layout["num_processes"], recipe.options(stages[0])
+        assert layout["num_machines"] == 1, "waits for machines that are not there"
+        assert Path(f"{recipe.data.seq_len} tokens for {processes}").is_dir(), "nobody prepared the blocks"
+        accumulated = options.get("gradient_accumulation_steps", 1)
+        blocks = processes * options["per_device_train_batch_size"] * accumulated
+        self.batches.append((recipe.data.seq_len, blocks))
+        for number, stage in enumerate(stages, 1):
+            directory = given["out"] / f"{number}-{stage.name}"
+            directory.mkdir(parents=True)
+            (directory / "training.json").touch()
+
+    def exists(self, path):
+        assert Path(path).is_dir() or str(path) == "huggyllama/llama-7b", f"{path}: not there yet"
+
+
+@pytest.mark.parametrize("name", tables)
+def test_a_table_at_the_scale_of_the_paper_completes_on_one_machine(name, tmp_path, monkeypatch):
+    """Each command finds what it reads, and each step has the paper's tokens, whatever the number of GPUs."""
+    world = World()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "run", world.run)
+    monkeypatch.setattr(sys, "argv", ["make.py", name, "--scale", "paper"])
+    runpy.run_path(str(PAPER / "make.py"), run_name="__main__")
+    assert (tmp_path / "runs" / "paper" / "paper" / name / "report.html").is_file()
+    assert set(world.batches) <= {(512, 512), (2048, 256), (32768, 32)}
+    assert world.dtypes == {"bfloat16"}

@@ -506,3 +506,13 @@ def test_an_out_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "out" / "report.md").mkdir(parents=True)
     with pytest.raises(CocaError, match=r"--out .*out: the page cannot be written there \(.* Is a directory"):
         write_report([run], tmp_path / "out")
+
+
+def test_a_command_with_a_code_fence_and_a_name_with_a_link_stay_what_they_are(tmp_path):
+    commands = ["coca-eval perplexity 'a\n```\n# not a heading\n````\nb'", "coca-eval perplexity c"]
+    name = "![x](https://example.org/seen.png)"
+    run = write_rows(tmp_path / "a", row(command=commands[0]), row(name, command=commands[1]))
+    page = markdown_of([run])
+    assert "`````\n" + "\n".join(commands) + "\n`````\n" in page
+    assert "](https" not in page
+    assert r"![x]\(https://example.org/seen.png)" in page
