@@ -174,6 +174,21 @@ def test_a_dialogue_goes_on_within_its_planned_length_and_is_refused_beyond_it()
         model.generate(prompt, max_length=80, rope_length=70)
 
 
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+@pytest.mark.parametrize("planned", [None, 30])
+def test_a_dialogue_within_the_trained_length_needs_no_plan(rope, planned):
+    """Up to 64 tokens all plans have the same angles."""
+    model = tiny_model(rope_parameters=ROPES[rope] | LONG_FACTORS.get(rope, {})).double()
+    prompt = tokens(1, 20)
+    first = model.generate(prompt, max_length=30, rope_length=planned, do_sample=False, return_dict_in_generate=True)
+    cache = first.past_key_values
+    mask = torch.ones_like(first.sequences)  # which has tokens of padding, that generate would not look at
+    second = model.generate(first.sequences, attention_mask=mask, past_key_values=cache, max_length=64, do_sample=False)
+    assert torch.equal(second, model.generate(prompt, max_length=64, do_sample=False))
+    with pytest.raises(ValueError, match="got 65 tokens in all, but the rotary angles were planned for 64"):
+        model.generate(second, past_key_values=cache, max_length=65)
+
+
 CACHES = {
     "dynamic": lambda config: DynamicCache(),
     "static": lambda config: StaticCache(config=config, max_cache_len=130),
