@@ -123,6 +123,19 @@ def test_a_sequence_has_its_own_logits_padded_packed_or_alone(rope, constraint):
         assert (logits - torch.cat(expected, dim=1)).abs().max() < 1e-5  # generate hands out fp32
 
 
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_cast_of_the_model_rounds_no_frequency(dtype, rope):
+    """Position 5000 times a frequency rounded to bfloat16 is off by several turns."""
+    positions = torch.arange(5000, 5150)[None]
+    rotary = CocaRotaryEmbedding(config_of(ROPES[rope]))
+    expected = rotary(torch.empty(0, dtype=dtype), positions)
+    cast = rotary.to(dtype).to("meta").to_empty(device="cpu")
+    assert {buffer.dtype for buffer in cast.buffers()} == {torch.float32}
+    got = CocaRotaryEmbedding(config_of(ROPES[rope])).to("cpu", dtype)(torch.empty(0, dtype=dtype), positions)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
 def test_padded_rows_keep_their_angles_in_a_second_turn(rope):
     model = tiny_model(rope_parameters=ROPES[rope] | LONG_FACTORS.get(rope, {})).double()
