@@ -34,7 +34,7 @@ def convert_command(
     ] = False,
     keep_layers: Annotated[
         str | None,
-        typer.Option(help="Layers that keep the original's attention, from 0, with commas between them: 8,17,18."),
+        typer.Option(help="Layers that keep the original's attention, from 0, as in 8,17,18; one alone as in 8,"),
     ] = None,
     calibrate: Annotated[
         str | None,
@@ -95,9 +95,11 @@ def convert_command(
 
 def _layers(text: str) -> list[int]:
     """Raises BadOption for what is no list of layers."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and len(part) < 10 for part in parts):
-        raise BadOption(f"--keep-layers: got {text!r}, expected numbers of layers, from 0, as in 8,17,18,23")
+    parts = [part.strip() for part in text.removesuffix(",").split(",")]
+    if "," not in text or not all(part.isdecimal() and len(part) < 10 for part in parts):
+        raise BadOption(
+            f"--keep-layers: got {text!r}, expected numbers of layers, from 0, as in 8,17,18,23, one alone as in 8,"
+        )
     return [int(part) for part in parts]
 
 

@@ -130,7 +130,7 @@ def test_unpatch_restores_the_original_of_a_model_with_kept_layers(case):
     assert torch.equal(unpatch_(model)(ids).logits, expected)
 
 
-@pytest.mark.parametrize("given", ["x", "1;2", "", "-1"])
+@pytest.mark.parametrize("given", ["x", "1;2", "", "2", "-1,0"])  # 2: a layer, or how many?
 def test_the_command_refuses_what_is_no_list_of_layers_in_one_line(given, tiny_llama_dir, tmp_path):
     command = ["coca-convert", tiny_llama_dir, tmp_path / "dst", f"--keep-layers={given}"]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -143,3 +143,5 @@ def test_the_command_keeps_layers_and_says_so(tiny_llama_dir, tmp_path):
     finished = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "original attention    kept in layers 0, 2" in finished.stderr
     assert json.loads((tmp_path / "dst" / "config.json").read_text())["coca_kept_layers"] == [0, 2]
+    subprocess.run([*command[:2], tmp_path / "one", "--keep-layers", "2,"], capture_output=True, text=True, check=True)
+    assert json.loads((tmp_path / "one" / "config.json").read_text())["coca_kept_layers"] == [2]
