@@ -92,6 +92,10 @@ def _tf32() -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def default_passes(num_blocks: int) -> int:
     """As many passes over the blocks as make `STEPS` steps of one block, but at least four."""
     return max(4, math.ceil(STEPS / num_blocks))
@@ -118,7 +122,7 @@ def calibrate(
     is one. Layers that keep the original's attention stay as they are, and so do both models; on one machine and number
     of threads the same arguments give the same bits.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or default_device()
     passes = passes or default_passes(len(blocks))
     base: Any = original.base_model
     angles = Angles(base, coca, device)

@@ -327,7 +327,7 @@ def test_a_layer_of_other_code_is_fitted_again(tiny_llama_dir, text, tmp_path, f
     interrupted(tiny_llama_dir, tmp_path / "dst", text)
     other = tmp_path / "calibrate.py"
     other.write_text("RELATIVE_RATE = 0.02")
-    monkeypatch.setattr("coca_hf.convert.calibrate.__file__", str(other))
+    monkeypatch.setattr("coca_hf.convert.checkpoint.CODE", (str(other),))
     convert(tiny_llama_dir, tmp_path / "dst", text)
     assert fits == [0, 0, 1, 2]
 
@@ -402,6 +402,8 @@ def test_too_little_text_and_what_is_coca_already_are_refused(tiny_llama_dir, ti
     (tmp_path / "short.txt").write_text("too short")
     with pytest.raises(CocaError, match=r"got 0 blocks of 64 tokens to hold out, and about 9 tokens to"):
         convert(tiny_llama_dir, tmp_path / "dst", tmp_path / "short.txt")
+    with pytest.raises(CocaError, match=r"--device: got 'gpu', expected cpu, or cuda"):
+        convert(tiny_llama_dir, tmp_path / "dst", text, device="gpu")
     with pytest.raises(CocaError, match="got no such file"):
         convert(tiny_llama_dir, tmp_path / "dst", tmp_path / "none.txt")
     with pytest.raises(CocaError, match="--calibrate: got a CoCA checkpoint, expected an original"):
