@@ -24,7 +24,10 @@ REPO = "somebody/tiny-coca"
 
 
 class Hub(HubHandler):
-    """One model repository: creation, uploads inline and by LFS, commits, downloads. `files` holds its main branch."""
+    """One model repository: creation, branches, uploads inline and by LFS, commits, downloads.
+
+    `branches` holds the files of every branch, `files` those of main.
+    """
 
     def do_POST(self):
         body, hub = self.read(), self.server
@@ -33,17 +36,25 @@ class Hub(HubHandler):
             self.answer({"url": f"{hub.url}/{REPO}"})
         elif self.path == "/api/validate-yaml":
             self.answer({"errors": [], "warnings": []})
-        elif self.path == f"/api/models/{REPO}/preupload/main":
+        elif match := re.fullmatch(rf"/api/models/{REPO}/branch/(.+)", self.path):
+            hub.branches.setdefault(match[1], dict(hub.files))
+            self.answer({})
+        elif re.fullmatch(rf"/api/models/{REPO}/preupload/.+", self.path):
             self.answer({"files": [self.how_to_upload(file) for file in json.loads(body)["files"]]})
         elif self.path == f"/{REPO}.git/info/lfs/objects/batch":
             self.answer({"transfer": "basic", "objects": [self.lfs(item) for item in json.loads(body)["objects"]]})
-        elif self.path == f"/api/models/{REPO}/commit/main":
+        elif match := re.fullmatch(rf"/api/models/{REPO}/commit/([^?]+)(\?create_pr=1)?", self.path):
+            files = hub.branches.setdefault("refs/pr/1", {}) if match[2] else hub.branches[match[1]]
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
-                    hub.files[line["value"]["path"]] = b64decode(line["value"]["content"])
+                    files[line["value"]["path"]] = b64decode(line["value"]["content"])
                 elif line["key"] == "lfsFile":
-                    hub.files[line["value"]["path"]] = hub.objects[line["value"]["oid"]]
-            self.answer({"success": True, "commitOid": COMMIT, "commitUrl": f"{hub.url}/{REPO}/commit/{COMMIT}"})
+                    files[line["value"]["path"]] = hub.objects[line["value"]["oid"]]
+            urls = {
+                "commitUrl": f"{hub.url}/{REPO}/commit/{COMMIT}",
+                "pullRequestUrl": f"{hub.url}/{REPO}/discussions/1",
+            }
+            self.answer({"success": True, "commitOid": COMMIT, **urls})
         else:
             self.refuse()
 
@@ -54,8 +65,8 @@ class Hub(HubHandler):
         self.answer({})
 
     def do_GET(self):
-        match = re.fullmatch(rf"/{REPO}/resolve/(?:main|{COMMIT})/(.+)", self.path)
-        content = self.server.files.get(match[1]) if match else None
+        match = re.fullmatch(rf"/{REPO}/resolve/([^/]+)/(.+)", self.path)
+        content = self.server.branches.get(match[1].replace(COMMIT, "main"), {}).get(match[2]) if match else None
         if re.fullmatch(rf"/api/models/{REPO}/tree/(?:main|{COMMIT})(\?.*)?", self.path):
             files = self.server.files.items()
             self.answer([{"type": "file", "path": name, "size": len(content), "oid": ""} for name, content in files])
@@ -115,11 +126,12 @@ def finished_dir(tiny_llama_dir, tmp_path_factory):
 def hub():
     with serving(Hub) as server:
         server.created, server.files, server.objects, server.refused = [], {}, {}, []
+        server.branches = {"main": server.files}
         yield server
 
 
-def run(hub, home, *command):
-    """Run a command whose hub is the stand-in; returns its last line."""
+def run(hub, home, *command, cwd=None):
+    """Run a command whose hub is the stand-in, in directory `cwd`; returns its last line."""
     environment = os.environ | {
         "HF_ENDPOINT": hub.url,
         "HF_TOKEN": "hf_nobody",
@@ -128,7 +140,7 @@ def run(hub, home, *command):
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    finished = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, f"{finished.stderr[-3000:]}\nrefused: {hub.refused}"
     return finished.stdout.splitlines()[-1] if finished.stdout else ""
 
@@ -162,8 +174,9 @@ def test_a_checkpoint_goes_up_whole_with_its_card_and_comes_down_without_coca_hf
     code = {path.name for path in finished_dir.glob("*.py")}
     assert {"attention.py", "llama.py", "rotary.py"} <= code
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} | code <= {*hub.files}
-    for name in ("conversion.json", "training.json", "LICENSE"):
-        assert hub.files[name] == (finished_dir / name).read_bytes()
+    assert hub.files["LICENSE"] == (finished_dir / "LICENSE").read_bytes()
+    for name in ("conversion.json", "training.json"):
+        assert json.loads(hub.files[name]).keys() == json.loads((finished_dir / name).read_text()).keys()
     assert len(json.loads(hub.files["config.json"])["auto_map"]) == 3
 
     pushed, written = ModelCard(hub.files["README.md"].decode()), ModelCard.load(finished_dir / "README.md")
@@ -185,3 +198,71 @@ def test_a_card_that_is_in_the_repository_stays(hub, tiny_coca_dir, tmp_path):
     run(hub, tmp_path, sys.executable, "-c", PUSH, str(tiny_coca_dir), REPO)
     assert "model.safetensors" in hub.files
     assert hub.files["README.md"].endswith(b"Written by hand.\n")
+
+
+def test_an_upload_names_no_path_of_this_machine(hub, finished_dir, tmp_path):
+    """Records that are not uploaded keep them."""
+    run(hub, tmp_path, sys.executable, "-c", PUSH, str(finished_dir), REPO)
+    assert str(finished_dir.parent) in (finished_dir / "conversion.json").read_text()
+    for name, content in hub.files.items():
+        assert str(finished_dir.parent).encode() not in content, name
+        assert b"/home/me" not in content, name
+    assert json.loads(hub.files["conversion.json"])["source"] == "base"
+    paths = [source["path"] for source in json.loads(hub.files["training.json"])["stages"][0]["sources"]]
+    assert paths == ["owner/books", "code.jsonl"]
+
+
+PUSH_OTHERS = """
+import sys
+import coca_hf
+from transformers import AutoModelForCausalLM
+patched = coca_hf.patch_(AutoModelForCausalLM.from_pretrained(sys.argv[1]))
+patched.name_or_path = sys.argv[3]
+patched.push_to_hub(sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("came_from", ["", "the original"])
+def test_a_model_from_no_coca_checkpoint_is_sent_without_files_of_other_directories(
+    hub, came_from, tiny_llama_dir, tmp_path
+):
+    original = shutil.copytree(tiny_llama_dir, tmp_path / "original")
+    for name in ("README.md", "LICENSE", "NOTICE", "conversion.json"):
+        (original / name).write_text("a secret" if name != "conversion.json" else '{"a": "secret"}')
+    name_or_path = str(original) if came_from else ""
+    run(hub, tmp_path, sys.executable, "-c", PUSH_OTHERS, str(tiny_llama_dir), REPO, name_or_path, cwd=original)
+    assert "model.safetensors" in hub.files
+    assert b"automatically generated" in hub.files["README.md"]
+    assert not {"LICENSE", "NOTICE", "conversion.json"} & set(hub.files)
+
+
+PUSH_TO_BRANCH = """
+import sys
+import coca_hf
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+model.push_to_hub(sys.argv[2], revision="step-100", tags=["mine"])
+"""
+
+
+def test_a_branch_gets_the_card_and_keeps_one_that_was_edited(hub, finished_dir, tmp_path):
+    push = [sys.executable, "-c", PUSH_TO_BRANCH, str(finished_dir), REPO]
+    run(hub, tmp_path, *push)
+    assert hub.files == {}
+    branch = hub.branches["step-100"]
+    assert {"README.md", "model.safetensors", "conversion.json", "LICENSE"} <= {*branch}
+    card = ModelCard(branch["README.md"].decode())
+    assert card.data.tags == ["coca", "long-context", "mine"]
+    assert card.text.strip() == ModelCard.load(finished_dir / "README.md").text.strip()
+    branch["README.md"] += b"Edited by hand.\n"
+    run(hub, tmp_path, *push)
+    assert branch["README.md"].endswith(b"Edited by hand.\n")
+    assert "README.md" not in hub.files
+
+
+def test_a_pull_request_gets_no_card_and_no_records(hub, finished_dir, tmp_path):
+    push = PUSH.partition("AutoTokenizer.from")[0].replace("sys.argv[2]", "sys.argv[2], create_pr=True")
+    run(hub, tmp_path, sys.executable, "-c", push, str(finished_dir), REPO)
+    assert hub.files == {}
+    assert "model.safetensors" in hub.branches["refs/pr/1"]
+    assert not {"LICENSE", "conversion.json", "training.json"} & {*hub.branches["refs/pr/1"]}

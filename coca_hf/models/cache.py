@@ -6,6 +6,7 @@ together then take 75% of what LLaMA's take. Letters: see `attention.py`.
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,14 +20,14 @@ ROOM = 256  # tokens
 class HalfWidth(Cache):
     """A cache whose layers hold t (b, g, n, j), after its ReLU, in place of keys (b, g, n, d).
 
-    The last of `layers` holds the angles of all positions, cos and sin (b, 1, n, j), so that whatever is done to the
-    cache (reorder, crop, repeat, select, reset) is done to them.
+    Behind the model's own, `layers` gets one for every device that the model is on, with the angles of all positions,
+    cos and sin (b, 1, n, j): whatever is done to the cache (reorder, crop, repeat, select, reset) is done to them.
     """
 
-    def hold_angles(self, config, layer: CacheLayerMixin) -> None:
-        self.config = config
-        self.angles = layer
-        self.layers.append(layer)
+    def hold_angles(self, config, new_layer: Callable[[], CacheLayerMixin]) -> None:
+        self.config, self.new_layer = config, new_layer
+        self.angles: dict[torch.device, CacheLayerMixin] = {}
+        self.first_layers: dict[torch.device, int] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, t: Tensor, angles: tuple[Tensor, Tensor]
@@ -37,8 +38,11 @@ class HalfWidth(Cache):
         For the attention `coca`, which makes its own keys, all t instead of all keys. A kept layer, whose t are keys,
         (b, g, m, d), before their rotation, has its `key_states` stored as they are.
         """
-        if layer_idx == 0:
-            self.angles.update(*(part.expand(len(t), -1, -1, -1) for part in angles))
+        if self.first_layers.setdefault(t.device, layer_idx) == layer_idx:
+            if t.device not in self.angles:
+                self.angles[t.device] = self.new_layer()
+                self.layers.append(self.angles[t.device])
+            self.angles[t.device].update(*(part.expand(len(t), -1, -1, -1) for part in angles))
         if t.shape == key_states.shape:
             return super().update(key_states, value_states, layer_idx)
         t, value = super().update(t.relu(), value_states, layer_idx)
@@ -50,15 +54,16 @@ class HalfWidth(Cache):
 
     def keys_of(self, t: Tensor) -> Tensor:
         """Keys (b, g, n, d) of all `t` of a layer."""
-        return turn(t, self.turns()[..., -t.shape[-2] :, :, :])
+        return turn(t, self.turns(t.device)[..., -t.shape[-2] :, :, :])
 
-    def turns(self) -> Tensor:
-        return turns(self.angles.keys, self.angles.values, self.config.coca_constraint)
+    def turns(self, device: torch.device) -> Tensor:
+        held = self.angles[device]
+        return turns(held.keys, held.values, self.config.coca_constraint)
 
     def angles_of(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, each (b, 1, n, j), of all `t` of a layer: the last n where a window slides."""
-        n = t.shape[-2]
-        return self.angles.keys[..., -n:, :], self.angles.values[..., -n:, :]
+        held, n = self.angles[t.device], t.shape[-2]
+        return held.keys[..., -n:, :], held.values[..., -n:, :]
 
 
 class CocaCache(HalfWidth, DynamicCache):
@@ -70,18 +75,19 @@ class CocaCache(HalfWidth, DynamicCache):
             self.layers: list[CacheLayerMixin] = [
                 RoomyLayer() if type(layer) is DynamicLayer else layer for layer in self.layers
             ]
-        self.hold_angles(config, RoomyLayer())
-        self.turned: tuple[Tensor | None, Tensor] = None, torch.empty(0)  # what `turns` were made of, and they
+        self.hold_angles(config, RoomyLayer)
+        self.turned: dict[torch.device, tuple[Tensor, Tensor]] = {}  # what `turns` were made of, and they
 
-    def turns(self) -> Tensor:
-        """Made once for all layers."""
-        if self.turned[0] is not self.angles.keys:
-            self.turned = self.angles.keys, super().turns()
-        return self.turned[1]
+    def turns(self, device: torch.device) -> Tensor:
+        """Made once for all layers of a device."""
+        cos = self.angles[device].keys
+        if device not in self.turned or self.turned[device][0] is not cos:
+            self.turned[device] = cos, super().turns(device)
+        return self.turned[device][1]
 
     def prefetch(self, layer_idx: int, *args, **kwargs) -> None:
         """Fetch a layer that was offloaded; after the last comes the first, not the angles, which are never away."""
-        super().prefetch(layer_idx % (len(self.layers) - 1), *args, **kwargs)
+        super().prefetch(layer_idx % (len(self.layers) - len(self.angles)), *args, **kwargs)
 
 
 class RoomyLayer(DynamicLayer):
@@ -133,4 +139,6 @@ class CocaStaticCache(HalfWidth, StaticCache):
 
     def __init__(self, config, max_cache_len: int, **kwargs):
         super().__init__(config=config, max_cache_len=max_cache_len, **kwargs)
-        self.hold_angles(config, StaticLayer(max_cache_len))
+        if any(self.is_sliding):
+            raise ValueError("CocaStaticCache: got a model with sliding windows, expected one without; use StaticCache")
+        self.hold_angles(config, partial(StaticLayer, max_cache_len))

@@ -247,11 +247,12 @@ def planned_length(cache: Cache, asked: int | None, new_len: int | None, trained
     """The `rope_length` of the next tokens of `cache`, which is noted on it: keys that are there keep their angles.
 
     asked: the caller's, if any. new_len: how many tokens come; None where only the caller knows their positions.
-    Without a plan, a cache holds up to the trained length, where every plan has the same angles.
+    Up to the trained length every plan has the same angles, so that none is shorter, and a cache without one holds it.
 
     Raises ValueError where the keys that are there have other angles, or nobody knows which.
     """
     noted = getattr(cache, "rope_length", None)
+    asked = None if asked is None else max(asked, trained_len)
     if asked is not None and asked == noted:  # first: a compiled graph would break at the length of a static cache
         return asked
     total_len = None if new_len is None else int(cache.get_seq_length()) + new_len
@@ -324,17 +325,19 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
         cache = model_kwargs.get("past_key_values")
         if type(cache) is DynamicCache and given is None:
             cache = model_kwargs["past_key_values"] = CocaCache(self.config, offloading=cache.offloading)
+            if generation_config.is_assistant:  # as super does to the cache that this one replaces
+                cache.activate_past_recording()
         fresh = type(cache) is StaticCache and given is None and not cache.is_initialized
         if fresh and not cache.offloading and not any(cache.is_sliding):
             cache = model_kwargs["past_key_values"] = CocaStaticCache(self.config, cache.layers[0].max_cache_len)
         if self.config.rope_parameters["rope_type"] not in LENGTH_DEPENDENT_ROPE_TYPES:
             return
         total_len = max_cache_length + 1  # not max_length, which leaves out inputs_embeds
-        planned = model_kwargs.get("rope_length")
+        planned, trained_len = model_kwargs.get("rope_length"), self.model.rotary_emb.trained_len()
         if cache is not None and cache.get_seq_length():
             new_len = total_len - int(cache.get_seq_length())
-            planned = planned_length(cache, planned, new_len, self.model.rotary_emb.trained_len())
-        planned = model_kwargs["rope_length"] = planned or total_len
+            planned = planned_length(cache, planned, new_len, trained_len)
+        planned = model_kwargs["rope_length"] = max(planned or total_len, trained_len)
         if total_len > planned:
             raise ValueError(
                 f"generate: got {total_len} tokens in all, but the rotary angles were planned for {planned}; start "

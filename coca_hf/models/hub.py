@@ -1,8 +1,11 @@
 """What `push_to_hub` of a CoCA model sends beside weights, config and code: its card, its records, its licence."""
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import create_repo, file_exists, upload_folder
+from huggingface_hub import ModelCard, file_exists, hf_hub_download
 from transformers.utils.hub import PushToHubMixin
 
 CARD = "README.md"
@@ -11,22 +14,69 @@ LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "USE_POLICY.md", "NOTIC
 
 
 class PushesItsCard(PushToHubMixin):
-    """A model whose repository gets the card of the directory that it was loaded from, unless it has one already."""
+    """A model whose repository gets the records and licence of the checkpoint that it was loaded from, and its card.
 
-    def push_to_hub(self, repo_id: str, *, private: bool | None = None, token=None, create_pr: bool = False, **kwargs):
-        """As in transformers, which takes the card that is in the repository and else writes one that says nothing.
+    A card that the repository has stays. A pull request (`create_pr`) gets none of them: the repository is somebody
+    else's. A model that was not loaded from a checkpoint on this machine has none.
+    """
 
-        A pull request (`create_pr`) gets no card of ours: the repository is somebody else's.
-        """
-        directory = Path(self.name_or_path)
-        if (directory / CARD).is_file() and not create_pr:
-            repo_id = create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
-            if not file_exists(repo_id, CARD, token=token):
-                upload_folder(
-                    repo_id=repo_id,
-                    folder_path=directory,
-                    allow_patterns=[CARD, *RECORDS, *LICENCE_FILES],
-                    commit_message="Upload model card, records and licence",
-                    token=token,
-                )
-        return super().push_to_hub(repo_id, private=private, token=token, create_pr=create_pr, **kwargs)
+    def _upload_modified_files(
+        self, working_dir, repo_id: str, *args, token=None, create_pr: bool = False, revision: str | None = None, **rest
+    ):
+        """As in transformers, which has put the main branch's card into `working_dir`, or one that says nothing."""
+        staged = Path(working_dir)
+        if not create_pr:
+            checkpoint = self._checkpoint()
+            if checkpoint:
+                _add_records(checkpoint, staged)
+            card = _card(repo_id, revision, token, checkpoint)
+            if card:
+                _add_card(card, staged / CARD)
+        return super()._upload_modified_files(
+            working_dir, repo_id, *args, token=token, create_pr=create_pr, revision=revision, **rest
+        )
+
+    def _checkpoint(self) -> Path | None:
+        """The directory that the model was loaded from; None where it came from elsewhere."""
+        config = Path(self.name_or_path, "config.json")
+        if not self.name_or_path or not config.is_file():
+            return None
+        return config.parent if json.loads(config.read_text()).get("model_type") == self.config.model_type else None
+
+
+def _card(repo_id: str, revision: str | None, token, checkpoint: Path | None) -> Path | None:
+    """The card for this upload where it is another than transformers takes."""
+    if revision and file_exists(repo_id, CARD, revision=revision, token=token):
+        return Path(hf_hub_download(repo_id, CARD, revision=revision, token=token))
+    if checkpoint and (checkpoint / CARD).is_file() and not file_exists(repo_id, CARD, token=token):
+        return checkpoint / CARD
+    return None
+
+
+def _add_card(card_file: Path, place: Path) -> None:
+    """Put the card at `place`, with the tags of the one that is there, which has those given to `push_to_hub`."""
+    card, tags = ModelCard.load(card_file), ModelCard.load(place).data.tags
+    if tags:
+        card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *tags]))
+    card.save(place)
+
+
+def _add_records(checkpoint: Path, staged: Path) -> None:
+    for name in RECORDS:
+        if (checkpoint / name).is_file():
+            record = _without_paths(json.loads((checkpoint / name).read_text()))
+            (staged / name).write_text(json.dumps(record, indent=2) + "\n")
+    for name in LICENCE_FILES:
+        if (checkpoint / name).is_file():
+            shutil.copyfile(checkpoint / name, staged / name)
+
+
+def _without_paths(value: Any) -> Any:
+    """`value` with the last part of every path on this machine in place of the path."""
+    if isinstance(value, dict):
+        return {key: _without_paths(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(item) for item in value]
+    if isinstance(value, str) and (value.startswith(("/", "~", ".")) or ("/" in value and Path(value).exists())):
+        return Path(value).name
+    return value

@@ -73,6 +73,16 @@ class CocaRotaryEmbedding(nn.Module):
         for name, inv_freq in self.initial_buffers().items():
             self.register_buffer(name, inv_freq, persistent=False)  # (turned pairs,)
 
+    def _apply(self, fn, recurse: bool = True):
+        """Move with the model, but stay float32: in 16 bits, as of `model.half()`, far positions have other angles."""
+        before = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            moved = getattr(self, name)
+            if moved.dtype != buffer.dtype:
+                setattr(self, name, buffer.to(moved.device))
+        return self
+
     def initial_buffers(self) -> dict[str, Tensor]:
         """The angle per position of every turned pair, at the trained length; for longrope past it, too."""
         buffers = {"inv_freq": self._rope()[0]}

@@ -3,13 +3,16 @@
 import copy
 import pickle
 import weakref
+from functools import partial
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from coca_hf.models.cache import ROOM, CocaCache, CocaStaticCache, RoomyLayer
+from tests.models.families import coca_model
 from tests.models.test_llama import tiny_model, tokens
 
 
@@ -25,7 +28,8 @@ def test_keys_and_values_take_three_quarters_of_the_bytes(kv_heads):
         model(ids, past_key_values=cache)
     assert bytes_of(half, 3) == 0.75 * bytes_of(full, 3)
     assert bytes_of(full, 3) == 2 * 3 * 2 * kv_heads * 23 * 8 * 4  # k and v, layers, rows, heads, tokens, d, bytes
-    assert half.angles.keys.shape == half.angles.values.shape == (2, 1, 23, 4)
+    (angles,) = half.angles.values()
+    assert angles.keys.shape == angles.values.shape == (2, 1, 23, 4)
 
 
 def test_forward_and_generate_use_it_unless_another_is_asked_for():
@@ -184,6 +188,46 @@ def test_static_cache_decodes_compiled_as_one_graph(kind, constraint):
         position = torch.tensor([[i]])
         got.append(step(ids[:, i : i + 1], position_ids=position, past_key_values=cache).logits)
     assert (torch.cat(got, dim=1) - expected).abs().max() < 1e-11
+
+
+def test_a_static_cache_of_half_width_keys_refuses_windows():
+    config = coca_model("mistral-window", "slack").config
+    with pytest.raises(ValueError, match="CocaStaticCache: got a model with sliding windows, expected one without"):
+        CocaStaticCache(config, max_cache_len=16)
+
+
+def on_two_devices(model, second):
+    """All but the embedding and the first layer on `second`, as `device_map="auto"` splits a model."""
+    for module in (*model.model.layers[1:], model.model.norm, model.lm_head):
+        add_hook_to_module(module.to(second), AlignDevicesHook(execution_device=second))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("case", "make_cache"),
+    [("llama", CocaCache), ("mistral-window", CocaCache), ("llama", partial(CocaStaticCache, max_cache_len=16))],
+    ids=["llama", "mistral-window", "static"],
+)
+@pytest.mark.parametrize("backend", ["sdpa", "coca"])
+@torch.no_grad()
+def test_every_device_of_a_model_has_the_angles_of_its_keys(backend, case, make_cache):
+    """The device `meta` has no numbers, and refuses those of another device."""
+    model, ids = on_two_devices(coca_model(case, "slack", attn_implementation=backend), "meta"), tokens(2, 9)
+    cache = make_cache(model.config)
+    model(ids, past_key_values=cache)
+    logits = model(ids[:, :1], position_ids=torch.tensor([[9]]), past_key_values=cache).logits
+    assert logits.device.type == "meta"
+    assert [device.type for device in cache.angles] == ["cpu", "meta"]
+    assert cache.layers[3:] == [*cache.angles.values()]  # what is done to the cache is done to them
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the second device is a GPU")
+@pytest.mark.parametrize("backend", ["sdpa", "coca"])
+@pytest.mark.parametrize("mode", [{"do_sample": False}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_a_model_on_two_devices_generates_what_it_does_on_one(mode, backend):
+    model, ids = coca_model("llama", "slack", attn_implementation=backend).double(), tokens(2, 9)
+    expected = model.generate(ids, max_new_tokens=12, **mode)
+    assert torch.equal(on_two_devices(model, "cuda:0").generate(ids, max_new_tokens=12, **mode).cpu(), expected)
 
 
 class FakeStream:

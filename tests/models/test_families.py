@@ -70,6 +70,19 @@ def test_cached_decoding_in_pieces_equals_the_full_forward_at_every_position(cas
     assert (torch.cat(pieces, dim=1) - model(ids).logits).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("case", ["mistral-window", "qwen2-window"])
+def test_an_assistant_goes_on_beyond_its_window(case):
+    model = coca_model(case, "slack").double()
+    assistant = copy.deepcopy(model)
+    with torch.no_grad():
+        assistant.model.layers[2].mlp.down_proj.weight.mul_(0.7)  # agrees with the model, but not always
+    prompt = tokens(1, 9).repeat(1, 2)
+    expected = model.generate(prompt, max_new_tokens=20, do_sample=False)
+    got = model.generate(prompt, max_new_tokens=20, do_sample=False, assistant_model=assistant)
+    assert torch.equal(got, expected)
+    assert len(got[0, 18:].unique()) > 3
+
+
 @pytest.mark.parametrize("case", ["mistral-window", "qwen2-window", "qwen3-window"])
 def test_a_window_forgets_what_lies_behind_it_in_model_and_cache(case):
     """Three layers of a window see 3 * (window - 1) tokens back; full layers see all."""

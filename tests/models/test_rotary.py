@@ -123,6 +123,19 @@ def test_a_sequence_has_its_own_logits_padded_packed_or_alone(rope, constraint):
         assert (logits - torch.cat(expected, dim=1)).abs().max() < 1e-5  # generate hands out fp32
 
 
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_cast_of_the_model_rounds_no_frequency(dtype, rope):
+    """Position 5000 times a frequency rounded to bfloat16 is off by several turns."""
+    positions = torch.arange(5000, 5150)[None]
+    rotary = CocaRotaryEmbedding(config_of(ROPES[rope]))
+    expected = rotary(torch.empty(0, dtype=dtype), positions)
+    cast = rotary.to(dtype).to("meta").to_empty(device="cpu")
+    assert {buffer.dtype for buffer in cast.buffers()} == {torch.float32}
+    got = CocaRotaryEmbedding(config_of(ROPES[rope])).to("cpu", dtype)(torch.empty(0, dtype=dtype), positions)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
 def test_padded_rows_keep_their_angles_in_a_second_turn(rope):
     model = tiny_model(rope_parameters=ROPES[rope] | LONG_FACTORS.get(rope, {})).double()
@@ -172,6 +185,21 @@ def test_a_dialogue_goes_on_within_its_planned_length_and_is_refused_beyond_it()
         model.generate(first.sequences, past_key_values=first.past_key_values, max_length=130)
     with pytest.raises(ValueError, match="planned for 70"):
         model.generate(prompt, max_length=80, rope_length=70)
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+@pytest.mark.parametrize("planned", [None, 30])
+def test_a_dialogue_within_the_trained_length_needs_no_plan(rope, planned):
+    """Up to 64 tokens all plans have the same angles."""
+    model = tiny_model(rope_parameters=ROPES[rope] | LONG_FACTORS.get(rope, {})).double()
+    prompt = tokens(1, 20)
+    first = model.generate(prompt, max_length=30, rope_length=planned, do_sample=False, return_dict_in_generate=True)
+    cache = first.past_key_values
+    mask = torch.ones_like(first.sequences)  # which has tokens of padding, that generate would not look at
+    second = model.generate(first.sequences, attention_mask=mask, past_key_values=cache, max_length=64, do_sample=False)
+    assert torch.equal(second, model.generate(prompt, max_length=64, do_sample=False))
+    with pytest.raises(ValueError, match="got 65 tokens in all, but the rotary angles were planned for 64"):
+        model.generate(second, past_key_values=cache, max_length=65)
 
 
 CACHES = {
