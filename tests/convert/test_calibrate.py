@@ -64,6 +64,19 @@ def test_attention_comes_nearer_and_perplexities_are_those_of_the_models(case, c
     assert result.perplexity == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("case", ["llama", "qwen3-window", "neox-partial"])
+def test_kept_layers_are_not_fitted_and_the_streams_pass_through_them(case, tmp_path):
+    original, ids = stock_model(case), blocks_of(24)
+    coca = patch_(copy.copy(original), keep_layers=[1]).eval()
+    result = calibrate(original, coca, ids, ids, tmp_path / "layers", passes=10)
+    assert {name.split(".")[2] for name in result.tensors} == {"0", "2"}
+    assert [layer.kl_start > layer.kl_fitted for layer in result.layers] == [True, False, True]
+    expected = {"original": perplexity(original, ids), "start": perplexity(coca, ids)}
+    assert not coca.load_state_dict(result.tensors, strict=False).unexpected_keys
+    expected["calibrated"] = perplexity(coca, ids)
+    assert result.perplexity == pytest.approx(expected, rel=1e-4)
+
+
 def test_divergence_is_that_of_the_two_models_maps(tmp_path):
     original, ids = stock_model("llama"), blocks_of(60, length=20)  # more than a batch
     coca = patch_(copy.copy(original), "slack").eval()
@@ -243,6 +256,15 @@ def test_checkpoint_differs_in_queries_and_coefficients_only_and_says_what_was_d
     line = f"{values['start']:.4g} before, {values['calibrated']:.4g} after, {values['original']:.4g} of the original"
     assert line in (tmp_path / "calibrated" / "README.md").read_text()
     assert record["source_xxh3_128"] == json.loads((tmp_path / "plain/conversion.json").read_text())["source_xxh3_128"]
+
+
+def test_a_calibrated_checkpoint_has_the_sources_queries_and_keys_in_kept_layers(tiny_llama_dir, text, tmp_path):
+    convert_checkpoint(tiny_llama_dir, tmp_path / "dst", calibrate_on=str(text), calibrate_tokens=640, keep_layers=[1])
+    before, after = (load_file(d / "model.safetensors") for d in (tiny_llama_dir, tmp_path / "dst"))
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if "layers.1." in name)
+    assert not torch.equal(
+        after["model.layers.0.self_attn.q_proj.weight"], before["model.layers.0.self_attn.q_proj.weight"]
+    )
 
 
 def test_killed_between_layers_it_goes_on_to_the_same_bits(tiny_llama_dir, text, tmp_path):
