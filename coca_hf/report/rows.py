@@ -38,6 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "copying": {"cases": int, "seed": int},
     "recall": {"cases": int, "pairs": int, "seed": int},
     "attention-maps": _TEXTS | {"baseline": str},
+    "layers": _TEXTS | {"baseline": str, "cases": int, "seed": int},
     "boundary": _TEXTS | {"pairs_per_document": int, "seed": int},
     "tasks": {"benchmark": str, "metric": TEXT, "filter": TEXT, "shots": WHOLE, "limit": WHOLE},
     "speed": {"mode": str, "batch_size": int, "device": str},
@@ -46,7 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 VALUES: dict[str, dict[str, Any]] = {
     **{task: {"value": ABOVE_0} for task in ("perplexity", "position-loss", "speed")},
     **{task: {"value": SHARE} for task in ("passkey", "recall", "boundary")},
-    **{task: {"value": NUMBER} for task in ("copying", "attention-maps")},
+    **{task: {"value": NUMBER} for task in ("copying", "attention-maps", "layers")},
     "tasks": {"value": NUMBER, "length": COUNT | None},  # RULER alone has a length
 }
 COMMON: dict[str, Any] = {
@@ -60,6 +61,7 @@ SOME: dict[str, Any] = {
     **{
         "model_type": str,
         "ranges": list[Range],
+        "order": list[int],
         "tokens": WHOLE,
         "stride": WHOLE,
         "seed": WHOLE,
@@ -73,11 +75,13 @@ SOME: dict[str, Any] = {
 }
 # Of each raw table, the columns that the page reads.
 _FLOAT, _INT, _COUNTS = pyarrow.float64(), pyarrow.int64(), pyarrow.list_(pyarrow.int64())
+SWAPPED = [f"{way}_{name}" for way in ("alone", "back") for name in ("divergence", "perplexity", "copy", "again")]
 RAW = {
     "windows": {"document": _INT, "tokens": _INT, "nll": _FLOAT},
     "buckets": {"first": _INT, "tokens": _INT, "nll": _FLOAT},
     "cases": {"case": _INT, "depth": _FLOAT, "distance": _INT, "correct": pyarrow.bool_()},
     "heads": {"layer": _INT, "divergence": _FLOAT, "baseline_sink": _FLOAT, "baseline_previous": _FLOAT},
+    "layers": {"layer": _INT, "harm": _FLOAT, **dict.fromkeys(SWAPPED, _FLOAT)},
     "angles": {"layer": _INT, "head": _INT, "angle_counts": _COUNTS, "tau_counts": _COUNTS},
     "decay": {"distance": _INT, "bound_rope": _FLOAT, "bound_coca": _FLOAT},
 }
@@ -134,6 +138,8 @@ class Table:
             return f"{text}, buckets of {row['bucket']} tokens"
         if self.task == "attention-maps":
             return f"{text}, beside {row['baseline']}"
+        if self.task == "layers":
+            return f"{text}, beside {row['baseline']}, {row['cases']} cases of each text, seed {row['seed']}"
         if self.task == "boundary":
             return f"{text}, {row['pairs_per_document']} pairs of positions a document, seed {row['seed']}"
         return f"{text}, stride {row['asked_stride']}" + (f", {row['variant']}" * (row["variant"] != "sliding"))
