@@ -178,9 +178,12 @@ def _recorded(model: Any, input_ids: Tensor, scored_len: int) -> tuple[Tensor, l
     calls: list[tuple[Tensor, dict]] = []
 
     def recording(forward: Callable) -> Callable:
-        def run(states: Tensor, **kwargs: Any) -> Tensor:
+        def run(states: Tensor, *others: Any, **kwargs: Any) -> Tensor:
             calls.append((states, kwargs))
-            return forward(states, **kwargs)
+            output = forward(states, *others, **kwargs)
+            if others or not isinstance(output, Tensor):
+                raise CocaError(_not_understood(model))
+            return output
 
         return run
 
@@ -209,7 +212,13 @@ def _running(layer: nn.Module, function: Callable) -> Iterator[None]:
 
 
 def _layers(model: Any) -> Any:
+    if not isinstance(getattr(model.base_model, "layers", None), nn.ModuleList):
+        raise CocaError(_not_understood(model))
     return model.base_model.layers
+
+
+def _not_understood(model: Any) -> str:
+    return f"coca-eval layers: got {type(model).__name__}, whose layers it does not understand; expected a CoCA family"
 
 
 def _last_logits(model: Any, input_ids: Tensor, scored_len: int) -> Tensor:

@@ -46,8 +46,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 # What every row has besides: a value of its task, and the fields common to all tasks.
 VALUES: dict[str, dict[str, Any]] = {
     **{task: {"value": ABOVE_0} for task in ("perplexity", "position-loss", "speed")},
-    **{task: {"value": SHARE} for task in ("passkey", "recall", "boundary")},
-    **{task: {"value": NUMBER} for task in ("copying", "attention-maps", "layers")},
+    **{task: {"value": SHARE} for task in ("passkey", "boundary")},
+    "copying": {"value": NUMBER, "nll_first": NUMBER},
+    "recall": {"value": SHARE, "nll": NUMBER},
+    "attention-maps": {"value": NUMBER, "sink": NUMBER, "baseline_sink": NUMBER},
+    "layers": {"value": NUMBER},
     "tasks": {"value": NUMBER, "length": COUNT | None},  # RULER alone has a length
 }
 COMMON: dict[str, Any] = {
@@ -236,8 +239,9 @@ def _read(path: Path) -> list[dict]:
             raise CocaError(f"{where}: got no row of coca-eval; delete the line") from None
         if missing:
             raise CocaError(f"{where}: got a row without {', '.join(sorted(missing))}; delete it")
+        beside = VALUES[row["task"]].keys() - {"length"} if row["value"] is not None else ()
         for name, kind in (needed | SOME).items():
-            if name in row and not _is(row[name], kind):
+            if name in row and (not _is(row[name], kind) or (name in beside and row[name] is None)):
                 raise CocaError(f"{where}: got a row with {name} {row[name]!r}, no value of coca-eval's; delete it")
         row["raw"] = {name: path.parent / file for name, file in row["raw"].items()}
         rows.append(row)

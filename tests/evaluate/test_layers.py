@@ -3,13 +3,13 @@ import math
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import coca_hf
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.copying import passages, repeated_sequences
 from coca_hf.evaluate.layers import TEXTS, layer_rows
-from coca_hf.evaluate.load import load_subject
+from coca_hf.evaluate.load import Subject, load_subject
 from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import draw_sample
@@ -130,6 +130,13 @@ def test_command(tiny_llama_dir, tiny_coca_dir, books, tmp_path, coca_eval):
     assert "## Harm of each layer" in page
     assert "+ CoCA: keep first " in page
     assert (tmp_path / "page" / "layers.png").is_file()
+
+
+def test_a_model_whose_layers_are_not_understood_is_refused(tiny_tokenizer, books, tmp_path):
+    config = GPT2Config(vocab_size=len(tiny_tokenizer), n_embd=12, n_layer=2, n_head=2, n_positions=64)
+    gpt2 = Subject(GPT2LMHeadModel(config).eval(), tiny_tokenizer, "gpt2", "/gpt2", "0123")
+    with pytest.raises(CocaError, match="coca-eval layers: got GPT2LMHeadModel, whose layers it does not understand"):
+        measure([gpt2, gpt2], books, tmp_path / "out")
 
 
 def test_lengths_without_two_copies_are_refused(llama, coca, books, tmp_path):
