@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from coca_cli.console import console
+from coca_cli.console import BadOption, console
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -32,6 +32,10 @@ def convert_command(
     released: Annotated[
         bool, typer.Option("--released", help="SRC is a GPT-NeoX CoCA checkpoint of the authors' released code.")
     ] = False,
+    keep_layers: Annotated[
+        str | None,
+        typer.Option(help="Layers that keep the original's attention, from 0, with commas between them: 8,17,18."),
+    ] = None,
     calibrate: Annotated[
         str | None,
         typer.Option(
@@ -41,7 +45,19 @@ def convert_command(
     ] = None,
     calibrate_tokens: Annotated[
         int, typer.Option(min=1, help="Of that text; as many again are of passages that repeat.")
-    ] = 16384,
+    ] = 32768,
+    calibrate_block: Annotated[
+        int, typer.Option(min=2, help="Tokens of a block, at most the trained length and the attention window.")
+    ] = 2048,
+    calibrate_passes: Annotated[
+        int | None, typer.Option(min=1, help="Over the blocks; by default as many as make 1,280 steps, and at least 4.")
+    ] = None,
+    column: Annotated[str, typer.Option(help="Of that text's rows.")] = "text",
+    split: Annotated[str, typer.Option(help="Of a data set on the hub.")] = "train",
+    subset: Annotated[str | None, typer.Option(help="Of a data set on the hub.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="For --calibrate: cpu, cuda, cuda:1 or mps; by default the GPU if there is one.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the drawn text.")] = 0,
 ) -> None:
     """Turn a LLaMA, Mistral, Qwen2, Qwen3 or GPT-NeoX checkpoint into CoCA. Interrupted, it continues if run again."""
@@ -64,10 +80,25 @@ def convert_command(
             released=released,
             calibrate_on=calibrate,
             calibrate_tokens=calibrate_tokens,
+            calibrate_block=calibrate_block,
+            calibrate_passes=calibrate_passes,
+            column=column,
+            split=split,
+            subset=subset,
+            device=device,
             seed=seed,
             calibrate_progress=lambda done, total: bar.update(layers, completed=done, total=total),
+            keep_layers=None if keep_layers is None else _layers(keep_layers),
         )
     _print_conversion(record, dst)
+
+
+def _layers(text: str) -> list[int]:
+    """Raises BadOption for what is no list of layers."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and len(part) < 10 for part in parts):
+        raise BadOption(f"--keep-layers: got {text!r}, expected numbers of layers, from 0, as in 8,17,18,23")
+    return [int(part) for part in parts]
 
 
 def _print_conversion(record: dict, dst: str) -> None:
@@ -77,6 +108,8 @@ def _print_conversion(record: dict, dst: str) -> None:
     console.print(f"  parameters            {parameters['before']:,} before, {parameters['after']:,} after")
     console.print(f"  trained per stage     k {shares['k']:.1%}, qkv {shares['qkv']:.1%}, full {shares['full']:.0%}")
     console.print(f"  key/value cache       {cache['before']:,} bytes per token before, {cache['after']:,} after")
+    if record["kept_layers"]:
+        console.print(f"  original attention    kept in layers {', '.join(map(str, record['kept_layers']))}")
     console.print(f"  start of W_T          {record['start']['rule']}")
     if calibration := record.get("calibration"):
         console.print(

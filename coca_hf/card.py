@@ -130,9 +130,11 @@ def _card(conversion: dict, training: dict, measured: str | None, base_model: st
 
 
 def _lead(conversion: dict, stages: list[dict], base: str) -> str:
+    kept = conversion.get("kept_layers")
+    instead = f"in place of its own in all layers but {_numbers(kept)}" if kept else "in place of its own"
     lines = [
         f"{_text(base)} with Collinear Constrained Attention ([CoCA](https://arxiv.org/abs/2309.08646), the "
-        f"{conversion['constraint']} form) in place of its own, made with coca_hf.",
+        f"{conversion['constraint']} form) {instead}, made with coca_hf.",
     ]
     if stages:
         lines.append(
@@ -151,6 +153,7 @@ def _conversion(record: dict, base: str) -> str:
     lines = {
         "source": f"{base}, {record['source_format']}",
         "form": record["constraint"],
+        **({"original attention": f"layers {_numbers(kept)}"} if (kept := record.get("kept_layers")) else {}),
         "dtype": record["dtype"],
         "parameters": f"{parameters['before']:,} before, {parameters['after']:,} after",
         "start of W_T": record["start"]["rule"],
@@ -210,6 +213,10 @@ def _read_record(path: Path) -> dict:
     if not path.exists():
         raise CocaError(f"{path}: no such file, expected a checkpoint that coca-convert or coca-train made")
     return read_json(path)
+
+
+def _numbers(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _text(text: str) -> str:

@@ -16,6 +16,8 @@ FLOORS = {
     "weights": 1,
     "card": 2,
     "documents": 1,
+    "tokens": 1,
+    "held_out": 2,
     "report": 1,
     "convert": 3,
     "evaluate": 3,

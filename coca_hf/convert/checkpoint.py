@@ -7,14 +7,17 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import xxhash
 
 from coca_hf.card import write_card
-from coca_hf.convert.calibrate import PASSES, TOKENS_A_SKIP, calibrate, calibration_blocks, reach, repeated_blocks
+from coca_hf.convert import calibrate as calibration
+from coca_hf.convert.calibrate import calibrate, default_passes
+from coca_hf.convert.calibration_text import calibration_blocks, reach, repeated_blocks
 from coca_hf.convert.patch import patch_
 from coca_hf.convert.plan import DTYPES, TOKENIZER, Plan
 from coca_hf.convert.record import conversion_record
@@ -22,10 +25,22 @@ from coca_hf.convert.source import SafetensorsSource, open_source
 from coca_hf.convert.staging import Staging, locked_staging, staging_directory
 from coca_hf.convert.writer import Progress, WeightsWriter, bytes_of
 from coca_hf.errors import CocaError
+from coca_hf.held_out import Place
 from coca_hf.weights import parse_size, read_json
 
 RECORD = "conversion.json"
 TRAINING_RECORD = "training.json"
+
+
+class CalibrationOptions(NamedTuple):
+    """place: of the text, the arguments of `read_documents`; passes: None for `default_passes`; device: None for the
+    GPU where there is one."""
+
+    place: Place
+    tokens: int
+    block_tokens: int
+    passes: int | None
+    device: str | None
 
 
 def convert_checkpoint(
@@ -40,9 +55,16 @@ def convert_checkpoint(
     ntk_factor: float | None = None,
     released: bool = False,
     calibrate_on: str | None = None,
-    calibrate_tokens: int = 16384,
+    calibrate_tokens: int = 32768,
+    calibrate_block: int = 2048,
+    calibrate_passes: int | None = None,
+    column: str = "text",
+    split: str = "train",
+    subset: str | None = None,
+    device: str | None = None,
     seed: int = 0,
     calibrate_progress: Progress | None = None,
+    keep_layers: Sequence[int] | None = None,
 ) -> dict:
     """Write a CoCA checkpoint made from the checkpoint `src` to the directory `dst`; returns its record.
 
@@ -55,8 +77,8 @@ def convert_checkpoint(
     GPT-NeoX checkpoint of the authors' released code, which no file of it says. calibrate_on: text, as `read_documents`
     takes it, on `calibrate_tokens` tokens of which, and on as many of repeated passages, W_Q and W_T are fitted to the
     original's attention (`calibrate.py`), drawn by `seed`; the original is then loaded, and works on the GPU a layer at
-    a time, where there is one; calibrate_progress: called with layers done and in all. The record is also written to
-    `dst/conversion.json`.
+    a time, where there is one; calibrate_progress: called with layers done and in all. keep_layers: numbers, from 0, of
+    the layers that keep the original's attention. The record is also written to `dst/conversion.json`.
 
     Safetensors sources are read in blocks, a few shards of `dst` at a time; memory holds the projections of one layer
     for each, not a shard. An interrupted run leaves what is finished in a hidden directory beside `dst`, and the same
@@ -71,15 +93,21 @@ def convert_checkpoint(
         _check_path(path)
     _check_target(src, target, overwrite)
     with contextlib.closing(open_source(src)) as source, _os_errors(target):
-        plan = Plan(source, src, constraint, dtype, shard_bytes, ntk_length, ntk_factor, released)
+        plan = Plan(source, src, constraint, dtype, shard_bytes, ntk_length, ntk_factor, released, keep_layers)
         with locked_staging(target) as staging:
             _check_target(src, target, overwrite)
-            fit = _Calibration(plan, calibrate_on, calibrate_tokens, seed) if calibrate_on else None
+            fit = None
+            if calibrate_on:
+                place = calibrate_on, column, split, subset, None, True
+                options = CalibrationOptions(place, calibrate_tokens, calibrate_block, calibrate_passes, device)
+                fit = _Calibration(plan, options, seed)
             staging.begin(plan.made_from())
             _check_disk_space(plan, staging)
+            writer = WeightsWriter(plan, staging, progress or (lambda done, total: None))
             if fit:
+                writer.check_copied()
                 fit.run(staging, calibrate_progress or (lambda done, total: None))
-            record = _write(plan, staging, progress or (lambda done, total: None), fit.record if fit else None)
+            record = _write(plan, staging, writer, fit.record if fit else None)
             staging.publish()
     return record
 
@@ -95,45 +123,70 @@ def _check_disk_space(plan: Plan, staging: Staging) -> None:
 
 
 class _Calibration:
-    """The calibration of a plan on the documents of `text`; sets what `plan` says of it."""
+    """The calibration of a plan by `options`; sets what `plan` says of it."""
 
-    def __init__(self, plan: Plan, text: str, num_tokens: int, seed: int):
+    def __init__(self, plan: Plan, options: CalibrationOptions, seed: int):
         if plan.from_coca or plan.released:
             raise CocaError("--calibrate: got a CoCA checkpoint, expected an original, whose attention it imitates")
-        self.plan, self.text, self.seed = plan, text, seed
+        _check_device(options.device)
+        self.plan, self.options, self.seed = plan, options, seed
         tokenizer = plan.source.load_tokenizer()
-        text_blocks, self.held_out = calibration_blocks(text, tokenizer, plan.config, num_tokens, seed)
+        text_blocks, self.held_out = calibration_blocks(
+            options.place, tokenizer, plan.config, options.tokens, options.block_tokens, seed
+        )
         self.blocks = torch.cat((text_blocks, repeated_blocks(text_blocks, tokenizer, plan.config, seed)))
         self.text_tokens = text_blocks.numel()
-        ids = torch.cat((self.blocks, self.held_out))
-        ids_hash = xxhash.xxh3_128_hexdigest(bytes_of(ids))
-        plan.calibrated_from = [plan.source.states(), ids.shape, ids_hash, seed, PASSES, TOKENS_A_SKIP]
+        self.passes = options.passes or default_passes(len(self.blocks))
+        ids_hash = xxhash.xxh3_128_hexdigest(bytes_of(torch.cat((self.blocks, self.held_out))))
+        code = xxhash.xxh3_128_hexdigest(Path(calibration.__file__).read_bytes())
+        plan.calibrated_from = [plan.source.states(), plan.config.coca_constraint, ids_hash, seed, self.passes, code]
 
     def run(self, staging: Staging, progress: Progress) -> None:
         began = time.perf_counter()
         original = self.plan.source.load_model().eval()
-        original.set_attn_implementation("eager")
-        coca = patch_(copy.copy(original), self.plan.config.coca_constraint)  # shares all weights but W_T
-        done = calibrate(original, coca, self.blocks, self.held_out, staging.calibrated, self.seed, report=progress)
+        config = self.plan.config
+        # shares all weights but W_T
+        coca = patch_(copy.copy(original), config.coca_constraint, keep_layers=config.coca_kept_layers)
+        done = calibrate(
+            original,
+            coca,
+            self.blocks,
+            self.held_out,
+            staging.calibrated,
+            json.dumps(self.plan.calibrated_from, default=str),
+            self.seed,
+            self.passes,
+            self.options.device,
+            progress,
+        )
         self.plan.calibrated = done.tensors
         self.record = {
-            "text": self.text,
+            "text": self.options.place[0],
             "tokens": self.text_tokens,
             "repeated_tokens": self.blocks.numel() - self.text_tokens,
             "block_tokens": self.blocks.shape[1],
             "reach": reach(original.config),
             "held_out_tokens": self.held_out.numel(),
             "seed": self.seed,
-            "passes": PASSES,
+            "passes": self.passes,
             "perplexity": done.perplexity,
             "attention_kl": [layer._asdict() for layer in done.layers],
             "seconds": round(time.perf_counter() - began, 1),
         }
 
 
-def _write(plan: Plan, staging: Staging, progress: Progress, calibration: dict | None) -> dict:
+def _check_device(device: str | None) -> None:
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise CocaError(
+            f"--device: got {device!r}, expected cpu, or cuda, cuda:1 or mps where this machine has it"
+        ) from error
+
+
+def _write(plan: Plan, staging: Staging, writer: WeightsWriter, calibration: dict | None) -> dict:
     """Write all of the checkpoint into `staging`; returns its record."""
-    WeightsWriter(plan, staging, progress).write()
+    writer.write()
     plan.source.check_unchanged()
     directory = staging.checkpoint
     plan.config.save_pretrained(directory)  # also copies the modelling files

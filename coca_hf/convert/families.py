@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from transformers import (
     GPTNeoXConfig,
@@ -92,7 +92,7 @@ def family_of(config: CocaConfig) -> Family:
     return FAMILIES[config.model_type.removeprefix("coca_")]
 
 
-def coca_config(config: Mapping, constraint: str, where: str) -> CocaConfig:
+def coca_config(config: Mapping, constraint: str, where: str, kept_layers: Iterable[int] = ()) -> CocaConfig:
     """The CoCA configuration of a checkpoint's `config.json`; `where` names it in errors.
 
     Raises CocaError for an unknown family, a field that is not understood, or a value that CoCA does not support.
@@ -105,7 +105,7 @@ def coca_config(config: Mapping, constraint: str, where: str) -> CocaConfig:
     if "torch_dtype" in config:
         fields.setdefault("dtype", config["torch_dtype"])
     try:
-        result = family.coca_config(**fields, coca_constraint=constraint)
+        result = family.coca_config(**fields, coca_constraint=constraint, coca_kept_layers=list(kept_layers))
     except Exception as error:  # the validators of transformers raise several kinds
         raise CocaError(f"{where}: {one_line(error)}") from error
     _check_positions(result, family, where)

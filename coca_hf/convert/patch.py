@@ -1,10 +1,12 @@
 """Make a model in memory a CoCA model, and back: `patch_`, `unpatch_`."""
 
+from collections.abc import Iterable
+
 import torch
 from transformers import PreTrainedModel
 
 from coca_hf.convert.families import FAMILIES, coca_config, family_of
-from coca_hf.convert.tensors import Maker, check_tensors, untie_
+from coca_hf.convert.tensors import Maker, check_query_bias, check_tensors, untie_
 from coca_hf.errors import CocaError
 from coca_hf.models.decoder import CocaForCausalLM
 from coca_hf.models.rotary import CocaRotaryEmbedding
@@ -13,12 +15,15 @@ ORIGINAL = "_original_of_patch"  # in the model's __dict__: class and __dict__ b
 
 
 @torch.no_grad()
-def patch_(model: PreTrainedModel, constraint: str = "slack", keep_original: bool = False) -> CocaForCausalLM:
+def patch_(
+    model: PreTrainedModel, constraint: str = "slack", keep_original: bool = False, keep_layers: Iterable[int] = ()
+) -> CocaForCausalLM:
     """Turn `model` into its family's CoCA model, in place, with the same start as `convert_checkpoint`; returns it.
 
     All weights but the key's stay the very same parameters; GPT-NeoX's fused projection is split, so that those of
     queries and values are new, too. No other model of the process changes. keep_original: hold on to what is replaced,
-    with the memory it takes, so that `unpatch_` can bring it back.
+    with the memory it takes, so that `unpatch_` can bring it back. keep_layers: numbers, from 0, of the layers that
+    keep the original's attention.
 
     Gradient checkpointing and `enable_input_require_grads` stay on; hooks of others are refused, as they would be lost.
 
@@ -35,7 +40,7 @@ def patch_(model: PreTrainedModel, constraint: str = "slack", keep_original: boo
         raise CocaError("patch_: got a quantized model, expected plain weights; load it with dequantize=True")
 
     _check_movable(model)
-    config = coca_config(model.config.to_dict(), constraint, where="patch_: model.config")
+    config = coca_config(model.config.to_dict(), constraint, "patch_: model.config", keep_layers)
     config._attn_implementation = model.config._attn_implementation
     source = dict(model.named_parameters())
     shapes = {name: tuple(p.shape) for name, p in source.items()}
@@ -49,6 +54,7 @@ def patch_(model: PreTrainedModel, constraint: str = "slack", keep_original: boo
         if not piece.is_carried_over:
             made = maker.make(piece).to(parameter.device)
             parameter = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
+        check_query_bias(piece, parameter.data, where="patch_")
         setattr(coca.get_submodule(piece.name.rpartition(".")[0]), piece.name.rpartition(".")[2], parameter)
     coca.tie_weights()
     coca.model.rotary_emb = CocaRotaryEmbedding(config).to(model.device)

@@ -5,6 +5,7 @@ import json
 import math
 import os
 from collections import Counter
+from collections.abc import Sequence
 from importlib.metadata import version
 
 import torch
@@ -46,10 +47,11 @@ class Plan:
         ntk_length: int | None,
         ntk_factor: float | None,
         released: bool,
+        keep_layers: Sequence[int] | None,
     ):
         self.source, self.src, self._dtype = source, src, DTYPES.get(dtype)
         shapes, where = source.shapes(), _config_path(source)
-        self.config, self.from_coca = _read_config(source.config, constraint, ntk_length, where)
+        self.config, self.from_coca = _read_config(source.config, constraint, ntk_length, keep_layers, where)
         if self.config.num_hidden_layers > len(shapes):  # and before anything counts up to it
             raise CocaError(
                 f"{where}: got num_hidden_layers={self.config.num_hidden_layers}, expected no more layers than the "
@@ -129,15 +131,19 @@ class Plan:
 
 
 def _read_config(
-    config: dict, constraint: str | None, ntk_length: int | None, where: str
+    config: dict, constraint: str | None, ntk_length: int | None, keep_layers: Sequence[int] | None, where: str
 ) -> tuple[PreTrainedConfig, bool]:
     """The configuration of what is written, and whether the source is CoCA already, which is good for --ntk-length."""
     if ntk_length and str(config.get("model_type")).startswith("coca_"):
         result = coca_source_config(config, where)
         if constraint and constraint != result.coca_constraint:
             raise CocaError(f"{where}: --constraint: got {constraint}, expected {result.coca_constraint}, the source's")
+        if keep_layers is not None and sorted(keep_layers) != sorted(result.coca_kept_layers):
+            raise CocaError(
+                f"{where}: --keep-layers: got {list(keep_layers)}, expected {result.coca_kept_layers}, the source's"
+            )
         return result, True
-    return coca_config(config, constraint or "slack", where), False
+    return coca_config(config, constraint or "slack", where, sorted(keep_layers or ())), False
 
 
 def _config_path(source: Source) -> str:

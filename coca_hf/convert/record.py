@@ -26,6 +26,7 @@ def conversion_record(plan: Plan, finished: Collection[FinishedShard]) -> dict:
         "source_xxh3_128": _source_hash(finished),
         "base": base_metadata(plan.src, plan.source.directory),
         "constraint": plan.config.coca_constraint,
+        "kept_layers": plan.config.coca_kept_layers,
         "dtype": str(plan.config.dtype).removeprefix("torch."),
         "start": _start(plan, finished),
         **({"rope": plan.ntk} if plan.ntk else {}),
@@ -48,7 +49,7 @@ def _start(plan: Plan, finished: Collection[FinishedShard]) -> dict:
     if plan.from_coca:
         return {"rule": "none: all weights are those of the source, which is a CoCA checkpoint"}
     scales = {layer: of_heads for facts in finished for layer, of_heads in facts.scales.items()}
-    return {"rule": RULE, "scales": [scales[layer] for layer in sorted(scales)]}
+    return {"rule": RULE, "scales": [scales.get(layer) for layer in range(plan.config.num_hidden_layers)]}
 
 
 def _summary(plan: Plan) -> dict:
@@ -64,14 +65,19 @@ def _summary(plan: Plan) -> dict:
         return sum(count for name, count in after.items() if name.split(".")[-2] in modules) / total
 
     d, itemsize = plan.config.head_dim, plan.config.dtype.itemsize
-    width = plan.config.num_hidden_layers * plan.config.num_key_value_heads * d
-    cache = (3 * width // 2 + d) * itemsize  # keys' halves, values, and the angles that all layers share
+    layers, kept = plan.config.num_hidden_layers, len(plan.config.coca_kept_layers)
+    width = plan.config.num_key_value_heads * d
+    # Keys, of which CoCA's layers hold half, values, and the angles that all layers share
+    cache = ((3 * layers + kept) * width // 2 + d) * itemsize
     return {
         "parameters": {"before": sum(before.values()), "after": total},
         "trainable_fraction": {
             "k": fraction("t_proj"),
-            "qkv": fraction("q_proj", "t_proj", "v_proj"),
+            "qkv": fraction("q_proj", "k_proj", "t_proj", "v_proj"),
             "full": 1.0,
         },
-        "kv_cache_bytes_per_token": {"before": cache if plan.from_coca else 2 * width * itemsize, "after": cache},
+        "kv_cache_bytes_per_token": {
+            "before": cache if plan.from_coca else 2 * layers * width * itemsize,
+            "after": cache,
+        },
     }

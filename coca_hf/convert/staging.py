@@ -2,7 +2,7 @@
 
 .DST.incomplete/lock            held by the one process that writes; the system frees it when that process dies
 .DST.incomplete/manifest.jsonl  what is made here and from what; then a line for every shard that is on the disk
-.DST.incomplete/calibrated/     a file for every layer that is calibrated
+.DST.incomplete/calibrated/     a file for every layer that is calibrated, which says itself from what
 .DST.incomplete/checkpoint/     renamed to DST when it is complete
 .DST.incomplete/replaced/       the former DST, from just before that rename until just after it
 """
@@ -70,7 +70,6 @@ class Staging:
     def start_over(self, made_from: str) -> None:
         self.finished = {}
         self._manifest.unlink(missing_ok=True)
-        _remove(self.calibrated)
         _remove(self.checkpoint)
         self.checkpoint.mkdir()
         self._append(json.dumps({"made_from": made_from}))

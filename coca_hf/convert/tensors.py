@@ -14,6 +14,7 @@ from torch import Tensor
 from coca_hf.convert.families import family_of
 from coca_hf.convert.start import fold_pairs, start_scales, start_t
 from coca_hf.errors import CocaError, one_line
+from coca_hf.models.attention import QUERY_SCALE
 from coca_hf.models.decoder import CocaConfig
 from coca_hf.models.rotary import rotary_dim
 from coca_hf.weights import is_derived
@@ -89,6 +90,19 @@ def source_shapes(pieces: Iterable[Piece], config: CocaConfig) -> dict[str, Shap
     """Every tensor of the source that `pieces` are made of."""
     norms = {piece.scaled_by: (config.head_dim,) for piece in pieces if piece.scaled_by}
     return {piece.source: piece.source_shape for piece in pieces} | norms
+
+
+def check_query_bias(piece: Piece, numbers: Tensor, where: str) -> None:
+    """Raise CocaError for a bias of queries that CoCA, which squares them, cannot hold in the dtype of `numbers`."""
+    if not piece.name.endswith("q_proj.bias"):
+        return
+    largest, dtype = numbers.abs().max().item(), str(numbers.dtype).removeprefix("torch.")
+    limit = (torch.finfo(numbers.dtype).max / QUERY_SCALE) ** 0.5
+    if limit < largest < float("inf"):
+        raise CocaError(
+            f"{where}: tensor {piece.name}: got numbers up to {largest:g}, whose squares {dtype} cannot hold, expected "
+            f"at most {limit:.0f}; convert to bfloat16 or float32"
+        )
 
 
 class Maker:
@@ -184,10 +198,10 @@ def _llama_piece(config: CocaConfig, name: str, shape: Shape, shapes: Mapping[st
 
 
 def _gpt_neox_piece(config: CocaConfig, name: str, shape: Shape, shapes: Mapping[str, Shape], released: bool) -> Piece:
-    part = re.fullmatch(r"model\.(.*)\.self_attn\.([qtv])_proj\.(weight|bias)", name)
+    part = re.fullmatch(r"model\.(.*)\.self_attn\.([qktv])_proj\.(weight|bias)", name)
     if part:
         source = f"gpt_neox.{part[1]}.attention.query_key_value.{part[3]}"
-        pick = partial(split_query_key_value, part="qtv".index(part[2]), config=config)
+        pick = partial(split_query_key_value, part={"q": 0, "v": 2}.get(part[2], 1), config=config)
         return Piece(name, shape, source, (3 * config.hidden_size, *shape[1:]), pick)
     if name == "lm_head.weight":  # older files, and GPT-NeoX's own code, have the second name
         return Piece(name, shape, name if name in shapes else "embed_out.weight", shape)
@@ -217,6 +231,10 @@ def _check_released(released: bool, config: CocaConfig, where: str) -> None:
         raise CocaError(f"{where}: got the released CoCA layout, which is slack, expected --constraint slack")
     if config.model_type not in ("coca_llama", "coca_gpt_neox"):
         raise CocaError(f"{where}: got the released CoCA layout for {config.model_type!r}, expected llama or gpt_neox")
+    if config.coca_kept_layers:
+        raise CocaError(
+            f"{where}: --keep-layers: got the released CoCA layout, which has no keys, expected an original checkpoint"
+        )
     if rotary_dim(config) != config.head_dim:
         raise CocaError(
             f"{where}: got rotary_pct {config.rope_parameters['partial_rotary_factor']} in the released CoCA layout, "

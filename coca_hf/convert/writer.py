@@ -19,7 +19,7 @@ from torch import Tensor
 
 from coca_hf.convert.plan import Plan
 from coca_hf.convert.staging import FinishedShard, Staging
-from coca_hf.convert.tensors import Maker, Piece
+from coca_hf.convert.tensors import Maker, Piece, check_query_bias
 from coca_hf.errors import CocaError
 from coca_hf.weights import FLOATS, INDEX, WeightsFile
 
@@ -36,6 +36,13 @@ class WeightsWriter:
         self.plan, self.staging, self.progress = plan, staging, progress
         self._done, self._total = 0, plan.num_bytes(*plan.shards)
         self._lock, self._stopped = Lock(), False
+
+    def check_copied(self) -> None:
+        """Refuse what `write` would refuse of the tensors that are copied: before they are calibrated for hours."""
+        for piece in self.plan.pieces:
+            if self.plan.is_copied(piece) and self.plan.source.dtype(piece.source) != self.plan.dtype_of(piece):
+                for block in self.plan.source.blocks(piece.source):
+                    self._as_stored(piece, block)
 
     def write(self) -> None:
         with _one_thread_of_torch(), ThreadPoolExecutor(SHARDS_AT_ONCE) as pool:
@@ -106,10 +113,9 @@ class WeightsWriter:
         read = xxhash.xxh3_128()
         written = read if self.plan.source.dtype(piece.source) == self.plan.dtype_of(piece) else xxhash.xxh3_128()
         for block in self._unless_stopped(self.plan.source.blocks(piece.source)):
-            data = bytes_of(block)
-            read.update(data)
+            read.update(bytes_of(block))
+            data = bytes_of(self._as_stored(piece, block))
             if written is not read:
-                data = bytes_of(self._as_stored(piece, block))
                 written.update(data)
             self._advance(_write(stream, data))
         return read.hexdigest(), written.hexdigest()
@@ -131,6 +137,7 @@ class WeightsWriter:
                     f"{self.plan.src}: tensor {piece.name}: got numbers up to {largest:g}, which in {name} are "
                     f"{'infinite' if overflows else 'zero'}; expected another --dtype, as float32"
                 )
+        check_query_bias(piece, stored, self.plan.src)
         return stored
 
     def _header(self, shard: str) -> bytes:

@@ -28,9 +28,9 @@ BYTES = {STORED[stored]: dtype.itemsize for stored, dtype in FLOATS.items()}
 def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict[str, Any]:
     """Family, constraint, RoPE, lengths in tokens, parameters, and bytes of weights and of the cache of one sequence.
 
-    For CoCA the cache is the half-width one that `generate` uses (`models/cache.py`), and what a standard cache takes,
-    in other engines, is told as well. memory_bytes: also tells the longest context whose cache fits there beside the
-    weights, activations not counted; None where the cache stops growing (sliding windows).
+    For CoCA the cache is the half-width one that `generate` uses (`models/cache.py`), of full width in kept layers, and
+    what a standard cache takes, in other engines, is told as well. memory_bytes: also tells the longest context whose
+    cache fits there beside the weights, activations not counted; None where the cache stops growing (sliding windows).
 
     Raises CocaError where the directory is no checkpoint of safetensors, or its attention is not understood.
     """
@@ -48,6 +48,7 @@ def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict
         "checkpoint": str(directory),
         "family": config.model_type.removeprefix("coca_"),
         "constraint": config.coca_constraint if isinstance(config, CocaConfig) else None,
+        "kept_layers": sorted(config.coca_kept_layers) if isinstance(config, CocaConfig) else None,
         "rope": _rope(config),
         "trained_length": config_trained_length(config),
         "max_length": getattr(config, "max_position_embeddings", None),
@@ -69,6 +70,8 @@ def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict
 def describe(facts: dict[str, Any]) -> str:
     """`inspect_checkpoint`'s facts as lines for a person."""
     attention = f"CoCA, {facts['constraint']}" if facts["constraint"] else "plain"
+    if facts["kept_layers"]:
+        attention += f"; the original's in layers {', '.join(map(str, facts['kept_layers']))}"
     trained, longest = facts["trained_length"], facts["max_length"]
     extended = f" (set up for {longest:,})" if trained and longest and longest != trained else ""
     cache = f"{facts['kv_bytes_per_token']:,} bytes per token"

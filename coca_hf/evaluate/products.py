@@ -20,6 +20,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,10 +49,10 @@ def visiting_products(model: Any, theta: Tensor, visit: Callable[[int, Products]
     theta: radians per position of every rotary pair, (j,); pairs that are not turned are left out. Rows of a batch but
     the first are not looked at. A plain model's q and k are those that its modelling file hands to its own
     `apply_rotary_pos_emb`, which all families call by that name: after biases, norms and whatever else comes before.
-    CoCA's q and t are those that its attention hands to `fold`.
+    CoCA's q and t are those that its attention hands to `rotated`.
     """
-    if any(isinstance(module, attention.CocaAttention) for module in model.modules()):
-        with _visiting_coca(len(theta), visit):
+    if attentions := [module for module in model.modules() if isinstance(module, attention.CocaAttention)]:
+        with _visiting_coca(attentions, len(theta), visit):
             yield
         return
     modelling = sys.modules[type(model).__module__]
@@ -106,33 +107,37 @@ def rotary_pairs(turn: Callable[[Tensor], Tensor], q: Tensor, theta: Tensor) -> 
 
 
 @contextmanager
-def _visiting_coca(turned: int, visit: Callable[[int, Products], None]) -> Iterator[None]:
-    """The same for CoCA, of whose pairs the first `turned` are turned."""
-    fold = attention.fold
-    layers = itertools.count()
+def _visiting_coca(
+    attentions: list[attention.CocaAttention], turned: int, visit: Callable[[int, Products], None]
+) -> Iterator[None]:
+    """The same for CoCA, of whose pairs the first `turned` are turned. RoPE in kept layers is linear, too."""
 
-    def seen(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> tuple[Tensor, Tensor]:
+    def seen(layer: attention.CocaAttention, q: Tensor, t: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         one, zero = torch.ones_like(cos), torch.zeros_like(cos)
-        folds = fold(q, t, one, zero, constraint), fold(q, t, zero, one, constraint)
+        rotated = partial(type(layer).rotated, layer, q, t)
+        folds = rotated(one, zero), rotated(zero, one)
 
         def products(m: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
             def dot(of_query: int, of_key: int) -> Tensor:
                 """Of every pair, (h, p, j); 0 is angle 0, 1 a quarter turn."""
                 query, key = _of_heads(folds[of_query][0], folds[of_key][1], m, n)
-                return (query * key).unflatten(-1, (2, -1)).sum(-2)[..., :turned]
+                score = (query * key).unflatten(-1, (2, -1)).sum(-2)[..., :turned]
+                return score * (layer.scaling * layer.head_dim**0.5)
 
             along, across, query_turned, key_turned = dot(0, 0), dot(1, 1), dot(1, 0), dot(0, 1)
             h = torch.complex(along + across, key_turned - query_turned) / 2
             return h, torch.complex(along - across, -key_turned - query_turned) / 2
 
-        visit(next(layers), products)
-        return fold(q, t, cos, sin, constraint)
+        visit(layer.layer_idx, products)
+        return rotated(cos, sin)
 
-    attention.fold = seen
+    for layer in attentions:
+        layer.rotated = partial(seen, layer)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        attention.fold = fold
+        for layer in attentions:
+            del layer.rotated
 
 
 def _of_heads(q: Tensor, k: Tensor, m: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:

@@ -156,6 +156,7 @@ def subject_settings(subject: Subject) -> dict:
         "fingerprint": subject.fingerprint,
         "model_type": model.config.model_type,
         "coca_constraint": getattr(model.config, "coca_constraint", None),
+        "coca_kept_layers": getattr(model.config, "coca_kept_layers", None),
         "trained_length": trained_length(model),
         "model_commit": subject.commit,
         "trained_seq_len": subject.trained_seq_len,

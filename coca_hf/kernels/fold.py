@@ -9,7 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coca_hf.models.attention import QUERY_SCALE
+
 TILE = 4096  # numbers that a program holds of each half
+SCALE = tl.constexpr(QUERY_SCALE)
 
 
 def fused_fold(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> tuple[Tensor, Tensor]:
@@ -128,8 +131,8 @@ def _fold_kernel(
         else:
             first, second = real * (real * cos - imag * sin), imag * (imag * cos + real * sin)
         row = b * query_b + h * query_h + m * query_m
-        _store(query_ptr, row, pair * query_d, first, inside)
-        _store(query_ptr, row, (pair + PAIRS) * query_d, second, inside)
+        _store(query_ptr, row, pair * query_d, first * SCALE, inside)
+        _store(query_ptr, row, (pair + PAIRS) * query_d, second * SCALE, inside)
     else:
         b, h, m, pair, inside = _rows(block - query_blocks, t_rows, length, T_HEADS, PAIRS, BLOCK_ROWS, BLOCK_PAIRS)
         cos = _load(cos_ptr, b * cos_b + m * cos_m, pair * cos_d, inside, COMPUTE)
@@ -164,8 +167,8 @@ def _fold_backward_kernel(
         real = _load(q_ptr, row, pair * q_d, inside, COMPUTE)
         imag = _load(q_ptr, row, (pair + PAIRS) * q_d, inside, COMPUTE)
         row = b * query_b + h * query_h + m * query_m
-        grad_first = _load(grad_query_ptr, row, pair * query_d, inside, COMPUTE)
-        grad_second = _load(grad_query_ptr, row, (pair + PAIRS) * query_d, inside, COMPUTE)
+        grad_first = _load(grad_query_ptr, row, pair * query_d, inside, COMPUTE) * SCALE
+        grad_second = _load(grad_query_ptr, row, (pair + PAIRS) * query_d, inside, COMPUTE) * SCALE
         if STRICT:
             grad_energy = 2 * (grad_first * cos + grad_second * sin)
             grad_real, grad_imag = grad_energy * real, grad_energy * imag

@@ -13,6 +13,9 @@ computed once per token:
 
 so any attention that takes a query, a key and a value (SDPA, FlashAttention, FlexAttention, paged attention) computes
 CoCA as it stands. Strict depends on m - n only; slack depends on m and n.
+
+Both square the query, which overflows in float16 where a number of it is above 181. The folded query is therefore
+multiplied by `QUERY_SCALE`, and `CocaAttention.scaling` divides by it.
 """
 
 from collections.abc import Callable
@@ -21,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
+
+QUERY_SCALE = 2.0**-4  # exact in every dtype, and its root as well; 1 / sqrt(d) of the widest heads in use, d = 256
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -39,12 +44,13 @@ def _row(first: Tensor, second: Tensor) -> Tensor:
 
 
 def coca_query(q: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
-    """Fold the query's own rotation into it, so that a dot product with `coca_key` is the CoCA score.
+    """Fold the query's own rotation into it: a dot product with `coca_key` is `QUERY_SCALE` times the CoCA score.
 
     slack: `q o R_m q` (eq. 10 without the constraint of eq. 11); strict: `R_m [|q|^2, 0]` (eq. 9, closed form eq. 17).
 
     q: (b, h, m, d); cos, sin: (b, 1, m, j). Returns (b, h, m, d).
     """
+    q = q * QUERY_SCALE**0.5  # before it is squared
     if constraint == "slack":
         return rotate(q, cos, sin) * q  # in this order: memory is laid out as that of the first, (b, h, m, d)
     real, imag = q.chunk(2, dim=-1)
@@ -121,7 +127,7 @@ class CocaAttention(nn.Module):
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = self.head_dim**-0.5
+        self.scaling = self.head_dim**-0.5 / QUERY_SCALE
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
         self.sliding_window = config.sliding_window if layer_types(config)[layer_idx] == "sliding_attention" else None
@@ -143,6 +149,10 @@ class CocaAttention(nn.Module):
     def coefficients(self, hidden_states: Tensor) -> Tensor:
         return by_head(self.t_proj(hidden_states), self.head_dim // 2)
 
+    def rotated(self, q: Tensor, t: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Query (b, h, m, d) and key (b, g, m, d) of ordinary attention; cos, sin: (b, 1, m, j)."""
+        return fold(q, t, cos, sin, self.config.coca_constraint)
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -155,7 +165,7 @@ class CocaAttention(nn.Module):
         leading = hidden_states.shape[:-1]
         q, t, value = self.project(hidden_states)
         cos, sin = (part.unsqueeze(1) for part in position_embeddings)
-        query, key = fold(q, t, cos, sin, self.config.coca_constraint)
+        query, key = self.rotated(q, t, cos, sin)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx, t=t, angles=(cos, sin))
 
@@ -175,3 +185,24 @@ class CocaAttention(nn.Module):
             **kwargs,
         )
         return self.o_proj(output.reshape(*leading, -1)), weights
+
+
+class KeptAttention(CocaAttention):
+    """The original's own attention, with rotary embedding, in a layer of `config.coca_kept_layers`.
+
+    In the place of the coefficients t come keys (b, g, m, d), which caches hold rotated and at full width.
+    """
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.scaling = self.head_dim**-0.5
+        del self.t_proj
+        width = config.num_key_value_heads * self.head_dim
+        self.k_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
+
+    def coefficients(self, hidden_states: Tensor) -> Tensor:
+        """Keys (b, g, m, d), before they are rotated."""
+        return by_head(self.k_proj(hidden_states), self.head_dim)
+
+    def rotated(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return rotate(q, cos, sin), rotate(k, cos, sin)

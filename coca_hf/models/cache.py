@@ -34,10 +34,13 @@ class HalfWidth(Cache):
         """Store the new `t` (b, g, m, j) and `value_states` (b, g, m, d); return all keys and values of the layer.
 
         angles: cos and sin of the new positions, (b or 1, 1, m, j). key_states: the keys they make, (b, g, m, d).
-        For the attention `coca`, which makes its own keys, all t instead of all keys.
+        For the attention `coca`, which makes its own keys, all t instead of all keys. A kept layer, whose t are keys,
+        (b, g, m, d), before their rotation, has its `key_states` stored as they are.
         """
         if layer_idx == 0:
             self.angles.update(*(part.expand(len(t), -1, -1, -1) for part in angles))
+        if t.shape == key_states.shape:
+            return super().update(key_states, value_states, layer_idx)
         t, value = super().update(t.relu(), value_states, layer_idx)
         if t.shape[-2] == key_states.shape[-2]:
             return key_states, value

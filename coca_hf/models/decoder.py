@@ -8,6 +8,7 @@ coca_hf. Letters: see `attention.py`.
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import field
 from typing import Literal
 
 import torch
@@ -23,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import CocaAttention, layer_types
+from .attention import CocaAttention, KeptAttention, layer_types
 from .cache import CocaCache, CocaStaticCache
 from .hub import PushesItsCard
 from .rotary import LENGTH_DEPENDENT_ROPE_TYPES, CocaRotaryEmbedding, one_row_error, rotary_dim
@@ -34,18 +35,23 @@ MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_slidi
 class CocaConfig(PreTrainedConfig):
     """`coca_constraint`: `"slack"` (the paper's main results) or `"strict"` (its section 4.4).
 
+    `coca_kept_layers`: numbers, from 0, of the layers that keep the original's attention (`KeptAttention`).
+
     Comes after the family's own configuration among the bases, so that the family's defaults win.
     """
 
     _auto_class = "AutoConfig"  # save_pretrained copies the modelling files, as register_for_auto_class makes it do
 
     coca_constraint: Literal["slack", "strict"] = "slack"
+    coca_kept_layers: list[int] = field(default_factory=list)
 
     def __post_init__(self, **kwargs):
         if (self.rope_parameters or {}).get("rope_type") == "default":
             # Written by coca-convert --ntk-length; transformers would warn of it at every load
             self.ignore_keys_at_rope_validation = {"original_max_position_embeddings"}
         super().__post_init__(**kwargs)
+        if self.coca_kept_layers:
+            self.base_model_tp_plan = kept_plan(self.base_model_tp_plan)  # type: ignore[has-type]
         file, family = self.model_type.removeprefix("coca_"), type(self).__name__.removesuffix("Config")
         self.auto_map = {
             "AutoConfig": f"{file}.{family}Config",
@@ -65,6 +71,12 @@ class CocaConfig(PreTrainedConfig):
                 f"is {self.num_key_value_heads}"
             )
 
+    def validate_kept_layers(self):
+        """Called by `@strict`. Raises ValueError for layers that are not there, and for one that is named twice."""
+        kept, last = self.coca_kept_layers, self.num_hidden_layers - 1
+        if len(set(kept)) < len(kept) or not all(0 <= layer <= last for layer in kept):
+            raise ValueError(f"coca_kept_layers is {kept}, expected different numbers of layers, from 0 to {last}")
+
     def validate_pairs(self):
         """Called by `@strict`. Raises ValueError where dimensions that rotation turns do not make pairs."""
         if self.head_dim % 2:
@@ -81,17 +93,25 @@ def t_plan(plan: Mapping[str, str]) -> dict[str, str]:
     return {name.replace("k_proj", "t_proj"): style for name, style in plan.items() if "k_norm" not in name}
 
 
+def kept_plan(plan: Mapping[str, str]) -> dict[str, str]:
+    """A CoCA model's tensor-parallel plan, with the keys of kept layers and their norms beside what it has."""
+    keys = {name.replace("t_proj", "k_proj").replace("q_norm", "k_norm"): style for name, style in plan.items()}
+    return {**plan, **keys}
+
+
 class CocaDecoderLayer(LlamaDecoderLayer):
     """Norm, attention, norm, MLP, with two residuals; a family names its own classes."""
 
     attention_class: type[CocaAttention] = CocaAttention
+    kept_attention_class: type[KeptAttention] = KeptAttention
     mlp_class: type[nn.Module] = LlamaMLP
     norm_class: type[nn.Module] = LlamaRMSNorm
 
     def __init__(self, config: CocaConfig, layer_idx: int):
         GradientCheckpointingLayer.__init__(self)  # not LlamaDecoderLayer's: it would build the attention twice
         self.hidden_size = config.hidden_size
-        self.self_attn = self.attention_class(config, layer_idx)
+        is_kept = layer_idx in config.coca_kept_layers
+        self.self_attn = (self.kept_attention_class if is_kept else self.attention_class)(config, layer_idx)
         self.mlp = self.mlp_class(config)
         self.input_layernorm = self.norm_class(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = self.norm_class(config.hidden_size, eps=config.rms_norm_eps)

@@ -19,7 +19,7 @@ from transformers import GPTNeoXConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP
 
-from .attention import CocaAttention
+from .attention import CocaAttention, KeptAttention
 from .decoder import CocaConfig, CocaForCausalLM, CocaModel, CocaPreTrainedModel
 
 
@@ -56,7 +56,8 @@ class CocaGPTNeoXDecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         self.use_parallel_residual = config.use_parallel_residual
         self.dropout = config.hidden_dropout
-        self.self_attn = CocaAttention(config, layer_idx)
+        is_kept = layer_idx in config.coca_kept_layers
+        self.self_attn = (KeptAttention if is_kept else CocaAttention)(config, layer_idx)
         self.mlp = GPTNeoXMLP(config)
         self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)

@@ -5,7 +5,7 @@ from torch import nn
 from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
 
-from .attention import CocaAttention
+from .attention import CocaAttention, KeptAttention
 from .decoder import CocaConfig, CocaDecoderLayer, CocaForCausalLM, CocaModel, CocaPreTrainedModel, t_plan
 
 
@@ -28,8 +28,13 @@ class CocaQwen2Attention(CocaAttention):
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=False)
 
 
+class KeptQwen2Attention(KeptAttention, CocaQwen2Attention):
+    pass
+
+
 class CocaQwen2DecoderLayer(CocaDecoderLayer):
     attention_class = CocaQwen2Attention
+    kept_attention_class = KeptQwen2Attention
     mlp_class = Qwen2MLP
     norm_class = Qwen2RMSNorm
 

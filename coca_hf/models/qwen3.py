@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
-from .attention import CocaAttention
+from .attention import CocaAttention, KeptAttention
 from .decoder import CocaConfig, CocaDecoderLayer, CocaForCausalLM, CocaModel, CocaPreTrainedModel, t_plan
 
 
@@ -35,8 +35,18 @@ class CocaQwen3Attention(CocaAttention):
         return self.q_norm(super().queries(hidden_states))
 
 
+class KeptQwen3Attention(KeptAttention, CocaQwen3Attention):
+    def __init__(self, config: CocaQwen3Config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def coefficients(self, hidden_states: Tensor) -> Tensor:
+        return self.k_norm(super().coefficients(hidden_states))
+
+
 class CocaQwen3DecoderLayer(CocaDecoderLayer):
     attention_class = CocaQwen3Attention
+    kept_attention_class = KeptQwen3Attention
     mlp_class = Qwen3MLP
     norm_class = Qwen3RMSNorm
 

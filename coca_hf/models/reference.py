@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import repeat_kv
 
-from .attention import CocaAttention, rotate
+from .attention import CocaAttention, KeptAttention, rotate
 
 
 def coca_scores(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
@@ -44,7 +44,7 @@ class ReferenceCocaAttention(CocaAttention):
         leading = hidden_states.shape[:-1]
         q, t, value = self.project(hidden_states)
         cos, sin = (part.unsqueeze(1) for part in position_embeddings)
-        scores = coca_scores(q, t.relu(), cos, sin, self.config.coca_constraint) * self.scaling
+        scores = coca_scores(q, t.relu(), cos, sin, self.config.coca_constraint) * self.head_dim**-0.5
         if attention_mask is None:
             future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
             scores = scores.masked_fill(future, torch.finfo(scores.dtype).min)
@@ -58,9 +58,12 @@ class ReferenceCocaAttention(CocaAttention):
 def use_reference_(model: PreTrainedModel) -> PreTrainedModel:
     """Make a CoCA model compute its attention by the three-operand contraction, in place; returns the model.
 
+    Kept layers stay as they are, which is plain attention.
+
     Raises ValueError where the model has no CoCA attention.
     """
-    layers = [module for module in model.modules() if isinstance(module, CocaAttention)]
+    attentions = [module for module in model.modules() if isinstance(module, CocaAttention)]
+    layers = [layer for layer in attentions if not isinstance(layer, KeptAttention)]
     if not layers:
         raise ValueError(f"use_reference_: got {type(model).__name__}, which has no CoCA attention; convert it first")
     model.set_attn_implementation("eager")

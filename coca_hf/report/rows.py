@@ -62,6 +62,7 @@ COMMON: dict[str, Any] = {
 # What some rows have.
 SOME: dict[str, Any] = {
     **{
+        "coca_kept_layers": list[int] | None,
         "model_type": str,
         "ranges": list[Range],
         "order": list[int],

@@ -38,6 +38,8 @@ def models(measured: Measured) -> Section | None:
     lines = []
     for (name, _, dtype), row in found.items():
         form = f"CoCA, {row['coca_constraint']}" if row["coca_constraint"] else row.get("model_type") or ""
+        if kept := row.get("coca_kept_layers"):
+            form += f", layers kept: {len(kept)}"
         seen = f"{row['tokens_seen']:,}" if row["tokens_seen"] is not None else ""
         length = trained_length(row)
         lines.append([name, form, dtype, f"{length:,}" if length else "", seen])

@@ -18,12 +18,12 @@ from transformers import PreTrainedTokenizerBase
 
 from coca_hf.documents import commit_of, is_on_hub
 from coca_hf.errors import CocaError
-from coca_hf.train.held_out import HeldOut, hold_out, shares
+from coca_hf.held_out import HeldOut, hold_out, shares
+from coca_hf.tokens import Encoder
 from coca_hf.train.prepared import Prepared, describe_stream, open_prepared, write_prepared
 from coca_hf.train.recipe import Recipe, Source
 from coca_hf.train.stop import leave_signals_to_parent
 from coca_hf.train.stream import PackedPass, TokenStream, draw_of_sources, too_short
-from coca_hf.train.tokens import Encoder
 
 
 def blocks_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, start_block: int = 0) -> "PackedBlocks":
@@ -148,7 +148,7 @@ class PackedBlocks(IterableDataset):
         """What is held out of every source, and all their held-out blocks, (blocks, seq_len)."""
         counts = shares([source.weight for source in self.sources], self.held_out_blocks)
         chosen = [
-            hold_out(source, self.encoder, self.seq_len, count)
+            hold_out(source.place, self.encoder, self.seq_len, count)
             for source, count in zip(self.sources, counts, strict=True)
         ]
         return [rule for rule, _ in chosen], torch.cat([blocks for _, blocks in chosen])

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from coca_hf.documents import read_documents
 from coca_hf.errors import CocaError
-from coca_hf.train.held_out import HeldOut
+from coca_hf.held_out import HeldOut
+from coca_hf.tokens import Encoder, Piece, batches, pieces_of
 from coca_hf.train.recipe import Source
-from coca_hf.train.tokens import Encoder, Piece, batches, pieces_of
 
 LARGE_DOCUMENT = 10_000_000  # characters: a dozen novels
 SHUFFLE_TOKENS = 2**21  # of a source, that wait to be drawn: 16 MB, and 1024 blocks of 2048 tokens

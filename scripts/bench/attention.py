@@ -1,6 +1,6 @@
 """Attention alone, from projections to output: CoCA in every form that this machine has, beside LLaMA's.
 
-    python scripts/bench/attention.py --lengths 2048 8192 32768 --out docs/results/attention.json
+    python scripts/bench/attention.py --graph --lengths 2048 8192 32768 --out docs/results/attention.json
     python scripts/bench/attention.py --mode forward --lengths 512 1024 2048 4096 8192 16384 32768 65536 131072
     python scripts/bench/attention.py --mode fold                                 # rotation and fold alone
 
@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
-from coca_hf.models.attention import FOLDS, plain_fold
+from coca_hf.models.attention import FOLDS, QUERY_SCALE, plain_fold
 from coca_hf.models.reference import coca_scores
 
 KERNELS = {
@@ -34,6 +34,9 @@ def main() -> None:
     parser = measure.arguments(__doc__, "llama-7b" if DEVICE == "cuda" else "smollm2-135m", [2048, 8192, 32768])
     parser.add_argument(
         "--mode", choices=["both", "forward", "fold"], default="both", help="both: forward and backward"
+    )
+    parser.add_argument(
+        "--graph", action="store_true", help="on a GPU: replay CUDA graphs, so that launching costs nothing"
     )
     parser.add_argument("--only", nargs="+", default=[""], help="rivals whose names contain one of these")
     options = parse(parser)
@@ -78,11 +81,11 @@ def measure_length(length: int, options) -> list[dict]:
     cos, sin = (x.to(options.dtype)[None, None] for x in (angle.cos(), angle.sin()))  # (1, 1, m, j)
     whole_cos, whole_sin = (torch.cat((x, x), -1)[0] for x in (cos, sin))  # (1, m, d), as LLaMA takes them
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, kernel: str) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor, kernel: str, scaling: float = head_dim**-0.5) -> Tensor:
         chosen = sdpa_kernel(KERNELS[kernel]) if kernel in KERNELS else contextlib.nullcontext()
         grouped = {"enable_gqa": True} if heads != kv_heads else {}
         with chosen:
-            return scaled_dot_product_attention(query, key, value, is_causal=True, **grouped)
+            return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, **grouped)
 
     def llama(i: int, kernel: str) -> Tensor:
         query, key = apply_rotary_pos_emb(q[i], k[i], whole_cos, whole_sin)
@@ -90,7 +93,9 @@ def measure_length(length: int, options) -> list[dict]:
 
     def coca(i: int, fold, constraint: str, kernel: str) -> Tensor:
         query, key = fold(q[i], t[i], cos, sin, constraint)
-        return torch.cat((query, key), 1) if kernel == "none" else attend(query, key, v[i], kernel)
+        if kernel == "none":
+            return torch.cat((query, key), 1)
+        return attend(query, key, v[i], kernel, head_dim**-0.5 / QUERY_SCALE)
 
     def contraction(i: int) -> Tensor:
         scores = coca_scores(q[i], t[i].relu(), cos, sin, "slack") * head_dim**-0.5
@@ -138,7 +143,9 @@ def measure_length(length: int, options) -> list[dict]:
                 continue
         usable[name] = forward
     errors = {name: check_small(name, folds, options) for name in usable}
-    results = compare({name: runs(f) for name, f in usable.items()}, options.repeats, options.warmup, sets)
+    results = compare(
+        {name: runs(f) for name, f in usable.items()}, options.repeats, options.warmup, sets, options.graph
+    )
 
     def over(name: str, other: str) -> float | None:
         ours, theirs = results[name]["seconds"], results.get(other, {}).get("seconds")
@@ -170,7 +177,7 @@ def check_small(name: str, folds: dict, options) -> float | None:
     angle = torch.randn(1, 1, 33, head_dim // 2, generator=generator).to(DEVICE)
     cos, sin = angle.cos().to(options.dtype), angle.sin().to(options.dtype)
     query, key = folds[fold](q, t, cos, sin, constraint)
-    scores = query @ repeat_kv(key, heads // kv_heads).mT
+    scores = query @ repeat_kv(key, heads // kv_heads).mT / QUERY_SCALE
     expected = coca_scores(*(x.double() for x in (q, t.relu(), cos, sin)), constraint)
     return check(name, relative_error(scores, expected), options.dtype)
 

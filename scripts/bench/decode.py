@@ -13,9 +13,14 @@ generate    `model.generate` with a static cache, which transformers compiles on
 Bytes of the caches, by counting them, are part of every run but `tune`.
 """
 
+import contextlib
+import functools
 import itertools
+import os
 import statistics
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import measure
 import torch
@@ -129,6 +134,9 @@ def inputs(batch, heads, kv_heads, length, head_dim, sets, dtype) -> list[list[t
     def made(count: int, n: int, width: int) -> list[torch.Tensor]:
         return [torch.randn(batch, count, n, width, device=DEVICE, dtype=dtype) for _ in range(sets)]
 
+    def coefficients() -> list[torch.Tensor]:
+        return [x.relu_() for x in made(kv_heads, length, head_dim // 2)]  # as the cache holds them
+
     angle = torch.arange(length, device=DEVICE)[:, None] * 10000.0 ** -(
         torch.arange(0, head_dim, 2, device=DEVICE) / head_dim
     )
@@ -137,7 +145,7 @@ def inputs(batch, heads, kv_heads, length, head_dim, sets, dtype) -> list[list[t
         for part in (angle.cos(), angle.sin())
     ]
     return [
-        *(made(heads, 1, head_dim), made(kv_heads, length, head_dim), made(kv_heads, length, head_dim // 2)),
+        *(made(heads, 1, head_dim), made(kv_heads, length, head_dim), coefficients()),
         *(made(kv_heads, length, head_dim), *angles),
     ]
 
@@ -150,8 +158,9 @@ def decode_error(name: str, rival, tensors, options) -> float | None:
     except torch.OutOfMemoryError:
         clear()
         return 0.0  # `compare` meets it again
-    except RuntimeError as failure:
-        if any(words in str(failure) for words in ("No available kernel", "No viable backend")):
+    except Exception as failure:
+        if name.startswith("LLaMA"):  # a rival that this PyTorch cannot run is left out, and named
+            print(f"{name}: {type(failure).__name__}: {str(failure).splitlines()[0]}")
             return None
         raise
     q, k, t, v, cos, sin = (x[0] for x in tensors)
@@ -207,39 +216,73 @@ def step(length: int, batch: int, options) -> list[dict]:
     ]
 
 
+TUNED = {  # constants of coca_hf/kernels/decode.py
+    "HEADS": (4, 8, 16),
+    "SUMS_PER_THREAD": (16, 32),
+    "WARPS": (4, 8),
+    "PROGRAMS_PER_PROCESSOR": (4, 7, 14),
+}
+
+
 def tune(length: int, batch: int, options) -> list[dict]:
-    """The kernel at several sizes of its programs; what is best belongs into coca_hf/kernels/decode.py."""
+    """The kernel at all sizes of its programs, the fastest first; the best belongs into coca_hf/kernels/decode.py."""
     if DEVICE != "cuda":
         raise SystemExit("decode.py --what tune: got no GPU, expected one")
-    from coca_hf.kernels import decode
-
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    compile_all(options.shape, options.dtype, options.constraint)
     rows = []
-    for width, block, programs in itertools.product((128, 256, 512), (16, 32, 64), (1, 2, 4)):
-        decode._gpu = lambda x, width=width: (processors, width)
-        decode.BLOCK_KEYS, decode.PROGRAMS_PER_PROCESSOR = block, programs
+    for configuration in itertools.product(*TUNED.values()):
+        settings = use(configuration)
         try:
-            found = attention_of_kernel(length, batch, options)
+            found = time_kernel(length, batch, options)
         except Exception as failure:  # Triton's own, for what does not fit into a processor
             found = {"error": type(failure).__name__}
-        rows.append({"rival": f"width {width}, keys {block}, programs {programs}", "length": length, **found})
+        name = ", ".join(f"{key.lower()} {value}" for key, value in settings.items())
+        rows.append({"rival": name, "length": length, "batch": batch} | found)
     return sorted(rows, key=lambda row: row.get("seconds") or 9.0)
 
 
-def attention_of_kernel(length: int, batch: int, options) -> dict:
-    shape = measure.SHAPES[options.shape]
-    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
-    head_dim = shape["hidden_size"] // heads
-    num_bytes = batch * length * head_dim * options.dtype.itemsize * (3 * kv_heads // 2 + 1)
-    sets = sets_for(num_bytes)
-    q, _, t, v, cos, sin = inputs(batch, heads, kv_heads, length, head_dim, sets, options.dtype)
+def use(configuration: tuple) -> dict[str, int]:
+    from coca_hf.kernels import decode
+
+    settings = dict(zip(TUNED, configuration, strict=True))
+    vars(decode).update(settings)
+    return settings
+
+
+@functools.cache
+def compile_all(*options) -> None:
+    """Fill Triton's cache on the disk, in as many processes as there are cores: its compiler runs on one."""
+    *choices, programs = TUNED.values()
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_one, itertools.product(*choices, programs[:1]), itertools.repeat(options)))
+
+
+def compile_one(configuration: tuple, options: tuple) -> None:
+    use(configuration)
+    with contextlib.suppress(Exception):
+        one_token(*options, 256, 1, 1)(0)
+
+
+def one_token(shape: str, dtype, constraint: str, length: int, batch: int, sets: int):
+    fields = measure.SHAPES[shape]
+    heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
+    head_dim = fields["hidden_size"] // heads
+    q, _, t, v, cos, sin = inputs(batch, heads, kv_heads, length, head_dim, sets, dtype)
 
     def run(i: int):
-        return DECODERS[DEVICE](q[i], t[i], v[i], cos[i], sin[i], None, head_dim**-0.5, options.constraint == "strict")
+        return DECODERS[DEVICE](q[i], t[i], v[i], cos[i], sin[i], None, head_dim**-0.5, constraint == "strict")
 
+    return run
+
+
+def time_kernel(length: int, batch: int, options) -> dict:
+    run = one_token(options.shape, options.dtype, options.constraint, length, batch, 4)
     with torch.no_grad():
-        (result,) = compare({"kernel": run}, options.repeats, options.warmup, sets, graph=True).values()
-    return {"batch": batch, **result, "gb_per_second": num_bytes / result["seconds"] / 1e9}
+        (result,) = compare({"kernel": run}, options.repeats, 2, 4, graph=True).values()
+    fields = measure.SHAPES[options.shape]
+    kv_heads, head_dim = fields["num_key_value_heads"], fields["hidden_size"] // fields["num_attention_heads"]
+    num_bytes = batch * length * head_dim * options.dtype.itemsize * (3 * kv_heads // 2 + 1)
+    return {**result, "gb_per_second": num_bytes / result["seconds"] / 1e9}
 
 
 def generate(length: int, batch: int, options) -> list[dict]:

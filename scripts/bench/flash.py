@@ -1,4 +1,4 @@
-"""FlashAttention 2, 3 and 4 against eager attention, in half precision: logits, and decoding with a cache.
+"""FlashAttention 2, 3, 4, FlexAttention and SDPA against eager attention, in half precision: logits, and decoding.
 
     python scripts/bench/flash.py --out docs/results/flash.json  # on a GPU, with flash-attn, flash-attn-3, flash-attn-4
 
@@ -19,6 +19,9 @@ INSTALLED = {
     "flash_attention_2": import_utils.is_flash_attn_2_available,
     "flash_attention_3": import_utils.is_flash_attn_3_available,
     "flash_attention_4": import_utils.is_flash_attn_4_available,
+    "flex_attention": lambda: True,
+    "sdpa": lambda: True,
+    "coca": lambda: True,
 }
 SHAPE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 LENGTHS = (200, 131)  # of the rows

@@ -4,11 +4,12 @@ import copy
 import json
 import math
 import os
+import random
 import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
@@ -16,15 +17,17 @@ from coca_cli import main as cli
 from coca_hf import CocaError, convert_checkpoint, patch_
 from coca_hf.convert.calibrate import (
     Angles,
-    NonNegative,
+    Keys,
+    backward,
     calibrate,
     divergences,
     fit,
-    log_maps,
-    query_weights,
+    run_original_,
+)
+from coca_hf.convert.calibration_text import (
+    calibration_blocks,
     reach,
     repeated_blocks,
-    run_original,
     skipped_positions,
 )
 from tests.models.families import CASES, WINDOW, stock_model
@@ -48,7 +51,7 @@ def test_attention_comes_nearer_and_perplexities_are_those_of_the_models(case, c
     original, ids = stock_model(case), blocks_of(24)
     coca = patch_(copy.copy(original), constraint).eval()
     before = bits_of(original) | {f"coca.{name}": tensor for name, tensor in bits_of(coca).items()}
-    result = calibrate(original, coca, ids, ids, tmp_path / "layers")
+    result = calibrate(original, coca, ids, ids, tmp_path / "layers", passes=10)
     after = bits_of(original) | {f"coca.{name}": tensor for name, tensor in bits_of(coca).items()}
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert {name.split(".")[-2] for name in result.tensors} == {"q_proj", "t_proj"}
@@ -70,20 +73,30 @@ def test_divergence_is_that_of_the_two_models_maps(tmp_path):
     assert result.layers[0].kl_start == pytest.approx(expected, rel=1e-5)
 
 
-def test_maps_that_are_fitted_are_those_of_the_attention(tmp_path):
-    original, ids = stock_model("llama"), blocks_of(5, length=9)
+@pytest.mark.parametrize("case", ["llama-biases", "mistral", "qwen3", "neox-partial"])
+def test_gradients_are_those_of_the_divergence_of_the_models_maps(case):
+    original, ids = stock_model(case), blocks_of(5, length=13)
     coca = patch_(copy.copy(original), "strict").eval()
-    angles = Angles(original.model, coca, "cpu")
-    positions = torch.tensor([0, 1, 2, 7, 8, 9, 30, 31, 32]).expand(5, -1)
-    seen, _ = run_original(original.model.layers[0], original.model.embed_tokens(ids), positions, angles)
-    rows = torch.tensor([7, 2, 3])
-    ours = log_maps(coca.model.layers[0].self_attn, seen.inputs, angles.coca(positions), rows)
+    positions = torch.tensor([0, 1, 2, 7, 8, 9, 30, 31, 32, 33, 40, 41, 60]).expand(5, -1)
+    layer = copy.deepcopy(original.base_model.layers[0])
+    embedded = original.get_input_embeddings()(ids).detach()
+    seen = run_original_(layer, embedded, positions, Angles(original.base_model, coca, "cpu"))
+    blocks, rows = torch.tensor([3, 1]), torch.tensor([[2, 3, 7], [5, 6, 12]])
+    attention = coca.model.layers[0].self_attn
+    attention.zero_grad()
+    backward(attention, seen, blocks, rows, [(slice(0, 1), 6), (slice(1, 3), 13)])
+    gradients = [attention.q_proj.weight.grad.clone(), attention.t_proj.weight.grad.clone()]
+
+    attention.zero_grad()
     for model in (coca, original):
         model.set_attn_implementation("eager")
-    maps = [model(ids, position_ids=positions, output_attentions=True).attentions[0] for model in (coca, original)]
-    torch.testing.assert_close(ours.exp(), maps[0][:, :, rows])
-    torch.testing.assert_close(seen.maps, maps[1])
-    assert torch.allclose(query_weights(9), torch.arange(1, 10) ** -0.5 / (torch.arange(1, 10) ** -0.5).mean())
+    ours, theirs = (
+        model(ids, position_ids=positions, output_attentions=True).attentions[0][blocks[:, None], :, rows]
+        for model in (coca, original)
+    )
+    (-theirs.detach() * ours.clamp(min=1e-30).log()).sum(-1).mean().backward()
+    assert (attention.coefficients(seen.inputs) > 0).any()
+    torch.testing.assert_close(gradients[0], attention.q_proj.weight.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_positions_leave_some_out_at_a_few_places_and_stay_within_reach():
@@ -133,41 +146,47 @@ def test_coefficients_that_are_negative_for_every_token_come_back():
     coca = patch_(copy.copy(original), "strict").eval()
     angles = Angles(original.model, coca, "cpu")
     positions = torch.arange(WINDOW).expand(24, -1)
-    seen, _ = run_original(original.model.layers[0], original.model.embed_tokens(ids), positions, angles)
+    layer, states = copy.deepcopy(original.model.layers[0]), original.model.embed_tokens(ids).detach()
+    seen = run_original_(layer, states, positions, angles)
     attention = coca.model.layers[0].self_attn
     nn.init.constant_(attention.t_proj.bias, -2)
     assert attention.coefficients(seen.inputs).max() < 0
-    before = divergences(attention, seen, angles).mean()
-    fit(attention, seen, angles, passes=10, seed=0)
+    before = divergences(attention, seen).mean()
+    fit(attention, seen, passes=10, seed=0)
     assert (attention.coefficients(seen.inputs) > 0).any((0, 2)).float().mean() > 0.8  # of the pairs, of some token
-    assert divergences(attention, seen, angles).mean() < 0.9 * before
+    assert divergences(attention, seen).mean() < 0.9 * before
 
 
 def test_gradient_of_coefficients():
     t = torch.tensor([-2.0, -2, 3, 3], requires_grad=True)
-    values = NonNegative.apply(t)
-    assert values.tolist() == [0, 0, 3, 3]
-    (values * torch.tensor([-1.0, 1, -1, 1])).sum().backward()
-    assert t.grad.tolist() == pytest.approx([-0.1, 0, -1, 1])
+    keys = Keys.apply(t, torch.tensor([[1.0, 1, 1, 1], [2, 2, 2, 2]]))
+    assert keys.tolist() == [0, 0, 3, 3, 0, 0, 6, 6]
+    (keys * torch.tensor([-1.0, 1, -1, 1, -1, 1, -1, 1])).sum().backward()
+    assert t.grad.tolist() == pytest.approx([-0.3, 0, -3, 3])
 
 
 def test_repeated_blocks_repeat_passages_of_the_text_and_random_ones(tiny_llama_dir):
-    config, tokenizer = AutoConfig.from_pretrained(tiny_llama_dir), AutoTokenizer.from_pretrained(tiny_llama_dir)
-    blocks = blocks_of(20, length=64, vocab_size=9)
+    config = AutoConfig.from_pretrained(tiny_llama_dir)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama_dir)
+    blocks = torch.arange(20 * 300).view(20, 300) % 41
     repeated = repeated_blocks(blocks, tokenizer, config, seed=3)
     assert repeated.shape == blocks.shape
     assert torch.equal(repeated, repeated_blocks(blocks, tokenizer, config, seed=3))
     assert not torch.equal(repeated, repeated_blocks(blocks, tokenizer, config, seed=4))
-    text = blocks.flatten().tolist()
-    for number, row in enumerate(repeated.tolist()):
-        period = next(period for period in range(1, 65) if row[period:] == row[:-period])
-        assert 16 <= period <= 32
-        passage = row[:period]
-        in_text = any(text[i : i + period] == passage for i in range(len(text)))
-        assert in_text == (number % 2 == 0)
+    periods = []
+    for number, row in enumerate(repeated):
+        is_text = (row.diff() == 1) | (row.diff() == -40)
+        if number % 4 < 2:  # the passage fills the block
+            periods.append(next(p for p in range(1, 301) if torch.equal(row[p:], row[:-p])))
+            assert is_text[: periods[-1] - 1].all() == (number % 2 == 0)
+        else:  # it stands twice, 16 tokens or more of it
+            rows = {tuple(row[i : i + 16].tolist()) for i in range(285)}
+            assert len(rows) < 285
+            assert 10 < is_text.sum() < 299
+    assert all(16 <= period <= 150 for period in periods)
+    assert sum(period <= 128 for period in periods) >= 2
     assert repeated.max() < config.vocab_size
-    assert not set(repeated[1::2].flatten().tolist()) & set(tokenizer.all_special_ids)
-    assert repeated[1::2].unique().numel() > 50
+    assert not set(repeated[1::4].flatten().tolist()) & set(tokenizer.all_special_ids)
 
 
 @pytest.fixture
@@ -178,7 +197,8 @@ def text(tmp_path):
 
 
 def convert(src, dst, text, **options):
-    return convert_checkpoint(src, dst, calibrate_on=str(text), calibrate_tokens=256, **options)
+    options = {"calibrate_tokens": 256, "calibrate_passes": 10} | options
+    return convert_checkpoint(src, dst, calibrate_on=str(text), **options)
 
 
 def weights(directory):
@@ -261,6 +281,107 @@ def test_layers_of_another_seed_text_or_source_are_not_taken(tiny_llama_dir, tex
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def interrupted(*arguments, **options):
+    """Convert until the first layer is done."""
+
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(*arguments, **options, calibrate_progress=stop)
+
+
+@pytest.fixture
+def fits(monkeypatch):
+    """How many layers were fitted, and not taken from what an interrupted run had left: one entry each."""
+    found = []
+
+    def counted(attention, *arguments):
+        found.append(attention.layer_idx)
+        return fit(attention, *arguments)
+
+    monkeypatch.setattr("coca_hf.convert.calibrate.fit", counted)
+    return found
+
+
+def test_other_shards_do_not_refit_and_other_settings_do(tiny_llama_dir, text, tmp_path, fits):
+    interrupted(tiny_llama_dir, tmp_path / "shards", text)
+    convert(tiny_llama_dir, tmp_path / "shards", text, max_shard_size="20KB")
+    assert fits == [0, 1, 2]
+    fits.clear()
+    interrupted(tiny_llama_dir, tmp_path / "passes", text)
+    convert(tiny_llama_dir, tmp_path / "passes", text, calibrate_passes=11)
+    assert fits == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-100], lambda data: b"", lambda data: data[:-1] + b"?"])
+def test_a_damaged_layer_is_fitted_again(damage, tiny_llama_dir, text, tmp_path, fits):
+    interrupted(tiny_llama_dir, tmp_path / "dst", text)
+    kept = tmp_path / ".dst.incomplete" / "calibrated" / "layer-00000.safetensors"
+    kept.write_bytes(damage(kept.read_bytes()))
+    convert(tiny_llama_dir, tmp_path / "dst", text)
+    assert fits == [0, 0, 1, 2]
+
+
+def test_a_layer_of_other_code_is_fitted_again(tiny_llama_dir, text, tmp_path, fits, monkeypatch):
+    interrupted(tiny_llama_dir, tmp_path / "dst", text)
+    other = tmp_path / "calibrate.py"
+    other.write_text("RELATIVE_RATE = 0.02")
+    monkeypatch.setattr("coca_hf.convert.calibrate.__file__", str(other))
+    convert(tiny_llama_dir, tmp_path / "dst", text)
+    assert fits == [0, 0, 1, 2]
+
+
+def test_a_copied_tensor_that_the_type_cannot_hold_is_refused_before_any_layer(tiny_llama_dir, text, tmp_path, fits):
+    source = tmp_path / "source"
+    shutil.copytree(tiny_llama_dir, source)
+    tensors = weights(source)
+    tensors["model.layers.2.mlp.up_proj.weight"][3, 4] = 1e5
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CocaError, match=r"layers\.2\.mlp\.up_proj\.weight: got numbers up to 100000"):
+        convert(source, tmp_path / "dst", text, dtype="float16")
+    assert fits == []
+
+
+def rows_of(path, rows, column="text"):
+    path.write_text("".join(json.dumps({column: row}) + "\n" for row in rows))
+    return str(path), column, "train", None, None, True
+
+
+def test_blocks_come_from_all_files_and_from_no_copy_of_a_held_out_document(tiny_llama_dir, tmp_path):
+    config, tokenizer = AutoConfig.from_pretrained(tiny_llama_dir), AutoTokenizer.from_pretrained(tiny_llama_dir)
+    draw = random.Random(5)
+    for name, letters in (("a", "abcdefgh"), ("b", "stuvwxyz")):
+        rows = ["".join(draw.choices(letters, k=150)) for _ in range(150)]
+        rows_of(tmp_path / f"{name}.jsonl", rows + rows)
+    place = str(tmp_path / "*.jsonl"), "text", "train", None, None, True
+    blocks, held_out = calibration_blocks(place, tokenizer, config, num_tokens=40 * 32, block_tokens=32)
+    assert blocks.shape == (40, 32)
+    assert held_out.shape == (8, 32)
+    text = "\n".join(tokenizer.decode(block) for block in blocks)
+    of_a, of_b = (sum(letter in letters for letter in text) for letters in ("abcdefgh", "stuvwxyz"))
+    assert 0.7 < of_a / of_b < 1.4
+    grams = [{tuple(row[i : i + 12].tolist()) for row in part for i in range(21)} for part in (blocks, held_out)]
+    assert not grams[0] & grams[1]
+    again = calibration_blocks(place, tokenizer, config, num_tokens=40 * 32, block_tokens=32)
+    other = calibration_blocks(place, tokenizer, config, num_tokens=40 * 32, block_tokens=32, seed=1)
+    assert torch.equal(again[0], blocks)
+    assert not torch.equal(other[0], blocks)
+    assert torch.equal(other[1], held_out)
+
+
+def test_short_texts_of_another_column_are_joined_with_the_end_token(tiny_llama_dir, tmp_path):
+    config, tokenizer = AutoConfig.from_pretrained(tiny_llama_dir), AutoTokenizer.from_pretrained(tiny_llama_dir)
+    rows = [f"row {number} of chat" for number in range(400)]
+    place = rows_of(tmp_path / "chat.jsonl", rows, "answer")
+    blocks, _ = calibration_blocks(place, tokenizer, config, num_tokens=640, block_tokens=64)
+    assert blocks.shape == (10, 64)
+    for block in blocks:
+        ends = (block == tokenizer.eos_token_id).nonzero().flatten()
+        whole = tokenizer.decode(block[ends[0] + 1 : ends[1]], skip_special_tokens=True)
+        assert whole in rows
+
+
 def test_command_prints_what_it_was_worth_or_one_line_of_error(tiny_llama_dir, text, tmp_path, monkeypatch, capsys):
     def command(*arguments):
         monkeypatch.setattr("sys.argv", ["coca-convert", str(tiny_llama_dir), *map(str, arguments)])
@@ -279,7 +400,7 @@ def test_command_prints_what_it_was_worth_or_one_line_of_error(tiny_llama_dir, t
 
 def test_too_little_text_and_what_is_coca_already_are_refused(tiny_llama_dir, tiny_coca_dir, text, tmp_path):
     (tmp_path / "short.txt").write_text("too short")
-    with pytest.raises(CocaError, match=r"got 0 blocks of 64 tokens, expected at least 12, of which 8 are held out"):
+    with pytest.raises(CocaError, match=r"got 0 blocks of 64 tokens to hold out, and about 9 tokens to"):
         convert(tiny_llama_dir, tmp_path / "dst", tmp_path / "short.txt")
     with pytest.raises(CocaError, match="got no such file"):
         convert(tiny_llama_dir, tmp_path / "dst", tmp_path / "none.txt")

@@ -20,7 +20,7 @@ from transformers import (
 
 from coca_hf import CocaError, CocaLlamaConfig, CocaLlamaForCausalLM, convert_checkpoint, patch_
 from coca_hf.convert.start import start_scales, start_t
-from coca_hf.models.attention import coca_key, coca_query
+from coca_hf.models.attention import QUERY_SCALE, coca_key, coca_query
 from tests.conftest import TINY
 from tests.models.test_golden import GOLDEN
 
@@ -110,7 +110,7 @@ def test_start_bounds_the_scores_by_the_originals_bound_and_comes_close_to_it(co
                 q = unit[0] @ weights["q"][query_rows].T + b_q[query_rows]
                 t = (unit[1] @ w_t[half].T + b_t[half]).relu()
                 query = coca_query(q, angle[0].cos(), angle[0].sin(), constraint)
-                scores = (query * coca_key(t, angle[1].cos(), angle[1].sin(), constraint)).sum(-1)
+                scores = (query * coca_key(t, angle[1].cos(), angle[1].sin(), constraint)).sum(-1) / QUERY_SCALE
                 optimizer.zero_grad()
                 (-scores.sum()).backward()
                 optimizer.step()
@@ -199,6 +199,27 @@ def test_a_dtype_too_narrow_for_the_numbers_is_refused_by_tensor(tmp_path):
     with pytest.raises(CocaError, match=r"layers.2.self_attn.t_proj.weight: .* which in float16 are zero; expected"):
         convert_checkpoint(source, tmp_path / "dst", dtype="float16")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bfloat16", "src"]
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16])
+def test_a_bias_of_queries_whose_square_float16_cannot_hold_is_refused(tmp_path, stored):
+    source = saved(llama(attention_bias=True).to(stored), tmp_path / "src")
+    name = "model.layers.1.self_attn.q_proj.bias"
+    bias = load_file(source / "model.safetensors")[name]
+    refusal = rf"tensor {name}: got numbers up to 1040, whose squares float16 cannot hold, expected at most 1024; conv"
+    bias[3] = 1023
+    stored_with(source, **{name: bias})
+    convert_checkpoint(source, tmp_path / "held", dtype="float16")
+    bias[3] = -1040
+    stored_with(source, **{name: bias})
+    with pytest.raises(CocaError, match=refusal):
+        convert_checkpoint(source, tmp_path / "dst", dtype="float16")
+    model = LlamaForCausalLM.from_pretrained(source, dtype=torch.float16)
+    with pytest.raises(CocaError, match=refusal):
+        patch_(model)
+    assert type(model) is LlamaForCausalLM
+    patch_(model.bfloat16())
+    convert_checkpoint(source, tmp_path / "bfloat16", dtype="bfloat16")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 import coca_hf
 from coca_hf import AlibiLlamaConfig, AlibiLlamaForCausalLM, CocaError, convert_checkpoint, patch_
 from coca_hf.convert.families import FAMILIES
-from coca_hf.models.attention import coca_key, coca_query
+from coca_hf.models.attention import QUERY_SCALE, coca_key, coca_query
 from tests.models.families import CASES, SHAPE, carry_t_, key_rows, pairs, reference_logits, stock_model, tokens
 from tests.models.test_golden import GOLDEN
 
@@ -94,7 +94,7 @@ def test_start_bounds_the_scores_by_the_originals_bound(converted, case, constra
         q, t, _ = zip(*(layer.self_attn.project(layer.input_layernorm(side)) for side in x), strict=True)
         query = coca_query(q[0], angle[0].cos(), angle[0].sin(), constraint)
         key = coca_key(t[1], angle[1].cos(), angle[1].sin(), constraint).repeat_interleave(heads // g, dim=1)
-        scores = (query * key).sum(-1).diagonal()  # (64, h)
+        scores = (query * key).sum(-1).diagonal() / QUERY_SCALE  # (64, h)
         optimizer.zero_grad()
         (-scores.sum()).backward()
         optimizer.step()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
+HEAD_DIMS = (64, 80, 96, 128, 160, 256)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -9,7 +9,7 @@ import torch
 from coca_hf.kernels.fold import _fold, fused_fold
 from coca_hf.models.attention import FOLDS, plain_fold
 from coca_hf.models.rotary import CocaRotaryEmbedding
-from tests.kernels.conftest import DEVICE
+from tests.kernels.conftest import DEVICE, HEAD_DIMS
 from tests.models.test_llama import tiny_model, tokens
 
 LIMITS = {torch.float64: 1e-13, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
@@ -55,6 +55,14 @@ def check(q, t, cos, sin, constraint):
 @pytest.mark.parametrize("heads", [(5, 5), (6, 2), (3, 1)], ids=["mha", "gqa", "mqa"])
 def test_forward_and_gradients_are_those_of_the_plain_fold(constraint, dtype, heads):
     check(*inputs(2, *heads, 11, 24, dtype), constraint)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("constraint", ["slack", "strict"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_the_head_sizes_of_all_families_on_a_gpu(constraint, dtype, head_dim):
+    check(*inputs(2, 8, 2, 130, head_dim, dtype), constraint)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -147,3 +155,9 @@ def test_a_model_compiles_to_one_graph_around_it(monkeypatch):
         runs.append((output.logits.detach(), torch.cat([p.grad.flatten() for p in each.parameters()])))
     for got, expected in zip(*runs, strict=True):
         assert (got - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("constraint", ["slack", "strict"])
+def test_float16_holds_what_the_plain_fold_holds(constraint):
+    q, t, cos, sin = inputs(2, 6, 2, 11, 24, torch.float16)
+    check(700 * torch.nn.functional.normalize(q.float(), dim=-1).half(), t, cos, sin, constraint)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from coca_hf.models.attention import coca_key, coca_query, rotate
+from coca_hf.models.attention import QUERY_SCALE, coca_key, coca_query, rotate
 from coca_hf.models.reference import coca_scores
 
 B, M, D = 2, 11, 16
@@ -26,7 +26,7 @@ def random_inputs(heads, kv_heads, dtype=torch.float64):
 
 def folded_scores(q, t, cos, sin, constraint):
     key = coca_key(t, cos, sin, constraint).repeat_interleave(q.shape[1] // t.shape[1], dim=1)
-    return coca_query(q, cos, sin, constraint) @ key.mT
+    return coca_query(q, cos, sin, constraint) @ key.mT / QUERY_SCALE
 
 
 def contracted_scores(q, t, cos, sin, constraint):
@@ -100,3 +100,15 @@ def test_rotate_turns_by_the_sum_of_angles():
     q, _ = random_inputs(5, 5)
     twice = rotate(rotate(q, *angles(torch.arange(M))), *angles(torch.arange(M) * 2))
     assert relative_error(twice, rotate(q, *angles(torch.arange(M) * 3))) < 1e-12
+
+
+@pytest.mark.parametrize("constraint", ["slack", "strict"])
+@pytest.mark.parametrize("longest", [0.1, 30.0, 1000.0])
+def test_pairs_of_queries_up_to_1000_long_are_folded_in_float16(constraint, longest):
+    generator = torch.Generator().manual_seed(5)
+    length, direction, angle = torch.rand(3, 2000, 1, 1, 1, dtype=torch.float64, generator=generator)
+    q = longest * length.sqrt() * torch.cat(((6.3 * direction).cos(), (6.3 * direction).sin()), dim=-1)
+    q, cos, sin = (x.half() for x in (q, (6.3 * angle).cos(), (6.3 * angle).sin()))
+    got = coca_query(q, cos, sin, constraint).double()
+    expected = coca_query(*(x.double() for x in (q, cos, sin)), constraint)
+    assert ((got - expected).norm(dim=-1) <= 2e-3 * expected.norm(dim=-1) + 1e-7).all()

@@ -89,7 +89,7 @@ def test_loaded_over_two_processes_it_has_the_logits_gradients_and_tokens_of_one
     shutil.copytree(tiny_coca_dir, tmp_path / "llama")
     for case, changes in (("qwen3", {}), ("neox-partial", {"hidden_size": 64})):
         stock_model(case, num_attention_heads=4, **changes).save_pretrained(tmp_path / "stock")
-        convert_checkpoint(tmp_path / "stock", tmp_path / case, "strict")
+        convert_checkpoint(tmp_path / "stock", tmp_path / case, "strict", keep_layers=[1])
         shutil.rmtree(tmp_path / "stock")
     families = ["llama", "qwen3", "neox-partial"]
     (tmp_path / "distributed.py").write_text(DISTRIBUTED)
@@ -127,3 +127,38 @@ def test_heads_that_tensor_parallelism_split_are_refused_in_one_line():
     message = "left 48 rows of a projection to this process, and a head has 32; load on a number of processes that "
     with pytest.raises(ValueError, match=message):
         model(tokens())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention", "coca"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("constraint", ["slack", "strict"])
+def test_half_precision_on_a_gpu_is_near_the_logits_of_a_cpu_in_float32(constraint, dtype, attention):
+    model = tiny_model(constraint, hidden_size=192, initializer_range=0.05, attn_implementation="eager")
+    ids, mask = tokens(2, 40), torch.ones(2, 40, dtype=torch.long)
+    mask[1, :6] = 0
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits[mask.bool()]
+        model = model.to("cuda", dtype)
+        model.set_attn_implementation(attention)
+        got = model(ids.cuda(), attention_mask=mask.cuda()).logits.cpu().float()[mask.bool()]
+    assert (got - expected).norm() < 0.03 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["sdpa", "coca"])
+def test_a_model_half_on_a_gpu_and_half_on_the_cpu_generates_the_same_tokens(attention, tmp_path):
+    model, ids = tiny_model(), tokens(1, 9)
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False)
+    model.save_pretrained(tmp_path)
+    places = {
+        "model.embed_tokens": 0,
+        "model.rotary_emb": 0,
+        "model.layers.0": 0,
+        "model.norm": "cpu",
+        "lm_head": "cpu",
+    }
+    places |= {f"model.layers.{number}": "cpu" for number in range(1, model.config.num_hidden_layers)}
+    split = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, attn_implementation=attention)
+    got = split.generate(ids.cuda(), max_new_tokens=12, do_sample=False)
+    assert torch.equal(got.cpu(), expected)

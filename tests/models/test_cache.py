@@ -94,10 +94,9 @@ def test_what_is_done_to_the_cache_is_done_to_the_angles(operation, constraint):
     logits = []
     for cache in (CocaCache(model.config), DynamicCache(config=model.config)):
         model(ids[:, :16], attention_mask=mask[:, :16], past_key_values=cache)
-        rows, past = torch.tensor([0, 1]), 16
+        rows = torch.tensor([0, 1])
         if operation == "crop":
             cache.crop(-4)
-            past = 12
         elif operation == "repeat":
             cache.batch_repeat_interleave(2)
             rows = torch.tensor([0, 0, 1, 1])
@@ -109,7 +108,7 @@ def test_what_is_done_to_the_cache_is_done_to_the_angles(operation, constraint):
             cache.reorder_cache(rows)
         else:
             cache.reset()
-            past = 0
+        past = cache.get_seq_length()  # after a reset: whether zeros are part of it, transformers' versions differ in
         logits.append(model(ids[rows, past:], attention_mask=mask[rows], past_key_values=cache).logits)
     torch.testing.assert_close(*logits, rtol=0, atol=1e-11)
 
@@ -226,10 +225,14 @@ def test_an_offloaded_cache_has_every_layer_back_before_it_is_used(monkeypatch):
     assert len(away) == 2  # all but the one that is used next
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="caches are offloaded from a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["offloaded", "offloaded_static"])
 def test_an_offloaded_cache_on_a_gpu_gives_the_tokens_of_the_standard_one(implementation):
     model, ids = tiny_model().cuda(), tokens(2, 9).cuda()
-    expected = model.generate(ids, max_new_tokens=20, do_sample=False, past_key_values=DynamicCache(model.config))
-    output = model.generate(ids, max_new_tokens=20, do_sample=False, cache_implementation=implementation)
+    expected = model.generate(
+        ids, max_new_tokens=20, do_sample=False, past_key_values=DynamicCache(config=model.config)
+    )
+    output = model.generate(
+        ids, max_new_tokens=20, do_sample=False, cache_implementation=implementation, disable_compile=True
+    )  # PyTorch 2.11 crashes where it compiles the streams of a static offloaded cache, LLaMA's too
     assert torch.equal(output, expected)

@@ -145,3 +145,25 @@ def test_dropout_of_gpt_neox_is_applied_in_training_only():
     model, ids = AutoModelForCausalLM.from_config(config), tokens()
     assert not torch.equal(model.train()(ids).logits, model(ids).logits)
     assert torch.equal(model.eval()(ids).logits, model(ids).logits)
+
+
+@CONSTRAINTS
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "coca"])
+@torch.no_grad()
+def test_large_biases_of_queries_are_held_in_float16(backend, constraint):
+    """Qwen2's go up to 284, and queries are squared."""
+    model = stock_model("qwen2")
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.bias.view(6, 2, 4)[:, :, 1] = torch.tensor([284.0, -250.0])
+    ids = tokens()
+    mask = torch.ones_like(ids)
+    mask[1, :6] = 0
+    assert model.half()(ids, attention_mask=mask).logits.isfinite().all()
+    model = coca_hf.patch_(model, constraint)
+    model.set_attn_implementation(backend)
+    got = model(ids, attention_mask=mask).logits[mask.bool()]
+    generated = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, output_logits=True,
+                               return_dict_in_generate=True)  # fmt: skip
+    expected = model.float()(ids, attention_mask=mask).logits[mask.bool()]
+    assert (got - expected).norm() < 1e-2 * expected.norm()
+    assert all(logits.isfinite().all() for logits in generated.logits)

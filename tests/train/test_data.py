@@ -13,9 +13,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch.utils.data import DataLoader
 
-from coca_hf import CocaError
+from coca_hf import CocaError, tokens
 from coca_hf.documents import read_documents
-from coca_hf.train import stream, tokens
+from coca_hf.train import stream
 from coca_hf.train.data import PackedBlocks
 from coca_hf.train.recipe import Source
 

@@ -8,9 +8,9 @@ import string
 import pytest
 import torch
 
-from coca_hf.train import held_out
+from coca_hf import held_out
+from coca_hf.held_out import HeldOut, shares
 from coca_hf.train.data import PackedBlocks
-from coca_hf.train.held_out import HeldOut, shares
 from coca_hf.train.recipe import Source
 
 SEQ_LEN = 20
@@ -79,7 +79,7 @@ def test_a_source_gives_at_most_a_tenth_and_all_else_is_trained_on(tiny_tokenize
 
 def test_no_more_is_held_out_than_fills_the_blocks(tiny_tokenizer, tmp_path):
     source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, [3001])
-    rule, blocks = held_out.hold_out(source, PackedBlocks([source], tiny_tokenizer, SEQ_LEN).encoder, SEQ_LEN, 3)
+    rule, blocks = held_out.hold_out(source.place, PackedBlocks([source], tiny_tokenizer, SEQ_LEN).encoder, SEQ_LEN, 3)
     assert len(blocks) == 3
     assert 3 * SEQ_LEN / 3001 < rule.tail < 4 * SEQ_LEN / 3001
 
@@ -104,7 +104,7 @@ def test_shares_add_up():
 def test_blocks_are_of_many_documents_where_the_source_can_spare_them(tiny_tokenizer, tmp_path):
     source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, [900] * 400)
     encoder = PackedBlocks([source], tiny_tokenizer, SEQ_LEN).encoder
-    rule, blocks = held_out.hold_out(source, encoder, SEQ_LEN, 32)
+    rule, blocks = held_out.hold_out(source.place, encoder, SEQ_LEN, 32)
     texts = [json.loads(line)["text"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     held = [text for text in texts if rule.split(text)[1]]
     assert held_out.DOCUMENTS <= len(held) < 20

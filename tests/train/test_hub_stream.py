@@ -9,8 +9,8 @@ import torch
 import yaml
 from pyarrow import parquet
 
-from coca_hf import CocaError
-from coca_hf.train import stream, tokens
+from coca_hf import CocaError, tokens
+from coca_hf.train import stream
 from coca_hf.train.data import PackedBlocks, blocks_of
 from coca_hf.train.out import last_checkpoint
 from coca_hf.train.recipe import Source, load_recipe

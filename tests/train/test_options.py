@@ -178,3 +178,17 @@ def test_several_processes_on_one_block_are_refused(recipe_path, tmp_path, monke
 def test_what_does_not_go_with_a_fused_cross_entropy_is_refused(recipe_path, settings, message):
     with pytest.raises(CocaError, match=message):
         load_recipe(recipe_path, ["training.fused_cross_entropy=true", *settings])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_mixed_precision_on_a_gpu_trains_as_float32_does(dtype, recipe_path, tmp_path):
+    """fp16 has a loss scaler, whose first scale may overflow."""
+    losses = {}
+    for name, options in {"mixed": [f"training.{dtype}=true"], "full": []}.items():
+        out = tmp_path / name
+        run_recipe(load_recipe(recipe_path, ["training.use_cpu=false", *options]), out)
+        lines = [line for log in sorted(out.glob("*/log.jsonl")) for line in log.open()]
+        losses[name] = torch.tensor([json.loads(line)["loss"] for line in lines])
+    assert losses["mixed"].isfinite().all()
+    assert (losses["mixed"] - losses["full"]).abs().max() < 0.05

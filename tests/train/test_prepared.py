@@ -12,8 +12,8 @@ import torch
 from filelock import FileLock
 
 from coca_cli import main
-from coca_hf import CocaError
-from coca_hf.train import prepared, stream, tokens
+from coca_hf import CocaError, tokens
+from coca_hf.train import prepared, stream
 from coca_hf.train.data import PackedBlocks
 from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import run_recipe
@@ -63,7 +63,7 @@ def test_prepared_blocks_are_read_and_nothing_else(blocks, sources, texts, monke
     plain = take(blocks(150, None), 50)
     blocks().prepare(200)
     monkeypatch.setattr(stream, "read_documents", forbidden)
-    monkeypatch.setattr("coca_hf.train.held_out.read_documents", forbidden)
+    monkeypatch.setattr("coca_hf.held_out.read_documents", forbidden)
     assert take(blocks(150), 50) == plain
     assert len(blocks().held_out()) == 7
 

@@ -1,5 +1,6 @@
 """What a stage changes, what it leaves behind, and what it refuses before it writes anything."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from coca_cli import main
-from coca_hf import CocaError
+from coca_hf import CocaError, convert_checkpoint
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 
@@ -256,3 +257,21 @@ def test_a_stage_that_trains_nothing_ends_the_command_with_code_2(recipe_path, t
     assert stopped.value.code == 2
     assert "nearest: t_proj" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_kept_layers_learn_nothing_in_stage_k_and_where_named_their_queries_keys_and_values(
+    tiny_llama_dir, recipe_tree, tmp_path
+):
+    convert_checkpoint(tiny_llama_dir, tmp_path / "coca", keep_layers=[1])
+    recipe_tree["model"] = str(tmp_path / "coca")
+    recipe_tree["stages"][1]["train"] = ["q_proj", "k_proj", "t_proj", "v_proj"]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe_tree))
+    run_recipe(load_recipe(tmp_path / "recipe.yaml"), tmp_path / "out")
+    states = [weights(directory) for directory in (tmp_path / "coca", *(tmp_path / "out" / s for s in STAGES[:2]))]
+    learnt = [
+        {name.split("self_attn.")[-1] for name in old if ".1." in name and not torch.equal(old[name], new[name])}
+        for old, new in itertools.pairwise(states)
+    ]
+    assert learnt == [set(), {"q_proj.weight", "k_proj.weight", "v_proj.weight"}]
+    final = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / STAGES[2])
+    assert final.config.coca_kept_layers == [1]

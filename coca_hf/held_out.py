@@ -1,4 +1,4 @@
-"""Which part of a source is kept out of the training, so that the loss on it says something.
+"""Which part of a source is kept out of training and calibration, so that the loss on it says something.
 
 Documents are held out by a hash of their text, whatever the seed: every run on a source leaves out the same ones, and
 copies of a document share its fate. Of a large source a hundredth is held out. A small one gives the documents of
@@ -17,14 +17,16 @@ import xxhash
 from torch import Tensor
 
 from coca_hf.documents import read_documents
-from coca_hf.train.recipe import Source
-from coca_hf.train.tokens import Encoder, split_at_space
+from coca_hf.tokens import Encoder, split_at_space
 
 HASHES = 2**64
 LARGE = HASHES // 100
 MOST = 0.1  # of a source's characters
 DOCUMENTS = 16
 TOKEN_CHARACTERS = 16  # far more than a token has on average
+
+
+Place = tuple[str, str, str, str | None, str | None, bool]
 
 
 class HeldOut(NamedTuple):
@@ -40,8 +42,10 @@ class HeldOut(NamedTuple):
         return split_at_space(text, self.tail) if self.tail else (text, "")
 
 
-def hold_out(source: Source, encoder: Encoder, seq_len: int, num_blocks: int) -> tuple[HeldOut, Tensor]:
-    """Choose what is held out of `source`, and pack it into blocks: (blocks, seq_len), int64.
+def hold_out(place: Place, encoder: Encoder, seq_len: int, num_blocks: int) -> tuple[HeldOut, Tensor]:
+    """Choose what is held out of a source, and pack it into blocks: (blocks, seq_len), int64.
+
+    place: the arguments of `read_documents`.
 
     There are fewer than `num_blocks` blocks, perhaps none, where a tenth of the source has no more. Reads about
     1,600 documents, a hundred times as many tokens as there are in the blocks, or the source to its end.
@@ -53,7 +57,7 @@ def hold_out(source: Source, encoder: Encoder, seq_len: int, num_blocks: int) ->
     passage = max(seq_len, math.ceil(needed / DOCUMENTS))
     tokens: list[Tensor] = []
     count, seen = 0, []
-    for document in read_documents(*source.place):
+    for document in read_documents(*place):
         key = _hash(document.text)
         seen.append((key, len(document.text)))
         if key < rule.below:
@@ -63,8 +67,8 @@ def hold_out(source: Source, encoder: Encoder, seq_len: int, num_blocks: int) ->
                 return rule, _pack(tokens, seq_len, num_blocks)
     if not seen:
         return HeldOut(), torch.empty(0, seq_len, dtype=torch.int64)
-    rule, passage = _rule_of_small(seen, needed, passage, _tokens_per_character(source, encoder))
-    held = (rule.split(document.text)[1] for document in read_documents(*source.place))
+    rule, passage = _rule_of_small(seen, needed, passage, tokens_per_character(place, encoder))
+    held = (rule.split(document.text)[1] for document in read_documents(*place))
     return rule, _pack([_passage(text, encoder, passage) for text in held if text.strip()], seq_len, num_blocks)
 
 
@@ -96,9 +100,9 @@ def _rule_of_small(seen: list[tuple[int, int]], needed: int, passage: int, densi
     return HeldOut(tail=min(MOST, needed / density * MOST / most)), needed
 
 
-def _tokens_per_character(source: Source, encoder: Encoder) -> float:
+def tokens_per_character(place: Place, encoder: Encoder) -> float:
     """Of the first document; a tenth less, to hold out rather too much than too little."""
-    text = next(iter(read_documents(*source.place))).text[:100_000]
+    text = next(iter(read_documents(*place))).text[:100_000]
     return 0.9 * len(encoder.document(text)) / len(text)
 
 

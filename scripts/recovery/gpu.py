@@ -1,0 +1,234 @@
+"""What minutes of one GPU bring back of a converted model's lookups and perplexity.
+
+    python scripts/recovery/gpu.py ORIGINAL OUT --text 'books/*.parquet' --novels novels.parquet --seconds 150
+
+Ways, each from the same original, measured by the same rows (OUT/eval, for `coca-eval report`):
+
+    distilled     calibrated on a million tokens, then every parameter follows the original's predictions (KL), half of
+                  the blocks being synthetic lookups, whose answers count again; a quarter of the tokens stand in blocks
+                  of 8,192
+    paper stages  the paper's three stages from the scaled copy, one third of the time each: W_T, then W_Q, W_T and W_V,
+                  then all, on ordinary text by the loss of the next token, learning rate 1e-4
+
+Time bounds training, so the learning rate follows the share of it that is spent. OUT/<way>.jsonl has the losses and
+what they cost. Weights are float32, products bfloat16. The loop is the least that uses a whole GPU for a small model;
+recipes/recover.yaml is the same for `coca-train`.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from coca_hf import convert_checkpoint
+from coca_hf.documents import read_documents
+from coca_hf.evaluate.copying import copying_rows
+from coca_hf.evaluate.load import load_subject
+from coca_hf.evaluate.passkey import passkey_rows
+from coca_hf.evaluate.position import position_rows
+from coca_hf.evaluate.recall import recall_rows
+from coca_hf.evaluate.rope import parse_ropes
+from coca_hf.evaluate.rows import RowStore
+from coca_hf.evaluate.sample import draw_sample
+from coca_hf.train.lookups import Lookups
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LENGTHS = [2048, 2048, 2048, 8192]  # of the blocks of successive steps
+CHUNK = 8192  # tokens whose logits are in memory at a time
+LAYERS_OF_STAGE = {"k": ("t_proj",), "qkv": ("q_proj", "t_proj", "v_proj"), "full": ("",)}
+
+
+class Batches(IterableDataset):
+    """Token ids (b, n) and which of them are answers, (b, n), for every step; the same from any number of workers."""
+
+    def __init__(self, documents: list[Tensor], tokenizer, tokens_a_step: int, lookups: bool, seed: int):
+        self.documents, self.tokens_a_step, self.seed = documents, tokens_a_step, seed
+        self.maker = Lookups(tokenizer) if lookups else None
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        worker = torch.utils.data.get_worker_info()
+        first, apart = (worker.id, worker.num_workers) if worker else (0, 1)
+        for step in count(first, apart):
+            length = LENGTHS[step % len(LENGTHS)]
+            rows = [self.row(length, step, number) for number in range(max(1, self.tokens_a_step // length))]
+            ids, answers = zip(*rows, strict=True)
+            yield torch.tensor(ids), torch.tensor(answers)
+
+    def row(self, length: int, step: int, number: int) -> tuple[list[int], list[bool]]:
+        draw = random.Random(f"{self.seed} {step} {number}")
+        text: list[int] = []
+        while len(text) < length:
+            document = self.documents[draw.randrange(len(self.documents))]
+            start = draw.randrange(max(1, len(document) - length))
+            text += document[start : start + length - len(text)].tolist()
+        if self.maker and number % 2:
+            return self.maker.block(text, draw)
+        return text, [False] * length
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("original", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--novels", required=True)
+    parser.add_argument("--ways", nargs="+", default=["distilled", "paper stages"])
+    parser.add_argument("--seconds", type=float, default=150.0, help="of training, calibration apart")
+    parser.add_argument("--constraint", default="slack")
+    parser.add_argument("--keep-layers", type=int, nargs="*", default=[])
+    parser.add_argument("--calibrate-tokens", type=int, default=524288)
+    parser.add_argument("--tokens-a-step", type=int, default=32768)
+    parser.add_argument("--rate", type=float, default=6e-4)
+    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 4096])
+    parser.add_argument("--measured-length", type=int, default=12288)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    measure(options.original, "original", options)
+    for way in options.ways:
+        began = time.perf_counter()
+        directory = options.out / way.replace(" ", "-")
+        record = convert(way, directory, options)
+        note(way, options, event="converted", seconds=time.perf_counter() - began, calibration=record["calibration"])
+        train(way, directory, options)
+        note(way, options, event="trained", seconds=time.perf_counter() - began)
+        measure(directory, way, options)
+
+
+def convert(way: str, directory: Path, options) -> dict:
+    calibration = {"calibrate_on": options.text, "calibrate_tokens": options.calibrate_tokens, "device": DEVICE}
+    return convert_checkpoint(
+        str(options.original),
+        directory,
+        constraint=options.constraint,
+        dtype="float32",
+        keep_layers=options.keep_layers,
+        overwrite=True,
+        **(calibration if way == "distilled" else {}),
+    )
+
+
+def train(way: str, directory: Path, options) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    texts = (document.text for document in read_documents(options.text, skip_empty=True))
+    documents = [torch.tensor(ids) for ids in tokenizer(list(texts), verbose=False)["input_ids"]]
+    student = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(DEVICE).train()
+    if way == "distilled":
+        teacher = AutoModelForCausalLM.from_pretrained(options.original, dtype=torch.bfloat16).to(DEVICE).eval()
+        stages, rate, last_rate = ["full"], options.rate, 0.0
+    else:
+        teacher = None
+        stages, rate, last_rate = ["k", "qkv", "full"], 1e-4, 1e-5
+    dataset = Batches(documents, tokenizer, options.tokens_a_step, way == "distilled", options.seed)
+    batches = iter(DataLoader(dataset, batch_size=None, num_workers=options.workers, pin_memory=DEVICE == "cuda"))
+    next(batches)  # the workers are up before the clock starts
+    for stage in stages:
+        for name, parameter in student.named_parameters():
+            parameter.requires_grad_(any(part in name for part in LAYERS_OF_STAGE[stage]))
+        train_stage(way, stage, student, teacher, batches, rate, last_rate, options.seconds / len(stages), options)
+    student.save_pretrained(directory)
+
+
+def train_stage(way, stage, student, teacher, batches, rate, last_rate, seconds, options) -> None:
+    learning = [p for p in student.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learning, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    began, tokens, sums = time.perf_counter(), 0, torch.zeros(2, device=DEVICE)
+    for step in count(1):
+        spent = (time.perf_counter() - began) / seconds
+        if spent >= 1:
+            break
+        optimizer.param_groups[0]["lr"] = min(1.0, step / 20) * (rate + (last_rate - rate) * spent)
+        ids, answers = (x.to(DEVICE, non_blocking=True) for x in next(batches))
+        sums += step_gradients(student, teacher, ids, answers)
+        norm = torch.nn.utils.clip_grad_norm_(learning, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        tokens += ids.numel()
+        if step % 50 == 0:
+            loss, at_answers = (sums / 50).tolist()  # waits for the GPU, so that the clock is right
+            sums.zero_()
+            seen = {"stage": stage, "step": step, "tokens": tokens, "loss": loss, "answers": at_answers}
+            note(way, options, **seen, norm=norm.item(), seconds=time.perf_counter() - began)
+    note(way, options, stage=stage, step=step, tokens=tokens, seconds=time.perf_counter() - began)
+
+
+def step_gradients(student, teacher, ids: Tensor, answers: Tensor) -> Tensor:
+    """Accumulate the gradients of the mean loss, and of that of answers again; returns both means.
+
+    The loss of a token is KL(teacher || student) of its prediction, or without a teacher the cross-entropy. Logits are
+    made a chunk at a time, and their gradient at once: that of both losses is the difference of two distributions.
+    """
+    embedding = student.get_input_embeddings().weight  # tied to the head
+    with torch.autocast(DEVICE, torch.bfloat16):
+        states = student.model(ids, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
+    with torch.no_grad():
+        targets, asked = ids[:, 1:].flatten(), answers[:, 1:].flatten().float()
+        weights = 1 / len(targets) + asked / asked.sum().clamp(min=1)
+        head = embedding.to(torch.bfloat16)
+        if teacher is not None:
+            their_head = teacher.get_output_embeddings().weight
+            theirs = teacher.model(ids, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
+        to_states, to_head = torch.empty_like(states), torch.zeros_like(embedding)
+        losses = torch.empty(len(targets), device=DEVICE)
+        for start in range(0, len(targets), CHUNK):
+            part = slice(start, start + CHUNK)
+            some = states[part].to(torch.bfloat16)
+            log_ours = (some @ head.T).float().log_softmax(-1)
+            gradient = log_ours.exp()
+            if teacher is None:
+                losses[part] = -log_ours.gather(1, targets[part, None])[:, 0]
+                gradient.scatter_add_(1, targets[part, None], torch.full_like(gradient[:, :1], -1.0))
+            else:
+                log_theirs = (theirs[part] @ their_head.T).float().log_softmax(-1)
+                their_share = log_theirs.exp()
+                losses[part] = (their_share * (log_theirs - log_ours)).sum(-1)
+                gradient -= their_share
+            gradient = (gradient * weights[part, None]).to(torch.bfloat16)
+            to_states[part] = (gradient @ head).to(states.dtype)
+            if embedding.requires_grad:
+                to_head += (gradient.T @ some).float()
+    states.backward(to_states)
+    if embedding.requires_grad:
+        embedding.grad += to_head
+    return torch.stack((losses.mean(), (losses * asked).sum() / asked.sum().clamp(min=1)))
+
+
+def measure(directory: Path, name: str, options) -> None:
+    """Lookups of 20 cases and perplexity by position, on novels that nothing was fitted on."""
+    began = time.perf_counter()
+    subject = load_subject(str(directory), dtype="float32", name=name)
+    store, ropes, length = RowStore(options.out / "eval"), parse_ropes("default"), options.measured_length
+    passages = draw_sample(subject, options.novels, max(options.lengths), documents=20, special_tokens=False)
+    whole = {"documents": 12, "skip_short": True, "max_tokens": length + 1}
+    common = (options.lengths, ropes, store)
+    rows = [
+        *copying_rows(subject, *common, num_cases=20),
+        *copying_rows(subject, *common, num_cases=20, sample=passages),
+        *recall_rows(subject, *common, num_cases=20),
+        *passkey_rows(subject, *common, num_cases=20, variant="landmark"),
+        *position_rows(subject, draw_sample(subject, options.novels, length, **whole), [length], ropes, store),
+    ]
+    for row in rows:
+        keys = ("task", "data", "length", "value", "nll", "nats_per_digit", "ranges", "error")
+        print(name, json.dumps({key: row[key] for key in keys if row.get(key) is not None}), flush=True)
+    print(f"{name} measured in {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def note(way: str, options, **what) -> None:
+    line = json.dumps({"way": way, **what})
+    print(line, flush=True)
+    with (options.out / f"{way.replace(' ', '-')}.jsonl").open("a") as log:
+        log.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()
