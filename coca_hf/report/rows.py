@@ -71,6 +71,7 @@ SOME: dict[str, Any] = {
         "seed": WHOLE,
         "skipped_documents": NAMES,
     },
+    **{f"{whose}{text}": NUMBER for whose in ("", "baseline_") for text in ("perplexity", "copy", "again")},
     **dict.fromkeys(("share_a", "share_b", "share_c", "share_d", "share_d_weighted"), NUMBER),
     **dict.fromkeys(("share_abnormal", "share_absolute"), NUMBER),
     **dict.fromkeys(("mean_abs_angle", "stderr", "tokens_per_second", "peak_bytes", "ratio"), NUMBER),

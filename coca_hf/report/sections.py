@@ -104,7 +104,7 @@ def copying(measured: Measured) -> Section | None:
     tables = measured.of_task("copying")
     parts: list = [Text(EXPLANATIONS["copying"])]
     for table in tables:
-        parts += [values(table), *missing_values(table)]
+        parts += [Text(f"Copied: {table.settings}."), values(table), *missing_values(table)]
     return Section(TITLES["copying"], parts) if tables else None
 
 
@@ -168,9 +168,19 @@ def layers(measured: Measured) -> Section | None:
                     ticks=list(range(0, int(last) + 1, max(1, int(last) // 6))),
                 )
             )
-        parts += [values(table), *_orders(table), *missing_values(table)]
+        parts += [values(table), _whole(table), *_orders(table), *missing_values(table)]
         parts += [Fold(f"Layers of {name}, swapped alone", [_swapped(lines)]) for name, lines in found.items()]
     return Section(TITLES["layers"], parts) if tables else None
+
+
+def _whole(table: Table) -> Grid:
+    """The measures of the models as they are, the original's first."""
+    lines = []
+    for name, rows in table.series.items():
+        for label, prefix in ((rows[-1]["baseline"], "baseline_"), (name, "")):
+            numbers = [rows[-1].get(f"{prefix}{text}") for text in ("perplexity", "copy", "again")]
+            lines.append([label, *("" if number is None else f"{number:.2f}" for number in numbers)])
+    return Grid(["as they are", "perplexity", "second copy (nats)", "read again (nats)"], lines, numbers_from=1)
 
 
 def _orders(table: Table) -> list[Bullets]:

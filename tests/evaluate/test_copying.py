@@ -141,4 +141,5 @@ def test_command_with_documents_makes_a_table_of_its_own(tiny_coca_dir, books, t
     assert coca_eval("report", out, "--out", tmp_path / "page")[0] == 0
     page = (tmp_path / "page" / "report.md").read_text()
     assert "Copying: random tokens, 2 cases per length, seed 0" in page
-    assert "Copying: passages of" in page
+    assert "Copied: random tokens, 2 cases per length, seed 0." in page
+    assert "Copied: passages of" in page

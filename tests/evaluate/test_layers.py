@@ -129,6 +129,8 @@ def test_command(tiny_llama_dir, tiny_coca_dir, books, tmp_path, coca_eval):
     page = (tmp_path / "page" / "report.md").read_text()
     assert "## Harm of each layer" in page
     assert "+ CoCA: keep first " in page
+    assert "| as they are | perplexity | second copy (nats) | read again (nats) |" in page
+    assert "| tiny-llama | " in page
     assert (tmp_path / "page" / "layers.png").is_file()
 
 
@@ -143,3 +145,11 @@ def test_lengths_without_two_copies_are_refused(llama, coca, books, tmp_path):
     sample = draw_sample(coca, str(books), 4, special_tokens=False)
     with pytest.raises(CocaError, match="--lengths: got 4, expected at least 5"):
         layer_rows(llama, coca, sample, [4], [DEFAULT], RowStore(tmp_path))
+
+
+def test_layers_that_were_kept_have_no_harm(llama, tiny_llama_dir, books, tmp_path):
+    coca_hf.convert_checkpoint(tiny_llama_dir, tmp_path / "coca", keep_layers=[0, 2])
+    row, _, lines = measure([llama, load_subject(str(tmp_path / "coca"))], books, tmp_path / "out")
+    assert row["order"][0] == 1
+    assert [line["harm"] == pytest.approx(0, abs=1e-6) for line in lines] == [True, False, True]
+    assert lines[1]["alone_divergence"] == pytest.approx(row["value"], rel=1e-4)
