@@ -196,6 +196,30 @@ def attention_maps_command(
     run.make_rows(attention_map_rows, subject, other, sample, wanted, ropes)
 
 
+@app.command("layers")
+@grouped
+def layers_command(
+    original: Annotated[
+        str,
+        typer.Argument(help="The model that MODEL was converted from, as a directory or hub id.", show_default=False),
+    ],
+    run: Run,
+    lengths: LengthsOption,
+    texts: Texts,
+    cases: Annotated[int, typer.Option(min=1, help="Sequences of each text per length.")] = 6,
+    batch_size: BatchOption = "auto",
+) -> None:
+    """The harm that converting each layer does, alone and beside all others, and which layers to keep first."""
+    wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
+    from coca_hf.evaluate.layers import layer_rows
+
+    subject, ropes = run.load()
+    other = run.load_one(original, ropes)
+    sample = texts.draw(subject, max(wanted), special_tokens=False)
+    warn_beyond_trained(subject, ropes, wanted)
+    run.make_rows(layer_rows, other, subject, sample, wanted, ropes, num_cases=cases, seed=texts.seed, batch_size=size)
+
+
 @app.command("tasks")
 @grouped
 def tasks_command(

@@ -4,7 +4,7 @@ import inspect
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
@@ -160,6 +160,10 @@ class PassageTexts(Texts):
     def __post_init__(self) -> None:
         if self.given:
             super().__post_init__()
+        for field in fields(self):
+            if not self.given and field.name != "seed" and getattr(self, field.name) != field.default:
+                option = field.name.replace("_", "-")
+                raise BadOption(f"--{option}: got it without --data or --preset, expected one of them with it")
 
     @property
     def given(self) -> bool:

@@ -22,7 +22,11 @@ say "4/7 Evaluate the original and the start, 1 minute"
 evaluate() {
     coca-eval perplexity "$1" --data "$out/text/held-out" --lengths 128,256,512 --stride 512 --max-tokens 2048 \
         --batch-size 4 --out "$out/eval" --name "$2"
-    coca-eval passkey "$1" --lengths 128,256 --cases 5 --batch-size 5 --out "$out/eval" --name "$2"
+    # What the original can do, which is what converting may lose: find, look up, read again
+    coca-eval passkey "$1" --variant landmark --lengths 256 --cases 10 --out "$out/eval" --name "$2"
+    coca-eval recall "$1" --lengths 256 --cases 10 --out "$out/eval" --name "$2"
+    coca-eval copying "$1" --lengths 256 --cases 6 --out "$out/eval" --name "$2"
+    coca-eval copying "$1" --data "$out/text/held-out" --lengths 256 --cases 6 --out "$out/eval" --name "$2"
 }
 evaluate "$out/original" "SmolLM2-135M"
 coca-eval perplexity "$out/start" --data "$out/text/held-out" --lengths 128 --max-tokens 2048 \

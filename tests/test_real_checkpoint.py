@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from coca_hf import patch_
-from coca_hf.convert.calibrate import Angles, divergences, fit, run_original, skipped_positions
+from coca_hf.convert.calibrate import Angles, divergences, fit, run_original_
+from coca_hf.convert.calibration_text import skipped_positions
 
 LAYER = 3  # of those that calibration is tried on
 WHEELS = Path(__file__).parents[1] / "quickstart" / "downloads"
@@ -64,25 +65,24 @@ def test_tokenizer_of_the_gguf_file_reads_as_the_originals(files, start):
 
 
 def test_calibration_in_short_blocks_brings_attention_nearer_in_long_ones(files):
-    original = LlamaForCausalLM.from_pretrained(files / "original", attn_implementation="eager")
+    original = LlamaForCausalLM.from_pretrained(files / "original")
     ids = AutoTokenizer.from_pretrained(files / "original")("\n\n".join(pydoc_data.topics.topics.values()))["input_ids"]
     blocks, held_out = torch.tensor(ids[: 24 * 256]).view(24, 256), torch.tensor(ids[-2048:])[None]
     coca = patch_(LlamaForCausalLM.from_pretrained(files / "original"), "strict")
     start, angles = coca.model.layers[LAYER].self_attn, Angles(original.model, coca, "cpu")
 
     def seen(ids, positions):
-        with torch.no_grad():
-            states = original.model.embed_tokens(ids)
-        for layer in original.model.layers[: LAYER + 1]:
-            of_layer, states = run_original(layer, states, positions, angles)
-        return of_layer
+        states = original.model.embed_tokens(ids).detach()
+        for layer in original.model.layers[:LAYER]:
+            run_original_(layer, states, positions, angles)
+        return run_original_(original.model.layers[LAYER], states, positions, angles)
 
     long = seen(held_out, torch.arange(2048)[None])
 
     def divergence(positions):
         attention = copy.deepcopy(start)
-        fit(attention, seen(blocks, positions), angles, passes=15, seed=0)
-        return divergences(attention, long, angles).mean()
+        fit(attention, seen(blocks, positions), passes=15, seed=0)
+        return divergences(attention, long).mean()
 
     skipped = divergence(skipped_positions(24, 256, reach=2048))
     assert skipped < 0.6 * divergence(torch.arange(256).expand(24, -1))

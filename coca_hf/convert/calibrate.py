@@ -44,7 +44,7 @@ from coca_hf.models.decoder import CocaForCausalLM
 
 STEPS = 1280  # of every layer at least; more visits to blocks make larger steps
 QUERIES = 48  # of a block in one step
-PARTS = 4  # of those queries: the first parts see few keys, and cost less
+PARTS = 4  # of those queries, on a CPU: the first parts see few keys, and cost less
 RELATIVE_RATE = 0.03  # the learning rate, over the root mean square of W_Q
 BETAS = (0.8, 0.95)
 WARMUP_STEPS = 10
@@ -92,6 +92,10 @@ def _tf32() -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def default_passes(num_blocks: int) -> int:
     """As many passes over the blocks as make `STEPS` steps of one block, but at least four."""
     return max(4, math.ceil(STEPS / num_blocks))
@@ -118,7 +122,7 @@ def calibrate(
     is one. Layers that keep the original's attention stay as they are, and so do both models; on one machine and number
     of threads the same arguments give the same bits.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or default_device()
     passes = passes or default_passes(len(blocks))
     base: Any = original.base_model
     angles = Angles(base, coca, device)
@@ -228,7 +232,7 @@ def fit(attention: CocaAttention, seen: Seen, passes: int, seed: int) -> None:
     blocks = visits[: steps * at_once].view(steps, at_once).to(seen.inputs.device)
     strata = Strata(length)
     rows = strata.draw(steps, at_once, generator=draw).to(seen.inputs.device)
-    parts = list(strata.parts())
+    parts = list(strata.parts(PARTS if attention.q_proj.weight.device.type == "cpu" else 1))
     attention.requires_grad_(False)
     parameters = [*attention.q_proj.parameters(), *attention.t_proj.parameters()]
     for parameter in parameters:
@@ -256,9 +260,9 @@ class Strata:
         """A row of every stratum, (*visits, r), rising."""
         return self._row(torch.arange(self.number) + torch.rand(*visits, self.number, generator=generator))
 
-    def parts(self) -> Iterator[tuple[slice, int]]:
-        """The strata in `PARTS`, each with how many keys its last row sees."""
-        ends = [self.number * part // PARTS for part in range(PARTS + 1)]
+    def parts(self, number: int) -> Iterator[tuple[slice, int]]:
+        """The strata in so many parts, each with how many keys its last row sees at most."""
+        ends = [self.number * part // number for part in range(number + 1)]
         for start, end in itertools.pairwise(ends):
             yield slice(start, end), int(self._row(torch.tensor(float(end)))) + 1
 

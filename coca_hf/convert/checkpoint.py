@@ -9,14 +9,14 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import xxhash
 
 from coca_hf.card import write_card
-from coca_hf.convert import calibrate as calibration
-from coca_hf.convert.calibrate import calibrate, default_passes
+from coca_hf.convert import calibrate as fitting
+from coca_hf.convert import calibration_text
+from coca_hf.convert.calibrate import calibrate, default_device, default_passes
 from coca_hf.convert.calibration_text import calibration_blocks, reach, repeated_blocks
 from coca_hf.convert.patch import patch_
 from coca_hf.convert.plan import DTYPES, TOKENIZER, Plan
@@ -30,17 +30,7 @@ from coca_hf.weights import parse_size, read_json
 
 RECORD = "conversion.json"
 TRAINING_RECORD = "training.json"
-
-
-class CalibrationOptions(NamedTuple):
-    """place: of the text, the arguments of `read_documents`; passes: None for `default_passes`; device: None for the
-    GPU where there is one."""
-
-    place: Place
-    tokens: int
-    block_tokens: int
-    passes: int | None
-    device: str | None
+CODE = (fitting.__file__, calibration_text.__file__)  # layers that other code fitted are not taken up
 
 
 def convert_checkpoint(
@@ -75,10 +65,11 @@ def convert_checkpoint(
     ntk_length: total tokens for which the base of dynamic NTK is written into the configuration (`bake_ntk_`;
     ntk_factor: its factor); then `src` may also be a CoCA checkpoint, whose weights are copied. released: `src` is a
     GPT-NeoX checkpoint of the authors' released code, which no file of it says. calibrate_on: text, as `read_documents`
-    takes it, on `calibrate_tokens` tokens of which, and on as many of repeated passages, W_Q and W_T are fitted to the
-    original's attention (`calibrate.py`), drawn by `seed`; the original is then loaded, and works on the GPU a layer at
-    a time, where there is one; calibrate_progress: called with layers done and in all. keep_layers: numbers, from 0, of
-    the layers that keep the original's attention. The record is also written to `dst/conversion.json`.
+    takes it (`column`, `split`, `subset`): W_Q and W_T are fitted to the original's attention (`calibrate.py`) on
+    `calibrate_tokens` of its tokens, and as many with repeated passages, in blocks of `calibrate_block` and
+    `calibrate_passes` passes, drawn by `seed`, a layer at a time on `device`; the original is then loaded.
+    calibrate_progress: called with layers done and in all. keep_layers: numbers, from 0, of the layers that keep the
+    original's attention. The record is also written to `dst/conversion.json`.
 
     Safetensors sources are read in blocks, a few shards of `dst` at a time; memory holds the projections of one layer
     for each, not a shard. An interrupted run leaves what is finished in a hidden directory beside `dst`, and the same
@@ -99,8 +90,7 @@ def convert_checkpoint(
             fit = None
             if calibrate_on:
                 place = calibrate_on, column, split, subset, None, True
-                options = CalibrationOptions(place, calibrate_tokens, calibrate_block, calibrate_passes, device)
-                fit = _Calibration(plan, options, seed)
+                fit = _Calibration(plan, place, calibrate_tokens, calibrate_block, calibrate_passes, device, seed)
             staging.begin(plan.made_from())
             _check_disk_space(plan, staging)
             writer = WeightsWriter(plan, staging, progress or (lambda done, total: None))
@@ -123,23 +113,32 @@ def _check_disk_space(plan: Plan, staging: Staging) -> None:
 
 
 class _Calibration:
-    """The calibration of a plan by `options`; sets what `plan` says of it."""
+    """The calibration of a plan on the documents of `place`; sets what `plan` says of it."""
 
-    def __init__(self, plan: Plan, options: CalibrationOptions, seed: int):
+    def __init__(
+        self,
+        plan: Plan,
+        place: Place,
+        num_tokens: int,
+        block_tokens: int,
+        passes: int | None,
+        device: str | None,
+        seed: int,
+    ):
         if plan.from_coca or plan.released:
             raise CocaError("--calibrate: got a CoCA checkpoint, expected an original, whose attention it imitates")
-        _check_device(options.device)
-        self.plan, self.options, self.seed = plan, options, seed
+        self.device = device or default_device()
+        _check_device(self.device)
+        self.plan, self.text, self.seed = plan, place[0], seed
         tokenizer = plan.source.load_tokenizer()
-        text_blocks, self.held_out = calibration_blocks(
-            options.place, tokenizer, plan.config, options.tokens, options.block_tokens, seed
-        )
+        text_blocks, self.held_out = calibration_blocks(place, tokenizer, plan.config, num_tokens, block_tokens, seed)
         self.blocks = torch.cat((text_blocks, repeated_blocks(text_blocks, tokenizer, plan.config, seed)))
         self.text_tokens = text_blocks.numel()
-        self.passes = options.passes or default_passes(len(self.blocks))
-        ids_hash = xxhash.xxh3_128_hexdigest(bytes_of(torch.cat((self.blocks, self.held_out))))
-        code = xxhash.xxh3_128_hexdigest(Path(calibration.__file__).read_bytes())
-        plan.calibrated_from = [plan.source.states(), plan.config.coca_constraint, ids_hash, seed, self.passes, code]
+        self.passes = passes or default_passes(len(self.blocks))
+        ids_hash = xxhash.xxh3_128_hexdigest(bytes_of(self.blocks))
+        code = [xxhash.xxh3_128_hexdigest(Path(file).read_bytes()) for file in CODE]
+        options = plan.config.coca_constraint, seed, self.passes
+        plan.calibrated_from = [plan.source.states(), self.blocks.shape, ids_hash, *options, code]
 
     def run(self, staging: Staging, progress: Progress) -> None:
         began = time.perf_counter()
@@ -156,12 +155,12 @@ class _Calibration:
             json.dumps(self.plan.calibrated_from, default=str),
             self.seed,
             self.passes,
-            self.options.device,
+            self.device,
             progress,
         )
         self.plan.calibrated = done.tensors
         self.record = {
-            "text": self.options.place[0],
+            "text": self.text,
             "tokens": self.text_tokens,
             "repeated_tokens": self.blocks.numel() - self.text_tokens,
             "block_tokens": self.blocks.shape[1],
@@ -169,13 +168,14 @@ class _Calibration:
             "held_out_tokens": self.held_out.numel(),
             "seed": self.seed,
             "passes": self.passes,
+            "device": self.device,
             "perplexity": done.perplexity,
             "attention_kl": [layer._asdict() for layer in done.layers],
             "seconds": round(time.perf_counter() - began, 1),
         }
 
 
-def _check_device(device: str | None) -> None:
+def _check_device(device: str) -> None:
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:

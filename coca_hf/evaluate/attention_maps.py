@@ -49,21 +49,7 @@ def attention_map_rows(
 
     Raises CocaError where the baseline is not of the model's family, layers, heads and vocabulary.
     """
-    shapes = [_shape(one) for one in (subject, baseline)]
-    for key, expected in shapes[0].items():
-        if shapes[1][key] != expected:
-            raise CocaError(
-                f"--baseline {baseline.path}: got {key} {shapes[1][key]}, expected {expected} as {subject.path} has; "
-                f"give the model that it was converted from"
-            )
-    for ids, name in zip(sample.token_ids, sample.names, strict=True):
-        check_vocabulary(baseline, ids, name)
-        read, other = (one.tokenizer.convert_ids_to_tokens(ids.unique().tolist()) for one in (subject, baseline))
-        if read != other:
-            raise CocaError(
-                f"--baseline {baseline.path}: got a tokenizer that takes the tokens of {name} for others, expected "
-                f"that of {subject.path}; give the model that it was converted from"
-            )
+    check_baseline(subject, baseline, sample, f"--baseline {baseline.path}")
     settings = {
         "task": "attention-maps",
         "stride": None,
@@ -80,6 +66,25 @@ def attention_map_rows(
         lambda rope, settings: _measure(subject, baseline, sample, rope, settings, track),
         track,
     )
+
+
+def check_baseline(subject: Subject, baseline: Subject, sample: Sample, where: str) -> None:
+    """Raise CocaError where `baseline` is not of the subject's family, layers, heads and tokens."""
+    shapes = [_shape(one) for one in (subject, baseline)]
+    for key, expected in shapes[0].items():
+        if shapes[1][key] != expected:
+            raise CocaError(
+                f"{where}: got {key} {shapes[1][key]}, expected {expected} as {subject.path} has; give the model that "
+                f"it was converted from"
+            )
+    for ids, name in zip(sample.token_ids, sample.names, strict=True):
+        check_vocabulary(baseline, ids, name)
+        read, other = (one.tokenizer.convert_ids_to_tokens(ids.unique().tolist()) for one in (subject, baseline))
+        if read != other:
+            raise CocaError(
+                f"{where}: got a tokenizer that takes the tokens of {name} for others, expected that of "
+                f"{subject.path}; give the model that it was converted from"
+            )
 
 
 def _shape(subject: Subject) -> dict[str, Any]:

@@ -15,6 +15,7 @@ same of the first ones; `cases`; `seed`; with passages what `Sample.describe` sa
 import math
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,8 +72,7 @@ def repeated_sequences(
     subject: Subject, length: int, num_cases: int, seed: int, sample: Sample | None = None
 ) -> tuple[list[Tensor], int]:
     """The token ids of every case, each at most (length,), and how many of them are one copy."""
-    tokenizer = subject.tokenizer
-    begin = [tokenizer.bos_token_id] if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else []
+    begin, tokenizer = _beginning(subject.tokenizer), subject.tokenizer
     copy_len = (length - len(begin)) // 2
     if sample is None:
         known = min(len(tokenizer), subject.model.get_input_embeddings().weight.shape[0])
@@ -82,6 +82,17 @@ def repeated_sequences(
     else:
         copies = [_passage(sample, copy_len, seed, number) for number in range(num_cases)]
     return [torch.cat((copy.new_tensor(begin), copy, copy)) for copy in copies], copy_len
+
+
+def passages(subject: Subject, length: int, num_cases: int, seed: int, sample: Sample) -> list[Tensor]:
+    """The token ids of passages, each (length,), after the token for the beginning where the tokenizer sets one."""
+    begin = _beginning(subject.tokenizer)
+    found = [_passage(sample, length - len(begin), seed, number) for number in range(num_cases)]
+    return [torch.cat((ids.new_tensor(begin), ids)) for ids in found]
+
+
+def _beginning(tokenizer: Any) -> list[int]:
+    return [tokenizer.bos_token_id] if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else []
 
 
 def _passage(sample: Sample, copy_len: int, seed: int, case_number: int) -> Tensor:

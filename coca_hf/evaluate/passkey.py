@@ -219,7 +219,7 @@ def passkey_rows(
 ) -> Iterator[dict]:
     """Yield a row for every RoPE setting and length; those that `store` already has are not measured again.
 
-    new_tokens: the variant's, by default. Dynamic NTK is fixed for `length` + `new_tokens`.
+    new_tokens: the variant's, by default. Dynamic NTK is fixed for `length` and the longest answer.
 
     Raises CocaError where a length is too short for the prompt, naming the shortest that does, before any work, and for
     `new_tokens` of a variant that generates none.
@@ -256,7 +256,8 @@ def _measure(subject: Subject, rope: Rope, settings: dict, track: Track) -> tupl
         make_case(subject.tokenizer, length, settings["seed"], number, variant, settings["depths"])
         for number in range(settings["cases"])
     ]
-    use_rope_(subject.model, rope, length + new_tokens)
+    longest_answer = new_tokens or max(len(case.answer_ids) for case in cases)
+    use_rope_(subject.model, rope, length + longest_answer)
 
     def tracked(batches: list) -> Iterable:
         return track(batches, f"passkey  {rope}  {length}")

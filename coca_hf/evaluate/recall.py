@@ -45,42 +45,36 @@ def make_case(tokenizer: Any, length: int, seed: int, case_number: int, pairs: i
 
     `length` must fit a prompt without filler: see `check_lengths`.
     """
-    rng = random.Random(f"recall {seed} {length} {pairs} {case_number}")
-    keys = rng.sample(range(1000, 10_000), pairs)
-    values = [rng.randint(10_000, 99_999) for _ in keys]
-    shares = sorted(rng.random() for _ in keys)
-    asked = rng.randrange(pairs)
+    drawn = _draw(length, seed, case_number, pairs)
 
     def prompt(filler: int) -> str:
-        lines = [FILLER] * filler
-        for key, value, share in reversed(list(zip(keys, values, shares, strict=True))):
-            lines.insert(int(share * (filler + 1)), f"{key}: {value}")
-        listed = "\n".join(lines)
-        return f"{TITLE}\n\n{listed}\n\n{QUESTION}\n{keys[asked]}:"
+        return _prompt(drawn, filler)
 
     filler = most_that_fits(lambda filler: len(tokenizer(prompt(filler))["input_ids"]), length)
-    text, key, value = prompt(filler), keys[asked], values[asked]
+    text, (key, value, share) = prompt(filler), drawn.lines[drawn.asked]
     token_ids = tokenizer(text)["input_ids"]
     from_line = text[text.index(f"\n{key}: {value}\n") + 1 :]
     return Case(
         key=key,
         value=value,
-        depth=int(shares[asked] * (filler + 1)) / filler if filler else 0.0,
+        depth=int(share * (filler + 1)) / filler if filler else 0.0,
         distance=len(tokenizer(from_line, add_special_tokens=False)["input_ids"]),
         token_ids=token_ids,
         answer_ids=tokenizer(f"{text} {value}")["input_ids"][len(token_ids) :],
     )
 
 
-def check_lengths(subject: Subject, lengths: list[int], pairs: int) -> None:
-    """Raise CocaError where a length does not fit the list without filler, or the vocabulary not the prompt."""
-    lines = "\n".join([FILLER, *["1234: 56789"] * pairs])
-    ids = subject.tokenizer(f"{TITLE}\n\n{lines}\n\n{QUESTION}\n1234:")["input_ids"]
-    check_vocabulary(subject, torch.tensor(ids), "list of keys and values")
-    if min(lengths) < len(ids):
-        raise CocaError(
-            f"--lengths: got {min(lengths)}, expected at least {len(ids)} tokens, which a list of {pairs} lines takes"
-        )
+def check_lengths(subject: Subject, lengths: list[int], seed: int, num_cases: int, pairs: int) -> None:
+    """Raise CocaError where a length does not fit a list without filler, or the vocabulary not the prompt."""
+    for length in lengths:
+        prompts = [
+            subject.tokenizer(_prompt(_draw(length, seed, number, pairs), 0))["input_ids"]
+            for number in range(num_cases)
+        ]
+        check_vocabulary(subject, torch.tensor(prompts[0]), "list of keys and values")
+        shortest = max(map(len, prompts))
+        if length < shortest:
+            raise CocaError(f"--lengths: got {length}, expected at least {shortest} tokens for a list of {pairs} lines")
 
 
 def recall_rows(
@@ -98,7 +92,7 @@ def recall_rows(
 
     Raises CocaError where a length is too short for the list, before any work.
     """
-    check_lengths(subject, lengths, pairs)
+    check_lengths(subject, lengths, seed, num_cases, pairs)
     settings = {
         "task": "recall",
         "stride": None,
@@ -160,3 +154,25 @@ def _measure(subject: Subject, rope: Rope, settings: dict, track: Track) -> tupl
         "batch_size": batch_size,
     }
     return results, {"cases": lines if error is None else []}
+
+
+class _Drawn(NamedTuple):
+    lines: list[tuple[int, int, float]]  # key, value, and the share of the filler before them, which rises
+    asked: int  # the index of one of them
+
+
+def _draw(length: int, seed: int, case_number: int, pairs: int) -> _Drawn:
+    """The same for every tokenizer."""
+    rng = random.Random(f"recall {seed} {length} {pairs} {case_number}")
+    keys = rng.sample(range(1000, 10_000), pairs)
+    values = [rng.randint(10_000, 99_999) for _ in keys]
+    shares = sorted(rng.random() for _ in keys)
+    return _Drawn(list(zip(keys, values, shares, strict=True)), rng.randrange(pairs))
+
+
+def _prompt(drawn: _Drawn, filler: int) -> str:
+    lines = [FILLER] * filler
+    for key, value, share in reversed(drawn.lines):
+        lines.insert(int(share * (filler + 1)), f"{key}: {value}")
+    listed = "\n".join(lines)
+    return f"{TITLE}\n\n{listed}\n\n{QUESTION}\n{drawn.lines[drawn.asked][0]}:"

@@ -21,6 +21,7 @@ TITLES = {
     "copying": "Copying",
     "recall": "Key-value recall",
     "attention-maps": "Attention beside the original's",
+    "layers": "Harm of each layer",
     "boundary": "Rotary boundaries",
     "tasks": "Short context",
     "speed": "Speed and memory",
@@ -38,6 +39,9 @@ EXPLANATIONS = {
     "higher is better. In brackets: nats per token of the value; lower is better.",
     "attention-maps": "Divergence of every head's attention from the original model's on the same text, in nats, mean "
     "over layers, heads and queries; in brackets the mass on the first token, and the original's. Lower is nearer.",
+    "layers": "Divergence of the converted model's predictions from the original's, in nats per token, mean over a "
+    "passage, a second copy of random tokens and a passage that is read again; lower is nearer. A layer's harm is what "
+    "its conversion adds to that: the mean over converting it alone and converting it last.",
     "boundary": "The angle between query and key before rotation, per rotary pair. Where it lies between 180° and 360° "
     "the score rises with distance for the nearest tokens (the paper's scenario d); strict CoCA makes the angle zero.",
     "tasks": "Benchmarks of lm-eval at short context: what a longer context must not cost. ± the standard error, where "
@@ -105,6 +109,8 @@ def show(row: dict) -> str:
         return f"{value:.2f}{NBSP}({row['nll']:.2f})"
     if row.get("nats_per_digit") is not None:
         return f"{value:.2f}{NBSP}({row['nats_per_digit']:.2f})"
+    if task == "layers":
+        return f"{value:.3f}"
     if task == "attention-maps":
         return f"{value:.3f}{NBSP}({row['sink']:.2f},{NBSP}{row['baseline_sink']:.2f})"
     return f"{value:.2f}" if task in ("passkey", "boundary") or value < 1e4 else f"{value:.3g}"

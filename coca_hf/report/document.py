@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from dataclasses import dataclass, field
 
@@ -98,7 +99,8 @@ def _markdown(part: Part | Section, level: int) -> str:
             return f"![{escape(caption)}]({name}.png)"
         case Fold(title, parts):
             inside = "\n\n".join(_markdown(inner, level) for inner in parts)
-            return f"<details><summary>{escape(title)}</summary>\n\n{inside}\n\n</details>"
+            summary = html.escape(" ".join(title.split()), quote=False)  # Markdown leaves this line alone
+            return f"<details><summary>{summary}</summary>\n\n{inside}\n\n</details>"
 
 
 def markdown_table(header: list[str], lines: list[list[str]], numbers_from: int) -> str:

@@ -38,6 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "copying": {"cases": int, "seed": int},
     "recall": {"cases": int, "pairs": int, "seed": int},
     "attention-maps": _TEXTS | {"baseline": str},
+    "layers": _TEXTS | {"baseline": str, "cases": int, "seed": int},
     "boundary": _TEXTS | {"pairs_per_document": int, "seed": int},
     "tasks": {"benchmark": str, "metric": TEXT, "filter": TEXT, "shots": WHOLE, "limit": WHOLE},
     "speed": {"mode": str, "batch_size": int, "device": str},
@@ -45,8 +46,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 # What every row has besides: a value of its task, and the fields common to all tasks.
 VALUES: dict[str, dict[str, Any]] = {
     **{task: {"value": ABOVE_0} for task in ("perplexity", "position-loss", "speed")},
-    **{task: {"value": SHARE} for task in ("passkey", "recall", "boundary")},
-    **{task: {"value": NUMBER} for task in ("copying", "attention-maps")},
+    **{task: {"value": SHARE} for task in ("passkey", "boundary")},
+    "copying": {"value": NUMBER, "nll_first": NUMBER},
+    "recall": {"value": SHARE, "nll": NUMBER},
+    "attention-maps": {"value": NUMBER, "sink": NUMBER, "baseline_sink": NUMBER},
+    "layers": {"value": NUMBER},
     "tasks": {"value": NUMBER, "length": COUNT | None},  # RULER alone has a length
 }
 COMMON: dict[str, Any] = {
@@ -61,11 +65,13 @@ SOME: dict[str, Any] = {
         "coca_kept_layers": list[int] | None,
         "model_type": str,
         "ranges": list[Range],
+        "order": list[int],
         "tokens": WHOLE,
         "stride": WHOLE,
         "seed": WHOLE,
         "skipped_documents": NAMES,
     },
+    **{f"{whose}{text}": NUMBER for whose in ("", "baseline_") for text in ("perplexity", "copy", "again")},
     **dict.fromkeys(("share_a", "share_b", "share_c", "share_d", "share_d_weighted"), NUMBER),
     **dict.fromkeys(("share_abnormal", "share_absolute"), NUMBER),
     **dict.fromkeys(("mean_abs_angle", "stderr", "tokens_per_second", "peak_bytes", "ratio"), NUMBER),
@@ -74,11 +80,13 @@ SOME: dict[str, Any] = {
 }
 # Of each raw table, the columns that the page reads.
 _FLOAT, _INT, _COUNTS = pyarrow.float64(), pyarrow.int64(), pyarrow.list_(pyarrow.int64())
+SWAPPED = [f"{way}_{name}" for way in ("alone", "back") for name in ("divergence", "perplexity", "copy", "again")]
 RAW = {
     "windows": {"document": _INT, "tokens": _INT, "nll": _FLOAT},
     "buckets": {"first": _INT, "tokens": _INT, "nll": _FLOAT},
     "cases": {"case": _INT, "depth": _FLOAT, "distance": _INT, "correct": pyarrow.bool_()},
     "heads": {"layer": _INT, "divergence": _FLOAT, "baseline_sink": _FLOAT, "baseline_previous": _FLOAT},
+    "layers": {"layer": _INT, "harm": _FLOAT, **dict.fromkeys(SWAPPED, _FLOAT)},
     "angles": {"layer": _INT, "head": _INT, "angle_counts": _COUNTS, "tau_counts": _COUNTS},
     "decay": {"distance": _INT, "bound_rope": _FLOAT, "bound_coca": _FLOAT},
 }
@@ -135,6 +143,8 @@ class Table:
             return f"{text}, buckets of {row['bucket']} tokens"
         if self.task == "attention-maps":
             return f"{text}, beside {row['baseline']}"
+        if self.task == "layers":
+            return f"{text}, beside {row['baseline']}, {row['cases']} cases of each text, seed {row['seed']}"
         if self.task == "boundary":
             return f"{text}, {row['pairs_per_document']} pairs of positions a document, seed {row['seed']}"
         return f"{text}, stride {row['asked_stride']}" + (f", {row['variant']}" * (row["variant"] != "sliding"))
@@ -231,8 +241,9 @@ def _read(path: Path) -> list[dict]:
             raise CocaError(f"{where}: got no row of coca-eval; delete the line") from None
         if missing:
             raise CocaError(f"{where}: got a row without {', '.join(sorted(missing))}; delete it")
+        beside = VALUES[row["task"]].keys() - {"length"} if row["value"] is not None else ()
         for name, kind in (needed | SOME).items():
-            if name in row and not _is(row[name], kind):
+            if name in row and (not _is(row[name], kind) or (name in beside and row[name] is None)):
                 raise CocaError(f"{where}: got a row with {name} {row[name]!r}, no value of coca-eval's; delete it")
         row["raw"] = {name: path.parent / file for name, file in row["raw"].items()}
         rows.append(row)

@@ -25,7 +25,7 @@ from coca_hf.report.document import Bullets, Code, Fold, Grid, Section, Text
 from coca_hf.report.passkey import passkey
 from coca_hf.report.plots import Curve
 from coca_hf.report.recovery import recovery
-from coca_hf.report.rows import Table, data_of, read_raw, shots_of, trained_length
+from coca_hf.report.rows import SWAPPED, Table, data_of, read_raw, shots_of, trained_length
 
 LITTLE_TRAINING = 1_000_000_000  # tokens; the paper trained on 7.5 billion a stage
 
@@ -104,7 +104,7 @@ def copying(measured: Measured) -> Section | None:
     tables = measured.of_task("copying")
     parts: list = [Text(EXPLANATIONS["copying"])]
     for table in tables:
-        parts += [values(table), *missing_values(table)]
+        parts += [Text(f"Copied: {table.settings}."), values(table), *missing_values(table)]
     return Section(TITLES["copying"], parts) if tables else None
 
 
@@ -141,6 +141,59 @@ def attention_maps(measured: Measured) -> Section | None:
             )
         parts += [values(table), *missing_values(table)]
     return Section(TITLES["attention-maps"], parts) if tables else None
+
+
+def layers(measured: Measured) -> Section | None:
+    """Harm against layer, of the longest length of every model and RoPE setting, and the order to keep layers in."""
+    parts: list = [Text(EXPLANATIONS["layers"])]
+    tables = measured.of_task("layers")
+    for number, table in enumerate(tables, 1):
+        found = {name: lines for name, rows in table.series.items() if (lines := read_raw(rows[-1], "layers"))}
+        keys = keys_of(table)
+        curves = [
+            Curve(keys[name], [e["layer"] for e in some], [e["harm"] for e in some]) for name, some in found.items()
+        ]
+        if curves:
+            last = max(xs_of(curves))
+            parts.append(
+                curve_figure(
+                    numbered("layers", number),
+                    "Harm against layer: the table beside it has the divergence of the whole model.",
+                    f"Harm of each layer's conversion: {table.settings}.",
+                    curves,
+                    "harm (nats per token)",
+                    x_label="layer",
+                    x_scale="linear",
+                    y_scale="linear",
+                    ticks=list(range(0, int(last) + 1, max(1, int(last) // 6))),
+                )
+            )
+        parts += [values(table), _whole(table), *_orders(table), *missing_values(table)]
+        parts += [Fold(f"Layers of {name}, swapped alone", [_swapped(lines)]) for name, lines in found.items()]
+    return Section(TITLES["layers"], parts) if tables else None
+
+
+def _whole(table: Table) -> Grid:
+    """The measures of the models as they are, the original's first."""
+    lines = []
+    for name, rows in table.series.items():
+        for label, prefix in ((rows[-1]["baseline"], "baseline_"), (name, "")):
+            numbers = [rows[-1].get(f"{prefix}{text}") for text in ("perplexity", "copy", "again")]
+            lines.append([label, *("" if number is None else f"{number:.2f}" for number in numbers)])
+    return Grid(["as they are", "perplexity", "second copy (nats)", "read again (nats)"], lines, numbers_from=1)
+
+
+def _orders(table: Table) -> list[Bullets]:
+    orders = {name: rows[-1].get("order") or [] for name, rows in table.series.items()}
+    items = [f"{name}: keep first {', '.join(map(str, order))}" for name, order in orders.items() if order]
+    return [Bullets(items)] if items else []
+
+
+def _swapped(lines: list[dict]) -> Grid:
+    """What each layer does when it alone is converted, and when it alone is the original's."""
+    header = ["layer", "harm", *(name.replace("_", ", ") for name in SWAPPED)]
+    cells = [[str(line["layer"]), *(f"{line[name]:.3f}" for name in ("harm", *SWAPPED))] for line in lines]
+    return Grid(header, cells, numbers_from=0)
 
 
 def tasks(measured: Measured) -> Section | None:
@@ -211,6 +264,7 @@ SECTIONS: list[Callable[[Measured], Section | None]] = [
     copying,
     recall,
     attention_maps,
+    layers,
     boundary,
     tasks,
     speed,

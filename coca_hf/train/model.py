@@ -25,6 +25,7 @@ from transformers import (
 
 from coca_hf.errors import CocaError, one_line
 from coca_hf.train.context_parallel import check_model_for_context_parallel
+from coca_hf.train.origin import loading, origin
 from coca_hf.train.recipe import Recipe, Stage
 from coca_hf.train.tree import nearest, short
 
@@ -93,7 +94,7 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
         tokenizer = start_tokenizer(recipe)
         ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
         smallest_vocabulary = max(tokenizer.get_vocab().values()) + 1
-        with _loading(recipe.start):
+        with loading(recipe.start):
             # No defaults among them: head_dim is derived from the overrides' width
             kept = {"vocab_size": smallest_vocabulary, **ids}
             config = AutoConfig.for_model(overrides.pop("model_type"), **kept)
@@ -124,7 +125,7 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
 def model_from_config(recipe: Recipe, attn_implementation: str | None = None) -> PreTrainedModel:
     """The recipe's model in float32, with random weights: from scratch, or for a device that keeps none."""
     config = start_config(recipe)
-    with _loading(recipe.start), _building(config):
+    with loading(recipe.start), _building(config):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
 
 
@@ -169,8 +170,8 @@ def weights_are_sent_here() -> bool:
 
 
 def load_config(name: str) -> PreTrainedConfig:
-    with _loading(name):
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    with loading(name):
+        return AutoConfig.from_pretrained(**origin(name), trust_remote_code=False)
 
 
 def start_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -187,9 +188,9 @@ def load_model(
     Raises CocaError unless every weight is there and no other.
     """
     # Where this is set, transformers below 5.23 leaves zeros in every process of a machine but its first
-    with _loading(name), patch.dict(os.environ, {LOAD_IN_ONE_PROCESS: "false"}):
+    with loading(name), patch.dict(os.environ, {LOAD_IN_ONE_PROCESS: "false"}):
         model, report = AutoModelForCausalLM.from_pretrained(
-            name,
+            **origin(name),
             config=config,
             dtype=torch.float32,
             trust_remote_code=False,
@@ -204,8 +205,8 @@ def load_model(
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    with _loading(name):
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    with loading(name):
+        return AutoTokenizer.from_pretrained(**origin(name), trust_remote_code=False)
 
 
 def stage_model(model: PreTrainedModel, stage: Stage) -> nn.Module:
@@ -290,13 +291,3 @@ def _building(config: PreTrainedConfig) -> Iterator[None]:
         yield
     except Exception as error:  # whatever a model's code raises for sizes that do not go together
         raise CocaError(f"config: no {type(config).__name__} model can be made of it: {one_line(error)}") from error
-
-
-@contextmanager
-def _loading(name: str) -> Iterator[None]:
-    try:
-        yield
-    except CocaError:
-        raise
-    except Exception as error:  # whatever the libraries make of files that nobody vouches for
-        raise CocaError(f"{name}: cannot be loaded, expected a model directory or hub id: {one_line(error)}") from error

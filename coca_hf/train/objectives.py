@@ -142,12 +142,12 @@ _OF_ATTENTION = {"attention-transfer": attention_transfer_loss, "attention-maps"
 
 
 class Objective:
-    """A weighted sum of losses beside a teacher, which stays as it is; keeps the mean of each for the log."""
+    """A weighted sum of losses, all but `lm` beside a teacher, which stays as it is; keeps their means for the log."""
 
-    def __init__(self, weights: Mapping[str, float], teacher: PreTrainedModel, temperature: float = 1.0):
+    def __init__(self, weights: Mapping[str, float], teacher: PreTrainedModel | None, temperature: float = 1.0):
         self.weights = dict(weights)
         self.temperature = temperature
-        self._teacher = teacher.requires_grad_(False).eval()
+        self._teacher = teacher.requires_grad_(False).eval() if teacher else None
         self._sums: Counter[str] = Counter()
         self._calls = 0
 
@@ -156,19 +156,26 @@ class Objective:
         wanted = not self.weights.keys().isdisjoint(_OF_ATTENTION)
         with _attention_of(model, wanted) as ours:
             text_loss, outputs = language_loss()
-        device = inputs["input_ids"].device
-        with torch.no_grad(), _attention_of(self._teacher.to(device), wanted) as theirs:
-            teacher_logits = self._teacher(input_ids=inputs["input_ids"], use_cache=False).logits
         losses = {"lm": text_loss}
+        if self._teacher is not None:
+            losses |= self._beside(self._teacher, inputs["input_ids"], outputs["logits"], ours, accumulated)
+        self._sums.update({name: losses[name].detach().item() * accumulated for name in self.weights})
+        self._calls += 1
+        return sum(weight * losses[name] for name, weight in self.weights.items())
+
+    def _beside(
+        self, teacher: PreTrainedModel, ids: Tensor, logits: Tensor, ours: list, accumulated: int
+    ) -> dict[str, Tensor]:
+        losses = {}
+        with torch.no_grad(), _attention_of(teacher.to(ids.device), bool(ours)) as theirs:
+            teacher_logits = teacher(input_ids=ids, use_cache=False).logits
         if "distill" in self.weights:
-            losses["distill"] = distillation_loss(outputs["logits"], teacher_logits, self.temperature) / accumulated
+            losses["distill"] = distillation_loss(logits, teacher_logits, self.temperature) / accumulated
         for part, (name, loss) in enumerate(_OF_ATTENTION.items()):
             if name in self.weights:
                 pair = ([layer[part] for layer in layers] for layers in (ours, theirs))
                 losses[name] = loss(*pair) / accumulated
-        self._sums.update({name: losses[name].detach().item() * accumulated for name in self.weights})
-        self._calls += 1
-        return sum(weight * losses[name] for name, weight in self.weights.items())
+        return losses
 
     def take_means(self) -> dict[str, float]:
         """Each loss, unweighted, mean over all processes since the last call, as `loss_<name>`; all of them call it."""

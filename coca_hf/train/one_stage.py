@@ -125,17 +125,18 @@ def run_stage(recipe: Recipe, run: StageRun, state: PartialState, held_out: Tens
 
 
 def _load(recipe: Recipe, run: StageRun) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Objective | None]:
-    """The model that the stage starts from, its tokenizer, and what is learnt beside the text's next token."""
+    """The model that the stage starts from, its tokenizer, and its objective where that is not `lm` alone."""
     attention = recipe.stage_options(run.stage).attn_implementation
     if weights_are_sent_here():
         base = unfilled_model(load_config(run.base) if run.before else start_config(recipe), attention)
     else:
         base = load_model(run.base, None, attention) if run.before else start_model(recipe, attention)
     tokenizer = load_tokenizer(run.base) if run.before else start_tokenizer(recipe)
-    if not (recipe.teacher and run.stage.needs_teacher):
+    if run.stage.objective == {"lm": 1.0}:
         return base, tokenizer, None
-    compares_maps = "attention-maps" in run.stage.objective
-    teacher = load_teacher(recipe.teacher, "eager" if compares_maps else None)
+    teacher = None
+    if recipe.teacher and run.stage.needs_teacher:
+        teacher = load_teacher(recipe.teacher, "eager" if "attention-maps" in run.stage.objective else None)
     return base, tokenizer, Objective(run.stage.objective, teacher, run.stage.temperature)
 
 
@@ -185,12 +186,11 @@ def _complete(
             (partial / "training_args.bin").unlink()  # a pickle, and training.json says more
             record["weights_xxh3_128"] = weights_hashes(partial)
             tokenizer.save_pretrained(partial)
-            if (Path(run.base) / CONVERSION_RECORD).exists():
-                shutil.copy(Path(run.base) / CONVERSION_RECORD, partial)
+            for name in (CONVERSION_RECORD, *LICENCE_FILES):
+                if run.base_directory and (run.base_directory / name).exists():
+                    shutil.copy(run.base_directory / name, partial)
+            if (partial / CONVERSION_RECORD).exists():
                 write_card(partial, record)
-            for name in LICENCE_FILES:
-                if (Path(run.base) / name).exists():
-                    shutil.copy(Path(run.base) / name, partial)
             for path in partial.iterdir():
                 target = run.directory / path.name
                 if target.is_dir():  # moved by an earlier try

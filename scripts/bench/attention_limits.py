@@ -31,15 +31,17 @@ from coca_hf.convert.calibrate import (
     LEAK,
     Angles,
     Seen,
-    calibration_blocks,
-    divergence_of_heads,
     divergences,
     fit,
-    log_attention,
-    log_maps,
+    folded,
+    later_keys,
+    run_original_,
+    scores,
+)
+from coca_hf.convert.calibration_text import (
+    calibration_blocks,
     reach,
     repeated_blocks,
-    run_original,
     skipped_positions,
 )
 from coca_hf.models.attention import CocaAttention
@@ -48,6 +50,7 @@ KINDS = ("first token", "token before", "others")
 LOOKUPS = ("previous", "induction")
 LOOKUP_BLOCKS = 8
 LOOKUP_MASS = 0.4
+BLOCK_TOKENS = 256
 
 
 def main() -> None:
@@ -57,14 +60,15 @@ def main() -> None:
     parser.add_argument("--text", required=True)
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 11, 17])
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 65536], help="of text, rising")
-    parser.add_argument("--passes", type=int, default=calibrate.PASSES)
+    parser.add_argument("--passes", type=int, default=10)
     parser.add_argument("--free-steps", type=int, default=600)
     parser.add_argument("--free-blocks", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    original = AutoModelForCausalLM.from_pretrained(options.original, dtype=torch.float32, attn_implementation="eager")
+    original = AutoModelForCausalLM.from_pretrained(options.original, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(options.original)
-    text, held_out = calibration_blocks(options.text, tokenizer, original.config, max(options.tokens))
+    place = options.text, "text", "train", None, None, True
+    text, held_out = calibration_blocks(place, tokenizer, original.config, max(options.tokens), BLOCK_TOKENS)
     repeated = repeated_blocks(text, tokenizer, original.config)
     passages = torch.randint(
         text.max() + 1, (LOOKUP_BLOCKS, text.shape[1] // 2), generator=torch.Generator().manual_seed(0)
@@ -79,14 +83,14 @@ def main() -> None:
     with torch.no_grad():
         states = original.model.embed_tokens(torch.cat(parts))
     for number, layer in enumerate(original.model.layers[: max(options.layers) + 1]):
-        seen, states = run_original(layer, states, positions, angles)
+        seen = run_original_(layer, states, positions, angles)
         if number in options.layers:
             split = [
                 Seen(*both) for both in zip(*(part.split([len(ids) for ids in parts]) for part in seen), strict=True)
             ]
             for model in models:
                 attention: Any = model.model.layers[number].self_attn
-                for row in measured(attention, *split, angles, options):
+                for row in measured(attention, *split, options):
                     rows.append({"layer": number, "constraint": model.config.coca_constraint, **row})
                     print(rows[-1], file=sys.stderr, flush=True)
     show(rows)
@@ -101,19 +105,18 @@ def measured(
     twice: Seen,
     text: Seen,
     repeated: Seen,
-    angles: Angles,
     options: argparse.Namespace,
 ) -> Iterator[dict]:
-    kinds, wanted = kinds_of_heads(held_out.maps), lookups(twice.maps)
+    kinds, wanted = kinds_of_heads(maps_of(held_out)), lookups(maps_of(twice))
 
     def row(name: str, attention: CocaAttention) -> dict:
         with torch.no_grad():
-            all_rows = torch.arange(twice.inputs.shape[1])
-            maps = log_maps(attention, twice.inputs, angles.coca(twice.positions), all_rows).exp()
+            q, t = attention.queries(twice.inputs), attention.coefficients(twice.inputs)
+            maps = log_maps(attention, q, t, twice).exp()
         found = lookups(maps)
         return {
             "fit": name,
-            "held_out": by_kind(divergences(attention, held_out, angles), kinds),
+            "held_out": by_kind(divergences(attention, held_out), kinds),
             "dead": dead(attention, text),
             **{kind: [found[kind][head] for head in heads(wanted[kind])] for kind in LOOKUPS},
             **{f"{kind}_original": [wanted[kind][head] for head in heads(wanted[kind])] for kind in LOOKUPS},
@@ -129,11 +132,29 @@ def measured(
         for name, blocks, leak in fits:
             attention = copy.deepcopy(start)
             calibrate.LEAK = leak
-            fit(attention, blocks, angles, options.passes, seed=0)
+            fit(attention, blocks, options.passes, seed=0)
             yield row(f"{tokens:,} tokens" + f", {name}" * bool(name), attention)
     few = Seen(*(part[: options.free_blocks] for part in held_out))
-    found = free_divergences(start, few, angles, options.free_steps)
+    found = free_divergences(start, few, options.free_steps)
     yield {"fit": f"free, {options.free_steps} steps", "held_out": by_kind(found, kinds)}
+
+
+def log_maps(attention: CocaAttention, q: Tensor, t: Tensor, seen: Seen) -> Tensor:
+    """CoCA's, (b, h, m, n), of queries (b, h, m, d) and coefficients (b, g, n, j)."""
+    rows = torch.arange(q.shape[2]).expand(len(q), -1)
+    query, key = folded(attention, q, t, (seen.cos, seen.sin), rows)
+    return (scores(query, key) + later_keys(rows, q.shape[2])).log_softmax(-1)
+
+
+def maps_of(seen: Seen) -> Tensor:
+    """The original's, (b, h, m, n)."""
+    rows = torch.arange(seen.inputs.shape[1]).expand(len(seen.inputs), -1)
+    return (scores(seen.queries.transpose(1, 2), seen.keys) + later_keys(rows, rows.shape[1])).softmax(-1)
+
+
+def divergence_of_heads(log_maps: Tensor, maps: Tensor) -> Tensor:
+    """KL(original's map || CoCA's) in nats, mean over blocks and queries: (b, h, m, n) to (h,)."""
+    return (torch.xlogy(maps, maps) - maps * log_maps).sum(-1).mean((0, 2))
 
 
 def lookups(maps: Tensor) -> dict[str, list[float]]:
@@ -155,7 +176,7 @@ def dead(attention: CocaAttention, text: Seen) -> float:
     return 1 - (attention.coefficients(text.inputs) > 0).any(2).any(0).float().mean().item()
 
 
-def free_divergences(attention: CocaAttention, seen: Seen, angles: Angles, steps: int) -> Tensor:
+def free_divergences(attention: CocaAttention, seen: Seen, steps: int) -> Tensor:
     """Of every head, (h,): with queries and coefficients of their own for every token, from those of `attention`."""
     with torch.no_grad():
         q, t = attention.queries(seen.inputs), attention.coefficients(seen.inputs).relu()
@@ -164,14 +185,14 @@ def free_divergences(attention: CocaAttention, seen: Seen, angles: Angles, steps
         [{"params": [x], "lr": 0.03 * x.detach().square().mean().sqrt().item()} for x in (q, t)]
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-    cos_sin, all_rows = angles.coca(seen.positions), torch.arange(q.shape[2])
+    maps = maps_of(seen)
     for _ in range(steps):
-        divergence_of_heads(log_attention(attention, q, t, cos_sin, all_rows), seen.maps).sum().backward()
+        divergence_of_heads(log_maps(attention, q, t, seen), maps).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
     with torch.no_grad():
-        return divergence_of_heads(log_attention(attention, q, t, cos_sin, all_rows), seen.maps)
+        return divergence_of_heads(log_maps(attention, q, t, seen), maps)
 
 
 def kinds_of_heads(maps: Tensor) -> list[str]:

@@ -130,6 +130,7 @@ def train(way: str, directory: Path, options) -> None:
         stages, rate, last_rate = ["k", "qkv", "full"], 1e-4, 1e-5
     dataset = Batches(documents, tokenizer, options.tokens_a_step, way == "distilled", options.seed)
     batches = iter(DataLoader(dataset, batch_size=None, num_workers=options.workers, pin_memory=DEVICE == "cuda"))
+    next(batches)  # the workers are up before the clock starts
     for stage in stages:
         for name, parameter in student.named_parameters():
             parameter.requires_grad_(any(part in name for part in LAYERS_OF_STAGE[stage]))

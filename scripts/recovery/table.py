@@ -36,11 +36,11 @@ def shown(values: list[float] | None, original: float | None = None) -> str:
 
 for table in read_tables([out / "rows"]):
     for row in table.rows:
-        source = "novels" if "books-test" in row.get("data", "") else "Shakespeare"
+        source = "novels" if "books-test" in (row.get("data") or "") else "Shakespeare"
         if row["task"] in ("perplexity", "position-loss"):
             note(row, f"perplexity, {source}, {row['length']}", row["value"])
         elif row["task"] == "copying":
-            note(row, "second copy, nats", row["value"])
+            note(row, "passage read again, nats" if row.get("data") else "second copy, nats", row["value"])
         elif row["task"] == "attention-maps":
             note(row, "attention, nats", row["value"])
             note(row, "mass on first token", row["sink"])
@@ -50,6 +50,8 @@ for table in read_tables([out / "rows"]):
                 of_run.setdefault(kind, []).append(head["divergence"])
         elif row["task"] == "passkey":
             note(row, f"passkey, {row['length']}", row["value"])
+        elif row["task"] == "recall":
+            note(row, f"key-value recall, {row['length']}", row["value"])
 
 print("| run | " + " | ".join(columns) + " |")
 print("|---|" + "---:|" * len(columns))

@@ -18,6 +18,7 @@ from coca_hf import CocaError, convert_checkpoint, patch_
 from coca_hf.convert.calibrate import (
     Angles,
     Keys,
+    Strata,
     backward,
     calibrate,
     divergences,
@@ -110,6 +111,24 @@ def test_gradients_are_those_of_the_divergence_of_the_models_maps(case):
     (-theirs.detach() * ours.clamp(min=1e-30).log()).sum(-1).mean().backward()
     assert (attention.coefficients(seen.inputs) > 0).any()
     torch.testing.assert_close(gradients[0], attention.q_proj.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("length", [5, 100, 2048])
+def test_queries_are_drawn_by_their_weights_and_see_no_more_keys_than_their_part_has(length):
+    strata = Strata(length)
+    rows = strata.draw(3000, 2, generator=torch.Generator().manual_seed(0))
+    assert rows.shape == (3000, 2, min(48, length))
+    assert (rows.diff() >= 0).all()
+    expected = torch.arange(1, length + 1) ** -0.5
+    expected[0] = 0
+    found = rows.flatten().bincount(minlength=length) / rows.numel()
+    bins = torch.arange(length) * 5 // length
+    sums = [torch.zeros(5).index_add_(0, bins, weights) for weights in (found, expected / expected.sum())]
+    torch.testing.assert_close(sums[0], sums[1], rtol=0.02, atol=0.002)
+    for number in (1, 4):
+        parts = list(strata.parts(number))
+        assert torch.equal(torch.cat([rows[..., part] for part, _ in parts], -1), rows)
+        assert all(rows[..., part].max() < visible <= length for part, visible in parts if part.stop > part.start)
 
 
 def test_positions_leave_some_out_at_a_few_places_and_stay_within_reach():
@@ -349,7 +368,7 @@ def test_a_layer_of_other_code_is_fitted_again(tiny_llama_dir, text, tmp_path, f
     interrupted(tiny_llama_dir, tmp_path / "dst", text)
     other = tmp_path / "calibrate.py"
     other.write_text("RELATIVE_RATE = 0.02")
-    monkeypatch.setattr("coca_hf.convert.calibrate.__file__", str(other))
+    monkeypatch.setattr("coca_hf.convert.checkpoint.CODE", (str(other),))
     convert(tiny_llama_dir, tmp_path / "dst", text)
     assert fits == [0, 0, 1, 2]
 
@@ -424,6 +443,8 @@ def test_too_little_text_and_what_is_coca_already_are_refused(tiny_llama_dir, ti
     (tmp_path / "short.txt").write_text("too short")
     with pytest.raises(CocaError, match=r"got 0 blocks of 64 tokens to hold out, and about 9 tokens to"):
         convert(tiny_llama_dir, tmp_path / "dst", tmp_path / "short.txt")
+    with pytest.raises(CocaError, match=r"--device: got 'gpu', expected cpu, or cuda"):
+        convert(tiny_llama_dir, tmp_path / "dst", text, device="gpu")
     with pytest.raises(CocaError, match="got no such file"):
         convert(tiny_llama_dir, tmp_path / "dst", tmp_path / "none.txt")
     with pytest.raises(CocaError, match="--calibrate: got a CoCA checkpoint, expected an original"):

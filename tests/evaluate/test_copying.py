@@ -136,7 +136,10 @@ def test_command_with_documents_makes_a_table_of_its_own(tiny_coca_dir, books, t
         code, _, stderr = coca_eval("copying", tiny_coca_dir, *options, *more)
         assert code == 0, stderr
     assert coca_eval("copying", tiny_coca_dir, *options, "--data", books, "--preset", "pg19")[0] == 2
+    code, _, stderr = coca_eval("copying", tiny_coca_dir, *options, "--max-tokens", 99)
+    assert (code, "--max-tokens: got it without --data or --preset" in stderr) == (2, True)
     assert coca_eval("report", out, "--out", tmp_path / "page")[0] == 0
     page = (tmp_path / "page" / "report.md").read_text()
     assert "Copying: random tokens, 2 cases per length, seed 0" in page
-    assert "Copying: passages of" in page
+    assert "Copied: random tokens, 2 cases per length, seed 0." in page
+    assert "Copied: passages of" in page

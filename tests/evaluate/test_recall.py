@@ -101,7 +101,7 @@ def test_greedy_decoding_gives_what_is_found_without_generation(llama):
 
 
 def test_a_length_without_room_for_the_list_is_refused_with_the_least(coca, tmp_path):
-    with pytest.raises(CocaError, match=r"--lengths: got 60, expected at least \d+ tokens, which a list of 4") as error:
+    with pytest.raises(CocaError, match=r"--lengths: got 60, expected at least \d+ tokens for a list of 4") as error:
         measure(coca, tmp_path, length=60, pairs=4)
     least = int(re.search(r"least (\d+)", str(error.value)).group(1))
     assert measure(coca, tmp_path, length=least, pairs=4, num_cases=3)["error"] is None

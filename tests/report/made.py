@@ -45,6 +45,11 @@ def row(model="llama", rope="default", length=512, value=7.25, task="perplexity"
             **{"variant": "paper", "depths": None},
         },
         "copying": {"stride": None, "cases": 16, "seed": 0, "tokens": 2032, "nll_first": 10.8},
+        "recall": {"stride": None, "cases": 20, "pairs": 8, "seed": 0, "tokens": 5000, "nll": 0.25},
+        "layers": {
+            **BOOKS,
+            **{"document_names": ["emma.txt"], "baseline": "llama", "cases": 6, "order": [1, 0], "tokens": 4608},
+        },
         "attention-maps": {
             **BOOKS,
             **{"document_names": ["emma.txt"], "max_tokens": 256, "baseline": "llama"},

@@ -516,3 +516,19 @@ def test_a_command_with_a_code_fence_and_a_name_with_a_link_stay_what_they_are(t
     assert "`````\n" + "\n".join(commands) + "\n`````\n" in page
     assert "](https" not in page
     assert r"![x]\(https://example.org/seen.png)" in page
+
+
+@pytest.mark.parametrize(("task", "field"), [("copying", "nll_first"), ("recall", "nll"), ("attention-maps", "sink")])
+def test_a_number_that_is_shown_beside_a_value_has_to_be_there(tmp_path, task, field):
+    whole = row(task=task, value=0.5)
+    for number, broken in enumerate(({key: whole[key] for key in whole if key != field}, whole | {field: None})):
+        run = write_rows(tmp_path / str(number), broken)
+        with pytest.raises(CocaError, match=f"rows.jsonl, line 1: got a row with(out)? {field}"):
+            read_page([run])
+    failed = write_rows(tmp_path / "failed", whole | {"value": None, field: None, "error": "the model's loss is nan"})
+    assert "the model's loss is nan" in markdown_of([failed])
+
+
+def test_a_title_that_folds_is_no_html(tmp_path):
+    run = write_rows(tmp_path / "a", row(data="my_books/<img src=x>"))
+    assert "<summary>Perplexity: my_books/&lt;img src=x&gt;, 2 documents" in markdown_of([run])

@@ -1,0 +1,155 @@
+import math
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+import coca_hf
+from coca_hf.errors import CocaError
+from coca_hf.evaluate.copying import passages, repeated_sequences
+from coca_hf.evaluate.layers import TEXTS, layer_rows
+from coca_hf.evaluate.load import Subject, load_subject
+from coca_hf.evaluate.rope import Rope
+from coca_hf.evaluate.rows import RowStore
+from coca_hf.evaluate.sample import draw_sample
+
+DEFAULT = Rope("default")
+SIZES = {"num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddings": 64, "initializer_range": 0.2}
+
+
+@pytest.fixture(params=["llama", "qwen2", "gpt_neox"])
+def pair(request, tiny_llama_dir, tiny_tokenizer, tmp_path):
+    """An original and what it is converted to, both float64. Qwen2's last layers look 9 tokens back only."""
+    torch.manual_seed(1)
+    source, size = tmp_path / "original", {"vocab_size": len(tiny_tokenizer), "intermediate_size": 80, **SIZES}
+    if request.param == "llama":
+        source = tiny_llama_dir
+    elif request.param == "qwen2":
+        windows = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+        config = Qwen2Config(hidden_size=48, num_key_value_heads=2, **windows, **size)
+        Qwen2ForCausalLM(config).save_pretrained(source)
+    else:
+        GPTNeoXForCausalLM(GPTNeoXConfig(hidden_size=48, **size)).save_pretrained(source)
+    tiny_tokenizer.save_pretrained(source)
+    coca_hf.convert_checkpoint(source, tmp_path / "coca")
+    return [load_subject(str(path), dtype="float32") for path in (source, tmp_path / "coca")]
+
+
+def measure(pair, books, out, **options):
+    sample = draw_sample(pair[1], str(books), 40, special_tokens=False)
+    (row,) = layer_rows(*pair, sample, [40], [DEFAULT], RowStore(out), num_cases=3, **options)
+    return row, sample, pq.read_table(out / row["raw"]["layers"]).to_pylist()
+
+
+@torch.no_grad()
+def by_hand(host, guest, number, original, subject, sample):
+    """The measures of `host` with layer `number` of `guest`: the guest reads what the host's layer is given."""
+    texts = {
+        "perplexity": (passages(subject, 40, 3, 0, sample), 39),
+        "copy": (repeated_sequences(subject, 40, 3, 0)[0], 19),
+        "again": (repeated_sequences(subject, 40, 3, 0, sample)[0], 19),
+    }
+    found, divergences = {}, []
+    for text, (cases, scored) in texts.items():
+        losses, divergence = [], []
+        for ids in cases:
+            given = {}
+            own = guest.base_model.layers[number]
+            hook = own.register_forward_pre_hook(
+                lambda _, __, kwargs, given=given: given.update(kwargs), with_kwargs=True
+            )
+            guest(ids[None], use_cache=False)
+            hook.remove()
+            hook = host.base_model.layers[number].register_forward_hook(
+                lambda _, inputs, __, own=own, given=given: own(inputs[0], **given)
+            )
+            logits = host(ids[None], use_cache=False).logits[0, -scored - 1 : -1].log_softmax(-1)
+            hook.remove()
+            reference = original(ids[None]).logits[0, -scored - 1 : -1].log_softmax(-1)
+            losses.append(-logits.gather(1, ids[-scored:, None]).mean().item())
+            divergence.append((reference.exp() * (reference - logits)).sum(-1).mean().item())
+        found[text] = sum(losses) / 3
+        divergences.append(sum(divergence) / 3)
+    return found | {"perplexity": math.exp(found["perplexity"]), "divergence": sum(divergences) / 3}
+
+
+def test_swapped_layers_are_those_of_a_slow_swap(pair, books, tmp_path):
+    row, sample, lines = measure(pair, books, tmp_path / "out", batch_size=2)
+    original, converted = (one.model for one in pair)
+    for line in lines:
+        alone = by_hand(original, converted, line["layer"], original, pair[1], sample)
+        back = by_hand(converted, original, line["layer"], original, pair[1], sample)
+        for name in ("divergence", *TEXTS):
+            assert line[f"alone_{name}"] == pytest.approx(alone[name], rel=1e-3)
+            assert line[f"back_{name}"] == pytest.approx(back[name], rel=1e-3)
+        harm = (alone["divergence"] + row["value"] - back["divergence"]) / 2
+        assert line["harm"] == pytest.approx(harm, rel=1e-3, abs=1e-4)
+    assert row["order"] == sorted(range(3), key=lambda layer: -lines[layer]["harm"])
+    assert "forward" not in vars(original.base_model.layers[0])
+
+
+def test_a_model_beside_itself_has_no_harm(llama, books, tmp_path):
+    row, _, lines = measure([llama, llama], books, tmp_path / "out")
+    assert row["value"] == pytest.approx(0, abs=1e-6)
+    assert all(line["harm"] == pytest.approx(0, abs=1e-6) for line in lines)
+    assert all(row[text] == row[f"baseline_{text}"] for text in TEXTS)
+
+
+def test_the_layer_that_is_another_is_the_first_to_keep(llama, tiny_llama_dir, books, tmp_path):
+    broken = load_subject(str(tiny_llama_dir), name="broken")
+    with torch.no_grad():
+        broken.model.model.layers[1].self_attn.o_proj.weight.mul_(-3)
+    row, _, lines = measure([llama, broken], books, tmp_path / "out")
+    assert row["order"][0] == 1
+    assert lines[1]["back_divergence"] == pytest.approx(0, abs=1e-6)
+    assert lines[1]["alone_divergence"] == pytest.approx(row["value"], rel=1e-5)
+    assert lines[1]["harm"] == pytest.approx(row["value"], rel=1e-5)
+
+
+def test_models_of_two_dtypes_can_be_swapped(pair, books, tmp_path):
+    pair[0].model.bfloat16()
+    row, _, _ = measure(pair, books, tmp_path / "out")
+    assert row["value"] > 0
+
+
+def test_another_model_is_refused(llama, coca, books, tmp_path):
+    llama.model.config.num_hidden_layers = 7
+    with pytest.raises(CocaError, match=r"tiny-llama: got num_hidden_layers 7, expected 3 as .*tiny-coca has"):
+        measure([llama, coca], books, tmp_path / "out")
+
+
+def test_command(tiny_llama_dir, tiny_coca_dir, books, tmp_path, coca_eval):
+    out = tmp_path / "out"
+    options = ("--data", books, "--lengths", "30", "--cases", 2, "--out", out, "--name", "+ CoCA")
+    code, stdout, stderr = coca_eval("layers", tiny_llama_dir, tiny_coca_dir, *options)
+    assert code == 0, stderr
+    assert "layers by context length" in stdout
+    assert coca_eval("report", out, "--out", tmp_path / "page")[0] == 0
+    page = (tmp_path / "page" / "report.md").read_text()
+    assert "## Harm of each layer" in page
+    assert "+ CoCA: keep first " in page
+    assert "| as they are | perplexity | second copy (nats) | read again (nats) |" in page
+    assert "| tiny-llama | " in page
+    assert (tmp_path / "page" / "layers.png").is_file()
+
+
+def test_a_model_whose_layers_are_not_understood_is_refused(tiny_tokenizer, books, tmp_path):
+    config = GPT2Config(vocab_size=len(tiny_tokenizer), n_embd=12, n_layer=2, n_head=2, n_positions=64)
+    gpt2 = Subject(GPT2LMHeadModel(config).eval(), tiny_tokenizer, "gpt2", "/gpt2", "0123")
+    with pytest.raises(CocaError, match="coca-eval layers: got GPT2LMHeadModel, whose layers it does not understand"):
+        measure([gpt2, gpt2], books, tmp_path / "out")
+
+
+def test_lengths_without_two_copies_are_refused(llama, coca, books, tmp_path):
+    sample = draw_sample(coca, str(books), 4, special_tokens=False)
+    with pytest.raises(CocaError, match="--lengths: got 4, expected at least 5"):
+        layer_rows(llama, coca, sample, [4], [DEFAULT], RowStore(tmp_path))
+
+
+def test_layers_that_were_kept_have_no_harm(llama, tiny_llama_dir, books, tmp_path):
+    coca_hf.convert_checkpoint(tiny_llama_dir, tmp_path / "coca", keep_layers=[0, 2])
+    row, _, lines = measure([llama, load_subject(str(tmp_path / "coca"))], books, tmp_path / "out")
+    assert row["order"][0] == 1
+    assert [line["harm"] == pytest.approx(0, abs=1e-6) for line in lines] == [True, False, True]
+    assert lines[1]["alone_divergence"] == pytest.approx(row["value"], rel=1e-4)
