@@ -1,5 +1,7 @@
 """`coca-convert SRC DST`."""
 
+import json
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -34,7 +36,10 @@ def convert_command(
     ] = False,
     keep_layers: Annotated[
         str | None,
-        typer.Option(help="Layers that keep the original's attention, from 0, as in 8,17,18; one alone as in 8,"),
+        typer.Option(
+            help="Layers that keep the original's attention, from 0, as in 8,17,18, one alone as in 8, "
+            "(with the comma); or 6:OUT, the six that coca-eval layers --out OUT ranks first."
+        ),
     ] = None,
     calibrate: Annotated[
         str | None,
@@ -94,13 +99,33 @@ def convert_command(
 
 
 def _layers(text: str) -> list[int]:
-    """Raises BadOption for what is no list of layers."""
+    """The layers of `8,17,18`, or of `6:OUT` the six that `coca-eval layers --out OUT` found harmed most.
+
+    Raises BadOption for anything else.
+    """
+    count, colon, out = text.partition(":")
+    if colon and count.isdecimal() and len(count) < 10:
+        return _harmed_most(int(count), Path(out))
     parts = [part.strip() for part in text.removesuffix(",").split(",")]
     if "," not in text or not all(part.isdecimal() and len(part) < 10 for part in parts):
         raise BadOption(
-            f"--keep-layers: got {text!r}, expected numbers of layers, from 0, as in 8,17,18,23, one alone as in 8,"
+            f"--keep-layers: got {text!r}, expected numbers of layers, from 0, as in 8,17,18,23, one alone as in 8, "
+            f"or how many of those that coca-eval layers --out OUT ranks, as in 6:OUT"
         )
     return [int(part) for part in parts]
+
+
+def _harmed_most(count: int, out: Path) -> list[int]:
+    """The first `count` layers of the last ranking in `out`."""
+    try:
+        rows = [json.loads(line) for line in (out / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+        order = [row["order"] for row in rows if row["task"] == "layers" and "order" in row][-1]
+        ranked = [int(layer) for layer in order[:count]]
+    except (OSError, ValueError, LookupError, TypeError):
+        raise BadOption(f"--keep-layers: got no ranking in {out}, expected the --out of coca-eval layers") from None
+    if len(ranked) < count:
+        raise BadOption(f"--keep-layers: got {count} of the {len(ranked)} layers that {out} ranks, expected fewer")
+    return ranked
 
 
 def _print_conversion(record: dict, dst: str) -> None:

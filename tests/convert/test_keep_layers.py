@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from coca_cli.console import BadOption
+from coca_cli.convert import _layers
 from coca_hf import CocaError, convert_checkpoint, patch_, unpatch_
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
 from coca_hf.models.attention import KeptAttention
@@ -136,6 +138,21 @@ def test_the_command_refuses_what_is_no_list_of_layers_in_one_line(given, tiny_l
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (finished.returncode, finished.stderr.count("\n")) == (2, 1)
     assert f"--keep-layers: got {given!r}, expected" in finished.stderr
+
+
+def test_so_many_layers_are_those_that_coca_eval_layers_ranks_first(tmp_path):
+    rows = [{"task": "layers", "order": [0, 1, 2]}, {"task": "passkey"}, {"task": "layers", "order": [2, 0, 1]}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert _layers(f"2:{tmp_path}") == [2, 0]
+    for given, message in (
+        (f"4:{tmp_path}", "got 4 of the 3 layers that .* ranks, expected fewer"),
+        (f"2:{tmp_path / 'nothing'}", "got no ranking in .*nothing, expected the --out of coca-eval layers"),
+    ):
+        with pytest.raises(BadOption, match=message):
+            _layers(given)
+    (tmp_path / "rows.jsonl").write_text('{"task": "passkey"}\n')
+    with pytest.raises(BadOption, match="got no ranking"):
+        _layers(f"2:{tmp_path}")
 
 
 def test_the_command_keeps_layers_and_says_so(tiny_llama_dir, tmp_path):
