@@ -11,11 +11,11 @@ A layer's harm is what its conversion adds to the divergence, averaged over two 
 first of all layers to be converted, or the last. `order` lists the layers by harm, the greatest first:
 keep these first. It does not say how layers that are kept together help each other.
 
-A row, task `layers`, has besides what `rows.py` lists: `value`, the divergence of the whole converted model; `order`;
-`perplexity`, `copy` and `again`, nats per token of the second copies, of it and, as `baseline_perplexity`, ..., of the
-original; `baseline`, a name; `cases`; `seed`; what `Sample.describe` says. Its raw table `layers`: layer, harm, and as
-`alone_…`, converted in the original, and `back_…`, put back into the converted model, divergence, perplexity, copy and
-again.
+A row, task `layers`, has besides what `rows.py` lists: `value`, the divergence of the converted model;
+its `perplexity`, `copy` and `again` (nats per token of the second copies), and the original's as
+`baseline_perplexity`, …; `order`; `baseline`, a name; `cases`; `seed`; what `Sample.describe` says. Its
+raw table `layers` has a line per layer: layer, harm, and the four measures as `alone_…`, where only this
+layer is converted, and as `back_…`, where only this layer is the original's.
 """
 
 import math
