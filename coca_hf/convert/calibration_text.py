@@ -86,7 +86,8 @@ def _texts(place: Place, rule: HeldOut) -> Iterator[str]:
 
 def _blocks(texts: Iterator[str], starts: list[int], encoder: Encoder, length: int) -> Iterator[Tensor]:
     """Of `starts`, rising, places among the characters of `texts`: the next `length` tokens from each, in words."""
-    ahead, open_blocks, before = deque(starts), [], 0
+    ahead, before = deque(starts), 0
+    open_blocks: list[Tensor] = []
     for text in texts:
         beginnings = [0] * len(open_blocks)
         while ahead and ahead[0] < before + len(text):
