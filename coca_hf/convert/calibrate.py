@@ -11,7 +11,7 @@ every layer sees what the original's sees, so that none has to make up for the o
 
 Blocks have thousands of keys, because the competition of many keys is not learnt among few. Maps of all their queries
 would not fit into memory. A step makes those of a few queries again, from the original's own queries and keys, and
-draws the queries in proportion to w_m, so that none is computed to count little (`drawn_rows`). The gradient of KL by
+draws the queries in proportion to w_m, so that none is computed to count little (`Strata`). The gradient of KL by
 CoCA's scores is the difference of the two maps: nothing else is differentiated through a map.
 
 With the gradient of ReLU half of the coefficients soon are negative for every token, and stay so: `Keys`.
@@ -172,7 +172,7 @@ class Angles:
         self.original, self.coca = (functools.partial(module, torch.zeros(1, device=device)) for module in rotary)
 
 
-def attend_and_note(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **kwargs):
+def attend_and_note(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **kwargs):
     """Causal attention; leaves the rotated queries and keys in `module.noted`. As transformers calls it."""
     module.noted = ((query * scaling).transpose(1, 2), key)
     groups = query.shape[1] // key.shape[1]
@@ -311,9 +311,10 @@ def folded(
 ) -> tuple[Tensor, Tensor]:
     """The same, of queries (b, h, r, d) and coefficients (b, g, n, j)."""
     constraint = attention.config.coca_constraint
-    cos, sin = (_take(part, rows).unsqueeze(1) for part in angles)
-    query = coca_query(q, cos, sin, constraint) * attention.scaling
-    return query, Keys.apply(t, turns(*(part.unsqueeze(1) for part in angles), constraint))
+    cos, sin = (part.unsqueeze(1) for part in angles)
+    cos_of_rows, sin_of_rows = (_take(part, rows).unsqueeze(1) for part in angles)
+    query = coca_query(q, cos_of_rows, sin_of_rows, constraint) * attention.scaling
+    return query, Keys.apply(t, turns(cos, sin, constraint))
 
 
 def _take(x: Tensor, rows: Tensor) -> Tensor:
@@ -399,7 +400,7 @@ def _hash(tensors: dict[str, Tensor]) -> str:
     digest = xxhash.xxh3_128()
     for name in sorted(tensors):
         digest.update(name.encode())
-        digest.update(tensors[name].cpu().contiguous().numpy())
+        digest.update(tensors[name].cpu().contiguous().numpy().data)
     return digest.hexdigest()
 
 

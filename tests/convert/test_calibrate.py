@@ -139,9 +139,9 @@ def test_positions_leave_some_out_at_a_few_places_and_stay_within_reach():
     assert positions.min() == 0
     assert steps.min() == 1
     assert (steps > 1).sum(1).max() == 8
-    assert 1000 < positions.max() <= 8191
+    assert 5000 < positions.max() <= 8191
     left_out = steps[steps > 1] - 1
-    assert left_out.median() < 150
+    assert 400 < left_out.median() < 600
     for length, reached in ((256, 256), (256, 64), (31, 8192)):
         assert torch.equal(skipped_positions(2, length, reached), torch.arange(length).expand(2, -1))
 
