@@ -9,11 +9,17 @@ import importlib
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import coca_hf
 from coca_hf.models.reference import coca_scores
 
+MENDED_CACHES = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.18"),
+    reason="transformers' own caches keep their length in reset, and windows that are rolled back fit no mask",
+)
 SHAPE = {
     "vocab_size": 89,
     "hidden_size": 48,

@@ -10,7 +10,16 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import coca_hf
 from coca_hf.models.cache import CocaCache
 from coca_hf.models.reference import use_reference_
-from tests.models.families import CASES, WINDOW, carry_t_, coca_model, reference_logits, stock_model, tokens
+from tests.models.families import (
+    CASES,
+    MENDED_CACHES,
+    WINDOW,
+    carry_t_,
+    coca_model,
+    reference_logits,
+    stock_model,
+    tokens,
+)
 
 # transformers' eager attention takes the softmax in fp32, and its RMS norms compute in fp32 whatever the model's dtype.
 BACKENDS = {"eager": (torch.float32, 1e-4), "sdpa": (torch.float64, 1e-5)}
@@ -70,6 +79,7 @@ def test_cached_decoding_in_pieces_equals_the_full_forward_at_every_position(cas
     assert (torch.cat(pieces, dim=1) - model(ids).logits).abs().max() < 1e-5
 
 
+@MENDED_CACHES
 @pytest.mark.parametrize("case", ["mistral-window", "qwen2-window"])
 def test_an_assistant_goes_on_beyond_its_window(case):
     model = coca_model(case, "slack").double()
