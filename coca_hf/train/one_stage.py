@@ -76,11 +76,12 @@ def run_stage(recipe: Recipe, run: StageRun, state: PartialState, held_out: Tens
     blocks = blocks_of(recipe, tokenizer, place["next_block"])
     log = StageLog(run.directory / "log.jsonl", data.seq_len, run.blocks_per_step, options.held_out_steps, place)
     meter = SpeedMeter(run.blocks_per_step * data.seq_len, count_flops(model, data.seq_len).model)
-    objective = None
+    objective, teacher = None, None
     if recipe.teacher and run.stage.needs_teacher:
         compares_maps = "attention-maps" in run.stage.objective
         teacher = load_teacher(recipe.teacher, "eager" if compares_maps else None)
-        objective = Objective(run.stage.objective, teacher, run.stage.temperature)
+    if teacher is not None or run.stage.answer_weight:
+        objective = Objective(run.stage.objective, teacher, run.stage.temperature, run.stage.answer_weight)
     with trainer_errors(run.stage):
         trainer = StageTrainer(
             model,
@@ -122,8 +123,8 @@ def run_stage(recipe: Recipe, run: StageRun, state: PartialState, held_out: Tens
 
 def _in_words(blocks: PackedBlocks, first: int, count: int) -> str:
     """Of which sources a range of blocks is."""
-    paths = [source.path for source in blocks.sources_of(first, count)]
-    return ", ".join(f"{paths.count(path)} of {path}" for path in dict.fromkeys(paths))
+    names = [source.name for source in blocks.sources_of(first, count)]
+    return ", ".join(f"{names.count(name)} of {name}" for name in dict.fromkeys(names))
 
 
 def _set_callbacks(trainer: StageTrainer, run: StageRun) -> None:
