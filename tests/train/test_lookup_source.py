@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import yaml
 from torch.nn.functional import cross_entropy, kl_div
 
 from coca_hf.train.data import PackedBlocks
@@ -16,7 +17,7 @@ from coca_hf.train.objectives import (
 )
 from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import run_recipe
-from tests.train.layouts import log_lines
+from tests.train.layouts import DDP, Run, log_lines, succeed
 
 SEQ_LEN, REACH = 170, 901
 SYNTHETIC = Source(synthetic="lookups", weight=2)
@@ -170,3 +171,15 @@ def test_left_out_positions_are_no_borders_of_documents(tiny_coca_dir, tiny_llam
         model = load_model(str(directory))
         with torch.no_grad():
             assert not torch.equal(model(**given).logits[0, -1], model(**changed).logits[0, -1])
+
+
+@pytest.mark.real
+def test_two_processes_have_the_losses_of_one(recipe_path, tmp_path):
+    settings = ["stages.k.answer_weight=3", "data.skip_positions=333", "training.global_batch_size=4"]
+    one, two = ([*settings, f"training.per_device_train_batch_size={batch}"] for batch in (4, 2))
+    recipe = lookups_recipe(recipe_path, *one)
+    run_recipe(recipe, tmp_path / "one", stage="k")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(lookups_recipe(recipe_path, *two).to_dict()))
+    succeed(tmp_path, [Run([tmp_path / "recipe.yaml", "--stage", "k", "--out", tmp_path / "two"], DDP)])
+    ours, theirs = ([line["loss"] for line in log_lines(tmp_path / name / "1-k")] for name in ("two", "one"))
+    assert ours == pytest.approx(theirs, rel=1e-4)
