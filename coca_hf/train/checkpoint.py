@@ -2,19 +2,26 @@
 
 Written by torch.distributed.checkpoint: every process writes its own part of whatever layout it runs in (one process,
 DDP, FSDP2 with full or sharded state dicts), and any other layout reads it, whatever its number of processes. Frozen
-parameters are not in it; the model that the stage starts from has them.
+parameters are not in it; the model that the stage starts from has them. torch keeps it in pickles, and would run what
+they say; here nothing is called that is not a name of `_KNOWN`, or that torch takes for data.
 """
 
+import io
+import pickle
 import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -28,6 +35,17 @@ from coca_hf.errors import CocaError
 from coca_hf.weights import size_in_words
 
 STATE = "state"
+_KNOWN = {  # what `.metadata` is made of
+    "pathlib": {"Path", "PosixPath", "WindowsPath"},
+    "pathlib._local": {"Path", "PosixPath", "WindowsPath"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+}
 OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
@@ -42,7 +60,7 @@ def load_state(model: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None
     """Fill the model, wrapped as it will train, and its optimizer with what any layout of processes saved."""
     state = _state(model, optimizer)
     with _alone_is_fine():
-        dcp.load(state, checkpoint_id=checkpoint / STATE)
+        dcp.load(state, storage_reader=_Reader(checkpoint / STATE), planner=_Planner())
     set_model_state_dict(model, state["model"], options=OPTIONS)
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=OPTIONS)
 
@@ -71,6 +89,29 @@ def _state(model: nn.Module, optimizer: Optimizer) -> dict:
         "model": get_model_state_dict(model, options=OPTIONS),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=OPTIONS),
     }
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _KNOWN.get(module, ()):
+            raise pickle.UnpicklingError(f"got {module}.{name} in .metadata, which no checkpoint of ours names")
+        return super().find_class(module, name)
+
+
+class _Reader(dcp.FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata = _Unpickler(file).load()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Planner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        plain = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), plain)  # raises where it is more than data
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The model of a stage: loaded, checked against the recipe, and frozen but for what the stage trains."""
 
 import dataclasses
+import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from accelerate import PartialState, init_empty_weights
+from accelerate.utils import DistributedType
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -22,8 +25,11 @@ from transformers import (
 
 from coca_hf.errors import CocaError, one_line
 from coca_hf.train.context_parallel import check_model_for_context_parallel
+from coca_hf.train.origin import loading, origin
 from coca_hf.train.recipe import Recipe, Stage
 from coca_hf.train.tree import nearest, short
+
+LOAD_IN_ONE_PROCESS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # of Accelerate's configuration
 
 
 def check_model(recipe: Recipe) -> None:
@@ -88,7 +94,7 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
         tokenizer = start_tokenizer(recipe)
         ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
         smallest_vocabulary = max(tokenizer.get_vocab().values()) + 1
-        with _loading(recipe.start):
+        with loading(recipe.start):
             # No defaults among them: head_dim is derived from the overrides' width
             kept = {"vocab_size": smallest_vocabulary, **ids}
             config = AutoConfig.for_model(overrides.pop("model_type"), **kept)
@@ -119,7 +125,7 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
 def model_from_config(recipe: Recipe, attn_implementation: str | None = None) -> PreTrainedModel:
     """The recipe's model in float32, with random weights: from scratch, or for a device that keeps none."""
     config = start_config(recipe)
-    with _loading(recipe.start), _building(config):
+    with loading(recipe.start), _building(config):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
 
 
@@ -143,9 +149,29 @@ def start_model(recipe: Recipe, attn_implementation: str | None = None) -> PreTr
     return model
 
 
+def unfilled_model(config: PreTrainedConfig, attn_implementation: str | None = None) -> PreTrainedModel:
+    """A model without contents in its parameters: addresses, by which Accelerate knows them, but no memory in use."""
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
+    model._apply(lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor)
+    model.tie_weights()
+    return model
+
+
+def weights_are_sent_here() -> bool:
+    """Whether Accelerate will send this process its shard of the main process's weights, so that it needs none."""
+    launched = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", LOAD_IN_ONE_PROCESS: "true"}
+    state = PartialState()
+    return (
+        not state.is_main_process
+        and state.distributed_type is DistributedType.MULTI_GPU  # otherwise Accelerate does not shard
+        and all(os.environ.get(name, "").lower() == value for name, value in launched.items())
+    )
+
+
 def load_config(name: str) -> PreTrainedConfig:
-    with _loading(name):
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    with loading(name):
+        return AutoConfig.from_pretrained(**origin(name), trust_remote_code=False)
 
 
 def start_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -157,13 +183,14 @@ def start_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 def load_model(
     name: str, config: PreTrainedConfig | None = None, attn_implementation: str | None = None
 ) -> PreTrainedModel:
-    """A causal language model in float32, with the checkpoint's config by default.
+    """A causal language model in float32, with the checkpoint's config by default, and all weights in every process.
 
     Raises CocaError unless every weight is there and no other.
     """
-    with _loading(name):
+    # Where this is set, transformers below 5.23 leaves zeros in every process of a machine but its first
+    with loading(name), patch.dict(os.environ, {LOAD_IN_ONE_PROCESS: "false"}):
         model, report = AutoModelForCausalLM.from_pretrained(
-            name,
+            **origin(name),
             config=config,
             dtype=torch.float32,
             trust_remote_code=False,
@@ -178,8 +205,8 @@ def load_model(
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    with _loading(name):
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    with loading(name):
+        return AutoTokenizer.from_pretrained(**origin(name), trust_remote_code=False)
 
 
 def stage_model(model: PreTrainedModel, stage: Stage) -> nn.Module:
@@ -264,13 +291,3 @@ def _building(config: PreTrainedConfig) -> Iterator[None]:
         yield
     except Exception as error:  # whatever a model's code raises for sizes that do not go together
         raise CocaError(f"config: no {type(config).__name__} model can be made of it: {one_line(error)}") from error
-
-
-@contextmanager
-def _loading(name: str) -> Iterator[None]:
-    try:
-        yield
-    except CocaError:
-        raise
-    except Exception as error:  # whatever the libraries make of files that nobody vouches for
-        raise CocaError(f"{name}: cannot be loaded, expected a model directory or hub id: {one_line(error)}") from error

@@ -174,7 +174,7 @@ _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
 class Objective:
-    """A weighted sum of losses; keeps the mean of each for the log. teacher: it stays as it is; `lm` needs none."""
+    """A weighted sum of losses, all but `lm` beside a teacher, which stays as it is; keeps their means for the log."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class Objective:
         if answer_weight:
             self.weights["answers"] = answer_weight * weights.get("lm", 0.0)
         self.temperature, self.answer_weight = temperature, answer_weight
-        self._teacher = teacher and teacher.requires_grad_(False).eval()
+        self._teacher = teacher.requires_grad_(False).eval() if teacher else None
         self._sums: Counter[str] = Counter()
         self._calls = 0
 
@@ -202,27 +202,32 @@ class Objective:
             losses["answers"] = answer_loss(outputs["logits"], inputs["input_ids"], of_answers) / accumulated
             token_weights = 1 + self.answer_weight * of_answers
         if self._teacher is not None:
-            losses |= self._beside_teacher(outputs["logits"], ours, inputs, token_weights, accumulated)
+            losses |= self._beside(self._teacher, inputs, outputs["logits"], ours, token_weights, accumulated)
         self._sums.update({name: losses[name].detach().item() * accumulated for name in self.weights})
         self._calls += 1
         return sum(weight * losses[name] for name, weight in self.weights.items())
 
-    def _beside_teacher(
-        self, logits: Tensor, ours: list, inputs: Mapping, token_weights: Tensor | None, accumulated: int
+    def _beside(
+        self,
+        teacher: PreTrainedModel,
+        inputs: Mapping,
+        logits: Tensor,
+        ours: list,
+        token_weights: Tensor | None,
+        accumulated: int,
     ) -> dict[str, Tensor]:
-        assert self._teacher is not None
         given = {name: inputs[name] for name in _MODEL_INPUTS if name in inputs}
-        wanted = not self.weights.keys().isdisjoint(_OF_ATTENTION)
-        with torch.no_grad(), _attention_of(self._teacher.to(logits.device), wanted) as theirs:
-            teacher_logits = self._teacher(**given, use_cache=False).logits
+        with torch.no_grad(), _attention_of(teacher.to(logits.device), bool(ours)) as theirs:
+            teacher_logits = teacher(**given, use_cache=False).logits
         losses = {}
         if "distill" in self.weights:
             losses["distill"] = distillation_loss(logits, teacher_logits, self.temperature, token_weights) / accumulated
-        outputs, maps = ([[layer[part] for layer in layers] for layers in (ours, theirs)] for part in (0, 1))
         if "attention-transfer" in self.weights:
+            outputs = ([output for output, _ in layers] for layers in (ours, theirs))
             losses["attention-transfer"] = attention_transfer_loss(*outputs) / accumulated
         if "attention-maps" in self.weights:
-            losses["attention-maps"] = attention_map_loss(*maps, token_weights) / accumulated
+            our_maps, their_maps = ([attention for _, attention in layers] for layers in (ours, theirs))
+            losses["attention-maps"] = attention_map_loss(our_maps, their_maps, token_weights) / accumulated
         return losses
 
     def take_means(self) -> dict[str, float]:

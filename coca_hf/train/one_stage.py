@@ -6,12 +6,18 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, default_data_collator
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    ProgressCallback,
+    default_data_collator,
+)
 from transformers.integrations import TensorBoardCallback
 
 from coca_hf.card import write_card
@@ -24,12 +30,16 @@ from coca_hf.train.flops import count_flops
 from coca_hf.train.log import ProgressLine, SpeedMeter, StageLog, announce, start_place, wandb_run
 from coca_hf.train.model import (
     count_parameters,
+    load_config,
     load_model,
     load_tokenizer,
     plain_model,
     stage_model,
+    start_config,
     start_model,
     start_tokenizer,
+    unfilled_model,
+    weights_are_sent_here,
 )
 from coca_hf.train.objectives import Objective, fuse_cross_entropy_, load_teacher
 from coca_hf.train.out import (
@@ -49,6 +59,7 @@ from coca_hf.train.record import make_record
 from coca_hf.train.stop import Stopped, StopRequest
 from coca_hf.train.trainer import StageTrainer
 
+Made = TypeVar("Made")
 CONVERSION_RECORD = "conversion.json"  # written by coca-convert; goes along from stage to stage
 
 
@@ -62,9 +73,7 @@ def run_stage(recipe: Recipe, run: StageRun, state: PartialState, held_out: Tens
     state.wait_for_everyone()
 
     options, data = recipe.stage_options(run.stage), recipe.data
-    attention = options.attn_implementation
-    base = load_model(run.base, None, attention) if run.before else start_model(recipe, attention)
-    tokenizer = load_tokenizer(run.base) if run.before else start_tokenizer(recipe)
+    base, tokenizer, objective = in_all_processes(lambda: _load(recipe, run))
     use_cache = base.config.use_cache  # the Trainer turns it off
     if options.fused_cross_entropy:
         fuse_cross_entropy_(base, liger=options.fused_cross_entropy == "liger")
@@ -76,12 +85,6 @@ def run_stage(recipe: Recipe, run: StageRun, state: PartialState, held_out: Tens
     blocks = blocks_of(recipe, tokenizer, place["next_block"])
     log = StageLog(run.directory / "log.jsonl", data.seq_len, run.blocks_per_step, options.held_out_steps, place)
     meter = SpeedMeter(run.blocks_per_step * data.seq_len, count_flops(model, data.seq_len).model)
-    objective, teacher = None, None
-    if recipe.teacher and run.stage.needs_teacher:
-        compares_maps = "attention-maps" in run.stage.objective
-        teacher = load_teacher(recipe.teacher, "eager" if compares_maps else None)
-    if teacher is not None or run.stage.answer_weight:
-        objective = Objective(run.stage.objective, teacher, run.stage.temperature, run.stage.answer_weight)
     with trainer_errors(run.stage):
         trainer = StageTrainer(
             model,
@@ -119,6 +122,22 @@ def run_stage(recipe: Recipe, run: StageRun, state: PartialState, held_out: Tens
     model.config.use_cache = use_cache
     record = make_record(recipe, run, log, trainer.state, parameters, len(held_out))
     _complete(run, trainer, tokenizer, record, state)
+
+
+def _load(recipe: Recipe, run: StageRun) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Objective | None]:
+    """The model that the stage starts from, its tokenizer, and its objective where that is not plain `lm`."""
+    attention = recipe.stage_options(run.stage).attn_implementation
+    if weights_are_sent_here():
+        base = unfilled_model(load_config(run.base) if run.before else start_config(recipe), attention)
+    else:
+        base = load_model(run.base, None, attention) if run.before else start_model(recipe, attention)
+    tokenizer = load_tokenizer(run.base) if run.before else start_tokenizer(recipe)
+    if run.stage.objective == {"lm": 1.0} and not run.stage.answer_weight:
+        return base, tokenizer, None
+    teacher = None
+    if recipe.teacher and run.stage.needs_teacher:
+        teacher = load_teacher(recipe.teacher, "eager" if "attention-maps" in run.stage.objective else None)
+    return base, tokenizer, Objective(run.stage.objective, teacher, run.stage.temperature, run.stage.answer_weight)
 
 
 def _in_words(blocks: PackedBlocks, first: int, count: int) -> str:
@@ -167,12 +186,11 @@ def _complete(
             (partial / "training_args.bin").unlink()  # a pickle, and training.json says more
             record["weights_xxh3_128"] = weights_hashes(partial)
             tokenizer.save_pretrained(partial)
-            if (Path(run.base) / CONVERSION_RECORD).exists():
-                shutil.copy(Path(run.base) / CONVERSION_RECORD, partial)
+            for name in (CONVERSION_RECORD, *LICENCE_FILES):
+                if run.base_directory and (run.base_directory / name).exists():
+                    shutil.copy(run.base_directory / name, partial)
+            if (partial / CONVERSION_RECORD).exists():
                 write_card(partial, record)
-            for name in LICENCE_FILES:
-                if (Path(run.base) / name).exists():
-                    shutil.copy(Path(run.base) / name, partial)
             for path in partial.iterdir():
                 target = run.directory / path.name
                 if target.is_dir():  # moved by an earlier try
@@ -207,6 +225,19 @@ def trainer_errors(stage: Stage) -> Iterator[None]:
         raise
     except Exception as error:  # whatever transformers makes of options that do not go together
         raise CocaError(f"stages.{stage.name}: the trainer does not take these options: {one_line(error)}") from error
+
+
+def in_all_processes(make: Callable[[], Made]) -> Made:
+    """What `make()` returns in each process, or in all of them the CocaError that it raises in one."""
+    made: list[Made] = []
+    errors: list[CocaError] = []
+    try:
+        made.append(make())
+    except CocaError as error:
+        errors.append(error)
+    for error in gather_object(errors):
+        raise error
+    return made[0]
 
 
 def from_main_process(make: Callable[[], Any]) -> Any:

@@ -58,7 +58,8 @@ class StageOptions(Part):
     that one recipe trains the same on any number of processes. held_out_steps: steps between measurements of the
     held-out loss; 0: before and after the stage only. max_bad_steps: so many in a row end the run; fewer are skipped.
     A step is bad if its loss or its gradient is not a number, and, with spike_factor, if its loss is above so many
-    times the running mean. attn_implementation: as `from_pretrained` takes it. fused_cross_entropy: never hold the
+    times the running mean. With fp16, a step whose gradient overflows for the scale of its loss alone is skipped and
+    not bad. attn_implementation: as `from_pretrained` takes it. fused_cross_entropy: never hold the
     logits of all tokens, which with a large vocabulary are much of the memory, for one more product with the head; or
     liger: by its Triton kernel, for GPUs. context_parallel_size: so many GPUs share a block; see context_parallel.py.
     """

@@ -52,10 +52,14 @@ LAYOUT = (  # training options that may change with --resume: how the same steps
 
 @dataclass(frozen=True)
 class StageRun:
-    """A stage of a recipe with its place on disk. `base` is the model it starts from: the stage `before`, if any."""
+    """A stage of a recipe with its place on disk. `base` is the model it starts from: the stage `before`, if any.
+
+    base_directory: where the records, the card and the licence of `base` are; None for a model from scratch.
+    """
 
     stage: Stage
     base: str
+    base_directory: Path | None
     before: "StageRun | None"
     directory: Path
     arguments: TrainingArguments
@@ -119,6 +123,11 @@ def check_out(recipe: Recipe, out_dir: Path, resume: bool) -> None:
         )
 
 
+def model_state(directory: Path) -> dict[str, str | None]:
+    """What a model's directory holds: the hashes of its config and its weights."""
+    return {"config.json": _file_hash(directory / "config.json"), **weights_hashes(directory)}
+
+
 def check_inputs(out_dir: Path, inputs: dict[str, Any]) -> None:
     """Note what the recipe's paths hold and how large a step is, or compare it with what was noted.
 
@@ -134,19 +143,25 @@ def check_inputs(out_dir: Path, inputs: dict[str, Any]) -> None:
         )
 
 
-def noted_commits(out_dir: Path, num_sources: int) -> list[str | None] | None:
-    """The commits at which the run in `out_dir` reads data sets on the hub, one for each source; None for a new run.
+def noted_commits(out_dir: Path, num_sources: int) -> tuple[list[str | None] | None, dict[str, str]]:
+    """The commits at which the run in `out_dir` reads data sets on the hub, one for each source, or None for a new run;
+    and its models on the hub with theirs.
 
     Raises CocaError where the file is damaged.
     """
     path = out_dir / INPUTS
-    commits = read_json(path).get("commits") if path.exists() and _is_used(out_dir) else None
+    inputs = read_json(path) if path.exists() and _is_used(out_dir) else {}
+    commits, hub = inputs.get("commits"), inputs.get("hub", {})
+    if not (isinstance(hub, dict) and all(isinstance(name, str) for name in hub.values())):
+        raise CocaError(
+            f"{path}: got hub {short(hub)}, expected names of models; restore the file, or choose another --out"
+        )
     if commits is not None and not (isinstance(commits, list) and len(commits) == num_sources):
         raise CocaError(
             f"{path}: got commits {short(commits)}, expected one for each of {num_sources} sources; restore the file, "
             f"or choose another --out"
         )
-    return commits
+    return commits, hub
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -220,12 +235,15 @@ def reading(checkpoint: Path) -> Iterator[None]:
 
 def check_base(run: StageRun) -> None:
     """Raises CocaError where the weights that `run` starts from are not those that the stage before it wrote."""
-    for name, written in read_record(Path(run.base)).get("weights_xxh3_128", {}).items():
-        found = _file_hash(Path(run.base) / name)
+    if run.base_directory is None or not Path(run.base).exists():
+        return  # from scratch; or on the hub, which vouches for its files
+    for name, written in read_record(run.base_directory).get("weights_xxh3_128", {}).items():
+        found = _file_hash(run.base_directory / name)
         if found != written:
             raise CocaError(
-                f"{Path(run.base) / name}: got xxh3_128 {found or 'of no file'}, expected {written} as {RECORD} beside "
-                f"it says; the file was damaged or replaced: restore it, or train that stage again with another --out"
+                f"{run.base_directory / name}: got xxh3_128 {found or 'of no file'}, expected {written} as {RECORD} "
+                f"beside it says; the file was damaged or replaced: restore it, or train that stage again with another "
+                f"--out"
             )
 
 

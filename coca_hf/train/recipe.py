@@ -1,6 +1,6 @@
 """Recipes: one YAML file that says which model is trained, on what, and in which stages.
 
-    model: checkpoints/smollm2-135m-coca      # a converted directory or hub id
+    model: checkpoints/smollm2-135m-coca      # a converted directory, or owner/name on the hub, or owner/name@revision
     data:
       seq_len: 2048                           # tokens in a block
       sources:                                # weights: shares of the tokens; paths: see documents.read_documents

@@ -4,7 +4,6 @@ import os
 import platform
 from datetime import datetime, timezone
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,7 +54,7 @@ def _held_out(log: StageLog, seq_len: int, num_blocks: int) -> dict[str, Any] | 
 
 def _stages_before(run: StageRun) -> list[dict[str, Any]]:
     """The stages that the model `run` starts from has behind it, of this recipe and of those before it."""
-    return read_record(Path(run.base)).get("stages", [])
+    return read_record(run.base_directory).get("stages", []) if run.base_directory else []
 
 
 def _summary(recipe: Recipe, run: StageRun, record: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ From stage to stage go weights, checked by their hashes, and the place in the st
 anew. Weights are float32 throughout; `bf16: true` computes in bfloat16 beside them. What lies where: see `out.py`.
 """
 
+import dataclasses
 import gc
 import os
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from coca_hf.train.log import announce, check_loggers
 from coca_hf.train.model import check_kernels, check_model, check_vocabulary, start_config, start_tokenizer
 from coca_hf.train.objectives import check_teacher
 from coca_hf.train.one_stage import clear_trainer, from_main_process, run_stage, stop_before, trainer_errors
+from coca_hf.train.origin import located
 from coca_hf.train.out import (
     STOPPED,
     StageRun,
@@ -33,9 +35,9 @@ from coca_hf.train.out import (
     check_inputs,
     check_out,
     locked,
+    model_state,
     noted_commits,
     open_out,
-    weights_hashes,
 )
 from coca_hf.train.prepared import tokenizer_hash
 from coca_hf.train.recipe import Recipe
@@ -43,6 +45,7 @@ from coca_hf.train.stop import StopRequest, stop_on_signals
 from coca_hf.train.trainer import check_optimizer
 from coca_hf.train.tree import nearest, short
 
+MODELS = ("model", "teacher", "tokenizer")  # of a recipe, that may be on the hub
 SHARD = "shard with FSDP2, and set context_parallel_size in the recipe for blocks too long for one GPU"
 
 
@@ -81,11 +84,18 @@ def _check_parallelism() -> None:
 
 
 def _check_and_open(
-    recipe: Recipe, out_dir: Path, runs: list[StageRun], chosen: list[StageRun], state: PartialState, resume: bool
-) -> None:
-    """Everything that can be told before the first stage; then OUT is begun, or its run goes on."""
-    check_out(recipe, out_dir, resume)
+    given: Recipe, out_dir: Path, runs: list[StageRun], chosen: list[StageRun], state: PartialState, resume: bool
+) -> dict[str, tuple[str, Path]]:
+    """Everything that can be told before the first stage; then OUT is begun, or its run goes on.
+
+    Returns where the recipe's model, teacher and tokenizer are, on the hub at which commit.
+    """
+    check_out(given, out_dir, resume)
     check_before(chosen[0])
+    noted, on_hub = noted_commits(out_dir, len(given.data.sources))
+    names = {key: name for key in MODELS if (name := getattr(given, key))}
+    places = {key: located(on_hub.get(key, name)) for key, name in names.items()}
+    recipe = _at(given, places)
     check_model(recipe)
     check_kernels(recipe)
     for run in runs:
@@ -95,7 +105,6 @@ def _check_and_open(
     blocks = blocks_of(recipe, start_tokenizer(recipe))
     check_vocabulary(blocks.tokenizer, start_config(recipe))
     prepared, wanted = blocks.prepared(), recipe.num_blocks(state.num_processes)
-    noted = noted_commits(out_dir, len(recipe.data.sources))
     commits = blocks.pin_(prepared.state["commits"] if prepared else noted)
     if prepared is None or prepared.num_blocks < wanted:  # else nothing asks for the sources
         blocks.check()
@@ -104,9 +113,10 @@ def _check_and_open(
         if prepared
         else "data: tokenised on the way, and again up to where a run resumes; --prepare does it once"
     )
-    open_out(recipe, out_dir)
-    check_inputs(out_dir, _inputs(recipe, blocks, commits, runs))
+    open_out(given, out_dir)
+    check_inputs(out_dir, _inputs(places, recipe, blocks, commits, runs))
     (out_dir / STOPPED).unlink(missing_ok=True)
+    return places
 
 
 def _run_stages(
@@ -118,7 +128,10 @@ def _run_stages(
     resume: bool,
     stop: StopRequest,
 ) -> Path:
-    from_main_process(lambda: _check_and_open(recipe, out_dir, runs, chosen, state, resume))
+    places = from_main_process(lambda: _check_and_open(recipe, out_dir, runs, chosen, state, resume))
+    recipe = _at(recipe, places)
+    start = {"base": recipe.start, "base_directory": places["model"][1] if recipe.model else None}
+    chosen = [run if run.before else dataclasses.replace(run, **start) for run in chosen]
     complete = from_main_process(lambda: {run.directory for run in chosen if run.is_complete})
     held_out: Tensor | None = None
     for run in chosen:
@@ -163,12 +176,26 @@ def _plan(recipe: Recipe, out_dir: Path) -> list[StageRun]:
         check_loggers(arguments, f"stages.{stage.name}")
         arguments.run_name = f"{arguments.run_name or out_dir.resolve().name}/{directory.name}"
         arguments.gradient_accumulation_steps = recipe.accumulation(stage, arguments.world_size)
-        runs.append(StageRun(stage, str(before.directory) if before else recipe.start, before, directory, arguments))
+        base, base_directory = (str(before.directory), before.directory) if before else (recipe.start, None)
+        runs.append(StageRun(stage, base, base_directory, before, directory, arguments))
     return runs
 
 
-def _inputs(recipe: Recipe, blocks: PackedBlocks, commits: list[str | None], runs: list[StageRun]) -> dict[str, Any]:
+def _at(recipe: Recipe, places: dict[str, tuple[str, Path]]) -> Recipe:
+    return recipe.model_copy(update={key: name for key, (name, _) in places.items()})
+
+
+def _inputs(
+    places: dict[str, tuple[str, Path]],
+    recipe: Recipe,
+    blocks: PackedBlocks,
+    commits: list[str | None],
+    runs: list[StageRun],
+) -> dict[str, Any]:
     """What decides the training and is not in the recipe itself. Data by size, so that it may be copied elsewhere."""
+    on_hub = {key: name for key, (name, _) in places.items() if not Path(name).exists()}
+    local = {key: model_state(directory) for key, (_, directory) in places.items() if key not in on_hub}
+    local.pop("tokenizer", None)  # by its hash
     return {
         "sources": [
             {file.name: f"{file.stat().st_size} bytes" for file in local_files(source.path)}
@@ -177,7 +204,8 @@ def _inputs(recipe: Recipe, blocks: PackedBlocks, commits: list[str | None], run
         ],
         **({"commits": commits} if any(commits) else {}),
         "tokenizer": tokenizer_hash(blocks.tokenizer),
-        "model": weights_hashes(Path(recipe.model)) if recipe.model and Path(recipe.model).is_dir() else None,
+        **local,
+        **({"hub": on_hub} if on_hub else {}),
         "blocks_per_step": {run.stage.name: run.blocks_per_step for run in runs},
     }
 

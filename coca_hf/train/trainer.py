@@ -143,16 +143,23 @@ class StageTrainer(Trainer):
         place, factor = self.stage_log.place, self.options.spike_factor
         running = place["running_loss"]
         spiked = factor is not None and running is not None and loss > factor * running
-        if math.isfinite(loss) and math.isfinite(_number(self._norm)) and not spiked:
-            self._bad_in_a_row = 0
+        is_finite = math.isfinite(_number(self._norm))
+        if math.isfinite(loss) and not spiked and (is_finite or self._scaled_too_high()):
             place["running_loss"] = loss if running is None else running + RUNNING_SHARE * (loss - running)
+            if is_finite:
+                self._bad_in_a_row = 0
+            else:
+                place["skipped_steps"] += 1  # by the scaler
             return
         self._bad_in_a_row += 1
         place["skipped_steps"] += 1
         if self._bad_in_a_row >= self.options.max_bad_steps:
             raise CocaError(self._bad_step(loss, spiked))
-        if self.accelerator.scaler is None:  # float16's scaler skips the step itself
-            self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _scaled_too_high(self) -> bool:
+        """Whether float16's scaler, which skips a step that overflowed and halves its scale, has a scale to halve."""
+        return self.accelerator.scaler is not None and self.accelerator.scaler.get_scale() > 1
 
     def _bad_step(self, loss: float, spiked: bool) -> str:
         step, place = self.state.global_step + 1, self.stage_log.place

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from coca_hf import CocaError
-from coca_hf.train import objectives, one_stage
+from coca_hf.train import one_stage
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
@@ -30,13 +30,8 @@ LORA = [
 ]  # the ranks are even, so that halves are equal
 FRUGAL = ["training.gradient_checkpointing=true", "training.fused_cross_entropy=true"]
 BF16 = ["training.bf16=true", "training.per_device_train_batch_size=1"]  # two batches a step and process
-TAUGHT = [
-    "stages.k.objective={lm: 0.5, distill: 0.5}",
-    "stages.qkv.objective={distill: 0.5, attention-transfer: 0.5}",
-    *(f"stages.{stage}.max_steps=2" for stage in ("k", "qkv")),
-]
 ONE_STAGE = ["--stage", "k", "stages.k.train=all", "stages.k.max_steps=5"]  # of which it saves 2, 4 and 5
-RANK_0_LOADS = FSDP2 | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+FULL = FSDP2 | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
 
 
 def watch():
@@ -67,37 +62,12 @@ def watch():
     one_stage._complete, StageTrainer.training_step = watch_and_complete, watch_step
 
 
-def watch_teacher():
-    """Write how often a teacher was loaded, and what is left of it when a stage is saved."""
-    complete, plain_load, names = one_stage._complete, objectives.load_model, []
-
-    def load(name, *rest):
-        names.append(name)
-        return plain_load(name, *rest)
-
-    def watch_and_complete(run, trainer, *rest):
-        parameters = list(trainer.objective._teacher.parameters()) if trainer.objective else []
-        facts = {
-            "loaded": len(names),
-            "learns": any(p.requires_grad or p.grad is not None for p in parameters),
-            "sharded": any(isinstance(p, DTensor) for p in parameters),
-            "known to the optimizer": any(
-                p is q for p in parameters for q in trainer.optimizer.param_groups[0]["params"]
-            ),
-        }
-        if os.environ["RANK"] == "0":
-            (run.directory.parent.parent / f"{run.directory.name}.json").write_text(json.dumps(facts))
-        complete(run, trainer, *rest)
-
-    objectives.load_model, one_stage._complete = load, watch_and_complete
-
-
 @pytest.fixture(scope="module")
-def runs(real_recipe, tiny_llama_dir, tmp_path_factory):
-    """On two FSDP2 processes: `stages/out` of the whole recipe, `lora/out` with adapters, `taught/out` with a teacher;
-    `bf16` of one stage that trains everything in bfloat16, two batches a step; `one` of the same in float32;
-    `accumulated` of that, in two batches a step; `interrupted` of `one`, with sharded state dicts, and `resumed` from
-    there; `from-one`: what one process left, resumed with less memory.
+def runs(real_recipe, tmp_path_factory):
+    """On two FSDP2 processes: `stages/out` of the whole recipe, `lora/out` with adapters; `bf16` of one stage that
+    trains everything in bfloat16, two batches a step; `one` of the same in float32; `accumulated` of that, in two
+    batches a step; `interrupted` of `one`, with sharded state dicts, and `resumed` from there; `from-one`: what one
+    process left, resumed with less memory.
     """
     directory = tmp_path_factory.mktemp("fsdp")
     with pytest.MonkeyPatch.context() as patch:
@@ -106,18 +76,16 @@ def runs(real_recipe, tiny_llama_dir, tmp_path_factory):
         with pytest.raises(Interrupted):
             run_recipe(load_recipe(real_recipe, ONE_STAGE[2:]), directory / "from-one", stage="k")
     one, sharded, resume = [real_recipe, *ONE_STAGE, "--out"], directory / "interrupted", ["--resume"]
-    taught = [real_recipe, f"teacher={tiny_llama_dir}", *TAUGHT]
     printed = succeed(
         directory,
         [
             Run([real_recipe, "--out", directory / "stages/out"], FSDP2, watch),
             Run([real_recipe, *LORA, "--out", directory / "lora/out"], FSDP2, watch),
-            Run([*taught, "--out", directory / "taught/out"], FSDP2, watch_teacher),
             Run([real_recipe, *ONE_STAGE, *BF16, "--out", directory / "bf16"], FSDP2),
-            Run([*one, directory / "one"], RANK_0_LOADS),
+            Run([*one, directory / "one"], FULL),
             Run([*one, directory / "accumulated", "training.per_device_train_batch_size=1"], FSDP2),
             Run([*one, sharded], FSDP2, functools.partial(interrupt_in_step, 4)),
-            Run([*one, directory / "from-one", *resume, *FRUGAL], RANK_0_LOADS),
+            Run([*one, directory / "from-one", *resume, *FRUGAL], FULL),
             Run([*one, directory / "resumed", *resume], FSDP2, functools.partial(copy_to_resume, sharded)),
         ],
     )
@@ -208,22 +176,6 @@ def test_adapters_are_sharded_trained_and_merged_as_in_one_process(real_recipe, 
         a, b = weights(ours / stage), weights(one / stage)
         assert a.keys() == b.keys()
         assert all(torch.allclose(a[name], b[name], atol=1e-3) for name in b)
-
-
-def test_stages_with_a_teacher_have_the_losses_of_one_process_and_load_it_once(
-    real_recipe, tiny_llama_dir, runs, tmp_path
-):
-    ours, one = runs / "taught/out", tmp_path / "one"
-    run_recipe(load_recipe(real_recipe, [f"teacher={tiny_llama_dir}", *TAUGHT]), one)
-    for stage, parts in {"1-k": ("lm", "distill"), "2-qkv": ("distill", "attention-transfer")}.items():
-        facts = json.loads((runs / f"taught/{stage}.json").read_text())
-        assert facts == {"loaded": 1, "learns": False, "sharded": False, "known to the optimizer": False}
-        for key in ("loss", "grad_norm", *(f"loss_{part}" for part in parts)):
-            expected = [line[key] for line in log_lines(one / stage)]
-            assert [line[key] for line in log_lines(ours / stage)] == pytest.approx(expected, abs=1e-4), key
-        assert {name: tensor.shape for name, tensor in weights(ours / stage).items()} == {
-            name: tensor.shape for name, tensor in weights(one / stage).items()
-        }
 
 
 def test_bfloat16_computes_but_rounds_no_loss_and_sums_no_gradients(real_recipe, runs, tmp_path):

@@ -152,6 +152,14 @@ def test_the_objective_lm_is_the_plain_path_to_the_bit(recipe_path, unbroken, tm
     assert ours == theirs
 
 
+def test_the_weight_of_the_only_objective_counts(recipe_path, unbroken, tmp_path):
+    half = load_recipe(recipe_path, ["stages.k.objective={lm: 0.5}"])
+    ours, plain = log_lines(run_recipe(half, tmp_path / "out", stage="k")), log_lines(unbroken / "1-k")
+    for key in ("loss", "grad_norm"):
+        assert ours[0][key] == pytest.approx(0.5 * plain[0][key], rel=1e-5)
+    assert ours[0]["loss_lm"] == pytest.approx(plain[0]["loss"], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("change", "message"), [({"vocab_size": 99}, "vocab_size 99"), ({"num_hidden_layers": 2}, "num_hidden_layers 2")]
 )

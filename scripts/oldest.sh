@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Make .venv-oldest with the lowest versions that pyproject.toml allows, and run on them the tests of what depends on
+# versions most: models, conversion, training, and who loads what in two FSDP2 processes. A second run finds it made.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+lowest=$(sed -n '/^dependencies/,/^]/s/^  "\([a-z0-9_]*\)>=\([0-9.]*\).*/\1==\2/p; s/^peft = .*"peft>=\([0-9.]*\)".*/peft==\1/p' pyproject.toml)
+wanted=$(cat pyproject.toml scripts/oldest.sh | cksum)
+if [ "$(cat .venv-oldest/installed 2> /dev/null)" != "$wanted" ]; then
+    echo "Installing the oldest supported versions into .venv-oldest (about 3 minutes)"
+    "${PYTHON:-python3}" -m venv .venv-oldest
+    . .venv-oldest/bin/activate
+    echo "$lowest" > .venv-oldest/lowest.txt
+    torch=$(grep '^torch==' .venv-oldest/lowest.txt)+cpu
+    # A wheel at hand (PIP_FIND_LINKS) comes before PyTorch's own index.
+    pip install --quiet "$torch" 2> /dev/null ||
+        pip install --quiet "$torch" --index-url https://download.pytorch.org/whl/cpu
+    pip install --quiet --constraint .venv-oldest/lowest.txt --editable ".[peft]" pytest pytest-timeout pytest-xdist
+    echo "$wanted" > .venv-oldest/installed
+fi
+. .venv-oldest/bin/activate
+export OMP_NUM_THREADS=1
+python -m pytest -q -n 2 --dist loadfile tests/train/test_{loading,objectives,recipe,resume,stages}.py \
+    tests/convert/test_{checkpoint,families,patch}.py tests/models/test_{cache,families,golden,llama,rotary}.py \
+    -k 'not compile and not killed'

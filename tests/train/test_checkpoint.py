@@ -1,0 +1,55 @@
+"""What a stage resumes from is read as data: nothing that somebody planted in it runs."""
+
+import os
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException
+
+from coca_hf.train.checkpoint import load_state, save_state
+
+
+class Payload:
+    """Pickled, it makes a file `ran` where it is read."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.directory / "ran"),)
+
+
+def trained():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_what_is_saved_comes_back(tmp_path):
+    model, optimizer = trained()
+    save_state(model, optimizer, tmp_path)
+    other = nn.Linear(3, 5)
+    empty = torch.optim.AdamW(other.parameters(), lr=0.3)
+    load_state(other, empty, tmp_path)
+    assert torch.equal(other.weight, model.weight)
+    assert empty.param_groups[0]["lr"] == 0.01
+    assert torch.equal(empty.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+
+
+@pytest.mark.parametrize("place", [".metadata", "an optimizer's option"])
+def test_a_planted_payload_is_refused_and_does_not_run(tmp_path, place):
+    model, optimizer = trained()
+    if place == ".metadata":
+        save_state(model, optimizer, tmp_path)
+        (tmp_path / "state/.metadata").write_bytes(pickle.dumps(Payload(tmp_path)))
+    else:
+        optimizer.param_groups[0]["lr"] = Payload(tmp_path)
+        save_state(model, optimizer, tmp_path)
+    with pytest.raises(CheckpointException, match=r"mkdir"):
+        load_state(*trained(), tmp_path)
+    assert not (tmp_path / "ran").exists()
