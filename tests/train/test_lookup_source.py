@@ -168,9 +168,14 @@ def test_left_out_positions_are_no_borders_of_documents(tiny_coca_dir, tiny_llam
     changed = {**given, "input_ids": given["input_ids"].clone()}
     changed["input_ids"][0, 0] += 1
     for directory in (tiny_coca_dir, tiny_llama_dir):
+        given, changed = ({**inputs, "attention_mask": block["attention_mask"][None]} for inputs in (given, changed))
         model = load_model(str(directory))
         with torch.no_grad():
-            assert not torch.equal(model(**given).logits[0, -1], model(**changed).logits[0, -1])
+            ours, theirs = (model(**inputs, use_cache=False).logits[0, -1] for inputs in (given, changed))
+            assert not torch.equal(ours, theirs)
+            del given["attention_mask"], changed["attention_mask"]
+            ours, theirs = (model(**inputs, use_cache=False).logits[0, -1] for inputs in (given, changed))
+            assert torch.equal(ours, theirs), "a mask is what says so"
 
 
 @pytest.mark.real
