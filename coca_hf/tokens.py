@@ -32,7 +32,7 @@ class Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         if tokenizer.eos_token_id is None:
             raise CocaError(f"{tokenizer.name_or_path}: the tokenizer has no eos token, expected one to end documents")
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         probe = tokenizer("a", add_special_tokens=False)["input_ids"]
         with_special = tokenizer("a")["input_ids"]
         start = next(i for i in range(len(with_special)) if with_special[i : i + len(probe)] == probe)
@@ -42,7 +42,7 @@ class Encoder:
     def __call__(self, pieces: list[Piece]) -> Tensor:
         """The tokens of `pieces`, one after the other, (tokens,), int64."""
         texts = [piece.text for piece in pieces]
-        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         tokens: list[int] = []
         for piece, ids in zip(pieces, encoded["input_ids"], strict=True):
             tokens += self._before if piece.begins else []

@@ -24,7 +24,8 @@ def test_every_run_starts_somewhere_and_its_recipe_is_one(name):
     run = PLAN["runs"][name]
     assert run["start"] in PLAN["starts"]
     if "stages" in run:
-        changes = [f"stages={json.dumps(run['stages'])}", "model=start"]
+        settings = {"stages": run["stages"], "model": "start", **run.get("settings", {})}
+        changes = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
         recipe = load_recipe(SCRIPTS / "recipe.yaml", changes)
         assert sum(recipe.options(stage)["max_steps"] for stage in recipe.stages) == 21
         assert any(stage.needs_teacher for stage in recipe.stages) == ("distilled" in name)

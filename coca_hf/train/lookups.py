@@ -4,7 +4,7 @@ Ordinary text seldom asks for what stood a thousand tokens before, so training o
 conversion, but not the use of context. A block of this source asks many times, amid the text of the other sources:
 
     copies   a passage, of the text or of tokens from the whole vocabulary, stands again: later on, or back to back
-    facts    are stated once and asked for later, in other words, among facts that differ in one word
+    facts    are stated once and asked for later, in the same or other words, among facts that differ in one word
     lists    of random keys and values, some of which are asked for, within the list or after it
 
 The tokens that a lookup predicts, the answers, are marked; a stage's `answer_weight` counts them again. The words are
@@ -22,7 +22,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from coca_hf.errors import CocaError
-from coca_hf.train.wordings import ENDINGS, FIRST_NAMES, FORMS, QUESTIONS, RELATIONS, SURNAMES
+from coca_hf.train.wordings import ENDINGS, FIRST_NAMES, FORMS, QUESTIONS, RELATIONS, SPOTS, SURNAMES
 
 SHORTEST_PASSAGE = 8  # tokens
 MOST_PASSAGES = 16
@@ -103,7 +103,7 @@ class Lookups:
         """Facts of one relation and their questions; no two facts are of the same noun and owner."""
         relation = draw.choice(RELATIONS)
         most = max(1, room // FACT_TOKENS)
-        count = draw.choice((most, _log_uniform(1, most, draw)))
+        count = _log_uniform(1, most, draw) if draw.random() < 0.7 else most
         nouns = draw.sample(relation.nouns, min(len(relation.nouns), draw.choice((2, 5, count))))
         owners = draw.sample(relation.owners, min(len(relation.owners), draw.choice((3, 8, count))))
         pairs = [(noun, owner) for noun in nouns for owner in owners]
@@ -111,14 +111,18 @@ class Lookups:
         wordings: list[list[Wording]] = []
         for noun, owner in draw.sample(pairs, min(count, len(pairs))):
             value = self._value(draw.choice(relation.values), draw)
+            statement = draw.choice(statements)
             asked = draw.sample(relation.asked, draw.choice((1, 1, 2, 3)))
-            forms = [(draw.choice(statements), ""), *((form, draw.choice(ENDINGS)) for form in asked)]
+            again = statement.partition("{value}")[0] + "{value}"  # small models answer little else
+            if "{noun}" in again and "{owner}" in again and draw.random() < 0.6:
+                asked[0] = again
+            forms = [(statement, ""), *((form, draw.choice(ENDINGS)) for form in asked)]
             wordings.append([_wording(form, end, value, noun=noun, owner=owner) for form, end in forms])
         pieces = iter(self._encode([wording for of_fact in wordings for wording in of_fact]))
         lookups = []
         for of_fact in wordings:
-            said, *asked = (next(pieces) for _ in of_fact)
-            lookups.append(Lookup(_unmarked(said), asked))
+            said, *questions = (next(pieces) for _ in of_fact)
+            lookups.append(Lookup(_unmarked(said), questions))
         return lookups[: _fitting((lookup.length for lookup in lookups), room)]
 
     def _list(self, room: int, spare: list[int], draw: random.Random) -> list[Lookup]:
@@ -219,6 +223,7 @@ KINDS_OF_VALUE = {
     "words": lambda draw, words: draw.choice("_- .").join(draw.choices(words, k=2)),
     "name": lambda draw, words: f"{draw.choice(FIRST_NAMES)} {draw.choice(SURNAMES)}",
     "code": lambda draw, words: f"{_letters(2, draw).upper()}{draw.choice(('-', '', '/'))}{draw.randrange(10**4)}",
+    "spot": lambda draw, words: f"{draw.choice(SPOTS)} {draw.randint(1, 999)}",
     "letters": lambda draw, words: _letters(draw.randint(3, 7), draw),
     "hex": lambda draw, words: f"{draw.getrandbits(32):08x}",
     "uuid": lambda draw, words: str(uuid.UUID(int=draw.getrandbits(128))),

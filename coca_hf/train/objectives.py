@@ -7,6 +7,10 @@
     attention-maps      KL(original || student) of the attention maps, mean over queries, heads, blocks and layers;
                         computed by eager attention, which holds all maps of a batch: for short blocks
 
+With `answer_weight`, the answers of synthetic lookups count again: so many times their own mean is added to the mean
+over a block's tokens, in `lm` and `distill`, and to that over its queries, in `attention-maps`. The log then has
+their cross-entropy, `loss_answers`.
+
 Cross-entropy may be fused with the model's head, so that the logits of all tokens are never there at once.
 
 The original, the teacher, runs once per batch on the same tokens, without gradients; every GPU has all its weights, in
@@ -97,20 +101,46 @@ def _cross_entropy(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(logits.float(), targets, ignore_index=_IGNORED, reduction="sum")
 
 
-def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+def answer_weights(answers: Tensor) -> Tensor:
+    """Weights of the predictions, (b, m), with which the mean over tokens is that over the answers of each block.
+
+    answers: (b, m), which tokens are answers; the place before one predicts it. A block without answers has weights 0.
+    """
+    predicts = pad(answers[:, 1:], (0, 1))
+    return predicts * (predicts.shape[1] / predicts.sum(1, keepdim=True).clamp(min=1))
+
+
+def answer_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """Cross-entropy with the next label, mean over the answers of each block, then over blocks, in float32.
+
+    logits: (b, m, vocabulary); labels: (b, m); weights: (b, m), of `answer_weights`. Returns a scalar.
+    """
+    predicts = weights > 0
+    losses = cross_entropy(logits[predicts].float(), labels.roll(-1, 1)[predicts], reduction="none")
+    return losses @ weights[predicts] / labels.numel()
+
+
+def distillation_loss(
+    student: Tensor, teacher: Tensor, temperature: float = 1.0, weights: Tensor | None = None
+) -> Tensor:
     """KL(teacher || student) of softened predictions, times temperature^2, mean over tokens, in float32.
 
-    student, teacher: (b, m, vocabulary) logits of any dtype. A chunk of positions at a time, made again in the
-    backward: beside the logits there are never more than a chunk's in float32. Returns a scalar.
+    student, teacher: (b, m, vocabulary) logits of any dtype; weights: (b, m), of the predictions, by default 1. A
+    chunk of positions at a time, made again in the backward: beside the logits there are never more than a chunk's in
+    float32. Returns a scalar.
     """
-    pairs = zip(student.flatten(0, 1).split(_CHUNK_TOKENS), teacher.flatten(0, 1).split(_CHUNK_TOKENS), strict=True)
-    divergence = sum(checkpoint(_divergence, *pair, temperature, use_reentrant=False) for pair in pairs)
+    if weights is None:
+        weights = student.new_ones(student.shape[:-1], dtype=torch.float32)
+    tensors = (student.flatten(0, 1), teacher.flatten(0, 1), weights.flatten())
+    chunks = zip(*(tensor.split(_CHUNK_TOKENS) for tensor in tensors), strict=True)
+    divergence = sum(checkpoint(_divergence, *chunk, temperature, use_reentrant=False) for chunk in chunks)
     return divergence * temperature**2 / student.shape[:-1].numel()
 
 
-def _divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+def _divergence(student: Tensor, teacher: Tensor, weights: Tensor, temperature: float) -> Tensor:
     expected = log_softmax(teacher.float() / temperature, dim=-1)
-    return (expected.exp() * (expected - log_softmax(student.float() / temperature, dim=-1))).sum()
+    found = log_softmax(student.float() / temperature, dim=-1)
+    return (expected.exp() * (expected - found)).sum(-1) @ weights
 
 
 def attention_transfer_loss(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
@@ -126,27 +156,37 @@ def attention_transfer_loss(student: list[Tensor], teacher: list[Tensor]) -> Ten
     return torch.stack(errors).mean()
 
 
-def attention_map_loss(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
+def attention_map_loss(student: list[Tensor], teacher: list[Tensor], weights: Tensor | None = None) -> Tensor:
     """KL(teacher || student) of the attention maps, nats, mean over queries, heads, blocks and layers, in float32.
 
-    student, teacher: a (b, h, m, n) tensor per layer. Returns a scalar.
+    student, teacher: a (b, h, m, n) tensor per layer; weights: (b, m), of the queries, by default 1. Returns a scalar.
     """
+    of_queries = 1 if weights is None else weights[:, None]
     divergences = []
     for ours, theirs in zip(student, (maps.float() for maps in teacher), strict=True):
         log_ours = ours.float().clamp(min=_SMALLEST_SHARE).log()
-        divergences.append((torch.xlogy(theirs, theirs) - theirs * log_ours).sum(-1).mean())
+        divergences.append(((torch.xlogy(theirs, theirs) - theirs * log_ours).sum(-1) * of_queries).mean())
     return torch.stack(divergences).mean()
 
 
-_OF_ATTENTION = {"attention-transfer": attention_transfer_loss, "attention-maps": attention_map_loss}
+_OF_ATTENTION = ("attention-transfer", "attention-maps")
+_MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
 class Objective:
     """A weighted sum of losses, all but `lm` beside a teacher, which stays as it is; keeps their means for the log."""
 
-    def __init__(self, weights: Mapping[str, float], teacher: PreTrainedModel | None, temperature: float = 1.0):
+    def __init__(
+        self,
+        weights: Mapping[str, float],
+        teacher: PreTrainedModel | None,
+        temperature: float = 1.0,
+        answer_weight: float = 0.0,
+    ):
         self.weights = dict(weights)
-        self.temperature = temperature
+        if answer_weight:
+            self.weights["answers"] = answer_weight * weights.get("lm", 0.0)
+        self.temperature, self.answer_weight = temperature, answer_weight
         self._teacher = teacher.requires_grad_(False).eval() if teacher else None
         self._sums: Counter[str] = Counter()
         self._calls = 0
@@ -156,25 +196,38 @@ class Objective:
         wanted = not self.weights.keys().isdisjoint(_OF_ATTENTION)
         with _attention_of(model, wanted) as ours:
             text_loss, outputs = language_loss()
-        losses = {"lm": text_loss}
+        losses, token_weights = {"lm": text_loss}, None
+        if self.answer_weight:
+            of_answers = answer_weights(inputs["answers"])
+            losses["answers"] = answer_loss(outputs["logits"], inputs["input_ids"], of_answers) / accumulated
+            token_weights = 1 + self.answer_weight * of_answers
         if self._teacher is not None:
-            losses |= self._beside(self._teacher, inputs["input_ids"], outputs["logits"], ours, accumulated)
+            losses |= self._beside(self._teacher, inputs, outputs["logits"], ours, token_weights, accumulated)
         self._sums.update({name: losses[name].detach().item() * accumulated for name in self.weights})
         self._calls += 1
         return sum(weight * losses[name] for name, weight in self.weights.items())
 
     def _beside(
-        self, teacher: PreTrainedModel, ids: Tensor, logits: Tensor, ours: list, accumulated: int
+        self,
+        teacher: PreTrainedModel,
+        inputs: Mapping,
+        logits: Tensor,
+        ours: list,
+        token_weights: Tensor | None,
+        accumulated: int,
     ) -> dict[str, Tensor]:
+        given = {name: inputs[name] for name in _MODEL_INPUTS if name in inputs}
+        with torch.no_grad(), _attention_of(teacher.to(logits.device), bool(ours)) as theirs:
+            teacher_logits = teacher(**given, use_cache=False).logits
         losses = {}
-        with torch.no_grad(), _attention_of(teacher.to(ids.device), bool(ours)) as theirs:
-            teacher_logits = teacher(input_ids=ids, use_cache=False).logits
         if "distill" in self.weights:
-            losses["distill"] = distillation_loss(logits, teacher_logits, self.temperature) / accumulated
-        for part, (name, loss) in enumerate(_OF_ATTENTION.items()):
-            if name in self.weights:
-                pair = ([layer[part] for layer in layers] for layers in (ours, theirs))
-                losses[name] = loss(*pair) / accumulated
+            losses["distill"] = distillation_loss(logits, teacher_logits, self.temperature, token_weights) / accumulated
+        if "attention-transfer" in self.weights:
+            outputs = ([output for output, _ in layers] for layers in (ours, theirs))
+            losses["attention-transfer"] = attention_transfer_loss(*outputs) / accumulated
+        if "attention-maps" in self.weights:
+            our_maps, their_maps = ([attention for _, attention in layers] for layers in (ours, theirs))
+            losses["attention-maps"] = attention_map_loss(our_maps, their_maps, token_weights) / accumulated
         return losses
 
     def take_means(self) -> dict[str, float]:

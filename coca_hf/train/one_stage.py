@@ -125,25 +125,25 @@ def run_stage(recipe: Recipe, run: StageRun, state: PartialState, held_out: Tens
 
 
 def _load(recipe: Recipe, run: StageRun) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Objective | None]:
-    """The model that the stage starts from, its tokenizer, and its objective where that is not `lm` alone."""
+    """The model that the stage starts from, its tokenizer, and its objective where that is not plain `lm`."""
     attention = recipe.stage_options(run.stage).attn_implementation
     if weights_are_sent_here():
         base = unfilled_model(load_config(run.base) if run.before else start_config(recipe), attention)
     else:
         base = load_model(run.base, None, attention) if run.before else start_model(recipe, attention)
     tokenizer = load_tokenizer(run.base) if run.before else start_tokenizer(recipe)
-    if run.stage.objective == {"lm": 1.0}:
+    if run.stage.objective == {"lm": 1.0} and not run.stage.answer_weight:
         return base, tokenizer, None
     teacher = None
     if recipe.teacher and run.stage.needs_teacher:
         teacher = load_teacher(recipe.teacher, "eager" if "attention-maps" in run.stage.objective else None)
-    return base, tokenizer, Objective(run.stage.objective, teacher, run.stage.temperature)
+    return base, tokenizer, Objective(run.stage.objective, teacher, run.stage.temperature, run.stage.answer_weight)
 
 
 def _in_words(blocks: PackedBlocks, first: int, count: int) -> str:
     """Of which sources a range of blocks is."""
-    paths = [source.path for source in blocks.sources_of(first, count)]
-    return ", ".join(f"{paths.count(path)} of {path}" for path in dict.fromkeys(paths))
+    names = [source.name for source in blocks.sources_of(first, count)]
+    return ", ".join(f"{names.count(name)} of {name}" for name in dict.fromkeys(names))
 
 
 def _set_callbacks(trainer: StageTrainer, run: StageRun) -> None:

@@ -159,7 +159,8 @@ def _levers(recipe: Recipe, stage: Stage, setting: Setting) -> Iterator[tuple[St
             smaller, batch_size=smaller.batch_size // 2, accumulation=smaller.accumulation * 2
         )
         yield stage, smaller
-    if not recipe.stage_options(stage).fused_cross_entropy and "distill" not in stage.objective:
+    needs_logits = "distill" in stage.objective or stage.answer_weight
+    if not recipe.stage_options(stage).fused_cross_entropy and not needs_logits:
         stage = _with(stage, "fused_cross_entropy", True)
         yield stage, smaller
     while _can_share(recipe, stage, smaller.world_size, smaller.sharing * 2):
@@ -177,7 +178,7 @@ def _can_share(recipe: Recipe, stage: Stage, world_size: int, sharing: int) -> b
     """Whether so many GPUs can share each block."""
     options = recipe.stage_options(_with(stage, "context_parallel_size", sharing))
     try:
-        check_context_parallel(stage, options, recipe.data.seq_len)
+        check_context_parallel(stage, options, recipe.data)
         with torch.device("meta"):
             model = model_from_config(recipe, options.attn_implementation)
         check_model_for_context_parallel(model, stage.name)

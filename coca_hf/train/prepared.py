@@ -81,15 +81,17 @@ def describe_stream(
 ) -> dict[str, Any]:
     """Everything that the stream depends on. Local files by name, size and time of change; the hub by revision."""
     described = []
+    marked = any(source.synthetic for source in sources)  # by a bit beside the token's
     for source in sources:
-        files = local_files(source.path)
+        files = local_files(source.path) if source.path else []
         stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        described.append({**source.model_dump(), **({"path": None, "files": stats} if files else {})})
+        given = source.model_dump(exclude=None if source.synthetic else {"synthetic"})
+        described.append({**given, **({"path": None, "files": stats} if files else {})})
     return {
         "format": 3,
         "sources": described,
         "tokenizer": tokenizer_hash(tokenizer),
-        "dtype": "uint16" if max(tokenizer.get_vocab().values()) < 2**16 else "uint32",
+        "dtype": "uint16" if max(tokenizer.get_vocab().values()) < 2**16 and not marked else "uint32",
         "seq_len": seq_len,
         "seed": seed,
         "held_out_blocks": held_out_blocks,

@@ -6,6 +6,7 @@
       sources:                                # weights: shares of the tokens; paths: see documents.read_documents
         - {path: books/*.parquet, weight: 0.75}
         - {path: code.jsonl, weight: 0.25, column: content}
+        - {synthetic: lookups, weight: 0.5}     # made amid the text of the sources above; see lookups.py
     training:                                 # names of transformers.TrainingArguments or StageOptions, for all stages
       learning_rate: 1.0e-4
     stages:                                   # each may override anything under `training`
@@ -16,7 +17,7 @@
 
 `config` overrides fields of the model's config. A model from scratch has `tokenizer` in the place of `model`, and a
 `config` with its `model_type`. A stage with `lora: {r: 16, alpha: 32}` trains adapters on the linear layers that it
-names; they are merged at its end.
+names; they are merged at its end. A stage with `answer_weight: 1` counts the answers of synthetic lookups again.
 
 Relative paths are relative to the current directory. The schedule of the paper, linear from `start_lr` to the learning
 rate over `warmup_steps` (below 1, a share of all steps) and linear to `end_lr`, is
@@ -25,7 +26,7 @@ rate over `warmup_steps` (below 1, a share of all steps) and linear to `end_lr`,
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 from transformers import TrainingArguments
@@ -39,9 +40,10 @@ OBJECTIVES = ("lm", "distill", "attention-transfer", "attention-maps")
 
 
 class Source(Part):
-    """Documents, and their share of the tokens among all sources."""
+    """Documents, or synthetic text, and their share of the tokens among all sources."""
 
-    path: str = Field(min_length=1)
+    path: str = ""
+    synthetic: Literal["lookups"] | None = None  # made from the text of the other sources, in the place of a path
     weight: float = Field(gt=0, le=1e9)
     column: str = "text"
     split: str = "train"
@@ -49,6 +51,21 @@ class Source(Part):
     revision: str | None = None  # of a data set on the hub: a commit or a branch, by default the main one
     skip_empty: bool = False  # leave out rows without text, which else are errors
     _commit: str | None = PrivateAttr(None)  # of a data set on the hub: what `revision` was when the run began
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> "Source":
+        if bool(self.path) == bool(self.synthetic):
+            raise ValueError("expected either path, of documents, or synthetic: lookups")
+        of_documents = Source.model_fields.keys() - {"path", "synthetic", "weight"}
+        given = [key for key in sorted(of_documents) if getattr(self, key) != Source.model_fields[key].default]
+        if self.synthetic and given:
+            raise ValueError(f"got {', '.join(given)} beside synthetic, which only documents have; leave it out")
+        return self
+
+    @property
+    def name(self) -> str:
+        """What messages and records call it."""
+        return self.path or f"synthetic {self.synthetic}"
 
     @property
     def commit(self) -> str | None:
@@ -69,7 +86,9 @@ class Data(Part):
     """What is trained on: blocks of `seq_len` tokens, mixed from `sources`; `seed` fixes the order of the blocks.
 
     held_out_blocks: so many are kept out of the training, to measure the loss on. prepared: the directory for blocks
-    that `--prepare` tokenised; they are used where they are those of this recipe.
+    that `--prepare` tokenised; they are used where they are those of this recipe. skip_positions: leave out positions
+    at random places of every block, so that they rise to at most so many, such as the trained length: a block then
+    teaches distances that are longer than it is (PoSE, arXiv 2309.10400).
     """
 
     seq_len: int = Field(ge=2)
@@ -77,6 +96,22 @@ class Data(Part):
     seed: int = 0
     held_out_blocks: int = Field(default=64, ge=0)
     prepared: str = "prepared"
+    skip_positions: int | None = None
+
+    @model_validator(mode="after")
+    def _check_data(self) -> "Data":
+        if not any(source.path for source in self.sources):
+            raise ValueError("got synthetic sources alone, expected documents beside them, whose text they take")
+        if self.skip_positions is not None and self.skip_positions <= self.seq_len:
+            raise ValueError(
+                f"got skip_positions {self.skip_positions}, expected more than seq_len, {self.seq_len}: the positions "
+                f"that a block is to reach"
+            )
+        return self
+
+    @property
+    def has_answers(self) -> bool:
+        return any(source.synthetic for source in self.sources)
 
 
 class Lora(Part):
@@ -87,14 +122,15 @@ class Lora(Part):
     dropout: float = Field(default=0.0, ge=0, lt=1)
 
 
-_STAGE_KEYS = ("name", "train", "lora", "objective", "temperature")  # all else is a training option
+_STAGE_KEYS = ("name", "train", "lora", "objective", "temperature", "answer_weight")  # all else is a training option
 
 
 class Stage(Part):
     """One run of the trainer: the parameters that learn, by module name or `all`, and its own training options.
 
     With `lora`, adapters on the linear layers of that name learn instead; `all` means those of the decoder's layers.
-    `objective` names what is minimised, or gives several their weights: see `objectives.py`.
+    `objective` names what is minimised, or gives several their weights: see `objectives.py`. `answer_weight` adds, so
+    many times, the mean over the answers of each block of synthetic lookups to the mean over its tokens.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$")  # a directory name, and a step in a dotted path
@@ -102,6 +138,7 @@ class Stage(Part):
     lora: Lora | None = None
     objective: dict[str, float] = {"lm": 1.0}
     temperature: float = Field(default=1.0, gt=0)  # of distillation
+    answer_weight: float = Field(default=0.0, ge=0)
     training: dict[str, Any]
 
     @model_validator(mode="before")
@@ -191,12 +228,14 @@ class Recipe(Part):
             except ValidationError as error:
                 problems = "; ".join(explain({}, problem) for problem in error.errors())
                 raise ValueError(f"stages.{stage.name}: {problems}") from None
+            if stage.answer_weight:
+                _check_answers(stage, self.data)
             if self.stage_options(stage).fused_cross_entropy:
                 _check_fused(stage)
             if "attention-maps" in stage.objective:
                 _check_maps(stage, self.stage_options(stage))
             if self.stage_options(stage).context_parallel_size > 1:
-                check_context_parallel(stage, self.stage_options(stage), self.data.seq_len)
+                check_context_parallel(stage, self.stage_options(stage), self.data)
         return self
 
     def options(self, stage: Stage) -> dict[str, Any]:
@@ -275,10 +314,23 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
 def _check_fused(stage: Stage) -> None:
     """Raises ValueError for what needs the logits that a fused cross-entropy does not give."""
-    if "distill" in stage.objective:
+    needs_logits = {"objective distill": "distill" in stage.objective, "answer_weight": stage.answer_weight}
+    for name in (name for name, given in needs_logits.items() if given):
         raise ValueError(
-            f"stages.{stage.name}: got fused_cross_entropy with objective distill, which needs the logits; leave one "
-            f"of them out"
+            f"stages.{stage.name}: got fused_cross_entropy with {name}, which needs the logits; leave one of them out"
+        )
+
+
+def _check_answers(stage: Stage, data: Data) -> None:
+    """Raises ValueError where there are no answers to weight, or nothing that is measured token by token."""
+    given = f"stages.{stage.name}: got answer_weight {stage.answer_weight:g}"
+    if not data.has_answers:
+        raise ValueError(
+            f"{given} without a source that has answers; add {{synthetic: lookups, weight: 0.5}} to data.sources"
+        )
+    if set(stage.objective) == {"attention-transfer"}:
+        raise ValueError(
+            f"{given} with objective attention-transfer alone, which weights no tokens; leave one of them out"
         )
 
 
@@ -292,13 +344,16 @@ def _check_maps(stage: Stage, options: StageOptions) -> None:
         )
 
 
-def check_context_parallel(stage: Stage, options: StageOptions, seq_len: int) -> None:
+def check_context_parallel(stage: Stage, options: StageOptions, data: Data) -> None:
     """Raises ValueError for what cannot be computed on parts of a block."""
     size = options.context_parallel_size
     given = f"stages.{stage.name}: got context_parallel_size {size}"
     if options.attn_implementation not in (None, "sdpa"):
         raise ValueError(f"{given} with attn_implementation {options.attn_implementation}, expected sdpa")
-    if stage.needs_teacher:
-        raise ValueError(f"{given} with objective {', '.join(stage.objective)}, expected lm alone")
-    if seq_len % (2 * size):
-        raise ValueError(f"{given}, expected data.seq_len, {seq_len}, to be a multiple of {2 * size}")
+    if stage.needs_teacher or stage.answer_weight:
+        objective = ", ".join(stage.objective) + (" and answer_weight" if stage.answer_weight else "")
+        raise ValueError(f"{given} with objective {objective}, expected lm alone")
+    if data.skip_positions:
+        raise ValueError(f"{given} with data.skip_positions, expected positions in order; leave one of them out")
+    if data.seq_len % (2 * size):
+        raise ValueError(f"{given}, expected data.seq_len, {data.seq_len}, to be a multiple of {2 * size}")

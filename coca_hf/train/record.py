@@ -66,9 +66,9 @@ def _summary(recipe: Recipe, run: StageRun, record: dict[str, Any]) -> dict[str,
         "learning_rate": run.arguments.learning_rate,
         "sources": [
             {
-                "path": source.path,
+                "path": source.name,
                 "weight": source.weight,
-                "on_hub": is_on_hub(source.path),
+                "on_hub": bool(source.path) and is_on_hub(source.path),
                 "commit": source.commit,
             }
             for source in recipe.data.sources

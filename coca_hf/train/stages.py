@@ -200,6 +200,7 @@ def _inputs(
         "sources": [
             {file.name: f"{file.stat().st_size} bytes" for file in local_files(source.path)}
             for source in recipe.data.sources
+            if source.path
         ],
         **({"commits": commits} if any(commits) else {}),
         "tokenizer": tokenizer_hash(blocks.tokenizer),

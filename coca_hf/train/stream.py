@@ -3,7 +3,8 @@
 Within a source, documents follow one another without padding, and the blocks are drawn from a buffer of
 `SHUFFLE_TOKENS`. A source that is exhausted starts again, in another order, after every one of its blocks was drawn;
 the tokens after its last whole block are left out. The source of each block is drawn in proportion to `weight`, so that
-weights are shares of tokens.
+weights are shares of tokens. A synthetic block takes one block of text, which is then drawn nowhere else; its answers
+have the bit `ANSWER` beside their token.
 """
 
 import functools
@@ -20,9 +21,11 @@ from coca_hf.documents import read_documents
 from coca_hf.errors import CocaError
 from coca_hf.held_out import HeldOut
 from coca_hf.tokens import Encoder, Piece, batches, pieces_of
+from coca_hf.train.lookups import Lookups
 from coca_hf.train.recipe import Source
 
 LARGE_DOCUMENT = 10_000_000  # characters: a dozen novels
+ANSWER = 2**31  # more than any token
 SHUFFLE_TOKENS = 2**21  # of a source, that wait to be drawn: 16 MB, and 1024 blocks of 2048 tokens
 
 
@@ -39,9 +42,17 @@ class TokenStream:
         self.next_block = 0
         self._draw = draw_of_sources(seed)
         self._weights = [source.weight for source in sources]
-        self._sources = [
-            _SourceStream(source, encoder, seq_len, f"{seed} source {number}", rule)
+        texts = {
+            number: _SourceStream(source, encoder, seq_len, f"{seed} source {number}", rule)
             for number, (source, rule) in enumerate(zip(sources, held_out, strict=True))
+            if source.path
+        }
+        shares = [sources[number].weight for number in texts]
+        self._sources = [
+            texts[number]
+            if number in texts
+            else _LookupStream([*texts.values()], shares, Lookups(encoder.tokenizer), f"{seed} source {number}")
+            for number in range(len(sources))
         ]
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -124,6 +135,27 @@ class _SourceStream:
         self._draw.setstate(state["draw"])
         self._buffer = [] if state["buffer"] is None else list(state["buffer"].long())
         self._packed = self._start_packing(*state["packed"])
+
+
+class _LookupStream:
+    """Blocks of lookups, each in a block of text, and fixed by that and its own number."""
+
+    def __init__(self, texts: list[_SourceStream], shares: list[float], lookups: Lookups, name: str):
+        self._texts, self._shares, self._lookups, self._name = texts, shares, lookups, name
+        self._number = 0
+
+    def __next__(self) -> Tensor:
+        draw = random.Random(f"{self._name} block {self._number}")
+        self._number += 1
+        text = next(draw.choices(self._texts, self._shares)[0])
+        ids, answers = self._lookups.block(text.tolist(), draw)
+        return torch.tensor(ids) + ANSWER * torch.tensor(answers)
+
+    def state(self) -> int:
+        return self._number
+
+    def restore_(self, state: int) -> None:
+        self._number = state
 
 
 class PackedPass:

@@ -82,9 +82,10 @@ class StageTrainer(Trainer):
     def compute_loss(self, model: nn.Module, inputs: dict, return_outputs: bool = False, num_items_in_batch=None):
         if self.args.parallelism_config and self.model.config.model_type.startswith("coca_"):
             inputs = {**inputs, "rope_length": self.stage_log.seq_len}  # this process has a part of the block
+        of_model = {name: tensor for name, tensor in inputs.items() if name != "answers"}
         if self.objective is None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        text = partial(super().compute_loss, model, inputs, True, num_items_in_batch)
+            return super().compute_loss(model, of_model, return_outputs, num_items_in_batch)
+        text = partial(super().compute_loss, model, of_model, True, num_items_in_batch)
         accumulated = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
         with self.accelerator.autocast():
             return self.objective(text, model, inputs, accumulated)

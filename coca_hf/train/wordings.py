@@ -44,7 +44,7 @@ PROPERTY = Relation(
         "bus line,frequency,channel,shelf mark,version,alias,nickname,token,dose,debt,salary,lot"
     ),
     owners=BODIES + FIRST_NAMES,
-    values=("number", "number", "number", "code", "word", "name"),
+    values=("number", "number", "number", "code", "name"),
     said=(
         " Note that {owner}'s {noun} is {value}.",
         "\n{owner}: {noun} {value}.",
@@ -93,7 +93,7 @@ PLACE = Relation(
         "suitcase,manuscript,watch,coin,letter,ring,bicycle,globe,blanket,teapot,painting,knife,rope,basket,microscope"
     ),
     owners=FIRST_NAMES,
-    values=("word", "word", "name", "code"),
+    values=("spot", "spot", "name", "code"),
     said=(
         " {owner} hid the {noun} next to {value}.",
         " The {noun} which {owner} lost had been left with {value}.",
@@ -145,6 +145,8 @@ ROLE = Relation(
     ),
 )
 
+SPOTS = _words("shelf,drawer,box,locker,crate,cabinet,cell,bench,gate,pier,bin,aisle")
+
 RELATIONS = (PROPERTY, PROPERTY, PLACE, ROLE)
 
 ENDINGS = (".", ".", ",", "\n", ";", " and")  # after an answer in running text
@@ -159,7 +161,6 @@ class Form(NamedTuple):
 
 
 FORMS = (
-    Form("\n", "\n{key}: {value}", "\n"),
     Form("\nNotes\n", "\n- {key}: {value}", "\n"),
     Form("\n", "\n{key} = {value}", "\n"),
     Form("\n", "\n{key}\t{value}", "\n"),

@@ -40,7 +40,7 @@ def main() -> None:
         for seed in range(min(seeds, options.seeds)):
             checkpoint = convert(plan["start"], options.out / "starts")
             if "stages" in plan:
-                checkpoint = train(plan["stages"], checkpoint, seed, options.out / "trained" / f"{slug(name)}-{seed}")
+                checkpoint = train(plan, checkpoint, seed, options.out / "trained" / f"{slug(name)}-{seed}")
             evaluate(checkpoint, name if seeds == 1 else f"{name}, seed {seed}", options.out)
     trained = sorted((options.out / "trained").glob("[!.]*"))  # no locks
     coca_eval("report", options.out / "rows", *trained, "--out", options.out / "page")
@@ -83,8 +83,9 @@ def unscale(checkpoint: Path) -> None:
     save_file(tensors, file, {"format": "pt"})
 
 
-def train(stages: list[dict], start: Path, seed: int, out: Path) -> Path:
-    settings = {"model": str(start), "data.seed": seed, "training.seed": seed, "stages": stages}
+def train(plan: dict, start: Path, seed: int, out: Path) -> Path:
+    settings = {"model": str(start), "data.seed": seed, "training.seed": seed, "stages": plan["stages"]}
+    settings |= plan.get("settings", {})
     changes = [f"{key}={json.dumps(value)}" for key, value in settings.items()]  # JSON is YAML
     run("coca-train", HERE / "recipe.yaml", *changes, "--out", out, "--resume")
     return sorted(path.parent for path in out.glob("*/training.json"))[-1]

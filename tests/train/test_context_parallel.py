@@ -178,6 +178,7 @@ def test_steps_count_groups_and_not_processes(recipes):
 
 REFUSED = {
     "training.attn_implementation=eager": "got context_parallel_size 2 with attn_implementation eager, expected sdpa",
+    "data.skip_positions=2000": "context_parallel_size 2 with data.skip_positions, expected positions in order",
     "data.seq_len=70": "expected data.seq_len, 70, to be a multiple of 4",
     "stages.k.context_parallel_size=0": "context_parallel_size: got 0, expected greater than or equal to 1",
 }
@@ -193,6 +194,12 @@ def test_a_teacher_needs_whole_blocks(recipes):
     settings = [SHARED, "teacher=x", "stages.k.objective=distill"]
     with pytest.raises(CocaError, match="context_parallel_size 2 with objective distill, expected lm alone"):
         load_recipe(recipes / "slack.yaml", settings)
+
+
+def test_answers_need_whole_blocks(recipes):
+    lookups = "data.sources=[{path: x, weight: 1}, {synthetic: lookups, weight: 1}]"
+    with pytest.raises(CocaError, match="with objective lm and answer_weight, expected lm alone"):
+        load_recipe(recipes / "slack.yaml", [SHARED, lookups, "stages.k.answer_weight=1"])
 
 
 MODELS = {

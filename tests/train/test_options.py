@@ -142,6 +142,7 @@ def test_a_fused_cross_entropy_is_the_plain_one_with_its_gradients(fused, num_it
     torch.testing.assert_close(torch.autograd.grad(loss, inputs), wanted)
 
 
+LOOKUPS = "data.sources=[{path: x, weight: 1}, {synthetic: lookups, weight: 1}]"
 REFUSED = {
     "training.attn_implementation=flash_attention_2": "stages.k: attn_implementation 'flash_attention_2' does not run",
     "training.attn_implementation=sdpaa": "stages.k: attn_implementation 'sdpaa' does not run here: ",
@@ -172,6 +173,10 @@ def test_several_processes_on_one_block_are_refused(recipe_path, tmp_path, monke
     ("settings", "message"),
     [
         (["teacher=x", "stages.k.objective=distill"], "stages.k: got fused_cross_entropy with objective distill, wh"),
+        (
+            [LOOKUPS, "stages.k.answer_weight=1"],
+            "stages.k: got fused_cross_entropy with answer_weight, which",
+        ),
         (["training.use_liger_kernel=true"], "give fused_cross_entropy: liger"),
     ],
 )

@@ -1,0 +1,190 @@
+"""`{synthetic: lookups}` in a recipe: its share of the stream, the marks of its answers, and what they count."""
+
+import itertools
+
+import pytest
+import torch
+import yaml
+from torch.nn.functional import cross_entropy, kl_div
+
+from coca_hf.train.data import PackedBlocks
+from coca_hf.train.model import load_model
+from coca_hf.train.objectives import (
+    answer_loss,
+    answer_weights,
+    attention_map_loss,
+    distillation_loss,
+)
+from coca_hf.train.recipe import Source, load_recipe
+from coca_hf.train.stages import run_recipe
+from tests.train.layouts import DDP, Run, log_lines, succeed
+
+SEQ_LEN, REACH = 170, 901
+SYNTHETIC = Source(synthetic="lookups", weight=2)
+
+
+@pytest.fixture
+def words(texts) -> Source:
+    return Source(path=str(texts / "words/*.txt"), weight=1)
+
+
+@pytest.fixture
+def blocks(words, texts, tiny_tokenizer, tmp_path):
+    digits = Source(path=str(texts / "digits.jsonl"), weight=1, column="code")
+
+    def make(sources=(words, SYNTHETIC, digits), start_block: int = 0, prepared=None, **options) -> PackedBlocks:
+        prepared_dir = tmp_path / prepared if prepared else None
+        return PackedBlocks(sources, tiny_tokenizer, SEQ_LEN, 5, start_block, 2, prepared_dir, **options)
+
+    return make
+
+
+def take(blocks: PackedBlocks, count: int) -> list[dict[str, list]]:
+    return [{name: row.tolist() for name, row in block.items()} for block in itertools.islice(blocks, count)]
+
+
+def test_its_weight_is_its_share_of_the_blocks_and_of_all_answers(blocks):
+    drawn, sources = take(blocks(), 200), blocks().sources_of(0, 200)
+    synthetic = [source.synthetic for source in sources]
+    assert synthetic.count("lookups") == pytest.approx(100, abs=25)
+    with_answers = [any(block["answers"]) for block in drawn]
+    assert not any(marked for marked, made in zip(with_answers, synthetic, strict=True) if not made)
+    assert sum(with_answers) > 0.6 * synthetic.count("lookups")
+    assert max(max(block["input_ids"]) for block in drawn) < 259
+    assert all(block["input_ids"] == block["labels"] for block in drawn)
+
+
+def test_a_later_start_has_the_same_blocks_and_answers(blocks):
+    assert take(blocks(start_block=41), 30) == take(blocks(), 71)[41:]
+
+
+@pytest.mark.parametrize("start_block", [0, 33, 70])
+def test_prepared_blocks_keep_their_answers_and_the_stream_goes_on_past_their_end(blocks, start_block):
+    plain = take(blocks(start_block=start_block), 90)
+    blocks(prepared="prepared").prepare(40)
+    assert blocks(prepared="prepared").prepare(60).num_blocks == 60
+    assert take(blocks(start_block=start_block, prepared="prepared"), 90) == plain
+
+
+def test_nothing_synthetic_is_held_out_and_nothing_that_is_held_out_is_trained_on(blocks, words):
+    held_out = blocks((words, SYNTHETIC)).held_out()
+    assert torch.equal(torch.stack(held_out), torch.stack(blocks((words,)).held_out()))
+
+
+def test_a_recipe_without_it_has_no_answers(blocks, words):
+    assert set(next(iter(blocks((words,))))) == {"input_ids", "labels"}
+
+
+def test_skipped_positions_rise_to_at_most_their_reach_and_depend_on_the_number_of_the_block(blocks):
+    drawn = take(blocks(skip_positions=REACH), 60)
+    for block in drawn:
+        steps = torch.tensor(block["position_ids"]).diff()
+        assert block["position_ids"][0] == 0
+        assert steps.min() >= 1
+        assert block["position_ids"][-1] < REACH
+        assert block["attention_mask"] == [1] * SEQ_LEN
+    assert max(block["position_ids"][-1] for block in drawn) > 2 * SEQ_LEN
+    assert len({tuple(block["position_ids"]) for block in drawn}) > 50
+    assert take(blocks(start_block=41, skip_positions=REACH), 19) == drawn[41:]
+
+
+@pytest.fixture
+def predictions():
+    """Logits of two models, (b, m, vocabulary), labels, and answers of which the last block has none."""
+    draw = torch.Generator().manual_seed(0)
+    ours, theirs = torch.randn(2, 3, 11, 7, generator=draw)
+    labels = torch.randint(7, (3, 11), generator=draw)
+    answers = torch.zeros(3, 11, dtype=torch.bool)
+    answers[0, 4], answers[1, 2:9] = True, True
+    return ours, theirs, labels, answers
+
+
+def mean_over_answers(losses, answers):
+    """losses: (b, m - 1), of the tokens after the first; the mean over blocks, of each block's answers alone."""
+    rows = zip(losses, answers[:, 1:], strict=True)
+    parts = [row[marked].mean() if marked.any() else row.new_zeros(()) for row, marked in rows]
+    return torch.stack(parts).mean()
+
+
+def test_the_loss_on_answers_is_the_mean_over_those_of_each_block(predictions):
+    ours, _, labels, answers = predictions
+    expected = cross_entropy(ours[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+    found = answer_loss(ours, labels, answer_weights(answers))
+    torch.testing.assert_close(found, mean_over_answers(expected, answers))
+
+
+def test_distillation_adds_the_mean_over_answers_to_that_over_tokens(predictions):
+    ours, theirs, _, answers = predictions
+    divergence = kl_div(ours.log_softmax(-1), theirs.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+    expected = divergence.mean() + 3 * mean_over_answers(divergence[:, :-1], answers)
+    found = distillation_loss(ours, theirs, weights=1 + 3 * answer_weights(answers))
+    torch.testing.assert_close(found, expected)
+
+
+def test_attention_maps_add_the_mean_over_the_queries_that_predict_answers(predictions):
+    *_, answers = predictions
+    draw = torch.Generator().manual_seed(1)
+    ours, theirs = torch.rand(2, 3, 5, 11, 11, generator=draw).softmax(-1)
+    divergence = kl_div(ours.log(), theirs, reduction="none").sum(-1).mean(1)
+    expected = divergence.mean() + 3 * mean_over_answers(divergence[:, :-1], answers)
+    found = attention_map_loss([ours], [theirs], 1 + 3 * answer_weights(answers))
+    torch.testing.assert_close(found, expected)
+
+
+def lookups_recipe(recipe_path, *settings):
+    path = load_recipe(recipe_path).data.sources[0].path
+    sources = f"data.sources=[{{path: '{path}', weight: 3}}, {{synthetic: lookups, weight: 6}}]"
+    return load_recipe(recipe_path, ["data.seq_len=100", sources, "data.held_out_blocks=2", *settings])
+
+
+@pytest.mark.parametrize("positions", [[], ["data.skip_positions=333"]], ids=["in order", "left out"])
+def test_a_stage_adds_the_loss_on_answers_and_logs_it(recipe_path, tiny_llama_dir, tmp_path, positions):
+    settings = [f"teacher={tiny_llama_dir}", "stages.k.answer_weight=3", "stages.full.answer_weight=2"]
+    mixed = "stages.full.objective={lm: 0.5, distill: 0.25}"
+    run_recipe(lookups_recipe(recipe_path, *settings, mixed, *positions), tmp_path / "out")
+    for line in log_lines(tmp_path / "out/1-k"):
+        assert line["loss_answers"] > 1
+        assert line["loss"] == pytest.approx(line["loss_lm"] + 3 * line["loss_answers"], rel=1e-4)
+    for line in log_lines(tmp_path / "out/3-full"):
+        text = 0.5 * (line["loss_lm"] + 2 * line["loss_answers"])
+        assert line["loss"] == pytest.approx(text + 0.25 * line["loss_distill"], rel=1e-4)
+    assert "loss_answers" not in (tmp_path / "out/2-qkv/log.jsonl").read_text()
+    assert "- synthetic lookups, weight 6" in (tmp_path / "out/3-full/README.md").read_text()
+
+
+def test_batches_do_not_change_what_answers_count(recipe_path, tmp_path):
+    losses = []
+    for batch in (4, 1):
+        settings = ["training.global_batch_size=4", f"training.per_device_train_batch_size={batch}"]
+        recipe = lookups_recipe(recipe_path, *settings, "stages.k.answer_weight=3")
+        run_recipe(recipe, tmp_path / str(batch), stage="k")
+        losses.append([line["loss"] for line in log_lines(tmp_path / str(batch) / "1-k")])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_left_out_positions_are_no_borders_of_documents(tiny_coca_dir, tiny_llama_dir, blocks):
+    block = next(iter(blocks(skip_positions=REACH)))
+    given = {name: block[name][None] for name in ("input_ids", "position_ids", "attention_mask")}
+    changed = {**given, "input_ids": given["input_ids"].clone()}
+    changed["input_ids"][0, 0] += 1
+    for directory in (tiny_coca_dir, tiny_llama_dir):
+        given, changed = ({**inputs, "attention_mask": block["attention_mask"][None]} for inputs in (given, changed))
+        model = load_model(str(directory))
+        with torch.no_grad():
+            ours, theirs = (model(**inputs, use_cache=False).logits[0, -1] for inputs in (given, changed))
+            assert not torch.equal(ours, theirs)
+            del given["attention_mask"], changed["attention_mask"]
+            ours, theirs = (model(**inputs, use_cache=False).logits[0, -1] for inputs in (given, changed))
+            assert torch.equal(ours, theirs), "a mask is what says so"
+
+
+@pytest.mark.real
+def test_two_processes_have_the_losses_of_one(recipe_path, tmp_path):
+    settings = ["stages.k.answer_weight=3", "data.skip_positions=333", "training.global_batch_size=4"]
+    one, two = ([*settings, f"training.per_device_train_batch_size={batch}"] for batch in (4, 2))
+    recipe = lookups_recipe(recipe_path, *one)
+    run_recipe(recipe, tmp_path / "one", stage="k")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(lookups_recipe(recipe_path, *two).to_dict()))
+    succeed(tmp_path, [Run([tmp_path / "recipe.yaml", "--stage", "k", "--out", tmp_path / "two"], DDP)])
+    ours, theirs = ([line["loss"] for line in log_lines(tmp_path / name / "1-k")] for name in ("two", "one"))
+    assert ours == pytest.approx(theirs, rel=1e-4)
