@@ -165,6 +165,14 @@ def _plan(recipe: Recipe, out_dir: Path) -> list[StageRun]:
                 **recipe.options(stage),
             )
             on_cpu = arguments.device.type == "cpu"  # asking joins the other processes
+        if arguments.n_gpu > 1:  # transformers would split every batch over them, with nn.DataParallel
+            if number == 1:
+                announce(
+                    f"one process is one GPU: this one takes the first of {arguments.n_gpu}; for all of them: "
+                    f"accelerate launch --config_file recipes/accelerate/8gpu.yaml --num_processes {arguments.n_gpu} -m "
+                    f"coca_hf.train RECIPE"
+                )
+            arguments._n_gpu = 1
         arguments.parallelism_config = context_parallel(
             arguments, recipe.stage_options(stage).context_parallel_size, f"stages.{stage.name}"
         )
