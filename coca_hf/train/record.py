@@ -83,7 +83,10 @@ def _surroundings(arguments: TrainingArguments) -> dict[str, Any]:
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "hardware": {"device": device, "processes": arguments.world_size},
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: number for name in PACKAGES if (number := _version(name))},
+        },
         "commit": commit(),
     }
 

@@ -167,10 +167,12 @@ def _plan(recipe: Recipe, out_dir: Path) -> list[StageRun]:
             on_cpu = arguments.device.type == "cpu"  # asking joins the other processes
         if arguments.n_gpu > 1:  # transformers would split every batch over them, with nn.DataParallel
             if number == 1:
+                launch = (
+                    f"accelerate launch --config_file LAYOUT --num_processes {arguments.n_gpu} -m coca_hf.train RECIPE"
+                )
                 announce(
-                    f"one process is one GPU: this one takes the first of {arguments.n_gpu}; for all of them: "
-                    f"accelerate launch --config_file recipes/accelerate/8gpu.yaml --num_processes {arguments.n_gpu} -m "
-                    f"coca_hf.train RECIPE"
+                    f"one process is one GPU: this one takes the first of {arguments.n_gpu}; for all of them: {launch} "
+                    f"(LAYOUT: recipes/accelerate/8gpu.yaml)"
                 )
             arguments._n_gpu = 1
         arguments.parallelism_config = context_parallel(
