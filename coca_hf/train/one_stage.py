@@ -236,8 +236,8 @@ def in_all_processes(make: Callable[[], Made]) -> Made:
         made.append(make())
     except CocaError as error:
         errors.append(error)
-    for error in gather_object(errors):
-        raise error
+    for of_any in gather_object(errors):
+        raise of_any
     return made[0]
 
 

@@ -130,8 +130,10 @@ def _run_stages(
 ) -> Path:
     places = from_main_process(lambda: _check_and_open(recipe, out_dir, runs, chosen, state, resume))
     recipe = _at(recipe, places)
-    start = {"base": recipe.start, "base_directory": places["model"][1] if recipe.model else None}
-    chosen = [run if run.before else dataclasses.replace(run, **start) for run in chosen]
+    directory = places["model"][1] if recipe.model else None
+    chosen = [
+        run if run.before else dataclasses.replace(run, base=recipe.start, base_directory=directory) for run in chosen
+    ]
     complete = from_main_process(lambda: {run.directory for run in chosen if run.is_complete})
     held_out: Tensor | None = None
     for run in chosen:
