@@ -43,7 +43,7 @@ _SMALLEST_SHARE = 1e-9  # of attention, whose logarithm is taken
 def fuse_cross_entropy_(model: PreTrainedModel, liger: bool = False) -> None:
     """Let a model in training compute its loss from hidden states by `linear_cross_entropy`, or Liger's, in place.
 
-    Its outputs then hold the hidden states as `logits`. In evaluation it stays as it is.
+    Its outputs then hold the hidden states as `logits`. With its head in evaluation it stays as it is.
     """
     head, plain_loss = model.get_output_embeddings(), model.loss_function
     plain_head, fused = head.forward, liger_cross_entropy if liger else linear_cross_entropy

@@ -105,7 +105,8 @@ def run_stage(recipe: Recipe, run: StageRun, state: PartialState, held_out: Tens
     tokens = run.arguments.max_steps * run.blocks_per_step * data.seq_len
     announce(
         f"{run.directory}: trains {trained:,} of {total:,} parameters ({trained / total:.1%}) for "
-        f"{run.arguments.max_steps:,} steps, {tokens:,} tokens"
+        f"{run.arguments.max_steps:,} steps of {run.blocks_per_step:,} blocks, {tokens:,} tokens"
+        + ("" if options.global_batch_size else " (other numbers of processes have other steps: set global_batch_size)")
         + (f"; continues after step {step:,}" if checkpoint else "")
     )
     try:
@@ -235,8 +236,8 @@ def in_all_processes(make: Callable[[], Made]) -> Made:
         made.append(make())
     except CocaError as error:
         errors.append(error)
-    for error in gather_object(errors):
-        raise error
+    for of_any in gather_object(errors):
+        raise of_any
     return made[0]
 
 

@@ -273,7 +273,13 @@ class Recipe(Part):
         if blocks % at_once:
             raise CocaError(
                 f"stages.{stage.name}: got global_batch_size {blocks}, expected a multiple of {at_once}: "
-                f"per_device_train_batch_size {batch} on {world_size} processes"
+                f"per_device_train_batch_size {batch} on {world_size} processes; change one of them"
+            )
+        given = options.get("gradient_accumulation_steps", blocks // at_once)
+        if given != blocks // at_once:
+            raise CocaError(
+                f"stages.{stage.name}: got global_batch_size {blocks} and gradient_accumulation_steps {given}, "
+                f"expected {blocks // at_once} on {world_size} processes; leave gradient_accumulation_steps out"
             )
         return blocks // at_once
 

@@ -3,7 +3,7 @@
 import os
 import platform
 from datetime import datetime, timezone
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -83,6 +83,17 @@ def _surroundings(arguments: TrainingArguments) -> dict[str, Any]:
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "hardware": {"device": device, "processes": arguments.world_size},
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: number for name in PACKAGES if (number := _version(name))},
+        },
         "commit": commit(),
     }
+
+
+def _version(package: str) -> str | None:
+    """None where it is not installed as a package: what is trained is not lost for a line of its record."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

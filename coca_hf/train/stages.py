@@ -130,8 +130,10 @@ def _run_stages(
 ) -> Path:
     places = from_main_process(lambda: _check_and_open(recipe, out_dir, runs, chosen, state, resume))
     recipe = _at(recipe, places)
-    start = {"base": recipe.start, "base_directory": places["model"][1] if recipe.model else None}
-    chosen = [run if run.before else dataclasses.replace(run, **start) for run in chosen]
+    directory = places["model"][1] if recipe.model else None
+    chosen = [
+        run if run.before else dataclasses.replace(run, base=recipe.start, base_directory=directory) for run in chosen
+    ]
     complete = from_main_process(lambda: {run.directory for run in chosen if run.is_complete})
     held_out: Tensor | None = None
     for run in chosen:
@@ -165,6 +167,16 @@ def _plan(recipe: Recipe, out_dir: Path) -> list[StageRun]:
                 **recipe.options(stage),
             )
             on_cpu = arguments.device.type == "cpu"  # asking joins the other processes
+        if arguments.n_gpu > 1:  # transformers would split every batch over them, with nn.DataParallel
+            if number == 1:
+                launch = (
+                    f"accelerate launch --config_file LAYOUT --num_processes {arguments.n_gpu} -m coca_hf.train RECIPE"
+                )
+                announce(
+                    f"one process is one GPU: this one takes the first of {arguments.n_gpu}; for all of them: {launch} "
+                    f"(LAYOUT: recipes/accelerate/8gpu.yaml)"
+                )
+            arguments._n_gpu = 1
         arguments.parallelism_config = context_parallel(
             arguments, recipe.stage_options(stage).context_parallel_size, f"stages.{stage.name}"
         )

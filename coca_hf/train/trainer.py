@@ -185,7 +185,8 @@ class StageTrainer(Trainer):
             self.control.should_evaluate = False
             return {}
         with self.stage_log.pause():
-            metrics = {"eval_loss": held_out_loss(self.model_wrapped, self.held_out, self.args.train_batch_size)}
+            head, batch_size = self.model.get_output_embeddings(), self.args.train_batch_size
+            metrics = {"eval_loss": held_out_loss(self.model_wrapped, head, self.held_out, batch_size)}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         self.meter.restart()

@@ -7,9 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from coca_hf import CocaError
 from coca_hf.train import objectives
+from coca_hf.train.held_out_loss import held_out_loss
+from coca_hf.train.model import load_model
 from coca_hf.train.objectives import liger_cross_entropy, linear_cross_entropy
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
@@ -112,6 +115,31 @@ def test_a_fused_cross_entropy_never_holds_the_logits_of_all_tokens(run, monkeyp
     assert any(shape[-1:] == (VOCABULARY,) and shape.numel() == TOKENS * VOCABULARY for shape in before.saved)
     assert not any(shape[-1:] == (VOCABULARY,) and shape.numel() > 7 * VOCABULARY for shape in seen.saved)
     assert_same(ours, plain, atol=1e-2 if "training.bf16=true" in options else 1e-5)
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers of a tensor that was made with the vocabulary as its last dimension."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        if isinstance(result, torch.Tensor) and result.shape[-1:] == (VOCABULARY,):
+            self.numbers = max(self.numbers, result.numel())
+        return result
+
+
+def test_the_held_out_loss_of_a_fused_cross_entropy_never_holds_all_logits_and_is_the_plain_one(
+    tiny_coca_dir, monkeypatch
+):
+    monkeypatch.setattr(objectives, "_CHUNK_TOKENS", 7)
+    model, blocks = load_model(str(tiny_coca_dir)), torch.arange(3, 183).view(3, 60)
+    plain = held_out_loss(model, model.get_output_embeddings(), blocks, 2)
+    objectives.fuse_cross_entropy_(model)
+    with Largest() as largest:
+        fused = held_out_loss(model, model.get_output_embeddings(), blocks, 2)
+    assert fused == pytest.approx(plain, rel=1e-6)
+    assert largest.numbers == TINY["hidden_size"] * VOCABULARY  # the head itself; all logits are 120 * VOCABULARY
 
 
 @pytest.fixture(params=["linear", "liger"])

@@ -5,13 +5,14 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from coca_cli import main
 from coca_hf import CocaError, convert_checkpoint
@@ -55,7 +56,7 @@ def test_the_fraction_that_learns_is_printed_and_recorded(recipe_path, tmp_path,
         parameters = record(tmp_path / "out" / stage)["parameters"]
         assert parameters == {"trained": count, "total": total, "fraction": count / total}
         share = f"trains {count:,} of {total:,} parameters ({count / total:.1%})"
-        assert f"{stage}: {share} for {steps} steps, {steps * 4 * 20:,} tokens" in printed
+        assert f"{stage}: {share} for {steps} steps of 4 blocks, {steps * 4 * 20:,} tokens" in printed
 
 
 def test_stages_take_up_the_stream_where_the_one_before_ended(unbroken):
@@ -275,3 +276,50 @@ def test_kept_layers_learn_nothing_in_stage_k_and_where_named_their_queries_keys
     assert learnt == [set(), {"q_proj.weight", "k_proj.weight", "v_proj.weight"}]
     final = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / STAGES[2])
     assert final.config.coca_kept_layers == [1]
+
+
+def test_a_machine_of_several_gpus_is_one_gpu_to_a_process_and_is_told_how_to_use_all(
+    recipe_path, unbroken, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    plain = TrainingArguments.__post_init__
+
+    def on_gpus(arguments):
+        plain(arguments)
+        arguments._n_gpu = 8  # as where CUDA is
+
+    monkeypatch.setattr(TrainingArguments, "__post_init__", on_gpus)
+    result = run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="k")
+    assert "one process is one GPU" in (printed := capsys.readouterr().out)
+    assert printed.count("--num_processes 8") == 1
+    record = json.loads((result / "training.json").read_text())
+    assert record["blocks_per_step"] == 4
+    assert record["final_loss"] == json.loads((unbroken / "1-k/training.json").read_text())["final_loss"]
+
+
+def test_a_recipe_says_what_a_step_takes_and_whether_it_takes_it_anywhere(recipe_path, tmp_path, capsys):
+    depends = "other numbers of processes have other steps"
+    for name, options in {"here": [], "anywhere": ["training.global_batch_size=4"]}.items():
+        run_recipe(load_recipe(recipe_path, options), tmp_path / name, stage="k")
+        printed = capsys.readouterr().out
+        assert "3 steps of 4 blocks" in printed
+        assert (depends in printed) == (name == "here")
+
+
+def test_an_accumulation_that_contradicts_the_global_batch_is_refused(recipe_path, tmp_path):
+    both = ["training.global_batch_size=8", "training.gradient_accumulation_steps=4"]
+    with pytest.raises(CocaError, match="got global_batch_size 8 and gradient_accumulation_steps 4, expected 2 on 1"):
+        run_recipe(load_recipe(recipe_path, both), tmp_path / "out")
+
+
+def test_a_package_without_its_metadata_does_not_cost_a_trained_stage(recipe_path, tmp_path, monkeypatch):
+    def version(package):
+        if package == "datasets":
+            raise PackageNotFoundError(package)
+        return "1.0"
+
+    monkeypatch.setattr("coca_hf.train.record.version", version)
+    result = run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="k")
+    versions = json.loads((result / "training.json").read_text())["versions"]
+    assert "datasets" not in versions
+    assert versions["torch"] == "1.0"
