@@ -5,6 +5,7 @@ import copy
 import json
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from coca_hf.convert.patch import patch_
 from coca_hf.convert.plan import DTYPES, TOKENIZER, Plan
 from coca_hf.convert.record import conversion_record
 from coca_hf.convert.source import SafetensorsSource, open_source
-from coca_hf.convert.staging import Staging, locked_staging, staging_directory
+from coca_hf.convert.staging import Staging, contents_of, locked_staging, staging_directory
 from coca_hf.convert.writer import Progress, WeightsWriter, bytes_of
 from coca_hf.errors import CocaError
 from coca_hf.weights import parse_size, read_json
@@ -69,11 +70,11 @@ def convert_checkpoint(
     shard_bytes = parse_size(max_shard_size, "--max-shard-size")
     for path in (Path(src).absolute(), target, staging_directory(target)):
         _check_path(path)
-    _check_target(src, target, overwrite)
-    with contextlib.closing(open_source(src)) as source, _os_errors(target):
-        plan = Plan(source, src, constraint, dtype, shard_bytes, ntk_length, ntk_factor, released)
-        with locked_staging(target) as staging:
-            _check_target(src, target, overwrite)
+    with _os_errors(target), locked_staging(target) as staging:
+        _check_target(src, target, overwrite)
+        staging.former = contents_of(target)
+        with contextlib.closing(open_source(src)) as source:
+            plan = Plan(source, src, constraint, dtype, shard_bytes, ntk_length, ntk_factor, released)
             fit = _Calibration(plan, calibrate_on, calibrate_tokens, seed) if calibrate_on else None
             staging.begin(plan.made_from())
             _check_disk_space(plan, staging)
@@ -190,14 +191,28 @@ def _check_target(src: str, target: Path, overwrite: bool) -> None:
         raise CocaError(f"{target}: is the source itself or holds it; choose another destination")
     if not os.path.lexists(target):
         return
+    if target.is_symlink():
+        raise CocaError(f"{target}: is a link to {os.readlink(target)}; name the directory itself, or remove the link")
     if not overwrite:
         raise CocaError(
             f"{target}: exists and is left as it is; pass --overwrite to replace it, or choose another name"
         )
+    if _is_mount_point(target):
+        raise CocaError(f"{target}: a file system is mounted there, which cannot be replaced; choose a name below it")
     if not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").is_file()):
         raise CocaError(
             f"{target}: --overwrite replaces a checkpoint directory only, and there is no config.json in it"
         )
+
+
+def _is_mount_point(path: Path) -> bool:
+    """Also of a directory of the same file system, on Linux; `os.path.ismount` does not see those."""
+    mounts = Path("/proc/self/mountinfo")
+    if not mounts.exists():
+        return os.path.ismount(path)
+    points = (line.split(b" ")[4] for line in mounts.read_bytes().splitlines())
+    octal = re.compile(rb"\\(\d{3})")  # of blanks and backslashes
+    return os.fsencode(path.resolve()) in {octal.sub(lambda code: bytes([int(code[1], 8)]), point) for point in points}
 
 
 @contextlib.contextmanager
