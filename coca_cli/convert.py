@@ -90,6 +90,11 @@ def _print_conversion(record: dict, dst: str) -> None:
             f"made of {rope['rope_theta']['before']:,.0f} for {rope['trained_length']:,} by dynamic NTK, factor "
             f"{rope['factor']:g}",
         )
+    if record.get("fix_mistral_regex") is False:
+        console.print(
+            f"  tokenizer             the source's; fix_mistral_regex has no effect on {dst}: to have it, write "
+            f'"fix_mistral_regex": true in tokenizer_config.json of the source, and convert again'
+        )
     if "CoCA" in record["source_format"] and "released" not in record["source_format"]:
         return
     console.print(

@@ -13,20 +13,20 @@ from pathlib import Path
 
 import torch
 import xxhash
+from transformers import PreTrainedTokenizerBase
 
 from coca_hf.card import write_card
 from coca_hf.convert.calibrate import PASSES, TOKENS_A_SKIP, calibrate, calibration_blocks, reach, repeated_blocks
 from coca_hf.convert.patch import patch_
 from coca_hf.convert.plan import DTYPES, TOKENIZER, Plan
 from coca_hf.convert.record import conversion_record
-from coca_hf.convert.source import SafetensorsSource, open_source
+from coca_hf.convert.source import load_tokenizer, open_source
 from coca_hf.convert.staging import Staging, contents_of, locked_staging, staging_directory
 from coca_hf.convert.writer import Progress, WeightsWriter, bytes_of
 from coca_hf.errors import CocaError
 from coca_hf.weights import parse_size, read_json
 
 RECORD = "conversion.json"
-TRAINING_RECORD = "training.json"
 
 
 def convert_checkpoint(
@@ -76,8 +76,9 @@ def convert_checkpoint(
         with contextlib.closing(open_source(src)) as source:
             plan = Plan(source, src, constraint, dtype, shard_bytes, ntk_length, ntk_factor, released)
             fit = _Calibration(plan, calibrate_on, calibrate_tokens, seed) if calibrate_on else None
-            staging.begin(plan.made_from())
+            staging.begin(plan.made_from(), plan.shards)
             _check_disk_space(plan, staging)
+            _write_companions(plan, staging.checkpoint)
             if fit:
                 fit.run(staging, calibrate_progress or (lambda done, total: None))
             record = _write(plan, staging, progress or (lambda done, total: None), fit.record if fit else None)
@@ -133,31 +134,59 @@ class _Calibration:
 
 
 def _write(plan: Plan, staging: Staging, progress: Progress, calibration: dict | None) -> dict:
-    """Write all of the checkpoint into `staging`; returns its record."""
+    """Write weights, record and card into `staging`; returns the record."""
     WeightsWriter(plan, staging, progress).write()
     plan.source.check_unchanged()
-    directory = staging.checkpoint
-    plan.config.save_pretrained(directory)  # also copies the modelling files
-    _save_companions(plan, directory)
     record = conversion_record(plan, staging.finished.values())
     if calibration:
         record["calibration"] = calibration
-    (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n")
-    write_card(directory)
+    (staging.checkpoint / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+    write_card(staging.checkpoint)
     return record
 
 
-def _save_companions(plan: Plan, directory: Path) -> None:
+def _write_companions(plan: Plan, directory: Path) -> None:
+    """Write all but weights, record and card. Before those, because what is refused here is refused at once."""
+    plan.config.save_pretrained(directory)  # also copies the modelling files
     plan.source.save_companions(directory)
-    if plan.from_coca and isinstance(plan.source, SafetensorsSource):
-        plan.source.copy_if_there(TRAINING_RECORD, directory)
-    tokenizer_file = directory / TOKENIZER
-    if plan.ntk and tokenizer_file.is_file():  # serving engines take the smaller of its length and the model's
-        tokenizer = read_json(tokenizer_file)
-        length = tokenizer.get("model_max_length")
-        if isinstance(length, int) and length < plan.ntk["ntk_length"]:
-            tokenizer["model_max_length"] = plan.ntk["ntk_length"]
-            tokenizer_file.write_text(json.dumps(tokenizer, indent=2) + "\n")
+    with contextlib.suppress(CocaError):  # one that cannot be loaded is copied as it is
+        plan.tokenizer = plan.source.load_tokenizer() if plan.source.has_tokenizer() else None
+    if plan.tokenizer:
+        _keep_tokenizer(plan.tokenizer, directory)
+    if plan.ntk:
+        _raise_tokenizer_length(directory / TOKENIZER, plan.ntk["ntk_length"])
+
+
+def _keep_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Make the files in `directory` load as `tokenizer`, the source's, if they do not.
+
+    transformers chooses a tokenizer's class, and whether it mends its regular expression (`fix_mistral_regex`), by the
+    model type and the version in config.json too, which are now others. What it made of the source is saved then.
+    """
+    for mended in (False, True):
+        with contextlib.suppress(CocaError):
+            if _behaviour(load_tokenizer(directory)) == _behaviour(tokenizer):
+                return
+        if not mended:
+            tokenizer.save_pretrained(directory)
+    raise CocaError(
+        f"{tokenizer.name_or_path}: its {type(tokenizer).__name__} does not load as itself beside another config.json; "
+        f"expected one that does; load it with transformers and save_pretrained it to the source"
+    )
+
+
+def _behaviour(tokenizer: PreTrainedTokenizerBase) -> tuple:
+    """Whatever decides the token ids of a text or a chat. The serialised backend is all of the former."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    encoding = backend.to_str() if backend else tokenizer.get_vocab()
+    return type(tokenizer), encoding, tokenizer.special_tokens_map, tokenizer.chat_template, tokenizer.padding_side
+
+
+def _raise_tokenizer_length(file: Path, length: int) -> None:
+    """Serving engines take the smaller of the tokenizer's length and the model's."""
+    tokenizer = read_json(file) if file.is_file() else {}
+    if isinstance(tokenizer.get("model_max_length"), int) and tokenizer["model_max_length"] < length:
+        file.write_text(json.dumps(tokenizer | {"model_max_length": length}, indent=2) + "\n")
 
 
 def _check_options(constraint: str | None, dtype: str, ntk_length: int | None, ntk_factor: float | None) -> None:

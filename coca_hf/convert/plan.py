@@ -10,8 +10,9 @@ from importlib.metadata import version
 import torch
 import xxhash
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from coca_hf.card import base_metadata
 from coca_hf.convert.export import coca_source_config
 from coca_hf.convert.families import coca_config
 from coca_hf.convert.ntk import bake_ntk_
@@ -29,8 +30,9 @@ class Plan:
     """The conversion of `source`, which messages call `src`. The other arguments are those of `convert_checkpoint`.
 
     config: of what is written; ntk: what `bake_ntk_` did to it. pieces: the tensors that are written; shards: the same
-    by file. calibrated: by the name of their piece, tensors that `calibrate` made of `calibrated_from`; both are for
-    the caller to set. from_coca: whether the source is a CoCA checkpoint of ours; released: whether it is of the
+    by file. base: what the card says about the base model. calibrated: by the name of their piece, tensors that
+    `calibrate` made of `calibrated_from`; tokenizer: the source's, where it has one that loads; these are for the
+    caller to set. from_coca: whether the source is a CoCA checkpoint of ours; released: whether it is of the
     authors' code.
 
     Raises CocaError for a source that is not understood.
@@ -57,6 +59,8 @@ class Plan:
             )
         untie_(self.config, shapes, self._are_equal)
         self.pieces, self.released = check_tensors(shapes, self.config, src, released, self.from_coca)
+        self.base = base_metadata(src, source.directory)
+        self.tokenizer: PreTrainedTokenizerBase | None = None
         self.calibrated_from: object = None
         self.calibrated: dict[str, Tensor] = {}
         self.ntk = bake_ntk_(self.config, ntk_length, ntk_factor, where) if ntk_length else None

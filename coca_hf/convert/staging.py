@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from threading import Lock
 
@@ -74,27 +74,28 @@ class Staging:
                 f"{self._replaced}; move one of them elsewhere, then run the same command again"
             )
 
-    def begin(self, made_from: str) -> None:
-        """Read in `finished` what an earlier run left, if it was to make the same; else start over.
+    def begin(self, made_from: str, shards: Collection[str]) -> None:
+        """Read in `finished` which of the `shards` an earlier run left, if it was to make the same; remove the rest.
 
         made_from: whatever decides the shards' names and contents, other than the contents of the source.
         """
         self.begun = True
         finished = self._read_manifest(made_from)
         if finished is None:
+            self.discard()
+            self.checkpoint.mkdir()
             self.start_over(made_from)
             return
-        self.finished = {line.shard: line for line in finished}
+        self.finished = {line.shard: line for line in finished if line.shard in shards}
         for file in self.checkpoint.iterdir():
             if file.name not in self.finished:
                 _remove(file)
 
     def start_over(self, made_from: str) -> None:
+        """Forget the shards and layers that are finished: they will be written again, in the same places."""
         self.finished = {}
         self._manifest.unlink(missing_ok=True)
         _remove(self.calibrated)
-        _remove(self.checkpoint)
-        self.checkpoint.mkdir()
         self._append(json.dumps({"made_from": made_from}))
 
     def record(self, finished: FinishedShard) -> None:

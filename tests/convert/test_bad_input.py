@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,26 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from coca_cli import main
 from coca_hf import CocaError, convert_checkpoint
 
 
 @pytest.fixture
 def source(tmp_path, tiny_llama_dir):
     return Path(shutil.copytree(tiny_llama_dir, tmp_path / "source"))
-
-
-@pytest.fixture
-def convert(tmp_path, monkeypatch, capsys):
-    """Run `coca-convert`; returns the exit code and what it printed on stderr."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["coca-convert", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main.convert()
-        return stop.value.code, capsys.readouterr().err
-
-    return run
 
 
 def edit_config(directory, **fields):
