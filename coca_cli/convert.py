@@ -43,6 +43,11 @@ def convert_command(
         int, typer.Option(min=1, help="Of that text; as many again are of passages that repeat.")
     ] = 16384,
     seed: Annotated[int, typer.Option(help="Of the drawn text.")] = 0,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit, where SRC is a hub id.")] = None,
+    ignore_field: Annotated[
+        list[str] | None,
+        typer.Option(help="Leave out a field of config.json that is not understood; may come several times."),
+    ] = None,
 ) -> None:
     """Turn a LLaMA, Mistral, Qwen2, Qwen3 or GPT-NeoX checkpoint into CoCA. Interrupted, it continues if run again."""
     from coca_hf.convert import convert_checkpoint
@@ -66,6 +71,8 @@ def convert_command(
             calibrate_tokens=calibrate_tokens,
             seed=seed,
             calibrate_progress=lambda done, total: bar.update(layers, completed=done, total=total),
+            revision=revision,
+            ignore_fields=ignore_field or (),
         )
     _print_conversion(record, dst)
 

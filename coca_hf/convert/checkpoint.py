@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -44,6 +44,8 @@ def convert_checkpoint(
     calibrate_tokens: int = 16384,
     seed: int = 0,
     calibrate_progress: Progress | None = None,
+    revision: str | None = None,
+    ignore_fields: Collection[str] = (),
 ) -> dict:
     """Write a CoCA checkpoint made from the checkpoint `src` to the directory `dst`; returns its record.
 
@@ -56,8 +58,9 @@ def convert_checkpoint(
     GPT-NeoX checkpoint of the authors' released code, which no file of it says. calibrate_on: text, as `read_documents`
     takes it, on `calibrate_tokens` tokens of which, and on as many of repeated passages, W_Q and W_T are fitted to the
     original's attention (`calibrate.py`), drawn by `seed`; the original is then loaded, and works on the GPU a layer at
-    a time, where there is one; calibrate_progress: called with layers done and in all. The record is also written to
-    `dst/conversion.json`.
+    a time, where there is one; calibrate_progress: called with layers done and in all. revision: of a hub id, a branch,
+    a tag or a commit. ignore_fields: fields of config.json that we do not know and you call inert. The record is also
+    written to `dst/conversion.json`.
 
     Safetensors sources are read in blocks, a few shards of `dst` at a time; memory holds the projections of one layer
     for each, not a shard. An interrupted run leaves what is finished in a hidden directory beside `dst`, and the same
@@ -73,8 +76,8 @@ def convert_checkpoint(
     with _os_errors(target), locked_staging(target) as staging:
         _check_target(src, target, overwrite)
         staging.former = contents_of(target)
-        with contextlib.closing(open_source(src)) as source:
-            plan = Plan(source, src, constraint, dtype, shard_bytes, ntk_length, ntk_factor, released)
+        with contextlib.closing(open_source(src, revision)) as source:
+            plan = Plan(source, src, constraint, dtype, shard_bytes, ntk_length, ntk_factor, released, ignore_fields)
             fit = _Calibration(plan, calibrate_on, calibrate_tokens, seed) if calibrate_on else None
             staging.begin(plan.made_from(), plan.shards)
             _check_disk_space(plan, staging)

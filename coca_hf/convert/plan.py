@@ -5,6 +5,7 @@ import json
 import math
 import os
 from collections import Counter
+from collections.abc import Collection
 from importlib.metadata import version
 
 import torch
@@ -48,10 +49,11 @@ class Plan:
         ntk_length: int | None,
         ntk_factor: float | None,
         released: bool,
+        ignored_fields: Collection[str] = (),
     ):
-        self.source, self.src, self._dtype = source, src, DTYPES.get(dtype)
+        self.source, self.src, self._dtype, self.ignored_fields = source, src, DTYPES.get(dtype), list(ignored_fields)
         shapes, where = source.shapes(), _config_path(source)
-        self.config, self.from_coca = _read_config(source.config, constraint, ntk_length, where)
+        self.config, self.from_coca = _read_config(source.config, constraint, ntk_length, ignored_fields, where)
         if self.config.num_hidden_layers > len(shapes):  # and before anything counts up to it
             raise CocaError(
                 f"{where}: got num_hidden_layers={self.config.num_hidden_layers}, expected no more layers than the "
@@ -133,15 +135,15 @@ class Plan:
 
 
 def _read_config(
-    config: dict, constraint: str | None, ntk_length: int | None, where: str
+    config: dict, constraint: str | None, ntk_length: int | None, ignored: Collection[str], where: str
 ) -> tuple[PreTrainedConfig, bool]:
     """The configuration of what is written, and whether the source is CoCA already, which is good for --ntk-length."""
     if ntk_length and str(config.get("model_type")).startswith("coca_"):
-        result = coca_source_config(config, where)
+        result = coca_source_config(config, where, ignored)
         if constraint and constraint != result.coca_constraint:
             raise CocaError(f"{where}: --constraint: got {constraint}, expected {result.coca_constraint}, the source's")
         return result, True
-    return coca_config(config, constraint or "slack", where), False
+    return coca_config(config, constraint or "slack", where, ignored), False
 
 
 def _config_path(source: Source) -> str:

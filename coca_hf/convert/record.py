@@ -24,6 +24,8 @@ def conversion_record(plan: Plan, finished: Collection[FinishedShard]) -> dict:
         "source": str(Path(plan.src).absolute()) if Path(plan.src).exists() else plan.src,
         "source_format": plan.source.kind + layout,
         "source_xxh3_128": _source_hash(finished),
+        **({"source_commit": plan.source.commit} if plan.source.commit else {}),
+        **({"ignored_fields": plan.ignored_fields} if plan.ignored_fields else {}),
         "base": plan.base,
         "constraint": plan.config.coca_constraint,
         "dtype": str(plan.config.dtype).removeprefix("torch."),

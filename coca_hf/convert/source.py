@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_hf.convert.tensors import Shape
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, one_line
 from coca_hf.models.hub import LICENCE_FILES
 from coca_hf.weights import (
     FLOATS,
@@ -54,13 +54,15 @@ FOREIGN = {
 class SafetensorsSource:
     """A directory with `config.json` and safetensors weights. Tensors are read when they are asked for, in blocks.
 
+    commit: of the hub's repository that the directory is a snapshot of.
+
     Raises CocaError where a file is absent, outside the directory, truncated or corrupted.
     """
 
     kind = "safetensors"
 
-    def __init__(self, directory: Path):
-        self.directory = directory
+    def __init__(self, directory: Path, commit: str | None = None):
+        self.directory, self.commit = directory, commit
         self.config = read_json(checkpoint_file(directory, "config.json"))
         self._companions: dict[str, FileIO] = {}
         with contextlib.ExitStack() as stack:
@@ -135,6 +137,7 @@ class GgufSource:
     """A GGUF file, dequantized to float32 by transformers, which builds the model in memory to do so."""
 
     kind = "gguf"
+    commit = None
 
     def __init__(self, file: Path):
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -237,7 +240,7 @@ def open_source(source: str, revision: str | None = None) -> Source:
             f"{ADAPTER} where the weights beside it are merged already"
         )
     if os.path.lexists(directory / INDEX) or os.path.lexists(directory / SINGLE):
-        return SafetensorsSource(directory)
+        return SafetensorsSource(directory, None if path.is_dir() else directory.name)
     names = os.listdir(directory) if path.is_dir() else _names_on_hub(source, directory)
     gguf_files = sorted(name for name in names if name.endswith(".gguf"))
     if gguf_files and not path.is_dir():
@@ -299,15 +302,14 @@ def _snapshot(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
     except HFValidationError:
         raise CocaError(f"{hub_id}: no such directory, and not the form of a hub id (owner/name)") from None
     except Exception as error:  # offline, unknown, gated: huggingface_hub has a class for each
-        reason = str(error).strip().splitlines()[0]
-        raise CocaError(f"{hub_id}: no such directory, and not on the hub within reach ({reason})") from error
+        raise CocaError(f"{hub_id}: no such directory, and not on the hub within reach ({one_line(error)})") from error
 
 
 def _names_on_hub(hub_id: str, directory: Path) -> list[str]:
     """The files of a repository whose snapshot is `directory`; where the hub does not answer, those of the snapshot."""
-    from huggingface_hub import list_repo_files
+    from huggingface_hub import HfApi
 
     try:
-        return list_repo_files(hub_id, revision=directory.name)
+        return HfApi().list_repo_files(hub_id, revision=directory.name)
     except Exception:  # offline: huggingface_hub has many classes for it
         return os.listdir(directory)
