@@ -69,6 +69,8 @@ def convert_checkpoint(
     Raises CocaError for input that is not understood, and leaves `dst` as it was.
     """
     src, target = os.fspath(src), Path(dst).absolute()
+    if Path(dst).name in ("", ".."):
+        raise CocaError(f"DST: got {os.fspath(dst)!r}, expected the name of a directory to write")
     _check_options(constraint, dtype, ntk_length, ntk_factor)
     shard_bytes = parse_size(max_shard_size, "--max-shard-size")
     for path in (Path(src).absolute(), target, staging_directory(target)):
@@ -219,8 +221,9 @@ def _check_path(path: Path) -> None:
 
 def _check_target(src: str, target: Path, overwrite: bool) -> None:
     source = Path(src).absolute().resolve()
-    if source.exists() and (target.resolve() == source or target.resolve() in source.parents):
-        raise CocaError(f"{target}: is the source itself or holds it; choose another destination")
+    for directory in (target.resolve(), staging_directory(target).resolve()):
+        if source.exists() and directory in (source, *source.parents):
+            raise CocaError(f"{directory}: is the source itself or holds it; choose another destination")
     if not os.path.lexists(target):
         return
     if target.is_symlink():
@@ -256,7 +259,7 @@ def _os_errors(target: Path) -> Iterator[None]:
         raise
     except Exception as error:
         full = "No space left on device" in str(error)
-        if not full and not isinstance(error, OSError):
+        if not full and not isinstance(error, (OSError, NotImplementedError)):  # the latter: no locks on that disk
             raise
         reason = "disk full while writing; free some space" if full else str(error)
         staging = staging_directory(target)

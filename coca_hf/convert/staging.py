@@ -124,7 +124,6 @@ class Staging:
                 raise
             raise OSError("something appeared there meanwhile, and is left as it is; move it elsewhere") from error
         sync(self.target.parent)
-        self.discard()
 
     def has_results(self) -> bool:
         """Whether there is something to continue from."""
@@ -202,6 +201,10 @@ def locked_staging(target: Path) -> Iterator[Staging]:
             if staging.begun and (isinstance(error, CocaError) or not staging.has_results()):
                 staging.discard()
             raise
+        try:
+            staging.discard()
+        except OSError as error:
+            raise CocaError(f"{target}: is written; but what is left of the work cannot be removed: {error}") from error
     finally:
         _release(lock, staging.directory)
 

@@ -1,14 +1,17 @@
 """Conversion replaces and removes nothing but the checkpoint that it was told to replace, as it was at the start."""
 
+import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
+import sys
 
 import pytest
 
 from coca_hf import CocaError, convert_checkpoint
-from tests.convert.test_interrupted import Stop
+from tests.convert.test_interrupted import PROCESSES, Stop
 
 
 def once(action):
@@ -247,3 +250,73 @@ def test_the_staging_directory_is_for_its_owner_alone_and_the_destination_for_wh
         os.umask(before)
     assert (tmp_path / "dst").stat().st_mode & 0o777 == 0o750
     assert {file.stat().st_mode & 0o777 for file in (tmp_path / "dst").iterdir()} == {0o640}
+
+
+@pytest.mark.parametrize("dst", ["", ".", "..", "x/.."])
+def test_a_destination_without_a_name_of_its_own_is_refused(tiny_llama_dir, tmp_path, monkeypatch, dst):
+    write(tmp_path / "config.json", "old")
+    (tmp_path / "x").mkdir()
+    monkeypatch.chdir(tmp_path / "x")
+    with pytest.raises(CocaError, match="expected the name of a directory to write"):
+        convert_checkpoint(tiny_llama_dir, dst, overwrite=True)
+    assert (tmp_path / "config.json").read_text() == "old"
+
+
+def test_a_source_in_the_staging_directory_of_its_destination_is_refused(tiny_llama_dir, tmp_path, interrupted):
+    before = files_of(interrupted)
+    with pytest.raises(CocaError, match=r"\.dst\.incomplete: is the source itself or holds it"):
+        convert_checkpoint(interrupted / "checkpoint", tmp_path / "dst")
+    assert files_of(interrupted) == before
+
+
+def test_a_replaced_checkpoint_that_cannot_be_removed_does_not_undo_the_new_one(tiny_llama_dir, old, monkeypatch):
+    def refuse(path, *args, **options):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    remove = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda path: (refuse if path.name == "replaced" else remove)(path))
+    with pytest.raises(CocaError, match=r"dst: is written; but what is left .* cannot be removed: .*replaced"):
+        convert_checkpoint(tiny_llama_dir, old, overwrite=True)
+    assert json.loads((old / "config.json").read_text())["model_type"] == "coca_llama"
+
+
+def convert_killed(src, dst, number):
+    """Convert, but for a SIGKILL just before the `number`th time that something at or beside `dst` is touched."""
+    events, places = itertools.count(1), (str(dst), f".{dst.name}.incomplete")
+
+    def hook(event, args):
+        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"):
+            paths = [os.fsdecode(arg) for arg in args if isinstance(arg, (str, bytes, os.PathLike))]
+            if any(path == places[0] or places[1] in path for path in paths) and next(events) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    convert_checkpoint(src, dst, overwrite=True, max_shard_size="20KB")
+
+
+@pytest.mark.real
+def test_killed_at_every_other_touch_of_a_file_it_has_the_old_checkpoint_or_the_new_and_the_rerun_completes(
+    tiny_llama_dir, tmp_path, old
+):
+    def weights(directory):
+        return {name: data for name, data in files_of(directory).items() if "safetensors" in name}
+
+    convert_checkpoint(tiny_llama_dir, tmp_path / "expected", max_shard_size="20KB")
+    before = files_of(old)
+    for number in itertools.count(1, 2):
+        process = PROCESSES.Process(target=convert_killed, args=(tiny_llama_dir, old, number))
+        process.start()
+        process.join()
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+        moved = tmp_path / ".dst.incomplete" / "replaced"
+        found = old if old.exists() else moved
+        assert files_of(found) == before or weights(found) == weights(tmp_path / "expected"), number
+        convert_checkpoint(tiny_llama_dir, old, overwrite=True, max_shard_size="20KB")
+        assert weights(old) == weights(tmp_path / "expected")
+        assert sorted(file.name for file in tmp_path.iterdir()) == ["dst", "expected"]
+        shutil.rmtree(old)
+        for name, data in before.items():
+            write(old / name, data.decode())
+    assert number > 60
