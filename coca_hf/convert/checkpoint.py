@@ -181,10 +181,13 @@ def _keep_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None
 
 
 def _behaviour(tokenizer: PreTrainedTokenizerBase) -> tuple:
-    """Whatever decides the token ids of a text or a chat. The serialised backend is all of the former."""
+    """Whatever decides the token ids of a text or a chat."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    encoding = backend.to_str() if backend else tokenizer.get_vocab()
-    return type(tokenizer), encoding, tokenizer.special_tokens_map, tokenizer.chat_template, tokenizer.padding_side
+    steps = json.loads(backend.to_str()) if backend else {"model": {}}
+    if isinstance(steps["model"].get("vocab"), dict):
+        del steps["model"]["vocab"]  # where two tokens share an id, it has either
+    chat = tokenizer.special_tokens_map, tokenizer.chat_template, tokenizer.padding_side
+    return type(tokenizer), steps, tokenizer.get_vocab(), chat
 
 
 def _raise_tokenizer_length(file: Path, length: int) -> None:

@@ -37,6 +37,7 @@ TOKENIZER_FILES = (
 # Copied as they are: what from_pretrained and the serving engines look for beside weights and config, and what licences
 # ask to go along. Patterns, here and on the hub; none begins with *, which there would match in other directories, too.
 COMPANIONS = (*TOKENIZER_FILES, "generation_config.json", *LICENCE_FILES)
+MAX_TOKEN_ID = 1 << 24
 TRAINING_RECORD = "training.json"  # goes along with a CoCA checkpoint
 ADAPTER = "adapter_config.json"
 # What a directory without weights that we read is called by its files, and the remedy; the first that matches.
@@ -126,8 +127,10 @@ class SafetensorsSource:
         return sorted(self._current_states().values())
 
     def close(self) -> None:
-        for file in (*self._files.values(), *self._companions.values()):
-            file.close()
+        for weights in self._files.values():
+            weights.close()
+        for stream in self._companions.values():
+            stream.close()
 
     def _current_states(self) -> dict[str, tuple[int, ...]]:
         return {name: weights.state() for name, weights in self._files.items()}
@@ -266,7 +269,11 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        largest = max(tokenizer.get_vocab().values(), default=0)
+        if largest > MAX_TOKEN_ID:  # saving it counts up to there
+            raise ValueError(f"got token id {largest}, expected at most {MAX_TOKEN_ID}")
+        return tokenizer
     except Exception as error:  # transformers raises what its readers raise
         reason = " ".join(str(error).split())[:200]
         raise CocaError(f"{directory}: got no tokenizer that can be read, expected one ({reason})") from error

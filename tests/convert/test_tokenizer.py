@@ -133,6 +133,15 @@ def test_a_tokenizer_that_cannot_be_loaded_is_copied_as_it_is(source, tmp_path):
     assert (tmp_path / "dst" / "tokenizer.json").read_text() == "{}"
 
 
+def test_two_tokens_with_one_id_are_kept(source, tmp_path):
+    content = json.loads((source / "tokenizer.json").read_text())
+    content["model"]["vocab"]["?"] = content["model"]["vocab"]["!"]
+    (source / "tokenizer.json").write_text(json.dumps(content))
+    for number in range(5):  # which of the two is written is random
+        convert_checkpoint(source, tmp_path / f"dst{number}")
+        assert (tmp_path / f"dst{number}" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
 def test_a_source_that_is_deleted_meanwhile_still_gives_its_tokenizer(source, tmp_path):
     convert_checkpoint(source, tmp_path / "expected")
 
