@@ -20,7 +20,7 @@ from coca_hf.convert.calibrate import PASSES, TOKENS_A_SKIP, calibrate, calibrat
 from coca_hf.convert.patch import patch_
 from coca_hf.convert.plan import DTYPES, TOKENIZER, Plan
 from coca_hf.convert.record import conversion_record
-from coca_hf.convert.source import load_tokenizer, open_source
+from coca_hf.convert.source import SafetensorsSource, load_tokenizer, open_source
 from coca_hf.convert.staging import Staging, contents_of, locked_staging, staging_directory
 from coca_hf.convert.writer import Progress, WeightsWriter, bytes_of
 from coca_hf.errors import CocaError
@@ -154,8 +154,9 @@ def _write_companions(plan: Plan, directory: Path) -> None:
     """Write all but weights, record and card. Before those, because what is refused here is refused at once."""
     plan.config.save_pretrained(directory)  # also copies the modelling files
     plan.source.save_companions(directory)
-    with contextlib.suppress(CocaError):  # one that cannot be loaded is copied as it is
-        plan.tokenizer = plan.source.load_tokenizer() if plan.source.has_tokenizer() else None
+    if isinstance(plan.source, SafetensorsSource) and plan.source.has_tokenizer():  # GGUF's is one that was saved
+        with contextlib.suppress(CocaError):  # one that cannot be loaded is copied as it is
+            plan.tokenizer = plan.source.load_tokenizer()
     if plan.tokenizer:
         _keep_tokenizer(plan.tokenizer, directory)
     if plan.ntk:

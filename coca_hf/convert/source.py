@@ -185,9 +185,6 @@ class GgufSource:
     def close(self) -> None:
         """Nothing to close."""
 
-    def has_tokenizer(self) -> bool:
-        return True
-
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         return self._tokenizer
 
