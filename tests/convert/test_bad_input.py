@@ -157,7 +157,8 @@ def test_damaged_source_is_one_line_and_exit_code_2(source, tmp_path, convert, d
         (["no-such-directory", "dst"], "no such directory"),
         (["owner/name", "dst"], "no such directory, and not on the hub within reach"),
         (["{source}", "{source}"], "is the source itself or holds it"),
-        (["{source}", "{source}/..", "--overwrite"], "is the source itself or holds it"),
+        (["{source}", "{source.parent}", "--overwrite"], "is the source itself or holds it"),
+        (["{source}", "{source}/..", "--overwrite"], "expected the name of a directory to write"),
         (["{source}/config.json", "dst"], "got a file, expected a checkpoint directory"),
     ],
 )
