@@ -64,6 +64,11 @@ def convert_command(
         str | None, typer.Option(help="For --calibrate: cpu, cuda, cuda:1 or mps; by default the GPU if there is one.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the drawn text.")] = 0,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit, where SRC is a hub id.")] = None,
+    ignore_field: Annotated[
+        list[str] | None,
+        typer.Option(help="Leave out a field of config.json that is not understood; may come several times."),
+    ] = None,
 ) -> None:
     """Turn a LLaMA, Mistral, Qwen2, Qwen3 or GPT-NeoX checkpoint into CoCA. Interrupted, it continues if run again."""
     from coca_hf.convert import convert_checkpoint
@@ -94,6 +99,8 @@ def convert_command(
             seed=seed,
             calibrate_progress=lambda done, total: bar.update(layers, completed=done, total=total),
             keep_layers=None if keep_layers is None else _layers(keep_layers),
+            revision=revision,
+            ignore_fields=ignore_field or (),
         )
     _print_conversion(record, dst)
 
@@ -149,6 +156,11 @@ def _print_conversion(record: dict, dst: str) -> None:
             f"  RoPE                  base {rope['rope_theta']['after']:,.0f} for {rope['ntk_length']:,} tokens, "
             f"made of {rope['rope_theta']['before']:,.0f} for {rope['trained_length']:,} by dynamic NTK, factor "
             f"{rope['factor']:g}",
+        )
+    if record.get("fix_mistral_regex") is False:
+        console.print(
+            f"  tokenizer             the source's; fix_mistral_regex has no effect on {dst}: to have it, write "
+            f'"fix_mistral_regex": true in tokenizer_config.json of the source, and convert again'
         )
     if "CoCA" in record["source_format"] and "released" not in record["source_format"]:
         return

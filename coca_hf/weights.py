@@ -131,11 +131,14 @@ def open_weights(directory: Path) -> tuple[dict[str, WeightsFile], dict[str, Wei
     Raises CocaError where one is absent, outside the checkpoint or corrupted, or where index and files do not agree.
     """
     single = os.path.lexists(directory / SINGLE)  # first, as in transformers
-    weight_map = None if single else _read_index(directory)
+    weight_map = None if single else read_index(directory)
     files: dict[str, WeightsFile] = {}
     try:
         for name in sorted(set(weight_map.values())) if weight_map else [SINGLE]:
-            files[name] = WeightsFile(checkpoint_file(directory, name))
+            file = checkpoint_file(directory, name)
+            if weight_map and not file.is_file():
+                raise CocaError(f"{directory / INDEX}: names {name}, which is not in {directory}; download it")
+            files[name] = WeightsFile(file)
         file_of: dict[str, WeightsFile] = {}
         for weights in files.values():
             for tensor in weights.tensors:
@@ -163,6 +166,11 @@ def checkpoint_file(directory: Path, name: str) -> Path:
     """
     if not name or Path(name).name != name or name in (".", "..") or "\0" in name:
         raise CocaError(f"{directory}: got the file name {name!r}, expected a file in the directory itself")
+    return file_within(directory, name)
+
+
+def file_within(directory: Path, name: str) -> Path:
+    """The same of a file whose `name`, relative to the checkpoint, is not somebody else's to choose."""
     try:
         home, target = directory.resolve(), (directory / name).resolve()
     except (OSError, RuntimeError) as error:  # a circle of links
@@ -176,6 +184,17 @@ def checkpoint_file(directory: Path, name: str) -> Path:
             f"itself; copy it there if you trust it"
         )
     return directory / name
+
+
+def read_index(directory: Path) -> dict[str, str]:
+    """The file of every tensor, by name, as the index of a sharded checkpoint has them."""
+    index = directory / INDEX
+    if not os.path.lexists(index):
+        raise CocaError(f"{directory}: got no weights, expected {SINGLE} or {INDEX}")
+    weight_map = read_json(checkpoint_file(directory, INDEX), MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
+        raise CocaError(f"{index}: got no weight_map, expected one from tensor names to file names")
+    return weight_map
 
 
 def read_json(file: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
@@ -231,19 +250,6 @@ def parse_size(text: str, where: str) -> int:
 def size_in_words(num_bytes: int) -> str:
     """In GB, or, where that would be mostly zeros, in MB."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.2f} MB"
-
-
-def _read_index(directory: Path) -> dict[str, str]:
-    index = directory / INDEX
-    if not os.path.lexists(index):
-        raise CocaError(f"{directory}: got no weights, expected {SINGLE} or {INDEX}")
-    weight_map = read_json(checkpoint_file(directory, INDEX), MAX_INDEX_BYTES).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
-        raise CocaError(f"{index}: got no weight_map, expected one from tensor names to file names")
-    for file in sorted(set(weight_map.values())):
-        if not Path(checkpoint_file(directory, file)).is_file():
-            raise CocaError(f"{index}: names {file}, which is not in {directory}; download it")
-    return weight_map
 
 
 def _parse_header(text: bytes, file_size: int, file: Path) -> dict[str, StoredTensor]:

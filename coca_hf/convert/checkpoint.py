@@ -5,13 +5,15 @@ import copy
 import json
 import math
 import os
+import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
 import xxhash
+from transformers import PreTrainedTokenizerBase
 
 from coca_hf.card import write_card
 from coca_hf.convert import calibrate as fitting
@@ -21,15 +23,14 @@ from coca_hf.convert.calibration_text import calibration_blocks, reach, repeated
 from coca_hf.convert.patch import patch_
 from coca_hf.convert.plan import DTYPES, TOKENIZER, Plan
 from coca_hf.convert.record import conversion_record
-from coca_hf.convert.source import SafetensorsSource, open_source
-from coca_hf.convert.staging import Staging, locked_staging, staging_directory
+from coca_hf.convert.source import SafetensorsSource, load_tokenizer, open_source
+from coca_hf.convert.staging import Staging, contents_of, locked_staging, staging_directory
 from coca_hf.convert.writer import Progress, WeightsWriter, bytes_of
 from coca_hf.errors import CocaError
 from coca_hf.held_out import Place
 from coca_hf.weights import parse_size, read_json
 
 RECORD = "conversion.json"
-TRAINING_RECORD = "training.json"
 CODE = (fitting.__file__, calibration_text.__file__)  # layers that other code fitted are not taken up
 
 
@@ -55,6 +56,8 @@ def convert_checkpoint(
     seed: int = 0,
     calibrate_progress: Progress | None = None,
     keep_layers: Sequence[int] | None = None,
+    revision: str | None = None,
+    ignore_fields: Collection[str] = (),
 ) -> dict:
     """Write a CoCA checkpoint made from the checkpoint `src` to the directory `dst`; returns its record.
 
@@ -69,7 +72,8 @@ def convert_checkpoint(
     `calibrate_tokens` of its tokens, and as many with repeated passages, in blocks of `calibrate_block` and
     `calibrate_passes` passes, drawn by `seed`, a layer at a time on `device`; the original is then loaded.
     calibrate_progress: called with layers done and in all. keep_layers: numbers, from 0, of the layers that keep the
-    original's attention. The record is also written to `dst/conversion.json`.
+    original's attention. revision: of a hub id, a branch, a tag or a commit. ignore_fields: fields of config.json that
+    we do not know and you call inert. The record is also written to `dst/conversion.json`.
 
     Safetensors sources are read in blocks, a few shards of `dst` at a time; memory holds the projections of one layer
     for each, not a shard. An interrupted run leaves what is finished in a hidden directory beside `dst`, and the same
@@ -78,21 +82,25 @@ def convert_checkpoint(
     Raises CocaError for input that is not understood, and leaves `dst` as it was.
     """
     src, target = os.fspath(src), Path(dst).absolute()
+    if Path(dst).name in ("", ".."):
+        raise CocaError(f"DST: got {os.fspath(dst)!r}, expected the name of a directory to write")
     _check_options(constraint, dtype, ntk_length, ntk_factor)
     shard_bytes = parse_size(max_shard_size, "--max-shard-size")
     for path in (Path(src).absolute(), target, staging_directory(target)):
         _check_path(path)
-    _check_target(src, target, overwrite)
-    with contextlib.closing(open_source(src)) as source, _os_errors(target):
-        plan = Plan(source, src, constraint, dtype, shard_bytes, ntk_length, ntk_factor, released, keep_layers)
-        with locked_staging(target) as staging:
-            _check_target(src, target, overwrite)
+    with _os_errors(target), locked_staging(target) as staging:
+        _check_target(src, target, overwrite)
+        staging.former = contents_of(target)
+        with contextlib.closing(open_source(src, revision)) as source:
+            ntk = ntk_length, ntk_factor
+            plan = Plan(source, src, constraint, dtype, shard_bytes, *ntk, released, keep_layers, ignore_fields)
             fit = None
             if calibrate_on:
                 place = calibrate_on, column, split, subset, None, True
                 fit = _Calibration(plan, place, calibrate_tokens, calibrate_block, calibrate_passes, device, seed)
-            staging.begin(plan.made_from())
+            staging.begin(plan.made_from(), plan.shards)
             _check_disk_space(plan, staging)
+            _write_companions(plan, staging.checkpoint)
             writer = WeightsWriter(plan, staging, progress or (lambda done, total: None))
             if fit:
                 writer.check_copied()
@@ -185,31 +193,63 @@ def _check_device(device: str) -> None:
 
 
 def _write(plan: Plan, staging: Staging, writer: WeightsWriter, calibration: dict | None) -> dict:
-    """Write all of the checkpoint into `staging`; returns its record."""
+    """Write weights, record and card into `staging`; returns the record."""
     writer.write()
     plan.source.check_unchanged()
-    directory = staging.checkpoint
-    plan.config.save_pretrained(directory)  # also copies the modelling files
-    _save_companions(plan, directory)
     record = conversion_record(plan, staging.finished.values())
     if calibration:
         record["calibration"] = calibration
-    (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n")
-    write_card(directory)
+    (staging.checkpoint / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+    write_card(staging.checkpoint)
     return record
 
 
-def _save_companions(plan: Plan, directory: Path) -> None:
+def _write_companions(plan: Plan, directory: Path) -> None:
+    """Write all but weights, record and card. Before those, because what is refused here is refused at once."""
+    plan.config.save_pretrained(directory)  # also copies the modelling files
     plan.source.save_companions(directory)
-    if plan.from_coca and isinstance(plan.source, SafetensorsSource):
-        plan.source.copy_if_there(TRAINING_RECORD, directory)
-    tokenizer_file = directory / TOKENIZER
-    if plan.ntk and tokenizer_file.is_file():  # serving engines take the smaller of its length and the model's
-        tokenizer = read_json(tokenizer_file)
-        length = tokenizer.get("model_max_length")
-        if isinstance(length, int) and length < plan.ntk["ntk_length"]:
-            tokenizer["model_max_length"] = plan.ntk["ntk_length"]
-            tokenizer_file.write_text(json.dumps(tokenizer, indent=2) + "\n")
+    if isinstance(plan.source, SafetensorsSource) and plan.source.has_tokenizer():  # GGUF's is one that was saved
+        with contextlib.suppress(CocaError):  # one that cannot be loaded is copied as it is
+            plan.tokenizer = plan.source.load_tokenizer()
+    if plan.tokenizer:
+        _keep_tokenizer(plan.tokenizer, directory)
+    if plan.ntk:
+        _raise_tokenizer_length(directory / TOKENIZER, plan.ntk["ntk_length"])
+
+
+def _keep_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Make the files in `directory` load as `tokenizer`, the source's, if they do not.
+
+    transformers chooses a tokenizer's class, and whether it mends its regular expression (`fix_mistral_regex`), by the
+    model type and the version in config.json too, which are now others. What it made of the source is saved then.
+    """
+    for mended in (False, True):
+        with contextlib.suppress(CocaError):
+            if _behaviour(load_tokenizer(directory)) == _behaviour(tokenizer):
+                return
+        if not mended:
+            tokenizer.save_pretrained(directory)
+    raise CocaError(
+        f"{tokenizer.name_or_path}: its {type(tokenizer).__name__} does not load as itself beside another config.json; "
+        f"expected one that does; load it with transformers and save_pretrained it to the source"
+    )
+
+
+def _behaviour(tokenizer: PreTrainedTokenizerBase) -> tuple:
+    """Whatever decides the token ids of a text or a chat."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    steps = json.loads(backend.to_str()) if backend else {"model": {}}
+    if isinstance(steps["model"].get("vocab"), dict):
+        del steps["model"]["vocab"]  # where two tokens share an id, it has either
+    chat = tokenizer.special_tokens_map, tokenizer.chat_template, tokenizer.padding_side
+    return type(tokenizer), steps, tokenizer.get_vocab(), chat
+
+
+def _raise_tokenizer_length(file: Path, length: int) -> None:
+    """Serving engines take the smaller of the tokenizer's length and the model's."""
+    tokenizer = read_json(file) if file.is_file() else {}
+    if isinstance(tokenizer.get("model_max_length"), int) and tokenizer["model_max_length"] < length:
+        file.write_text(json.dumps(tokenizer | {"model_max_length": length}, indent=2) + "\n")
 
 
 def _check_options(constraint: str | None, dtype: str, ntk_length: int | None, ntk_factor: float | None) -> None:
@@ -239,18 +279,33 @@ def _check_path(path: Path) -> None:
 
 def _check_target(src: str, target: Path, overwrite: bool) -> None:
     source = Path(src).absolute().resolve()
-    if source.exists() and (target.resolve() == source or target.resolve() in source.parents):
-        raise CocaError(f"{target}: is the source itself or holds it; choose another destination")
+    for directory in (target.resolve(), staging_directory(target).resolve()):
+        if source.exists() and directory in (source, *source.parents):
+            raise CocaError(f"{directory}: is the source itself or holds it; choose another destination")
     if not os.path.lexists(target):
         return
+    if target.is_symlink():
+        raise CocaError(f"{target}: is a link to {os.readlink(target)}; name the directory itself, or remove the link")
     if not overwrite:
         raise CocaError(
             f"{target}: exists and is left as it is; pass --overwrite to replace it, or choose another name"
         )
+    if _is_mount_point(target):
+        raise CocaError(f"{target}: a file system is mounted there, which cannot be replaced; choose a name below it")
     if not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").is_file()):
         raise CocaError(
             f"{target}: --overwrite replaces a checkpoint directory only, and there is no config.json in it"
         )
+
+
+def _is_mount_point(path: Path) -> bool:
+    """Also of a directory of the same file system, on Linux; `os.path.ismount` does not see those."""
+    mounts = Path("/proc/self/mountinfo")
+    if not mounts.exists():
+        return os.path.ismount(path)
+    points = (line.split(b" ")[4] for line in mounts.read_bytes().splitlines())
+    octal = re.compile(rb"\\(\d{3})")  # of blanks and backslashes
+    return os.fsencode(path.resolve()) in {octal.sub(lambda code: bytes([int(code[1], 8)]), point) for point in points}
 
 
 @contextlib.contextmanager
@@ -262,7 +317,7 @@ def _os_errors(target: Path) -> Iterator[None]:
         raise
     except Exception as error:
         full = "No space left on device" in str(error)
-        if not full and not isinstance(error, OSError):
+        if not full and not isinstance(error, (OSError, NotImplementedError)):  # the latter: no locks on that disk
             raise
         reason = "disk full while writing; free some space" if full else str(error)
         staging = staging_directory(target)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from transformers import (
     GPTNeoXConfig,
@@ -60,18 +60,20 @@ FAMILIES = {
     ),
 }
 
-# Written by transformers and by model authors over the years; they say nothing about weights or attention. Nor do names
-# that begin with an underscore.
+# Written by transformers, by trainers and by model authors over the years; they say nothing about weights or attention.
+# Nor do names that begin with an underscore, or fields that are null.
 # fmt: off
 INERT_FIELDS = {
-    "attn_implementation", "bad_words_ids", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty",
-    "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty",
-    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "is_decoder", "is_llama_config",
-    "length_penalty", "max_length", "max_sequence_length", "min_length", "model_type", "no_repeat_ngram_size",
-    "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions", "output_scores", "prefix",
+    "attn_implementation", "bad_words_ids", "begin_suppress_tokens", "bos_token", "decoder_start_token_id",
+    "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token",
+    "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id",
+    "gradient_checkpointing", "is_decoder", "is_llama_config", "length_penalty", "max_length", "max_sequence_length",
+    "min_length", "model_max_length", "model_name", "model_type", "no_repeat_ngram_size", "num_beam_groups",
+    "num_beams", "num_return_sequences", "output_attentions", "output_scores", "pad_token", "prefix",
     "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "sep_token_id", "suppress_tokens",
     "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype",
-    "torchscript", "transformers.js_config", "typical_p", "unk_token_id", "use_bfloat16",
+    "torchscript", "transformers.js_config", "typical_p", "unk_token", "unk_token_id", "unsloth_fixed",
+    "unsloth_version", "use_bfloat16",
 }
 # fmt: on
 # These change the model when they are set, in ways that CoCA does not follow; what it supports in their place.
@@ -92,12 +94,17 @@ def family_of(config: CocaConfig) -> Family:
     return FAMILIES[config.model_type.removeprefix("coca_")]
 
 
-def coca_config(config: Mapping, constraint: str, where: str, kept_layers: Iterable[int] = ()) -> CocaConfig:
+def coca_config(
+    config: Mapping, constraint: str, where: str, kept_layers: Iterable[int] = (), ignored: Collection[str] = ()
+) -> CocaConfig:
     """The CoCA configuration of a checkpoint's `config.json`; `where` names it in errors.
+
+    ignored: fields that it has and we do not know, which the user calls inert.
 
     Raises CocaError for an unknown family, a field that is not understood, or a value that CoCA does not support.
     """
     family = _family(config.get("model_type"), where)
+    config = without_fields(config, ignored, family.understands(), where)
     _check_fields(config, family, where)
     understood = family.understands() - {"transformers_version"}
     fields = {field: value for field, value in config.items() if field in understood}
@@ -110,6 +117,23 @@ def coca_config(config: Mapping, constraint: str, where: str, kept_layers: Itera
         raise CocaError(f"{where}: {one_line(error)}") from error
     _check_positions(result, family, where)
     return result
+
+
+def is_inert(field: str) -> bool:
+    """Whether a field of a config.json is one that every family passes over."""
+    return field in INERT_FIELDS or field.startswith("_")
+
+
+def without_fields(config: Mapping, ignored: Collection[str], understood: Collection[str], where: str) -> dict:
+    """`config` without the fields that the user calls inert. Raises CocaError for one that is absent or understood."""
+    for field in ignored:
+        if field not in config:
+            raise CocaError(f"{where}: --ignore-field {field}: got no such field")
+        if field in understood or field in REFUSED_WHEN_SET or field in ("auto_map", "model_type"):
+            raise CocaError(
+                f"{where}: --ignore-field {field}: got a field that changes the model, expected an inert one"
+            )
+    return {field: value for field, value in config.items() if field not in ignored}
 
 
 def _family(model_type: object, where: str) -> Family:
@@ -129,13 +153,14 @@ def _check_fields(config: Mapping, family: Family, where: str) -> None:
         )
     understood = family.understands()
     for field, value in config.items():
-        if field in understood or field in INERT_FIELDS or field == "auto_map" or field.startswith("_"):
+        if value is None or is_inert(field) or field in understood or field == "auto_map":
             continue
         if field not in REFUSED_WHEN_SET:
             near = difflib.get_close_matches(field, understood, n=1)
             hint = f" (nearest known field: {near[0]})" if near else ""
             raise CocaError(
-                f"{where}: {field}={value!r} is not understood for {name!r}{hint}; converting could change the model"
+                f"{where}: {field}={value!r} is not understood for {name!r}{hint}; converting could change the model; "
+                f"--ignore-field {field} leaves it out, if it says nothing about weights or attention"
             )
         if value:
             raise CocaError(

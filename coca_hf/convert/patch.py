@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from coca_hf.convert.families import FAMILIES, coca_config, family_of
-from coca_hf.convert.tensors import Maker, check_query_bias, check_tensors, untie_
+from coca_hf.convert.tensors import Maker, check_query_bias, check_tensors, stored_as, untie_
 from coca_hf.errors import CocaError
 from coca_hf.models.decoder import CocaForCausalLM
 from coca_hf.models.rotary import CocaRotaryEmbedding
@@ -52,7 +52,8 @@ def patch_(
     for piece in pieces:
         parameter = source[piece.source]
         if not piece.is_carried_over:
-            made = maker.make(piece).to(parameter.device)
+            made = stored_as(parameter.dtype, maker.make(piece), piece, "patch_", config.num_key_value_heads)
+            made = made.to(parameter.device)
             parameter = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
         check_query_bias(piece, parameter.data, where="patch_")
         setattr(coca.get_submodule(piece.name.rpartition(".")[0]), piece.name.rpartition(".")[2], parameter)

@@ -5,14 +5,15 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.metadata import version
 
 import torch
 import xxhash
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from coca_hf.card import base_metadata
 from coca_hf.convert.export import coca_source_config
 from coca_hf.convert.families import coca_config
 from coca_hf.convert.ntk import bake_ntk_
@@ -30,8 +31,9 @@ class Plan:
     """The conversion of `source`, which messages call `src`. The other arguments are those of `convert_checkpoint`.
 
     config: of what is written; ntk: what `bake_ntk_` did to it. pieces: the tensors that are written; shards: the same
-    by file. calibrated: by the name of their piece, tensors that `calibrate` made of `calibrated_from`; both are for
-    the caller to set. from_coca: whether the source is a CoCA checkpoint of ours; released: whether it is of the
+    by file. base: what the card says about the base model. calibrated: by the name of their piece, tensors that
+    `calibrate` made of `calibrated_from`; tokenizer: the source's, where it has one that loads; these are for the
+    caller to set. from_coca: whether the source is a CoCA checkpoint of ours; released: whether it is of the
     authors' code.
 
     Raises CocaError for a source that is not understood.
@@ -48,10 +50,13 @@ class Plan:
         ntk_factor: float | None,
         released: bool,
         keep_layers: Sequence[int] | None,
+        ignored_fields: Collection[str] = (),
     ):
-        self.source, self.src, self._dtype = source, src, DTYPES.get(dtype)
+        self.source, self.src, self._dtype, self.ignored_fields = source, src, DTYPES.get(dtype), list(ignored_fields)
         shapes, where = source.shapes(), _config_path(source)
-        self.config, self.from_coca = _read_config(source.config, constraint, ntk_length, keep_layers, where)
+        self.config, self.from_coca = _read_config(
+            source.config, constraint, ntk_length, keep_layers, ignored_fields, where
+        )
         if self.config.num_hidden_layers > len(shapes):  # and before anything counts up to it
             raise CocaError(
                 f"{where}: got num_hidden_layers={self.config.num_hidden_layers}, expected no more layers than the "
@@ -59,6 +64,8 @@ class Plan:
             )
         untie_(self.config, shapes, self._are_equal)
         self.pieces, self.released = check_tensors(shapes, self.config, src, released, self.from_coca)
+        self.base = base_metadata(src, source.directory)
+        self.tokenizer: PreTrainedTokenizerBase | None = None
         self.calibrated_from: object = None
         self.calibrated: dict[str, Tensor] = {}
         self.ntk = bake_ntk_(self.config, ntk_length, ntk_factor, where) if ntk_length else None
@@ -131,11 +138,16 @@ class Plan:
 
 
 def _read_config(
-    config: dict, constraint: str | None, ntk_length: int | None, keep_layers: Sequence[int] | None, where: str
+    config: dict,
+    constraint: str | None,
+    ntk_length: int | None,
+    keep_layers: Sequence[int] | None,
+    ignored: Collection[str],
+    where: str,
 ) -> tuple[PreTrainedConfig, bool]:
     """The configuration of what is written, and whether the source is CoCA already, which is good for --ntk-length."""
     if ntk_length and str(config.get("model_type")).startswith("coca_"):
-        result = coca_source_config(config, where)
+        result = coca_source_config(config, where, ignored)
         if constraint and constraint != result.coca_constraint:
             raise CocaError(f"{where}: --constraint: got {constraint}, expected {result.coca_constraint}, the source's")
         if keep_layers is not None and sorted(keep_layers) != sorted(result.coca_kept_layers):
@@ -143,7 +155,7 @@ def _read_config(
                 f"{where}: --keep-layers: got {list(keep_layers)}, expected {result.coca_kept_layers}, the source's"
             )
         return result, True
-    return coca_config(config, constraint or "slack", where, sorted(keep_layers or ())), False
+    return coca_config(config, constraint or "slack", where, sorted(keep_layers or ()), ignored), False
 
 
 def _config_path(source: Source) -> str:

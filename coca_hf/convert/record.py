@@ -9,8 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import xxhash
+from transformers import PreTrainedTokenizerBase
 
-from coca_hf.card import base_metadata
 from coca_hf.convert.plan import Plan
 from coca_hf.convert.staging import FinishedShard
 from coca_hf.convert.start import RULE
@@ -24,17 +24,25 @@ def conversion_record(plan: Plan, finished: Collection[FinishedShard]) -> dict:
         "source": str(Path(plan.src).absolute()) if Path(plan.src).exists() else plan.src,
         "source_format": plan.source.kind + layout,
         "source_xxh3_128": _source_hash(finished),
-        "base": base_metadata(plan.src, plan.source.directory),
+        **({"source_commit": plan.source.commit} if plan.source.commit else {}),
+        **({"ignored_fields": plan.ignored_fields} if plan.ignored_fields else {}),
+        "base": plan.base,
         "constraint": plan.config.coca_constraint,
         "kept_layers": plan.config.coca_kept_layers,
         "dtype": str(plan.config.dtype).removeprefix("torch."),
         "start": _start(plan, finished),
         **({"rope": plan.ntk} if plan.ntk else {}),
+        **({"fix_mistral_regex": False} if _needs_its_regex_mended(plan.tokenizer) else {}),
         **_summary(plan),
         "versions": {name: version(name) for name in ("coca-hf", "transformers", "torch", "safetensors")}
         | {"python": platform.python_version()},
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def _needs_its_regex_mended(tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    """Whether transformers notes on its backend that it is to be loaded with `fix_mistral_regex`."""
+    return getattr(getattr(tokenizer, "backend_tokenizer", None), "fix_mistral_regex", None) is False
 
 
 def _source_hash(finished: Collection[FinishedShard]) -> str:

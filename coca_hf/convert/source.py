@@ -1,8 +1,12 @@
 """Checkpoints to convert from: safetensors (single or sharded) and GGUF, on disk or on the hub."""
 
+import contextlib
+import fnmatch
+import glob
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from io import FileIO
 from pathlib import Path
 
 import torch
@@ -10,43 +14,64 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_hf.convert.tensors import Shape
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, one_line
 from coca_hf.models.hub import LICENCE_FILES
-from coca_hf.weights import FLOATS, INDEX, SINGLE, checkpoint_file, open_regular, open_weights, read_json
-
-# Copied as they are: what from_pretrained and the serving engines look for beside weights and config, and what licences
-# ask to go along.
-COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    *LICENCE_FILES,
+from coca_hf.weights import (
+    FLOATS,
+    INDEX,
+    SINGLE,
+    checkpoint_file,
+    file_within,
+    open_regular,
+    open_weights,
+    read_index,
+    read_json,
 )
+
+TOKENIZER_FILES = (
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("tokenizer.model*", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "tekken.json"),
+    *("tokenizer.tiktoken", "qwen.tiktoken"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
+)
+# Copied as they are: what from_pretrained and the serving engines look for beside weights and config, and what licences
+# ask to go along. Patterns, here and on the hub; none begins with *, which there would match in other directories, too.
+COMPANIONS = (*TOKENIZER_FILES, "generation_config.json", *LICENCE_FILES)
+MAX_TOKEN_ID = 1 << 24
+TRAINING_RECORD = "training.json"  # goes along with a CoCA checkpoint
+ADAPTER = "adapter_config.json"
+# What a directory without weights that we read is called by its files, and the remedy; the first that matches.
+FOREIGN = {
+    ("params.json",): "the layout of Meta's or Mistral's own code ({}), expected that of transformers; take the "
+    "repository with -hf in its name, or convert it with transformers' convert_llama_weights_to_hf.py",
+    ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.ckpt"): "only pickled weights ({}), which can run code when "
+    "read; expected safetensors; load the model with transformers and save_pretrained it to a new directory",
+    ("*.h5", "*.msgpack", "*.onnx"): "weights of another framework ({}), expected safetensors; load the model with a "
+    "transformers that reads them and save_pretrained it to a new directory",
+    ("*.safetensors",): f"safetensors without {INDEX} ({{}}), expected it beside them; download the checkpoint again",
+}
 
 
 class SafetensorsSource:
     """A directory with `config.json` and safetensors weights. Tensors are read when they are asked for, in blocks.
+
+    commit: of the hub's repository that the directory is a snapshot of.
 
     Raises CocaError where a file is absent, outside the directory, truncated or corrupted.
     """
 
     kind = "safetensors"
 
-    def __init__(self, directory: Path):
-        self.directory = directory
+    def __init__(self, directory: Path, commit: str | None = None):
+        self.directory, self.commit = directory, commit
         self.config = read_json(checkpoint_file(directory, "config.json"))
-        names = [name for name in COMPANIONS if os.path.lexists(directory / name)]
-        self._companions = [checkpoint_file(directory, name) for name in names]
-        for file in self._companions:
-            open_regular(file).close()
-        self._files, self._file_of = open_weights(directory)
+        self._companions: dict[str, FileIO] = {}
+        with contextlib.ExitStack() as stack:
+            is_coca = str(self.config.get("model_type")).startswith("coca_")
+            for name in _companions_in(directory, (*COMPANIONS, TRAINING_RECORD) if is_coca else COMPANIONS):
+                self._companions[name] = stack.enter_context(open_regular(file_within(directory, name)))
+            self._files, self._file_of = open_weights(directory)
+            stack.pop_all()
         self.files = [weights.file for weights in self._files.values()]
         self._states = self._current_states()
 
@@ -79,26 +104,18 @@ class SafetensorsSource:
                 raise OSError(f"{self.directory / name} changed while it was converted")
 
     def save_companions(self, directory: Path) -> None:
-        """Copy tokenizer, chat template and generation config."""
-        for file in self._companions:
-            self.copy_if_there(file.name, directory)
-
-    def copy_if_there(self, name: str, directory: Path) -> None:
-        if os.path.lexists(self.directory / name):
-            with (
-                open_regular(checkpoint_file(self.directory, name)) as stream,
-                (directory / name).open("wb") as copy,
-            ):
+        """Copy tokenizer, chat templates, generation config, licence: those that were there when it was opened."""
+        for name, stream in self._companions.items():
+            stream.seek(0)
+            (directory / name).parent.mkdir(exist_ok=True)
+            with (directory / name).open("wb") as copy:
                 shutil.copyfileobj(stream, copy)
 
-    def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        from transformers import AutoTokenizer
+    def has_tokenizer(self) -> bool:
+        return any(_matches(name, TOKENIZER_FILES) for name in self._companions)
 
-        try:
-            return AutoTokenizer.from_pretrained(self.directory)
-        except Exception as error:  # transformers raises what its readers raise
-            reason = " ".join(str(error).split())[:200]
-            raise CocaError(f"{self.directory}: got no tokenizer that can be read, expected one ({reason})") from error
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self.directory)
 
     def load_model(self) -> PreTrainedModel:
         from transformers import AutoModelForCausalLM
@@ -112,6 +129,8 @@ class SafetensorsSource:
     def close(self) -> None:
         for weights in self._files.values():
             weights.close()
+        for stream in self._companions.values():
+            stream.close()
 
     def _current_states(self) -> dict[str, tuple[int, ...]]:
         return {name: weights.state() for name, weights in self._files.items()}
@@ -121,6 +140,7 @@ class GgufSource:
     """A GGUF file, dequantized to float32 by transformers, which builds the model in memory to do so."""
 
     kind = "gguf"
+    commit = None
 
     def __init__(self, file: Path):
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -199,44 +219,101 @@ def _passed_over(file: Path) -> str | None:
 Source = SafetensorsSource | GgufSource
 
 
-def open_source(source: str) -> Source:
-    """Open a checkpoint: a directory, a .gguf file or a hub id.
+def open_source(source: str, revision: str | None = None) -> Source:
+    """Open a checkpoint: a directory, a .gguf file or a hub id; revision: a branch, tag or commit of the latter.
 
     Raises CocaError where it is absent, has no weights that can be read safely, or is ambiguous.
     """
     path = Path(source)
+    if revision and path.exists():
+        raise CocaError(f"--revision: got {revision!r} for {source}, which is on this machine; expected a hub id")
     if path.is_file():
         if path.suffix == ".gguf":
             return GgufSource(path)
         raise CocaError(f"{source}: got a file, expected a checkpoint directory, a .gguf file or a hub id")
-    directory = path if path.is_dir() else _download(source)
-    if os.path.lexists(directory / INDEX) or os.path.lexists(directory / SINGLE):
-        return SafetensorsSource(directory)
-    gguf_files = sorted(directory.glob("*.gguf"))
-    if len(gguf_files) == 1:
-        return GgufSource(gguf_files[0])
-    if gguf_files:
-        names = ", ".join(file.name for file in gguf_files)
-        raise CocaError(f"{source}: got {len(gguf_files)} GGUF files ({names}), expected one; name the file itself")
-    pickles = sorted(directory.glob("*.bin")) + sorted(directory.glob("*.pt*")) + sorted(directory.glob("*.ckpt"))
-    if pickles:
+    directory = path if path.is_dir() else _download(source, revision)
+    if os.path.lexists(directory / ADAPTER):
+        base = read_json(checkpoint_file(directory, ADAPTER)).get("base_model_name_or_path")
         raise CocaError(
-            f"{source}: got only pickled weights ({pickles[0].name}), which can run code when read; expected "
-            f"safetensors; load the model with transformers and save_pretrained it to a new directory"
+            f"{source}: got an adapter of {base}, expected a whole model; merge it first (with peft: "
+            f"AutoPeftModelForCausalLM.from_pretrained(SRC).merge_and_unload().save_pretrained(DIR)), or remove "
+            f"{ADAPTER} where the weights beside it are merged already"
         )
+    if os.path.lexists(directory / INDEX) or os.path.lexists(directory / SINGLE):
+        return SafetensorsSource(directory, None if path.is_dir() else directory.name)
+    names = os.listdir(directory) if path.is_dir() else _names_on_hub(source, directory)
+    gguf_files = sorted(name for name in names if name.endswith(".gguf"))
+    if gguf_files and not path.is_dir():
+        raise CocaError(
+            f"{source}: got GGUF files ({', '.join(gguf_files)}), expected safetensors; download one of them (hf "
+            f"download {source} {gguf_files[0]} --local-dir DIR) and name the file itself"
+        )
+    if len(gguf_files) == 1:
+        return GgufSource(directory / gguf_files[0])
+    if gguf_files:
+        raise CocaError(
+            f"{source}: got {len(gguf_files)} GGUF files ({', '.join(gguf_files)}), expected one; name the file itself"
+        )
+    for patterns, what in FOREIGN.items():
+        for pattern in patterns:
+            if found := sorted(fnmatch.filter(names, pattern)):
+                raise CocaError(f"{source}: got {what.format(found[0])}")
     raise CocaError(f"{source}: got no weights, expected {SINGLE}, {INDEX} or a .gguf file")
 
 
-def _download(hub_id: str) -> Path:
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint as transformers loads it; the checkpoint's own code is never run."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        largest = max(tokenizer.get_vocab().values(), default=0)
+        if largest > MAX_TOKEN_ID:  # saving it counts up to there
+            raise ValueError(f"got token id {largest}, expected at most {MAX_TOKEN_ID}")
+        return tokenizer
+    except Exception as error:  # transformers raises what its readers raise
+        reason = " ".join(str(error).split())[:200]
+        raise CocaError(f"{directory}: got no tokenizer that can be read, expected one ({reason})") from error
+
+
+def _companions_in(directory: Path, patterns: Iterable[str]) -> list[str]:
+    names = os.listdir(directory)
+    for folder in {pattern.rpartition("/")[0] for pattern in patterns} & set(names):
+        if (directory / folder).is_dir():
+            names += [f"{folder}/{name}" for name in os.listdir(directory / folder)]
+    return sorted(name for name in names if _matches(name, patterns))
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _download(hub_id: str, revision: str | None) -> Path:
+    """The directory in the hub's cache with the files of `hub_id` that are read, and no others."""
+    directory = _snapshot(hub_id, revision, ["config.json", INDEX, ADAPTER, "README.md", *COMPANIONS])
+    if os.path.lexists(directory / ADAPTER):
+        return directory
+    shards = set(read_index(directory).values()) if os.path.lexists(directory / INDEX) else set()
+    return _snapshot(hub_id, directory.name, [SINGLE, *map(glob.escape, sorted(shards))])
+
+
+def _snapshot(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import HFValidationError
 
     try:
-        return Path(
-            snapshot_download(hub_id, allow_patterns=["config.json", "*.safetensors", INDEX, "README.md", *COMPANIONS])
-        )
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except HFValidationError:
         raise CocaError(f"{hub_id}: no such directory, and not the form of a hub id (owner/name)") from None
     except Exception as error:  # offline, unknown, gated: huggingface_hub has a class for each
-        reason = str(error).strip().splitlines()[0]
-        raise CocaError(f"{hub_id}: no such directory, and not on the hub within reach ({reason})") from error
+        raise CocaError(f"{hub_id}: no such directory, and not on the hub within reach ({one_line(error)})") from error
+
+
+def _names_on_hub(hub_id: str, directory: Path) -> list[str]:
+    """The files of a repository whose snapshot is `directory`; where the hub does not answer, those of the snapshot."""
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().list_repo_files(hub_id, revision=directory.name)
+    except Exception:  # offline: huggingface_hub has many classes for it
+        return os.listdir(directory)

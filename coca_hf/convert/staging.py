@@ -5,13 +5,17 @@
 .DST.incomplete/calibrated/     a file for every layer that is calibrated, which says itself from what
 .DST.incomplete/checkpoint/     renamed to DST when it is complete
 .DST.incomplete/replaced/       the former DST, from just before that rename until just after it
+
+The directory is for its owner alone, and everything in it is a plain file or directory with one name: whoever prepared
+a link there would have us empty or overwrite what it leads to.
 """
 
 import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from threading import Lock
 
@@ -39,39 +43,58 @@ class Staging:
         self.checkpoint = self.directory / "checkpoint"
         self.calibrated = self.directory / "calibrated"
         self.begun = False
+        self.former: Contents | None = None  # of the target when the work began: what `publish` replaces
         self.finished: dict[str, FinishedShard] = {}  # by name of the shard
         self._manifest = self.directory / "manifest.jsonl"
         self._replaced = self.directory / "replaced"
         self._lock = Lock()
 
-    def recover(self) -> None:
-        """Put back a destination that an interrupted run had moved away to replace it."""
-        if os.path.lexists(self._replaced):
-            if os.path.lexists(self.target):
-                _remove(self._replaced)
-            else:
-                self._replaced.rename(self.target)
+    def check(self) -> None:
+        """Raise CocaError where something in here is not of our making; `replaced` may be: it is the former target."""
+        for directory, directories, files in os.walk(self.directory):
+            if Path(directory) == self.directory and self._replaced.name in directories:
+                directories.remove(self._replaced.name)
+            for name in (*directories, *files):
+                _check_plain(Path(directory, name), is_directory=name in directories)
 
-    def begin(self, made_from: str) -> None:
-        """Read in `finished` what an earlier run left, if it was to make the same; else start over.
+    def recover(self) -> None:
+        """Put back a destination that an interrupted run had moved away to replace it.
+
+        Raises CocaError where something else has taken its place meanwhile: both are kept.
+        """
+        if not os.path.lexists(self._replaced):
+            return
+        if not os.path.lexists(self.target):
+            self._replaced.rename(self.target)
+        elif not os.path.lexists(self.checkpoint):  # it became the target: only the cleaning up is missing
+            _remove(self._replaced)
+        else:
+            raise CocaError(
+                f"{self.target}: appeared while the checkpoint there was being replaced, which is kept in "
+                f"{self._replaced}; move one of them elsewhere, then run the same command again"
+            )
+
+    def begin(self, made_from: str, shards: Collection[str]) -> None:
+        """Read in `finished` which of the `shards` an earlier run left, if it was to make the same; remove the rest.
 
         made_from: whatever decides the shards' names and contents, other than the contents of the source.
         """
         self.begun = True
         finished = self._read_manifest(made_from)
         if finished is None:
+            _remove(self.checkpoint)
+            self.checkpoint.mkdir()
             self.start_over(made_from)
             return
-        self.finished = {line.shard: line for line in finished}
+        self.finished = {line.shard: line for line in finished if line.shard in shards}
         for file in self.checkpoint.iterdir():
             if file.name not in self.finished:
                 _remove(file)
 
     def start_over(self, made_from: str) -> None:
+        """Forget the shards that are finished: they will be written again, in the same places."""
         self.finished = {}
         self._manifest.unlink(missing_ok=True)
-        _remove(self.checkpoint)
-        self.checkpoint.mkdir()
         self._append(json.dumps({"made_from": made_from}))
 
     def record(self, finished: FinishedShard) -> None:
@@ -83,15 +106,23 @@ class Staging:
             self._append(finished.model_dump_json())
 
     def publish(self) -> None:
-        """Put the finished checkpoint in place: written to disk, then renamed."""
-        for file in self.checkpoint.iterdir():
-            sync(file)
-        sync(self.checkpoint)
-        if os.path.lexists(self.target):
+        """Put the finished checkpoint in place: written to disk, then renamed. Replaces nothing but `former`.
+
+        Raises OSError where the target is not what it was when the work began.
+        """
+        for path in (*self.checkpoint.rglob("*"), self.checkpoint):
+            sync(path)
+        if self.former is not None:
             self.target.rename(self._replaced)
-        self.checkpoint.rename(self.target)
+            if contents_of(self._replaced) != self.former:  # `recover` puts it back
+                raise OSError("the checkpoint there changed meanwhile, and is left as it is")
+        try:
+            self.checkpoint.rename(self.target)  # fails where there is anything but an empty directory
+        except OSError as error:
+            if not os.path.lexists(self.target):
+                raise
+            raise OSError("something appeared there meanwhile, and is left as it is; move it elsewhere") from error
         sync(self.target.parent)
-        self.discard()
 
     def has_results(self) -> bool:
         """Whether there is something to continue from."""
@@ -126,6 +157,24 @@ class Staging:
             os.fsync(stream.fileno())
 
 
+Contents = list[tuple[str, int, int, int]]
+
+
+def contents_of(path: Path) -> Contents | None:
+    """Name, inode, size and time of last change of the files below `path`, itself first; None: there is nothing."""
+    if not os.path.lexists(path):
+        return None
+    found = path.lstat()
+    contents = [(".", found.st_ino, 0, 0)]
+    for directory, directories, files in os.walk(path):
+        for name in (*directories, *files):
+            file = Path(directory, name)
+            found = file.lstat()
+            changed = (0, 0) if name in directories else (found.st_size, found.st_mtime_ns)
+            contents.append((str(file.relative_to(path)), found.st_ino, *changed))
+    return sorted(contents)
+
+
 def staging_directory(target: Path) -> Path:
     return target.parent / f".{target.name}.incomplete"
 
@@ -137,18 +186,24 @@ def locked_staging(target: Path) -> Iterator[Staging]:
     Afterwards it is gone, unless the body was interrupted with shards finished: then the next run continues from them.
     A CocaError is not an interruption: it would come again, and leaves nothing.
 
-    Raises CocaError where another process holds it.
+    Raises CocaError where another process holds it, or where there is something in it that we do not make.
     """
     staging = Staging(target)
     lock = _acquire(staging)
     try:
+        staging.check()
         staging.recover()
-        yield staging
-    except BaseException as error:
-        staging.recover()
-        if staging.begun and (isinstance(error, CocaError) or not staging.has_results()):
+        try:
+            yield staging
+        except BaseException as error:
+            staging.recover()
+            if staging.begun and (isinstance(error, CocaError) or not staging.has_results()):
+                staging.discard()
+            raise
+        try:
             staging.discard()
-        raise
+        except OSError as error:
+            raise CocaError(f"{target}: is written; but what is left of the work cannot be removed: {error}") from error
     finally:
         _release(lock, staging.directory)
 
@@ -164,11 +219,12 @@ def sync(path: Path) -> None:
 
 def _acquire(staging: Staging) -> FileLock:
     directory = staging.directory
-    if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
-        raise CocaError(f"{directory}: is in the way, expected a directory that coca-convert made; remove it")
     lock = FileLock(directory / "lock")
     while True:
-        directory.mkdir(parents=True, exist_ok=True)
+        for path in (directory, directory / "lock"):
+            if os.path.lexists(path):
+                _check_plain(path, is_directory=path == directory)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             lock.acquire(timeout=0)
         except FileNotFoundError:  # its last holder has just removed the directory
@@ -178,6 +234,14 @@ def _acquire(staging: Staging) -> FileLock:
                 f"{staging.target}: another conversion is writing it; wait for it or choose another name"
             ) from None
         return lock
+
+
+def _check_plain(path: Path, is_directory: bool) -> None:
+    """Raise CocaError for a link, a file with a second name, or anything else that we do not make."""
+    found = path.lstat()
+    is_plain = stat.S_ISDIR(found.st_mode) if is_directory else stat.S_ISREG(found.st_mode) and found.st_nlink == 1
+    if not is_plain:
+        raise CocaError(f"{path}: is in the way, expected what coca-convert makes there; remove it")
 
 
 def _release(lock: FileLock, directory: Path) -> None:

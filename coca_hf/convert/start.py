@@ -28,7 +28,7 @@ RULE = (
 
 
 def fold_pairs(projection: Tensor, num_key_value_heads: int) -> Tensor:
-    """Mean over the two rows of every rotary pair: (g * d, ...) to (g * j, ...), in the dtype of the input.
+    """Mean over the two rows of every rotary pair: (g * d, ...) to (g * j, ...), in float32 or wider.
 
     Exact for the released code's full-width `t_proj`, which takes that mean after the projection.
     """
@@ -92,9 +92,12 @@ def _folded_row_norm(grams: Tensor) -> Tensor:
 
 
 def start_t(k: Tensor, scales: Tensor, num_key_value_heads: int) -> Tensor:
-    """`W_T` (or its bias) from `W_K` (or its bias): folded, each key/value head times its scale; dtype of the input."""
+    """`W_T` (or its bias) from `W_K` (or its bias): folded, each key/value head times its scale; float32 or wider.
+
+    It can be far smaller than `W_K`: whoever stores it in 16 bits has to see what that loses.
+    """
     heads = k.unflatten(0, (num_key_value_heads, 2, -1))
-    w_t = k.new_empty(num_key_value_heads, *heads.shape[2:])
+    w_t = k.new_empty(num_key_value_heads, *heads.shape[2:], dtype=torch.promote_types(k.dtype, torch.float32))
     wide = torch.float32 if k.dtype.itemsize == 2 else torch.float64
     for head, (first, second) in enumerate(heads):  # one at a time: what is wide stays in the processor's cache
         w_t[head] = (first.to(wide) + second).mul_(scales[head] / 2)

@@ -20,6 +20,7 @@ from coca_hf.models.rotary import rotary_dim
 from coca_hf.weights import is_derived
 
 Shape = tuple[int, ...]
+ROUNDING = 0.1  # bfloat16 takes 0.002; so much is underflow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +106,30 @@ def check_query_bias(piece: Piece, numbers: Tensor, where: str) -> None:
         )
 
 
+def stored_as(dtype: torch.dtype, numbers: Tensor, piece: Piece, where: str, num_heads: int = 1) -> Tensor:
+    """`numbers` of `piece` as they are written. num_heads: along the first dimension.
+
+    Raises CocaError where `dtype` is too narrow: for a number, or, as `W_T` can be tiny, for a head of it, of which
+    rounding takes more than `ROUNDING` of the norm.
+    """
+    stored = numbers.to(dtype)
+    if torch.finfo(dtype).max >= torch.finfo(numbers.dtype).max:
+        return stored
+    problem = ""
+    if stored.isinf().any() and (stored.isinf() & numbers.isfinite()).any():
+        problem = "infinite"
+    elif piece.module == "t_proj":
+        error, size = (x.double().reshape(num_heads, -1).norm(dim=1) for x in (stored - numbers, numbers))
+        if (error > ROUNDING * size).any():
+            problem = "zero or nearly so"
+    if problem:
+        raise CocaError(
+            f"{where}: tensor {piece.name}: got numbers up to {numbers.abs().max():g}, which in "
+            f"{str(dtype).removeprefix('torch.')} are {problem}; expected another dtype, as float32"
+        )
+    return stored
+
+
 class Maker:
     """Makes pieces from the source's tensors, which `read` fetches by name.
 
@@ -119,7 +144,7 @@ class Maker:
         self._pieces = {piece.name: piece for piece in pieces}
 
     def make(self, piece: Piece) -> Tensor:
-        """The tensor of `piece`, in the dtype of the source."""
+        """The tensor of `piece`: `W_T` in float32 or wider, all others in the dtype of the source."""
         tensor = self._picked(piece)
         if piece.module == "t_proj":
             return fold_pairs(tensor, self.config.num_key_value_heads) if self.released else self._start(piece, tensor)
@@ -127,7 +152,7 @@ class Maker:
 
     def _start(self, piece: Piece, key: Tensor) -> Tensor:
         rows = self._scaled(piece, key)
-        return start_t(rows, torch.tensor(self._scales(piece)), self.config.num_key_value_heads).to(key.dtype)
+        return start_t(rows, torch.tensor(self._scales(piece)), self.config.num_key_value_heads)
 
     def _scaled(self, piece: Piece, rows: Tensor) -> Tensor:
         """The rows of all heads, (g * d, ...), times what `piece` is scaled by."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from coca_hf.convert.plan import Plan
 from coca_hf.convert.staging import FinishedShard, Staging
-from coca_hf.convert.tensors import Maker, Piece, check_query_bias
+from coca_hf.convert.tensors import Maker, Piece, check_query_bias, stored_as
 from coca_hf.errors import CocaError
 from coca_hf.weights import FLOATS, INDEX, WeightsFile
 
@@ -79,8 +79,6 @@ class WeightsWriter:
         )
 
     def _is_as_written(self, facts: FinishedShard) -> bool:
-        if facts.shard not in self.plan.shards:
-            return False
         try:
             with contextlib.closing(WeightsFile(self.staging.checkpoint / facts.shard)) as file:
                 found = {name: self._hash(file.blocks(name)) for name in file.tensors}
@@ -99,7 +97,7 @@ class WeightsWriter:
                 if plan.is_copied(piece):
                     read[piece.source], written[piece.name] = self._copy(piece, stream)
                 else:
-                    made = self._as_stored(piece, self._made(piece, maker))
+                    made = self._as_stored(piece, self._made(piece, maker), plan.config.num_key_value_heads)
                     written[piece.name] = self._hash([made])
                     self._advance(_write(stream, bytes_of(made)))
         self.staging.record(FinishedShard(shard=shard, written=written, read=read, scales=maker.scales))
@@ -125,18 +123,8 @@ class WeightsWriter:
         hashes[name] = self._hash([tensor])
         return tensor
 
-    def _as_stored(self, piece: Piece, numbers: Tensor) -> Tensor:
-        """`numbers` of `piece` in the type they are written in. Raises CocaError where that has no such numbers."""
-        stored = numbers.to(self.plan.dtype_of(piece))
-        if torch.finfo(stored.dtype).max < torch.finfo(numbers.dtype).max:
-            overflows = stored.isinf().any() and (stored.isinf() & numbers.isfinite()).any()
-            vanishes = piece.module == "t_proj" and numbers.any() and not stored.any()
-            if overflows or vanishes:
-                name, largest = str(stored.dtype).removeprefix("torch."), numbers.abs().max().item()
-                raise CocaError(
-                    f"{self.plan.src}: tensor {piece.name}: got numbers up to {largest:g}, which in {name} are "
-                    f"{'infinite' if overflows else 'zero'}; expected another --dtype, as float32"
-                )
+    def _as_stored(self, piece: Piece, numbers: Tensor, num_heads: int = 1) -> Tensor:
+        stored = stored_as(self.plan.dtype_of(piece), numbers, piece, self.plan.src, num_heads)
         check_query_bias(piece, stored, self.plan.src)
         return stored
 

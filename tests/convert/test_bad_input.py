@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,26 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from coca_cli import main
 from coca_hf import CocaError, convert_checkpoint
 
 
 @pytest.fixture
 def source(tmp_path, tiny_llama_dir):
     return Path(shutil.copytree(tiny_llama_dir, tmp_path / "source"))
-
-
-@pytest.fixture
-def convert(tmp_path, monkeypatch, capsys):
-    """Run `coca-convert`; returns the exit code and what it printed on stderr."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["coca-convert", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main.convert()
-        return stop.value.code, capsys.readouterr().err
-
-    return run
 
 
 def edit_config(directory, **fields):
@@ -63,6 +48,11 @@ def index(directory, weight_map):
 def pickle_only(directory):
     (directory / "model.safetensors").unlink()
     torch.save({}, directory / "pytorch_model.bin")
+
+
+def adapter(directory):
+    (directory / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
+    (directory / "adapter_model.safetensors").touch()
 
 
 K0, Q1 = "model.layers.0.self_attn.k_proj.weight", "model.layers.1.self_attn.q_proj.weight"
@@ -98,6 +88,23 @@ DAMAGE = {
     "wrong type": (lambda d: edit_config(d, hidden_size="big"), "hidden_size"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "got no weights, expected model.safetensors"),
     "pickle only": (pickle_only, "got only pickled weights (pytorch_model.bin)"),
+    "adapter": (
+        lambda d: [(d / "model.safetensors").unlink(), adapter(d)],
+        "got an adapter of owner/base, expected a whole model; merge it first (with peft: AutoPeftModel",
+    ),
+    "adapter beside weights": (lambda d: adapter(d), "or remove adapter_config.json where the weights beside it are m"),
+    "Meta's layout": (
+        lambda d: [(d / "model.safetensors").rename(d / "consolidated.00.pth"), (d / "params.json").touch()],
+        "got the layout of Meta's or Mistral's own code (params.json), expected that of transformers; take the rep",
+    ),
+    "another framework": (
+        lambda d: (d / "model.safetensors").rename(d / "tf_model.h5"),
+        "got weights of another framework (tf_model.h5), expected safetensors",
+    ),
+    "no index": (
+        lambda d: (d / "model.safetensors").rename(d / "model-00001-of-00002.safetensors"),
+        "got safetensors without model.safetensors.index.json (model-00001-of-00002.safetensors)",
+    ),
     "truncated": (truncate, "model.safetensors: truncated or corrupted"),
     "garbled": (garble, "model.safetensors: truncated or corrupted"),
     "missing tensor": (lambda d: edit_weights(d, lambda w: w.pop(K0)), f"tensor {K0} is missing"),
@@ -150,7 +157,8 @@ def test_damaged_source_is_one_line_and_exit_code_2(source, tmp_path, convert, d
         (["no-such-directory", "dst"], "no such directory"),
         (["owner/name", "dst"], "no such directory, and not on the hub within reach"),
         (["{source}", "{source}"], "is the source itself or holds it"),
-        (["{source}", "{source}/..", "--overwrite"], "is the source itself or holds it"),
+        (["{source}", "{source.parent}", "--overwrite"], "is the source itself or holds it"),
+        (["{source}", "{source}/..", "--overwrite"], "expected the name of a directory to write"),
         (["{source}/config.json", "dst"], "got a file, expected a checkpoint directory"),
     ],
 )
@@ -268,3 +276,64 @@ def test_too_small_a_disk_is_refused_before_writing(source, tmp_path, convert, m
     code, printed = convert(source, tmp_path / "dst")
     assert code == 2
     assert "disk full: 0.0 GB free" in printed
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"unsloth_fixed": True, "unsloth_version": "2026.1", "pad_token": "</s>", "model_name": "mine"},
+        {"gradient_checkpointing": True, "bos_token": "<s>", "model_max_length": 4096, "anything": None},
+        {"quantization_config": None, "sliding_window": None, "auto_map": None, "rope_interleaved": None},
+    ],
+)
+def test_fields_that_common_tools_leave_in_a_config_change_nothing(source, tmp_path, tiny_coca_dir, fields):
+    edit_config(source, **fields)
+    convert_checkpoint(source, tmp_path / "dst")
+    got, expected = (
+        json.loads((directory / "config.json").read_text()) for directory in (tmp_path / "dst", tiny_coca_dir)
+    )
+    assert got == expected
+
+
+def test_a_field_that_is_not_understood_can_be_left_out_and_is_recorded(source, tmp_path, convert, tiny_coca_dir):
+    edit_config(source, neuron_cores=2, seq_len=5)
+    code, printed = convert(source, tmp_path / "dst", "--ignore-field", "seq_len")
+    assert (code, printed.count("\n")) == (2, 1)
+    assert "neuron_cores=2 is not understood" in printed
+    assert "--ignore-field neuron_cores leaves it out, if it says nothing about weights or attention" in printed
+    code, _ = convert(source, tmp_path / "dst", "--ignore-field", "seq_len", "--ignore-field", "neuron_cores")
+    assert code == 0
+    assert json.loads((tmp_path / "dst" / "conversion.json").read_text())["ignored_fields"] == [
+        "seq_len",
+        "neuron_cores",
+    ]
+    got, expected = (
+        json.loads((directory / "config.json").read_text()) for directory in (tmp_path / "dst", tiny_coca_dir)
+    )
+    assert got == expected
+    edit_config(tmp_path / "dst", seq_len=5)
+    with pytest.raises(CocaError, match=r"seq_len=5 is not understood; .*; --ignore-field seq_len leaves it out"):
+        convert_checkpoint(tmp_path / "dst", tmp_path / "longer", ntk_length=128)
+    convert_checkpoint(tmp_path / "dst", tmp_path / "longer", ntk_length=128, ignore_fields=["seq_len"])
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("hidden_size", "--ignore-field hidden_size: got a field that changes the model, expected an inert one"),
+        ("quantization_config", "--ignore-field quantization_config: got a field that changes the model"),
+        ("model_type", "--ignore-field model_type: got a field that changes the model"),
+        ("hiden_size", "--ignore-field hiden_size: got no such field"),
+    ],
+)
+def test_a_field_that_changes_the_model_cannot_be_left_out(source, tmp_path, convert, field, message):
+    edit_config(source, quantization_config={"bits": 4})
+    code, printed = convert(source, tmp_path / "dst", "--ignore-field", field)
+    assert (code, printed.count("\n")) == (2, 1)
+    assert f"config.json: {message}" in printed
+
+
+def test_a_revision_of_a_directory_is_refused(source, tmp_path, convert):
+    code, printed = convert(source, tmp_path / "dst", "--revision", "main")
+    assert (code, printed.count("\n")) == (2, 1)
+    assert "--revision: got 'main' for" in printed

@@ -147,7 +147,9 @@ def test_the_start_is_the_scaled_mean_of_pairs_and_leaves_the_keys_as_they_are(d
     k, scales = torch.randn(2 * 8, 5, generator=torch.Generator().manual_seed(0)).to(dtype), torch.tensor([0.3, 2.0])
     before, heads = k.clone(), k.double().view(2, 2, 4, 5)
     expected = (heads[:, 0] + heads[:, 1]) / 2 * scales.double()[:, None, None]
-    torch.testing.assert_close(start_t(k, scales, 2), expected.flatten(0, 1).to(dtype))
+    torch.testing.assert_close(
+        start_t(k, scales, 2), expected.flatten(0, 1).to(torch.promote_types(dtype, torch.float32))
+    )
     assert torch.equal(k, before)
 
 
@@ -196,7 +198,9 @@ def test_a_dtype_too_narrow_for_the_numbers_is_refused_by_tensor(tmp_path):
     convert_checkpoint(source, tmp_path / "bfloat16", dtype="bfloat16")
     weights[down][3, 5] = float("inf")  # was not made by the conversion
     stored_with(source, **{down: weights[down], key: weights[key] * 1e-12})
-    with pytest.raises(CocaError, match=r"layers.2.self_attn.t_proj.weight: .* which in float16 are zero; expected"):
+    with pytest.raises(
+        CocaError, match=r"layers.2.self_attn.t_proj.weight: .* which in float16 are zero or nearly so; expected"
+    ):
         convert_checkpoint(source, tmp_path / "dst", dtype="float16")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bfloat16", "src"]
 
@@ -220,6 +224,32 @@ def test_a_bias_of_queries_whose_square_float16_cannot_hold_is_refused(tmp_path,
     assert type(model) is LlamaForCausalLM
     patch_(model.bfloat16())
     convert_checkpoint(source, tmp_path / "bfloat16", dtype="bfloat16")
+
+
+@pytest.mark.parametrize("heads", [slice(0, 8), slice(8, 16), slice(0, 16)], ids=["first", "second", "both"])
+def test_a_start_too_small_for_float16_is_refused_there_and_written_in_float32(tmp_path, heads):
+    """Keys of 2e-5 and queries of 20: numbers that float16 has, and a scale that takes W_T below its smallest."""
+    model = llama()
+    attention = model.model.layers[1].self_attn
+    with torch.no_grad():
+        attention.k_proj.weight[heads] *= 1e-4
+        attention.q_proj.weight[heads.start * 3 : heads.stop * 3] *= 100
+    source, name = saved(model.half(), tmp_path / "src"), "model.layers.1.self_attn.t_proj.weight"
+    for refused in (
+        lambda: convert_checkpoint(source, tmp_path / "dst"),
+        lambda: patch_(LlamaForCausalLM.from_pretrained(source, dtype=torch.float16)),
+    ):
+        with pytest.raises(CocaError, match=rf"{name}: got numbers .* in float16 are zero or nearly so; expected"):
+            refused()
+    record = convert_checkpoint(source, tmp_path / "dst", dtype="float32")
+    weights, made = (load_file(directory / "model.safetensors") for directory in (source, tmp_path / "dst"))
+    keys = weights[name.replace("t_proj", "k_proj")].double().view(2, 2, 4, 48)
+    expected = keys.mean(1) * torch.tensor(record["start"]["scales"][1])[:, None, None]
+    assert expected.flatten(0, 1)[slice(heads.start // 2, heads.stop // 2)].abs().max() < 1e-6
+    torch.testing.assert_close(made[name], expected.flatten(0, 1).float(), rtol=1e-6, atol=0)
+    convert_checkpoint(source, tmp_path / "bfloat16", dtype="bfloat16")
+    got = load_file(tmp_path / "bfloat16" / "model.safetensors")[name]
+    torch.testing.assert_close(got, expected.flatten(0, 1).bfloat16(), rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])

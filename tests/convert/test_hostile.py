@@ -358,6 +358,19 @@ def test_code_beside_a_coca_source_is_neither_run_nor_copied(source, tmp_path):
     assert not any(str(tmp_path) in file.read_text() for file in (tmp_path / "dst").glob("*.py"))
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("token_id", [2**24 + 1, 2**31, 2**63])
+def test_a_token_id_beyond_any_vocabulary_does_not_keep_the_conversion_busy(source, tmp_path, tiny_tokenizer, token_id):
+    tiny_tokenizer.save_pretrained(source)
+    content = json.loads((source / "tokenizer.json").read_text())
+    content["model"]["vocab"]["<s>"] = token_id
+    (source / "tokenizer.json").write_text(json.dumps(content))
+    begun = time.monotonic()
+    convert_checkpoint(source, tmp_path / "dst")
+    assert time.monotonic() - begun < 20
+    assert (tmp_path / "dst" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [

@@ -1,0 +1,322 @@
+"""Conversion replaces and removes nothing but the checkpoint that it was told to replace, as it was at the start."""
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from coca_hf import CocaError, convert_checkpoint
+from tests.convert.test_interrupted import PROCESSES, Stop
+
+
+def once(action):
+    """A progress callback that acts at its first call: while weights are written."""
+    calls = []
+
+    def progress(done, total):
+        if not calls:
+            calls.append(done)
+            action()
+
+    return progress
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def files_of(directory):
+    return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+
+
+@pytest.fixture
+def old(tmp_path):
+    """A checkpoint that is to be replaced."""
+    write(tmp_path / "dst" / "config.json", "old")
+    write(tmp_path / "dst" / "notes" / "a.txt", "mine")
+    return tmp_path / "dst"
+
+
+APPEARS = {
+    "a checkpoint": lambda dst: write(dst / "config.json", "theirs"),
+    "a directory": lambda dst: write(dst / "letters" / "a.txt", "theirs"),
+    "a file": lambda dst: write(dst, "theirs"),
+    "a link": lambda dst: [write(dst.parent / "elsewhere" / "a.txt", "theirs"), dst.symlink_to("elsewhere")],
+}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("appear", APPEARS.values(), ids=APPEARS.keys())
+def test_what_appears_at_the_destination_meanwhile_is_kept_and_the_rerun_goes_on(
+    tiny_llama_dir, tmp_path, appear, overwrite
+):
+    dst = tmp_path / "dst"
+    with pytest.raises(CocaError, match=r"dst: not written: something appeared there .* the same command continues"):
+        convert_checkpoint(tiny_llama_dir, dst, overwrite=overwrite, progress=once(lambda: appear(dst)))
+    assert "theirs" in {file.read_text() for file in (dst, *dst.rglob("*")) if file.is_file()}
+    dst.rename(tmp_path / "theirs")
+    weights = (tmp_path / ".dst.incomplete" / "checkpoint" / "model.safetensors").stat()
+    convert_checkpoint(tiny_llama_dir, dst)
+    assert (dst / "model.safetensors").stat().st_ino == weights.st_ino
+    assert not (tmp_path / ".dst.incomplete").exists()
+
+
+def replace(dst):
+    shutil.rmtree(dst)
+    write(dst / "config.json", "theirs")
+
+
+CHANGES = {
+    "a file more": lambda dst: write(dst / "notes" / "b.txt", "theirs"),
+    "a file changed": lambda dst: write(dst / "notes" / "a.txt", "theirs"),
+    "another checkpoint": replace,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_overwrite_keeps_a_checkpoint_that_changed_meanwhile(tiny_llama_dir, old, change):
+    changed = {}
+
+    def act():
+        change(old)
+        changed.update(files_of(old))
+
+    with pytest.raises(CocaError, match="the checkpoint there changed meanwhile, and is left as it is; what is fini"):
+        convert_checkpoint(tiny_llama_dir, old, overwrite=True, progress=once(act))
+    assert files_of(old) == changed
+    assert b"theirs" in changed.values()
+    convert_checkpoint(tiny_llama_dir, old, overwrite=True)
+    assert json.loads((old / "config.json").read_text())["model_type"] == "coca_llama"
+    assert [file.name for file in old.parent.iterdir()] == ["dst"]
+
+
+def test_what_takes_the_place_of_a_checkpoint_that_is_being_replaced_is_kept_beside_it(tiny_llama_dir, tmp_path, old):
+    """The state that a kill between the two renames leaves, and a third party since."""
+    staging = tmp_path / ".dst.incomplete"
+    (staging / "checkpoint").mkdir(parents=True)
+    old.rename(staging / "replaced")
+    write(old / "config.json", "theirs")
+    for overwrite in (False, True):
+        with pytest.raises(CocaError, match=r"dst: appeared while .* is kept in .*replaced; move one of them"):
+            convert_checkpoint(tiny_llama_dir, old, overwrite=overwrite)
+        assert (old / "config.json").read_text() == "theirs"
+        assert (staging / "replaced" / "config.json").read_text() == "old"
+    old.rename(tmp_path / "theirs")
+    with pytest.raises(CocaError, match="exists and is left as it is"):
+        convert_checkpoint(tiny_llama_dir, old)
+    assert (old / "config.json").read_text() == "old"
+
+
+def test_what_is_left_of_a_replaced_checkpoint_is_removed_by_the_next_run(tiny_llama_dir, tmp_path, old):
+    """The state that a kill after the second rename leaves."""
+    shutil.copytree(old, tmp_path / ".dst.incomplete" / "replaced")
+    convert_checkpoint(tiny_llama_dir, old, overwrite=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["dst"]
+
+
+PLACES = {
+    "an empty directory": (lambda dst: dst.mkdir(), {}, "exists and is left as it is"),
+    "a file": (lambda dst: dst.touch(), {"overwrite": True}, "replaces a checkpoint directory only"),
+    "a link": (lambda dst: dst.symlink_to("source"), {"overwrite": True}, "is the source itself"),
+    "a link elsewhere": (
+        lambda dst: [write(dst.parent / "other" / "config.json", "old"), dst.symlink_to("other")],
+        {"overwrite": True},
+        "dst: is a link to other; name the directory itself",
+    ),
+    "a dangling link": (lambda dst: dst.symlink_to("nowhere"), {"overwrite": True}, "dst: is a link to nowhere"),
+}
+
+
+@pytest.mark.parametrize(("make", "options", "message"), PLACES.values(), ids=PLACES.keys())
+def test_a_destination_that_cannot_be_replaced_is_refused_before_the_source_is_opened(
+    tiny_llama_dir, tmp_path, monkeypatch, make, options, message
+):
+    (tmp_path / "source").symlink_to(tiny_llama_dir)
+    make(tmp_path / "dst")
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr("coca_hf.convert.checkpoint.open_source", None)
+    with pytest.raises(CocaError, match=message):
+        convert_checkpoint(tmp_path / "source", tmp_path / "dst", **options)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["dst", "a b\\c"])
+def test_a_mount_point_is_refused_before_the_source_is_opened(tmp_path, tiny_llama_dir, monkeypatch, name):
+    dst = tmp_path / name
+    write(dst / "config.json", "old")
+    mounted = subprocess.run(["mount", "--bind", dst, dst], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("mounting needs root")
+    monkeypatch.setattr("coca_hf.convert.checkpoint.open_source", None)
+    try:
+        with pytest.raises(CocaError, match="a file system is mounted there"):
+            convert_checkpoint(tiny_llama_dir, dst, overwrite=True)
+        assert (dst / "config.json").read_text() == "old"
+    finally:
+        subprocess.run(["umount", "--lazy", dst], check=True)
+
+
+def test_an_empty_directory_is_replaced_with_overwrite(tiny_llama_dir, tmp_path):
+    (tmp_path / "dst").mkdir()
+    convert_checkpoint(tiny_llama_dir, tmp_path / "dst", overwrite=True)
+    assert (tmp_path / "dst" / "config.json").is_file()
+
+
+@pytest.fixture
+def interrupted(tiny_llama_dir, tmp_path):
+    """The staging directory of an interrupted conversion of `tiny_llama_dir`, with shards finished."""
+    seen = []
+
+    def stop(done, total):
+        seen.append(done)
+        if done > total * 0.8:
+            raise Stop
+
+    with pytest.raises(Stop):
+        convert_checkpoint(tiny_llama_dir, tmp_path / "dst", max_shard_size="20KB", progress=stop)
+    assert len((tmp_path / ".dst.incomplete" / "manifest.jsonl").read_text().splitlines()) > 2
+    return tmp_path / ".dst.incomplete"
+
+
+def link_directory(path, victim):
+    shutil.rmtree(path, ignore_errors=True)
+    path.symlink_to(victim)
+
+
+def link_shard(kind):
+    def link(path, victim):
+        shard = sorted(path.glob("model*.safetensors"))[0]
+        shutil.copyfile(shard, victim / "a.safetensors")
+        shard.unlink()
+        kind(victim / "a.safetensors", shard)
+        with (victim / "a.safetensors").open("ab") as file:  # damaged: made again, at the same place
+            file.write(b"mine")
+
+    return link
+
+
+def link_file(kind):
+    def link(path, victim):
+        shutil.copyfile(path, victim / "a.txt") if path.exists() else (victim / "a.txt").write_text("mine")
+        path.unlink(missing_ok=True)
+        kind(victim / "a.txt", path)
+
+    return link
+
+
+LINKS = {
+    "checkpoint": ("checkpoint", link_directory),
+    "calibrated": ("calibrated", link_directory),
+    "shard": ("checkpoint", link_shard(os.symlink)),
+    "shard with another name": ("checkpoint", link_shard(os.link)),
+    "manifest": ("manifest.jsonl", link_file(os.symlink)),
+    "manifest with another name": ("manifest.jsonl", link_file(os.link)),
+    "lock": ("lock", link_file(os.symlink)),
+    "lock with another name": ("lock", link_file(os.link)),
+    "pipe": ("manifest.jsonl", lambda path, victim: [path.unlink(), os.mkfifo(path)]),
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(("name", "prepare"), LINKS.values(), ids=LINKS.keys())
+def test_a_staging_directory_with_a_link_in_it_is_refused_and_what_it_leads_to_kept(
+    tiny_llama_dir, tmp_path, interrupted, name, prepare
+):
+    victim = tmp_path / "victim"
+    write(victim / "letters" / "a.txt", "mine")
+    write(victim / "b.safetensors", "mine")
+    prepare(interrupted / name, victim)
+    before = files_of(victim)
+    with pytest.raises(CocaError, match=r"is in the way, expected what coca-convert makes there; remove it"):
+        convert_checkpoint(tiny_llama_dir, tmp_path / "dst", max_shard_size="20KB")
+    assert files_of(victim) == before
+    assert not (tmp_path / "dst").exists()
+
+
+def test_the_staging_directory_is_for_its_owner_alone_and_the_destination_for_whom_the_umask_says(
+    tiny_llama_dir, tmp_path, interrupted
+):
+    assert interrupted.stat().st_mode & 0o777 == 0o700
+    before = os.umask(0o027)
+    try:
+        convert_checkpoint(tiny_llama_dir, tmp_path / "dst")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "dst").stat().st_mode & 0o777 == 0o750
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "dst").iterdir()} == {0o640}
+
+
+@pytest.mark.parametrize("dst", ["", ".", "..", "x/.."])
+def test_a_destination_without_a_name_of_its_own_is_refused(tiny_llama_dir, tmp_path, monkeypatch, dst):
+    write(tmp_path / "config.json", "old")
+    (tmp_path / "x").mkdir()
+    monkeypatch.chdir(tmp_path / "x")
+    with pytest.raises(CocaError, match="expected the name of a directory to write"):
+        convert_checkpoint(tiny_llama_dir, dst, overwrite=True)
+    assert (tmp_path / "config.json").read_text() == "old"
+
+
+def test_a_source_in_the_staging_directory_of_its_destination_is_refused(tiny_llama_dir, tmp_path, interrupted):
+    before = files_of(interrupted)
+    with pytest.raises(CocaError, match=r"\.dst\.incomplete: is the source itself or holds it"):
+        convert_checkpoint(interrupted / "checkpoint", tmp_path / "dst")
+    assert files_of(interrupted) == before
+
+
+def test_a_replaced_checkpoint_that_cannot_be_removed_does_not_undo_the_new_one(tiny_llama_dir, old, monkeypatch):
+    def refuse(path, *args, **options):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    remove = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda path: (refuse if path.name == "replaced" else remove)(path))
+    with pytest.raises(CocaError, match=r"dst: is written; but what is left .* cannot be removed: .*replaced"):
+        convert_checkpoint(tiny_llama_dir, old, overwrite=True)
+    assert json.loads((old / "config.json").read_text())["model_type"] == "coca_llama"
+
+
+def convert_killed(src, dst, number):
+    """Convert, but for a SIGKILL just before the `number`th time that something at or beside `dst` is touched."""
+    events, places = itertools.count(1), (str(dst), f".{dst.name}.incomplete")
+
+    def hook(event, args):
+        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"):
+            paths = [os.fsdecode(arg) for arg in args if isinstance(arg, (str, bytes, os.PathLike))]
+            if any(path == places[0] or places[1] in path for path in paths) and next(events) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    convert_checkpoint(src, dst, overwrite=True, max_shard_size="20KB")
+
+
+@pytest.mark.real
+def test_killed_at_every_other_touch_of_a_file_it_has_the_old_checkpoint_or_the_new_and_the_rerun_completes(
+    tiny_llama_dir, tmp_path, old
+):
+    def weights(directory):
+        return {name: data for name, data in files_of(directory).items() if "safetensors" in name}
+
+    convert_checkpoint(tiny_llama_dir, tmp_path / "expected", max_shard_size="20KB")
+    before = files_of(old)
+    for number in itertools.count(1, 2):
+        process = PROCESSES.Process(target=convert_killed, args=(tiny_llama_dir, old, number))
+        process.start()
+        process.join()
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+        moved = tmp_path / ".dst.incomplete" / "replaced"
+        found = old if old.exists() else moved
+        assert files_of(found) == before or weights(found) == weights(tmp_path / "expected"), number
+        convert_checkpoint(tiny_llama_dir, old, overwrite=True, max_shard_size="20KB")
+        assert weights(old) == weights(tmp_path / "expected")
+        assert sorted(file.name for file in tmp_path.iterdir()) == ["dst", "expected"]
+        shutil.rmtree(old)
+        for name, data in before.items():
+            write(old / name, data.decode())
+    assert number > 60
