@@ -15,21 +15,23 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def convert_command(
     src: Annotated[str, typer.Argument(help="Checkpoint: a directory, a .gguf file or a hub id.")],
-    dst: Annotated[str, typer.Argument(help="Directory to write. Absent or complete at every moment.")],
+    dst: Annotated[str, typer.Argument(help="Directory to write; absent or complete at every moment.")],
     constraint: Annotated[
-        Literal["slack", "strict"] | None, typer.Option(help="By default slack, the paper's main results.")
+        Literal["slack", "strict"] | None,
+        typer.Option(help="Form of CoCA; slack, the default, is that of the paper's main results."),
     ] = None,
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="auto: the source's.")
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Type of the written weights; auto takes the source's."),
     ] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint at DST.")] = False,
-    max_shard_size: Annotated[str, typer.Option(help="Of the files of weights, as in 500MB or 5GB.")] = "1GB",
+    max_shard_size: Annotated[str, typer.Option(help="Largest size of a weights file, such as 500MB or 5GB.")] = "1GB",
     ntk_length: Annotated[
         int | None,
-        typer.Option(help="Bake in the base of dynamic NTK for so many tokens; SRC may then be a CoCA checkpoint."),
+        typer.Option(help="Bake in the dynamic NTK base for this many tokens; SRC may then be a CoCA checkpoint."),
     ] = None,
     ntk_factor: Annotated[
-        float | None, typer.Option(help="Of dynamic NTK; by default the config's, or length / trained length.")
+        float | None, typer.Option(help="Factor of dynamic NTK; by default the config's, or length / trained length.")
     ] = None,
     released: Annotated[
         bool, typer.Option("--released", help="SRC is a GPT-NeoX CoCA checkpoint of the authors' released code.")
@@ -37,37 +39,39 @@ def convert_command(
     keep_layers: Annotated[
         str | None,
         typer.Option(
-            help="Layers that keep the original's attention, from 0, as in 8,17,18, one alone as in 8, "
-            "(with the comma); or 6:OUT, the six that coca-eval layers --out OUT ranks first."
+            help="Layers that keep the original's attention, counted from 0, such as 8,17,18 (one layer: '8,'), "
+            "or 6:OUT, the six layers that coca-eval layers --out OUT ranks first."
         ),
     ] = None,
     calibrate: Annotated[
         str | None,
         typer.Option(
-            help="Text (.txt, .jsonl, .parquet, a directory or glob of them, a hub id): fit W_Q and W_T to the "
-            "original's attention on it, layer by layer, for a far better start."
+            help="Fit W_Q and W_T to the original's attention on this text, layer by layer, for a far better "
+            "start: .txt, .jsonl, .parquet, a directory or glob of them, or a hub id."
         ),
     ] = None,
     calibrate_tokens: Annotated[
-        int, typer.Option(min=1, help="Of that text; as many again are of passages that repeat.")
+        int, typer.Option(min=1, help="Tokens of text to fit on; as many tokens of repeated passages are added.")
     ] = 32768,
     calibrate_block: Annotated[
-        int, typer.Option(min=2, help="Tokens of a block, at most the trained length and the attention window.")
+        int, typer.Option(min=2, help="Tokens in a block; at most the trained length and the attention window.")
     ] = 2048,
     calibrate_passes: Annotated[
-        int | None, typer.Option(min=1, help="Over the blocks; by default as many as make 1,280 steps, and at least 4.")
+        int | None,
+        typer.Option(min=1, help="Passes over the blocks; by default as many as make 1,280 steps, and at least 4."),
     ] = None,
-    column: Annotated[str, typer.Option(help="Of that text's rows.")] = "text",
-    split: Annotated[str, typer.Option(help="Of a data set on the hub.")] = "train",
-    subset: Annotated[str | None, typer.Option(help="Of a data set on the hub.")] = None,
+    column: Annotated[str, typer.Option(help="Column that holds the text for --calibrate.")] = "text",
+    split: Annotated[str, typer.Option(help="Split of a data set on the hub.")] = "train",
+    subset: Annotated[str | None, typer.Option(help="Subset of a data set on the hub.")] = None,
     device: Annotated[
-        str | None, typer.Option(help="For --calibrate: cpu, cuda, cuda:1 or mps; by default the GPU if there is one.")
+        str | None,
+        typer.Option(help="Device for --calibrate: cpu, cuda, cuda:1 or mps; by default the GPU, if there is one."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the drawn text.")] = 0,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit, where SRC is a hub id.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the text that --calibrate draws.")] = 0,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of SRC on the hub.")] = None,
     ignore_field: Annotated[
         list[str] | None,
-        typer.Option(help="Leave out a field of config.json that is not understood; may come several times."),
+        typer.Option(help="Ignore a field of config.json that is not understood; may be given several times."),
     ] = None,
 ) -> None:
     """Turn a LLaMA, Mistral, Qwen2, Qwen3 or GPT-NeoX checkpoint into CoCA. Interrupted, it continues if run again."""

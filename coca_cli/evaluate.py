@@ -32,11 +32,14 @@ def perplexity_command(
     stride: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Tokens between windows, 512 by default; for a shorter length, that length is used and said so."
+            min=1, help="Tokens between windows, 512 by default; a shorter length is its own stride, with a note."
         ),
     ] = None,
     variant: Annotated[
-        str, typer.Option(help="sliding, or yarn, yarn-truncate or longlora: the numbers of those scripts, stride 256.")
+        str,
+        typer.Option(
+            help="sliding; or yarn, yarn-truncate or longlora, which compute as those scripts do, stride 256."
+        ),
     ] = "sliding",
     batch_size: BatchOption = "auto",
 ) -> None:
@@ -59,7 +62,9 @@ def position_command(
     run: Run,
     lengths: LengthsOption,
     texts: Texts,
-    bucket: Annotated[int, typer.Option(min=1, max=10**9, help="Token indices whose losses are summed.")] = 64,
+    bucket: Annotated[
+        int, typer.Option(min=1, max=10**9, help="Number of consecutive token indices whose losses are summed.")
+    ] = 64,
     batch_size: BatchOption = "auto",
 ) -> None:
     """Loss against the token's index in a window of LENGTH tokens: where the model's context really ends."""
@@ -77,26 +82,26 @@ def position_command(
 def passkey_command(
     run: Run,
     lengths: LengthsOption,
-    cases: Annotated[int, typer.Option(min=1, help="Prompts per length.")] = 100,
+    cases: Annotated[int, typer.Option(min=1, help="Number of prompts per length.")] = 100,
     depths: Annotated[
         int | None,
-        typer.Option(min=1, max=1000, help="A grid of so many depths, in turn; drawn uniformly by default."),
+        typer.Option(min=1, max=1000, help="Number of depths on an even grid; by default depths are drawn uniformly."),
     ] = None,
     variant: Annotated[
         str,
         typer.Option(
-            help="paper; yarn or longlora: the prompts and scoring of those scripts; landmark: their "
-            "prompt, which base models answer, scored in one forward without generation."
+            help="Prompt and scoring. paper: the paper's; yarn, longlora: those of the scripts; landmark: the "
+            "scripts' prompt, which base models answer, scored in one forward without generation."
         ),
     ] = "paper",
     new_tokens: Annotated[
         int | None,
-        typer.Option(min=1, max=10**6, help="Tokens the model may answer with; 64, the paper's, by default."),
+        typer.Option(min=1, max=10**6, help="Most tokens of an answer; 64 by default, as in the paper."),
     ] = None,
     seed: SeedOption = 0,
     batch_size: BatchOption = "auto",
 ) -> None:
-    """Passkey retrieval as in the paper: a number hidden in up to LENGTH tokens, greedy decoding, share found."""
+    """Passkey retrieval: the share of numbers that are found when hidden in a text of up to LENGTH tokens."""
     wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.passkey import check_variant, passkey_rows
 
@@ -123,7 +128,9 @@ def boundary_command(
     run: Run,
     lengths: LengthsOption,
     texts: Texts,
-    pairs: Annotated[int, typer.Option(min=1, help="Positions (query, key) drawn from every document.")] = 1024,
+    pairs: Annotated[
+        int, typer.Option(min=1, help="Pairs of positions (query, key) drawn from every document.")
+    ] = 1024,
 ) -> None:
     """The angle between query and key that RoPE starts from, and where it breaks the order of scores."""
     wanted = parse_lengths(lengths)
@@ -141,10 +148,10 @@ def copying_command(
     run: Run,
     lengths: LengthsOption,
     texts: PassageTexts,
-    cases: Annotated[int, typer.Option(min=1, help="Sequences per length.")] = 16,
+    cases: Annotated[int, typer.Option(min=1, help="Number of sequences per length.")] = 16,
     batch_size: BatchOption = "auto",
 ) -> None:
-    """Loss on the second copy of random tokens or, with --data, of passages: whether attention can look things up."""
+    """Loss on the second copy of random tokens or, with --data, of passages: can the model look things up?"""
     wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.copying import copying_rows
 
@@ -161,12 +168,12 @@ def copying_command(
 def recall_command(
     run: Run,
     lengths: LengthsOption,
-    cases: Annotated[int, typer.Option(min=1, help="Lists per length.")] = 100,
-    pairs: Annotated[int, typer.Option(min=2, max=1000, help="Lines of a list.")] = 8,
+    cases: Annotated[int, typer.Option(min=1, help="Number of lists per length.")] = 100,
+    pairs: Annotated[int, typer.Option(min=2, max=1000, help="Number of lines in a list.")] = 8,
     seed: SeedOption = 0,
     batch_size: BatchOption = "auto",
 ) -> None:
-    """Key-value recall: a line of a list, spread over LENGTH tokens, is asked for; share of exact answers, and nats."""
+    """Key-value recall in a list that is spread over LENGTH tokens: share of exact answers, nats per token."""
     wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.recall import recall_rows
 
@@ -185,7 +192,7 @@ def attention_maps_command(
         str, typer.Option(help="The model that MODEL was converted from, as a directory or hub id.", show_default=False)
     ],
 ) -> None:
-    """How far every head's attention is from the original model's: what training has brought back of it."""
+    """Divergence of every head's attention from the original model's."""
     wanted = parse_lengths(lengths)
     from coca_hf.evaluate.attention_maps import attention_map_rows
 
@@ -206,10 +213,10 @@ def layers_command(
     run: Run,
     lengths: LengthsOption,
     texts: Texts,
-    cases: Annotated[int, typer.Option(min=1, help="Sequences of each text per length.")] = 6,
+    cases: Annotated[int, typer.Option(min=1, help="Number of sequences of each kind of text per length.")] = 6,
     batch_size: BatchOption = "auto",
 ) -> None:
-    """The harm that converting each layer does, alone and beside all others, and which layers to keep first."""
+    """The harm of converting each layer, alone and beside all others, and which layers to keep first."""
     wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.layers import layer_rows
 
@@ -225,17 +232,25 @@ def layers_command(
 def tasks_command(
     run: Run,
     tasks: Annotated[
-        str, typer.Option(help="lm-eval's names with commas between them; opencompass: those nearest the paper's.")
+        str,
+        typer.Option(help="Names of lm-eval tasks, separated by commas; opencompass: those nearest to the paper's."),
     ] = "",
     ruler: Annotated[
-        str, typer.Option(help="Lengths in tokens at which to run RULER, or those of its tasks that --tasks names.")
+        str,
+        typer.Option(
+            help="Lengths in tokens, separated by commas, at which to run RULER, or its tasks that --tasks names."
+        ),
     ] = "",
-    shots: Annotated[int | None, typer.Option(min=0, help="Examples before a question; the task's own.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, max=10**9, help="Cases of every task; all by default.")] = None,
-    include_path: Annotated[str | None, typer.Option(help="A directory of lm-eval tasks of your own.")] = None,
+    shots: Annotated[
+        int | None, typer.Option(min=0, help="Examples before a question; the task's own number by default.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, max=10**9, help="Number of cases of every task; all by default.")
+    ] = None,
+    include_path: Annotated[str | None, typer.Option(help="Directory with lm-eval tasks of your own.")] = None,
     batch_size: BatchOption = "auto",
 ) -> None:
-    """Tasks of lm-eval by name, and RULER: whether short contexts are as good as before, and long ones are used."""
+    """Tasks of lm-eval by name, and RULER: accuracy on short contexts and use of long ones."""
     wanted = parse_lengths(ruler, "--ruler") if ruler else []
     if not tasks and not wanted:
         raise BadOption("--tasks, --ruler: got neither, expected at least one of them")
@@ -264,15 +279,19 @@ def speed_command(
     run: Run,
     lengths: LengthsOption,
     baseline: Annotated[
-        str | None, typer.Option(help="Another model, as the unconverted one, measured in turns with MODEL.")
+        str | None, typer.Option(help="Another model, such as the unconverted one, measured in turns with MODEL.")
     ] = None,
     baseline_name: Annotated[
-        str | None, typer.Option(help="What rows call that; its directory's name by default.")
+        str | None, typer.Option(help="Name of the baseline in the rows; by default that of its directory.")
     ] = None,
-    modes: Annotated[str, typer.Option(help="Some of prefill, decode and train.")] = "prefill,decode,train",
-    repeats: Annotated[int, typer.Option(min=1, max=10**6, help="Timed steps; the row has their median.")] = 10,
-    warmup: Annotated[int, typer.Option(min=0, max=10**6, help="Steps before them.")] = 3,
-    batch_size: Annotated[int, typer.Option(min=1, max=10**9, help="Sequences at a time.")] = 1,
+    modes: Annotated[
+        str, typer.Option(help="What to measure: prefill, decode, train, separated by commas.")
+    ] = "prefill,decode,train",
+    repeats: Annotated[
+        int, typer.Option(min=1, max=10**6, help="Number of timed steps; the row has their median.")
+    ] = 10,
+    warmup: Annotated[int, typer.Option(min=0, max=10**6, help="Number of steps before the timed ones.")] = 3,
+    batch_size: Annotated[int, typer.Option(min=1, max=10**9, help="Sequences per batch.")] = 1,
 ) -> None:
     """Seconds and memory of prefill, decoding and a training step against sequence length."""
     wanted = parse_lengths(lengths)
@@ -301,11 +320,12 @@ def speed_command(
 def inspect_command(
     model: Annotated[Path, typer.Argument(help="A checkpoint directory, CoCA or not.", show_default=False)],
     memory: Annotated[
-        str | None, typer.Option(help="As in 24GB; also tells the longest context that fits there.", show_default=False)
+        str | None,
+        typer.Option(help="Memory, such as 24GB; prints the longest context that fits as well.", show_default=False),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What a checkpoint is, and what its key/value cache takes; nothing is loaded."""
+    """Describe a checkpoint and the memory of its key/value cache, from headers alone."""
     from coca_hf.evaluate.inspect import describe, inspect_checkpoint
     from coca_hf.weights import parse_size
 
@@ -318,11 +338,11 @@ def report_command(
     runs: Annotated[list[Path], typer.Argument(help="Directories with a rows.jsonl.", show_default=False)],
     out: Annotated[Path, typer.Option(help="Directory for report.html, report.md and a PNG for each figure.")],
     paper: Annotated[
-        str, typer.Option(help="Published curves to draw beside: 350m, llama-7b, pi-32k, with commas between them.")
+        str, typer.Option(help="The paper's curves to draw too: 350m, llama-7b, pi-32k, separated by commas.")
     ] = "",
-    title: Annotated[str, typer.Option(help="Of the page.")] = "Evaluation",
+    title: Annotated[str, typer.Option(help="Title of the page.")] = "Evaluation",
 ) -> None:
-    """Turn the rows of several runs into one page: HTML that needs nothing else, Markdown, and PNG figures."""
+    """Turn the rows of several runs into one page: self-contained HTML, Markdown and PNG figures."""
     from coca_hf.report import write_report
 
     page = write_report(runs, out, [name.strip() for name in paper.split(",") if name.strip()], title)
@@ -334,10 +354,14 @@ def card_command(
     model: Annotated[
         Path, typer.Argument(help="A directory that coca-convert or coca-train made.", show_default=False)
     ],
-    rows: Annotated[list[Path] | None, typer.Option(help="Directory with a rows.jsonl; may be given again.")] = None,
-    base_model: Annotated[str | None, typer.Option(help="Hub id of the converted model, if it was a path.")] = None,
+    rows: Annotated[
+        list[Path] | None, typer.Option(help="Directory with a rows.jsonl; may be given several times.")
+    ] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="Hub id of the original, if it was converted from a path.")
+    ] = None,
 ) -> None:
-    """Write MODEL/README.md anew: the model card, from the records in MODEL, with the tables of ROWS."""
+    """Rewrite MODEL/README.md, the model card, from the records in MODEL and the tables of ROWS."""
     from coca_hf.card import write_card
     from coca_hf.report.page import tables_markdown
 

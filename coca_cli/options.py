@@ -13,12 +13,12 @@ import typer
 
 from coca_cli.console import BadOption, PlainConsole, console, say
 
-LengthsOption = Annotated[str, typer.Option(help="Context lengths in tokens, with commas between them.")]
+LengthsOption = Annotated[str, typer.Option(help="Context lengths in tokens, separated by commas.")]
 BatchOption = Annotated[
     str,
-    typer.Option(help="Sequences at a time, or auto: as many as fit. Rows have the size, which changes no result."),
+    typer.Option(help="Sequences per batch, or auto: as many as fit. It is noted in the rows and changes no result."),
 ]
-SeedOption = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the drawn documents or cases.")]
+SeedOption = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the documents or cases that are drawn.")]
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -50,19 +50,21 @@ class Run:
     model: Annotated[str, typer.Argument(help="A model directory, or a hub id as owner/name.", show_default=False)]
     out: Annotated[
         Path,
-        typer.Option(help="Directory for rows.jsonl; rows that are there are not made again, unless memory ran out."),
+        typer.Option(help="Directory for rows.jsonl; existing rows are kept, unless memory ran out."),
     ]
     rope: Annotated[
         str,
-        typer.Option(
-            help="default, linear:F, dynamic:F or yarn:F with a factor F, or several with commas between them."
-        ),
+        typer.Option(help="RoPE settings, separated by commas: default, linear:F, dynamic:F, yarn:F with a factor F."),
     ] = "default"
-    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto"
-    name: Annotated[str | None, typer.Option(help="What rows call the model; the directory's name by default.")] = None
-    revision: Annotated[str | None, typer.Option(help="Commit, branch or tag of a MODEL on the hub.")] = None
+    dtype: Annotated[
+        str, typer.Option(help="Type of the weights: auto (the checkpoint's), float32, bfloat16 or float16.")
+    ] = "auto"
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model in the rows; by default that of its directory.")
+    ] = None
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a MODEL on the hub.")] = None
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the code that the model carries, where it needs that.")
+        bool, typer.Option("--trust-remote-code", help="Run the code that the checkpoint carries.")
     ] = False
 
     def load(self):
@@ -111,18 +113,22 @@ class Texts:
 
     data: Annotated[
         str | None,
-        typer.Option(help="A .txt, .jsonl or .parquet file, a directory or glob of them, or a data set on the hub."),
+        typer.Option(help="Text: a .txt, .jsonl or .parquet file, a directory or glob of them, or a hub data set."),
     ] = None
-    preset: Annotated[str | None, typer.Option(help="pg19 or proof-pile: the data sets of published numbers.")] = None
-    documents: Annotated[int | None, typer.Option(min=1, help="Draw so many documents; all by default.")] = None
-    max_tokens: Annotated[int | None, typer.Option(min=2, help="Cut every document to its first tokens.")] = None
-    column: Annotated[str, typer.Option(help="Where .jsonl, .parquet or a data set keeps the text.")] = "text"
-    split: Annotated[str, typer.Option(help="Of a data set on the hub.")] = "test"
-    subset: Annotated[str | None, typer.Option(help="Of a data set on the hub.")] = None
-    data_revision: Annotated[str | None, typer.Option(help="Commit, branch or tag of a data set on the hub.")] = None
+    preset: Annotated[str | None, typer.Option(help="A data set with published numbers: pg19 or proof-pile.")] = None
+    documents: Annotated[int | None, typer.Option(min=1, help="Number of documents to draw; all by default.")] = None
+    max_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Cut every document to its first tokens, this many.")
+    ] = None
+    column: Annotated[str, typer.Option(help="Column that holds the text.")] = "text"
+    split: Annotated[str, typer.Option(help="Split of a data set on the hub.")] = "test"
+    subset: Annotated[str | None, typer.Option(help="Subset of a data set on the hub.")] = None
+    data_revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a data set on the hub.")] = None
     skip_short: Annotated[
         bool,
-        typer.Option("--skip-short", help="Leave out, and name, documents that are empty or shorter than a window."),
+        typer.Option(
+            "--skip-short", help="Skip documents that are empty or shorter than a window, and print their names."
+        ),
     ] = False
     seed: SeedOption = 0
 

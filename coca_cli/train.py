@@ -14,31 +14,39 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def train_command(
-    recipe: Annotated[Path, typer.Argument(help="A recipe: one YAML file. See recipes/.", show_default=False)],
+    recipe: Annotated[
+        Path, typer.Argument(help="A recipe: one YAML file, such as those in recipes/.", show_default=False)
+    ],
     settings: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[KEY=VALUE]...",
-            help="As in training.learning_rate=1e-4 stages.full.max_steps=10",
+            help="Overrides, such as training.learning_rate=1e-4 stages.full.max_steps=10.",
             show_default=False,
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Where stages go; runs/<name of the recipe> by default.")] = None,
-    stage: Annotated[str | None, typer.Option(help="Run this one; the stage before it must be complete.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue what is in OUT.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for the stages; runs/<name of the recipe> by default.")
+    ] = None,
+    stage: Annotated[
+        str | None, typer.Option(help="Run this stage only; the stage before it must be complete.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in OUT.")] = False,
     prepare: Annotated[
-        bool, typer.Option("--prepare", help="Do not train: tokenise what all stages will read, once, to disk.")
+        bool, typer.Option("--prepare", help="Do not train; tokenise what all stages will read, once, to disk.")
     ] = False,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Train nothing: say what each stage takes on the GPUs described below.")
+        bool, typer.Option("--plan", help="Do not train; print what each stage takes on the GPUs described below.")
     ] = False,
     world_size: Annotated[
-        int, typer.Option(min=1, help="With --plan and --prepare: the processes, each with a GPU, that will train.")
+        int, typer.Option(min=1, help="With --plan and --prepare: number of processes that will train, one per GPU.")
     ] = 1,
-    gpu_memory: Annotated[float, typer.Option(help="Of a plan: GB of each GPU.")] = 80,
-    gpu: Annotated[str, typer.Option(help="Of a plan: whose peak FLOPS; A100, H100, H200, L40S, RTX 4090 …")] = "H100",
-    mfu: Annotated[float, typer.Option(help="Of a plan: the share of the peak that the training is to reach.")] = 0.4,
-    as_json: Annotated[bool, typer.Option("--json", help="Of a plan: for programs.")] = False,
+    gpu_memory: Annotated[float, typer.Option(help="With --plan: memory of each GPU in GB.")] = 80,
+    gpu: Annotated[
+        str, typer.Option(help="With --plan: the GPU whose peak FLOPS count: A100, H100, H200, L40S, RTX 4090 …")
+    ] = "H100",
+    mfu: Annotated[float, typer.Option(help="With --plan: share of the peak FLOPS that training reaches.")] = 0.4,
+    as_json: Annotated[bool, typer.Option("--json", help="With --plan: print JSON.")] = False,
 ) -> None:
     """Train a CoCA checkpoint in the stages of a recipe, each from directory to directory."""
     if plan:
