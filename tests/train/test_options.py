@@ -216,7 +216,7 @@ def test_what_does_not_go_with_a_fused_cross_entropy_is_refused(recipe_path, set
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_mixed_precision_on_a_gpu_trains_as_float32_does(dtype, recipe_path, tmp_path):
-    """The loss scaler of fp16 skips the first steps, until its scale no longer overflows: those only have to be sound."""
+    """The loss scaler of fp16 skips steps until its scale no longer overflows: then losses only have to be sound."""
     losses = {}
     for name, options in {"mixed": [f"training.{dtype}=true"], "full": []}.items():
         out = tmp_path / name
