@@ -2,8 +2,7 @@
 # Rehearse scripts/bench/gpu.sh as a lent GPU machine would run it: what a checkout carries and nothing else, an older
 # transformers, no datasets and no pydantic but as wheels, site-packages that nobody writes to, an empty HOME, no network.
 #
-#   scripts/bench/rehearse.sh [PART…]    # about 20 minutes of 2 cores; makes .venv-gpu and .whl (git ignores neither: the
-#                                        # first is ignored by .gitignore, name .whl in .git/info/exclude)
+#   scripts/bench/rehearse.sh [PART…]    # about 20 minutes of 2 cores; makes .venv-gpu and .whl
 #
 # .whl/ holds the wheels for the real machine (Python 3.12, x86-64); the rehearsal installs the same versions.
 set -euo pipefail
