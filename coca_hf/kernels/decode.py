@@ -22,7 +22,8 @@ HEADS = 8  # key/value heads of a program, at most
 GROUPS = 4  # query heads that share a key/value head in a program, at most
 SUMS_PER_THREAD = 32  # sums of values in the registers of a thread
 WARPS = 4
-PROGRAMS_PER_PROCESSOR = 4
+PROGRAMS_PER_PROCESSOR = 8
+JOINED = 64  # splits that a thread block joins at a time; hundreds at once would not fit into its registers
 LOG2_E = 1.4426950408889634
 
 
@@ -64,7 +65,7 @@ def decode_attention(
         )  # fmt: skip
         _join_kernel[(batch * heads,)](
             partial, log_sum, output, splits,
-            HEAD_DIM=head_dim, BLOCK_DIM=block_dim, BLOCK_SPLITS=triton.next_power_of_2(splits), num_warps=4,
+            HEAD_DIM=head_dim, BLOCK_DIM=block_dim, BLOCK_SPLITS=JOINED, num_warps=8,
         )  # fmt: skip
     return output
 
@@ -113,10 +114,8 @@ def _split_kernel(
 
     t_ptr += b * t_b + head * t_g + pair * t_d
     value_ptr += b * value_b + head * value_g + dim * value_d
-    # Every head loads the angles, from the same addresses of a cache line: a layout of their own would be exchanged
-    # between threads for every block.
-    cos_ptr += b * cos_b + pair * cos_d + head * 0
-    sin_ptr += b * sin_b + pair * sin_d + head * 0
+    cos_ptr += b * cos_b + pair * cos_d
+    sin_ptr += b * sin_b + pair * sin_d
     mask_ptr += b * mask_b
 
     greatest = tl.full((KEYS, HEADS, BLOCK_GROUPS, 1), float("-inf"), tl.float32)
@@ -125,10 +124,9 @@ def _split_kernel(
     for start in range(split * split_keys, min((split + 1) * split_keys, length), KEYS):
         key = (start + slot).to(tl.int64)
         there = key < length
-        of_pair = there & head_there & pair_there
-        cos = tl.load(cos_ptr + key * cos_n, mask=of_pair, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + key * sin_n, mask=of_pair, other=0.0).to(tl.float32)
-        t = tl.load(t_ptr + key * t_n, mask=of_pair, other=0.0).to(tl.float32)
+        cos = tl.load(cos_ptr + key * cos_n, mask=there & pair_there, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + key * sin_n, mask=there & pair_there, other=0.0).to(tl.float32)
+        t = tl.load(t_ptr + key * t_n, mask=there & head_there & pair_there, other=0.0).to(tl.float32)
         value = tl.load(value_ptr + key * value_n, mask=there & head_there & dim_there, other=0.0).to(tl.float32)
         if MASKED:
             there &= tl.load(mask_ptr + key * mask_n, mask=there, other=0) != 0
@@ -158,12 +156,24 @@ def _join_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    split, dim = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_DIM)
-    log_sum = tl.load(log_sum_ptr + row * splits + split, mask=split < splits, other=float("-inf"))
-    greatest = tl.max(log_sum, axis=0)
-    weights = tl.exp2(log_sum - tl.where(greatest == float("-inf"), 0.0, greatest))
-    there = (split[:, None] < splits) & (dim[None, :] < HEAD_DIM)
-    partial = tl.load(partial_ptr + (row * splits + split[:, None]) * HEAD_DIM + dim[None, :], mask=there, other=0.0)
-    total = tl.sum(weights, axis=0)
-    output = tl.sum(partial * weights[:, None], axis=0) / tl.where(total == 0, 1.0, total)
+    slot, dim = tl.arange(0, BLOCK_SPLITS)[:, None], tl.arange(0, BLOCK_DIM)[None, :]
+    greatest = tl.full((BLOCK_SPLITS, 1), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_SPLITS, 1), tl.float32)
+    sums = tl.zeros((BLOCK_SPLITS, BLOCK_DIM), tl.float32)
+    for start in range(0, splits, BLOCK_SPLITS):
+        split = start + slot
+        log_sum = tl.load(log_sum_ptr + row * splits + split, mask=split < splits, other=float("-inf"))
+        there = (split < splits) & (dim < HEAD_DIM)
+        partial = tl.load(partial_ptr + (row * splits + split) * HEAD_DIM + dim, mask=there, other=0.0)
+        above = tl.maximum(greatest, log_sum)
+        origin = tl.where(above == float("-inf"), 0.0, above)
+        weights, fade = tl.exp2(log_sum - origin), tl.exp2(greatest - origin)
+        total = total * fade + weights
+        sums = sums * fade + weights * partial
+        greatest = above
+
+    above = tl.max(greatest, axis=0, keep_dims=True)
+    fade = tl.exp2(greatest - tl.where(above == float("-inf"), 0.0, above))
+    total = tl.sum(total * fade, axis=0, keep_dims=True)
+    output = tl.sum(sums * fade, axis=0, keep_dims=True) / tl.where(total == 0, 1.0, total)
     tl.store(output_ptr + row * HEAD_DIM + dim, output.to(output_ptr.dtype.element_ty), mask=dim < HEAD_DIM)

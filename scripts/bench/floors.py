@@ -1,6 +1,6 @@
 """Bytes and operations of every row of docs/performance.md, and the least time that they take on an H200.
 
-    python scripts/bench/floors.py --results docs/results    # the page's table, as Markdown
+    python scripts/bench/floors.py --results docs/results/h200   # the page's table, as Markdown
 
 A floor is the larger of the bytes that must move through memory (inputs read once, outputs written once) over 4.8 TB/s
 and the multiplications and additions of matrix products over 989 TFLOPS, dense bf16: the vendor's numbers
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 BANDWIDTH, RATE = 4.8e12, 989e12
 BF16 = 2
-UNMEASURED = "not yet measured (no GPU)"
+UNMEASURED = "not yet measured"
 
 
 class Shape(NamedTuple):
@@ -184,7 +184,7 @@ def others() -> list[tuple[str, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--results", type=Path, default=Path("docs/results"))
+    parser.add_argument("--results", type=Path, default=Path("docs/results/h200"))
     options = parser.parse_args()
     print(table(rows(options.results)) + "\n")
     print("\n".join(f"- {what}: {value}" for what, value in others()))

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run every benchmark that needs a GPU, in the order of what they decide.
 #
-#   scripts/bench/gpu.sh [OUT] [PART…]     # OUT: docs/results; PART: 1, 2, 3 and 4 unless named
+#   scripts/bench/gpu.sh [OUT] [PART…]     # OUT: docs/results/h200; PART: 1, 2, 3 and 4 unless named
 #   SMOKE=1 scripts/bench/gpu.sh OUT       # the tiny shape on any machine: does every part run to its end?
 #
 #   1  kernels are right, in every dtype and head size; caches, backends and mixed precision on a GPU
@@ -15,7 +15,7 @@
 # .whl/ (pydantic, datasets and their companions, for parts 1 and 4) are used from there.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-out=${1:-docs/results}
+out=${1:-docs/results/h200}
 parts=${*:2}
 smoke=${SMOKE:+--smoke}
 deadline=$((SECONDS + ${SECONDS_LEFT:-3600}))

@@ -38,6 +38,7 @@ def compiled(kernel, arch, num_warps, num_stages, **constants):
     return {
         "shared": made.metadata.shared,
         "cubin": len(made.asm["cubin"]),
+        "wide loads": sum("v4" in line for line in ptx.splitlines() if "ld.global" in line),
         "wide": all("v4" in line for line in ptx.splitlines() if "ld.global" in line),
     }
 
@@ -53,7 +54,7 @@ for arch, strict in ((89, True), (90, False)):
         BLOCK_GROUPS=1, KEYS=4, BLOCK_PAIRS=64, MASKED=True, STRICT=strict,
     )
     found[f"_join_kernel {arch}"] = compiled(
-        decode._join_kernel, arch, 4, 3, HEAD_DIM=128, BLOCK_DIM=128, BLOCK_SPLITS=64
+        decode._join_kernel, arch, 8, 3, HEAD_DIM=128, BLOCK_DIM=128, BLOCK_SPLITS=decode.JOINED
     )
 print(json.dumps(found))
 """
@@ -82,5 +83,6 @@ def test_the_fold_reads_16_bytes_at_a_time(found):
     assert all(one["wide"] for name, one in found.items() if name.startswith("_fold"))
 
 
-def test_decoding_reads_the_cache_16_bytes_at_a_time(found):
-    assert all(one["wide"] for name, one in found.items() if name.startswith("_split"))
+def test_decoding_reads_t_and_values_16_bytes_at_a_time(found):
+    loads = 4 * 8 * (64 + 128) // (32 * 4 * 8)  # of a thread: keys, heads, numbers over threads and numbers in 16 bytes
+    assert all(one["wide loads"] == loads for name, one in found.items() if name.startswith("_split"))
