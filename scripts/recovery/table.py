@@ -1,4 +1,4 @@
-"""The tables of docs/guide.md from what run.py measured: table.py [OUT], Markdown on standard output.
+"""The tables of docs/results/recovery/README.md from what run.py measured: table.py [OUT], Markdown on standard output.
 
 Where a run has several seeds, a number is the mean over them, with the smallest and the largest in brackets. The second
 table is of the divergence of attention maps, by what the original's heads do with more than half of their mass.
