@@ -1,8 +1,9 @@
 """The blocks of tokens that calibration fits on, and their positions.
 
-Text alone seldom asks heads to look something up (previous-token and induction heads, docs/results/attention-limits.md): as many blocks
-again repeat passages (`repeated_blocks`). Blocks stand for longer texts: between their pieces positions are left out,
-up to as many as the original was trained on (`skipped_positions`), or the model would know no longer distances.
+Text alone seldom asks heads to look something up (previous-token and induction heads: see
+docs/results/attention-limits.md), so as many blocks again repeat passages (`repeated_blocks`). Blocks stand for longer
+texts: between their pieces positions are left out, up to as many as the original was trained on (`skipped_positions`),
+or the model would know no longer distances.
 """
 
 import itertools
