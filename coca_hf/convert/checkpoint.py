@@ -151,6 +151,8 @@ class _Calibration:
     def run(self, staging: Staging, progress: Progress) -> None:
         began = time.perf_counter()
         original = self.plan.source.load_model().eval()
+        for field in self.plan.ignored_fields:  # transformers hands on what it does not know
+            vars(original.config).pop(field, None)
         config = self.plan.config
         # shares all weights but W_T
         coca = patch_(copy.copy(original), config.coca_constraint, keep_layers=config.coca_kept_layers)
