@@ -384,9 +384,7 @@ def test_a_copied_tensor_that_the_type_cannot_hold_is_refused_before_any_layer(t
     assert fits == []
 
 
-def test_a_bias_of_queries_that_float16_cannot_square_is_refused_before_any_layer(
-    tiny_llama_dir, text, tmp_path, fits
-):
+def test_a_bias_of_queries_that_float16_cannot_square_is_refused_before_any_layer(tiny_llama_dir, text, tmp_path, fits):
     source = tmp_path / "source"
     shutil.copytree(tiny_llama_dir, source)
     config = AutoConfig.from_pretrained(source, attention_bias=True)
