@@ -5,7 +5,7 @@
 CONVERTED: of `coca-convert`, uncalibrated, one a constraint. In a few layers, on the hidden states that the original's
 layers see, it measures the divergence of CoCA's attention maps from the original's on held-out blocks: of the start; of
 W_Q and W_T fitted as `--calibrate` does (`fit` of coca_hf/convert/calibrate.py), with ReLU's own gradient or with
-`NonNegative`, on text alone or with as many repeated blocks, and on more of both; and of `free` queries and
+`Keys`, on text alone or with as many repeated blocks, and on more of both; and of `free` queries and
 coefficients, trained for every token of the held-out blocks by itself: what no text and no projection could surpass.
 By what the original's heads do with more than half of their mass.
 
