@@ -28,7 +28,7 @@ from coca_hf.convert.staging import Staging, contents_of, locked_staging, stagin
 from coca_hf.convert.writer import Progress, WeightsWriter, bytes_of
 from coca_hf.errors import CocaError
 from coca_hf.held_out import Place
-from coca_hf.weights import parse_size, read_json
+from coca_hf.weights import parse_size, read_json, size_in_words
 
 RECORD = "conversion.json"
 CODE = (fitting.__file__, calibration_text.__file__)  # layers that other code fitted are not taken up
@@ -115,7 +115,7 @@ def _check_disk_space(plan: Plan, staging: Staging) -> None:
     free = shutil.disk_usage(staging.directory).free
     if needed > free:
         raise OSError(
-            f"disk full: {free / 1e9:.1f} GB free, expected {needed / 1e9:.1f} GB; free some or choose another "
+            f"disk full: {size_in_words(free)} free, expected {size_in_words(needed)}; free some or choose another "
             f"destination"
         )
 
@@ -151,6 +151,8 @@ class _Calibration:
     def run(self, staging: Staging, progress: Progress) -> None:
         began = time.perf_counter()
         original = self.plan.source.load_model().eval()
+        for field in self.plan.ignored_fields:  # transformers hands on what it does not know
+            vars(original.config).pop(field, None)
         config = self.plan.config
         # shares all weights but W_T
         coca = patch_(copy.copy(original), config.coca_constraint, keep_layers=config.coca_kept_layers)

@@ -55,7 +55,7 @@ def patch_(
             made = stored_as(parameter.dtype, maker.make(piece), piece, "patch_", config.num_key_value_heads)
             made = made.to(parameter.device)
             parameter = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
-        check_query_bias(piece, parameter.data, where="patch_")
+        check_query_bias(config, piece, parameter.data, where="patch_")
         setattr(coca.get_submodule(piece.name.rpartition(".")[0]), piece.name.rpartition(".")[2], parameter)
     coca.tie_weights()
     coca.model.rotary_emb = CocaRotaryEmbedding(config).to(model.device)

@@ -189,6 +189,7 @@ def locked_staging(target: Path) -> Iterator[Staging]:
     Raises CocaError where another process holds it, or where there is something in it that we do not make.
     """
     staging = Staging(target)
+    made = [parent for parent in staging.directory.parents if not parent.exists()]  # by us, from here on
     lock = _acquire(staging)
     try:
         staging.check()
@@ -206,6 +207,9 @@ def locked_staging(target: Path) -> Iterator[Staging]:
             raise CocaError(f"{target}: is written; but what is left of the work cannot be removed: {error}") from error
     finally:
         _release(lock, staging.directory)
+        with contextlib.suppress(OSError):  # until one that holds something
+            for parent in made:
+                parent.rmdir()
 
 
 def sync(path: Path) -> None:

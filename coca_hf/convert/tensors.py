@@ -44,6 +44,10 @@ class Piece:
         return self.name.split(".")[-2]
 
     @property
+    def is_query_bias(self) -> bool:
+        return self.name.endswith("q_proj.bias")
+
+    @property
     def is_carried_over(self) -> bool:
         return self.pick is None and self.module != "t_proj"
 
@@ -93,9 +97,12 @@ def source_shapes(pieces: Iterable[Piece], config: CocaConfig) -> dict[str, Shap
     return {piece.source: piece.source_shape for piece in pieces} | norms
 
 
-def check_query_bias(piece: Piece, numbers: Tensor, where: str) -> None:
-    """Raise CocaError for a bias of queries that CoCA, which squares them, cannot hold in the dtype of `numbers`."""
-    if not piece.name.endswith("q_proj.bias"):
+def check_query_bias(config: CocaConfig, piece: Piece, numbers: Tensor, where: str) -> None:
+    """Raise CocaError for a bias of queries that CoCA, which squares them, cannot hold in the dtype of `numbers`.
+
+    Kept layers square nothing.
+    """
+    if not piece.is_query_bias or _layer_number(piece) in config.coca_kept_layers:
         return
     largest, dtype = numbers.abs().max().item(), str(numbers.dtype).removeprefix("torch.")
     limit = (torch.finfo(numbers.dtype).max / QUERY_SCALE) ** 0.5
@@ -167,7 +174,7 @@ class Maker:
 
     def _scales(self, piece: Piece) -> list[float]:
         """Of the layer of `piece`: the factor of every key/value head."""
-        layer = int(piece.name.split(".")[2])
+        layer = _layer_number(piece)
         if layer not in self.scales:
             scales = self._layer_scales(_layer(piece))
             if not all(0 < scale < float("inf") for scale in scales):
@@ -269,6 +276,10 @@ def _check_released(released: bool, config: CocaConfig, where: str) -> None:
 
 def _layer(piece: Piece) -> str:
     return ".".join(piece.name.split(".")[:3])
+
+
+def _layer_number(piece: Piece) -> int:
+    return int(piece.name.split(".")[2])
 
 
 def _and_more(names: list[str]) -> str:

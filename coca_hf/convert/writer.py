@@ -40,7 +40,8 @@ class WeightsWriter:
     def check_copied(self) -> None:
         """Refuse what `write` would refuse of the tensors that are copied: before they are calibrated for hours."""
         for piece in self.plan.pieces:
-            if self.plan.is_copied(piece) and self.plan.source.dtype(piece.source) != self.plan.dtype_of(piece):
+            is_cast = self.plan.source.dtype(piece.source) != self.plan.dtype_of(piece)
+            if self.plan.is_copied(piece) and (is_cast or piece.is_query_bias):
                 for block in self.plan.source.blocks(piece.source):
                     self._as_stored(piece, block)
 
@@ -125,7 +126,7 @@ class WeightsWriter:
 
     def _as_stored(self, piece: Piece, numbers: Tensor, num_heads: int = 1) -> Tensor:
         stored = stored_as(self.plan.dtype_of(piece), numbers, piece, self.plan.src, num_heads)
-        check_query_bias(piece, stored, self.plan.src)
+        check_query_bias(self.plan.config, piece, stored, self.plan.src)
         return stored
 
     def _header(self, shard: str) -> bytes:

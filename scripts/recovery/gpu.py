@@ -98,7 +98,9 @@ def main() -> None:
         began = time.perf_counter()
         directory = options.out / way.replace(" ", "-")
         record = convert(way, directory, options)
-        note(way, options, event="converted", seconds=time.perf_counter() - began, calibration=record["calibration"])
+        note(
+            way, options, event="converted", seconds=time.perf_counter() - began, calibration=record.get("calibration")
+        )
         train(way, directory, options)
         note(way, options, event="trained", seconds=time.perf_counter() - began)
         measure(directory, way, options)

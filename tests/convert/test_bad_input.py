@@ -275,7 +275,7 @@ def test_too_small_a_disk_is_refused_before_writing(source, tmp_path, convert, m
     monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000))
     code, printed = convert(source, tmp_path / "dst")
     assert code == 2
-    assert "disk full: 0.0 GB free" in printed
+    assert "disk full: 0.00 MB free" in printed
 
 
 @pytest.mark.parametrize(

@@ -384,6 +384,30 @@ def test_a_copied_tensor_that_the_type_cannot_hold_is_refused_before_any_layer(t
     assert fits == []
 
 
+def test_a_bias_of_queries_that_float16_cannot_square_is_refused_before_any_layer(tiny_llama_dir, text, tmp_path, fits):
+    source = tmp_path / "source"
+    shutil.copytree(tiny_llama_dir, source)
+    config = AutoConfig.from_pretrained(source, attention_bias=True)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float16)
+    nn.init.constant_(model.model.layers[2].self_attn.q_proj.bias, 1040)
+    model.save_pretrained(source)
+    with pytest.raises(CocaError, match=r"layers\.2\.self_attn\.q_proj\.bias: got numbers up to 1040"):
+        convert(source, tmp_path / "dst", text)
+    assert fits == []
+
+
+def test_fields_that_are_left_out_are_left_out_of_the_model_that_is_calibrated(tiny_llama_dir, text, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(tiny_llama_dir, source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"seq_len": 5, "neuron_cores": 2}))
+    convert(source, tmp_path / "dst", text, calibrate_passes=1, ignore_fields=["seq_len", "neuron_cores"])
+    convert(tiny_llama_dir, tmp_path / "plain", text, calibrate_passes=1)
+    assert (tmp_path / "dst" / "config.json").read_bytes() == (tmp_path / "plain" / "config.json").read_bytes()
+    got, expected = weights(tmp_path / "dst"), weights(tmp_path / "plain")
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+
 def rows_of(path, rows, column="text"):
     path.write_text("".join(json.dumps({column: row}) + "\n" for row in rows))
     return str(path), column, "train", None, None, True

@@ -1,5 +1,6 @@
 """A LLaMA checkpoint becomes a CoCA checkpoint that loads anywhere, with the weights that it should have."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -222,6 +223,10 @@ def test_a_bias_of_queries_whose_square_float16_cannot_hold_is_refused(tmp_path,
     with pytest.raises(CocaError, match=refusal):
         patch_(model)
     assert type(model) is LlamaForCausalLM
+    convert_checkpoint(source, tmp_path / "kept", dtype="float16", keep_layers=[1])  # which squares nothing
+    patch_(copy.deepcopy(model), keep_layers=[1])
+    with pytest.raises(CocaError, match=refusal):
+        convert_checkpoint(source, tmp_path / "dst", dtype="float16", keep_layers=[0])
     patch_(model.bfloat16())
     convert_checkpoint(source, tmp_path / "bfloat16", dtype="bfloat16")
 

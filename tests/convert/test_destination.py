@@ -262,6 +262,14 @@ def test_a_destination_without_a_name_of_its_own_is_refused(tiny_llama_dir, tmp_
     assert (tmp_path / "config.json").read_text() == "old"
 
 
+def test_a_conversion_that_is_refused_leaves_no_directory_on_the_way_to_its_destination(tiny_llama_dir, tmp_path):
+    with pytest.raises(CocaError, match="no such directory"):
+        convert_checkpoint("no/such/source", tmp_path / "a" / "b" / "dst")
+    assert not list(tmp_path.iterdir())
+    convert_checkpoint(tiny_llama_dir, tmp_path / "a" / "b" / "dst")
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["dst"]
+
+
 def test_a_source_in_the_staging_directory_of_its_destination_is_refused(tiny_llama_dir, tmp_path, interrupted):
     before = files_of(interrupted)
     with pytest.raises(CocaError, match=r"\.dst\.incomplete: is the source itself or holds it"):

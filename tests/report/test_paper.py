@@ -138,6 +138,13 @@ def test_a_recipe_takes_the_settings_of_a_scale(model, scale):
     ]
 
 
+def test_a_scale_of_its_own_says_what_a_step_takes():
+    """Otherwise it would take what the recipe says for 32 GPUs, and one GPU would accumulate that."""
+    own = {name: scale["train"] for name, scale in scales.items() if name != "paper"}
+    assert own
+    assert all("training.global_batch_size" in train for kinds in own.values() for train in kinds.values())
+
+
 class World:
     """Runs the commands of make.py on names: each asks for what it reads, and makes what it would make."""
 
@@ -172,11 +179,11 @@ class World:
             Path(f"{recipe.data.seq_len} tokens for {given['world_size']}").mkdir(exist_ok=True)
             return
         layout = yaml.safe_load((REPOSITORY / words[words.index("--config_file") + 1]).read_text())
-        processes, options = layout["num_processes"], recipe.options(stages[0])
+        processes = layout["num_processes"]
         assert layout["num_machines"] == 1, "waits for machines that are not there"
         assert Path(f"{recipe.data.seq_len} tokens for {processes}").is_dir(), "nobody prepared the blocks"
-        accumulated = options.get("gradient_accumulation_steps", 1)
-        blocks = processes * options["per_device_train_batch_size"] * accumulated
+        batch = recipe.options(stages[0])["per_device_train_batch_size"]
+        blocks = processes * batch * recipe.accumulation(stages[0], processes)
         self.batches.append((recipe.data.seq_len, blocks))
         for number, stage in enumerate(stages, 1):
             directory = given["out"] / f"{number}-{stage.name}"
