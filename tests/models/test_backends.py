@@ -26,7 +26,7 @@ def test_flex_attention_gives_the_logits_of_eager(constraint):
     model.set_attn_implementation("flex_attention")
     with torch.no_grad():
         got = model(ids, attention_mask=mask).logits
-    assert (got - expected)[mask.bool()].abs().max() < 2e-5
+    assert (got - expected)[mask.bool()].abs().max() < 5e-6 * expected.abs().max()
 
 
 @pytest.mark.parametrize("constraint", ["slack", "strict"])

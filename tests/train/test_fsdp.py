@@ -181,7 +181,8 @@ def test_adapters_are_sharded_trained_and_merged_as_in_one_process(real_recipe, 
 def test_bfloat16_computes_but_rounds_no_loss_and_sums_no_gradients(real_recipe, runs, tmp_path):
     run_recipe(load_recipe(real_recipe, [*ONE_STAGE[2:], *BF16]), tmp_path / "one", stage="k")
     ours, theirs = (log_lines(out / "1-k") for out in (runs / "bf16", tmp_path / "one"))
-    for key, error in {"loss": 1e-3, "grad_norm": 1e-2}.items():
+    # Half of a bfloat16 rounding: how products are summed differs between processors, and a rounded loss is further off
+    for key, error in {"loss": 2**-9, "grad_norm": 1e-2}.items():
         assert [line[key] for line in ours] == pytest.approx([line[key] for line in theirs], rel=error)
     losses = torch.tensor([*(line["loss"] for line in ours), record(runs / "bf16/1-k")["held_out"]["after"]])
     assert (losses != losses.bfloat16()).sum() > 3
