@@ -40,7 +40,7 @@ def patch_(
         raise CocaError("patch_: got a quantized model, expected plain weights; load it with dequantize=True")
 
     _check_movable(model)
-    config = coca_config(model.config.to_dict(), constraint, "patch_: model.config", keep_layers)
+    config = coca_config(model.config.to_dict(), constraint, "patch_: model.config", sorted(keep_layers))
     config._attn_implementation = model.config._attn_implementation
     source = dict(model.named_parameters())
     shapes = {name: tuple(p.shape) for name, p in source.items()}

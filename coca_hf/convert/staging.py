@@ -184,7 +184,8 @@ def locked_staging(target: Path) -> Iterator[Staging]:
     """Hold the staging directory of `target`.
 
     Afterwards it is gone, unless the body was interrupted with shards finished: then the next run continues from them.
-    A CocaError is not an interruption: it would come again, and leaves nothing.
+    A CocaError is not an interruption: it would come again, and leaves nothing but calibrated layers, which took hours
+    and may serve a run with another dtype.
 
     Raises CocaError where another process holds it, or where there is something in it that we do not make.
     """
@@ -198,7 +199,9 @@ def locked_staging(target: Path) -> Iterator[Staging]:
             yield staging
         except BaseException as error:
             staging.recover()
-            if staging.begun and (isinstance(error, CocaError) or not staging.has_results()):
+            if staging.begun and isinstance(error, CocaError):
+                staging.finished = {}
+            if staging.begun and not staging.has_results():
                 staging.discard()
             raise
         try:

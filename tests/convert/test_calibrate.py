@@ -31,6 +31,7 @@ from coca_hf.convert.calibration_text import (
     repeated_blocks,
     skipped_positions,
 )
+from coca_hf.convert.writer import WeightsWriter
 from tests.models.families import CASES, WINDOW, stock_model
 
 
@@ -353,6 +354,19 @@ def test_other_shards_do_not_refit_and_other_settings_do(tiny_llama_dir, text, t
     interrupted(tiny_llama_dir, tmp_path / "passes", text)
     convert(tiny_llama_dir, tmp_path / "passes", text, calibrate_passes=11)
     assert fits == [0, 0, 1, 2]
+
+
+def test_layers_outlive_a_refusal_that_comes_after_them(tiny_llama_dir, text, tmp_path, fits, monkeypatch):
+    def refuse(writer):
+        raise CocaError("a fitted tensor that float16 cannot hold")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightsWriter, "write", refuse)
+        with pytest.raises(CocaError, match="cannot hold"):
+            convert(tiny_llama_dir, tmp_path / "dst", text, dtype="float16")
+    convert(tiny_llama_dir, tmp_path / "dst", text, dtype="float32")
+    assert fits == [0, 1, 2]
+    assert [path.name for path in tmp_path.iterdir() if "dst" in path.name] == ["dst"]
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-100], lambda data: b"", lambda data: data[:-1] + b"?"])
