@@ -194,7 +194,7 @@ def test_what_fails_on_the_gpu_is_named_and_the_rest_is_measured(tmp_path):
     )
     assert finished.returncode == 1
     failed = [line for line in finished.stderr.splitlines() if line.startswith("failed")]
-    assert [line.split()[3] for line in failed] == ["3", "124"]
+    assert [line.split()[2] for line in failed] == ["124", "3"]
     calls = (tmp_path / "calls").read_text()
     results = ("decode", "tune", "prefill", "prefill-350m", "generate", "train", "train-stages", "evaluate", "plan")
     assert all(f"--out {tmp_path}/out/{name}.json" in calls for name in results)
