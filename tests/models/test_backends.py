@@ -18,7 +18,7 @@ from tests.models.test_llama import tiny_model, tokens
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch compiles flex_attention with a C++ compiler")
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
 def test_flex_attention_gives_the_logits_of_eager(constraint):
-    model = tiny_model(constraint, hidden_size=96, attn_implementation="eager")
+    model = tiny_model(constraint, hidden_size=96, initializer_range=0.1, attn_implementation="eager")
     ids = tokens()
     mask = torch.ones_like(ids)
     mask[1, :6] = 0
@@ -26,7 +26,7 @@ def test_flex_attention_gives_the_logits_of_eager(constraint):
     model.set_attn_implementation("flex_attention")
     with torch.no_grad():
         got = model(ids, attention_mask=mask).logits
-    assert (got - expected)[mask.bool()].abs().max() < 5e-6 * expected.abs().max()
+    assert (got - expected)[mask.bool()].abs().max() < 2e-5
 
 
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
