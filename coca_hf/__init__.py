@@ -2,18 +2,12 @@
 
 from importlib.metadata import version
 
-import transformers
-from packaging.version import Version
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.utils.versions import require_version
 
-SUPPORTED_TRANSFORMERS = ("5.16", "5.24")
+SUPPORTED_TRANSFORMERS = "transformers>=5.16,<5.24"
 
-if not Version(SUPPORTED_TRANSFORMERS[0]) <= Version(transformers.__version__) < Version(SUPPORTED_TRANSFORMERS[1]):
-    raise ImportError(
-        f"coca_hf: got transformers {transformers.__version__}, expected >={SUPPORTED_TRANSFORMERS[0]},"
-        f"<{SUPPORTED_TRANSFORMERS[1]}; pip install 'transformers>={SUPPORTED_TRANSFORMERS[0]},"
-        f"<{SUPPORTED_TRANSFORMERS[1]}'"
-    )
+require_version(SUPPORTED_TRANSFORMERS, f"coca_hf: pip install '{SUPPORTED_TRANSFORMERS}'")
 
 from coca_hf.convert import convert_checkpoint, patch_, unpatch_  # noqa: E402
 from coca_hf.errors import CocaError  # noqa: E402

@@ -170,7 +170,7 @@ def _read_file(file: Path, name: str, column: str) -> Iterator[tuple[str, str, A
         for text in readers[kind](file, column):
             yield f"{name}:{row_number}", f"{file}:{row_number}", text
             row_number += 1
-    except CocaError:
+    except (CocaError, ModuleNotFoundError):
         raise
     except Exception as error:  # pyarrow, datasets and the decompressors raise what they like
         raise CocaError(

