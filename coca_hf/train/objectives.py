@@ -23,6 +23,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -36,6 +37,7 @@ from coca_hf.errors import CocaError
 from coca_hf.train.model import load_config, load_model
 
 _CHUNK_TOKENS = 1024  # of logits in float32 at a time
+_CHUNK_TOKENS_OF_CPU = 16  # of a vocabulary of 50k: 3 MB, which stays in the cache
 _IGNORED = -100
 _SMALLEST_SHARE = 1e-9  # of attention, whose logarithm is taken
 
@@ -125,22 +127,81 @@ def distillation_loss(
 ) -> Tensor:
     """KL(teacher || student) of softened predictions, times temperature^2, mean over tokens, in float32.
 
-    student, teacher: (b, m, vocabulary) logits of any dtype; weights: (b, m), of the predictions, by default 1. A
-    chunk of positions at a time, made again in the backward: beside the logits there are never more than a chunk's in
-    float32. Returns a scalar.
+    student, teacher: (b, m, vocabulary) logits of any dtype; weights: (b, m), of the predictions,
+    by default 1. No gradient reaches the teacher or the weights. Returns a scalar.
     """
     if weights is None:
         weights = student.new_ones(student.shape[:-1], dtype=torch.float32)
-    tensors = (student.flatten(0, 1), teacher.flatten(0, 1), weights.flatten())
-    chunks = zip(*(tensor.split(_CHUNK_TOKENS) for tensor in tensors), strict=True)
-    divergence = sum(checkpoint(_divergence, *chunk, temperature, use_reentrant=False) for chunk in chunks)
+    divergence = _Divergence.apply(student.flatten(0, 1), teacher.flatten(0, 1), weights.flatten(), temperature)
     return divergence * temperature**2 / student.shape[:-1].numel()
 
 
-def _divergence(student: Tensor, teacher: Tensor, weights: Tensor, temperature: float) -> Tensor:
-    expected = log_softmax(teacher.float() / temperature, dim=-1)
-    found = log_softmax(student.float() / temperature, dim=-1)
-    return (expected.exp() * (expected - found)).sum(-1) @ weights
+class _Divergence(torch.autograd.Function):
+    """Sum over tokens of weights * KL(softmax(teacher / T) || softmax(student / T)).
+
+    The forward makes the gradient, weights * (softmax(student / T) - softmax(teacher / T)) / T, a
+    few tokens at a time: beside the logits of both models and the gradient, in the student's
+    dtype, there is never more than one chunk in float32, and on a CPU a chunk stays in its cache.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, weights: Tensor, temperature: float):
+        gradient = torch.empty_like(student)
+        total = weights.new_zeros((), dtype=torch.float32)
+        for ours, theirs, weight, to_ours in _chunks(student, teacher, weights, gradient):
+            log_p, log_q = (
+                log_softmax(logits.to(torch.float32, copy=True).div_(temperature), -1) for logits in (ours, theirs)
+            )
+            q = log_q.exp()
+            total += log_q.sub_(log_p).mul_(q).sum(-1) @ weight
+            to_ours.copy_(log_p.exp_().sub_(q).mul_(weight[:, None] / temperature))
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, to_total: Tensor):
+        (gradient,) = ctx.saved_tensors
+        return gradient * to_total.to(gradient.dtype), None, None, None
+
+
+def chunk_cross_entropy_(model: PreTrainedModel) -> None:
+    """Let a model compute its loss from logits in chunks, as `distillation_loss` does, in place."""
+
+    def loss(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch=None, **kwargs):
+        shift_labels = kwargs.get("shift_labels")
+        targets = _targets(labels) if shift_labels is None else shift_labels.flatten()
+        total = _CrossEntropy.apply(logits.flatten(0, 1), targets)
+        return total / ((targets != _IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
+
+    model.loss_function = loss
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Sum of the cross-entropy of logits (tokens, vocabulary) with targets (tokens,), in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor):
+        gradient = torch.empty_like(logits)
+        total = logits.new_zeros((), dtype=torch.float32)
+        for some, target, to_logits in _chunks(logits, targets, gradient):
+            log_p = log_softmax(some.float(), -1)
+            counts = (target != _IGNORED).float()[:, None]
+            target = target.clamp(min=0)[:, None]
+            total -= (log_p.gather(1, target) * counts).sum()
+            p = log_p.exp_().scatter_add_(1, target, -torch.ones_like(counts))
+            to_logits.copy_(p.mul_(counts))
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, to_total: Tensor):
+        (gradient,) = ctx.saved_tensors
+        return gradient * to_total.to(gradient.dtype), None
+
+
+def _chunks(logits: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    rows = _CHUNK_TOKENS if logits.is_cuda else _CHUNK_TOKENS_OF_CPU
+    return zip(*(tensor.split(rows) for tensor in (logits, *tensors)), strict=True)
 
 
 def attention_transfer_loss(student: list[Tensor], teacher: list[Tensor]) -> Tensor:

@@ -41,7 +41,7 @@ from coca_hf.train.model import (
     unfilled_model,
     weights_are_sent_here,
 )
-from coca_hf.train.objectives import Objective, fuse_cross_entropy_, load_teacher
+from coca_hf.train.objectives import Objective, chunk_cross_entropy_, fuse_cross_entropy_, load_teacher
 from coca_hf.train.out import (
     PARTIAL,
     RECORD,
@@ -77,6 +77,8 @@ def run_stage(recipe: Recipe, run: StageRun, state: PartialState, held_out: Tens
     use_cache = base.config.use_cache  # the Trainer turns it off
     if options.fused_cross_entropy:
         fuse_cross_entropy_(base, liger=options.fused_cross_entropy == "liger")
+    elif objective is not None:
+        chunk_cross_entropy_(base)
     model = stage_model(base, run.stage)
     trained, total = count_parameters(model)
     parameters = {"trained": trained, "total": total, "fraction": trained / total}

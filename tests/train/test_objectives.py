@@ -8,12 +8,14 @@ from torch.nn.functional import kl_div
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_hf.errors import CocaError
+from coca_hf.train import objectives
 from coca_hf.train.model import load_config, load_model
 from coca_hf.train.objectives import (
     Objective,
     attention_map_loss,
     attention_transfer_loss,
     check_teacher,
+    chunk_cross_entropy_,
     distillation_loss,
 )
 from coca_hf.train.out import last_checkpoint
@@ -26,7 +28,7 @@ from tests.train.layouts import log_lines
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_distillation_is_the_mean_divergence_with_its_gradient(temperature, monkeypatch):
-    monkeypatch.setattr("coca_hf.train.objectives._CHUNK_TOKENS", 7)  # does not divide 3 x 5
+    monkeypatch.setattr(objectives, "_CHUNK_TOKENS_OF_CPU", 7)  # does not divide 3 x 5
     student, teacher = torch.randn(3, 5, 11, requires_grad=True), torch.randn(3, 5, 11)
     expected = kl_div(
         (student / temperature).log_softmax(-1).view(-1, 11),
@@ -37,6 +39,23 @@ def test_distillation_is_the_mean_divergence_with_its_gradient(temperature, monk
     loss = distillation_loss(student, teacher, temperature)
     (gradient,) = torch.autograd.grad(loss, student)
     torch.testing.assert_close(loss, expected * temperature**2)
+    torch.testing.assert_close(gradient, wanted)
+
+
+@pytest.mark.parametrize("num_items", [None, 23, torch.tensor(23)])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_cross_entropy_in_chunks_is_the_plain_one_with_its_gradient(num_items, shifted, monkeypatch):
+    monkeypatch.setattr(objectives, "_CHUNK_TOKENS_OF_CPU", 7)
+    model = LlamaForCausalLM(LlamaConfig(**TINY))
+    logits, labels = torch.randn(3, 5, 11, requires_grad=True), torch.randint(11, (3, 5))
+    labels[1, 2:] = -100
+    kwargs = {"shift_labels": labels.roll(-2, 1)} if shifted else {}
+    expected = model.loss_function(logits, labels, 11, num_items, **kwargs)
+    (wanted,) = torch.autograd.grad(3 * expected, logits)
+    chunk_cross_entropy_(model)
+    loss = model.loss_function(logits, labels, 11, num_items, **kwargs)
+    (gradient,) = torch.autograd.grad(3 * loss, logits)
+    torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(gradient, wanted)
 
 
