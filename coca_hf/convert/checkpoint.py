@@ -16,8 +16,7 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from coca_hf.card import write_card
-from coca_hf.convert import calibrate as fitting
-from coca_hf.convert import calibration_text
+from coca_hf import models
 from coca_hf.convert.calibrate import calibrate, default_device, default_passes
 from coca_hf.convert.calibration_text import calibration_blocks, reach, repeated_blocks
 from coca_hf.convert.patch import patch_
@@ -31,7 +30,8 @@ from coca_hf.held_out import Place
 from coca_hf.weights import parse_size, read_json, size_in_words
 
 RECORD = "conversion.json"
-CODE = (fitting.__file__, calibration_text.__file__)  # layers that other code fitted are not taken up
+# Layers that other code fitted are not reused. All of it: initialisation, attention, rotary angles and the fit decide.
+CODE = (Path(__file__).parent, Path(models.__file__).parent)
 
 
 def convert_checkpoint(
@@ -103,7 +103,7 @@ def convert_checkpoint(
             _write_companions(plan, staging.checkpoint)
             writer = WeightsWriter(plan, staging, progress or (lambda done, total: None))
             if fit:
-                writer.check_copied()
+                writer.check()
                 fit.run(staging, calibrate_progress or (lambda done, total: None))
             record = _write(plan, staging, writer, fit.record if fit else None)
             staging.publish()
@@ -144,18 +144,23 @@ class _Calibration:
         self.text_tokens = text_blocks.numel()
         self.passes = passes or default_passes(len(self.blocks))
         ids_hash = xxhash.xxh3_128_hexdigest(bytes_of(self.blocks))
-        code = [xxhash.xxh3_128_hexdigest(Path(file).read_bytes()) for file in CODE]
+        code = [xxhash.xxh3_128_hexdigest(file.read_bytes()) for folder in CODE for file in sorted(folder.glob("*.py"))]
         options = plan.config.coca_constraint, seed, self.passes
         plan.calibrated_from = [plan.source.states(), self.blocks.shape, ids_hash, *options, code]
 
     def run(self, staging: Staging, progress: Progress) -> None:
         began = time.perf_counter()
-        original = self.plan.source.load_model().eval()
-        for field in self.plan.ignored_fields:  # transformers hands on what it does not know
-            vars(original.config).pop(field, None)
         config = self.plan.config
-        # shares all weights but W_T
-        coca = patch_(copy.copy(original), config.coca_constraint, keep_layers=config.coca_kept_layers)
+        original = self.plan.source.load_model().eval()
+        if original.dtype == torch.float16 != config.dtype:
+            original.float()  # patch_ refuses what float16 cannot hold, although it is not to be written
+        present = [field for field in self.plan.ignored_fields if hasattr(original.config, field)]
+        coca = patch_(  # shares all weights but W_T
+            copy.copy(original),
+            config.coca_constraint,
+            keep_layers=config.coca_kept_layers,
+            ignore_fields=present,
+        )
         done = calibrate(
             original,
             coca,

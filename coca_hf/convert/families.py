@@ -76,6 +76,7 @@ INERT_FIELDS = {
     "unsloth_version", "use_bfloat16",
 }
 # fmt: on
+IGNORE_OPTION = "--ignore-field {}"
 # These change the model when they are set, in ways that CoCA does not follow; what it supports in their place.
 REFUSED_WHEN_SET = {
     "add_cross_attention": "decoders alone",
@@ -95,17 +96,23 @@ def family_of(config: CocaConfig) -> Family:
 
 
 def coca_config(
-    config: Mapping, constraint: str, where: str, kept_layers: Iterable[int] = (), ignored: Collection[str] = ()
+    config: Mapping,
+    constraint: str,
+    where: str,
+    kept_layers: Iterable[int] = (),
+    ignored: Collection[str] = (),
+    ignore_option: str = IGNORE_OPTION,
 ) -> CocaConfig:
     """The CoCA configuration of a checkpoint's `config.json`; `where` names it in errors.
 
-    ignored: fields that it has and we do not know, which the user calls inert.
+    ignored: fields that it has and we do not know, which the user calls inert. ignore_option: how errors name the
+    option that ignores the field `{}`.
 
     Raises CocaError for an unknown family, a field that is not understood, or a value that CoCA does not support.
     """
     family = _family(config.get("model_type"), where)
-    config = without_fields(config, ignored, family.understands(), where)
-    _check_fields(config, family, where)
+    config = without_fields(config, ignored, family.understands(), where, ignore_option)
+    _check_fields(config, family, where, ignore_option)
     understood = family.understands() - {"transformers_version"}
     fields = {field: value for field, value in config.items() if field in understood}
     fields["architectures"] = [family.coca_causal_lm.__name__]
@@ -124,14 +131,20 @@ def is_inert(field: str) -> bool:
     return field in INERT_FIELDS or field.startswith("_")
 
 
-def without_fields(config: Mapping, ignored: Collection[str], understood: Collection[str], where: str) -> dict:
+def without_fields(
+    config: Mapping,
+    ignored: Collection[str],
+    understood: Collection[str],
+    where: str,
+    ignore_option: str = IGNORE_OPTION,
+) -> dict:
     """`config` without the fields that the user calls inert. Raises CocaError for one that is absent or understood."""
     for field in ignored:
         if field not in config:
-            raise CocaError(f"{where}: --ignore-field {field}: got no such field")
+            raise CocaError(f"{where}: {ignore_option.format(field)}: got no such field")
         if field in understood or field in REFUSED_WHEN_SET or field in ("auto_map", "model_type"):
             raise CocaError(
-                f"{where}: --ignore-field {field}: got a field that changes the model, expected an inert one"
+                f"{where}: {ignore_option.format(field)}: got a field that changes the model, expected an inert one"
             )
     return {field: value for field, value in config.items() if field not in ignored}
 
@@ -144,7 +157,7 @@ def _family(model_type: object, where: str) -> Family:
     return FAMILIES[model_type]
 
 
-def _check_fields(config: Mapping, family: Family, where: str) -> None:
+def _check_fields(config: Mapping, family: Family, where: str, ignore_option: str) -> None:
     name = config["model_type"]
     if config.get("auto_map"):
         raise CocaError(
@@ -160,7 +173,7 @@ def _check_fields(config: Mapping, family: Family, where: str) -> None:
             hint = f" (nearest known field: {near[0]})" if near else ""
             raise CocaError(
                 f"{where}: {field}={value!r} is not understood for {name!r}{hint}; converting could change the model; "
-                f"--ignore-field {field} leaves it out, if it says nothing about weights or attention"
+                f"{ignore_option.format(field)} leaves it out, if it says nothing about weights or attention"
             )
         if value:
             raise CocaError(

@@ -1,6 +1,6 @@
 """Make a model in memory a CoCA model, and back: `patch_`, `unpatch_`."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from transformers import PreTrainedModel
@@ -16,14 +16,18 @@ ORIGINAL = "_original_of_patch"  # in the model's __dict__: class and __dict__ b
 
 @torch.no_grad()
 def patch_(
-    model: PreTrainedModel, constraint: str = "slack", keep_original: bool = False, keep_layers: Iterable[int] = ()
+    model: PreTrainedModel,
+    constraint: str = "slack",
+    keep_original: bool = False,
+    keep_layers: Iterable[int] = (),
+    ignore_fields: Collection[str] = (),
 ) -> CocaForCausalLM:
     """Turn `model` into its family's CoCA model, in place, with the same start as `convert_checkpoint`; returns it.
 
     All weights but the key's stay the very same parameters; GPT-NeoX's fused projection is split, so that those of
     queries and values are new, too. No other model of the process changes. keep_original: hold on to what is replaced,
     with the memory it takes, so that `unpatch_` can bring it back. keep_layers: numbers, from 0, of the layers that
-    keep the original's attention.
+    keep the original's attention. ignore_fields: fields of the model's config that we do not know and you call inert.
 
     Gradient checkpointing and `enable_input_require_grads` stay on; hooks of others are refused, as they would be lost.
 
@@ -40,7 +44,14 @@ def patch_(
         raise CocaError("patch_: got a quantized model, expected plain weights; load it with dequantize=True")
 
     _check_movable(model)
-    config = coca_config(model.config.to_dict(), constraint, "patch_: model.config", sorted(keep_layers))
+    config = coca_config(
+        model.config.to_dict(),
+        constraint,
+        "patch_: model.config",
+        sorted(keep_layers),
+        ignore_fields,
+        ignore_option="ignore_fields=[{!r}]",
+    )
     config._attn_implementation = model.config._attn_implementation
     source = dict(model.named_parameters())
     shapes = {name: tuple(p.shape) for name, p in source.items()}

@@ -19,7 +19,7 @@ from coca_hf.convert.families import coca_config
 from coca_hf.convert.ntk import bake_ntk_
 from coca_hf.convert.source import GgufSource, SafetensorsSource, Source
 from coca_hf.convert.start import RULE
-from coca_hf.convert.tensors import Piece, check_tensors, untie_
+from coca_hf.convert.tensors import TargetTensor, check_tensors, untie_
 from coca_hf.errors import CocaError
 from coca_hf.weights import SINGLE, checkpoint_file, read_json
 
@@ -88,16 +88,16 @@ class Plan:
         """Of the tensors in `shards`."""
         return sum(self._num_bytes(piece) for shard in shards for piece in self.shards[shard])
 
-    def dtype_of(self, piece: Piece) -> torch.dtype:
+    def dtype_of(self, piece: TargetTensor) -> torch.dtype:
         """What `piece` is written in. Raises CocaError where the source has no floating point numbers for it."""
         own = self.source.dtype(piece.source)
         return self._dtype or own
 
-    def is_copied(self, piece: Piece) -> bool:
+    def is_copied(self, piece: TargetTensor) -> bool:
         """Whether its numbers are the source's, in their order, though maybe of another type."""
         return piece.name not in self.calibrated and (self.from_coca or piece.is_carried_over)
 
-    def _num_bytes(self, piece: Piece) -> int:
+    def _num_bytes(self, piece: TargetTensor) -> int:
         return math.prod(piece.shape) * self.dtype_of(piece).itemsize
 
     def _stored_dtype(self) -> torch.dtype:
@@ -108,9 +108,9 @@ class Plan:
         stated = self.config.dtype
         return stated if stated in list(stored) else stored.most_common(1)[0][0]
 
-    def _group(self, limit: int) -> dict[str, list[Piece]]:
+    def _group(self, limit: int) -> dict[str, list[TargetTensor]]:
         """The pieces of every shard, in the order of the model, then those of wider numbers first: all are aligned."""
-        shards: list[list[Piece]] = [[]]
+        shards: list[list[TargetTensor]] = [[]]
         filled = 0
         for piece in self.pieces:
             if shards[-1] and filled + self._num_bytes(piece) > limit:

@@ -24,7 +24,7 @@ ROUNDING = 0.1  # bfloat16 takes 0.002; so much is underflow
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class TargetTensor:
     """A tensor of the CoCA checkpoint, `name` of `shape`, and the one of the source that it is made of.
 
     pick: the part of the source's tensor that is meant, rows in the order of CoCA's heads; None: all, as it is.
@@ -65,7 +65,7 @@ def untie_(config: CocaConfig, shapes: Mapping[str, Shape], are_equal: Callable[
 
 def check_tensors(
     shapes: Mapping[str, Shape], config: CocaConfig, where: str, released: bool = False, from_coca: bool = False
-) -> tuple[list[Piece], bool]:
+) -> tuple[list[TargetTensor], bool]:
     """The pieces of the CoCA checkpoint, after comparing what they need with the `shapes` found, and `released`.
 
     released: whether the source is of the authors' released code, with full-width t in the place of keys. Where it has
@@ -91,13 +91,13 @@ def check_tensors(
     return pieces, released
 
 
-def source_shapes(pieces: Iterable[Piece], config: CocaConfig) -> dict[str, Shape]:
+def source_shapes(pieces: Iterable[TargetTensor], config: CocaConfig) -> dict[str, Shape]:
     """Every tensor of the source that `pieces` are made of."""
     norms = {piece.scaled_by: (config.head_dim,) for piece in pieces if piece.scaled_by}
     return {piece.source: piece.source_shape for piece in pieces} | norms
 
 
-def check_query_bias(config: CocaConfig, piece: Piece, numbers: Tensor, where: str) -> None:
+def check_query_bias(config: CocaConfig, piece: TargetTensor, numbers: Tensor, where: str) -> None:
     """Raise CocaError for a bias of queries that CoCA, which squares them, cannot hold in the dtype of `numbers`.
 
     Kept layers square nothing.
@@ -113,7 +113,7 @@ def check_query_bias(config: CocaConfig, piece: Piece, numbers: Tensor, where: s
         )
 
 
-def stored_as(dtype: torch.dtype, numbers: Tensor, piece: Piece, where: str, num_heads: int = 1) -> Tensor:
+def stored_as(dtype: torch.dtype, numbers: Tensor, piece: TargetTensor, where: str, num_heads: int = 1) -> Tensor:
     """`numbers` of `piece` as they are written. num_heads: along the first dimension.
 
     Raises CocaError where `dtype` is too narrow: for a number, or, as `W_T` can be tiny, for a head of it, of which
@@ -144,35 +144,35 @@ class Maker:
     """
 
     def __init__(
-        self, config: CocaConfig, pieces: list[Piece], read: Callable[[str], Tensor], where: str, released: bool = False
+        self, config: CocaConfig, pieces: list[TargetTensor], read: Callable[[str], Tensor], where: str, released: bool = False
     ):
         self.config, self.read, self.where, self.released = config, read, where, released
         self.scales: dict[int, list[float]] = {}
         self._pieces = {piece.name: piece for piece in pieces}
 
-    def make(self, piece: Piece) -> Tensor:
+    def make(self, piece: TargetTensor) -> Tensor:
         """The tensor of `piece`: `W_T` in float32 or wider, all others in the dtype of the source."""
         tensor = self._picked(piece)
         if piece.module == "t_proj":
             return fold_pairs(tensor, self.config.num_key_value_heads) if self.released else self._start(piece, tensor)
         return tensor
 
-    def _start(self, piece: Piece, key: Tensor) -> Tensor:
+    def _start(self, piece: TargetTensor, key: Tensor) -> Tensor:
         rows = self._scaled(piece, key)
         return start_t(rows, torch.tensor(self._scales(piece)), self.config.num_key_value_heads)
 
-    def _scaled(self, piece: Piece, rows: Tensor) -> Tensor:
+    def _scaled(self, piece: TargetTensor, rows: Tensor) -> Tensor:
         """The rows of all heads, (g * d, ...), times what `piece` is scaled by."""
         if piece.scaled_by is None:
             return rows
         weight = self._norm_weight(piece).repeat(self.config.num_key_value_heads)
         return rows * weight.view(-1, *[1] * (rows.dim() - 1))
 
-    def _norm_weight(self, piece: Piece) -> Tensor:
+    def _norm_weight(self, piece: TargetTensor) -> Tensor:
         assert piece.scaled_by is not None
         return self.read(piece.scaled_by).float()
 
-    def _scales(self, piece: Piece) -> list[float]:
+    def _scales(self, piece: TargetTensor) -> list[float]:
         """Of the layer of `piece`: the factor of every key/value head."""
         layer = _layer_number(piece)
         if layer not in self.scales:
@@ -201,14 +201,14 @@ class Maker:
             weights["k_norm"] = self._norm_weight(found["k"])
         return start_scales(weights, self.config).tolist()
 
-    def _picked(self, piece: Piece) -> Tensor:
+    def _picked(self, piece: TargetTensor) -> Tensor:
         tensor = self.read(piece.source)
         return piece.pick(tensor) if piece.pick else tensor
 
 
 def _pieces(
     config: CocaConfig, shapes: Mapping[str, Shape], released: bool, from_coca: bool, where: str
-) -> Iterator[Piece]:
+) -> Iterator[TargetTensor]:
     try:
         with torch.device("meta"):
             model = family_of(config).coca_causal_lm(config)
@@ -218,28 +218,28 @@ def _pieces(
     for name, tensor in model.state_dict().items():
         if name != "lm_head.weight" or not config.tie_word_embeddings:
             shape = tuple(tensor.shape)
-            yield Piece(name, shape, name, shape) if from_coca else describe(config, name, shape, shapes, released)
+            yield TargetTensor(name, shape, name, shape) if from_coca else describe(config, name, shape, shapes, released)
 
 
-def _llama_piece(config: CocaConfig, name: str, shape: Shape, shapes: Mapping[str, Shape], released: bool) -> Piece:
+def _llama_piece(config: CocaConfig, name: str, shape: Shape, shapes: Mapping[str, Shape], released: bool) -> TargetTensor:
     if ".t_proj." not in name:
-        return Piece(name, shape, name, shape)
+        return TargetTensor(name, shape, name, shape)
     source = name if released else name.replace(".t_proj.", ".k_proj.")
     norm = f"{name.partition('.t_proj.')[0]}.k_norm.weight" if config.model_type == "coca_qwen3" else None
-    return Piece(name, shape, source, (2 * shape[0], *shape[1:]), scaled_by=norm)
+    return TargetTensor(name, shape, source, (2 * shape[0], *shape[1:]), scaled_by=norm)
 
 
-def _gpt_neox_piece(config: CocaConfig, name: str, shape: Shape, shapes: Mapping[str, Shape], released: bool) -> Piece:
+def _gpt_neox_piece(config: CocaConfig, name: str, shape: Shape, shapes: Mapping[str, Shape], released: bool) -> TargetTensor:
     part = re.fullmatch(r"model\.(.*)\.self_attn\.([qktv])_proj\.(weight|bias)", name)
     if part:
         source = f"gpt_neox.{part[1]}.attention.query_key_value.{part[3]}"
         pick = partial(split_query_key_value, part={"q": 0, "v": 2}.get(part[2], 1), config=config)
-        return Piece(name, shape, source, (3 * config.hidden_size, *shape[1:]), pick)
+        return TargetTensor(name, shape, source, (3 * config.hidden_size, *shape[1:]), pick)
     if name == "lm_head.weight":  # older files, and GPT-NeoX's own code, have the second name
-        return Piece(name, shape, name if name in shapes else "embed_out.weight", shape)
+        return TargetTensor(name, shape, name if name in shapes else "embed_out.weight", shape)
     source = name.replace("model.", "gpt_neox.", 1).replace(".self_attn.o_proj.", ".attention.dense.")
     source = source.replace(".embed_tokens.", ".embed_in.").replace("gpt_neox.norm.", "gpt_neox.final_layer_norm.")
-    return Piece(name, shape, source, shape)
+    return TargetTensor(name, shape, source, shape)
 
 
 def split_query_key_value(fused: Tensor, part: int, config: CocaConfig) -> Tensor:
@@ -274,11 +274,11 @@ def _check_released(released: bool, config: CocaConfig, where: str) -> None:
         )
 
 
-def _layer(piece: Piece) -> str:
+def _layer(piece: TargetTensor) -> str:
     return ".".join(piece.name.split(".")[:3])
 
 
-def _layer_number(piece: Piece) -> int:
+def _layer_number(piece: TargetTensor) -> int:
     return int(piece.name.split(".")[2])
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from coca_hf.convert.plan import Plan
 from coca_hf.convert.staging import FinishedShard, Staging
-from coca_hf.convert.tensors import Maker, Piece, check_query_bias, stored_as
+from coca_hf.convert.tensors import Maker, TargetTensor, check_query_bias, stored_as
 from coca_hf.errors import CocaError
 from coca_hf.weights import FLOATS, INDEX, WeightsFile
 
@@ -37,12 +37,21 @@ class WeightsWriter:
         self._done, self._total = 0, plan.num_bytes(*plan.shards)
         self._lock, self._stopped = Lock(), False
 
-    def check_copied(self) -> None:
-        """Refuse what `write` would refuse of the tensors that are copied: before they are calibrated for hours."""
-        for piece in self.plan.pieces:
-            is_cast = self.plan.source.dtype(piece.source) != self.plan.dtype_of(piece)
-            if self.plan.is_copied(piece) and (is_cast or piece.is_query_bias):
-                for block in self.plan.source.blocks(piece.source):
+    def check(self) -> None:
+        """Refuse what `write` would refuse of any tensor, before layers are calibrated for hours.
+
+        Only what calibration itself makes of W_Q and W_T cannot be known yet.
+        """
+        plan = self.plan
+        maker = Maker(plan.config, plan.pieces, plan.source.read, plan.src, plan.released)
+        for piece in plan.pieces:
+            is_cast = plan.source.dtype(piece.source) != plan.dtype_of(piece)
+            if not plan.is_copied(piece):
+                made = maker.make(piece)
+                if piece.module != "t_proj":  # calibration replaces that one
+                    self._as_stored(piece, made)
+            elif is_cast or piece.is_query_bias:
+                for block in plan.source.blocks(piece.source):
                     self._as_stored(piece, block)
 
     def write(self) -> None:
@@ -103,11 +112,11 @@ class WeightsWriter:
                     self._advance(_write(stream, bytes_of(made)))
         self.staging.record(FinishedShard(shard=shard, written=written, read=read, scales=maker.scales))
 
-    def _made(self, piece: Piece, maker: Maker) -> Tensor:
+    def _made(self, piece: TargetTensor, maker: Maker) -> Tensor:
         tensor = maker.make(piece)  # also where it is not used: it notes the source's hash, and the scale of W_T
         return self.plan.calibrated.get(piece.name, tensor)
 
-    def _copy(self, piece: Piece, stream: FileIO) -> tuple[str, str]:
+    def _copy(self, piece: TargetTensor, stream: FileIO) -> tuple[str, str]:
         """Returns the hashes of what was read and of what was written: one and the same where the type stays."""
         read = xxhash.xxh3_128()
         written = read if self.plan.source.dtype(piece.source) == self.plan.dtype_of(piece) else xxhash.xxh3_128()
@@ -124,7 +133,7 @@ class WeightsWriter:
         hashes[name] = self._hash([tensor])
         return tensor
 
-    def _as_stored(self, piece: Piece, numbers: Tensor, num_heads: int = 1) -> Tensor:
+    def _as_stored(self, piece: TargetTensor, numbers: Tensor, num_heads: int = 1) -> Tensor:
         stored = stored_as(self.plan.dtype_of(piece), numbers, piece, self.plan.src, num_heads)
         check_query_bias(self.plan.config, piece, stored, self.plan.src)
         return stored

@@ -1,6 +1,7 @@
 """What `push_to_hub` of a CoCA model sends beside weights, config and code: its card, its records, its licence."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,6 @@ def _without_paths(value: Any) -> Any:
         return {key: _without_paths(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_without_paths(item) for item in value]
-    if isinstance(value, str) and (value.startswith(("/", "~", ".")) or ("/" in value and Path(value).exists())):
+    if isinstance(value, str) and (value.startswith(("/", "~", ".")) or ("/" in value and os.path.exists(value))):
         return Path(value).name
     return value
