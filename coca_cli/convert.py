@@ -109,19 +109,21 @@ def convert_command(
     _print_conversion(record, dst)
 
 
-def _layers(text: str) -> list[int]:
-    """The layers of `8,17,18`, or of `6:OUT` the six that `coca-eval layers --out OUT` found harmed most.
+def _layers(text: str) -> list[int] | int | str:
+    """The layers of `8,17,18`, or of `6:OUT` the six that `coca-eval layers --out OUT` ranks first; `6` and `auto`.
 
     Raises BadOption for anything else.
     """
+    if text == "auto" or (text.isdecimal() and len(text) < 10):
+        return text if text == "auto" else int(text)
     count, colon, out = text.partition(":")
     if colon and count.isdecimal() and len(count) < 10:
         return _harmed_most(int(count), Path(out))
     parts = [part.strip() for part in text.removesuffix(",").split(",")]
     if "," not in text or not all(part.isdecimal() and len(part) < 10 for part in parts):
         raise BadOption(
-            f"--keep-layers: got {text!r}, expected numbers of layers, from 0, as in 8,17,18,23, one alone as in 8, "
-            f"or how many of those that coca-eval layers --out OUT ranks, as in 6:OUT"
+            f"--keep-layers: got {text!r}, expected layers by number, from 0, as in 8,17,18 (one alone: '8,'); how "
+            f"many to keep, as in 6; auto; or how many of those that coca-eval layers --out OUT ranks, as in 6:OUT"
         )
     return [int(part) for part in parts]
 

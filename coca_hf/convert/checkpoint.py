@@ -13,12 +13,13 @@ from pathlib import Path
 
 import torch
 import xxhash
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_hf.card import write_card
 from coca_hf import models
-from coca_hf.convert.calibrate import calibrate, default_device, default_passes
+from coca_hf.convert.calibrate import Calibration, calibrate, default_device, default_passes
 from coca_hf.convert.calibration_text import calibration_blocks, reach, repeated_blocks
+from coca_hf.convert.harm import layer_harms, most_harmful
 from coca_hf.convert.patch import patch_
 from coca_hf.convert.plan import DTYPES, TOKENIZER, Plan
 from coca_hf.convert.record import conversion_record
@@ -27,6 +28,7 @@ from coca_hf.convert.staging import Staging, contents_of, locked_staging, stagin
 from coca_hf.convert.writer import Progress, WeightsWriter, bytes_of
 from coca_hf.errors import CocaError
 from coca_hf.held_out import Place
+from coca_hf.models.decoder import CocaForCausalLM
 from coca_hf.weights import parse_size, read_json, size_in_words
 
 RECORD = "conversion.json"
@@ -55,7 +57,7 @@ def convert_checkpoint(
     device: str | None = None,
     seed: int = 0,
     calibrate_progress: Progress | None = None,
-    keep_layers: Sequence[int] | None = None,
+    keep_layers: Sequence[int] | int | str | None = None,
     revision: str | None = None,
     ignore_fields: Collection[str] = (),
 ) -> dict:
@@ -72,7 +74,8 @@ def convert_checkpoint(
     `calibrate_tokens` of its tokens, and as many with repeated passages, in blocks of `calibrate_block` and
     `calibrate_passes` passes, drawn by `seed`, a layer at a time on `device`; the original is then loaded.
     calibrate_progress: called with layers done and in all. keep_layers: numbers, from 0, of the layers that keep the
-    original's attention. revision: of a hub id, a branch, a tag or a commit. ignore_fields: fields of config.json that
+    original's attention; or, with calibrate_on, how many: those whose conversion harms most (`harm.py`), or `auto`: as
+    many as do half of the harm. revision: of a hub id, a branch, a tag or a commit. ignore_fields: fields of config.json that
     we do not know and you call inert. The record is also written to `dst/conversion.json`.
 
     Safetensors sources are read in blocks, a few shards of `dst` at a time; memory holds the projections of one layer
@@ -85,6 +88,7 @@ def convert_checkpoint(
     if Path(dst).name in ("", ".."):
         raise CocaError(f"DST: got {os.fspath(dst)!r}, expected the name of a directory to write")
     _check_options(constraint, dtype, ntk_length, ntk_factor)
+    _check_kept(keep_layers, calibrate_on)
     shard_bytes = parse_size(max_shard_size, "--max-shard-size")
     for path in (Path(src).absolute(), target, staging_directory(target)):
         _check_path(path)
@@ -92,19 +96,39 @@ def convert_checkpoint(
         _check_target(src, target, overwrite)
         staging.former = contents_of(target)
         with contextlib.closing(open_source(src, revision)) as source:
-            ntk = ntk_length, ntk_factor
-            plan = Plan(source, src, constraint, dtype, shard_bytes, *ntk, released, keep_layers, ignore_fields)
-            fit = None
+
+            def plan_with(kept: Sequence[int] | None) -> Plan:
+                return Plan(
+                    source, src, constraint, dtype, shard_bytes, ntk_length, ntk_factor, released, kept, ignore_fields
+                )
+
+            def prepare(plan: Plan) -> WeightsWriter:
+                """Write all but weights, record and card."""
+                plan.calibrated_from = fit.settings if fit else None
+                staging.begin(plan.made_from(), plan.shards)
+                _check_disk_space(plan, staging)
+                _write_companions(plan, staging.checkpoint)
+                return WeightsWriter(plan, staging, progress or (lambda done, total: None))
+
+            fit, number = None, keep_layers if isinstance(keep_layers, (int, str)) else None
+            plan = plan_with(() if isinstance(keep_layers, (int, str)) else keep_layers)
+            if isinstance(number, int) and number > plan.config.num_hidden_layers:
+                raise CocaError(
+                    f"--keep-layers: got {number}, expected at most the model's {plan.config.num_hidden_layers} layers"
+                )
             if calibrate_on:
                 place = calibrate_on, column, split, subset, None, True
                 fit = _Calibration(plan, place, calibrate_tokens, calibrate_block, calibrate_passes, device, seed)
-            staging.begin(plan.made_from(), plan.shards)
-            _check_disk_space(plan, staging)
-            _write_companions(plan, staging.checkpoint)
-            writer = WeightsWriter(plan, staging, progress or (lambda done, total: None))
+            writer = prepare(plan)
             if fit:
+                report = calibrate_progress or (lambda done, total: None)
                 writer.check()
-                fit.run(staging, calibrate_progress or (lambda done, total: None))
+                if number:
+                    every_layer = plan_with(range(plan.config.num_hidden_layers))  # any of them may be kept
+                    WeightsWriter(every_layer, staging, writer.progress).check(known=plan.targets)
+                    plan = plan_with(fit.most_harmful(plan, number, staging, report))
+                    writer = prepare(plan)
+                fit.run(plan, staging, report)
             record = _write(plan, staging, writer, fit.record if fit else None)
             staging.publish()
     return record
@@ -121,7 +145,7 @@ def _check_disk_space(plan: Plan, staging: Staging) -> None:
 
 
 class _Calibration:
-    """The calibration of a plan on the documents of `place`; sets what `plan` says of it."""
+    """The calibration of the source of `plan` on the documents of `place`."""
 
     def __init__(
         self,
@@ -137,43 +161,25 @@ class _Calibration:
             raise CocaError("--calibrate: got a CoCA checkpoint, expected an original, whose attention it imitates")
         self.device = device or default_device()
         _check_device(self.device)
-        self.plan, self.text, self.seed = plan, place[0], seed
-        tokenizer = plan.source.load_tokenizer()
-        text_blocks, self.held_out = calibration_blocks(place, tokenizer, plan.config, num_tokens, block_tokens, seed)
-        self.blocks = torch.cat((text_blocks, repeated_blocks(text_blocks, tokenizer, plan.config, seed)))
+        self.text, self.seed = place[0], seed
+        self.tokenizer = plan.source.load_tokenizer()
+        text_blocks, self.held_out = calibration_blocks(
+            place, self.tokenizer, plan.config, num_tokens, block_tokens, seed
+        )
+        self.blocks = torch.cat((text_blocks, repeated_blocks(text_blocks, self.tokenizer, plan.config, seed)))
         self.text_tokens = text_blocks.numel()
         self.passes = passes or default_passes(len(self.blocks))
         ids_hash = xxhash.xxh3_128_hexdigest(bytes_of(self.blocks))
         code = [xxhash.xxh3_128_hexdigest(file.read_bytes()) for folder in CODE for file in sorted(folder.glob("*.py"))]
         options = plan.config.coca_constraint, seed, self.passes
-        plan.calibrated_from = [plan.source.states(), self.blocks.shape, ids_hash, *options, code]
+        self.settings = [plan.source.states(), self.blocks.shape, ids_hash, *options, code]
+        self.harms: list[float] | None = None
 
-    def run(self, staging: Staging, progress: Progress) -> None:
+    def run(self, plan: Plan, staging: Staging, progress: Progress) -> None:
+        """Fit the layers of `plan`, and tell it; note what was done in `record`."""
         began = time.perf_counter()
-        config = self.plan.config
-        original = self.plan.source.load_model().eval()
-        if original.dtype == torch.float16 != config.dtype:
-            original.float()  # patch_ refuses what float16 cannot hold, although it is not to be written
-        present = [field for field in self.plan.ignored_fields if hasattr(original.config, field)]
-        coca = patch_(  # shares all weights but W_T
-            copy.copy(original),
-            config.coca_constraint,
-            keep_layers=config.coca_kept_layers,
-            ignore_fields=present,
-        )
-        done = calibrate(
-            original,
-            coca,
-            self.blocks,
-            self.held_out,
-            staging.calibrated,
-            json.dumps(self.plan.calibrated_from, default=str),
-            self.seed,
-            self.passes,
-            self.device,
-            progress,
-        )
-        self.plan.calibrated = done.tensors
+        done, original, _ = self._fit(plan, staging, progress)
+        plan.calibrated = done.tensors
         self.record = {
             "text": self.text,
             "tokens": self.text_tokens,
@@ -186,8 +192,45 @@ class _Calibration:
             "device": self.device,
             "perplexity": done.perplexity,
             "attention_kl": [layer._asdict() for layer in done.layers],
+            **({"layer_harm": self.harms} if self.harms else {}),
             "seconds": round(time.perf_counter() - began, 1),
         }
+
+    def most_harmful(self, plan: Plan, number: int | str, staging: Staging, progress: Progress) -> list[int]:
+        """The `number` layers (or `auto`) whose conversion harms most, after all layers of `plan` were fitted."""
+        done, original, coca = self._fit(plan, staging, progress)
+        some = self.held_out[: max(1, len(self.held_out) // 2)]
+        blocks = torch.cat((some, repeated_blocks(some, self.tokenizer, plan.config, self.seed)))
+        self.harms = layer_harms(original, coca, done.tensors, blocks, self.device)
+        return most_harmful(self.harms, None if number == "auto" else int(number))
+
+    def _fit(
+        self, plan: Plan, staging: Staging, progress: Progress
+    ) -> tuple[Calibration, PreTrainedModel, CocaForCausalLM]:
+        config = plan.config
+        original = plan.source.load_model().eval()
+        if original.dtype == torch.float16 != config.dtype:
+            original.float()  # patch_ refuses what float16 cannot hold, although it is not to be written
+        present = [field for field in plan.ignored_fields if hasattr(original.config, field)]
+        coca = patch_(  # shares all weights but W_T
+            copy.copy(original),
+            config.coca_constraint,
+            keep_layers=config.coca_kept_layers,
+            ignore_fields=present,
+        )
+        done = calibrate(
+            original,
+            coca,
+            self.blocks,
+            self.held_out,
+            staging.calibrated,
+            json.dumps(self.settings, default=str),
+            self.seed,
+            self.passes,
+            self.device,
+            progress,
+        )
+        return done, original, coca
 
 
 def _check_device(device: str) -> None:
@@ -268,6 +311,18 @@ def _check_options(constraint: str | None, dtype: str, ntk_length: int | None, n
         raise CocaError(f"--ntk-length: got {ntk_length}, expected the total number of tokens")
     if ntk_factor is not None and not (ntk_length and 1 <= ntk_factor < math.inf):
         raise CocaError(f"--ntk-factor: got {ntk_factor}, expected at least 1, together with --ntk-length")
+
+
+def _check_kept(keep_layers: Sequence[int] | int | str | None, calibrate_on: str | None) -> None:
+    if not isinstance(keep_layers, (int, str)):
+        return
+    if keep_layers != "auto" and (isinstance(keep_layers, str) or keep_layers < 1):
+        raise CocaError(f"--keep-layers: got {keep_layers!r}, expected auto, a number from 1, or a list of layers")
+    if not calibrate_on:
+        raise CocaError(
+            f"--keep-layers: got {keep_layers} without --calibrate, which measures the harm of layers; pass --calibrate "
+            f"TEXT, or name the layers, as in 8,17 (one alone: '8,')"
+        )
 
 
 def _check_path(path: Path) -> None:

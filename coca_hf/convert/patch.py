@@ -56,18 +56,18 @@ def patch_(
     source = dict(model.named_parameters())
     shapes = {name: tuple(p.shape) for name, p in source.items()}
     untie_(config, shapes, lambda first, second: torch.equal(source[first], source[second]))
-    pieces, _ = check_tensors(shapes, config, where="patch_")
-    maker = Maker(config, pieces, lambda name: source[name].cpu(), where="patch_")
+    targets, _ = check_tensors(shapes, config, where="patch_")
+    maker = Maker(config, targets, lambda name: source[name].cpu(), where="patch_")
     with torch.device("meta"):
         coca = family_of(config).coca_causal_lm(config)
-    for piece in pieces:
-        parameter = source[piece.source]
-        if not piece.is_carried_over:
-            made = stored_as(parameter.dtype, maker.make(piece), piece, "patch_", config.num_key_value_heads)
+    for target in targets:
+        parameter = source[target.source]
+        if not target.is_carried_over:
+            made = stored_as(parameter.dtype, maker.make(target), target, "patch_", config.num_key_value_heads)
             made = made.to(parameter.device)
             parameter = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
-        check_query_bias(config, piece, parameter.data, where="patch_")
-        setattr(coca.get_submodule(piece.name.rpartition(".")[0]), piece.name.rpartition(".")[2], parameter)
+        check_query_bias(config, target, parameter.data, where="patch_")
+        setattr(coca.get_submodule(target.name.rpartition(".")[0]), target.name.rpartition(".")[2], parameter)
     coca.tie_weights()
     coca.model.rotary_emb = CocaRotaryEmbedding(config).to(model.device)
     coca.generation_config = model.generation_config

@@ -30,8 +30,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Plan:
     """The conversion of `source`, which messages call `src`. The other arguments are those of `convert_checkpoint`.
 
-    config: of what is written; ntk: what `bake_ntk_` did to it. pieces: the tensors that are written; shards: the same
-    by file. base: what the card says about the base model. calibrated: by the name of their piece, tensors that
+    config: of what is written; ntk: what `bake_ntk_` did to it. targets: the tensors that are written; shards: the same
+    by file. base: what the card says about the base model. calibrated: by the name of their target, tensors that
     `calibrate` made of `calibrated_from`; tokenizer: the source's, where it has one that loads; these are for the
     caller to set. from_coca: whether the source is a CoCA checkpoint of ours; released: whether it is of the
     authors' code.
@@ -63,7 +63,7 @@ class Plan:
                 f"{len(shapes)} tensors of the weights"
             )
         untie_(self.config, shapes, self._are_equal)
-        self.pieces, self.released = check_tensors(shapes, self.config, src, released, self.from_coca)
+        self.targets, self.released = check_tensors(shapes, self.config, src, released, self.from_coca)
         self.base = base_metadata(src, source.directory)
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.calibrated_from: object = None
@@ -76,49 +76,49 @@ class Plan:
     def made_from(self) -> str:
         """Whatever decides the shards, other than the contents of the source's tensors, as a hash."""
         plan = {
-            shard: [[*dataclasses.astuple(piece)[:4], str(self.dtype_of(piece))] for piece in pieces]
-            for shard, pieces in self.shards.items()
+            shard: [[*dataclasses.astuple(target)[:4], str(self.dtype_of(target))] for target in targets]
+            for shard, targets in self.shards.items()
         }
-        sources = {piece.source: str(self.source.dtype(piece.source)) for piece in self.pieces}
+        sources = {target.source: str(self.source.dtype(target.source)) for target in self.targets}
         facts = [plan, sources, self.config.to_dict(), self.source.config, self.released, RULE, self.calibrated_from]
         facts.append(version("coca-hf"))
         return xxhash.xxh3_128_hexdigest(json.dumps(facts, default=str).encode())
 
     def num_bytes(self, *shards: str) -> int:
         """Of the tensors in `shards`."""
-        return sum(self._num_bytes(piece) for shard in shards for piece in self.shards[shard])
+        return sum(self._num_bytes(target) for shard in shards for target in self.shards[shard])
 
-    def dtype_of(self, piece: TargetTensor) -> torch.dtype:
-        """What `piece` is written in. Raises CocaError where the source has no floating point numbers for it."""
-        own = self.source.dtype(piece.source)
+    def dtype_of(self, target: TargetTensor) -> torch.dtype:
+        """What `target` is written in. Raises CocaError where the source has no floating point numbers for it."""
+        own = self.source.dtype(target.source)
         return self._dtype or own
 
-    def is_copied(self, piece: TargetTensor) -> bool:
+    def is_copied(self, target: TargetTensor) -> bool:
         """Whether its numbers are the source's, in their order, though maybe of another type."""
-        return piece.name not in self.calibrated and (self.from_coca or piece.is_carried_over)
+        return target.name not in self.calibrated and (self.from_coca or target.is_carried_over)
 
-    def _num_bytes(self, piece: TargetTensor) -> int:
-        return math.prod(piece.shape) * self.dtype_of(piece).itemsize
+    def _num_bytes(self, target: TargetTensor) -> int:
+        return math.prod(target.shape) * self.dtype_of(target).itemsize
 
     def _stored_dtype(self) -> torch.dtype:
         """What `auto` calls the type of the whole: the source config's where it is stored, else the commonest."""
         stored = Counter[torch.dtype]()
-        for piece in self.pieces:
-            stored[self.dtype_of(piece)] += self._num_bytes(piece)
+        for target in self.targets:
+            stored[self.dtype_of(target)] += self._num_bytes(target)
         stated = self.config.dtype
         return stated if stated in list(stored) else stored.most_common(1)[0][0]
 
     def _group(self, limit: int) -> dict[str, list[TargetTensor]]:
-        """The pieces of every shard, in the order of the model, then those of wider numbers first: all are aligned."""
+        """The targets of every shard, in the order of the model, then those of wider numbers first: all are aligned."""
         shards: list[list[TargetTensor]] = [[]]
         filled = 0
-        for piece in self.pieces:
-            if shards[-1] and filled + self._num_bytes(piece) > limit:
+        for target in self.targets:
+            if shards[-1] and filled + self._num_bytes(target) > limit:
                 shards.append([])
                 filled = 0
-            shards[-1].append(piece)
-            filled += self._num_bytes(piece)
-        ordered = [sorted(shard, key=lambda piece: -self.dtype_of(piece).itemsize) for shard in shards]
+            shards[-1].append(target)
+            filled += self._num_bytes(target)
+        ordered = [sorted(shard, key=lambda target: -self.dtype_of(target).itemsize) for shard in shards]
         if len(shards) == 1:
             return {SINGLE: ordered[0]}
         return {f"model-{number:05}-of-{len(shards):05}.safetensors": shard for number, shard in enumerate(ordered, 1)}

@@ -65,8 +65,8 @@ def _summary(plan: Plan) -> dict:
 
     The cache is the half-width one of `models/cache.py`; a CoCA source has it before as well as after.
     """
-    before = {name: math.prod(shape) for name, shape in source_shapes(plan.pieces, plan.config).items()}
-    after = {piece.name: math.prod(piece.shape) for piece in plan.pieces}
+    before = {name: math.prod(shape) for name, shape in source_shapes(plan.targets, plan.config).items()}
+    after = {target.name: math.prod(target.shape) for target in plan.targets}
     total = sum(after.values())
 
     def fraction(*modules: str) -> float:

@@ -66,7 +66,7 @@ def untie_(config: CocaConfig, shapes: Mapping[str, Shape], are_equal: Callable[
 def check_tensors(
     shapes: Mapping[str, Shape], config: CocaConfig, where: str, released: bool = False, from_coca: bool = False
 ) -> tuple[list[TargetTensor], bool]:
-    """The pieces of the CoCA checkpoint, after comparing what they need with the `shapes` found, and `released`.
+    """The targets of the CoCA checkpoint, after comparing what they need with the `shapes` found, and `released`.
 
     released: whether the source is of the authors' released code, with full-width t in the place of keys. Where it has
     a `t_proj`, it is; GPT-NeoX sources do not say. from_coca: the source is a CoCA checkpoint of ours.
@@ -75,8 +75,8 @@ def check_tensors(
     """
     released = not from_coca and (released or any(name.endswith("t_proj.weight") for name in shapes))
     _check_released(released, config, where)
-    pieces = list(_pieces(config, shapes, released, from_coca, where))
-    expected = source_shapes(pieces, config)
+    targets = list(_targets(config, shapes, released, from_coca, where))
+    expected = source_shapes(targets, config)
     missing = [name for name in expected if name not in shapes]
     if missing:
         raise CocaError(f"{where}: tensor {missing[0]} is missing{_and_more(missing)}; is the checkpoint complete?")
@@ -88,33 +88,33 @@ def check_tensors(
     for name, shape in expected.items():
         if shapes[name] != shape:
             raise CocaError(f"{where}: tensor {name} has shape {shapes[name]}, expected {shape} from config.json")
-    return pieces, released
+    return targets, released
 
 
-def source_shapes(pieces: Iterable[TargetTensor], config: CocaConfig) -> dict[str, Shape]:
-    """Every tensor of the source that `pieces` are made of."""
-    norms = {piece.scaled_by: (config.head_dim,) for piece in pieces if piece.scaled_by}
-    return {piece.source: piece.source_shape for piece in pieces} | norms
+def source_shapes(targets: Iterable[TargetTensor], config: CocaConfig) -> dict[str, Shape]:
+    """Every tensor of the source that `targets` are made of."""
+    norms = {target.scaled_by: (config.head_dim,) for target in targets if target.scaled_by}
+    return {target.source: target.source_shape for target in targets} | norms
 
 
-def check_query_bias(config: CocaConfig, piece: TargetTensor, numbers: Tensor, where: str) -> None:
+def check_query_bias(config: CocaConfig, target: TargetTensor, numbers: Tensor, where: str) -> None:
     """Raise CocaError for a bias of queries that CoCA, which squares them, cannot hold in the dtype of `numbers`.
 
     Kept layers square nothing.
     """
-    if not piece.is_query_bias or _layer_number(piece) in config.coca_kept_layers:
+    if not target.is_query_bias or _layer_number(target) in config.coca_kept_layers:
         return
     largest, dtype = numbers.abs().max().item(), str(numbers.dtype).removeprefix("torch.")
     limit = (torch.finfo(numbers.dtype).max / QUERY_SCALE) ** 0.5
     if limit < largest < float("inf"):
         raise CocaError(
-            f"{where}: tensor {piece.name}: got numbers up to {largest:g}, whose squares {dtype} cannot hold, expected "
+            f"{where}: tensor {target.name}: got numbers up to {largest:g}, whose squares {dtype} cannot hold, expected "
             f"at most {limit:.0f}; convert to bfloat16 or float32"
         )
 
 
-def stored_as(dtype: torch.dtype, numbers: Tensor, piece: TargetTensor, where: str, num_heads: int = 1) -> Tensor:
-    """`numbers` of `piece` as they are written. num_heads: along the first dimension.
+def stored_as(dtype: torch.dtype, numbers: Tensor, target: TargetTensor, where: str, num_heads: int = 1) -> Tensor:
+    """`numbers` of `target` as they are written. num_heads: along the first dimension.
 
     Raises CocaError where `dtype` is too narrow: for a number, or, as `W_T` can be tiny, for a head of it, of which
     rounding takes more than `ROUNDING` of the norm.
@@ -125,58 +125,58 @@ def stored_as(dtype: torch.dtype, numbers: Tensor, piece: TargetTensor, where: s
     problem = ""
     if stored.isinf().any() and (stored.isinf() & numbers.isfinite()).any():
         problem = "infinite"
-    elif piece.module == "t_proj":
+    elif target.module == "t_proj":
         error, size = (x.double().reshape(num_heads, -1).norm(dim=1) for x in (stored - numbers, numbers))
         if (error > ROUNDING * size).any():
             problem = "zero or nearly so"
     if problem:
         raise CocaError(
-            f"{where}: tensor {piece.name}: got numbers up to {numbers.abs().max():g}, which in "
+            f"{where}: tensor {target.name}: got numbers up to {numbers.abs().max():g}, which in "
             f"{str(dtype).removeprefix('torch.')} are {problem}; expected another dtype, as float32"
         )
     return stored
 
 
 class Maker:
-    """Makes pieces from the source's tensors, which `read` fetches by name.
+    """Makes targets from the source's tensors, which `read` fetches by name.
 
     scales: by layer, what the start of its `W_T` chose; filled as layers come.
     """
 
     def __init__(
-        self, config: CocaConfig, pieces: list[TargetTensor], read: Callable[[str], Tensor], where: str, released: bool = False
+        self, config: CocaConfig, targets: list[TargetTensor], read: Callable[[str], Tensor], where: str, released: bool = False
     ):
         self.config, self.read, self.where, self.released = config, read, where, released
         self.scales: dict[int, list[float]] = {}
-        self._pieces = {piece.name: piece for piece in pieces}
+        self._targets = {target.name: target for target in targets}
 
-    def make(self, piece: TargetTensor) -> Tensor:
-        """The tensor of `piece`: `W_T` in float32 or wider, all others in the dtype of the source."""
-        tensor = self._picked(piece)
-        if piece.module == "t_proj":
-            return fold_pairs(tensor, self.config.num_key_value_heads) if self.released else self._start(piece, tensor)
+    def make(self, target: TargetTensor) -> Tensor:
+        """The tensor of `target`: `W_T` in float32 or wider, all others in the dtype of the source."""
+        tensor = self._picked(target)
+        if target.module == "t_proj":
+            return fold_pairs(tensor, self.config.num_key_value_heads) if self.released else self._start(target, tensor)
         return tensor
 
-    def _start(self, piece: TargetTensor, key: Tensor) -> Tensor:
-        rows = self._scaled(piece, key)
-        return start_t(rows, torch.tensor(self._scales(piece)), self.config.num_key_value_heads)
+    def _start(self, target: TargetTensor, key: Tensor) -> Tensor:
+        rows = self._scaled(target, key)
+        return start_t(rows, torch.tensor(self._scales(target)), self.config.num_key_value_heads)
 
-    def _scaled(self, piece: TargetTensor, rows: Tensor) -> Tensor:
-        """The rows of all heads, (g * d, ...), times what `piece` is scaled by."""
-        if piece.scaled_by is None:
+    def _scaled(self, target: TargetTensor, rows: Tensor) -> Tensor:
+        """The rows of all heads, (g * d, ...), times what `target` is scaled by."""
+        if target.scaled_by is None:
             return rows
-        weight = self._norm_weight(piece).repeat(self.config.num_key_value_heads)
+        weight = self._norm_weight(target).repeat(self.config.num_key_value_heads)
         return rows * weight.view(-1, *[1] * (rows.dim() - 1))
 
-    def _norm_weight(self, piece: TargetTensor) -> Tensor:
-        assert piece.scaled_by is not None
-        return self.read(piece.scaled_by).float()
+    def _norm_weight(self, target: TargetTensor) -> Tensor:
+        assert target.scaled_by is not None
+        return self.read(target.scaled_by).float()
 
-    def _scales(self, piece: TargetTensor) -> list[float]:
-        """Of the layer of `piece`: the factor of every key/value head."""
-        layer = _layer_number(piece)
+    def _scales(self, target: TargetTensor) -> list[float]:
+        """Of the layer of `target`: the factor of every key/value head."""
+        layer = _layer_number(target)
         if layer not in self.scales:
-            scales = self._layer_scales(_layer(piece))
+            scales = self._layer_scales(_layer(target))
             if not all(0 < scale < float("inf") for scale in scales):
                 raise CocaError(
                     f"{self.where}: layer {layer}: queries or keys are zero, infinite or NaN; expected a trained model"
@@ -194,19 +194,19 @@ class Maker:
             "k": "self_attn.t_proj.weight",
             "k_bias": "self_attn.t_proj.bias",
         }
-        pieces = {letter: self._pieces.get(f"{layer}.{name}") for letter, name in names.items()}
-        found = {letter: piece for letter, piece in pieces.items() if piece is not None}
-        weights = {letter: self._scaled(piece, self._picked(piece)) for letter, piece in found.items()}
+        targets = {letter: self._targets.get(f"{layer}.{name}") for letter, name in names.items()}
+        found = {letter: target for letter, target in targets.items() if target is not None}
+        weights = {letter: self._scaled(target, self._picked(target)) for letter, target in found.items()}
         if found["k"].scaled_by:
             weights["k_norm"] = self._norm_weight(found["k"])
         return start_scales(weights, self.config).tolist()
 
-    def _picked(self, piece: TargetTensor) -> Tensor:
-        tensor = self.read(piece.source)
-        return piece.pick(tensor) if piece.pick else tensor
+    def _picked(self, target: TargetTensor) -> Tensor:
+        tensor = self.read(target.source)
+        return target.pick(tensor) if target.pick else tensor
 
 
-def _pieces(
+def _targets(
     config: CocaConfig, shapes: Mapping[str, Shape], released: bool, from_coca: bool, where: str
 ) -> Iterator[TargetTensor]:
     try:
@@ -214,14 +214,14 @@ def _pieces(
             model = family_of(config).coca_causal_lm(config)
     except Exception as error:  # sizes that torch refuses
         raise CocaError(f"{where}: its config.json makes no model ({one_line(error)})") from error
-    describe = _gpt_neox_piece if config.model_type == "coca_gpt_neox" else _llama_piece
+    describe = _gpt_neox_target if config.model_type == "coca_gpt_neox" else _llama_target
     for name, tensor in model.state_dict().items():
         if name != "lm_head.weight" or not config.tie_word_embeddings:
             shape = tuple(tensor.shape)
             yield TargetTensor(name, shape, name, shape) if from_coca else describe(config, name, shape, shapes, released)
 
 
-def _llama_piece(config: CocaConfig, name: str, shape: Shape, shapes: Mapping[str, Shape], released: bool) -> TargetTensor:
+def _llama_target(config: CocaConfig, name: str, shape: Shape, shapes: Mapping[str, Shape], released: bool) -> TargetTensor:
     if ".t_proj." not in name:
         return TargetTensor(name, shape, name, shape)
     source = name if released else name.replace(".t_proj.", ".k_proj.")
@@ -229,7 +229,7 @@ def _llama_piece(config: CocaConfig, name: str, shape: Shape, shapes: Mapping[st
     return TargetTensor(name, shape, source, (2 * shape[0], *shape[1:]), scaled_by=norm)
 
 
-def _gpt_neox_piece(config: CocaConfig, name: str, shape: Shape, shapes: Mapping[str, Shape], released: bool) -> TargetTensor:
+def _gpt_neox_target(config: CocaConfig, name: str, shape: Shape, shapes: Mapping[str, Shape], released: bool) -> TargetTensor:
     part = re.fullmatch(r"model\.(.*)\.self_attn\.([qktv])_proj\.(weight|bias)", name)
     if part:
         source = f"gpt_neox.{part[1]}.attention.query_key_value.{part[3]}"
@@ -274,12 +274,12 @@ def _check_released(released: bool, config: CocaConfig, where: str) -> None:
         )
 
 
-def _layer(piece: TargetTensor) -> str:
-    return ".".join(piece.name.split(".")[:3])
+def _layer(target: TargetTensor) -> str:
+    return ".".join(target.name.split(".")[:3])
 
 
-def _layer_number(piece: TargetTensor) -> int:
-    return int(piece.name.split(".")[2])
+def _layer_number(target: TargetTensor) -> int:
+    return int(target.name.split(".")[2])
 
 
 def _and_more(names: list[str]) -> str:

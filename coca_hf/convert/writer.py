@@ -7,7 +7,7 @@ as well, so that a cryptographic hash, 40 times slower, would protect no better.
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from functools import partial
 from io import FileIO
@@ -37,22 +37,23 @@ class WeightsWriter:
         self._done, self._total = 0, plan.num_bytes(*plan.shards)
         self._lock, self._stopped = Lock(), False
 
-    def check(self) -> None:
+    def check(self, known: Collection[TargetTensor] = ()) -> None:
         """Refuse what `write` would refuse of any tensor, before layers are calibrated for hours.
 
-        Only what calibration itself makes of W_Q and W_T cannot be known yet.
+        Only what calibration itself makes of W_Q and W_T cannot be known yet. known: tensors that need no check.
         """
         plan = self.plan
-        maker = Maker(plan.config, plan.pieces, plan.source.read, plan.src, plan.released)
-        for piece in plan.pieces:
-            is_cast = plan.source.dtype(piece.source) != plan.dtype_of(piece)
-            if not plan.is_copied(piece):
-                made = maker.make(piece)
-                if piece.module != "t_proj":  # calibration replaces that one
-                    self._as_stored(piece, made)
-            elif is_cast or piece.is_query_bias:
-                for block in plan.source.blocks(piece.source):
-                    self._as_stored(piece, block)
+        maker = Maker(plan.config, plan.targets, plan.source.read, plan.src, plan.released)
+        names = {target.name for target in known}
+        for target in [target for target in plan.targets if target.name not in names]:
+            is_cast = plan.source.dtype(target.source) != plan.dtype_of(target)
+            if not plan.is_copied(target):
+                made = maker.make(target)
+                if target.module != "t_proj":  # calibration replaces that one
+                    self._as_stored(target, made)
+            elif is_cast or target.is_query_bias:
+                for block in plan.source.blocks(target.source):
+                    self._as_stored(target, block)
 
     def write(self) -> None:
         with _one_thread_of_torch(), ThreadPoolExecutor(SHARDS_AT_ONCE) as pool:
@@ -67,7 +68,7 @@ class WeightsWriter:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         if len(self.plan.shards) > 1:
-            weight_map = {piece.name: shard for shard, pieces in self.plan.shards.items() for piece in pieces}
+            weight_map = {target.name: shard for shard, targets in self.plan.shards.items() for target in targets}
             index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
             (self.staging.checkpoint / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
@@ -100,29 +101,29 @@ class WeightsWriter:
         plan = self.plan
         read: dict[str, str] = {}
         written: dict[str, str] = {}
-        maker = Maker(plan.config, plan.pieces, partial(self._read, read), plan.src, plan.released)
+        maker = Maker(plan.config, plan.targets, partial(self._read, read), plan.src, plan.released)
         with (self.staging.checkpoint / shard).open("wb", buffering=0) as stream:
             _write(stream, memoryview(self._header(shard)))
-            for piece in plan.shards[shard]:
-                if plan.is_copied(piece):
-                    read[piece.source], written[piece.name] = self._copy(piece, stream)
+            for target in plan.shards[shard]:
+                if plan.is_copied(target):
+                    read[target.source], written[target.name] = self._copy(target, stream)
                 else:
-                    made = self._as_stored(piece, self._made(piece, maker), plan.config.num_key_value_heads)
-                    written[piece.name] = self._hash([made])
+                    made = self._as_stored(target, self._made(target, maker), plan.config.num_key_value_heads)
+                    written[target.name] = self._hash([made])
                     self._advance(_write(stream, bytes_of(made)))
         self.staging.record(FinishedShard(shard=shard, written=written, read=read, scales=maker.scales))
 
-    def _made(self, piece: TargetTensor, maker: Maker) -> Tensor:
-        tensor = maker.make(piece)  # also where it is not used: it notes the source's hash, and the scale of W_T
-        return self.plan.calibrated.get(piece.name, tensor)
+    def _made(self, target: TargetTensor, maker: Maker) -> Tensor:
+        tensor = maker.make(target)  # also where it is not used: it notes the source's hash, and the scale of W_T
+        return self.plan.calibrated.get(target.name, tensor)
 
-    def _copy(self, piece: TargetTensor, stream: FileIO) -> tuple[str, str]:
+    def _copy(self, target: TargetTensor, stream: FileIO) -> tuple[str, str]:
         """Returns the hashes of what was read and of what was written: one and the same where the type stays."""
         read = xxhash.xxh3_128()
-        written = read if self.plan.source.dtype(piece.source) == self.plan.dtype_of(piece) else xxhash.xxh3_128()
-        for block in self._unless_stopped(self.plan.source.blocks(piece.source)):
+        written = read if self.plan.source.dtype(target.source) == self.plan.dtype_of(target) else xxhash.xxh3_128()
+        for block in self._unless_stopped(self.plan.source.blocks(target.source)):
             read.update(bytes_of(block))
-            data = bytes_of(self._as_stored(piece, block))
+            data = bytes_of(self._as_stored(target, block))
             if written is not read:
                 written.update(data)
             self._advance(_write(stream, data))
@@ -133,18 +134,18 @@ class WeightsWriter:
         hashes[name] = self._hash([tensor])
         return tensor
 
-    def _as_stored(self, piece: TargetTensor, numbers: Tensor, num_heads: int = 1) -> Tensor:
-        stored = stored_as(self.plan.dtype_of(piece), numbers, piece, self.plan.src, num_heads)
-        check_query_bias(self.plan.config, piece, stored, self.plan.src)
+    def _as_stored(self, target: TargetTensor, numbers: Tensor, num_heads: int = 1) -> Tensor:
+        stored = stored_as(self.plan.dtype_of(target), numbers, target, self.plan.src, num_heads)
+        check_query_bias(self.plan.config, target, stored, self.plan.src)
         return stored
 
     def _header(self, shard: str) -> bytes:
         entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
         end = 0
-        for piece in self.plan.shards[shard]:
-            dtype = self.plan.dtype_of(piece)
-            start, end = end, end + math.prod(piece.shape) * dtype.itemsize
-            entries[piece.name] = {"dtype": STORED_AS[dtype], "shape": list(piece.shape), "data_offsets": [start, end]}
+        for target in self.plan.shards[shard]:
+            dtype = self.plan.dtype_of(target)
+            start, end = end, end + math.prod(target.shape) * dtype.itemsize
+            entries[target.name] = {"dtype": STORED_AS[dtype], "shape": list(target.shape), "data_offsets": [start, end]}
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
