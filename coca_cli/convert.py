@@ -12,69 +12,127 @@ from coca_cli.console import BadOption, console
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
+CALIBRATION = "With --calibrate"
+
+
 @app.command()
 def convert_command(
-    src: Annotated[str, typer.Argument(help="Checkpoint: a directory, a .gguf file or a hub id.")],
-    dst: Annotated[str, typer.Argument(help="Directory to write; absent or complete at every moment.")],
-    constraint: Annotated[
-        Literal["slack", "strict"] | None,
-        typer.Option(help="Form of CoCA; slack, the default, is that of the paper's main results."),
-    ] = None,
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="Type of the written weights; auto takes the source's."),
-    ] = "auto",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint at DST.")] = False,
-    max_shard_size: Annotated[str, typer.Option(help="Largest size of a weights file, such as 500MB or 5GB.")] = "1GB",
-    ntk_length: Annotated[
-        int | None,
-        typer.Option(help="Bake in the dynamic NTK base for this many tokens; SRC may then be a CoCA checkpoint."),
-    ] = None,
-    ntk_factor: Annotated[
-        float | None, typer.Option(help="Factor of dynamic NTK; by default the config's, or length / trained length.")
-    ] = None,
-    released: Annotated[
-        bool, typer.Option("--released", help="SRC is a GPT-NeoX CoCA checkpoint of the authors' released code.")
-    ] = False,
-    keep_layers: Annotated[
-        str | None,
-        typer.Option(
-            help="Layers that keep the original's attention, counted from 0, such as 8,17,18 (one layer: '8,'), "
-            "or 6:OUT, the six layers that coca-eval layers --out OUT ranks first."
-        ),
-    ] = None,
+    src: Annotated[
+        str, typer.Argument(help="Checkpoint to convert: a directory, a .gguf file or a hub id.")
+    ],
+    dst: Annotated[
+        str, typer.Argument(help="Directory to write. It appears when it is complete.")
+    ],
     calibrate: Annotated[
         str | None,
         typer.Option(
-            help="Fit W_Q and W_T to the original's attention on this text, layer by layer, for a far better "
-            "start: .txt, .jsonl, .parquet, a directory or glob of them, or a hub id."
+            help="Fit W_Q and W_T to the original's attention on this text, for a far better start: "
+            "a .txt, .jsonl or .parquet file, a directory or glob of them, or a data set on the hub."
+        ),
+    ] = None,
+    keep_layers: Annotated[
+        str | None,
+        typer.Option(
+            help="Keep the original's attention in these layers, numbered from 0, as in 8,17,18 (one "
+            "layer: '8,'). With --calibrate, 6 keeps the six layers whose conversion changes the "
+            "predictions most, and auto as many as cause half of the change. 6:OUT keeps the six that "
+            "coca-eval layers --out OUT ranks first."
+        ),
+    ] = None,
+    constraint: Annotated[
+        Literal["slack", "strict"] | None,
+        typer.Option(help="Form of CoCA. The default, slack, gave the paper's main results."),
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Type of the written weights; auto keeps the source's."),
+    ] = "auto",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the checkpoint at DST.")
+    ] = False,
+    max_shard_size: Annotated[
+        str, typer.Option(help="Largest size of a weights file, such as 500MB or 5GB.")
+    ] = "1GB",
+    ntk_length: Annotated[
+        int | None,
+        typer.Option(
+            help="Write dynamic NTK's base for this many tokens into the config, for engines that "
+            "know static RoPE only. SRC may then be a CoCA checkpoint."
+        ),
+    ] = None,
+    ntk_factor: Annotated[
+        float | None,
+        typer.Option(
+            help="Factor of dynamic NTK. The default is the config's, or --ntk-length divided by the "
+            "trained length."
+        ),
+    ] = None,
+    released: Annotated[
+        bool,
+        typer.Option(
+            "--released", help="Read SRC as a GPT-NeoX checkpoint of the authors' CoCA code."
+        ),
+    ] = False,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of SRC on the hub.")
+    ] = None,
+    ignore_field: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Leave out this field of config.json, which is not understood. Repeat the option for "
+            "several fields."
         ),
     ] = None,
     calibrate_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of text to fit on; as many tokens of repeated passages are added.")
+        int,
+        typer.Option(
+            min=1,
+            help="Tokens of text to fit on; as many tokens of repeated passages are added.",
+            rich_help_panel=CALIBRATION,
+        ),
     ] = 32768,
     calibrate_block: Annotated[
-        int, typer.Option(min=2, help="Tokens in a block; at most the trained length and the attention window.")
+        int,
+        typer.Option(
+            min=2,
+            help="Tokens in a block; at most the trained length and the attention window.",
+            rich_help_panel=CALIBRATION,
+        ),
     ] = 2048,
     calibrate_passes: Annotated[
         int | None,
-        typer.Option(min=1, help="Passes over the blocks; by default as many as make 1,280 steps, and at least 4."),
+        typer.Option(
+            min=1,
+            help="Passes over the blocks. The default makes 1,280 steps, in at least 4 passes.",
+            rich_help_panel=CALIBRATION,
+        ),
     ] = None,
-    column: Annotated[str, typer.Option(help="Column that holds the text for --calibrate.")] = "text",
-    split: Annotated[str, typer.Option(help="Split of a data set on the hub.")] = "train",
-    subset: Annotated[str | None, typer.Option(help="Subset of a data set on the hub.")] = None,
+    column: Annotated[
+        str, typer.Option(help="Column that holds the text.", rich_help_panel=CALIBRATION)
+    ] = "text",
+    split: Annotated[
+        str, typer.Option(help="Split of a data set on the hub.", rich_help_panel=CALIBRATION)
+    ] = "train",
+    subset: Annotated[
+        str | None,
+        typer.Option(help="Subset of a data set on the hub.", rich_help_panel=CALIBRATION),
+    ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="Device for --calibrate: cpu, cuda, cuda:1 or mps; by default the GPU, if there is one."),
+        typer.Option(
+            help="Device to fit on: cpu, cuda, cuda:1 or mps. The default is the GPU, if there is one.",
+            rich_help_panel=CALIBRATION,
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the text that --calibrate draws.")] = 0,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of SRC on the hub.")] = None,
-    ignore_field: Annotated[
-        list[str] | None,
-        typer.Option(help="Ignore a field of config.json that is not understood; may be given several times."),
-    ] = None,
+    seed: Annotated[
+        int,
+        typer.Option(help="Seed for drawing the text to fit on.", rich_help_panel=CALIBRATION),
+    ] = 0,
 ) -> None:
-    """Turn a LLaMA, Mistral, Qwen2, Qwen3 or GPT-NeoX checkpoint into CoCA. Interrupted, it continues if run again."""
+    """Convert a LLaMA, Mistral, Qwen2, Qwen3 or GPT-NeoX checkpoint to CoCA.
+
+    If it is interrupted, run the same command again: it continues.
+    """
     from coca_hf.convert import convert_checkpoint
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
@@ -110,20 +168,23 @@ def convert_command(
 
 
 def _layers(text: str) -> list[int] | int | str:
-    """The layers of `8,17,18`, or of `6:OUT` the six that `coca-eval layers --out OUT` ranks first; `6` and `auto`.
+    """The layers of `8,17,18`; of `6:OUT` the six that `coca-eval layers --out OUT` ranks first.
 
-    Raises BadOption for anything else.
+    `6` and `auto` stay as they are. Raises BadOption for anything else.
     """
-    if text == "auto" or (text.isdecimal() and len(text) < 10):
-        return text if text == "auto" else int(text)
+    if text == "auto":
+        return text
+    if text.isdecimal() and len(text) < 10:
+        return int(text)
     count, colon, out = text.partition(":")
     if colon and count.isdecimal() and len(count) < 10:
         return _harmed_most(int(count), Path(out))
     parts = [part.strip() for part in text.removesuffix(",").split(",")]
     if "," not in text or not all(part.isdecimal() and len(part) < 10 for part in parts):
         raise BadOption(
-            f"--keep-layers: got {text!r}, expected layers by number, from 0, as in 8,17,18 (one alone: '8,'); how "
-            f"many to keep, as in 6; auto; or how many of those that coca-eval layers --out OUT ranks, as in 6:OUT"
+            f"--keep-layers: got {text!r}, expected layers by number, from 0, as in 8,17,18 (one "
+            f"layer: '8,'); with --calibrate how many, as in 6, or auto; or 6:OUT, the six that "
+            f"coca-eval layers --out OUT ranks first"
         )
     return [int(part) for part in parts]
 
