@@ -18,16 +18,16 @@ CALIBRATION = "With --calibrate"
 @app.command()
 def convert_command(
     src: Annotated[
-        str, typer.Argument(help="Checkpoint to convert: a directory, a .gguf file or a hub id.")
+        str,
+        typer.Argument(help="Checkpoint to convert: a directory, a .gguf file or a hub id."),
     ],
-    dst: Annotated[
-        str, typer.Argument(help="Directory to write. It appears when it is complete.")
-    ],
+    dst: Annotated[str, typer.Argument(help="Directory to write. It appears when it is complete.")],
     calibrate: Annotated[
         str | None,
         typer.Option(
             help="Fit W_Q and W_T to the original's attention on this text, for a far better start: "
-            "a .txt, .jsonl or .parquet file, a directory or glob of them, or a data set on the hub."
+            "a .txt, .jsonl or .parquet file, a directory or glob of them, or a data set on the "
+            "hub."
         ),
     ] = None,
     keep_layers: Annotated[
@@ -35,8 +35,8 @@ def convert_command(
         typer.Option(
             help="Keep the original's attention in these layers, numbered from 0, as in 8,17,18 (one "
             "layer: '8,'). With --calibrate, 6 keeps the six layers whose conversion changes the "
-            "predictions most, and auto as many as cause half of the change. 6:OUT keeps the six that "
-            "coca-eval layers --out OUT ranks first."
+            "predictions most, and auto as many as cause half of the change. 6:OUT keeps the six "
+            "that coca-eval layers --out OUT ranks first."
         ),
     ] = None,
     constraint: Annotated[
@@ -48,10 +48,12 @@ def convert_command(
         typer.Option(help="Type of the written weights; auto keeps the source's."),
     ] = "auto",
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the checkpoint at DST.")
+        bool,
+        typer.Option("--overwrite", help="Replace the checkpoint at DST."),
     ] = False,
     max_shard_size: Annotated[
-        str, typer.Option(help="Largest size of a weights file, such as 500MB or 5GB.")
+        str,
+        typer.Option(help="Largest size of a weights file, such as 500MB or 5GB."),
     ] = "1GB",
     ntk_length: Annotated[
         int | None,
@@ -63,24 +65,24 @@ def convert_command(
     ntk_factor: Annotated[
         float | None,
         typer.Option(
-            help="Factor of dynamic NTK. The default is the config's, or --ntk-length divided by the "
-            "trained length."
+            help="Factor of dynamic NTK. The default is the config's, or --ntk-length divided by the trained length."
         ),
     ] = None,
     released: Annotated[
         bool,
         typer.Option(
-            "--released", help="Read SRC as a GPT-NeoX checkpoint of the authors' CoCA code."
+            "--released",
+            help="Read SRC as a GPT-NeoX checkpoint of the authors' CoCA code.",
         ),
     ] = False,
     revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of SRC on the hub.")
+        str | None,
+        typer.Option(help="Branch, tag or commit of SRC on the hub."),
     ] = None,
     ignore_field: Annotated[
         list[str] | None,
         typer.Option(
-            help="Leave out this field of config.json, which is not understood. Repeat the option for "
-            "several fields."
+            help="Leave out this field of config.json, which is not understood. Repeat the option for several fields."
         ),
     ] = None,
     calibrate_tokens: Annotated[
@@ -108,10 +110,12 @@ def convert_command(
         ),
     ] = None,
     column: Annotated[
-        str, typer.Option(help="Column that holds the text.", rich_help_panel=CALIBRATION)
+        str,
+        typer.Option(help="Column that holds the text.", rich_help_panel=CALIBRATION),
     ] = "text",
     split: Annotated[
-        str, typer.Option(help="Split of a data set on the hub.", rich_help_panel=CALIBRATION)
+        str,
+        typer.Option(help="Split of a data set on the hub.", rich_help_panel=CALIBRATION),
     ] = "train",
     subset: Annotated[
         str | None,
@@ -135,8 +139,18 @@ def convert_command(
     """
     from coca_hf.convert import convert_checkpoint
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bar:
         layers = bar.add_task("calibrating layers", visible=calibrate is not None, total=None)
         task = bar.add_task(f"converting {src}", visible=False)
         record = convert_checkpoint(
@@ -145,7 +159,12 @@ def convert_command(
             constraint,
             dtype,
             overwrite,
-            progress=lambda done, total: bar.update(task, completed=done, total=total, visible=True),
+            progress=lambda done, total: bar.update(
+                task,
+                completed=done,
+                total=total,
+                visible=True,
+            ),
             max_shard_size=max_shard_size,
             ntk_length=ntk_length,
             ntk_factor=ntk_factor,
@@ -196,7 +215,9 @@ def _harmed_most(count: int, out: Path) -> list[int]:
         order = [row["order"] for row in rows if row["task"] == "layers" and "order" in row][-1]
         ranked = [int(layer) for layer in order[:count]]
     except (OSError, ValueError, LookupError, TypeError):
-        raise BadOption(f"--keep-layers: got no ranking in {out}, expected the --out of coca-eval layers") from None
+        raise BadOption(
+            f"--keep-layers: got no ranking in {out}, expected the --out of coca-eval layers",
+        ) from None
     if len(ranked) < count:
         raise BadOption(f"--keep-layers: got {count} of the {len(ranked)} layers that {out} ranks, expected fewer")
     return ranked
@@ -206,32 +227,39 @@ def _print_conversion(record: dict, dst: str) -> None:
     parameters, cache = record["parameters"], record["kv_cache_bytes_per_token"]
     shares = record["trainable_fraction"]
     console.print(f"{dst}: {record['constraint']}, {record['dtype']}")
-    console.print(f"  parameters            {parameters['before']:,} before, {parameters['after']:,} after")
+    console.print(
+        f"  parameters            {parameters['before']:,} before, {parameters['after']:,} after",
+    )
     console.print(f"  trained per stage     k {shares['k']:.1%}, qkv {shares['qkv']:.1%}, full {shares['full']:.0%}")
     console.print(f"  key/value cache       {cache['before']:,} bytes per token before, {cache['after']:,} after")
     if record["kept_layers"]:
-        console.print(f"  original attention    kept in layers {', '.join(map(str, record['kept_layers']))}")
+        console.print(
+            f"  original attention    kept in layers {', '.join(map(str, record['kept_layers']))}",
+        )
     console.print(f"  start of W_T          {record['start']['rule']}")
     if calibration := record.get("calibration"):
         console.print(
-            f"  calibrated            perplexity on {calibration['held_out_tokens']:,} held-out tokens: "
-            f"{calibration['perplexity']['start']:,.4g} before, {calibration['perplexity']['calibrated']:,.4g} after, "
-            f"{calibration['perplexity']['original']:,.4g} of the original; {calibration['seconds']:,.0f} s"
+            f"  calibrated            perplexity on {calibration['held_out_tokens']:,} held-out "
+            f"tokens: {calibration['perplexity']['start']:,.4g} before, "
+            f"{calibration['perplexity']['calibrated']:,.4g} after, "
+            f"{calibration['perplexity']['original']:,.4g} of the original; "
+            f"{calibration['seconds']:,.0f} s"
         )
     if rope := record.get("rope"):
         console.print(
-            f"  RoPE                  base {rope['rope_theta']['after']:,.0f} for {rope['ntk_length']:,} tokens, "
-            f"made of {rope['rope_theta']['before']:,.0f} for {rope['trained_length']:,} by dynamic NTK, factor "
-            f"{rope['factor']:g}",
+            f"  RoPE                  base {rope['rope_theta']['after']:,.0f} for "
+            f"{rope['ntk_length']:,} tokens, made of {rope['rope_theta']['before']:,.0f} for "
+            f"{rope['trained_length']:,} by dynamic NTK, factor {rope['factor']:g}",
         )
     if record.get("fix_mistral_regex") is False:
         console.print(
-            f"  tokenizer             the source's; fix_mistral_regex has no effect on {dst}: to have it, write "
+            f"  tokenizer             the source's; fix_mistral_regex has no effect on {dst}: to "
+            "have it, write "
             f'"fix_mistral_regex": true in tokenizer_config.json of the source, and convert again'
         )
     if "CoCA" in record["source_format"] and "released" not in record["source_format"]:
         return
     console.print(
-        f"The attention has to be trained before the model is useful. Next: set `model: {dst}` in a recipe, then "
-        f"coca-train RECIPE (recipes/llama-7b/three-stage.yaml is the paper's)",
+        f"The attention has to be trained before the model is useful. Next: set `model: {dst}` in "
+        "a recipe, then coca-train RECIPE (recipes/llama-7b/three-stage.yaml is the paper's)",
     )

@@ -1,11 +1,13 @@
-"""How much the original's predictions change when one of its layers is converted: which layers to keep.
+"""The harm of converting a layer: how much the original's predictions change.
 
-The harm of a layer is a mean over tokens, in nats, where only this layer has CoCA's attention, calibrated:
+The harm of a layer is a mean over tokens, in nats, where only this layer has CoCA's attention,
+calibrated:
 
     KL(original's prediction || prediction with this layer converted)
 
-The tokens are held-out text and, as it is lookups that conversion loses, the same with repeated passages
-(`repeated_blocks`). `coca-eval layers` measures more: each layer as the last one to be converted, too.
+The tokens are held-out text and, as it is lookups that conversion loses, the same with repeated
+passages (`repeated_blocks`). `coca-eval layers` measures more: each layer as the last one to be
+converted, too.
 """
 
 import copy
@@ -19,27 +21,38 @@ from transformers import PreTrainedModel
 from coca_hf.convert.calibrate import ATTENTION, Angles
 from coca_hf.models.decoder import CocaForCausalLM
 
-AUTO_SHARE = 0.5  # of the summed harm: `auto` keeps the fewest layers that do at least this much of it
+AUTO_SHARE = 0.5  # of the summed harm: `auto` keeps the fewest layers that do this much of it
 CHUNK = 512  # tokens whose predictions are in memory at once
 
 
 @torch.no_grad()
 def layer_harms(
-    original: PreTrainedModel, coca: CocaForCausalLM, fitted: dict[str, Tensor], blocks: Tensor, device: str
+    original: PreTrainedModel,
+    coca: CocaForCausalLM,
+    fitted: dict[str, Tensor],
+    blocks: Tensor,
+    device: str,
 ) -> list[float]:
     """The harm of every layer on `blocks`, (n, m) token ids; both models stay as they are.
 
-    coca: the CoCA model of `original`; fitted: by name, what calibration made of its tensors. Memory: the states of
-    a model for every layer, n m hidden * 4 bytes each, on the CPU, and two layers on `device`.
+    coca: the CoCA model of `original`; fitted: by name, what calibration made of its tensors.
+    Memory: the states of a model for every layer, n m hidden * 4 bytes each, on the CPU, and two
+    layers on `device`.
     """
     base: Any = original.base_model
     angles = Angles(base, coca, device)
     embed: Any = original.get_input_embeddings()
-    streams = [embed(blocks.to(embed.weight.device)).float().cpu()]  # of the original, then with layer 0 converted, …
+    streams = [
+        embed(blocks.to(embed.weight.device)).float().cpu(),
+    ]  # of the original, then with layer 0 converted, …
     for number, layers in enumerate(zip(base.layers, coca.model.layers, strict=True)):
         theirs, ours = (copy.deepcopy(layer).to(device, torch.float32).eval() for layer in layers)
         prefix = f"model.layers.{number}."
-        own = {name.removeprefix(prefix): tensor for name, tensor in fitted.items() if name.startswith(prefix)}
+        own = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in fitted.items()
+            if name.startswith(prefix)
+        }
         ours.load_state_dict(own, strict=False)
         converted = _run(ours, streams[0], angles.coca, device)
         streams = [_run(theirs, stream, angles.original, device) for stream in streams]
@@ -47,14 +60,18 @@ def layer_harms(
     parts = coca.model.norm, coca.get_output_embeddings()
     norm, head = (copy.deepcopy(part).to(device, torch.float32) for part in parts)
     harms = torch.zeros(len(streams) - 1, dtype=torch.float64)
-    for chunk in zip(*(stream.flatten(0, 1).split(CHUNK) for stream in streams), strict=True):
-        reference, *others = (head(norm(states.to(device))).log_softmax(-1) for states in chunk)
-        harms += torch.stack([(reference.exp() * (reference - other)).sum().double().cpu() for other in others])
+    for original_states, *others in zip(
+        *(stream.flatten(0, 1).split(CHUNK) for stream in streams), strict=True
+    ):
+        reference = head(norm(original_states.to(device))).log_softmax(-1)
+        for layer, states in enumerate(others):
+            prediction = head(norm(states.to(device))).log_softmax(-1)
+            harms[layer] += (reference.exp() * (reference - prediction)).sum().item()
     return (harms / blocks.numel()).tolist()
 
 
 def most_harmful(harms: list[float], number: int | None) -> list[int]:
-    """The `number` layers of greatest harm, in order of their place; None: the fewest with `AUTO_SHARE` of the sum."""
+    """The `number` layers of greatest harm; None: the fewest with `AUTO_SHARE` of the sum."""
     order = sorted(range(len(harms)), key=lambda layer: -harms[layer])
     if number is None:
         done = torch.tensor([harms[layer] for layer in order]).cumsum(0)

@@ -1,4 +1,4 @@
-"""What `push_to_hub` of a CoCA model sends beside weights, config and code: its card, its records, its licence."""
+"""What `push_to_hub` of a CoCA model sends besides: its card, its records, its licence."""
 
 import json
 import os
@@ -11,20 +11,37 @@ from transformers.utils.hub import PushToHubMixin
 
 CARD = "README.md"
 RECORDS = ("conversion.json", "training.json")
-LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "USE_POLICY.md", "NOTICE")  # they go where the weights go
+LICENCE_FILES = (
+    "LICENSE",
+    "LICENSE.txt",
+    "LICENSE.md",
+    "USE_POLICY.md",
+    "NOTICE",
+)  # they go where the weights go
 
 
 class PushesItsCard(PushToHubMixin):
-    """A model whose repository gets the records and licence of the checkpoint that it was loaded from, and its card.
+    """A model whose repository gets card, records and licence of its checkpoint.
 
-    A card that the repository has stays. A pull request (`create_pr`) gets none of them: the repository is somebody
-    else's. A model that was not loaded from a checkpoint on this machine has none.
+    A card that the repository has stays. A pull request (`create_pr`) gets none of them: the
+    repository is somebody else's. A model that was not loaded from a checkpoint on this machine has
+    none.
     """
 
     def _upload_modified_files(
-        self, working_dir, repo_id: str, *args, token=None, create_pr: bool = False, revision: str | None = None, **rest
+        self,
+        working_dir,
+        repo_id: str,
+        *args,
+        token=None,
+        create_pr: bool = False,
+        revision: str | None = None,
+        **rest,
     ):
-        """As in transformers, which has put the main branch's card into `working_dir`, or one that says nothing."""
+        """As in transformers.
+
+        It has put the main branch's card into `working_dir`, or one that says nothing.
+        """
         staged = Path(working_dir)
         if not create_pr:
             checkpoint = self._checkpoint()
@@ -55,7 +72,7 @@ def _card(repo_id: str, revision: str | None, token, checkpoint: Path | None) ->
 
 
 def _add_card(card_file: Path, place: Path) -> None:
-    """Put the card at `place`, with the tags of the one that is there, which has those given to `push_to_hub`."""
+    """Put the card at `place`, with the tags of the one there, which `push_to_hub` was given."""
     card, tags = ModelCard.load(card_file), ModelCard.load(place).data.tags
     if tags:
         card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *tags]))

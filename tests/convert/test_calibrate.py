@@ -31,7 +31,7 @@ from coca_hf.convert.calibration_text import (
     repeated_blocks,
     skipped_positions,
 )
-from coca_hf.convert.checkpoint import CODE
+from coca_hf.convert.conversion import CODE
 from coca_hf.convert.writer import WeightsWriter
 from tests.models.families import CASES, WINDOW, stock_model
 
@@ -385,7 +385,7 @@ def test_a_layer_of_other_code_is_fitted_again(tiny_llama_dir, text, tmp_path, f
     folders = [shutil.copytree(folder, tmp_path / folder.name) for folder in CODE]
     file = next(path for folder in folders for path in folder.glob(changed))
     file.write_text(file.read_text() + "# of another version")
-    monkeypatch.setattr("coca_hf.convert.checkpoint.CODE", folders)
+    monkeypatch.setattr("coca_hf.convert.conversion.CODE", folders)
     convert(tiny_llama_dir, tmp_path / "dst", text)
     assert fits == [0, 0, 1, 2]
 
