@@ -25,18 +25,18 @@ def convert_command(
     calibrate: Annotated[
         str | None,
         typer.Option(
-            help="Fit W_Q and W_T to the original's attention on this text, for a far better start: "
-            "a .txt, .jsonl or .parquet file, a directory or glob of them, or a data set on the "
-            "hub."
+            help="Fit W_Q and W_T to the original's attention on this text; the model starts far "
+            "better. Text: a .txt, .jsonl or .parquet file, a directory or glob of them, or a data "
+            "set on the hub."
         ),
     ] = None,
     keep_layers: Annotated[
         str | None,
         typer.Option(
-            help="Keep the original's attention in these layers, numbered from 0, as in 8,17,18 (one "
-            "layer: '8,'). With --calibrate, 6 keeps the six layers whose conversion changes the "
-            "predictions most, and auto as many as cause half of the change. 6:OUT keeps the six "
-            "that coca-eval layers --out OUT ranks first."
+            help="Keep the original's attention in these layers, numbered from 0, as in 8,17,18 "
+            "(one layer: '8,'). With --calibrate, 6 keeps the six layers whose conversion changes "
+            "the predictions most, and auto as many as cause half of the change. 6:OUT keeps the "
+            "six that coca-eval layers --out OUT ranks first."
         ),
     ] = None,
     constraint: Annotated[
@@ -64,9 +64,7 @@ def convert_command(
     ] = None,
     ntk_factor: Annotated[
         float | None,
-        typer.Option(
-            help="Factor of dynamic NTK. The default is the config's, or --ntk-length divided by the trained length."
-        ),
+        typer.Option(help="Dynamic NTK's factor; default: the config's, or length / trained length."),
     ] = None,
     released: Annotated[
         bool,
@@ -81,9 +79,7 @@ def convert_command(
     ] = None,
     ignore_field: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Leave out this field of config.json, which is not understood. Repeat the option for several fields."
-        ),
+        typer.Option(help="Leave out a field of config.json that is not understood; repeatable."),
     ] = None,
     calibrate_tokens: Annotated[
         int,
@@ -124,7 +120,7 @@ def convert_command(
     device: Annotated[
         str | None,
         typer.Option(
-            help="Device to fit on: cpu, cuda, cuda:1 or mps. The default is the GPU, if there is one.",
+            help="Device to fit on: cpu, cuda, cuda:1 or mps; by default the GPU, if there is one.",
             rich_help_panel=CALIBRATION,
         ),
     ] = None,
@@ -211,7 +207,8 @@ def _layers(text: str) -> list[int] | int | str:
 def _harmed_most(count: int, out: Path) -> list[int]:
     """The first `count` layers of the last ranking in `out`."""
     try:
-        rows = [json.loads(line) for line in (out / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+        lines = (out / "rows.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines]
         order = [row["order"] for row in rows if row["task"] == "layers" and "order" in row][-1]
         ranked = [int(layer) for layer in order[:count]]
     except (OSError, ValueError, LookupError, TypeError):
@@ -219,7 +216,8 @@ def _harmed_most(count: int, out: Path) -> list[int]:
             f"--keep-layers: got no ranking in {out}, expected the --out of coca-eval layers",
         ) from None
     if len(ranked) < count:
-        raise BadOption(f"--keep-layers: got {count} of the {len(ranked)} layers that {out} ranks, expected fewer")
+        what = f"{count} of the {len(ranked)} layers that {out} ranks"
+        raise BadOption(f"--keep-layers: got {what}, expected fewer")
     return ranked
 
 
@@ -230,8 +228,10 @@ def _print_conversion(record: dict, dst: str) -> None:
     console.print(
         f"  parameters            {parameters['before']:,} before, {parameters['after']:,} after",
     )
-    console.print(f"  trained per stage     k {shares['k']:.1%}, qkv {shares['qkv']:.1%}, full {shares['full']:.0%}")
-    console.print(f"  key/value cache       {cache['before']:,} bytes per token before, {cache['after']:,} after")
+    k, qkv, full = f"{shares['k']:.1%}", f"{shares['qkv']:.1%}", f"{shares['full']:.0%}"
+    console.print(f"  trained per stage     k {k}, qkv {qkv}, full {full}")
+    before, after = f"{cache['before']:,}", f"{cache['after']:,}"
+    console.print(f"  key/value cache       {before} bytes per token before, {after} after")
     if record["kept_layers"]:
         console.print(
             f"  original attention    kept in layers {', '.join(map(str, record['kept_layers']))}",

@@ -17,7 +17,7 @@ LengthsOption = Annotated[str, typer.Option(help="Context lengths in tokens, sep
 BatchOption = Annotated[
     str,
     typer.Option(
-        help="Sequences per batch, or auto: as many as fit. It is noted in the rows and changes no result.",
+        help="Sequences per batch, or auto: as many as fit. It changes no result.",
     ),
 ]
 SeedOption = Annotated[
@@ -67,7 +67,7 @@ class Run:
     rope: Annotated[
         str,
         typer.Option(
-            help="RoPE settings, separated by commas: default, linear:F, dynamic:F, yarn:F with a factor F.",
+            help="RoPE, several by commas: default, linear:FACTOR, dynamic:FACTOR, yarn:FACTOR.",
         ),
     ] = "default"
     dtype: Annotated[
@@ -95,7 +95,8 @@ class Run:
 
         console.quiet = not processes().is_main_process
         if not all(map(_is_text, sys.argv)):
-            raise BadOption(f"{shlex.join(sys.argv)!a}: got a name that is not UTF-8, which no row can hold; rename it")
+            problem = "got a name that is not UTF-8, which no row can hold; rename it"
+            raise BadOption(f"{shlex.join(sys.argv)!a}: {problem}")
         ropes = parse_ropes(self.rope)
         return self.load_one(self.model, ropes, self.name, self.revision), ropes
 
@@ -128,7 +129,8 @@ class Run:
             rows = list(rows_of(*given, store=store, track=track, **options))
         if processes().is_main_process:
             PlainConsole().print(results_table(rows))
-            say(f"rows: {self.out / 'rows.jsonl'}\nnext: coca-eval report {self.out} --out {self.out / 'page'}")
+            say(f"rows: {self.out / 'rows.jsonl'}")
+            say(f"next: coca-eval report {self.out} --out {self.out / 'page'}")
             if note := made_otherwise(rows):
                 console.print(f"note: {note}", style="yellow")
         processes().destroy_process_group()
@@ -141,7 +143,7 @@ class Texts:
     data: Annotated[
         str | None,
         typer.Option(
-            help="Text: a .txt, .jsonl or .parquet file, a directory or glob of them, or a hub data set.",
+            help="Text: a .txt, .jsonl or .parquet file, a directory or glob of them, or a hub id.",
         ),
     ] = None
     preset: Annotated[
@@ -217,7 +219,8 @@ class PassageTexts(Texts):
         if self.given:
             super().__post_init__()
         for field in fields(self):
-            if not self.given and field.name != "seed" and getattr(self, field.name) != field.default:
+            is_default = field.name == "seed" or getattr(self, field.name) == field.default
+            if not self.given and not is_default:
                 option = field.name.replace("_", "-")
                 raise BadOption(
                     f"--{option}: got it without --data or --preset, expected one of them with it",
@@ -237,7 +240,8 @@ def parse_lengths(text: str, option: str = "--lengths") -> list[int]:
     """Raises BadOption for what is no list of lengths."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and len(part) < 10 and int(part) > 1 for part in parts):
-        raise BadOption(f"{option}: got {text!r}, expected whole numbers from 2 to 999999999, as in 512,1024,2048")
+        expected = "whole numbers from 2 to 999999999, as in 512,1024,2048"
+        raise BadOption(f"{option}: got {text!r}, expected {expected}")
     return list(dict.fromkeys(int(part) for part in parts))
 
 

@@ -8,6 +8,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from coca_hf.errors import CocaError
+from coca_hf.files import replacing
 from coca_hf.weights import checkpoint_file, open_regular, read_json
 
 CARD = "README.md"
@@ -72,7 +73,8 @@ def base_metadata(source: str, directory: Path) -> dict[str, Any]:
     front_matter = _front_matter(directory)
     for field in CARRIED_OVER:
         value = front_matter.get(field)
-        if isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+        items = value if isinstance(value, list) else [value]
+        if all(isinstance(item, str) for item in items):
             found[field] = value
     return found
 
@@ -104,10 +106,12 @@ def write_card(
     try:
         card = _card(conversion, training, measured, base_model)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
+        problem = f"{type(error).__name__}: {error}"
         raise CocaError(
-            f"{directory}: its records are not what coca-convert and coca-train write ({type(error).__name__}: {error})"
+            f"{directory}: its records are not what coca-convert and coca-train write ({problem})"
         ) from error
-    card.save(path)
+    with replacing(path) as unfinished:
+        card.save(unfinished)
     return path
 
 
@@ -119,7 +123,8 @@ def _card(
 ) -> ModelCard:
     base, stages = conversion.get("base", {}), training.get("stages", [])
     base_id = base_model or base.get("model")
-    data_sets = {source["path"]: None for stage in stages for source in stage["sources"] if source["on_hub"]}
+    sources = [source for stage in stages for source in stage["sources"] if source["on_hub"]]
+    data_sets = dict.fromkeys(source["path"] for source in sources)
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -139,7 +144,7 @@ def _card(
         training=_training(stages) if stages else "Not trained yet.",
         measured=measured or "Not measured yet.",
         versions="\n".join(
-            f"- {step}: {', '.join(f'{package} {number}' for package, number in record['versions'].items())}"
+            f"- {step}: {', '.join(map(' '.join, record['versions'].items()))}"
             for step, record in (("conversion", conversion), ("training", training))
             if record
         ),
@@ -148,7 +153,7 @@ def _card(
 
 def _lead(conversion: dict, stages: list[dict], base: str) -> str:
     kept = conversion.get("kept_layers")
-    instead = f"in place of its own in all layers but {_numbers(kept)}" if kept else "in place of its own"
+    instead = "in place of its own" + (f" in all layers but {_numbers(kept)}" if kept else "")
     lines = [
         f"{_text(base)} with Collinear Constrained Attention "
         f"([CoCA](https://arxiv.org/abs/2309.08646), the {conversion['constraint']} form) "
@@ -160,18 +165,18 @@ def _lead(conversion: dict, stages: list[dict], base: str) -> str:
             "paper trained on 7.5 billion tokens in each of three stages."
         )
     else:
-        lines.append("The attention has only been converted: it has to be trained before the model is useful.")
+        lines.append("The attention is converted; it has to be trained before the model is useful.")
     if not conversion.get("base", {}).get("license"):
         lines.append("The licence is that of the base model, whose files did not name it.")
     return "\n\n".join(lines)
 
 
 def _conversion(record: dict, base: str) -> str:
-    parameters = record["parameters"]
+    parameters, kept = record["parameters"], record.get("kept_layers")
     lines = {
         "source": f"{base}, {record['source_format']}",
         "form": record["constraint"],
-        **({"original attention": f"layers {_numbers(kept)}"} if (kept := record.get("kept_layers")) else {}),
+        **({"original attention": f"layers {_numbers(kept)}"} if kept else {}),
         "dtype": record["dtype"],
         "parameters": f"{parameters['before']:,} before, {parameters['after']:,} after",
         "start of W_T": record["start"]["rule"],
@@ -213,13 +218,15 @@ def _training(stages: list[dict]) -> str:
         ]
         for stage in stages
     ]
-    table = "\n".join("| " + " | ".join(map(_text, line)) + " |" for line in [header, ["---"] * len(header), *lines])
-    sources = dict.fromkeys(
-        f"- {_text(source['path'] if source['on_hub'] else Path(source['path']).name)}, weight {source['weight']:g}"
-        for stage in stages
-        for source in stage["sources"]
-    )
+    rows = [header, ["---"] * len(header), *lines]
+    table = "\n".join("| " + " | ".join(map(_text, row)) + " |" for row in rows)
+    sources = dict.fromkeys(_source(source) for stage in stages for source in stage["sources"])
     return f"{table}\n\nData:\n\n" + "\n".join(sources)
+
+
+def _source(source: dict) -> str:
+    name = source["path"] if source["on_hub"] else Path(source["path"]).name
+    return f"- {_text(name)}, weight {source['weight']:g}"
 
 
 def _beginning(path: Path) -> str:

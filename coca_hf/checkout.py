@@ -24,7 +24,8 @@ def commit() -> str | None:
     try:
         if Path(git("rev-parse", "--show-toplevel").strip()) != source.parent:
             return None  # installed into somebody else's repository
-        return git("rev-parse", "HEAD").strip() + ("+changes" if git("status", "--porcelain", "-uno").strip() else "")
+        changes = git("status", "--porcelain", "-uno").strip()
+        return git("rev-parse", "HEAD").strip() + ("+changes" if changes else "")
     except (OSError, subprocess.CalledProcessError):
         return None
 
@@ -35,7 +36,7 @@ def versions(*packages: str) -> dict[str, str]:
     for name in packages:
         try:
             found[name] = version(name)
-        except PackageNotFoundError:  # from a directory, not as a package: no reason to lose a record
+        except PackageNotFoundError:  # run from a directory: no reason to lose a record
             continue
     return found | {"python": platform.python_version()}
 

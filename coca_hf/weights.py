@@ -43,7 +43,7 @@ DTYPE_BITS = {
     **{"I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
 }
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-UNITS = {"": 1} | {f"{letter}B": 1000**power for power, letter in enumerate(("", "K", "M", "G", "T"))}
+UNITS = {"": 1} | {f"{letter}B": 1000**power for power, letter in enumerate(["", *"KMGT"])}
 UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
 
 
@@ -81,7 +81,7 @@ class WeightsFile:
             raise
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` with the bytes from `offset`. Raises OSError where the file is shorter now."""
+        """Fill `buffer` with the bytes from `offset`. Raises OSError where the file ends before."""
         filled = 0
         while filled < len(buffer):
             count = os.preadv(self._stream.fileno(), [buffer[filled:]], offset + filled)
@@ -136,11 +136,10 @@ class WeightsFile:
         length = bytearray(8)
         self.read_into(memoryview(length), 0)
         header_bytes = int.from_bytes(length, "little")
-        if header_bytes > min(self.size - 8, MAX_HEADER_BYTES):
-            raise _corrupted(
-                self.file,
-                f"its header claims {header_bytes} bytes, expected at most {min(self.size - 8, MAX_HEADER_BYTES)}",
-            )
+        most = min(self.size - 8, MAX_HEADER_BYTES)
+        if header_bytes > most:
+            problem = f"its header claims {header_bytes} bytes, expected at most {most}"
+            raise _corrupted(self.file, problem)
         header = bytearray(8 + header_bytes)
         self.read_into(memoryview(header), 0)
         return bytes(header)
@@ -174,7 +173,8 @@ def open_weights(directory: Path) -> tuple[dict[str, WeightsFile], dict[str, Wei
                 file_of[tensor] = weights
         for tensor, name in (weight_map or {}).items():
             if file_of.get(tensor) is not files[name]:
-                raise CocaError(f"{directory / INDEX}: tensor {tensor} is not in {name}; download the checkpoint again")
+                problem = f"tensor {tensor} is not in {name}; download the checkpoint again"
+                raise CocaError(f"{directory / INDEX}: {problem}")
     except BaseException:
         for weights in files.values():
             weights.close()
@@ -220,7 +220,8 @@ def read_index(directory: Path) -> dict[str, str]:
     if not os.path.lexists(index):
         raise CocaError(f"{directory}: got no weights, expected {SINGLE} or {INDEX}")
     weight_map = read_json(checkpoint_file(directory, INDEX), MAX_INDEX_BYTES).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
+    weight_map = weight_map if isinstance(weight_map, dict) else {}
+    if not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
         raise CocaError(f"{index}: got no weight_map, expected one from tensor names to file names")
     return weight_map
 
@@ -277,7 +278,8 @@ def parse_size(text: str, where: str) -> int:
     """Bytes in `5GB`, `500MB`, `1.5GiB` or plain bytes. `where` begins the CocaError otherwise."""
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)\s*", text, re.ASCII)
     units = {unit.lower(): size for unit, size in UNITS.items()}
-    size = int(float(match[1]) * units[match[2].lower()]) if match and match[2].lower() in units else 0
+    unit = units.get(match[2].lower(), 0) if match else 0
+    size = int(float(match[1]) * unit) if match else 0
     if size < 1:
         raise CocaError(f"{where}: got {text!r}, expected a size as in 500MB, 5GB or 24GiB")
     return size
@@ -301,10 +303,8 @@ def _parse_header(text: bytes, file_size: int, file: Path) -> dict[str, StoredTe
     position = first
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1][2:]):
         if tensor.start != position:
-            raise _corrupted(
-                file,
-                f"tensor {name} begins at byte {tensor.start}, expected {position}: a gap or overlap",
-            )
+            problem = f"begins at byte {tensor.start}, expected {position}: a gap or overlap"
+            raise _corrupted(file, f"tensor {name} {problem}")
         position = tensor.end
     if position != file_size:
         raise _corrupted(file, f"got {file_size} bytes, expected {position} from its header")
@@ -330,10 +330,9 @@ def _parse_entry(name: str, entry: Any, first: int, file: Path) -> StoredTensor:
         )
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if 8 * (offsets[1] - offsets[0]) != bits:
-        raise _corrupted(
-            file,
-            f"tensor {name}: data_offsets span {offsets[1] - offsets[0]} bytes, expected {bits // 8} from its shape",
-        )
+        found = offsets[1] - offsets[0]
+        problem = f"data_offsets span {found} bytes, expected {bits // 8} from its shape"
+        raise _corrupted(file, f"tensor {name}: {problem}")
     return StoredTensor(dtype, tuple(shape), first + offsets[0], first + offsets[1])
 
 

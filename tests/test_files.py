@@ -23,9 +23,14 @@ def test_a_file_is_replaced_when_it_is_whole_and_not_before(tmp_path):
 def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path):
     file = tmp_path / "state.json"
     file.write_text("old")
-    with pytest.raises(KeyboardInterrupt), replacing(file) as unfinished:
-        unfinished.write_text("half")
-        raise KeyboardInterrupt
+
+    def stop_half_way():
+        with replacing(file) as unfinished:
+            unfinished.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stop_half_way()
     assert file.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
 
@@ -45,7 +50,8 @@ def test_another_process_that_holds_the_lock_is_one_line_and_its_death_frees_it(
     command = [sys.executable, "-c", HOLD, str(file)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"held\n"
-        with pytest.raises(CocaError, match=r"^a: is being written; wait$"), locked(file, "a: is being written; wait"):
+        message = "a: is being written; wait"
+        with pytest.raises(CocaError, match=f"^{message}$"), locked(file, message):
             pass
         other.kill()
     with locked(file, "still held"):

@@ -59,7 +59,8 @@ class PushesItsCard(PushToHubMixin):
         config = Path(self.name_or_path, "config.json")
         if not self.name_or_path or not config.is_file():
             return None
-        return config.parent if json.loads(config.read_text()).get("model_type") == self.config.model_type else None
+        is_own = json.loads(config.read_text()).get("model_type") == self.config.model_type
+        return config.parent if is_own else None
 
 
 def _card(repo_id: str, revision: str | None, token, checkpoint: Path | None) -> Path | None:
@@ -95,6 +96,7 @@ def _without_paths(value: Any) -> Any:
         return {key: _without_paths(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_without_paths(item) for item in value]
-    if isinstance(value, str) and (value.startswith(("/", "~", ".")) or ("/" in value and os.path.exists(value))):
-        return Path(value).name
-    return value
+    if not isinstance(value, str):
+        return value
+    is_path = value.startswith(("/", "~", ".")) or ("/" in value and os.path.exists(value))
+    return Path(value).name if is_path else value
