@@ -64,7 +64,7 @@ def convert_command(
     ] = None,
     ntk_factor: Annotated[
         float | None,
-        typer.Option(help="Dynamic NTK's factor; default: the config's, or length / trained length."),
+        typer.Option(help="Factor of dynamic NTK; default: the config's, or the length ratio."),
     ] = None,
     released: Annotated[
         bool,
