@@ -80,27 +80,29 @@ def convert_checkpoint(
 ) -> dict:
     """Convert the checkpoint `src` to CoCA in the directory `dst`; returns its record.
 
-    src: a directory (safetensors, single or sharded, also the released full-width CoCA layout; or
-    GGUF), a .gguf file, or a hub id. constraint: `slack` (by default) or `strict`. dtype: `auto`
-    (the source's) or a name in `DTYPES`. overwrite: replace a checkpoint at `dst`. progress: called
-    with bytes written and bytes in all, by one thread at a time. max_shard_size: of the files of
-    weights, as in `500MB`; a tensor that is larger has a file to itself. ntk_length: total tokens
-    for which the base of dynamic NTK is written into the configuration (`bake_ntk_`; ntk_factor:
-    its factor); then `src` may also be a CoCA checkpoint, whose weights are copied. released: `src`
-    is a GPT-NeoX checkpoint of the authors' released code, which no file of it says. calibrate_on:
-    text, as `read_documents` takes it (`column`, `split`, `subset`): W_Q and W_T are fitted to the
-    original's attention (`calibrate.py`) on `calibrate_tokens` of its tokens, and as many with
-    repeated passages, in blocks of `calibrate_block` and `calibrate_passes` passes, drawn by
-    `seed`, a layer at a time on `device`; the original is then loaded. calibrate_progress: called
-    with layers done and in all. keep_layers: numbers, from 0, of the layers that keep the
-    original's attention; or, with calibrate_on, how many: those whose conversion harms most
-    (`harm.py`), or `auto`: as many as do half of the harm. revision: of a hub id, a branch, a tag
-    or a commit. ignore_fields: fields of config.json that we do not know and you call inert. The
-    record is also written to `dst/conversion.json`.
+    The record is also in `dst/conversion.json`. An interrupted run leaves what is finished in a
+    hidden directory beside `dst`, and the same call continues from there. Safetensors are read in
+    blocks, a few shards of `dst` at a time; memory holds the projections of one layer for each.
 
-    Safetensors sources are read in blocks, a few shards of `dst` at a time; memory holds the
-    projections of one layer for each, not a shard. An interrupted run leaves what is finished in a
-    hidden directory beside `dst`, and the same call continues from there.
+    src: a directory (safetensors, also of the released code; or GGUF), a .gguf file, or a hub id
+    constraint: `slack`, the default, or `strict`
+    dtype: `auto`, the source's, or a name in `DTYPES`
+    overwrite: replace a checkpoint at `dst`
+    progress: called with bytes written and bytes in all, by one thread at a time
+    max_shard_size: of a file of weights, as in `500MB`; a larger tensor has a file to itself
+    ntk_length: tokens for which dynamic NTK's base is written (`bake_ntk_`); `src` may be CoCA
+    ntk_factor: dynamic NTK's factor
+    released: `src` is a GPT-NeoX checkpoint of the authors' code, which none of its files says
+    calibrate_on: text to fit W_Q and W_T to the original's attention on (`calibrate.py`)
+    calibrate_tokens: tokens of that text; as many of repeated passages are added
+    calibrate_block, calibrate_passes: tokens in a block, and passes over the blocks
+    column, split, subset: of the text, as `read_documents` takes them
+    device, seed: where layers are fitted, and what draws the text
+    calibrate_progress: called with layers done and in all
+    keep_layers: numbers, from 0, of the layers that keep the original's attention; or, with
+        calibrate_on, how many, or `auto`: those whose conversion harms most (`harm.py`)
+    revision: branch, tag or commit of a hub id
+    ignore_fields: fields of config.json that we do not know and you call inert
 
     Raises CocaError for input that is not understood, and leaves `dst` as it was.
     """

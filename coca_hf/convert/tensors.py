@@ -1,8 +1,7 @@
 """Which tensors a CoCA checkpoint has, which tensor of the source each is made of, and how.
-Letters: `models/`.
 
 The CoCA model itself, built without memory, says what it has; a family says what its source calls
-those tensors.
+those tensors. Letters: `models/attention.py`.
 """
 
 import dataclasses
