@@ -179,11 +179,7 @@ def written_config(
             )
     else:
         result = coca_config(
-            config,
-            constraint or "slack",
-            where,
-            sorted(kept_layers or ()),
-            ignored,
+            config, constraint or "slack", where, sorted(kept_layers or ()), ignored
         )
     return (
         result,
@@ -218,9 +214,7 @@ def coca_config(
         fields.setdefault("dtype", config["torch_dtype"])
     try:
         result = family.coca_config(
-            **fields,
-            coca_constraint=constraint,
-            coca_kept_layers=list(kept_layers),
+            **fields, coca_constraint=constraint, coca_kept_layers=list(kept_layers)
         )
     except Exception as error:  # the validators of transformers raise several kinds
         raise CocaError(f"{where}: {one_line(error)}") from error
@@ -298,7 +292,7 @@ def _copied_config(config: Mapping, where: str, ignored: Collection[str]) -> Coc
     model_type = config["model_type"]
     if model_type not in CONFIG_MAPPING:
         raise CocaError(
-            f"{where}: got model_type {model_type!r}, which this version of coca_hf does not have",
+            f"{where}: got model_type {model_type!r}, which this version of coca_hf does not have"
         )
     config_class = CONFIG_MAPPING[model_type]
     known = {field.name for field in dataclasses.fields(config_class)} | {"auto_map"}
@@ -317,7 +311,7 @@ def _copied_config(config: Mapping, where: str, ignored: Collection[str]) -> Coc
     left_out = {"model_type", "auto_map", "transformers_version"}
     try:
         return config_class(
-            **{field: value for field, value in config.items() if field not in left_out},
+            **{field: value for field, value in config.items() if field not in left_out}
         )
     except Exception as error:  # the validators of transformers raise several kinds
         raise CocaError(f"{where}: {one_line(error)}") from error
@@ -358,7 +352,7 @@ def _family(model_type: object, where: str) -> Family:
         )
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CocaError(
-            f"{where}: got model_type {model_type!r}, supported: {', '.join(map(repr, FAMILIES))}",
+            f"{where}: got model_type {model_type!r}, supported: {', '.join(map(repr, FAMILIES))}"
         )
     return FAMILIES[model_type]
 

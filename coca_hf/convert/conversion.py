@@ -112,14 +112,7 @@ def convert_checkpoint(
     # What can be refused is refused before the first number is written, the cheapest first.
     shard_bytes = parse_size(max_shard_size, "--max-shard-size")
     form = Form(
-        src,
-        constraint,
-        dtype,
-        shard_bytes,
-        ntk_length,
-        ntk_factor,
-        released,
-        ignore_fields,
+        src, constraint, dtype, shard_bytes, ntk_length, ntk_factor, released, ignore_fields
     )
     check_paths(src, dst)
     check_options(form)
@@ -137,13 +130,7 @@ def convert_checkpoint(
         if calibrate_on:
             place = calibrate_on, column, split, subset, None, True
             calibration = _Calibration(
-                layout,
-                place,
-                calibrate_tokens,
-                calibrate_block,
-                calibrate_passes,
-                device,
-                seed,
+                layout, place, calibrate_tokens, calibrate_block, calibrate_passes, device, seed
             )
         tokenizer = _begin(staging, layout, calibration)
         if calibration:
@@ -166,9 +153,7 @@ def convert_checkpoint(
 
 
 def _begin(
-    staging: Staging,
-    layout: Layout,
-    calibration: "_Calibration | None",
+    staging: Staging, layout: Layout, calibration: "_Calibration | None"
 ) -> PreTrainedTokenizerBase | None:
     """Write all but weights, record and card; returns the source's tokenizer, where one loads."""
     layout.calibrated_from = calibration.settings if calibration else None
@@ -203,7 +188,7 @@ class _Calibration:
             place, self.tokenizer, layout.config, num_tokens, block_tokens, seed
         )
         self.blocks = torch.cat(
-            (text_blocks, repeated_blocks(text_blocks, self.tokenizer, layout.config, seed)),
+            (text_blocks, repeated_blocks(text_blocks, self.tokenizer, layout.config, seed))
         )
         self.text_tokens = text_blocks.numel()
         self.passes = passes or default_passes(len(self.blocks))
@@ -239,11 +224,7 @@ class _Calibration:
         }
 
     def most_harmful(
-        self,
-        layout: Layout,
-        number: int | str,
-        staging: Staging,
-        progress: Progress,
+        self, layout: Layout, number: int | str, staging: Staging, progress: Progress
     ) -> list[int]:
         """Fit all layers; returns the `number` (or `auto`) whose conversion harms most."""
         done, original, coca = self._fit(layout, staging, progress)
@@ -388,8 +369,7 @@ def _os_errors(target: Path) -> Iterator[None]:
     except Exception as error:
         full = "No space left on device" in str(error)
         if not full and not isinstance(
-            error,
-            (OSError, NotImplementedError),
+            error, (OSError, NotImplementedError)
         ):  # the latter: no locks on that disk
             raise
         reason = "disk full while writing; free some space" if full else str(error)

@@ -43,7 +43,7 @@ def layer_harms(
     angles = Angles(base, coca, device)
     embed: Any = original.get_input_embeddings()
     streams = [
-        embed(blocks.to(embed.weight.device)).float().cpu(),
+        embed(blocks.to(embed.weight.device)).float().cpu()
     ]  # of the original, then with layer 0 converted, …
     for number, layers in enumerate(zip(base.layers, coca.model.layers, strict=True)):
         theirs, ours = (copy.deepcopy(layer).to(device, torch.float32).eval() for layer in layers)

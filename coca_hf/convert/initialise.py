@@ -79,7 +79,7 @@ def _grams(projection: Tensor, norm: Tensor, bias: Tensor | None, head_dim: int)
     """
     grams, buffer = [], norm.new_empty(head_dim, len(norm))
     for number, head in enumerate(
-        projection.split(head_dim),
+        projection.split(head_dim)
     ):  # one at a time: they stay in the processor's cache
         rows = torch.mul(head, norm, out=buffer)
         gram = (rows @ rows.T).double()
@@ -114,13 +114,11 @@ def initial_t(k: Tensor, scales: Tensor, num_key_value_heads: int) -> Tensor:
     """
     heads = k.unflatten(0, (num_key_value_heads, 2, -1))
     w_t = k.new_empty(
-        num_key_value_heads,
-        *heads.shape[2:],
-        dtype=torch.promote_types(k.dtype, torch.float32),
+        num_key_value_heads, *heads.shape[2:], dtype=torch.promote_types(k.dtype, torch.float32)
     )
     wide = torch.float32 if k.dtype.itemsize == 2 else torch.float64
     for head, (first, second) in enumerate(
-        heads,
+        heads
     ):  # one at a time: what is wide stays in the processor's cache
         w_t[head] = (first.to(wide) + second).mul_(scales[head] / 2)
     return w_t.flatten(0, 1)

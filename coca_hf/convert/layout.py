@@ -77,11 +77,7 @@ class Layout:
             )
         untie_(self.config, shapes, self._are_equal)
         self.targets, self.released = check_tensors(
-            shapes,
-            self.config,
-            form.src,
-            form.released,
-            self.from_coca,
+            shapes, self.config, form.src, form.released, self.from_coca
         )
         self.base = base_metadata(form.src, source.directory)
         self.calibrated_from: object = None

@@ -50,7 +50,7 @@ def patch_(
         )
     if getattr(model, "hf_quantizer", None) is not None:
         raise CocaError(
-            "patch_: got a quantized model, expected plain weights; load it with dequantize=True",
+            "patch_: got a quantized model, expected plain weights; load it with dequantize=True"
         )
 
     _check_movable(model)
@@ -115,7 +115,7 @@ def unpatch_(model: CocaForCausalLM) -> PreTrainedModel:
     """
     if not isinstance(model, CocaForCausalLM):
         raise CocaError(
-            f"unpatch_: got {type(model).__name__}, expected a model that patch_ changed",
+            f"unpatch_: got {type(model).__name__}, expected a model that patch_ changed"
         )
     if model.__dict__.get(ORIGINAL) is None:
         raise CocaError(

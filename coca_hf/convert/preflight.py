@@ -29,13 +29,12 @@ def check_options(form: Form) -> None:
         raise CocaError(f"--ntk-length: got {form.ntk_length}, expected the total number of tokens")
     if form.ntk_factor is not None and not (form.ntk_length and 1 <= form.ntk_factor < math.inf):
         raise CocaError(
-            f"--ntk-factor: got {form.ntk_factor}, expected at least 1, together with --ntk-length",
+            f"--ntk-factor: got {form.ntk_factor}, expected at least 1, together with --ntk-length"
         )
 
 
 def check_kept_layers(
-    keep_layers: Sequence[int] | int | str | None,
-    calibrate_on: str | None,
+    keep_layers: Sequence[int] | int | str | None, calibrate_on: str | None
 ) -> None:
     if not isinstance(keep_layers, (int, str)):
         return
@@ -55,7 +54,7 @@ def check_kept_number(keep_layers: Sequence[int] | int | str | None, layout: Lay
     most = layout.config.num_hidden_layers
     if isinstance(keep_layers, int) and keep_layers > most:
         raise CocaError(
-            f"--keep-layers: got {keep_layers}, expected at most the model's {most} layers",
+            f"--keep-layers: got {keep_layers}, expected at most the model's {most} layers"
         )
 
 
@@ -82,7 +81,7 @@ def check_paths(src: str, dst: str | os.PathLike) -> None:
             pass
         except UnicodeEncodeError:
             raise CocaError(
-                f"{path}: got a name that is not UTF-8, which no JSON can hold; rename it",
+                f"{path}: got a name that is not UTF-8, which no JSON can hold; rename it"
             ) from None
         except (
             OSError,
@@ -97,7 +96,7 @@ def check_target(src: str, target: Path, overwrite: bool) -> None:
     for directory in (target.resolve(), staging_directory(target).resolve()):
         if source.exists() and directory in (source, *source.parents):
             raise CocaError(
-                f"{directory}: is the source itself or holds it; choose another destination",
+                f"{directory}: is the source itself or holds it; choose another destination"
             )
     if not os.path.lexists(target):
         return

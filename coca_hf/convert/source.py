@@ -97,11 +97,10 @@ class SafetensorsSource:
         with contextlib.ExitStack() as stack:
             is_coca = str(self.config.get("model_type")).startswith("coca_")
             for name in _companions_in(
-                directory,
-                (*COMPANIONS, TRAINING_RECORD) if is_coca else COMPANIONS,
+                directory, (*COMPANIONS, TRAINING_RECORD) if is_coca else COMPANIONS
             ):
                 self._companions[name] = stack.enter_context(
-                    open_regular(file_within(directory, name)),
+                    open_regular(file_within(directory, name))
                 )
             self._files, self._file_of = open_weights(directory)
             stack.pop_all()
@@ -139,9 +138,7 @@ class SafetensorsSource:
                 raise OSError(f"{self.directory / name} changed while it was converted")
 
     def save_companions(
-        self,
-        directory: Path,
-        ntk_length: int | None,
+        self, directory: Path, ntk_length: int | None
     ) -> PreTrainedTokenizerBase | None:
         """Copy tokenizer, chat templates, generation config and licence, as they were when opened.
 
@@ -149,7 +146,7 @@ class SafetensorsSource:
         where one loads.
         """
         if ntk_length and os.path.lexists(
-            self.directory / TOKENIZER,
+            self.directory / TOKENIZER
         ):  # the name that its owner knows
             read_json(checkpoint_file(self.directory, TOKENIZER))
         for name, stream in self._companions.items():
@@ -210,11 +207,11 @@ class GgufSource:
             passed_over = _passed_over(file)
         except ImportError as error:
             raise CocaError(
-                f"{file}: GGUF needs the gguf package; pip install 'coca-hf[gguf]'",
+                f"{file}: GGUF needs the gguf package; pip install 'coca-hf[gguf]'"
             ) from error
         except Exception as error:  # the readers of gguf and transformers raise many kinds
             raise CocaError(
-                f"{file}: cannot be read as GGUF ({' '.join(str(error).split())[:200]})",
+                f"{file}: cannot be read as GGUF ({' '.join(str(error).split())[:200]})"
             ) from error
         if passed_over:
             raise CocaError(
@@ -299,7 +296,7 @@ def open_source(source: str, revision: str | None = None) -> Source:
         if path.suffix == ".gguf":
             return GgufSource(path)
         raise CocaError(
-            f"{source}: got a file, expected a checkpoint directory, a .gguf file or a hub id",
+            f"{source}: got a file, expected a checkpoint directory, a .gguf file or a hub id"
         )
     directory = path if path.is_dir() else _download(source, revision)
     if os.path.lexists(directory / ADAPTER):
@@ -347,7 +344,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     except Exception as error:  # transformers raises what its readers raise
         reason = " ".join(str(error).split())[:200]
         raise CocaError(
-            f"{directory}: got no tokenizer that can be read, expected one ({reason})",
+            f"{directory}: got no tokenizer that can be read, expected one ({reason})"
         ) from error
 
 
@@ -406,9 +403,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 def _download(hub_id: str, revision: str | None) -> Path:
     """The directory in the hub's cache with the files of `hub_id` that are read, and no others."""
     directory = _snapshot(
-        hub_id,
-        revision,
-        ["config.json", INDEX, ADAPTER, "README.md", *COMPANIONS],
+        hub_id, revision, ["config.json", INDEX, ADAPTER, "README.md", *COMPANIONS]
     )
     if os.path.lexists(directory / ADAPTER):
         return directory
@@ -424,11 +419,11 @@ def _snapshot(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except HFValidationError:
         raise CocaError(
-            f"{hub_id}: no such directory, and not the form of a hub id (owner/name)",
+            f"{hub_id}: no such directory, and not the form of a hub id (owner/name)"
         ) from None
     except Exception as error:  # offline, unknown, gated: huggingface_hub has a class for each
         raise CocaError(
-            f"{hub_id}: no such directory, and not on the hub within reach ({one_line(error)})",
+            f"{hub_id}: no such directory, and not on the hub within reach ({one_line(error)})"
         ) from error
 
 

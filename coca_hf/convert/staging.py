@@ -72,7 +72,7 @@ class Staging:
         if not os.path.lexists(self.target):
             self._replaced.rename(self.target)
         elif not os.path.lexists(
-            self.checkpoint,
+            self.checkpoint
         ):  # it became the target: only the cleaning up is missing
             _remove(self._replaced)
         else:
@@ -127,13 +127,13 @@ class Staging:
                 raise OSError("the checkpoint there changed meanwhile, and is left as it is")
         try:
             self.checkpoint.rename(
-                self.target,
+                self.target
             )  # fails where there is anything but an empty directory
         except OSError as error:
             if not os.path.lexists(self.target):
                 raise
             raise OSError(
-                "something appeared there meanwhile, and is left as it is; move it elsewhere",
+                "something appeared there meanwhile, and is left as it is; move it elsewhere"
             ) from error
         sync(self.target.parent)
 
@@ -240,7 +240,7 @@ def _lock(staging: Staging) -> contextlib.ExitStack:
                 _check_plain(path, is_directory=path == directory)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(
-            FileNotFoundError,
+            FileNotFoundError
         ):  # its last holder has just removed the directory
             held.enter_context(locked(directory / "lock", busy))
             return held

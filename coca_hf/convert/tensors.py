@@ -55,9 +55,7 @@ class TargetTensor:
 
 
 def untie_(
-    config: CocaConfig,
-    shapes: Mapping[str, Shape],
-    are_equal: Callable[[str, str], bool],
+    config: CocaConfig, shapes: Mapping[str, Shape], are_equal: Callable[[str, str], bool]
 ) -> None:
     """Untie the head in `config` where one of its own is stored, as transformers would load it.
 
@@ -142,11 +140,7 @@ def check_query_bias(config: CocaConfig, target: TargetTensor, numbers: Tensor, 
 
 
 def stored_as(
-    dtype: torch.dtype,
-    numbers: Tensor,
-    target: TargetTensor,
-    where: str,
-    num_heads: int = 1,
+    dtype: torch.dtype, numbers: Tensor, target: TargetTensor, where: str, num_heads: int = 1
 ) -> Tensor:
     """`numbers` of `target` as they are written. num_heads: along the first dimension.
 
@@ -298,12 +292,10 @@ def _gpt_neox_target(
     if name == "lm_head.weight":  # older files, and GPT-NeoX's own code, have the second name
         return TargetTensor(name, shape, name if name in shapes else "embed_out.weight", shape)
     source = name.replace("model.", "gpt_neox.", 1).replace(
-        ".self_attn.o_proj.",
-        ".attention.dense.",
+        ".self_attn.o_proj.", ".attention.dense."
     )
     source = source.replace(".embed_tokens.", ".embed_in.").replace(
-        "gpt_neox.norm.",
-        "gpt_neox.final_layer_norm.",
+        "gpt_neox.norm.", "gpt_neox.final_layer_norm."
     )
     return TargetTensor(name, shape, source, shape)
 
@@ -316,8 +308,7 @@ def split_query_key_value(fused: Tensor, part: int, config: CocaConfig) -> Tenso
     Returns (h * d, ...).
     """
     heads = fused.unflatten(0, (config.num_attention_heads, 3, config.head_dim))[
-        :,
-        part,
+        :, part
     ]  # (h, d, ...)
     if part == 2:
         return heads.flatten(0, 1)
@@ -333,7 +324,7 @@ def _check_released(released: bool, config: CocaConfig, where: str) -> None:
         return
     if config.coca_constraint != "slack":
         raise CocaError(
-            f"{where}: got the released CoCA layout, which is slack, expected --constraint slack",
+            f"{where}: got the released CoCA layout, which is slack, expected --constraint slack"
         )
     if config.model_type not in ("coca_llama", "coca_gpt_neox"):
         raise CocaError(

@@ -46,7 +46,7 @@ class WeightsWriter:
                     shard for shard in self.layout.shards if shard not in self.staging.finished
                 ]
                 for written in as_completed(
-                    [pool.submit(self._write_shard, shard) for shard in missing],
+                    [pool.submit(self._write_shard, shard) for shard in missing]
                 ):
                     written.result()
             except BaseException:
@@ -99,19 +99,17 @@ class WeightsWriter:
                     read[target.source], written[target.name] = self._copy(target, stream)
                 else:
                     made = layout.as_stored(
-                        target,
-                        self._made(target, initialiser),
-                        layout.config.num_key_value_heads,
+                        target, self._made(target, initialiser), layout.config.num_key_value_heads
                     )
                     written[target.name] = self._hash([made])
                     self._advance(_write(stream, bytes_of(made)))
         self.staging.record(
-            FinishedShard(shard=shard, written=written, read=read, scales=initialiser.scales),
+            FinishedShard(shard=shard, written=written, read=read, scales=initialiser.scales)
         )
 
     def _made(self, target: TargetTensor, initialiser: Initialiser) -> Tensor:
         tensor = initialiser.make(
-            target,
+            target
         )  # also where it is not used: it notes the source's hash, and the scale of W_T
         return self.layout.calibrated.get(target.name, tensor)
 
