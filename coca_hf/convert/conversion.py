@@ -201,9 +201,10 @@ class _Calibration:
         options = layout.config.coca_constraint, seed, self.passes
         self.settings = [layout.source.states(), self.blocks.shape, ids_hash, *options, code]
         self.harms: list[float] | None = None
+        self.seconds = 0.0
 
     def run(self, layout: Layout, staging: Staging, progress: Progress) -> None:
-        """Fit the layers of `layout`, and tell it; note what was done in `record`."""
+        """Fit the layers of `layout`, which gets the tensors; `record` gets what was done."""
         began = time.perf_counter()
         done, original, _ = self._fit(layout, staging, progress)
         layout.calibrated = done.tensors
@@ -220,17 +221,19 @@ class _Calibration:
             "perplexity": done.perplexity,
             "attention_kl": [layer._asdict() for layer in done.layers],
             **({"layer_harm": self.harms} if self.harms else {}),
-            "seconds": round(time.perf_counter() - began, 1),
+            "seconds": round(self.seconds + time.perf_counter() - began, 1),
         }
 
     def most_harmful(
         self, layout: Layout, number: int | str, staging: Staging, progress: Progress
     ) -> list[int]:
         """Fit all layers; returns the `number` (or `auto`) whose conversion harms most."""
+        began = time.perf_counter()
         done, original, coca = self._fit(layout, staging, progress)
         some = self.held_out[: max(1, len(self.held_out) // 2)]
         blocks = torch.cat((some, repeated_blocks(some, self.tokenizer, layout.config, self.seed)))
         self.harms = layer_harms(original, coca, done.tensors, blocks, self.device)
+        self.seconds = time.perf_counter() - began
         return most_harmful(self.harms, None if number == "auto" else int(number))
 
     def _fit(
@@ -368,15 +371,11 @@ def _os_errors(target: Path) -> Iterator[None]:
         raise
     except Exception as error:
         full = "No space left on device" in str(error)
-        if not full and not isinstance(
-            error, (OSError, NotImplementedError)
-        ):  # the latter: no locks on that disk
+        no_locks = isinstance(error, NotImplementedError)  # on that disk
+        if not full and not no_locks and not isinstance(error, OSError):
             raise
         reason = "disk full while writing; free some space" if full else str(error)
         staging = staging_directory(target)
-        kept = (
-            f"; what is finished is kept in {staging}, and the same command continues"
-            if staging.exists()
-            else ""
-        )
-        raise CocaError(f"{target}: not written: {reason}{kept}") from error
+        if staging.exists():
+            reason += f"; what is finished is kept in {staging}, and the same command continues"
+        raise CocaError(f"{target}: not written: {reason}") from error
