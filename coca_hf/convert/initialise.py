@@ -59,9 +59,8 @@ def initial_scales(weights: dict[str, Tensor], config: PreTrainedConfig) -> Tens
             biases.append(weights[name].float() @ weights["norm_bias"].float())
         extra = torch.stack(biases).sum(0) if biases else None
         grams[name] = _grams(weights[name], weights["norm"].float(), extra, config.head_dim)
-    if not all(
-        gram.isfinite().all() for gram in grams.values()
-    ):  # LAPACK has errors of its own for those
+    if not all(gram.isfinite().all() for gram in grams.values()):
+        # LAPACK has errors of its own for those.
         return torch.full((g,), torch.nan)
     if is_normed:
         q_size, k_size = (weights[f"{name}_norm"].float().abs().max() for name in "qk")
@@ -78,9 +77,8 @@ def _grams(projection: Tensor, norm: Tensor, bias: Tensor | None, head_dim: int)
     bias: (heads * d,), one more column, for an input that is always 1.
     """
     grams, buffer = [], norm.new_empty(head_dim, len(norm))
-    for number, head in enumerate(
-        projection.split(head_dim)
-    ):  # one at a time: they stay in the processor's cache
+    for number, head in enumerate(projection.split(head_dim)):
+        # One at a time: they stay in the processor's cache.
         rows = torch.mul(head, norm, out=buffer)
         gram = (rows @ rows.T).double()
         if bias is not None:
@@ -117,8 +115,7 @@ def initial_t(k: Tensor, scales: Tensor, num_key_value_heads: int) -> Tensor:
         num_key_value_heads, *heads.shape[2:], dtype=torch.promote_types(k.dtype, torch.float32)
     )
     wide = torch.float32 if k.dtype.itemsize == 2 else torch.float64
-    for head, (first, second) in enumerate(
-        heads
-    ):  # one at a time: what is wide stays in the processor's cache
+    for head, (first, second) in enumerate(heads):
+        # One at a time: what is wide stays in the processor's cache.
         w_t[head] = (first.to(wide) + second).mul_(scales[head] / 2)
     return w_t.flatten(0, 1)

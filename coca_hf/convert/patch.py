@@ -168,10 +168,11 @@ def _check_movable(model: PreTrainedModel) -> None:
             module._backward_pre_hooks,
         )
         hooks = [hook for kind in kinds for hook in kind.values()]
+        # The CoCA model gets them, too.
         own = (
             "transformers.utils.output_capturing",
             "transformers.modeling_utils",
-        )  # the CoCA model gets them, too
+        )
         if hasattr(module, "_hf_hook") or any(
             getattr(hook, "__module__", None) not in own for hook in hooks
         ):

@@ -145,9 +145,8 @@ class SafetensorsSource:
         directory: has its config.json. ntk_length: of texts from then on. Returns the tokenizer,
         where one loads.
         """
-        if ntk_length and os.path.lexists(
-            self.directory / TOKENIZER
-        ):  # the name that its owner knows
+        if ntk_length and os.path.lexists(self.directory / TOKENIZER):
+            # The name that its owner knows.
             read_json(checkpoint_file(self.directory, TOKENIZER))
         for name, stream in self._companions.items():
             stream.seek(0)

@@ -71,9 +71,8 @@ class Staging:
             return
         if not os.path.lexists(self.target):
             self._replaced.rename(self.target)
-        elif not os.path.lexists(
-            self.checkpoint
-        ):  # it became the target: only the cleaning up is missing
+        elif not os.path.lexists(self.checkpoint):
+            # It became the target: only the cleaning up is missing.
             _remove(self._replaced)
         else:
             raise CocaError(
@@ -126,9 +125,8 @@ class Staging:
             if contents_of(self._replaced) != self.former:  # `recover` puts it back
                 raise OSError("the checkpoint there changed meanwhile, and is left as it is")
         try:
-            self.checkpoint.rename(
-                self.target
-            )  # fails where there is anything but an empty directory
+            # Fails where there is anything but an empty directory.
+            self.checkpoint.rename(self.target)
         except OSError as error:
             if not os.path.lexists(self.target):
                 raise
@@ -239,9 +237,8 @@ def _lock(staging: Staging) -> contextlib.ExitStack:
             if os.path.lexists(path):
                 _check_plain(path, is_directory=path == directory)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # its last holder has just removed the directory
+        with contextlib.suppress(FileNotFoundError):
+            # Its last holder has just removed the directory.
             held.enter_context(locked(directory / "lock", busy))
             return held
 

@@ -108,9 +108,8 @@ class WeightsWriter:
         )
 
     def _made(self, target: TargetTensor, initialiser: Initialiser) -> Tensor:
-        tensor = initialiser.make(
-            target
-        )  # also where it is not used: it notes the source's hash, and the scale of W_T
+        # Also where it is not used: it notes the source's hash, and the scale of W_T.
+        tensor = initialiser.make(target)
         return self.layout.calibrated.get(target.name, tensor)
 
     def _copy(self, target: TargetTensor, stream: FileIO) -> tuple[str, str]:
