@@ -48,8 +48,8 @@ from coca_hf.models.decoder import CocaForCausalLM
 from coca_hf.weights import parse_size
 
 RECORD = "conversion.json"
-# Layers that other code fitted are not reused. All of it: initialisation, attention, rotary angles
-# and the fit decide.
+# Layers that other code fitted are not reused. Initialisation, attention, rotary angles and the fit
+# all decide what a fit is, so that any change in these directories counts.
 CODE = (Path(__file__).parent, Path(models.__file__).parent)
 
 
@@ -230,8 +230,9 @@ class _Calibration:
         """Fit all layers; returns the `number` (or `auto`) whose conversion harms most."""
         began = time.perf_counter()
         done, original, coca = self._fit(layout, staging, progress)
-        some = self.held_out[: max(1, len(self.held_out) // 2)]
-        blocks = torch.cat((some, repeated_blocks(some, self.tokenizer, layout.config, self.seed)))
+        text_blocks = self.held_out[: max(1, len(self.held_out) // 2)]
+        repeated = repeated_blocks(text_blocks, self.tokenizer, layout.config, self.seed)
+        blocks = torch.cat((text_blocks, repeated))
         self.harms = layer_harms(original, coca, done.tensors, blocks, self.device)
         self.seconds = time.perf_counter() - began
         return most_harmful(self.harms, None if number == "auto" else int(number))

@@ -57,8 +57,8 @@ def layer_harms(
         converted = _run(ours, streams[0], angles.coca, device)
         streams = [_run(theirs, stream, angles.original, device) for stream in streams]
         streams.append(converted)
-    parts = coca.model.norm, coca.get_output_embeddings()
-    norm, head = (copy.deepcopy(part).to(device, torch.float32) for part in parts)
+    last = coca.model.norm, coca.get_output_embeddings()
+    norm, head = (copy.deepcopy(module).to(device, torch.float32) for module in last)
     harms = torch.zeros(len(streams) - 1, dtype=torch.float64)
     for original_states, *others in zip(
         *(stream.flatten(0, 1).split(CHUNK) for stream in streams), strict=True

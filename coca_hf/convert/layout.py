@@ -107,7 +107,7 @@ class Layout:
         return xxhash.xxh3_128_hexdigest(json.dumps(facts, default=str).encode())
 
     def num_bytes(self, *shards: str) -> int:
-        """Of the tensors in `shards`."""
+        """Bytes of the tensors in `shards`."""
         return sum(self._num_bytes(target) for shard in shards for target in self.shards[shard])
 
     def dtype_of(self, target: TargetTensor) -> torch.dtype:

@@ -212,7 +212,7 @@ class Initialiser:
         return self.read(target.scaled_by).float()
 
     def _scales(self, target: TargetTensor) -> list[float]:
-        """Of the layer of `target`: the factor of every key/value head."""
+        """The factor of every key/value head in the layer of `target`."""
         layer = _layer_number(target)
         if layer not in self.scales:
             scales = self._layer_scales(_layer(target))
