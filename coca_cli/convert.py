@@ -12,73 +12,141 @@ from coca_cli.console import BadOption, console
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
+CALIBRATION = "With --calibrate"
+
+
 @app.command()
 def convert_command(
-    src: Annotated[str, typer.Argument(help="Checkpoint: a directory, a .gguf file or a hub id.")],
-    dst: Annotated[str, typer.Argument(help="Directory to write; absent or complete at every moment.")],
-    constraint: Annotated[
-        Literal["slack", "strict"] | None,
-        typer.Option(help="Form of CoCA; slack, the default, is that of the paper's main results."),
-    ] = None,
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="Type of the written weights; auto takes the source's."),
-    ] = "auto",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint at DST.")] = False,
-    max_shard_size: Annotated[str, typer.Option(help="Largest size of a weights file, such as 500MB or 5GB.")] = "1GB",
-    ntk_length: Annotated[
-        int | None,
-        typer.Option(help="Bake in the dynamic NTK base for this many tokens; SRC may then be a CoCA checkpoint."),
-    ] = None,
-    ntk_factor: Annotated[
-        float | None, typer.Option(help="Factor of dynamic NTK; by default the config's, or length / trained length.")
-    ] = None,
-    released: Annotated[
-        bool, typer.Option("--released", help="SRC is a GPT-NeoX CoCA checkpoint of the authors' released code.")
-    ] = False,
-    keep_layers: Annotated[
-        str | None,
-        typer.Option(
-            help="Layers that keep the original's attention, counted from 0, such as 8,17,18 (one layer: '8,'), "
-            "or 6:OUT, the six layers that coca-eval layers --out OUT ranks first."
-        ),
-    ] = None,
+    src: Annotated[
+        str,
+        typer.Argument(help="Checkpoint to convert: a directory, a .gguf file or a hub id."),
+    ],
+    dst: Annotated[str, typer.Argument(help="Directory to write. It appears when it is complete.")],
     calibrate: Annotated[
         str | None,
         typer.Option(
-            help="Fit W_Q and W_T to the original's attention on this text, layer by layer, for a far better "
-            "start: .txt, .jsonl, .parquet, a directory or glob of them, or a hub id."
+            help="Fit W_Q and W_T to the original's attention on this text; the model starts far "
+            "better. Text: a .txt, .jsonl or .parquet file, a directory or glob of them, or a data "
+            "set on the hub."
         ),
     ] = None,
+    keep_layers: Annotated[
+        str | None,
+        typer.Option(
+            help="Keep the original's attention in these layers, numbered from 0, as in 8,17,18 "
+            "(one layer: '8,'). With --calibrate, 6 keeps the six layers whose conversion changes "
+            "the predictions most, and auto as many as cause half of the change. 6:OUT keeps the "
+            "six that coca-eval layers --out OUT ranks first."
+        ),
+    ] = None,
+    constraint: Annotated[
+        Literal["slack", "strict"] | None,
+        typer.Option(help="Form of CoCA. The default, slack, gave the paper's main results."),
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Type of the written weights; auto keeps the source's."),
+    ] = "auto",
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Replace the checkpoint at DST."),
+    ] = False,
+    max_shard_size: Annotated[
+        str,
+        typer.Option(help="Largest size of a weights file, such as 500MB or 5GB."),
+    ] = "1GB",
+    ntk_length: Annotated[
+        int | None,
+        typer.Option(
+            help="Write dynamic NTK's base for this many tokens into the config, for engines that "
+            "know static RoPE only. SRC may then be a CoCA checkpoint."
+        ),
+    ] = None,
+    ntk_factor: Annotated[
+        float | None,
+        typer.Option(help="Factor of dynamic NTK; default: the config's, or the length ratio."),
+    ] = None,
+    released: Annotated[
+        bool,
+        typer.Option(
+            "--released",
+            help="Read SRC as a GPT-NeoX checkpoint of the authors' CoCA code.",
+        ),
+    ] = False,
+    revision: Annotated[
+        str | None,
+        typer.Option(help="Branch, tag or commit of SRC on the hub."),
+    ] = None,
+    ignore_field: Annotated[
+        list[str] | None,
+        typer.Option(help="Leave out a field of config.json that is not understood; repeatable."),
+    ] = None,
     calibrate_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of text to fit on; as many tokens of repeated passages are added.")
+        int,
+        typer.Option(
+            min=1,
+            help="Tokens of text to fit on; as many tokens of repeated passages are added.",
+            rich_help_panel=CALIBRATION,
+        ),
     ] = 32768,
     calibrate_block: Annotated[
-        int, typer.Option(min=2, help="Tokens in a block; at most the trained length and the attention window.")
+        int,
+        typer.Option(
+            min=2,
+            help="Tokens in a block; at most the trained length and the attention window.",
+            rich_help_panel=CALIBRATION,
+        ),
     ] = 2048,
     calibrate_passes: Annotated[
         int | None,
-        typer.Option(min=1, help="Passes over the blocks; by default as many as make 1,280 steps, and at least 4."),
+        typer.Option(
+            min=1,
+            help="Passes over the blocks. The default makes 1,280 steps, in at least 4 passes.",
+            rich_help_panel=CALIBRATION,
+        ),
     ] = None,
-    column: Annotated[str, typer.Option(help="Column that holds the text for --calibrate.")] = "text",
-    split: Annotated[str, typer.Option(help="Split of a data set on the hub.")] = "train",
-    subset: Annotated[str | None, typer.Option(help="Subset of a data set on the hub.")] = None,
+    column: Annotated[
+        str,
+        typer.Option(help="Column that holds the text.", rich_help_panel=CALIBRATION),
+    ] = "text",
+    split: Annotated[
+        str,
+        typer.Option(help="Split of a data set on the hub.", rich_help_panel=CALIBRATION),
+    ] = "train",
+    subset: Annotated[
+        str | None,
+        typer.Option(help="Subset of a data set on the hub.", rich_help_panel=CALIBRATION),
+    ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="Device for --calibrate: cpu, cuda, cuda:1 or mps; by default the GPU, if there is one."),
+        typer.Option(
+            help="Device to fit on: cpu, cuda, cuda:1 or mps; by default the GPU, if there is one.",
+            rich_help_panel=CALIBRATION,
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the text that --calibrate draws.")] = 0,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of SRC on the hub.")] = None,
-    ignore_field: Annotated[
-        list[str] | None,
-        typer.Option(help="Ignore a field of config.json that is not understood; may be given several times."),
-    ] = None,
+    seed: Annotated[
+        int,
+        typer.Option(help="Seed for drawing the text to fit on.", rich_help_panel=CALIBRATION),
+    ] = 0,
 ) -> None:
-    """Turn a LLaMA, Mistral, Qwen2, Qwen3 or GPT-NeoX checkpoint into CoCA. Interrupted, it continues if run again."""
+    """Convert a LLaMA, Mistral, Qwen2, Qwen3 or GPT-NeoX checkpoint to CoCA.
+
+    If it is interrupted, run the same command again: it continues.
+    """
     from coca_hf.convert import convert_checkpoint
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bar:
         layers = bar.add_task("calibrating layers", visible=calibrate is not None, total=None)
         task = bar.add_task(f"converting {src}", visible=False)
         record = convert_checkpoint(
@@ -87,7 +155,12 @@ def convert_command(
             constraint,
             dtype,
             overwrite,
-            progress=lambda done, total: bar.update(task, completed=done, total=total, visible=True),
+            progress=lambda done, total: bar.update(
+                task,
+                completed=done,
+                total=total,
+                visible=True,
+            ),
             max_shard_size=max_shard_size,
             ntk_length=ntk_length,
             ntk_factor=ntk_factor,
@@ -109,19 +182,24 @@ def convert_command(
     _print_conversion(record, dst)
 
 
-def _layers(text: str) -> list[int]:
-    """The layers of `8,17,18`, or of `6:OUT` the six that `coca-eval layers --out OUT` found harmed most.
+def _layers(text: str) -> list[int] | int | str:
+    """The layers of `8,17,18`; of `6:OUT` the six that `coca-eval layers --out OUT` ranks first.
 
-    Raises BadOption for anything else.
+    `6` and `auto` stay as they are. Raises BadOption for anything else.
     """
+    if text == "auto":
+        return text
+    if text.isdecimal() and len(text) < 10:
+        return int(text)
     count, colon, out = text.partition(":")
     if colon and count.isdecimal() and len(count) < 10:
         return _harmed_most(int(count), Path(out))
     parts = [part.strip() for part in text.removesuffix(",").split(",")]
     if "," not in text or not all(part.isdecimal() and len(part) < 10 for part in parts):
         raise BadOption(
-            f"--keep-layers: got {text!r}, expected numbers of layers, from 0, as in 8,17,18,23, one alone as in 8, "
-            f"or how many of those that coca-eval layers --out OUT ranks, as in 6:OUT"
+            f"--keep-layers: got {text!r}, expected layers by number, from 0, as in 8,17,18 (one "
+            f"layer: '8,'); with --calibrate how many, as in 6, or auto; or 6:OUT, the six that "
+            f"coca-eval layers --out OUT ranks first"
         )
     return [int(part) for part in parts]
 
@@ -129,13 +207,17 @@ def _layers(text: str) -> list[int]:
 def _harmed_most(count: int, out: Path) -> list[int]:
     """The first `count` layers of the last ranking in `out`."""
     try:
-        rows = [json.loads(line) for line in (out / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+        lines = (out / "rows.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines]
         order = [row["order"] for row in rows if row["task"] == "layers" and "order" in row][-1]
         ranked = [int(layer) for layer in order[:count]]
     except (OSError, ValueError, LookupError, TypeError):
-        raise BadOption(f"--keep-layers: got no ranking in {out}, expected the --out of coca-eval layers") from None
+        raise BadOption(
+            f"--keep-layers: got no ranking in {out}, expected the --out of coca-eval layers",
+        ) from None
     if len(ranked) < count:
-        raise BadOption(f"--keep-layers: got {count} of the {len(ranked)} layers that {out} ranks, expected fewer")
+        what = f"{count} of the {len(ranked)} layers that {out} ranks"
+        raise BadOption(f"--keep-layers: got {what}, expected fewer")
     return ranked
 
 
@@ -143,32 +225,41 @@ def _print_conversion(record: dict, dst: str) -> None:
     parameters, cache = record["parameters"], record["kv_cache_bytes_per_token"]
     shares = record["trainable_fraction"]
     console.print(f"{dst}: {record['constraint']}, {record['dtype']}")
-    console.print(f"  parameters            {parameters['before']:,} before, {parameters['after']:,} after")
-    console.print(f"  trained per stage     k {shares['k']:.1%}, qkv {shares['qkv']:.1%}, full {shares['full']:.0%}")
-    console.print(f"  key/value cache       {cache['before']:,} bytes per token before, {cache['after']:,} after")
+    console.print(
+        f"  parameters            {parameters['before']:,} before, {parameters['after']:,} after",
+    )
+    k, qkv, full = f"{shares['k']:.1%}", f"{shares['qkv']:.1%}", f"{shares['full']:.0%}"
+    console.print(f"  trained per stage     k {k}, qkv {qkv}, full {full}")
+    before, after = f"{cache['before']:,}", f"{cache['after']:,}"
+    console.print(f"  key/value cache       {before} bytes per token before, {after} after")
     if record["kept_layers"]:
-        console.print(f"  original attention    kept in layers {', '.join(map(str, record['kept_layers']))}")
+        console.print(
+            f"  original attention    kept in layers {', '.join(map(str, record['kept_layers']))}",
+        )
     console.print(f"  start of W_T          {record['start']['rule']}")
     if calibration := record.get("calibration"):
         console.print(
-            f"  calibrated            perplexity on {calibration['held_out_tokens']:,} held-out tokens: "
-            f"{calibration['perplexity']['start']:,.4g} before, {calibration['perplexity']['calibrated']:,.4g} after, "
-            f"{calibration['perplexity']['original']:,.4g} of the original; {calibration['seconds']:,.0f} s"
+            f"  calibrated            perplexity on {calibration['held_out_tokens']:,} held-out "
+            f"tokens: {calibration['perplexity']['start']:,.4g} before, "
+            f"{calibration['perplexity']['calibrated']:,.4g} after, "
+            f"{calibration['perplexity']['original']:,.4g} of the original; "
+            f"{calibration['seconds']:,.0f} s"
         )
     if rope := record.get("rope"):
         console.print(
-            f"  RoPE                  base {rope['rope_theta']['after']:,.0f} for {rope['ntk_length']:,} tokens, "
-            f"made of {rope['rope_theta']['before']:,.0f} for {rope['trained_length']:,} by dynamic NTK, factor "
-            f"{rope['factor']:g}",
+            f"  RoPE                  base {rope['rope_theta']['after']:,.0f} for "
+            f"{rope['ntk_length']:,} tokens, made of {rope['rope_theta']['before']:,.0f} for "
+            f"{rope['trained_length']:,} by dynamic NTK, factor {rope['factor']:g}",
         )
     if record.get("fix_mistral_regex") is False:
         console.print(
-            f"  tokenizer             the source's; fix_mistral_regex has no effect on {dst}: to have it, write "
+            f"  tokenizer             the source's; fix_mistral_regex has no effect on {dst}: to "
+            "have it, write "
             f'"fix_mistral_regex": true in tokenizer_config.json of the source, and convert again'
         )
     if "CoCA" in record["source_format"] and "released" not in record["source_format"]:
         return
     console.print(
-        f"The attention has to be trained before the model is useful. Next: set `model: {dst}` in a recipe, then "
-        f"coca-train RECIPE (recipes/llama-7b/three-stage.yaml is the paper's)",
+        f"The attention has to be trained before the model is useful. Next: set `model: {dst}` in "
+        "a recipe, then coca-train RECIPE (recipes/llama-7b/three-stage.yaml is the paper's)",
     )

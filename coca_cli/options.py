@@ -16,13 +16,18 @@ from coca_cli.console import BadOption, PlainConsole, console, say
 LengthsOption = Annotated[str, typer.Option(help="Context lengths in tokens, separated by commas.")]
 BatchOption = Annotated[
     str,
-    typer.Option(help="Sequences per batch, or auto: as many as fit. It is noted in the rows and changes no result."),
+    typer.Option(
+        help="Sequences per batch, or auto: as many as fit. It changes no result.",
+    ),
 ]
-SeedOption = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the documents or cases that are drawn.")]
+SeedOption = Annotated[
+    int,
+    typer.Option(min=0, max=2**32 - 1, help="Seed of the documents or cases that are drawn."),
+]
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """For typer, which knows single options only: a parameter that is a dataclass stands for its fields."""
+    """Let a parameter that is a dataclass stand for its fields; typer knows single options only."""
     parameters: list[inspect.Parameter] = []
     groups: dict[str, Callable[..., Any]] = {}
     for parameter in inspect.signature(command).parameters.values():
@@ -35,7 +40,9 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def with_single_options(**values: Any) -> None:
         for name, group in groups.items():
-            values[name] = group(**{field: values.pop(field) for field in inspect.signature(group).parameters})
+            values[name] = group(
+                **{field: values.pop(field) for field in inspect.signature(group).parameters},
+            )
         command(**values)
 
     keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
@@ -47,22 +54,36 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 class Run:
     """A model under RoPE settings, and where its rows go."""
 
-    model: Annotated[str, typer.Argument(help="A model directory, or a hub id as owner/name.", show_default=False)]
+    model: Annotated[
+        str,
+        typer.Argument(help="A model directory, or a hub id as owner/name.", show_default=False),
+    ]
     out: Annotated[
         Path,
-        typer.Option(help="Directory for rows.jsonl; existing rows are kept, unless memory ran out."),
+        typer.Option(
+            help="Directory for rows.jsonl; existing rows are kept, unless memory ran out.",
+        ),
     ]
     rope: Annotated[
         str,
-        typer.Option(help="RoPE settings, separated by commas: default, linear:F, dynamic:F, yarn:F with a factor F."),
+        typer.Option(
+            help="RoPE, several by commas: default, linear:FACTOR, dynamic:FACTOR, yarn:FACTOR.",
+        ),
     ] = "default"
     dtype: Annotated[
-        str, typer.Option(help="Type of the weights: auto (the checkpoint's), float32, bfloat16 or float16.")
+        str,
+        typer.Option(
+            help="Type of the weights: auto (the checkpoint's), float32, bfloat16 or float16.",
+        ),
     ] = "auto"
     name: Annotated[
-        str | None, typer.Option(help="Name of the model in the rows; by default that of its directory.")
+        str | None,
+        typer.Option(help="Name of the model in the rows; by default that of its directory."),
     ] = None
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a MODEL on the hub.")] = None
+    revision: Annotated[
+        str | None,
+        typer.Option(help="Branch, tag or commit of a MODEL on the hub."),
+    ] = None
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the code that the checkpoint carries.")
     ] = False
@@ -74,11 +95,18 @@ class Run:
 
         console.quiet = not processes().is_main_process
         if not all(map(_is_text, sys.argv)):
-            raise BadOption(f"{shlex.join(sys.argv)!a}: got a name that is not UTF-8, which no row can hold; rename it")
+            problem = "got a name that is not UTF-8, which no row can hold; rename it"
+            raise BadOption(f"{shlex.join(sys.argv)!a}: {problem}")
         ropes = parse_ropes(self.rope)
         return self.load_one(self.model, ropes, self.name, self.revision), ropes
 
-    def load_one(self, path: str, ropes: list, name: str | None = None, revision: str | None = None):
+    def load_one(
+        self,
+        path: str,
+        ropes: list,
+        name: str | None = None,
+        revision: str | None = None,
+    ):
         """The subject at `path`, refused where it does not take the settings `ropes`."""
         from coca_hf.evaluate.load import load_subject, warn_small_tokenizer
         from coca_hf.evaluate.rope import check_rope
@@ -91,7 +119,7 @@ class Run:
         return subject
 
     def make_rows(self, rows_of: Callable, *given: Any, **options: Any) -> None:
-        """Make the rows, on all processes of `accelerate launch` if there are several, and print them."""
+        """Make the rows, on all processes of `accelerate launch`, and print them."""
         from coca_hf.evaluate.batches import processes
         from coca_hf.evaluate.rows import RowStore, made_otherwise
         from coca_hf.evaluate.show import progress_on, results_table
@@ -101,7 +129,8 @@ class Run:
             rows = list(rows_of(*given, store=store, track=track, **options))
         if processes().is_main_process:
             PlainConsole().print(results_table(rows))
-            say(f"rows: {self.out / 'rows.jsonl'}\nnext: coca-eval report {self.out} --out {self.out / 'page'}")
+            say(f"rows: {self.out / 'rows.jsonl'}")
+            say(f"next: coca-eval report {self.out} --out {self.out / 'page'}")
             if note := made_otherwise(rows):
                 console.print(f"note: {note}", style="yellow")
         processes().destroy_process_group()
@@ -113,21 +142,33 @@ class Texts:
 
     data: Annotated[
         str | None,
-        typer.Option(help="Text: a .txt, .jsonl or .parquet file, a directory or glob of them, or a hub data set."),
+        typer.Option(
+            help="Text: a .txt, .jsonl or .parquet file, a directory or glob of them, or a hub id.",
+        ),
     ] = None
-    preset: Annotated[str | None, typer.Option(help="A data set with published numbers: pg19 or proof-pile.")] = None
-    documents: Annotated[int | None, typer.Option(min=1, help="Number of documents to draw; all by default.")] = None
+    preset: Annotated[
+        str | None,
+        typer.Option(help="A data set with published numbers: pg19 or proof-pile."),
+    ] = None
+    documents: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of documents to draw; all by default."),
+    ] = None
     max_tokens: Annotated[
         int | None, typer.Option(min=2, help="Cut every document to its first tokens, this many.")
     ] = None
     column: Annotated[str, typer.Option(help="Column that holds the text.")] = "text"
     split: Annotated[str, typer.Option(help="Split of a data set on the hub.")] = "test"
     subset: Annotated[str | None, typer.Option(help="Subset of a data set on the hub.")] = None
-    data_revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a data set on the hub.")] = None
+    data_revision: Annotated[
+        str | None,
+        typer.Option(help="Branch, tag or commit of a data set on the hub."),
+    ] = None
     skip_short: Annotated[
         bool,
         typer.Option(
-            "--skip-short", help="Skip documents that are empty or shorter than a window, and print their names."
+            "--skip-short",
+            help="Skip documents that are empty or shorter than a window, and print their names.",
         ),
     ] = False
     seed: SeedOption = 0
@@ -145,13 +186,24 @@ class Texts:
             min_tokens = max(min_tokens, chosen.pop("min_tokens"))
             options |= chosen | {"max_tokens": self.max_tokens or chosen["max_tokens"]}
             options["documents"] = self.documents or chosen["documents"]
-        sample = draw_sample(subject, min_tokens=min_tokens, special_tokens=special_tokens, **options)
+        sample = draw_sample(
+            subject,
+            min_tokens=min_tokens,
+            special_tokens=special_tokens,
+            **options,
+        )
         if sample.left_out:
             least = f"{options['min_bytes']:,} bytes"
-            console.print(f"left out {sample.left_out:,} documents of fewer than {least}", style="yellow")
+            console.print(
+                f"left out {sample.left_out:,} documents of fewer than {least}",
+                style="yellow",
+            )
         if sample.skipped:
             names = first_of(sample.skipped, 10)
-            console.print(f"skipped {len(sample.skipped)} short or empty documents: {names}", style="yellow")
+            console.print(
+                f"skipped {len(sample.skipped)} short or empty documents: {names}",
+                style="yellow",
+            )
         wanted, found = options["documents"], len(sample.names)
         if wanted and found < wanted:
             few = f"{found} documents have at least {min_tokens:,} tokens, {wanted} were asked for"
@@ -167,9 +219,12 @@ class PassageTexts(Texts):
         if self.given:
             super().__post_init__()
         for field in fields(self):
-            if not self.given and field.name != "seed" and getattr(self, field.name) != field.default:
+            is_default = field.name == "seed" or getattr(self, field.name) == field.default
+            if not self.given and not is_default:
                 option = field.name.replace("_", "-")
-                raise BadOption(f"--{option}: got it without --data or --preset, expected one of them with it")
+                raise BadOption(
+                    f"--{option}: got it without --data or --preset, expected one of them with it",
+                )
 
     @property
     def given(self) -> bool:
@@ -177,7 +232,7 @@ class PassageTexts(Texts):
 
 
 def _is_text(name: str) -> bool:
-    """Whether the system gave it as UTF-8: other bytes become halves of characters, which cannot be written."""
+    """Whether the system gave UTF-8; other bytes become surrogates, which cannot be written."""
     return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
@@ -185,7 +240,8 @@ def parse_lengths(text: str, option: str = "--lengths") -> list[int]:
     """Raises BadOption for what is no list of lengths."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and len(part) < 10 and int(part) > 1 for part in parts):
-        raise BadOption(f"{option}: got {text!r}, expected whole numbers from 2 to 999999999, as in 512,1024,2048")
+        expected = "whole numbers from 2 to 999999999, as in 512,1024,2048"
+        raise BadOption(f"{option}: got {text!r}, expected {expected}")
     return list(dict.fromkeys(int(part) for part in parts))
 
 
@@ -194,7 +250,9 @@ def parse_batch_size(text: str) -> int | None:
     if text == "auto":
         return None
     if not text.isdecimal() or len(text) > 9 or int(text) < 1:
-        raise BadOption(f"--batch-size: got {text!r}, expected auto or a whole number from 1 to 999999999")
+        raise BadOption(
+            f"--batch-size: got {text!r}, expected auto or a whole number from 1 to 999999999",
+        )
     return int(text)
 
 

@@ -1,4 +1,4 @@
-"""The model card: README.md beside the weights, made from the records that conversion and training leave there."""
+"""The model card: README.md beside the weights, made from the records there."""
 
 import re
 from pathlib import Path
@@ -8,10 +8,16 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from coca_hf.errors import CocaError
+from coca_hf.files import replacing
 from coca_hf.weights import checkpoint_file, open_regular, read_json
 
 CARD = "README.md"
-CARRIED_OVER = ("license", "license_name", "license_link", "language")  # from the card of the base model
+CARRIED_OVER = (
+    "license",
+    "license_name",
+    "license_link",
+    "language",
+)  # from the card of the base model
 MARK = "<!-- written by coca_hf from conversion.json and training.json -->"
 FRONT_MATTER_BYTES = 100_000
 
@@ -55,11 +61,11 @@ With coca_hf installed, `import coca_hf` takes the place of `trust_remote_code=T
 
 
 def base_metadata(source: str, directory: Path) -> dict[str, Any]:
-    """What a card says about the base model: `model`, its id where `source` is one, and what its own card declares.
+    """The base model in a card: `model`, its id where `source` is one, and what its card declares.
 
-    directory: where the files of `source` are. Of the front matter of its README.md, the fields in `CARRIED_OVER` are
-    taken that are text or lists of text; a card that cannot be read declares nothing. A CoCA checkpoint has the base of
-    its own conversion.
+    directory: where the files of `source` are. Of the front matter of its README.md, the fields in
+    `CARRIED_OVER` are taken that are text or lists of text; a card that cannot be read declares
+    nothing. A CoCA checkpoint has the base of its own conversion.
     """
     if (directory / "conversion.json").is_file():
         return read_json(checkpoint_file(directory, "conversion.json")).get("base", {})
@@ -67,24 +73,32 @@ def base_metadata(source: str, directory: Path) -> dict[str, Any]:
     front_matter = _front_matter(directory)
     for field in CARRIED_OVER:
         value = front_matter.get(field)
-        if isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+        items = value if isinstance(value, list) else [value]
+        if all(isinstance(item, str) for item in items):
             found[field] = value
     return found
 
 
 def write_card(
-    directory: Path, training: dict | None = None, measured: str | None = None, base_model: str | None = None
+    directory: Path,
+    training: dict | None = None,
+    measured: str | None = None,
+    base_model: str | None = None,
 ) -> Path:
     """Write the card of the checkpoint in `directory`, from its records; returns the path.
 
-    training: the record that is to become training.json; by default what is there. measured: Markdown tables of what
-    `coca-eval` measured. base_model: the hub id of the model that was converted, where the records do not know it.
+    training: the record that is to become training.json; by default what is there. measured:
+    Markdown tables of what `coca-eval` measured. base_model: the hub id of the model that was
+    converted, where the records do not know it.
 
-    Raises CocaError where there is no conversion.json, a record is not one, or README.md is somebody else's.
+    Raises CocaError where there is no conversion.json, a record is not one, or README.md is
+    somebody else's.
     """
     path = directory / CARD
     if path.exists() and MARK not in _beginning(path):
-        raise CocaError(f"{path}: not written by coca_hf, and left as it is; move it to have a card made")
+        raise CocaError(
+            f"{path}: not written by coca_hf, and left as it is; move it to have a card made",
+        )
     conversion = _read_record(directory / "conversion.json")
     if training is None:
         trained = (directory / "training.json").exists()
@@ -92,17 +106,25 @@ def write_card(
     try:
         card = _card(conversion, training, measured, base_model)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
+        problem = f"{type(error).__name__}: {error}"
         raise CocaError(
-            f"{directory}: its records are not what coca-convert and coca-train write ({type(error).__name__}: {error})"
+            f"{directory}: its records are not what coca-convert and coca-train write ({problem})"
         ) from error
-    card.save(path)
+    with replacing(path) as unfinished:
+        card.save(unfinished)
     return path
 
 
-def _card(conversion: dict, training: dict, measured: str | None, base_model: str | None) -> ModelCard:
+def _card(
+    conversion: dict,
+    training: dict,
+    measured: str | None,
+    base_model: str | None,
+) -> ModelCard:
     base, stages = conversion.get("base", {}), training.get("stages", [])
     base_id = base_model or base.get("model")
-    data_sets = {source["path"]: None for stage in stages for source in stage["sources"] if source["on_hub"]}
+    sources = [source for stage in stages for source in stage["sources"] if source["on_hub"]]
+    data_sets = dict.fromkeys(source["path"] for source in sources)
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -122,7 +144,7 @@ def _card(conversion: dict, training: dict, measured: str | None, base_model: st
         training=_training(stages) if stages else "Not trained yet.",
         measured=measured or "Not measured yet.",
         versions="\n".join(
-            f"- {step}: {', '.join(f'{package} {number}' for package, number in record['versions'].items())}"
+            f"- {step}: {', '.join(map(' '.join, record['versions'].items()))}"
             for step, record in (("conversion", conversion), ("training", training))
             if record
         ),
@@ -131,29 +153,30 @@ def _card(conversion: dict, training: dict, measured: str | None, base_model: st
 
 def _lead(conversion: dict, stages: list[dict], base: str) -> str:
     kept = conversion.get("kept_layers")
-    instead = f"in place of its own in all layers but {_numbers(kept)}" if kept else "in place of its own"
+    instead = "in place of its own" + (f" in all layers but {_numbers(kept)}" if kept else "")
     lines = [
-        f"{_text(base)} with Collinear Constrained Attention ([CoCA](https://arxiv.org/abs/2309.08646), the "
-        f"{conversion['constraint']} form) {instead}, made with coca_hf.",
+        f"{_text(base)} with Collinear Constrained Attention "
+        f"([CoCA](https://arxiv.org/abs/2309.08646), the {conversion['constraint']} form) "
+        f"{instead}, made with coca_hf.",
     ]
     if stages:
         lines.append(
-            f"Tokens seen in CoCA training: {sum(stage['tokens'] for stage in stages):,}. The paper trained on 7.5 "
-            f"billion tokens in each of three stages."
+            f"Tokens seen in CoCA training: {sum(stage['tokens'] for stage in stages):,}. The "
+            "paper trained on 7.5 billion tokens in each of three stages."
         )
     else:
-        lines.append("The attention has only been converted: it has to be trained before the model is useful.")
+        lines.append("The attention is converted; it has to be trained before the model is useful.")
     if not conversion.get("base", {}).get("license"):
         lines.append("The licence is that of the base model, whose files did not name it.")
     return "\n\n".join(lines)
 
 
 def _conversion(record: dict, base: str) -> str:
-    parameters = record["parameters"]
+    parameters, kept = record["parameters"], record.get("kept_layers")
     lines = {
         "source": f"{base}, {record['source_format']}",
         "form": record["constraint"],
-        **({"original attention": f"layers {_numbers(kept)}"} if (kept := record.get("kept_layers")) else {}),
+        **({"original attention": f"layers {_numbers(kept)}"} if kept else {}),
         "dtype": record["dtype"],
         "parameters": f"{parameters['before']:,} before, {parameters['after']:,} after",
         "start of W_T": record["start"]["rule"],
@@ -162,16 +185,26 @@ def _conversion(record: dict, base: str) -> str:
     if calibration := record.get("calibration"):
         perplexity = calibration["perplexity"]
         lines["calibration"] = (
-            f"W_Q and W_T fitted to the original's attention on {calibration['tokens']:,} tokens of text and on "
-            f"repeated passages; perplexity on {calibration['held_out_tokens']:,} others {perplexity['start']:.4g} "
-            f"before, {perplexity['calibrated']:.4g} after, {perplexity['original']:.4g} of the original"
+            f"W_Q and W_T fitted to the original's attention on {calibration['tokens']:,} tokens "
+            f"of text and on repeated passages; perplexity on {calibration['held_out_tokens']:,} "
+            f"others {perplexity['start']:.4g} before, {perplexity['calibrated']:.4g} after, "
+            f"{perplexity['original']:.4g} of the original"
         )
     return "\n".join(f"- {key}: {_text(value)}" for key, value in lines.items())
 
 
 def _training(stages: list[dict]) -> str:
     """A line per stage, and what was read."""
-    header = ["stage", "trains", "steps", "tokens", "block length", "learning rate", "last loss", "hardware"]
+    header = [
+        "stage",
+        "trains",
+        "steps",
+        "tokens",
+        "block length",
+        "learning rate",
+        "last loss",
+        "hardware",
+    ]
     lines = [
         [
             stage["name"],
@@ -185,13 +218,15 @@ def _training(stages: list[dict]) -> str:
         ]
         for stage in stages
     ]
-    table = "\n".join("| " + " | ".join(map(_text, line)) + " |" for line in [header, ["---"] * len(header), *lines])
-    sources = dict.fromkeys(
-        f"- {_text(source['path'] if source['on_hub'] else Path(source['path']).name)}, weight {source['weight']:g}"
-        for stage in stages
-        for source in stage["sources"]
-    )
+    rows = [header, ["---"] * len(header), *lines]
+    table = "\n".join("| " + " | ".join(map(_text, row)) + " |" for row in rows)
+    sources = dict.fromkeys(_source(source) for stage in stages for source in stage["sources"])
     return f"{table}\n\nData:\n\n" + "\n".join(sources)
+
+
+def _source(source: dict) -> str:
+    name = source["path"] if source["on_hub"] else Path(source["path"]).name
+    return f"- {_text(name)}, weight {source['weight']:g}"
 
 
 def _beginning(path: Path) -> str:
@@ -211,7 +246,9 @@ def _front_matter(directory: Path) -> dict:
 
 def _read_record(path: Path) -> dict:
     if not path.exists():
-        raise CocaError(f"{path}: no such file, expected a checkpoint that coca-convert or coca-train made")
+        raise CocaError(
+            f"{path}: no such file, expected a checkpoint that coca-convert or coca-train made",
+        )
     return read_json(path)
 
 

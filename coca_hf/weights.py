@@ -1,7 +1,8 @@
-"""Safetensors files by their headers: which tensors lie where, and reading a range of them. Also strict JSON, sizes.
+"""Safetensors files by their headers: which tensors lie where. Also strict JSON, and sizes.
 
-Nothing here trusts what it reads: other people's checkpoints come this way. Files are read, not mapped into memory, so
-that a file that shrinks meanwhile is an error and not a SIGBUS, and so that its pages do not count as ours.
+Nothing here trusts what it reads: other people's checkpoints come this way. Files are read, not
+mapped into memory, so that a file that shrinks meanwhile is an error and not a SIGBUS, and so that
+its pages do not count as ours.
 """
 
 import json
@@ -28,17 +29,26 @@ MAX_CONFIG_BYTES = 10_000_000
 MAX_INDEX_BYTES = 100_000_000
 # Bits of every type that the format knows; which of them can be converted is for the caller to say.
 DTYPE_BITS = {
-    **{"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8},
+    **{
+        "BOOL": 8,
+        "U8": 8,
+        "I8": 8,
+        "F8_E5M2": 8,
+        "F8_E4M3": 8,
+        "F8_E8M0": 8,
+        "F8_E4M3FNUZ": 8,
+        "F8_E5M2FNUZ": 8,
+    },
     **{"I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32},
     **{"I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
 }
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-UNITS = {"": 1} | {f"{letter}B": 1000**power for power, letter in enumerate(("", "K", "M", "G", "T"))}
+UNITS = {"": 1} | {f"{letter}B": 1000**power for power, letter in enumerate(["", *"KMGT"])}
 UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies: its type as the header names it, its shape, and its bytes from `start` to `end`."""
+    """A tensor's type as the header names it, its shape, and its bytes from `start` to `end`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,9 +61,12 @@ class StoredTensor(NamedTuple):
 
 
 class WeightsFile:
-    """An open safetensors file. `tensors` maps names to `StoredTensor`; `header` is its first bytes, as they are.
+    """An open safetensors file.
 
-    Raises CocaError where the file is absent, no ordinary file, or its header and its size do not agree in every byte.
+    `tensors` maps names to `StoredTensor`; `header` is its first bytes, as they are.
+
+    Raises CocaError where the file is absent, no ordinary file, or its header and its size do not
+    agree in every byte.
     """
 
     def __init__(self, file: Path):
@@ -68,7 +81,7 @@ class WeightsFile:
             raise
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` with the bytes from `offset`. Raises OSError where the file has become shorter."""
+        """Fill `buffer` with the bytes from `offset`. Raises OSError where the file ends before."""
         filled = 0
         while filled < len(buffer):
             count = os.preadv(self._stream.fileno(), [buffer[filled:]], offset + filled)
@@ -79,13 +92,18 @@ class WeightsFile:
     def read(self, name: str) -> Tensor:
         """The bytes of a tensor, as uint8."""
         stored = self.tensors[name]
-        data = torch.from_numpy(np.empty(stored.num_bytes, np.uint8))  # NumPy asks for huge pages: half the time
+        data = torch.from_numpy(
+            np.empty(stored.num_bytes, np.uint8),
+        )  # NumPy asks for huge pages: half the time
         self.read_into(data.numpy().data, stored.start)
         self._advise(stored, "DONTNEED")
         return data
 
     def blocks(self, name: str) -> Iterator[Tensor]:
-        """The bytes of a tensor in order, as uint8 over one buffer: use each block before asking for the next."""
+        """The bytes of a tensor in order, as uint8.
+
+        Blocks share a buffer: use each before asking for the next.
+        """
         stored = self.tensors[name]
         self._advise(stored, "WILLNEED")
         buffer = torch.empty(min(BLOCK_BYTES, stored.num_bytes), dtype=torch.uint8)
@@ -96,7 +114,7 @@ class WeightsFile:
         self._advise(stored, "DONTNEED")
 
     def _advise(self, stored: StoredTensor, what: str) -> None:
-        """Tell the system's page cache: what was read once would push out what is written and read next."""
+        """Tell the page cache: what was read once would push out what is written and read next."""
         if hasattr(os, "posix_fadvise"):  # not on macOS
             advice = getattr(os, f"POSIX_FADV_{what}")
             os.posix_fadvise(self._stream.fileno(), stored.start, stored.num_bytes, advice)
@@ -111,15 +129,17 @@ class WeightsFile:
 
     def _read_header(self) -> bytes:
         if self.size < 8:
-            raise _corrupted(self.file, f"got {self.size} bytes, expected a header's length of 8 bytes first")
+            raise _corrupted(
+                self.file,
+                f"got {self.size} bytes, expected a header's length of 8 bytes first",
+            )
         length = bytearray(8)
         self.read_into(memoryview(length), 0)
         header_bytes = int.from_bytes(length, "little")
-        if header_bytes > min(self.size - 8, MAX_HEADER_BYTES):
-            raise _corrupted(
-                self.file,
-                f"its header claims {header_bytes} bytes, expected at most {min(self.size - 8, MAX_HEADER_BYTES)}",
-            )
+        most = min(self.size - 8, MAX_HEADER_BYTES)
+        if header_bytes > most:
+            problem = f"its header claims {header_bytes} bytes, expected at most {most}"
+            raise _corrupted(self.file, problem)
         header = bytearray(8 + header_bytes)
         self.read_into(memoryview(header), 0)
         return bytes(header)
@@ -128,7 +148,8 @@ class WeightsFile:
 def open_weights(directory: Path) -> tuple[dict[str, WeightsFile], dict[str, WeightsFile]]:
     """The open safetensors files of a checkpoint by name, and the one that holds each tensor.
 
-    Raises CocaError where one is absent, outside the checkpoint or corrupted, or where index and files do not agree.
+    Raises CocaError where one is absent, outside the checkpoint or corrupted, or where index and
+    files do not agree.
     """
     single = os.path.lexists(directory / SINGLE)  # first, as in transformers
     weight_map = None if single else read_index(directory)
@@ -137,20 +158,23 @@ def open_weights(directory: Path) -> tuple[dict[str, WeightsFile], dict[str, Wei
         for name in sorted(set(weight_map.values())) if weight_map else [SINGLE]:
             file = checkpoint_file(directory, name)
             if weight_map and not file.is_file():
-                raise CocaError(f"{directory / INDEX}: names {name}, which is not in {directory}; download it")
+                raise CocaError(
+                    f"{directory / INDEX}: names {name}, which is not in {directory}; download it",
+                )
             files[name] = WeightsFile(file)
         file_of: dict[str, WeightsFile] = {}
         for weights in files.values():
             for tensor in weights.tensors:
                 if tensor in file_of:
                     raise CocaError(
-                        f"{directory}: tensor {tensor} is in {file_of[tensor].file.name} and in {weights.file.name}, "
-                        f"expected it once; download the checkpoint again"
+                        f"{directory}: tensor {tensor} is in {file_of[tensor].file.name} and in "
+                        f"{weights.file.name}, expected it once; download the checkpoint again"
                     )
                 file_of[tensor] = weights
         for tensor, name in (weight_map or {}).items():
             if file_of.get(tensor) is not files[name]:
-                raise CocaError(f"{directory / INDEX}: tensor {tensor} is not in {name}; download the checkpoint again")
+                problem = f"tensor {tensor} is not in {name}; download the checkpoint again"
+                raise CocaError(f"{directory / INDEX}: {problem}")
     except BaseException:
         for weights in files.values():
             weights.close()
@@ -159,29 +183,33 @@ def open_weights(directory: Path) -> tuple[dict[str, WeightsFile], dict[str, Wei
 
 
 def checkpoint_file(directory: Path, name: str) -> Path:
-    """The file `name` of a checkpoint. Links may lead within the checkpoint, and to the blobs of its own hub cache.
+    """The file `name` of a checkpoint. Links may lead within it, and to blobs of its hub cache.
 
-    Raises CocaError where `name` is not a plain name or its links lead elsewhere: what lies there is not the
-    checkpoint's to read.
+    Raises CocaError where `name` is not a plain name or its links lead elsewhere: what lies there
+    is not the checkpoint's to read.
     """
     if not name or Path(name).name != name or name in (".", "..") or "\0" in name:
-        raise CocaError(f"{directory}: got the file name {name!r}, expected a file in the directory itself")
+        raise CocaError(
+            f"{directory}: got the file name {name!r}, expected a file in the directory itself",
+        )
     return file_within(directory, name)
 
 
 def file_within(directory: Path, name: str) -> Path:
-    """The same of a file whose `name`, relative to the checkpoint, is not somebody else's to choose."""
+    """The same for a file whose `name`, relative to the checkpoint, we chose ourselves."""
     try:
         home, target = directory.resolve(), (directory / name).resolve()
     except (OSError, RuntimeError) as error:  # a circle of links
-        raise CocaError(f"{directory / name}: its links lead nowhere ({error}); copy the file there") from error
+        raise CocaError(
+            f"{directory / name}: its links lead nowhere ({error}); copy the file there",
+        ) from error
     repository = home.parent.parent
     is_hub_cache = home.parent.name == "snapshots" and repository.name.startswith("models--")
     blobs = repository / "blobs" if is_hub_cache else home
     if target.parent != blobs and home not in target.parents:
         raise CocaError(
-            f"{directory / name}: is a link to {target}, outside the checkpoint; expected a file in the directory "
-            f"itself; copy it there if you trust it"
+            f"{directory / name}: is a link to {target}, outside the checkpoint; expected a file "
+            "in the directory itself; copy it there if you trust it"
         )
     return directory / name
 
@@ -192,18 +220,24 @@ def read_index(directory: Path) -> dict[str, str]:
     if not os.path.lexists(index):
         raise CocaError(f"{directory}: got no weights, expected {SINGLE} or {INDEX}")
     weight_map = read_json(checkpoint_file(directory, INDEX), MAX_INDEX_BYTES).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
+    weight_map = weight_map if isinstance(weight_map, dict) else {}
+    if not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
         raise CocaError(f"{index}: got no weight_map, expected one from tensor names to file names")
     return weight_map
 
 
 def read_json(file: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """The JSON object in a file. Raises CocaError for anything else, for duplicate keys, and beyond `max_bytes`."""
+    """The JSON object in a file.
+
+    Raises CocaError for anything else, for duplicate keys, and beyond `max_bytes`.
+    """
     with open_regular(file) as stream:
         text = stream.read(max_bytes + 1)
     if len(text) > max_bytes:
         size = file.stat().st_size
-        raise CocaError(f"{file}: got {size} bytes, expected at most {max_bytes}; is this the right file?")
+        raise CocaError(
+            f"{file}: got {size} bytes, expected at most {max_bytes}; is this the right file?",
+        )
     try:
         content = parse_json(text)
     except (ValueError, RecursionError) as error:
@@ -214,12 +248,15 @@ def read_json(file: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
 
 
 def parse_json(text: bytes) -> Any:
-    """Strict JSON in UTF-8. Raises ValueError also where a key comes twice: readers differ in which one they take."""
+    """Strict JSON in UTF-8.
+
+    Raises ValueError also for a duplicate key: readers differ in which one they take.
+    """
     return json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
 
 
 def open_regular(file: Path):
-    """Open an ordinary file for unbuffered reading. Raises CocaError for one that is absent or no file (a pipe)."""
+    """Open an ordinary file, unbuffered. Raises CocaError where it is absent or a pipe."""
     try:
         if not stat.S_ISREG(file.stat().st_mode):
             raise CocaError(f"{file}: is no ordinary file, expected one; copy the checkpoint again")
@@ -231,17 +268,18 @@ def open_regular(file: Path):
 
 
 def is_derived(name: str, config: PreTrainedConfig) -> bool:
-    """Whether a tensor follows from config and other tensors: a tied head; angles and masks, which old files have."""
+    """Whether a tensor follows from others: a tied head; angles and masks, as in old files."""
     if name in ("lm_head.weight", "embed_out.weight"):
         return bool(getattr(config, "tie_word_embeddings", False))
     return name.endswith(("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"))
 
 
 def parse_size(text: str, where: str) -> int:
-    """Bytes in `5GB`, `500MB`, `1.5GiB` or plain bytes. Raises CocaError that begins with `where` for other text."""
+    """Bytes in `5GB`, `500MB`, `1.5GiB` or plain bytes. `where` begins the CocaError otherwise."""
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)\s*", text, re.ASCII)
     units = {unit.lower(): size for unit, size in UNITS.items()}
-    size = int(float(match[1]) * units[match[2].lower()]) if match and match[2].lower() in units else 0
+    unit = units.get(match[2].lower(), 0) if match else 0
+    size = int(float(match[1]) * unit) if match else 0
     if size < 1:
         raise CocaError(f"{where}: got {text!r}, expected a size as in 500MB, 5GB or 24GiB")
     return size
@@ -265,9 +303,8 @@ def _parse_header(text: bytes, file_size: int, file: Path) -> dict[str, StoredTe
     position = first
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1][2:]):
         if tensor.start != position:
-            raise _corrupted(
-                file, f"tensor {name} begins at byte {tensor.start}, expected {position}: a gap or overlap"
-            )
+            problem = f"begins at byte {tensor.start}, expected {position}: a gap or overlap"
+            raise _corrupted(file, f"tensor {name} {problem}")
         position = tensor.end
     if position != file_size:
         raise _corrupted(file, f"got {file_size} bytes, expected {position} from its header")
@@ -276,23 +313,34 @@ def _parse_header(text: bytes, file_size: int, file: Path) -> dict[str, StoredTe
 
 def _parse_entry(name: str, entry: Any, first: int, file: Path) -> StoredTensor:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise _corrupted(file, f"tensor {name}: expected exactly dtype, shape and data_offsets in the header")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise _corrupted(file, f"tensor {name}: got dtype {dtype!r}, expected one of {', '.join(DTYPE_BITS)}")
-    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise _corrupted(file, f"tensor {name}: shape and data_offsets are not lists of whole numbers")
-    bits = math.prod(shape) * DTYPE_BITS[dtype]
-    if 8 * (offsets[1] - offsets[0]) != bits:
         raise _corrupted(
             file,
-            f"tensor {name}: data_offsets span {offsets[1] - offsets[0]} bytes, expected {bits // 8} from its shape",
+            f"tensor {name}: expected exactly dtype, shape and data_offsets in the header",
         )
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise _corrupted(
+            file,
+            f"tensor {name}: got dtype {dtype!r}, expected one of {', '.join(DTYPE_BITS)}",
+        )
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise _corrupted(
+            file,
+            f"tensor {name}: shape and data_offsets are not lists of whole numbers",
+        )
+    bits = math.prod(shape) * DTYPE_BITS[dtype]
+    if 8 * (offsets[1] - offsets[0]) != bits:
+        found = offsets[1] - offsets[0]
+        problem = f"data_offsets span {found} bytes, expected {bits // 8} from its shape"
+        raise _corrupted(file, f"tensor {name}: {problem}")
     return StoredTensor(dtype, tuple(shape), first + offsets[0], first + offsets[1])
 
 
 def _are_sizes(values: Any) -> bool:
-    """Lists of whole numbers from 0 up to what a file can hold; at most 64 of them, or a product could take hours."""
+    """Whether it is a list of whole numbers, from 0 up to what a file can hold.
+
+    At most 64 of them, because the product of more could take hours.
+    """
     return (
         isinstance(values, list)
         and len(values) <= 64

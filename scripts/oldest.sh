@@ -22,5 +22,5 @@ fi
 . .venv-oldest/bin/activate
 export OMP_NUM_THREADS=1
 python -m pytest -q -n 2 --dist loadfile tests/train/test_{loading,objectives,recipe,resume,stages}.py \
-    tests/convert/test_{checkpoint,families,patch}.py tests/models/test_{cache,families,golden,llama,rotary}.py \
+    tests/convert/test_{conversion,families,patch}.py tests/models/test_{cache,families,golden,llama,rotary}.py \
     -k 'not compile and not killed'

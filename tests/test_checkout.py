@@ -1,6 +1,9 @@
 import importlib.util
+import platform
 import shutil
 import subprocess
+from datetime import datetime, timedelta
+from importlib.metadata import version
 
 import pytest
 
@@ -46,3 +49,13 @@ def test_a_checkout_has_its_commit_and_says_whether_files_differ(git, tmp_path):
     with (tmp_path / "site" / "coca_hf" / "checkout.py").open("a") as file:
         file.write("# changed\n")
     assert commit_in(tmp_path) == f"{head}+changes"
+
+
+def test_versions_leave_out_what_is_not_installed():
+    found = checkout.versions("torch", "no-such-package")
+    assert found == {"torch": version("torch"), "python": platform.python_version()}
+
+
+def test_the_date_is_in_utc_to_the_second():
+    assert datetime.fromisoformat(checkout.now()).utcoffset() == timedelta(0)
+    assert "." not in checkout.now()

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from coca_cli.main import evaluate_app
 from coca_hf import convert_checkpoint
+from coca_hf.models.hub import _without_paths
 from tests.hub import HubHandler, serving
 from tests.test_card import FRONT_MATTER, TRAINING, write_rows
 
@@ -210,6 +211,14 @@ def test_an_upload_names_no_path_of_this_machine(hub, finished_dir, tmp_path):
     assert json.loads(hub.files["conversion.json"])["source"] == "base"
     paths = [source["path"] for source in json.loads(hub.files["training.json"])["stages"][0]["sources"]]
     assert paths == ["owner/books", "code.jsonl"]
+
+
+def test_what_no_file_can_be_called_is_no_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.txt").touch()
+    names = ["data/" + "y" * 300, "a/null\0byte", "owner/name", "data/a.txt", "/data/b.txt"]
+    assert _without_paths({"names": names})["names"] == [*names[:3], "a.txt", "b.txt"]
 
 
 PUSH_OTHERS = """

@@ -11,6 +11,7 @@ ROOT = Path(coca_hf.__file__).parent
 FLOORS = {
     "errors": 0,
     "checkout": 0,
+    "files": 1,
     "models": 0,
     "kernels": 1,
     "weights": 1,

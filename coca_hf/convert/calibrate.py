@@ -38,7 +38,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_hf.convert.calibration_text import reach, skipped_positions
-from coca_hf.convert.staging import sync
+from coca_hf.files import sync
 from coca_hf.models.attention import CocaAttention, coca_query, turn, turns
 from coca_hf.models.decoder import CocaForCausalLM
 

@@ -1,62 +1,93 @@
 """Make a model in memory a CoCA model, and back: `patch_`, `unpatch_`."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from transformers import PreTrainedModel
 
-from coca_hf.convert.families import FAMILIES, coca_config, family_of
-from coca_hf.convert.tensors import Maker, check_query_bias, check_tensors, stored_as, untie_
+from coca_hf.convert.config import FAMILIES, coca_config, family_of
+from coca_hf.convert.tensors import Initialiser, check_query_bias, check_tensors, stored_as, untie_
 from coca_hf.errors import CocaError
 from coca_hf.models.decoder import CocaForCausalLM
 from coca_hf.models.rotary import CocaRotaryEmbedding
 
-ORIGINAL = "_original_of_patch"  # in the model's __dict__: class and __dict__ before patch_, or None
+ORIGINAL = (
+    "_original_of_patch"  # in the model's __dict__: class and __dict__ before patch_, or None
+)
 
 
 @torch.no_grad()
 def patch_(
-    model: PreTrainedModel, constraint: str = "slack", keep_original: bool = False, keep_layers: Iterable[int] = ()
+    model: PreTrainedModel,
+    constraint: str = "slack",
+    keep_original: bool = False,
+    keep_layers: Iterable[int] = (),
+    ignore_fields: Collection[str] = (),
 ) -> CocaForCausalLM:
-    """Turn `model` into its family's CoCA model, in place, with the same start as `convert_checkpoint`; returns it.
+    """Turn `model` into its family's CoCA model, in place; returns it.
 
-    All weights but the key's stay the very same parameters; GPT-NeoX's fused projection is split, so that those of
-    queries and values are new, too. No other model of the process changes. keep_original: hold on to what is replaced,
-    with the memory it takes, so that `unpatch_` can bring it back. keep_layers: numbers, from 0, of the layers that
-    keep the original's attention.
+    It is initialised as by `convert_checkpoint`. All weights but the key's stay the very same
+    parameters; GPT-NeoX's fused projection is split, so that those of queries and values are new,
+    too. No other model of the process changes. keep_original: hold on to what is replaced, with the
+    memory it takes, so that `unpatch_` can bring it back. keep_layers: numbers, from 0, of the
+    layers that keep the original's attention. ignore_fields: fields of the model's config that we
+    do not know and you call inert.
 
-    Gradient checkpointing and `enable_input_require_grads` stay on; hooks of others are refused, as they would be lost.
+    Gradient checkpointing and `enable_input_require_grads` stay on; hooks of others are refused, as
+    they would be lost.
 
-    Raises CocaError where the model is not a plain causal LM of a supported family (already CoCA, quantized, compiled,
-    sharded, wrapped), has hooks, or has not all of its weights in memory.
+    Raises CocaError where the model is not a plain causal LM of a supported family (already CoCA,
+    quantized, compiled, sharded, wrapped), has hooks, or has not all of its weights in memory.
     """
     if isinstance(model, CocaForCausalLM):
         raise CocaError("patch_: got a CoCA model already; there is nothing to patch")
     supported = {family.causal_lm for family in FAMILIES.values()}
     if type(model) not in supported:
         names = sorted(causal_lm.__name__ for causal_lm in supported)
-        raise CocaError(f"patch_: got {type(model).__name__}, expected one of {', '.join(names)}; unwrap it first")
+        raise CocaError(
+            f"patch_: got {type(model).__name__}, expected one of {', '.join(names)}; unwrap it "
+            "first"
+        )
     if getattr(model, "hf_quantizer", None) is not None:
-        raise CocaError("patch_: got a quantized model, expected plain weights; load it with dequantize=True")
+        raise CocaError(
+            "patch_: got a quantized model, expected plain weights; load it with dequantize=True"
+        )
 
     _check_movable(model)
-    config = coca_config(model.config.to_dict(), constraint, "patch_: model.config", sorted(keep_layers))
+    config = coca_config(
+        model.config.to_dict(),
+        constraint,
+        "patch_: model.config",
+        sorted(keep_layers),
+        ignore_fields,
+        ignore_option="ignore_fields=[{!r}]",
+    )
     config._attn_implementation = model.config._attn_implementation
     source = dict(model.named_parameters())
     shapes = {name: tuple(p.shape) for name, p in source.items()}
     untie_(config, shapes, lambda first, second: torch.equal(source[first], source[second]))
-    pieces, _ = check_tensors(shapes, config, where="patch_")
-    maker = Maker(config, pieces, lambda name: source[name].cpu(), where="patch_")
+    targets, _ = check_tensors(shapes, config, where="patch_")
+    initialiser = Initialiser(config, targets, lambda name: source[name].cpu(), where="patch_")
     with torch.device("meta"):
         coca = family_of(config).coca_causal_lm(config)
-    for piece in pieces:
-        parameter = source[piece.source]
-        if not piece.is_carried_over:
-            made = stored_as(parameter.dtype, maker.make(piece), piece, "patch_", config.num_key_value_heads)
+    for target in targets:
+        parameter = source[target.source]
+        if not target.is_carried_over:
+            made = stored_as(
+                parameter.dtype,
+                initialiser.make(target),
+                target,
+                "patch_",
+                config.num_key_value_heads,
+            )
             made = made.to(parameter.device)
             parameter = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
-        check_query_bias(config, piece, parameter.data, where="patch_")
-        setattr(coca.get_submodule(piece.name.rpartition(".")[0]), piece.name.rpartition(".")[2], parameter)
+        check_query_bias(config, target, parameter.data, where="patch_")
+        setattr(
+            coca.get_submodule(target.name.rpartition(".")[0]),
+            target.name.rpartition(".")[2],
+            parameter,
+        )
     coca.tie_weights()
     coca.model.rotary_emb = CocaRotaryEmbedding(config).to(model.device)
     coca.generation_config = model.generation_config
@@ -73,54 +104,79 @@ def patch_(
 
 
 def unpatch_(model: CocaForCausalLM) -> PreTrainedModel:
-    """Undo `patch_(model, keep_original=True)`, in place: the original's class, modules and parameters; returns it.
+    """Undo `patch_(model, keep_original=True)`, in place; returns the model.
 
-    What the two share was trained, moved or cast together; what only the original has is as it was when it was patched:
-    its key projections, and of GPT-NeoX, where q, k and v are one projection, those of queries and values, too.
+    What the two share was trained, moved or cast together; what only the original has is as it was
+    when it was patched: its key projections, and of GPT-NeoX, where q, k and v are one projection,
+    those of queries and values, too.
 
-    Raises CocaError where the original was not kept, which cannot be computed from the CoCA model, or where the
-    embeddings were resized since.
+    Raises CocaError where the original was not kept, which cannot be computed from the CoCA model,
+    or where the embeddings were resized since.
     """
     if not isinstance(model, CocaForCausalLM):
-        raise CocaError(f"unpatch_: got {type(model).__name__}, expected a model that patch_ changed")
+        raise CocaError(
+            f"unpatch_: got {type(model).__name__}, expected a model that patch_ changed"
+        )
     if model.__dict__.get(ORIGINAL) is None:
         raise CocaError(
-            "unpatch_: got a model without its original projections, expected patch_(model, keep_original=True); load "
-            "the original again"
+            "unpatch_: got a model without its original projections, expected patch_(model, "
+            "keep_original=True); load the original again"
         )
-    training, head, vocab_size = model.training, model.get_output_embeddings(), model.config.vocab_size
+    training, head, vocab_size = (
+        model.training,
+        model.get_output_embeddings(),
+        model.config.vocab_size,
+    )
     coca = type(model), model.__dict__
     model.__class__, model.__dict__ = model.__dict__[ORIGINAL]
-    if model.get_output_embeddings().weight is not head.weight or model.config.vocab_size != vocab_size:
+    if (
+        model.get_output_embeddings().weight is not head.weight
+        or model.config.vocab_size != vocab_size
+    ):
         model.__class__, model.__dict__ = coca
-        raise CocaError("unpatch_: got embeddings that were resized since patch_; resize the original, loaded again")
+        raise CocaError(
+            "unpatch_: got embeddings that were resized since patch_; resize the original, loaded "
+            "again"
+        )
     return model.train(training)
 
 
 def _check_movable(model: PreTrainedModel) -> None:
-    """Raise CocaError where a module carries what `patch_` would lose: hooks, compiled code, weights elsewhere."""
+    """Raise CocaError for what `patch_` would lose: hooks, compiled code, weights elsewhere."""
     for name, parameter in model.named_parameters():
         if type(parameter.data) is not torch.Tensor:
             raise CocaError(
-                f"patch_: {name} is a {type(parameter.data).__name__} (sharded or quantized), expected plain weights; "
-                f"patch_ first"
+                f"patch_: {name} is a {type(parameter.data).__name__} (sharded or quantized), "
+                "expected plain weights; patch_ first"
             )
         if parameter.is_meta:
             raise CocaError(
-                f"patch_: {name} is on the meta device (offloaded to disk, or never loaded), expected all weights in "
-                f"memory; load the model without offloading, or use coca-convert"
+                f"patch_: {name} is on the meta device (offloaded to disk, or never loaded), "
+                "expected all weights in memory; load the model without offloading, or use "
+                "coca-convert"
             )
     for name, module in model.named_modules():
         if module._compiled_call_impl is not None or "forward" in vars(module):
             raise CocaError(
-                f"patch_: {name or 'the model'} is compiled or has a forward of its own, which would be lost; patch_ "
-                f"first"
+                f"patch_: {name or 'the model'} is compiled or has a forward of its own, which "
+                "would be lost; patch_ first"
             )
-        kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+        kinds = (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
         hooks = [hook for kind in kinds for hook in kind.values()]
-        own = ("transformers.utils.output_capturing", "transformers.modeling_utils")  # the CoCA model gets them, too
-        if hasattr(module, "_hf_hook") or any(getattr(hook, "__module__", None) not in own for hook in hooks):
+        # The CoCA model gets them, too.
+        own = (
+            "transformers.utils.output_capturing",
+            "transformers.modeling_utils",
+        )
+        if hasattr(module, "_hf_hook") or any(
+            getattr(hook, "__module__", None) not in own for hook in hooks
+        ):
             raise CocaError(
-                f"patch_: {name or 'the model'} has hooks, which would be lost; remove them (of a model on several "
-                f"devices: load it on one), patch_, and add them again"
+                f"patch_: {name or 'the model'} has hooks, which would be lost; remove them (of a "
+                "model on several devices: load it on one), patch_, and add them again"
             )

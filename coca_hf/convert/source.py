@@ -3,6 +3,7 @@
 import contextlib
 import fnmatch
 import glob
+import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -28,34 +29,61 @@ from coca_hf.weights import (
     read_json,
 )
 
+TOKENIZER = "tokenizer_config.json"
 TOKENIZER_FILES = (
-    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
-    *("tokenizer.model*", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "tekken.json"),
+    *(
+        "tokenizer*.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+    ),
+    *(
+        "tokenizer.model*",
+        "spiece.model",
+        "sentencepiece.bpe.model",
+        "tiktoken.model",
+        "tekken.json",
+    ),
     *("tokenizer.tiktoken", "qwen.tiktoken"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
 )
-# Copied as they are: what from_pretrained and the serving engines look for beside weights and config, and what licences
-# ask to go along. Patterns, here and on the hub; none begins with *, which there would match in other directories, too.
+# Copied as they are: what from_pretrained and the serving engines look for beside weights and
+# config, and what licences ask to go along. Patterns, here and on the hub; none begins with *,
+# which there would match in other directories, too.
 COMPANIONS = (*TOKENIZER_FILES, "generation_config.json", *LICENCE_FILES)
 MAX_TOKEN_ID = 1 << 24
 TRAINING_RECORD = "training.json"  # goes along with a CoCA checkpoint
 ADAPTER = "adapter_config.json"
-# What a directory without weights that we read is called by its files, and the remedy; the first that matches.
+# What a directory without weights that we read is called by its files, and the remedy; the first
+# that matches.
 FOREIGN = {
-    ("params.json",): "the layout of Meta's or Mistral's own code ({}), expected that of transformers; take the "
-    "repository with -hf in its name, or convert it with transformers' convert_llama_weights_to_hf.py",
-    ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.ckpt"): "only pickled weights ({}), which can run code when "
-    "read; expected safetensors; load the model with transformers and save_pretrained it to a new directory",
-    ("*.h5", "*.msgpack", "*.onnx"): "weights of another framework ({}), expected safetensors; load the model with a "
-    "transformers that reads them and save_pretrained it to a new directory",
-    ("*.safetensors",): f"safetensors without {INDEX} ({{}}), expected it beside them; download the checkpoint again",
+    ("params.json",): (
+        "the layout of Meta's or Mistral's own code ({}), expected that of transformers; take the "
+        "repository with -hf in its name, or convert it with transformers' "
+        "convert_llama_weights_to_hf.py"
+    ),
+    ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.ckpt"): (
+        "only pickled weights ({}), which can run code when read; expected safetensors; load the "
+        "model with transformers and save_pretrained it to a new directory"
+    ),
+    ("*.h5", "*.msgpack", "*.onnx"): (
+        "weights of another framework ({}), expected safetensors; load the model with a "
+        "transformers that reads them and save_pretrained it to a new directory"
+    ),
+    ("*.safetensors",): (
+        f"safetensors without {INDEX} ({{}}), expected it beside them; download the checkpoint "
+        f"again"
+    ),
 }
 
 
 class SafetensorsSource:
-    """A directory with `config.json` and safetensors weights. Tensors are read when they are asked for, in blocks.
+    """A directory with `config.json` and safetensors weights, which are read when asked for.
 
-    commit: of the hub's repository that the directory is a snapshot of.
+    config_file: what errors about `config` name. commit: of the hub's repository that the directory
+    is a snapshot of.
 
     Raises CocaError where a file is absent, outside the directory, truncated or corrupted.
     """
@@ -63,16 +91,19 @@ class SafetensorsSource:
     kind = "safetensors"
 
     def __init__(self, directory: Path, commit: str | None = None):
-        self.directory, self.commit = directory, commit
+        self.directory, self.commit, self.config_file = directory, commit, directory / "config.json"
         self.config = read_json(checkpoint_file(directory, "config.json"))
         self._companions: dict[str, FileIO] = {}
         with contextlib.ExitStack() as stack:
             is_coca = str(self.config.get("model_type")).startswith("coca_")
-            for name in _companions_in(directory, (*COMPANIONS, TRAINING_RECORD) if is_coca else COMPANIONS):
-                self._companions[name] = stack.enter_context(open_regular(file_within(directory, name)))
+            for name in _companions_in(
+                directory, (*COMPANIONS, TRAINING_RECORD) if is_coca else COMPANIONS
+            ):
+                self._companions[name] = stack.enter_context(
+                    open_regular(file_within(directory, name))
+                )
             self._files, self._file_of = open_weights(directory)
             stack.pop_all()
-        self.files = [weights.file for weights in self._files.values()]
         self._states = self._current_states()
 
     def shapes(self) -> dict[str, Shape]:
@@ -92,7 +123,10 @@ class SafetensorsSource:
         return weights.read(name).view(self.dtype(name)).view(weights.tensors[name].shape)
 
     def blocks(self, name: str) -> Iterator[Tensor]:
-        """The numbers of a tensor in order, as 1-d tensors over one buffer: use each before asking for the next."""
+        """The numbers of a tensor in order, as 1-d tensors.
+
+        They share a buffer: use each before asking for the next.
+        """
         dtype = self.dtype(name)
         for block in self._file_of[name].blocks(name):
             yield block.view(dtype)
@@ -103,16 +137,31 @@ class SafetensorsSource:
             if state != self._states[name]:
                 raise OSError(f"{self.directory / name} changed while it was converted")
 
-    def save_companions(self, directory: Path) -> None:
-        """Copy tokenizer, chat templates, generation config, licence: those that were there when it was opened."""
+    def save_companions(
+        self, directory: Path, ntk_length: int | None
+    ) -> PreTrainedTokenizerBase | None:
+        """Copy tokenizer, chat templates, generation config and licence, as they were when opened.
+
+        directory: has its config.json. ntk_length: of texts from then on. Returns the tokenizer,
+        where one loads.
+        """
+        if ntk_length and os.path.lexists(self.directory / TOKENIZER):
+            # The name that its owner knows.
+            read_json(checkpoint_file(self.directory, TOKENIZER))
         for name, stream in self._companions.items():
             stream.seek(0)
             (directory / name).parent.mkdir(exist_ok=True)
             with (directory / name).open("wb") as copy:
                 shutil.copyfileobj(stream, copy)
-
-    def has_tokenizer(self) -> bool:
-        return any(_matches(name, TOKENIZER_FILES) for name in self._companions)
+        tokenizer = None
+        if any(_matches(name, TOKENIZER_FILES) for name in self._companions):
+            with contextlib.suppress(CocaError):  # one that cannot be loaded is copied as it is
+                tokenizer = self.load_tokenizer()
+        if tokenizer:
+            _keep_tokenizer(tokenizer, directory)
+        if ntk_length:
+            _raise_tokenizer_length(directory / TOKENIZER, ntk_length)
+        return tokenizer
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         return load_tokenizer(self.directory)
@@ -137,7 +186,7 @@ class SafetensorsSource:
 
 
 class GgufSource:
-    """A GGUF file, dequantized to float32 by transformers, which builds the model in memory to do so."""
+    """A GGUF file; transformers builds its model in memory, dequantized to float32."""
 
     kind = "gguf"
     commit = None
@@ -145,7 +194,7 @@ class GgufSource:
     def __init__(self, file: Path):
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-        self.directory, self.files = file.parent, [file]
+        self.directory, self.config_file = file.parent, file
         try:
             self._model = AutoModelForCausalLM.from_pretrained(
                 file.parent,
@@ -156,15 +205,21 @@ class GgufSource:
             self._tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
             passed_over = _passed_over(file)
         except ImportError as error:
-            raise CocaError(f"{file}: GGUF needs the gguf package; pip install 'coca-hf[gguf]'") from error
+            raise CocaError(
+                f"{file}: GGUF needs the gguf package; pip install 'coca-hf[gguf]'"
+            ) from error
         except Exception as error:  # the readers of gguf and transformers raise many kinds
-            raise CocaError(f"{file}: cannot be read as GGUF ({' '.join(str(error).split())[:200]})") from error
+            raise CocaError(
+                f"{file}: cannot be read as GGUF ({' '.join(str(error).split())[:200]})"
+            ) from error
         if passed_over:
             raise CocaError(
-                f"{file}: got {passed_over}, which transformers' reader of GGUF passes over although it changes the "
-                f"model; expected the original safetensors checkpoint"
+                f"{file}: got {passed_over}, which transformers' reader of GGUF passes over "
+                "although it changes the model; expected the original safetensors checkpoint"
             )
-        self.config = {k: v for k, v in self._model.config.to_dict().items() if k != "quantization_config"}
+        self.config = {
+            k: v for k, v in self._model.config.to_dict().items() if k != "quantization_config"
+        }
         self._tensors = self._model.state_dict()
 
     def shapes(self) -> dict[str, Shape]:
@@ -192,17 +247,19 @@ class GgufSource:
         return self._model
 
     def states(self) -> list[tuple[int, ...]]:
-        found = self.files[0].stat()
+        found = self.config_file.stat()
         return [(found.st_size, found.st_mtime_ns)]
 
-    def save_companions(self, directory: Path) -> None:
+    def save_companions(self, directory: Path, ntk_length: int | None) -> None:
         """Write the tokenizer and the generation config that the file carries."""
         self._tokenizer.save_pretrained(directory)
         self._model.generation_config.save_pretrained(directory)
+        if ntk_length:
+            _raise_tokenizer_length(directory / TOKENIZER, ntk_length)
 
 
 def _passed_over(file: Path) -> str | None:
-    """What a GGUF file says of positions in places that transformers does not look at: scaled RoPE, a window."""
+    """The scaled RoPE or window that a GGUF file has where transformers does not look."""
     from gguf import GGUFReader
 
     reader = GGUFReader(file)
@@ -210,7 +267,11 @@ def _passed_over(file: Path) -> str | None:
         if tensor.name.startswith(("rope_freqs", "rope_factors")):  # LLaMA 3's scaling; longrope's
             return tensor.name
     for name, field in reader.fields.items():
-        value = field.contents() if name.endswith((".rope.scaling.type", ".attention.sliding_window")) else None
+        value = (
+            field.contents()
+            if name.endswith((".rope.scaling.type", ".attention.sliding_window"))
+            else None
+        )
         if value and value != "none":
             return f"{name}={value!r}"
     return None
@@ -220,24 +281,30 @@ Source = SafetensorsSource | GgufSource
 
 
 def open_source(source: str, revision: str | None = None) -> Source:
-    """Open a checkpoint: a directory, a .gguf file or a hub id; revision: a branch, tag or commit of the latter.
+    """Open a checkpoint: a directory, a .gguf file or a hub id, at a `revision`.
 
     Raises CocaError where it is absent, has no weights that can be read safely, or is ambiguous.
     """
     path = Path(source)
     if revision and path.exists():
-        raise CocaError(f"--revision: got {revision!r} for {source}, which is on this machine; expected a hub id")
+        raise CocaError(
+            f"--revision: got {revision!r} for {source}, which is on this machine; expected a hub "
+            "id"
+        )
     if path.is_file():
         if path.suffix == ".gguf":
             return GgufSource(path)
-        raise CocaError(f"{source}: got a file, expected a checkpoint directory, a .gguf file or a hub id")
+        raise CocaError(
+            f"{source}: got a file, expected a checkpoint directory, a .gguf file or a hub id"
+        )
     directory = path if path.is_dir() else _download(source, revision)
     if os.path.lexists(directory / ADAPTER):
         base = read_json(checkpoint_file(directory, ADAPTER)).get("base_model_name_or_path")
         raise CocaError(
-            f"{source}: got an adapter of {base}, expected a whole model; merge it first (with peft: "
-            f"AutoPeftModelForCausalLM.from_pretrained(SRC).merge_and_unload().save_pretrained(DIR)), or remove "
-            f"{ADAPTER} where the weights beside it are merged already"
+            f"{source}: got an adapter of {base}, expected a whole model; merge it first (with "
+            "peft: AutoPeftModelForCausalLM.from_pretrained(SRC).merge_and_unload()."
+            f"save_pretrained(DIR)), or remove {ADAPTER} where the weights beside it are merged "
+            "already"
         )
     if os.path.lexists(directory / INDEX) or os.path.lexists(directory / SINGLE):
         return SafetensorsSource(directory, None if path.is_dir() else directory.name)
@@ -245,14 +312,16 @@ def open_source(source: str, revision: str | None = None) -> Source:
     gguf_files = sorted(name for name in names if name.endswith(".gguf"))
     if gguf_files and not path.is_dir():
         raise CocaError(
-            f"{source}: got GGUF files ({', '.join(gguf_files)}), expected safetensors; download one of them (hf "
-            f"download {source} {gguf_files[0]} --local-dir DIR) and name the file itself"
+            f"{source}: got GGUF files ({', '.join(gguf_files)}), expected safetensors; download "
+            f"one of them (hf download {source} {gguf_files[0]} --local-dir DIR) and name the file "
+            "itself"
         )
     if len(gguf_files) == 1:
         return GgufSource(directory / gguf_files[0])
     if gguf_files:
         raise CocaError(
-            f"{source}: got {len(gguf_files)} GGUF files ({', '.join(gguf_files)}), expected one; name the file itself"
+            f"{source}: got {len(gguf_files)} GGUF files ({', '.join(gguf_files)}), expected one; "
+            "name the file itself"
         )
     for patterns, what in FOREIGN.items():
         for pattern in patterns:
@@ -262,7 +331,7 @@ def open_source(source: str, revision: str | None = None) -> Source:
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint as transformers loads it; the checkpoint's own code is never run."""
+    """The tokenizer of a checkpoint as transformers loads it, without the checkpoint's own code."""
     from transformers import AutoTokenizer
 
     try:
@@ -273,7 +342,49 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         return tokenizer
     except Exception as error:  # transformers raises what its readers raise
         reason = " ".join(str(error).split())[:200]
-        raise CocaError(f"{directory}: got no tokenizer that can be read, expected one ({reason})") from error
+        raise CocaError(
+            f"{directory}: got no tokenizer that can be read, expected one ({reason})"
+        ) from error
+
+
+def _keep_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Make the files in `directory` load as `tokenizer`, the source's, if they do not.
+
+    transformers chooses a tokenizer's class, and whether it mends its regular expression
+    (`fix_mistral_regex`), by the model type and the version in config.json too, which are now
+    others. What it made of the source is saved then.
+    """
+    for mended in (False, True):
+        with contextlib.suppress(CocaError):
+            if _behaviour(load_tokenizer(directory)) == _behaviour(tokenizer):
+                return
+        if not mended:
+            tokenizer.save_pretrained(directory)
+    raise CocaError(
+        f"{tokenizer.name_or_path}: its {type(tokenizer).__name__} does not load as itself beside "
+        "another config.json; expected one that does; load it with transformers and "
+        "save_pretrained it to the source"
+    )
+
+
+def _behaviour(tokenizer: PreTrainedTokenizerBase) -> tuple:
+    """Whatever decides the token ids of a text or a chat."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    steps = json.loads(backend.to_str()) if backend else {"model": {}}
+    if isinstance(steps["model"].get("vocab"), dict):
+        del steps["model"]["vocab"]  # where two tokens share an id, it has either
+    chat = tokenizer.special_tokens_map, tokenizer.chat_template, tokenizer.padding_side
+    return type(tokenizer), steps, tokenizer.get_vocab(), chat
+
+
+def _raise_tokenizer_length(file: Path, length: int) -> None:
+    """Serving engines take the smaller of the tokenizer's length and the model's."""
+    tokenizer = read_json(file) if file.is_file() else {}
+    if (
+        isinstance(tokenizer.get("model_max_length"), int)
+        and tokenizer["model_max_length"] < length
+    ):
+        file.write_text(json.dumps(tokenizer | {"model_max_length": length}, indent=2) + "\n")
 
 
 def _companions_in(directory: Path, patterns: Iterable[str]) -> list[str]:
@@ -290,7 +401,9 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 def _download(hub_id: str, revision: str | None) -> Path:
     """The directory in the hub's cache with the files of `hub_id` that are read, and no others."""
-    directory = _snapshot(hub_id, revision, ["config.json", INDEX, ADAPTER, "README.md", *COMPANIONS])
+    directory = _snapshot(
+        hub_id, revision, ["config.json", INDEX, ADAPTER, "README.md", *COMPANIONS]
+    )
     if os.path.lexists(directory / ADAPTER):
         return directory
     shards = set(read_index(directory).values()) if os.path.lexists(directory / INDEX) else set()
@@ -304,13 +417,17 @@ def _snapshot(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
     try:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except HFValidationError:
-        raise CocaError(f"{hub_id}: no such directory, and not the form of a hub id (owner/name)") from None
+        raise CocaError(
+            f"{hub_id}: no such directory, and not the form of a hub id (owner/name)"
+        ) from None
     except Exception as error:  # offline, unknown, gated: huggingface_hub has a class for each
-        raise CocaError(f"{hub_id}: no such directory, and not on the hub within reach ({one_line(error)})") from error
+        raise CocaError(
+            f"{hub_id}: no such directory, and not on the hub within reach ({one_line(error)})"
+        ) from error
 
 
 def _names_on_hub(hub_id: str, directory: Path) -> list[str]:
-    """The files of a repository whose snapshot is `directory`; where the hub does not answer, those of the snapshot."""
+    """The files of a repository; where the hub does not answer, those of its snapshot."""
     from huggingface_hub import HfApi
 
     try:

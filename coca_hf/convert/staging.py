@@ -1,13 +1,13 @@
-"""Where a checkpoint is made before it is there: a hidden directory beside the destination, one writer at a time.
+"""Where a checkpoint is made: a hidden directory beside the destination, one writer at a time.
 
-.DST.incomplete/lock            held by the one process that writes; the system frees it when that process dies
-.DST.incomplete/manifest.jsonl  what is made here and from what; then a line for every shard that is on the disk
-.DST.incomplete/calibrated/     a file for every layer that is calibrated, which says itself from what
+.DST.incomplete/lock            held by the one process that writes, until it ends or dies
+.DST.incomplete/manifest.jsonl  what is made here and from what, then a line per finished shard
+.DST.incomplete/calibrated/     a file per calibrated layer, which says itself from what it is made
 .DST.incomplete/checkpoint/     renamed to DST when it is complete
 .DST.incomplete/replaced/       the former DST, from just before that rename until just after it
 
-The directory is for its owner alone, and everything in it is a plain file or directory with one name: whoever prepared
-a link there would have us empty or overwrite what it leads to.
+The directory is for its owner alone, and everything in it is a plain file or directory with one
+name: whoever prepared a link there would have us empty or overwrite what it leads to.
 """
 
 import contextlib
@@ -19,14 +19,17 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from threading import Lock
 
-from filelock import FileLock, Timeout
 from pydantic import BaseModel
 
 from coca_hf.errors import CocaError
+from coca_hf.files import append_line, locked, sync
 
 
 class FinishedShard(BaseModel):
-    """A line of the manifest. written: hashes of the shard's tensors; read: of the source's; scales: see `Maker`."""
+    """A line of the manifest.
+
+    written: hashes of the shard's tensors; read: of the source's; scales: see `Initialiser`.
+    """
 
     shard: str
     written: dict[str, str]
@@ -43,14 +46,16 @@ class Staging:
         self.checkpoint = self.directory / "checkpoint"
         self.calibrated = self.directory / "calibrated"
         self.begun = False
-        self.former: Contents | None = None  # of the target when the work began: what `publish` replaces
+        self.former: Contents | None = (
+            None  # of the target when the work began: what `publish` replaces
+        )
         self.finished: dict[str, FinishedShard] = {}  # by name of the shard
         self._manifest = self.directory / "manifest.jsonl"
         self._replaced = self.directory / "replaced"
         self._lock = Lock()
 
     def check(self) -> None:
-        """Raise CocaError where something in here is not of our making; `replaced` may be: it is the former target."""
+        """Raise CocaError for what we did not make, other than `replaced`, the former target."""
         for directory, directories, files in os.walk(self.directory):
             if Path(directory) == self.directory and self._replaced.name in directories:
                 directories.remove(self._replaced.name)
@@ -66,18 +71,21 @@ class Staging:
             return
         if not os.path.lexists(self.target):
             self._replaced.rename(self.target)
-        elif not os.path.lexists(self.checkpoint):  # it became the target: only the cleaning up is missing
+        elif not os.path.lexists(self.checkpoint):
+            # It became the target: only the cleaning up is missing.
             _remove(self._replaced)
         else:
             raise CocaError(
-                f"{self.target}: appeared while the checkpoint there was being replaced, which is kept in "
-                f"{self._replaced}; move one of them elsewhere, then run the same command again"
+                f"{self.target}: appeared while the checkpoint there was being replaced, which is "
+                f"kept in {self._replaced}; move one of them elsewhere, then run the same command "
+                "again"
             )
 
     def begin(self, made_from: str, shards: Collection[str]) -> None:
-        """Read in `finished` which of the `shards` an earlier run left, if it was to make the same; remove the rest.
+        """Keep the `shards` that an earlier run finished, if it made the same; remove the rest.
 
-        made_from: whatever decides the shards' names and contents, other than the contents of the source.
+        made_from: whatever decides the shards' names and contents, other than the contents of the
+        source.
         """
         self.begun = True
         finished = self._read_manifest(made_from)
@@ -95,7 +103,7 @@ class Staging:
         """Forget the shards that are finished: they will be written again, in the same places."""
         self.finished = {}
         self._manifest.unlink(missing_ok=True)
-        self._append(json.dumps({"made_from": made_from}))
+        append_line(self._manifest, json.dumps({"made_from": made_from}))
 
     def record(self, finished: FinishedShard) -> None:
         """Note a shard as finished, once it is on the disk. Several threads may."""
@@ -103,10 +111,10 @@ class Staging:
         sync(self.checkpoint)
         with self._lock:
             self.finished[finished.shard] = finished
-            self._append(finished.model_dump_json())
+            append_line(self._manifest, finished.model_dump_json())
 
     def publish(self) -> None:
-        """Put the finished checkpoint in place: written to disk, then renamed. Replaces nothing but `former`.
+        """Put the finished checkpoint in place, replacing nothing but `former`.
 
         Raises OSError where the target is not what it was when the work began.
         """
@@ -117,11 +125,14 @@ class Staging:
             if contents_of(self._replaced) != self.former:  # `recover` puts it back
                 raise OSError("the checkpoint there changed meanwhile, and is left as it is")
         try:
-            self.checkpoint.rename(self.target)  # fails where there is anything but an empty directory
+            # Fails where there is anything but an empty directory.
+            self.checkpoint.rename(self.target)
         except OSError as error:
             if not os.path.lexists(self.target):
                 raise
-            raise OSError("something appeared there meanwhile, and is left as it is; move it elsewhere") from error
+            raise OSError(
+                "something appeared there meanwhile, and is left as it is; move it elsewhere"
+            ) from error
         sync(self.target.parent)
 
     def has_results(self) -> bool:
@@ -135,7 +146,9 @@ class Staging:
             _remove(path)
 
     def _read_manifest(self, made_from: str) -> list[FinishedShard] | None:
-        """Its lines up to the first bad one: a power failure may have cut the last one short. None: not ours."""
+        """Its lines up to the first bad one: a power failure may have cut the last one short. None:
+        not ours.
+        """
         try:
             first, *lines = self._manifest.read_text(encoding="utf-8").splitlines(keepends=True)
             if json.loads(first) != {"made_from": made_from} or not self.checkpoint.is_dir():
@@ -150,18 +163,14 @@ class Staging:
                 finished.append(FinishedShard.model_validate_json(text))
         return finished
 
-    def _append(self, line: str) -> None:
-        with self._manifest.open("a", encoding="utf-8") as stream:
-            stream.write(line + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-
 
 Contents = list[tuple[str, int, int, int]]
 
 
 def contents_of(path: Path) -> Contents | None:
-    """Name, inode, size and time of last change of the files below `path`, itself first; None: there is nothing."""
+    """Name, inode, size and time of last change of the files below `path`, itself first; None:
+    there is nothing.
+    """
     if not os.path.lexists(path):
         return None
     found = path.lstat()
@@ -183,81 +192,67 @@ def staging_directory(target: Path) -> Path:
 def locked_staging(target: Path) -> Iterator[Staging]:
     """Hold the staging directory of `target`.
 
-    Afterwards it is gone, unless the body was interrupted with shards finished: then the next run continues from them.
-    A CocaError is not an interruption: it would come again, and leaves nothing but calibrated layers, which took hours
-    and may serve a run with another dtype.
+    Afterwards it is gone, unless the body was interrupted with shards finished: then the next run
+    continues from them. A CocaError is not an interruption: it would come again, and leaves nothing
+    but calibrated layers, which took hours and may serve a run with another dtype.
 
-    Raises CocaError where another process holds it, or where there is something in it that we do not make.
+    Raises CocaError where another process holds it, or where there is something in it that we do
+    not make.
     """
     staging = Staging(target)
-    made = [parent for parent in staging.directory.parents if not parent.exists()]  # by us, from here on
-    lock = _acquire(staging)
+    made = [
+        parent for parent in staging.directory.parents if not parent.exists()
+    ]  # by us, from here on
     try:
-        staging.check()
-        staging.recover()
-        try:
-            yield staging
-        except BaseException as error:
+        with _lock(staging):
+            staging.check()
             staging.recover()
-            if staging.begun and isinstance(error, CocaError):
-                staging.finished = {}
-            if staging.begun and not staging.has_results():
+            try:
+                yield staging
+            except BaseException as error:
+                staging.recover()
+                if staging.begun and isinstance(error, CocaError):
+                    staging.finished = {}
+                if staging.begun and not staging.has_results():
+                    staging.discard()
+                raise
+            try:
                 staging.discard()
-            raise
-        try:
-            staging.discard()
-        except OSError as error:
-            raise CocaError(f"{target}: is written; but what is left of the work cannot be removed: {error}") from error
+            except OSError as error:
+                raise CocaError(
+                    f"{target}: is written; but what is left of the work cannot be removed: {error}"
+                ) from error
     finally:
-        _release(lock, staging.directory)
         with contextlib.suppress(OSError):  # until one that holds something
-            for parent in made:
-                parent.rmdir()
+            for directory in (staging.directory, *made):
+                directory.rmdir()
 
 
-def sync(path: Path) -> None:
-    """Wait until a file or directory is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _acquire(staging: Staging) -> FileLock:
+def _lock(staging: Staging) -> contextlib.ExitStack:
     directory = staging.directory
-    lock = FileLock(directory / "lock")
+    busy = f"{staging.target}: another conversion is writing it; wait for it or choose another name"
+    held = contextlib.ExitStack()
     while True:
         for path in (directory, directory / "lock"):
             if os.path.lexists(path):
                 _check_plain(path, is_directory=path == directory)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)
-        except FileNotFoundError:  # its last holder has just removed the directory
-            continue
-        except Timeout:
-            raise CocaError(
-                f"{staging.target}: another conversion is writing it; wait for it or choose another name"
-            ) from None
-        return lock
+        with contextlib.suppress(FileNotFoundError):
+            # Its last holder has just removed the directory.
+            held.enter_context(locked(directory / "lock", busy))
+            return held
 
 
 def _check_plain(path: Path, is_directory: bool) -> None:
-    """Raise CocaError for a link, a file with a second name, or anything else that we do not make."""
+    """Raise CocaError for a link, a file with a second name, or what else we do not make."""
     found = path.lstat()
-    is_plain = stat.S_ISDIR(found.st_mode) if is_directory else stat.S_ISREG(found.st_mode) and found.st_nlink == 1
+    is_plain = (
+        stat.S_ISDIR(found.st_mode)
+        if is_directory
+        else stat.S_ISREG(found.st_mode) and found.st_nlink == 1
+    )
     if not is_plain:
         raise CocaError(f"{path}: is in the way, expected what coca-convert makes there; remove it")
-
-
-def _release(lock: FileLock, directory: Path) -> None:
-    """Remove the lock, and its directory where nothing is left in it, while the lock is still held."""
-    if {path.name for path in directory.iterdir()} == {"lock"}:
-        with contextlib.suppress(OSError):  # Windows keeps what is open; the next process may be there already
-            (directory / "lock").unlink()
-            directory.rmdir()
-    lock.release()
 
 
 def _remove(path: Path) -> None:

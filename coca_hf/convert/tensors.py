@@ -1,6 +1,7 @@
-"""Which tensors a CoCA checkpoint has, which tensor of the source each is made of, and how. Letters: `models/`.
+"""Which tensors a CoCA checkpoint has, which tensor of the source each is made of, and how.
 
-The CoCA model itself, built without memory, says what it has; a family says what its source calls those tensors.
+The CoCA model itself, built without memory, says what it has; a family says what its source calls
+those tensors. Letters: `models/attention.py`.
 """
 
 import dataclasses
@@ -11,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from coca_hf.convert.families import family_of
-from coca_hf.convert.start import fold_pairs, start_scales, start_t
+from coca_hf.convert.config import family_of
+from coca_hf.convert.initialise import fold_pairs, initial_scales, initial_t
 from coca_hf.errors import CocaError, one_line
 from coca_hf.models.attention import QUERY_SCALE
 from coca_hf.models.decoder import CocaConfig
@@ -24,11 +25,12 @@ ROUNDING = 0.1  # bfloat16 takes 0.002; so much is underflow
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """A tensor of the CoCA checkpoint, `name` of `shape`, and the one of the source that it is made of.
+class TargetTensor:
+    """A tensor of the CoCA checkpoint, and the one of the source that it is made of.
 
-    pick: the part of the source's tensor that is meant, rows in the order of CoCA's heads; None: all, as it is.
-    scaled_by: a tensor of the source, (head_dim,), that multiplies the rows of every head (Qwen3's key norm).
+    pick: the part of the source's tensor that is meant, rows in the order of CoCA's heads; None:
+    all, as it is. scaled_by: a tensor of the source, (head_dim,), that multiplies the rows of every
+    head (Qwen3's key norm).
     """
 
     name: str
@@ -52,72 +54,98 @@ class Piece:
         return self.pick is None and self.module != "t_proj"
 
 
-def untie_(config: CocaConfig, shapes: Mapping[str, Shape], are_equal: Callable[[str, str], bool]) -> None:
-    """Where a head of its own is stored although `config` calls it tied, say untied: so transformers loads it, too.
+def untie_(
+    config: CocaConfig, shapes: Mapping[str, Shape], are_equal: Callable[[str, str], bool]
+) -> None:
+    """Untie the head in `config` where one of its own is stored, as transformers would load it.
 
     are_equal: compares two tensors of the source by name.
     """
-    embeddings = [name for name in shapes if name.endswith(("embed_tokens.weight", "embed_in.weight"))]
+    embeddings = [
+        name for name in shapes if name.endswith(("embed_tokens.weight", "embed_in.weight"))
+    ]
     heads = [name for name in shapes if name in ("lm_head.weight", "embed_out.weight")]
-    if config.tie_word_embeddings and embeddings and not all(are_equal(embeddings[0], head) for head in heads):
+    if (
+        config.tie_word_embeddings
+        and embeddings
+        and not all(are_equal(embeddings[0], head) for head in heads)
+    ):
         config.tie_word_embeddings = False
 
 
 def check_tensors(
-    shapes: Mapping[str, Shape], config: CocaConfig, where: str, released: bool = False, from_coca: bool = False
-) -> tuple[list[Piece], bool]:
-    """The pieces of the CoCA checkpoint, after comparing what they need with the `shapes` found, and `released`.
+    shapes: Mapping[str, Shape],
+    config: CocaConfig,
+    where: str,
+    released: bool = False,
+    from_coca: bool = False,
+) -> tuple[list[TargetTensor], bool]:
+    """The tensors of the CoCA checkpoint, whose sources are among `shapes`; and `released`.
 
-    released: whether the source is of the authors' released code, with full-width t in the place of keys. Where it has
-    a `t_proj`, it is; GPT-NeoX sources do not say. from_coca: the source is a CoCA checkpoint of ours.
+    released: whether the source is of the authors' released code, with full-width t in the place of
+    keys. Where it has a `t_proj`, it is; GPT-NeoX sources do not say. from_coca: the source is a
+    CoCA checkpoint of ours.
 
     Raises CocaError naming the first tensor that is missing, not understood or of the wrong shape.
     """
-    released = not from_coca and (released or any(name.endswith("t_proj.weight") for name in shapes))
+    released = not from_coca and (
+        released or any(name.endswith("t_proj.weight") for name in shapes)
+    )
     _check_released(released, config, where)
-    pieces = list(_pieces(config, shapes, released, from_coca, where))
-    expected = source_shapes(pieces, config)
+    targets = list(_targets(config, shapes, released, from_coca, where))
+    expected = source_shapes(targets, config)
     missing = [name for name in expected if name not in shapes]
     if missing:
-        raise CocaError(f"{where}: tensor {missing[0]} is missing{_and_more(missing)}; is the checkpoint complete?")
+        raise CocaError(
+            f"{where}: tensor {missing[0]} is missing{_and_more(missing)}; is the checkpoint "
+            "complete?"
+        )
     unknown = [name for name in shapes if name not in expected and not is_derived(name, config)]
     if unknown:
         family = family_of(config)
         plain = (family.coca_causal_lm if from_coca else family.causal_lm).__name__
-        raise CocaError(f"{where}: tensor {unknown[0]} is not understood{_and_more(unknown)}; expected a plain {plain}")
+        raise CocaError(
+            f"{where}: tensor {unknown[0]} is not understood{_and_more(unknown)}; expected a plain "
+            f"{plain}"
+        )
     for name, shape in expected.items():
         if shapes[name] != shape:
-            raise CocaError(f"{where}: tensor {name} has shape {shapes[name]}, expected {shape} from config.json")
-    return pieces, released
+            raise CocaError(
+                f"{where}: tensor {name} has shape {shapes[name]}, expected {shape} from "
+                "config.json"
+            )
+    return targets, released
 
 
-def source_shapes(pieces: Iterable[Piece], config: CocaConfig) -> dict[str, Shape]:
-    """Every tensor of the source that `pieces` are made of."""
-    norms = {piece.scaled_by: (config.head_dim,) for piece in pieces if piece.scaled_by}
-    return {piece.source: piece.source_shape for piece in pieces} | norms
+def source_shapes(targets: Iterable[TargetTensor], config: CocaConfig) -> dict[str, Shape]:
+    """Every tensor of the source that `targets` are made of."""
+    norms = {target.scaled_by: (config.head_dim,) for target in targets if target.scaled_by}
+    return {target.source: target.source_shape for target in targets} | norms
 
 
-def check_query_bias(config: CocaConfig, piece: Piece, numbers: Tensor, where: str) -> None:
-    """Raise CocaError for a bias of queries that CoCA, which squares them, cannot hold in the dtype of `numbers`.
+def check_query_bias(config: CocaConfig, target: TargetTensor, numbers: Tensor, where: str) -> None:
+    """Raise CocaError for a bias of queries whose square the dtype of `numbers` cannot hold.
 
     Kept layers square nothing.
     """
-    if not piece.is_query_bias or _layer_number(piece) in config.coca_kept_layers:
+    if not target.is_query_bias or _layer_number(target) in config.coca_kept_layers:
         return
     largest, dtype = numbers.abs().max().item(), str(numbers.dtype).removeprefix("torch.")
     limit = (torch.finfo(numbers.dtype).max / QUERY_SCALE) ** 0.5
     if limit < largest < float("inf"):
         raise CocaError(
-            f"{where}: tensor {piece.name}: got numbers up to {largest:g}, whose squares {dtype} cannot hold, expected "
-            f"at most {limit:.0f}; convert to bfloat16 or float32"
+            f"{where}: tensor {target.name}: got numbers up to {largest:g}, whose squares {dtype} "
+            f"cannot hold, expected at most {limit:.0f}; convert to bfloat16 or float32"
         )
 
 
-def stored_as(dtype: torch.dtype, numbers: Tensor, piece: Piece, where: str, num_heads: int = 1) -> Tensor:
-    """`numbers` of `piece` as they are written. num_heads: along the first dimension.
+def stored_as(
+    dtype: torch.dtype, numbers: Tensor, target: TargetTensor, where: str, num_heads: int = 1
+) -> Tensor:
+    """`numbers` of `target` as they are written. num_heads: along the first dimension.
 
-    Raises CocaError where `dtype` is too narrow: for a number, or, as `W_T` can be tiny, for a head of it, of which
-    rounding takes more than `ROUNDING` of the norm.
+    Raises CocaError where `dtype` is too narrow: for a number, or, as `W_T` can be tiny, for a head
+    of it, of which rounding takes more than `ROUNDING` of the norm.
     """
     stored = numbers.to(dtype)
     if torch.finfo(dtype).max >= torch.finfo(numbers.dtype).max:
@@ -125,61 +153,73 @@ def stored_as(dtype: torch.dtype, numbers: Tensor, piece: Piece, where: str, num
     problem = ""
     if stored.isinf().any() and (stored.isinf() & numbers.isfinite()).any():
         problem = "infinite"
-    elif piece.module == "t_proj":
-        error, size = (x.double().reshape(num_heads, -1).norm(dim=1) for x in (stored - numbers, numbers))
+    elif target.module == "t_proj":
+        error, size = (
+            x.double().reshape(num_heads, -1).norm(dim=1) for x in (stored - numbers, numbers)
+        )
         if (error > ROUNDING * size).any():
             problem = "zero or nearly so"
     if problem:
         raise CocaError(
-            f"{where}: tensor {piece.name}: got numbers up to {numbers.abs().max():g}, which in "
+            f"{where}: tensor {target.name}: got numbers up to {numbers.abs().max():g}, which in "
             f"{str(dtype).removeprefix('torch.')} are {problem}; expected another dtype, as float32"
         )
     return stored
 
 
-class Maker:
-    """Makes pieces from the source's tensors, which `read` fetches by name.
+class Initialiser:
+    """Makes the tensors that are written from the source's tensors, which `read` fetches by name.
 
-    scales: by layer, what the start of its `W_T` chose; filled as layers come.
+    scales: by layer, the factors that the initial `W_T` has; filled as layers come.
     """
 
     def __init__(
-        self, config: CocaConfig, pieces: list[Piece], read: Callable[[str], Tensor], where: str, released: bool = False
+        self,
+        config: CocaConfig,
+        targets: list[TargetTensor],
+        read: Callable[[str], Tensor],
+        where: str,
+        released: bool = False,
     ):
         self.config, self.read, self.where, self.released = config, read, where, released
         self.scales: dict[int, list[float]] = {}
-        self._pieces = {piece.name: piece for piece in pieces}
+        self._targets = {target.name: target for target in targets}
 
-    def make(self, piece: Piece) -> Tensor:
-        """The tensor of `piece`: `W_T` in float32 or wider, all others in the dtype of the source."""
-        tensor = self._picked(piece)
-        if piece.module == "t_proj":
-            return fold_pairs(tensor, self.config.num_key_value_heads) if self.released else self._start(piece, tensor)
+    def make(self, target: TargetTensor) -> Tensor:
+        """The tensor of `target`: `W_T` in float32 or wider, others in the dtype of the source."""
+        tensor = self._picked(target)
+        if target.module == "t_proj":
+            return (
+                fold_pairs(tensor, self.config.num_key_value_heads)
+                if self.released
+                else self._initial(target, tensor)
+            )
         return tensor
 
-    def _start(self, piece: Piece, key: Tensor) -> Tensor:
-        rows = self._scaled(piece, key)
-        return start_t(rows, torch.tensor(self._scales(piece)), self.config.num_key_value_heads)
+    def _initial(self, target: TargetTensor, key: Tensor) -> Tensor:
+        rows = self._scaled(target, key)
+        return initial_t(rows, torch.tensor(self._scales(target)), self.config.num_key_value_heads)
 
-    def _scaled(self, piece: Piece, rows: Tensor) -> Tensor:
-        """The rows of all heads, (g * d, ...), times what `piece` is scaled by."""
-        if piece.scaled_by is None:
+    def _scaled(self, target: TargetTensor, rows: Tensor) -> Tensor:
+        """The rows of all heads, (g * d, ...), times what `target` is scaled by."""
+        if target.scaled_by is None:
             return rows
-        weight = self._norm_weight(piece).repeat(self.config.num_key_value_heads)
+        weight = self._norm_weight(target).repeat(self.config.num_key_value_heads)
         return rows * weight.view(-1, *[1] * (rows.dim() - 1))
 
-    def _norm_weight(self, piece: Piece) -> Tensor:
-        assert piece.scaled_by is not None
-        return self.read(piece.scaled_by).float()
+    def _norm_weight(self, target: TargetTensor) -> Tensor:
+        assert target.scaled_by is not None
+        return self.read(target.scaled_by).float()
 
-    def _scales(self, piece: Piece) -> list[float]:
-        """Of the layer of `piece`: the factor of every key/value head."""
-        layer = _layer_number(piece)
+    def _scales(self, target: TargetTensor) -> list[float]:
+        """The factor of every key/value head in the layer of `target`."""
+        layer = _layer_number(target)
         if layer not in self.scales:
-            scales = self._layer_scales(_layer(piece))
+            scales = self._layer_scales(_layer(target))
             if not all(0 < scale < float("inf") for scale in scales):
                 raise CocaError(
-                    f"{self.where}: layer {layer}: queries or keys are zero, infinite or NaN; expected a trained model"
+                    f"{self.where}: layer {layer}: queries or keys are zero, infinite or NaN; "
+                    "expected a trained model"
                 )
             self.scales[layer] = scales
         return self.scales[layer]
@@ -194,65 +234,88 @@ class Maker:
             "k": "self_attn.t_proj.weight",
             "k_bias": "self_attn.t_proj.bias",
         }
-        pieces = {letter: self._pieces.get(f"{layer}.{name}") for letter, name in names.items()}
-        found = {letter: piece for letter, piece in pieces.items() if piece is not None}
-        weights = {letter: self._scaled(piece, self._picked(piece)) for letter, piece in found.items()}
+        targets = {letter: self._targets.get(f"{layer}.{name}") for letter, name in names.items()}
+        found = {letter: target for letter, target in targets.items() if target is not None}
+        weights = {
+            letter: self._scaled(target, self._picked(target)) for letter, target in found.items()
+        }
         if found["k"].scaled_by:
             weights["k_norm"] = self._norm_weight(found["k"])
-        return start_scales(weights, self.config).tolist()
+        return initial_scales(weights, self.config).tolist()
 
-    def _picked(self, piece: Piece) -> Tensor:
-        tensor = self.read(piece.source)
-        return piece.pick(tensor) if piece.pick else tensor
+    def _picked(self, target: TargetTensor) -> Tensor:
+        tensor = self.read(target.source)
+        return target.pick(tensor) if target.pick else tensor
 
 
-def _pieces(
+def _targets(
     config: CocaConfig, shapes: Mapping[str, Shape], released: bool, from_coca: bool, where: str
-) -> Iterator[Piece]:
+) -> Iterator[TargetTensor]:
     try:
         with torch.device("meta"):
             model = family_of(config).coca_causal_lm(config)
     except Exception as error:  # sizes that torch refuses
         raise CocaError(f"{where}: its config.json makes no model ({one_line(error)})") from error
-    describe = _gpt_neox_piece if config.model_type == "coca_gpt_neox" else _llama_piece
+    describe = _gpt_neox_target if config.model_type == "coca_gpt_neox" else _llama_target
     for name, tensor in model.state_dict().items():
         if name != "lm_head.weight" or not config.tie_word_embeddings:
             shape = tuple(tensor.shape)
-            yield Piece(name, shape, name, shape) if from_coca else describe(config, name, shape, shapes, released)
+            yield (
+                TargetTensor(name, shape, name, shape)
+                if from_coca
+                else describe(config, name, shape, shapes, released)
+            )
 
 
-def _llama_piece(config: CocaConfig, name: str, shape: Shape, shapes: Mapping[str, Shape], released: bool) -> Piece:
+def _llama_target(
+    config: CocaConfig, name: str, shape: Shape, shapes: Mapping[str, Shape], released: bool
+) -> TargetTensor:
     if ".t_proj." not in name:
-        return Piece(name, shape, name, shape)
+        return TargetTensor(name, shape, name, shape)
     source = name if released else name.replace(".t_proj.", ".k_proj.")
-    norm = f"{name.partition('.t_proj.')[0]}.k_norm.weight" if config.model_type == "coca_qwen3" else None
-    return Piece(name, shape, source, (2 * shape[0], *shape[1:]), scaled_by=norm)
+    norm = (
+        f"{name.partition('.t_proj.')[0]}.k_norm.weight"
+        if config.model_type == "coca_qwen3"
+        else None
+    )
+    return TargetTensor(name, shape, source, (2 * shape[0], *shape[1:]), scaled_by=norm)
 
 
-def _gpt_neox_piece(config: CocaConfig, name: str, shape: Shape, shapes: Mapping[str, Shape], released: bool) -> Piece:
+def _gpt_neox_target(
+    config: CocaConfig, name: str, shape: Shape, shapes: Mapping[str, Shape], released: bool
+) -> TargetTensor:
     part = re.fullmatch(r"model\.(.*)\.self_attn\.([qktv])_proj\.(weight|bias)", name)
     if part:
         source = f"gpt_neox.{part[1]}.attention.query_key_value.{part[3]}"
         pick = partial(split_query_key_value, part={"q": 0, "v": 2}.get(part[2], 1), config=config)
-        return Piece(name, shape, source, (3 * config.hidden_size, *shape[1:]), pick)
+        return TargetTensor(name, shape, source, (3 * config.hidden_size, *shape[1:]), pick)
     if name == "lm_head.weight":  # older files, and GPT-NeoX's own code, have the second name
-        return Piece(name, shape, name if name in shapes else "embed_out.weight", shape)
-    source = name.replace("model.", "gpt_neox.", 1).replace(".self_attn.o_proj.", ".attention.dense.")
-    source = source.replace(".embed_tokens.", ".embed_in.").replace("gpt_neox.norm.", "gpt_neox.final_layer_norm.")
-    return Piece(name, shape, source, shape)
+        return TargetTensor(name, shape, name if name in shapes else "embed_out.weight", shape)
+    source = name.replace("model.", "gpt_neox.", 1).replace(
+        ".self_attn.o_proj.", ".attention.dense."
+    )
+    source = source.replace(".embed_tokens.", ".embed_in.").replace(
+        "gpt_neox.norm.", "gpt_neox.final_layer_norm."
+    )
+    return TargetTensor(name, shape, source, shape)
 
 
 def split_query_key_value(fused: Tensor, part: int, config: CocaConfig) -> Tensor:
-    """Query (part 0), key (1) or value (2) rows of GPT-NeoX's fused projection, its weight or its bias.
+    """Query (part 0), key (1) or value (2) rows of GPT-NeoX's fused weight or bias.
 
-    Query and key rows of every head come as turned first halves, unturned first halves, turned second halves, unturned
-    second halves (`models/gpt_neox.py` says why). fused: (h * 3 * d, ...). Returns (h * d, ...).
+    Query and key rows of every head come as turned first halves, unturned first halves, turned
+    second halves, unturned second halves (`models/gpt_neox.py` says why). fused: (h * 3 * d, ...).
+    Returns (h * d, ...).
     """
-    heads = fused.unflatten(0, (config.num_attention_heads, 3, config.head_dim))[:, part]  # (h, d, ...)
+    heads = fused.unflatten(0, (config.num_attention_heads, 3, config.head_dim))[
+        :, part
+    ]  # (h, d, ...)
     if part == 2:
         return heads.flatten(0, 1)
     turned, unturned = heads.tensor_split([rotary_dim(config)], dim=1)
-    halves = [half for side in (0, 1) for half in (turned.chunk(2, 1)[side], unturned.chunk(2, 1)[side])]
+    halves = [
+        half for side in (0, 1) for half in (turned.chunk(2, 1)[side], unturned.chunk(2, 1)[side])
+    ]
     return torch.cat(halves, dim=1).flatten(0, 1)
 
 
@@ -260,26 +323,33 @@ def _check_released(released: bool, config: CocaConfig, where: str) -> None:
     if not released:
         return
     if config.coca_constraint != "slack":
-        raise CocaError(f"{where}: got the released CoCA layout, which is slack, expected --constraint slack")
+        raise CocaError(
+            f"{where}: got the released CoCA layout, which is slack, expected --constraint slack"
+        )
     if config.model_type not in ("coca_llama", "coca_gpt_neox"):
-        raise CocaError(f"{where}: got the released CoCA layout for {config.model_type!r}, expected llama or gpt_neox")
+        raise CocaError(
+            f"{where}: got the released CoCA layout for {config.model_type!r}, expected llama or "
+            "gpt_neox"
+        )
     if config.coca_kept_layers:
         raise CocaError(
-            f"{where}: --keep-layers: got the released CoCA layout, which has no keys, expected an original checkpoint"
+            f"{where}: --keep-layers: got the released CoCA layout, which has no keys, expected an "
+            "original checkpoint"
         )
     if rotary_dim(config) != config.head_dim:
         raise CocaError(
-            f"{where}: got rotary_pct {config.rope_parameters['partial_rotary_factor']} in the released CoCA layout, "
-            f"expected 1: below it the released code pairs t wrongly, and such weights are of no CoCA model"
+            f"{where}: got rotary_pct {config.rope_parameters['partial_rotary_factor']} in the "
+            "released CoCA layout, expected 1: below it the released code pairs t wrongly, and "
+            "such weights are of no CoCA model"
         )
 
 
-def _layer(piece: Piece) -> str:
-    return ".".join(piece.name.split(".")[:3])
+def _layer(target: TargetTensor) -> str:
+    return ".".join(target.name.split(".")[:3])
 
 
-def _layer_number(piece: Piece) -> int:
-    return int(piece.name.split(".")[2])
+def _layer_number(target: TargetTensor) -> int:
+    return int(target.name.split(".")[2])
 
 
 def _and_more(names: list[str]) -> str:

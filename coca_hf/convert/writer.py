@@ -1,7 +1,7 @@
-"""Write the weights of a plan: a few shards at a time, each a block at a time, hashing the tensors as they go by.
+"""Write and hash the weights of a layout: a few shards at a time, a block of each at a time.
 
-The hashes, xxh3, find accidents. Whoever can change a shard in the staging directory can change the manifest beside it
-as well, so that a cryptographic hash, 40 times slower, would protect no better.
+The hashes, xxh3, find accidents. Whoever can change a shard in the staging directory can change the
+manifest beside it as well, so that a cryptographic hash, 40 times slower, would protect no better.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from coca_hf.convert.plan import Plan
+from coca_hf.convert.layout import Layout
 from coca_hf.convert.staging import FinishedShard, Staging
-from coca_hf.convert.tensors import Maker, Piece, check_query_bias, stored_as
+from coca_hf.convert.tensors import Initialiser, TargetTensor
 from coca_hf.errors import CocaError
 from coca_hf.weights import FLOATS, INDEX, WeightsFile
 
@@ -30,52 +30,52 @@ Progress = Callable[[int, int], None]
 
 
 class WeightsWriter:
-    """Writes the shards of `plan` that `staging` does not have yet."""
+    """Writes the shards of `layout` that `staging` does not have yet."""
 
-    def __init__(self, plan: Plan, staging: Staging, progress: Progress):
-        self.plan, self.staging, self.progress = plan, staging, progress
-        self._done, self._total = 0, plan.num_bytes(*plan.shards)
+    def __init__(self, layout: Layout, staging: Staging, progress: Progress):
+        self.layout, self.staging, self.progress = layout, staging, progress
+        self._done, self._total = 0, layout.num_bytes(*layout.shards)
         self._lock, self._stopped = Lock(), False
-
-    def check_copied(self) -> None:
-        """Refuse what `write` would refuse of the tensors that are copied: before they are calibrated for hours."""
-        for piece in self.plan.pieces:
-            is_cast = self.plan.source.dtype(piece.source) != self.plan.dtype_of(piece)
-            if self.plan.is_copied(piece) and (is_cast or piece.is_query_bias):
-                for block in self.plan.source.blocks(piece.source):
-                    self._as_stored(piece, block)
 
     def write(self) -> None:
         with _one_thread_of_torch(), ThreadPoolExecutor(SHARDS_AT_ONCE) as pool:
             try:
                 self._keep_intact(pool)
-                self._advance(self.plan.num_bytes(*self.staging.finished))
-                missing = [shard for shard in self.plan.shards if shard not in self.staging.finished]
-                for written in as_completed([pool.submit(self._write_shard, shard) for shard in missing]):
+                self._advance(self.layout.num_bytes(*self.staging.finished))
+                missing = [
+                    shard for shard in self.layout.shards if shard not in self.staging.finished
+                ]
+                for written in as_completed(
+                    [pool.submit(self._write_shard, shard) for shard in missing]
+                ):
                     written.result()
             except BaseException:
                 self._stopped = True
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        if len(self.plan.shards) > 1:
-            weight_map = {piece.name: shard for shard, pieces in self.plan.shards.items() for piece in pieces}
+        if len(self.layout.shards) > 1:
+            weight_map = {
+                target.name: shard
+                for shard, targets in self.layout.shards.items()
+                for target in targets
+            }
             index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
             (self.staging.checkpoint / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def _keep_intact(self, pool: ThreadPoolExecutor) -> None:
-        """Drop the finished shards that are damaged; all of them where the source is another than it was."""
+        """Drop the finished shards that are damaged, and all of them where the source changed."""
         finished = list(self.staging.finished.values())
         if not all(pool.map(self._is_source_as_read, finished)):
-            self.staging.start_over(self.plan.made_from())
+            self.staging.start_over(self.layout.made_from())
             return
         for facts, is_intact in zip(finished, pool.map(self._is_as_written, finished), strict=True):
             if not is_intact:
                 del self.staging.finished[facts.shard]
 
     def _is_source_as_read(self, facts: FinishedShard) -> bool:
-        known = self.plan.source.shapes()
+        known = self.layout.source.shapes()
         return all(
-            name in known and self._hash(self.plan.source.blocks(name)) == expected
+            name in known and self._hash(self.layout.source.blocks(name)) == expected
             for name, expected in facts.read.items()
         )
 
@@ -88,54 +88,58 @@ class WeightsWriter:
             return False
 
     def _write_shard(self, shard: str) -> None:
-        plan = self.plan
+        layout = self.layout
         read: dict[str, str] = {}
         written: dict[str, str] = {}
-        maker = Maker(plan.config, plan.pieces, partial(self._read, read), plan.src, plan.released)
+        initialiser = layout.initialiser(partial(self._read, read))
         with (self.staging.checkpoint / shard).open("wb", buffering=0) as stream:
             _write(stream, memoryview(self._header(shard)))
-            for piece in plan.shards[shard]:
-                if plan.is_copied(piece):
-                    read[piece.source], written[piece.name] = self._copy(piece, stream)
+            for target in layout.shards[shard]:
+                if layout.is_copied(target):
+                    read[target.source], written[target.name] = self._copy(target, stream)
                 else:
-                    made = self._as_stored(piece, self._made(piece, maker), plan.config.num_key_value_heads)
-                    written[piece.name] = self._hash([made])
+                    made = layout.as_stored(
+                        target, self._made(target, initialiser), layout.config.num_key_value_heads
+                    )
+                    written[target.name] = self._hash([made])
                     self._advance(_write(stream, bytes_of(made)))
-        self.staging.record(FinishedShard(shard=shard, written=written, read=read, scales=maker.scales))
+        self.staging.record(
+            FinishedShard(shard=shard, written=written, read=read, scales=initialiser.scales)
+        )
 
-    def _made(self, piece: Piece, maker: Maker) -> Tensor:
-        tensor = maker.make(piece)  # also where it is not used: it notes the source's hash, and the scale of W_T
-        return self.plan.calibrated.get(piece.name, tensor)
+    def _made(self, target: TargetTensor, initialiser: Initialiser) -> Tensor:
+        # Also where it is not used: it notes the source's hash, and the scale of W_T.
+        tensor = initialiser.make(target)
+        return self.layout.calibrated.get(target.name, tensor)
 
-    def _copy(self, piece: Piece, stream: FileIO) -> tuple[str, str]:
-        """Returns the hashes of what was read and of what was written: one and the same where the type stays."""
+    def _copy(self, target: TargetTensor, stream: FileIO) -> tuple[str, str]:
+        """Returns the hashes of what was read and of what was written."""
         read = xxhash.xxh3_128()
-        written = read if self.plan.source.dtype(piece.source) == self.plan.dtype_of(piece) else xxhash.xxh3_128()
-        for block in self._unless_stopped(self.plan.source.blocks(piece.source)):
+        written = xxhash.xxh3_128() if self.layout.is_cast(target) else read
+        for block in self._unless_stopped(self.layout.source.blocks(target.source)):
             read.update(bytes_of(block))
-            data = bytes_of(self._as_stored(piece, block))
+            data = bytes_of(self.layout.as_stored(target, block))
             if written is not read:
                 written.update(data)
             self._advance(_write(stream, data))
         return read.hexdigest(), written.hexdigest()
 
     def _read(self, hashes: dict[str, str], name: str) -> Tensor:
-        tensor = self.plan.source.read(name)
+        tensor = self.layout.source.read(name)
         hashes[name] = self._hash([tensor])
         return tensor
-
-    def _as_stored(self, piece: Piece, numbers: Tensor, num_heads: int = 1) -> Tensor:
-        stored = stored_as(self.plan.dtype_of(piece), numbers, piece, self.plan.src, num_heads)
-        check_query_bias(self.plan.config, piece, stored, self.plan.src)
-        return stored
 
     def _header(self, shard: str) -> bytes:
         entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
         end = 0
-        for piece in self.plan.shards[shard]:
-            dtype = self.plan.dtype_of(piece)
-            start, end = end, end + math.prod(piece.shape) * dtype.itemsize
-            entries[piece.name] = {"dtype": STORED_AS[dtype], "shape": list(piece.shape), "data_offsets": [start, end]}
+        for target in self.layout.shards[shard]:
+            dtype = self.layout.dtype_of(target)
+            start, end = end, end + math.prod(target.shape) * dtype.itemsize
+            entries[target.name] = {
+                "dtype": STORED_AS[dtype],
+                "shape": list(target.shape),
+                "data_offsets": [start, end],
+            }
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
@@ -166,7 +170,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 @contextlib.contextmanager
 def _one_thread_of_torch() -> Iterator[None]:
-    """In each of ours, which keep the processors busy: more of torch's would only be in their way."""
+    """In each of our threads, which keep the processors busy without more of torch's."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,6 +1,7 @@
-"""What `push_to_hub` of a CoCA model sends beside weights, config and code: its card, its records, its licence."""
+"""What `push_to_hub` of a CoCA model sends besides: its card, its records, its licence."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,37 @@ from transformers.utils.hub import PushToHubMixin
 
 CARD = "README.md"
 RECORDS = ("conversion.json", "training.json")
-LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "USE_POLICY.md", "NOTICE")  # they go where the weights go
+LICENCE_FILES = (
+    "LICENSE",
+    "LICENSE.txt",
+    "LICENSE.md",
+    "USE_POLICY.md",
+    "NOTICE",
+)  # they go where the weights go
 
 
 class PushesItsCard(PushToHubMixin):
-    """A model whose repository gets the records and licence of the checkpoint that it was loaded from, and its card.
+    """A model whose repository gets card, records and licence of its checkpoint.
 
-    A card that the repository has stays. A pull request (`create_pr`) gets none of them: the repository is somebody
-    else's. A model that was not loaded from a checkpoint on this machine has none.
+    A card that the repository has stays. A pull request (`create_pr`) gets none of them: the
+    repository is somebody else's. A model that was not loaded from a checkpoint on this machine has
+    none.
     """
 
     def _upload_modified_files(
-        self, working_dir, repo_id: str, *args, token=None, create_pr: bool = False, revision: str | None = None, **rest
+        self,
+        working_dir,
+        repo_id: str,
+        *args,
+        token=None,
+        create_pr: bool = False,
+        revision: str | None = None,
+        **rest,
     ):
-        """As in transformers, which has put the main branch's card into `working_dir`, or one that says nothing."""
+        """As in transformers.
+
+        It has put the main branch's card into `working_dir`, or one that says nothing.
+        """
         staged = Path(working_dir)
         if not create_pr:
             checkpoint = self._checkpoint()
@@ -41,7 +59,8 @@ class PushesItsCard(PushToHubMixin):
         config = Path(self.name_or_path, "config.json")
         if not self.name_or_path or not config.is_file():
             return None
-        return config.parent if json.loads(config.read_text()).get("model_type") == self.config.model_type else None
+        is_own = json.loads(config.read_text()).get("model_type") == self.config.model_type
+        return config.parent if is_own else None
 
 
 def _card(repo_id: str, revision: str | None, token, checkpoint: Path | None) -> Path | None:
@@ -54,7 +73,7 @@ def _card(repo_id: str, revision: str | None, token, checkpoint: Path | None) ->
 
 
 def _add_card(card_file: Path, place: Path) -> None:
-    """Put the card at `place`, with the tags of the one that is there, which has those given to `push_to_hub`."""
+    """Put the card at `place`, with the tags of the one there, which `push_to_hub` was given."""
     card, tags = ModelCard.load(card_file), ModelCard.load(place).data.tags
     if tags:
         card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *tags]))
@@ -77,6 +96,7 @@ def _without_paths(value: Any) -> Any:
         return {key: _without_paths(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_without_paths(item) for item in value]
-    if isinstance(value, str) and (value.startswith(("/", "~", ".")) or ("/" in value and Path(value).exists())):
-        return Path(value).name
-    return value
+    if not isinstance(value, str):
+        return value
+    is_path = value.startswith(("/", "~", ".")) or ("/" in value and os.path.exists(value))
+    return Path(value).name if is_path else value

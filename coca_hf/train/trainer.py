@@ -17,8 +17,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArgum
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
-from coca_hf.convert.staging import sync
 from coca_hf.errors import CocaError, one_line
+from coca_hf.files import sync
 from coca_hf.train.checkpoint import check_room, load_state, save_state, state_bytes
 from coca_hf.train.held_out_loss import held_out_loss
 from coca_hf.train.log import SpeedMeter, StageLog

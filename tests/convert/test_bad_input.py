@@ -219,7 +219,7 @@ def test_names_that_rich_would_take_for_markup_are_printed_as_they_are(source, t
 
 def test_a_tokenizer_that_cannot_be_edited_is_named_before_weights_are_written(source, tmp_path, convert, monkeypatch):
     (source / "tokenizer_config.json").write_text("{oops")
-    monkeypatch.setattr("coca_hf.convert.checkpoint.WeightsWriter", None)
+    monkeypatch.setattr("coca_hf.convert.conversion.WeightsWriter", None)
     code, printed = convert(source, tmp_path / "dst", "--ntk-length", "128")
     assert (code, printed.count("\n")) == (2, 1)
     assert f"error: {source}/tokenizer_config.json: not JSON" in printed

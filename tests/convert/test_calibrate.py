@@ -31,6 +31,7 @@ from coca_hf.convert.calibration_text import (
     repeated_blocks,
     skipped_positions,
 )
+from coca_hf.convert.conversion import CODE
 from coca_hf.convert.writer import WeightsWriter
 from tests.models.families import CASES, WINDOW, stock_model
 
@@ -378,11 +379,13 @@ def test_a_damaged_layer_is_fitted_again(damage, tiny_llama_dir, text, tmp_path,
     assert fits == [0, 0, 1, 2]
 
 
-def test_a_layer_of_other_code_is_fitted_again(tiny_llama_dir, text, tmp_path, fits, monkeypatch):
+@pytest.mark.parametrize("changed", ["calibrate.py", "attention.py", "rotary.py"])
+def test_a_layer_of_other_code_is_fitted_again(tiny_llama_dir, text, tmp_path, fits, monkeypatch, changed):
     interrupted(tiny_llama_dir, tmp_path / "dst", text)
-    other = tmp_path / "calibrate.py"
-    other.write_text("RELATIVE_RATE = 0.02")
-    monkeypatch.setattr("coca_hf.convert.checkpoint.CODE", (str(other),))
+    folders = [shutil.copytree(folder, tmp_path / folder.name) for folder in CODE]
+    file = next(path for folder in folders for path in folder.glob(changed))
+    file.write_text(file.read_text() + "# of another version")
+    monkeypatch.setattr("coca_hf.convert.conversion.CODE", folders)
     convert(tiny_llama_dir, tmp_path / "dst", text)
     assert fits == [0, 0, 1, 2]
 
@@ -408,6 +411,47 @@ def test_a_bias_of_queries_that_float16_cannot_square_is_refused_before_any_laye
     with pytest.raises(CocaError, match=r"layers\.2\.self_attn\.q_proj\.bias: got numbers up to 1040"):
         convert(source, tmp_path / "dst", text)
     assert fits == []
+
+
+@pytest.fixture
+def neox_source(tiny_tokenizer, tmp_path):
+    """`neox_source(dtype, change_)`: a GPT-NeoX checkpoint whose second layer's fused projection `change_` edits."""
+
+    def save(dtype, change_):
+        model = stock_model("neox-partial", vocab_size=len(tiny_tokenizer)).to(dtype)
+        projection = model.gpt_neox.layers[1].attention.query_key_value
+        with torch.no_grad():
+            change_(*(part.data.unflatten(0, (3, 3, 32)) for part in (projection.weight, projection.bias)))
+        model.save_pretrained(tmp_path / "source")
+        tiny_tokenizer.save_pretrained(tmp_path / "source")
+        return tmp_path / "source"
+
+    return save
+
+
+@pytest.mark.parametrize(
+    ("change_", "message"),
+    [
+        (lambda weight, bias: bias[1, 0, 5].fill_(1040), "q_proj.bias: got numbers up to 1040"),
+        (lambda weight, bias: bias[1, 2, 5].fill_(1e5), "v_proj.bias: got numbers up to 100000"),
+        (lambda weight, bias: weight[1, 2, 5].fill_(1e5), "v_proj.weight: got numbers up to 100000"),
+        (lambda weight, bias: weight[2, 1].fill_(torch.nan), "source: layer 1: queries or keys are zero"),
+    ],
+    ids=["query bias", "value bias", "value weight", "key"],
+)
+def test_what_gpt_neox_has_in_one_tensor_is_checked_before_any_layer(
+    neox_source, text, tmp_path, fits, change_, message
+):
+    source = neox_source(torch.float32, change_)
+    with pytest.raises(CocaError, match=message):
+        convert(source, tmp_path / "dst", text, dtype="float16")
+    assert fits == []
+
+
+def test_a_bias_that_float16_cannot_square_is_calibrated_for_another_dtype(neox_source, text, tmp_path):
+    source = neox_source(torch.float16, lambda weight, bias: bias[1, 0, 5].fill_(1040))
+    convert(source, tmp_path / "dst", text, dtype="float32", calibrate_passes=1)
+    assert weights(tmp_path / "dst")["model.layers.1.self_attn.q_proj.bias"].abs().max() > 1000
 
 
 def test_fields_that_are_left_out_are_left_out_of_the_model_that_is_calibrated(tiny_llama_dir, text, tmp_path):

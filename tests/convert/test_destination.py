@@ -140,7 +140,7 @@ def test_a_destination_that_cannot_be_replaced_is_refused_before_the_source_is_o
     (tmp_path / "source").symlink_to(tiny_llama_dir)
     make(tmp_path / "dst")
     before = sorted(tmp_path.rglob("*"))
-    monkeypatch.setattr("coca_hf.convert.checkpoint.open_source", None)
+    monkeypatch.setattr("coca_hf.convert.conversion.open_source", None)
     with pytest.raises(CocaError, match=message):
         convert_checkpoint(tmp_path / "source", tmp_path / "dst", **options)
     assert sorted(tmp_path.rglob("*")) == before
@@ -153,7 +153,7 @@ def test_a_mount_point_is_refused_before_the_source_is_opened(tmp_path, tiny_lla
     mounted = subprocess.run(["mount", "--bind", dst, dst], capture_output=True, check=False)
     if mounted.returncode:
         pytest.skip("mounting needs root")
-    monkeypatch.setattr("coca_hf.convert.checkpoint.open_source", None)
+    monkeypatch.setattr("coca_hf.convert.conversion.open_source", None)
     try:
         with pytest.raises(CocaError, match="a file system is mounted there"):
             convert_checkpoint(tiny_llama_dir, dst, overwrite=True)

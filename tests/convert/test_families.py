@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 import coca_hf
 from coca_hf import AlibiLlamaConfig, AlibiLlamaForCausalLM, CocaError, convert_checkpoint, patch_
-from coca_hf.convert.families import FAMILIES
+from coca_hf.convert.config import FAMILIES
 from coca_hf.models.attention import QUERY_SCALE, coca_key, coca_query
 from tests.models.families import CASES, SHAPE, carry_t_, key_rows, pairs, reference_logits, stock_model, tokens
 from tests.models.test_golden import GOLDEN
@@ -238,7 +238,7 @@ PAPER_350M = {
 
 
 def test_the_350m_configuration_of_the_paper_is_understood():
-    result = coca_hf.convert.families.coca_config(PAPER_350M, "slack", where="config.json")
+    result = coca_hf.convert.config.coca_config(PAPER_350M, "slack", where="config.json")
     assert (result.head_dim, result.num_key_value_heads, result.dtype) == (64, 16, torch.float16)
     assert result.rope_parameters["partial_rotary_factor"] == 1.0
     with torch.device("meta"):

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coca_hf import CocaError, convert_checkpoint
-from coca_hf.convert.families import FAMILIES
+from coca_hf.convert.config import FAMILIES
 
 gguf = pytest.importorskip("gguf")
 SHAPE = {

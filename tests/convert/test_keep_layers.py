@@ -1,5 +1,6 @@
 """`--keep-layers`: the tensors of kept layers are the source's own, and whatever tells of the model tells of them."""
 
+import copy
 import json
 import shutil
 import subprocess
@@ -13,10 +14,11 @@ from transformers import AutoModelForCausalLM
 from coca_cli.console import BadOption
 from coca_cli.convert import _layers
 from coca_hf import CocaError, convert_checkpoint, patch_, unpatch_
+from coca_hf.convert.harm import layer_harms, most_harmful
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
 from coca_hf.models.attention import KeptAttention
 from tests.convert.test_families import LOAD_WITHOUT_COCA_HF, write_golden
-from tests.models.families import CASES, stock_model, tokens
+from tests.models.families import CASES, WINDOW, stock_model, tokens
 
 EVERY_CASE = pytest.mark.parametrize("case", CASES)
 
@@ -132,7 +134,73 @@ def test_unpatch_restores_the_original_of_a_model_with_kept_layers(case):
     assert torch.equal(unpatch_(model)(ids).logits, expected)
 
 
-@pytest.mark.parametrize("given", ["x", "1;2", "", "2", "-1,0"])  # 2: a layer, or how many?
+@EVERY_CASE
+def test_the_harm_of_a_layer_is_what_its_conversion_alone_changes_in_the_predictions(case):
+    original = stock_model(case)
+    coca = patch_(copy.copy(original)).eval()
+    draw = torch.Generator().manual_seed(1)
+    fitted = {
+        name: tensor + 0.1 * torch.randn(tensor.shape, generator=draw)
+        for name, tensor in coca.state_dict().items()
+        if "q_proj" in name or "t_proj" in name
+    }
+    ids = tokens(3, WINDOW)
+    harms = layer_harms(original, coca, fitted, ids, "cpu")
+    reference = original(ids).logits.double().log_softmax(-1)
+    for number in range(3):
+        swapped = patch_(copy.copy(original), keep_layers={0, 1, 2} - {number}).eval()
+        own = {name: tensor for name, tensor in fitted.items() if f"layers.{number}." in name}
+        changed = copy.deepcopy(swapped)  # its other weights are the original's own
+        changed.load_state_dict(own, strict=False)
+        other = changed(ids).logits.double().log_softmax(-1)
+        expected = (reference.exp() * (reference - other)).sum(-1).mean().item()
+        assert harms[number] == pytest.approx(expected, rel=1e-4)
+
+
+def test_auto_keeps_the_fewest_layers_that_do_half_of_the_harm():
+    assert most_harmful([0.1, 0.5, 0.2, 0.3], 2) == [1, 3]
+    assert most_harmful([0.1, 0.5, 0.2, 0.3], None) == [1, 3]
+    assert most_harmful([0.1, 0.6, 0.2, 0.3], None) == [1]
+    assert most_harmful([0.2, 0.2, 0.2, 0.2], None) == [0, 1]
+
+
+@pytest.mark.parametrize("given", ["1", "auto"])
+def test_the_command_keeps_the_layers_whose_calibrated_conversion_harms_most(given, tiny_llama_dir, tmp_path, convert):
+    (tmp_path / "text.txt").write_text("".join(f"{n} times {n % 7} is {n * (n % 7)}; " for n in range(400)))
+    options = ["--calibrate", tmp_path / "text.txt", "--calibrate-tokens", 256, "--calibrate-passes", 3]
+    code, _ = convert(tiny_llama_dir, tmp_path / "dst", *options, "--keep-layers", given)
+    assert code == 0
+    record = json.loads((tmp_path / "dst" / "conversion.json").read_text())
+    harms = record["calibration"]["layer_harm"]
+    assert len(harms) == 3
+    kept = most_harmful(harms, 1 if given == "1" else None)
+    assert record["kept_layers"] == kept
+    named = ",".join(map(str, kept)) + ","
+    convert(tiny_llama_dir, tmp_path / "named", *options, "--keep-layers", named)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "dst" / name).read_bytes() == (tmp_path / "named" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("given", "calibrate", "message"),
+    [
+        ("1", False, "--keep-layers: got 1 without --calibrate, which measures the harm of layers; pass --calibrate"),
+        ("auto", False, "--keep-layers: got auto without --calibrate"),
+        ("0", True, "--keep-layers: got 0, expected auto, a number from 1, or a list of layers"),
+        ("4", True, "--keep-layers: got 4, expected at most the model's 3 layers"),
+    ],
+)
+def test_how_many_layers_need_calibration_and_are_no_more_than_there_are(
+    given, calibrate, message, tiny_llama_dir, tmp_path, convert
+):
+    options = ["--calibrate", tmp_path / "text.txt"] if calibrate else []
+    code, printed = convert(tiny_llama_dir, tmp_path / "dst", *options, "--keep-layers", given)
+    assert (code, printed.count("\n")) == (2, 1)
+    assert message in printed
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("given", ["x", "1;2", "", "-1,0", "auto,1"])
 def test_the_command_refuses_what_is_no_list_of_layers_in_one_line(given, tiny_llama_dir, tmp_path):
     command = ["coca-convert", tiny_llama_dir, tmp_path / "dst", f"--keep-layers={given}"]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -107,6 +107,19 @@ def test_a_config_that_coca_does_not_support_is_refused_and_the_model_left_as_it
     assert CocaLlamaForCausalLM is not type(model)
 
 
+def test_a_field_that_is_not_understood_can_be_ignored_and_the_message_names_the_argument(tiny_llama_dir):
+    model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
+    model.config.seq_len = 5
+    message = r"patch_: model.config: seq_len=5 is not understood.*; ignore_fields=\['seq_len'\] leaves it out"
+    with pytest.raises(CocaError, match=message):
+        patch_(model)
+    for field, problem in (("hidden_size", "a field that changes the model"), ("seq_lem", "no such field")):
+        with pytest.raises(CocaError, match=rf"patch_: model.config: ignore_fields=\['{field}'\]: got {problem}"):
+            patch_(model, ignore_fields=[field])
+    assert type(model) is LlamaForCausalLM
+    assert not hasattr(patch_(model, ignore_fields=["seq_len"]).config, "seq_len")
+
+
 def test_hooks_and_weights_that_are_elsewhere_are_refused_and_the_model_left_as_it_was(tiny_llama_dir):
     ids = torch.arange(20)[None]
     for where, hook in {

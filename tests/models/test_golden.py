@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from coca_hf import CocaLlamaConfig, CocaLlamaForCausalLM
-from coca_hf.convert.start import fold_pairs
+from coca_hf.convert.initialise import fold_pairs
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from coca_hf import CocaError, CocaLlamaConfig, CocaLlamaForCausalLM, convert_checkpoint, patch_
-from coca_hf.convert.start import start_scales, start_t
+from coca_hf.convert.initialise import initial_scales, initial_t
 from coca_hf.models.attention import QUERY_SCALE, coca_key, coca_query
 from tests.conftest import TINY
 from tests.models.test_golden import GOLDEN
@@ -89,8 +89,8 @@ def test_start_bounds_the_scores_by_the_originals_bound_and_comes_close_to_it(co
             "q_bias": torch.randn(6 * d, generator=generator),
             "k_bias": torch.randn(g * d, generator=generator),
         }
-    w_t = start_t(weights["k"], start_scales(weights, config), g)
-    b_t = start_t(weights["k_bias"], start_scales(weights, config), g) if bias else torch.zeros(g * d // 2)
+    w_t = initial_t(weights["k"], initial_scales(weights, config), g)
+    b_t = initial_t(weights["k_bias"], initial_scales(weights, config), g) if bias else torch.zeros(g * d // 2)
     b_q = weights.get("q_bias", torch.zeros(6 * d))
     for head in range(g):
         rows, half = slice(head * d, (head + 1) * d), slice(head * d // 2, (head + 1) * d // 2)
@@ -149,7 +149,7 @@ def test_the_start_is_the_scaled_mean_of_pairs_and_leaves_the_keys_as_they_are(d
     before, heads = k.clone(), k.double().view(2, 2, 4, 5)
     expected = (heads[:, 0] + heads[:, 1]) / 2 * scales.double()[:, None, None]
     torch.testing.assert_close(
-        start_t(k, scales, 2), expected.flatten(0, 1).to(torch.promote_types(dtype, torch.float32))
+        initial_t(k, scales, 2), expected.flatten(0, 1).to(torch.promote_types(dtype, torch.float32))
     )
     assert torch.equal(k, before)
 

@@ -1,0 +1,382 @@
+"""Convert a checkpoint on disk, a block at a time: `convert_checkpoint`."""
+
+import contextlib
+import copy
+import json
+import math
+import os
+import time
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import xxhash
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from coca_hf import models
+from coca_hf.card import write_card
+from coca_hf.checkout import now, versions
+from coca_hf.convert.calibrate import Calibration, calibrate, default_device, default_passes
+from coca_hf.convert.calibration_text import calibration_blocks, reach, repeated_blocks
+from coca_hf.convert.harm import layer_harms, most_harmful
+from coca_hf.convert.initialise import RULE
+from coca_hf.convert.layout import Form, Layout
+from coca_hf.convert.patch import patch_
+from coca_hf.convert.preflight import (
+    check_device,
+    check_kept_layers,
+    check_kept_number,
+    check_numbers,
+    check_options,
+    check_paths,
+    check_room,
+    check_target,
+)
+from coca_hf.convert.source import open_source
+from coca_hf.convert.staging import (
+    FinishedShard,
+    Staging,
+    contents_of,
+    locked_staging,
+    staging_directory,
+)
+from coca_hf.convert.tensors import source_shapes
+from coca_hf.convert.writer import Progress, WeightsWriter, bytes_of
+from coca_hf.errors import CocaError
+from coca_hf.held_out import Place
+from coca_hf.models.decoder import CocaForCausalLM
+from coca_hf.weights import parse_size
+
+RECORD = "conversion.json"
+# Layers that other code fitted are not reused. Initialisation, attention, rotary angles and the fit
+# all decide what a fit is, so that any change in these directories counts.
+CODE = (Path(__file__).parent, Path(models.__file__).parent)
+
+
+def convert_checkpoint(
+    src: str | os.PathLike,
+    dst: str | os.PathLike,
+    constraint: str | None = None,
+    dtype: str = "auto",
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    max_shard_size: str = "1GB",
+    ntk_length: int | None = None,
+    ntk_factor: float | None = None,
+    released: bool = False,
+    calibrate_on: str | None = None,
+    calibrate_tokens: int = 32768,
+    calibrate_block: int = 2048,
+    calibrate_passes: int | None = None,
+    column: str = "text",
+    split: str = "train",
+    subset: str | None = None,
+    device: str | None = None,
+    seed: int = 0,
+    calibrate_progress: Progress | None = None,
+    keep_layers: Sequence[int] | int | str | None = None,
+    revision: str | None = None,
+    ignore_fields: Collection[str] = (),
+) -> dict:
+    """Convert the checkpoint `src` to CoCA in the directory `dst`; returns its record.
+
+    The record is also in `dst/conversion.json`. An interrupted run leaves what is finished in a
+    hidden directory beside `dst`, and the same call continues from there. Safetensors are read in
+    blocks, a few shards of `dst` at a time; memory holds the projections of one layer for each.
+
+    src: a directory (safetensors, also of the released code; or GGUF), a .gguf file, or a hub id
+    constraint: `slack`, the default, or `strict`
+    dtype: `auto`, the source's, or a name in `DTYPES`
+    overwrite: replace a checkpoint at `dst`
+    progress: called with bytes written and bytes in all, by one thread at a time
+    max_shard_size: of a file of weights, as in `500MB`; a larger tensor has a file to itself
+    ntk_length: tokens for which dynamic NTK's base is written (`bake_ntk_`); `src` may be CoCA
+    ntk_factor: dynamic NTK's factor
+    released: `src` is a GPT-NeoX checkpoint of the authors' code, which none of its files says
+    calibrate_on: text to fit W_Q and W_T to the original's attention on (`calibrate.py`)
+    calibrate_tokens: tokens of that text; as many of repeated passages are added
+    calibrate_block, calibrate_passes: tokens in a block, and passes over the blocks
+    column, split, subset: of the text, as `read_documents` takes them
+    device, seed: where layers are fitted, and what draws the text
+    calibrate_progress: called with layers done and in all
+    keep_layers: numbers, from 0, of the layers that keep the original's attention; or, with
+        calibrate_on, how many, or `auto`: those whose conversion harms most (`harm.py`)
+    revision: branch, tag or commit of a hub id
+    ignore_fields: fields of config.json that we do not know and you call inert
+
+    Raises CocaError for input that is not understood, and leaves `dst` as it was.
+    """
+    src, target, device = os.fspath(src), Path(dst).absolute(), device or default_device()
+    report = calibrate_progress or (lambda done, total: None)
+
+    # What can be refused is refused before the first number is written, the cheapest first.
+    shard_bytes = parse_size(max_shard_size, "--max-shard-size")
+    form = Form(
+        src, constraint, dtype, shard_bytes, ntk_length, ntk_factor, released, ignore_fields
+    )
+    check_paths(src, dst)
+    check_options(form)
+    check_kept_layers(keep_layers, calibrate_on)
+    if calibrate_on:
+        check_device(device)
+    with _os_errors(target), contextlib.ExitStack() as stack:
+        staging = stack.enter_context(locked_staging(target))
+        check_target(src, target, overwrite)
+        staging.former = contents_of(target)
+        source = stack.enter_context(contextlib.closing(open_source(src, revision)))
+        named = None if isinstance(keep_layers, (int, str)) else keep_layers
+        layout, calibration = Layout(source, form, named), None
+        check_kept_number(keep_layers, layout)
+        if calibrate_on:
+            place = calibrate_on, column, split, subset, None, True
+            calibration = _Calibration(
+                layout, place, calibrate_tokens, calibrate_block, calibrate_passes, device, seed
+            )
+        tokenizer = _begin(staging, layout, calibration)
+        if calibration:
+            check_numbers(layout)
+            if isinstance(keep_layers, (int, str)):  # any layer may be kept
+                every_layer = range(layout.config.num_hidden_layers)
+                check_numbers(Layout(source, form, every_layer), known=layout.targets)
+
+                kept = calibration.most_harmful(layout, keep_layers, staging, report)
+                layout = Layout(source, form, kept)
+                tokenizer = _begin(staging, layout, calibration)
+            calibration.run(layout, staging, report)
+        WeightsWriter(layout, staging, progress or (lambda done, total: None)).write()
+        source.check_unchanged()
+        record = _record(layout, staging.finished.values(), tokenizer, calibration)
+        (staging.checkpoint / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+        write_card(staging.checkpoint)
+        staging.publish()
+    return record
+
+
+def _begin(
+    staging: Staging, layout: Layout, calibration: "_Calibration | None"
+) -> PreTrainedTokenizerBase | None:
+    """Write all but weights, record and card; returns the source's tokenizer, where one loads."""
+    layout.calibrated_from = calibration.settings if calibration else None
+    staging.begin(layout.made_from(), layout.shards)
+    check_room(layout, staging)
+    layout.config.save_pretrained(staging.checkpoint)  # also copies the modelling files
+    return layout.source.save_companions(staging.checkpoint, layout.form.ntk_length)
+
+
+class _Calibration:
+    """The calibration of the source of `layout` on the documents of `place`."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        place: Place,
+        num_tokens: int,
+        block_tokens: int,
+        passes: int | None,
+        device: str,
+        seed: int,
+    ):
+        if layout.from_coca or layout.released:
+            raise CocaError(
+                "--calibrate: got a CoCA checkpoint, expected an original, whose attention it "
+                "imitates"
+            )
+        self.device = device
+        self.text, self.seed = place[0], seed
+        self.tokenizer = layout.source.load_tokenizer()
+        text_blocks, self.held_out = calibration_blocks(
+            place, self.tokenizer, layout.config, num_tokens, block_tokens, seed
+        )
+        self.blocks = torch.cat(
+            (text_blocks, repeated_blocks(text_blocks, self.tokenizer, layout.config, seed))
+        )
+        self.text_tokens = text_blocks.numel()
+        self.passes = passes or default_passes(len(self.blocks))
+        ids_hash = xxhash.xxh3_128_hexdigest(bytes_of(self.blocks))
+        code = [
+            xxhash.xxh3_128_hexdigest(file.read_bytes())
+            for folder in CODE
+            for file in sorted(folder.glob("*.py"))
+        ]
+        options = layout.config.coca_constraint, seed, self.passes
+        self.settings = [layout.source.states(), self.blocks.shape, ids_hash, *options, code]
+        self.harms: list[float] | None = None
+        self.seconds = 0.0
+
+    def run(self, layout: Layout, staging: Staging, progress: Progress) -> None:
+        """Fit the layers of `layout`, which gets the tensors; `record` gets what was done."""
+        began = time.perf_counter()
+        done, original, _ = self._fit(layout, staging, progress)
+        layout.calibrated = done.tensors
+        self.record = {
+            "text": self.text,
+            "tokens": self.text_tokens,
+            "repeated_tokens": self.blocks.numel() - self.text_tokens,
+            "block_tokens": self.blocks.shape[1],
+            "reach": reach(original.config),
+            "held_out_tokens": self.held_out.numel(),
+            "seed": self.seed,
+            "passes": self.passes,
+            "device": self.device,
+            "perplexity": done.perplexity,
+            "attention_kl": [layer._asdict() for layer in done.layers],
+            **({"layer_harm": self.harms} if self.harms else {}),
+            "seconds": round(self.seconds + time.perf_counter() - began, 1),
+        }
+
+    def most_harmful(
+        self, layout: Layout, number: int | str, staging: Staging, progress: Progress
+    ) -> list[int]:
+        """Fit all layers; returns the `number` (or `auto`) whose conversion harms most."""
+        began = time.perf_counter()
+        done, original, coca = self._fit(layout, staging, progress)
+        text_blocks = self.held_out[: max(1, len(self.held_out) // 2)]
+        repeated = repeated_blocks(text_blocks, self.tokenizer, layout.config, self.seed)
+        blocks = torch.cat((text_blocks, repeated))
+        self.harms = layer_harms(original, coca, done.tensors, blocks, self.device)
+        self.seconds = time.perf_counter() - began
+        return most_harmful(self.harms, None if number == "auto" else int(number))
+
+    def _fit(
+        self, layout: Layout, staging: Staging, progress: Progress
+    ) -> tuple[Calibration, PreTrainedModel, CocaForCausalLM]:
+        config = layout.config
+        original = layout.source.load_model().eval()
+        if original.dtype == torch.float16 != config.dtype:
+            original.float()  # patch_ refuses what float16 cannot hold, though it is not written
+        present = [field for field in layout.form.ignored_fields if hasattr(original.config, field)]
+        coca = patch_(  # shares all weights but W_T
+            copy.copy(original),
+            config.coca_constraint,
+            keep_layers=config.coca_kept_layers,
+            ignore_fields=present,
+        )
+        done = calibrate(
+            original,
+            coca,
+            self.blocks,
+            self.held_out,
+            staging.calibrated,
+            json.dumps(self.settings, default=str),
+            self.seed,
+            self.passes,
+            self.device,
+            progress,
+        )
+        return done, original, coca
+
+
+def _record(
+    layout: Layout,
+    finished: Collection[FinishedShard],
+    tokenizer: PreTrainedTokenizerBase | None,
+    calibration: _Calibration | None,
+) -> dict:
+    """The content of `conversion.json`, when all shards are `finished`."""
+    kind = ", released CoCA layout" if layout.released else ", CoCA" if layout.from_coca else ""
+    return {
+        "source": str(Path(layout.form.src).absolute())
+        if Path(layout.form.src).exists()
+        else layout.form.src,
+        "source_format": layout.source.kind + kind,
+        "source_xxh3_128": _source_hash(finished),
+        **({"source_commit": layout.source.commit} if layout.source.commit else {}),
+        **(
+            {"ignored_fields": list(layout.form.ignored_fields)}
+            if layout.form.ignored_fields
+            else {}
+        ),
+        "base": layout.base,
+        "constraint": layout.config.coca_constraint,
+        "kept_layers": layout.config.coca_kept_layers,
+        "dtype": str(layout.config.dtype).removeprefix("torch."),
+        "start": _initialisation(layout, finished),
+        **({"rope": layout.ntk} if layout.ntk else {}),
+        **({"fix_mistral_regex": False} if _needs_its_regex_mended(tokenizer) else {}),
+        **_summary(layout),
+        "versions": versions("coca-hf", "transformers", "torch", "safetensors"),
+        "date": now(),
+        **({"calibration": calibration.record} if calibration else {}),
+    }
+
+
+def _needs_its_regex_mended(tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    """Whether transformers notes on its backend to load it with `fix_mistral_regex`."""
+    return (
+        getattr(getattr(tokenizer, "backend_tokenizer", None), "fix_mistral_regex", None) is False
+    )
+
+
+def _source_hash(finished: Collection[FinishedShard]) -> str:
+    """The xxh3_128 of the names and xxh3_128 of all tensors read, in the order of their names."""
+    read = {name: digest for facts in finished for name, digest in facts.read.items()}
+    return xxhash.xxh3_128_hexdigest(json.dumps(read, sort_keys=True).encode())
+
+
+def _initialisation(layout: Layout, finished: Collection[FinishedShard]) -> dict:
+    if layout.released:
+        return {"rule": "the released t_proj, mean over the two rows of every rotary pair"}
+    if layout.from_coca:
+        return {"rule": "none: all weights are those of the source, which is a CoCA checkpoint"}
+    scales = {layer: of_heads for facts in finished for layer, of_heads in facts.scales.items()}
+    return {
+        "rule": RULE,
+        "scales": [scales.get(layer) for layer in range(layout.config.num_hidden_layers)],
+    }
+
+
+def _summary(layout: Layout) -> dict:
+    """Parameters, the fraction that each of the paper's stages trains, and cache bytes per token.
+
+    The cache is the half-width one of `models/cache.py`; a CoCA source has it before as well as
+    after.
+    """
+    before = {
+        name: math.prod(shape)
+        for name, shape in source_shapes(layout.targets, layout.config).items()
+    }
+    after = {target.name: math.prod(target.shape) for target in layout.targets}
+    total = sum(after.values())
+
+    def fraction(*modules: str) -> float:
+        return sum(count for name, count in after.items() if name.split(".")[-2] in modules) / total
+
+    d, itemsize = layout.config.head_dim, layout.config.dtype.itemsize
+    layers, kept = layout.config.num_hidden_layers, len(layout.config.coca_kept_layers)
+    width = layout.config.num_key_value_heads * d
+    # Keys, of which CoCA's layers hold half, values, and the angles that all layers share
+    cache = ((3 * layers + kept) * width // 2 + d) * itemsize
+    return {
+        "parameters": {"before": sum(before.values()), "after": total},
+        "trainable_fraction": {
+            "k": fraction("t_proj"),
+            "qkv": fraction("q_proj", "k_proj", "t_proj", "v_proj"),
+            "full": 1.0,
+        },
+        "kv_cache_bytes_per_token": {
+            "before": cache if layout.from_coca else 2 * layers * width * itemsize,
+            "after": cache,
+        },
+    }
+
+
+@contextlib.contextmanager
+def _os_errors(target: Path) -> Iterator[None]:
+    """Raise CocaError, one line, for a full or read-only disk and the like.
+
+    Writers in Rust have errors of their own.
+    """
+    try:
+        yield
+    except CocaError:
+        raise
+    except Exception as error:
+        full = "No space left on device" in str(error)
+        no_locks = isinstance(error, NotImplementedError)  # on that disk
+        if not full and not no_locks and not isinstance(error, OSError):
+            raise
+        reason = "disk full while writing; free some space" if full else str(error)
+        staging = staging_directory(target)
+        if staging.exists():
+            reason += f"; what is finished is kept in {staging}, and the same command continues"
+        raise CocaError(f"{target}: not written: {reason}") from error

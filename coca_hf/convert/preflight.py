@@ -1,0 +1,162 @@
+"""What a conversion refuses before it writes: options, paths, destination, disk, numbers.
+
+`convert_checkpoint` calls these in the order of their cost. Configuration and tensors' shapes are
+refused by `Layout`, damaged files by `open_source`, and what a previous run left by `Staging`.
+"""
+
+import math
+import os
+import re
+import shutil
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import torch
+
+from coca_hf.convert.layout import DTYPES, Form, Layout
+from coca_hf.convert.staging import Staging, staging_directory
+from coca_hf.convert.tensors import TargetTensor
+from coca_hf.errors import CocaError
+from coca_hf.weights import size_in_words
+
+
+def check_options(form: Form) -> None:
+    if form.constraint not in (None, "slack", "strict"):
+        raise CocaError(f"--constraint: got {form.constraint!r}, expected slack or strict")
+    if form.dtype != "auto" and form.dtype not in DTYPES:
+        raise CocaError(f"--dtype: got {form.dtype!r}, expected auto, {', '.join(DTYPES)}")
+    if form.ntk_length is not None and form.ntk_length < 1:
+        raise CocaError(f"--ntk-length: got {form.ntk_length}, expected the total number of tokens")
+    if form.ntk_factor is not None and not (form.ntk_length and 1 <= form.ntk_factor < math.inf):
+        raise CocaError(
+            f"--ntk-factor: got {form.ntk_factor}, expected at least 1, together with --ntk-length"
+        )
+
+
+def check_kept_layers(
+    keep_layers: Sequence[int] | int | str | None, calibrate_on: str | None
+) -> None:
+    if not isinstance(keep_layers, (int, str)):
+        return
+    if keep_layers != "auto" and (isinstance(keep_layers, str) or keep_layers < 1):
+        raise CocaError(
+            f"--keep-layers: got {keep_layers!r}, expected auto, a number from 1, or a list of "
+            "layers"
+        )
+    if not calibrate_on:
+        raise CocaError(
+            f"--keep-layers: got {keep_layers} without --calibrate, which measures the harm of "
+            "layers; pass --calibrate TEXT, or name the layers, as in 8,17 (one alone: '8,')"
+        )
+
+
+def check_kept_number(keep_layers: Sequence[int] | int | str | None, layout: Layout) -> None:
+    most = layout.config.num_hidden_layers
+    if isinstance(keep_layers, int) and keep_layers > most:
+        raise CocaError(
+            f"--keep-layers: got {keep_layers}, expected at most the model's {most} layers"
+        )
+
+
+def check_device(device: str) -> None:
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise CocaError(
+            f"--device: got {device!r}, expected cpu, or cuda, cuda:1 or mps where this machine "
+            "has it"
+        ) from error
+
+
+def check_paths(src: str, dst: str | os.PathLike) -> None:
+    """Raise CocaError for a path that cannot be looked up, or that no file in UTF-8 can name."""
+    if Path(dst).name in ("", ".."):
+        raise CocaError(f"DST: got {os.fspath(dst)!r}, expected the name of a directory to write")
+    target = Path(dst).absolute()
+    for path in (Path(src).absolute(), target, staging_directory(target)):
+        try:
+            str(path).encode()
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except UnicodeEncodeError:
+            raise CocaError(
+                f"{path}: got a name that is not UTF-8, which no JSON can hold; rename it"
+            ) from None
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # too long, a circle of links, not permitted; a null byte
+            reason = getattr(error, "strerror", None) or str(error)
+            raise CocaError(f"{path}: cannot be used ({reason}); choose another path") from error
+
+
+def check_target(src: str, target: Path, overwrite: bool) -> None:
+    source = Path(src).absolute().resolve()
+    for directory in (target.resolve(), staging_directory(target).resolve()):
+        if source.exists() and directory in (source, *source.parents):
+            raise CocaError(
+                f"{directory}: is the source itself or holds it; choose another destination"
+            )
+    if not os.path.lexists(target):
+        return
+    if target.is_symlink():
+        raise CocaError(
+            f"{target}: is a link to {os.readlink(target)}; name the directory itself, or remove "
+            "the link"
+        )
+    if not overwrite:
+        raise CocaError(
+            f"{target}: exists and is left as it is; pass --overwrite to replace it, or choose "
+            "another name"
+        )
+    if _is_mount_point(target):
+        raise CocaError(
+            f"{target}: a file system is mounted there, which cannot be replaced; choose a name "
+            "below it"
+        )
+    if not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").is_file()):
+        raise CocaError(
+            f"{target}: --overwrite replaces a checkpoint directory only, and there is no "
+            "config.json in it"
+        )
+
+
+def check_room(layout: Layout, staging: Staging) -> None:
+    needed = layout.num_bytes(*(shard for shard in layout.shards if shard not in staging.finished))
+    free = shutil.disk_usage(staging.directory).free
+    if needed > free:
+        raise OSError(
+            f"disk full: {size_in_words(free)} free, expected {size_in_words(needed)}; free some "
+            "or choose another destination"
+        )
+
+
+def check_numbers(layout: Layout, known: Collection[TargetTensor] = ()) -> None:
+    """Raise CocaError for what writing would refuse, before layers are calibrated for hours.
+
+    Only what calibration itself makes of W_Q and W_T cannot be known yet. known: tensors that need
+    no check.
+    """
+    initialiser = layout.initialiser(layout.source.read)
+    names = {target.name for target in known}
+    for target in [target for target in layout.targets if target.name not in names]:
+        if not layout.is_copied(target):
+            made = initialiser.make(target)
+            if target.module != "t_proj":  # calibration replaces that one
+                layout.as_stored(target, made)
+        elif layout.is_cast(target) or target.is_query_bias:
+            for block in layout.source.blocks(target.source):
+                layout.as_stored(target, block)
+
+
+def _is_mount_point(path: Path) -> bool:
+    """Also for a bind mount of the same file system, on Linux; `os.path.ismount` misses those."""
+    mounts = Path("/proc/self/mountinfo")
+    if not mounts.exists():
+        return os.path.ismount(path)
+    points = (line.split(b" ")[4] for line in mounts.read_bytes().splitlines())
+    octal = re.compile(rb"\\(\d{3})")  # of blanks and backslashes
+    return os.fsencode(path.resolve()) in {
+        octal.sub(lambda code: bytes([int(code[1], 8)]), point) for point in points
+    }

@@ -1,0 +1,64 @@
+"""Files that are whole or absent, that are on the disk, and that one process writes at a time."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from coca_hf.errors import CocaError
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or directory is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """The path of a file to write, which then takes the place of `path`.
+
+    A reader, and a process that is killed, find the old file or the new one, whole. After an error
+    the old one stays. The name is hidden, and its own for each process.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield unfinished
+        sync(unfinished)
+        os.replace(unfinished, path)
+        sync(path.parent)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line, in UTF-8, and wait until it is on the disk."""
+    with path.open("a", encoding="utf-8") as stream:
+        stream.write(line + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+@contextlib.contextmanager
+def locked(file: Path, message: str) -> Iterator[None]:
+    """Hold the lock `file`, which is gone afterwards; the system frees it when the process dies.
+
+    Raises CocaError with `message` where another process holds it, and OSError where `file` cannot
+    be made.
+    """
+    lock = FileLock(file)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise CocaError(message) from None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # Windows keeps what is open
+            file.unlink()
+        lock.release()
