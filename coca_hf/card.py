@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from coca_hf.errors import CocaError
@@ -238,10 +237,9 @@ def _front_matter(directory: Path) -> dict:
     try:
         text = _beginning(checkpoint_file(directory, CARD))
         match = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
-        content = yaml.safe_load(match[1]) if match else {}
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return ModelCard(match[0]).data.to_dict() if match else {}
+    except Exception:  # a reader of YAML raises errors of its own
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _read_record(path: Path) -> dict:

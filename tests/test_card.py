@@ -9,7 +9,7 @@ import yaml
 from huggingface_hub import ModelCard
 from typer.testing import CliRunner
 
-from coca_cli.main import evaluate_app
+from coca_cli.evaluate import app as evaluate_app
 from coca_hf import CocaError, convert_checkpoint
 from coca_hf.card import MARK, base_metadata, write_card
 

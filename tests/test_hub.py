@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from coca_cli.main import evaluate_app
+from coca_cli.evaluate import app as evaluate_app
 from coca_hf import convert_checkpoint
 from coca_hf.models.hub import _without_paths
 from tests.hub import HubHandler, serving

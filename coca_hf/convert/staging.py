@@ -16,16 +16,16 @@ import os
 import shutil
 import stat
 from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
-
-from pydantic import BaseModel
 
 from coca_hf.errors import CocaError
 from coca_hf.files import append_line, locked, sync
 
 
-class FinishedShard(BaseModel):
+@dataclass(frozen=True)
+class FinishedShard:
     """A line of the manifest.
 
     written: hashes of the shard's tensors; read: of the source's; scales: see `Initialiser`.
@@ -35,6 +35,16 @@ class FinishedShard(BaseModel):
     written: dict[str, str]
     read: dict[str, str]
     scales: dict[int, list[float]]
+
+    @classmethod
+    def of_line(cls, line: str) -> "FinishedShard":
+        """Raises ValueError, KeyError, TypeError or AttributeError for a line of anything else."""
+        facts = json.loads(line)
+        hashes = [facts["shard"], *facts["written"].values(), *facts["read"].values()]
+        if set(map(type, hashes)) != {str}:
+            raise ValueError("a name or a hash is no text")
+        scales = {int(layer): [*map(float, found)] for layer, found in facts["scales"].items()}
+        return cls(facts["shard"], facts["written"], facts["read"], scales)
 
 
 class Staging:
@@ -111,7 +121,7 @@ class Staging:
         sync(self.checkpoint)
         with self._lock:
             self.finished[finished.shard] = finished
-            append_line(self._manifest, finished.model_dump_json())
+            append_line(self._manifest, json.dumps(asdict(finished)))
 
     def publish(self) -> None:
         """Put the finished checkpoint in place, replacing nothing but `former`.
@@ -156,11 +166,11 @@ class Staging:
         except (FileNotFoundError, ValueError):
             return None
         finished: list[FinishedShard] = []
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
             for text in lines:
                 if not text.endswith("\n"):
                     break
-                finished.append(FinishedShard.model_validate_json(text))
+                finished.append(FinishedShard.of_line(text))
         return finished
 
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, masking_utils
 from typer.testing import CliRunner
 
 import coca_hf
-from coca_cli.main import train_app
+from coca_cli.train import app as train_app
 from coca_hf.errors import CocaError
 from coca_hf.train import memory as measuring
 from coca_hf.train.memory import Setting, measure

@@ -5,7 +5,7 @@ import math
 
 from typer.testing import CliRunner
 
-from coca_cli.main import evaluate_app
+from coca_cli.evaluate import app as evaluate_app
 from coca_hf.report.recovery import read_recovery
 from tests.train.layouts import log_lines
 
