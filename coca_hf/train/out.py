@@ -41,11 +41,11 @@ STOPPED = "stopped.json"
 PARTIAL = "partial"
 MOST_CHANGES = 8  # that a message lists
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, RuntimeError, pickle.UnpicklingError)
-LAYOUT = (  # training options that may change with --resume: how the same steps are computed, and which are skipped
+LAYOUT = (  # keys that may change with --resume: how the same steps are computed, and which are skipped
     *("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"),
     *("activation_checkpointing", "torch_compile", "attn_implementation", "fused_cross_entropy", "report_to"),
     *("disable_tqdm", "save_steps", "save_total_limit", "dataloader_num_workers", "context_parallel_size"),
-    *("max_bad_steps", "spike_factor"),
+    *("max_bad_steps", "spike_factor", "prepared"),
     *("run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
 )
 

@@ -5,11 +5,9 @@ COCA_KILLS sets how many random kills: COCA_KILLS=20 pytest tests/train/test_kil
 
 import contextlib
 import json
-import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import time
 
 import pytest
@@ -17,7 +15,7 @@ import pytest
 from coca_hf.train import one_stage, stages
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
-from coca_hf.train.stop import EXIT_STOPPED, leave_signals_to_parent
+from coca_hf.train.stop import EXIT_STOPPED
 from coca_hf.train.trainer import StageTrainer
 from tests.train.layouts import FSDP2, Run, launch, log_lines, succeed, warm_server
 
@@ -92,26 +90,6 @@ def test_sigterm_ends_the_command_with_its_code_and_a_checkpoint(real_recipe, re
     assert "1-k: stopped by SIGTERM after step 2, with a checkpoint; continue with --resume" in printed
     run_recipe(load_recipe(real_recipe), out, resume=True)
     assert final_losses(out) == final_losses(real_unbroken)
-
-
-def read_on(ready):
-    leave_signals_to_parent()
-    ready.set()
-    time.sleep(600)
-
-
-def test_a_process_that_reads_data_is_ended_by_the_one_that_trains_and_by_nobody_else():
-    fork = multiprocessing.get_context("fork")
-    reader = fork.Process(target=read_on, args=(ready := fork.Event(),))
-    reader.start()
-    assert ready.wait(60)
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        subprocess.run(["kill", f"-{int(number)}", str(reader.pid)], check=True)
-    reader.join(0.5)
-    assert reader.is_alive()
-    reader.terminate()
-    reader.join(60)
-    assert reader.exitcode == 0
 
 
 def signal_while_the_result_of_stage_k_is_written():
