@@ -30,6 +30,7 @@ from torch.distributed.checkpoint import CheckpointException
 from transformers import TrainingArguments
 
 from coca_hf.errors import CocaError, one_line
+from coca_hf.train.processes import is_lost_process
 from coca_hf.train.recipe import Recipe, Stage
 from coca_hf.train.tree import read_tree, short
 from coca_hf.weights import read_json, size_in_words
@@ -292,6 +293,8 @@ def saving_to(directory: Path, num_bytes: int | None = None) -> Iterator[None]:
     except CocaError:
         raise
     except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+        if is_lost_process(error):
+            raise  # the disk has nothing to do with it
         free = size_in_words(shutil.disk_usage(directory).free) if num_bytes else ""
         needed = f" ({size_in_words(num_bytes)} needed, {free} free)" if num_bytes else ""
         raise CocaError(

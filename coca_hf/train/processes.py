@@ -3,12 +3,14 @@
 import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
-from torch.distributed import PrefixStore
+from torch.distributed import DistBackendError, DistNetworkError, PrefixStore
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.distributed_c10d import _get_default_store
 
 from coca_hf.errors import CocaError
@@ -16,6 +18,7 @@ from coca_hf.train.stop import Stopped, StopRequest
 
 Made = TypeVar("Made")
 LOOK_SECONDS = 0.2  # between two looks at the notes of other processes
+LOST = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")  # what gloo says
 FAREWELL_SECONDS = 10.0  # that a process which must end waits for the others to learn why
 
 
@@ -70,6 +73,27 @@ def main_process_first(work: Callable[[Callable[[], None]], Made], stop: StopReq
         board.part_with(error)
         raise
     return made
+
+
+def is_lost_process(error: BaseException) -> bool:
+    """Whether a collective failed because another process, or the way to it, is gone."""
+    if isinstance(error, CheckpointException):
+        return any(is_lost_process(failure) for failure, _ in error.failures.values())
+    text = str(error)
+    return isinstance(error, DistBackendError | DistNetworkError) or (
+        isinstance(error, RuntimeError) and any(words in text for words in LOST)
+    )
+
+
+@contextmanager
+def losing_processes() -> Iterator[None]:
+    """Turn what collectives make of the end of another process into one line: a CocaError."""
+    try:
+        yield
+    except (RuntimeError, CheckpointException) as error:
+        if not is_lost_process(error):
+            raise
+        raise CocaError("another process of this run has ended, see its own message; continue with --resume") from error
 
 
 def check_stop(stop: StopRequest) -> None:

@@ -40,7 +40,12 @@ from coca_hf.train.out import (
     noted_commits,
     open_out,
 )
-from coca_hf.train.processes import check_stop, from_main_process, main_process_first
+from coca_hf.train.processes import (
+    check_stop,
+    from_main_process,
+    losing_processes,
+    main_process_first,
+)
 from coca_hf.train.recipe import Recipe
 from coca_hf.train.stop import Stopped, StopRequest, stop_on_signals
 from coca_hf.train.trainer import check_optimizer
@@ -66,7 +71,7 @@ def run_recipe(recipe: Recipe, out_dir: str | Path, stage: str | None = None, re
     not see them there, one of its own processes does, too.
     """
     out_dir = Path(out_dir)
-    with stop_on_signals() as stop, ExitStack() as held:
+    with stop_on_signals() as stop, ExitStack() as held, losing_processes():
         _check_parallelism()
         runs = _plan(recipe, out_dir)
         chosen = [run for run in runs if stage in (None, run.stage.name)]
