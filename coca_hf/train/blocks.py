@@ -1,14 +1,16 @@
 """Training blocks on disk: read through a memory map, and hashed before they are used.
 
     DIR/KEY/made-of.json     what the blocks are made of; KEY is its hash
-    DIR/KEY/source-0.bin …   the blocks of each source in the order of its documents, 2 or 4 bytes a token
+    DIR/KEY/source-0.bin …   the blocks of each source in the order of its documents, 2 or 4 bytes
+                             a token
     DIR/KEY/held-out.bin     the blocks that the loss is measured on
-    DIR/KEY/order.bin        of every training block, its source and its number in that source's file
-    DIR/KEY/state.json       how many rows of these files count, the hash of every part of them, and how far every
-                             source is read
+    DIR/KEY/order.bin        the source of every training block and its number in that source's file
+    DIR/KEY/state.json       how many rows of these files count, the hash of every part of them, and
+                             how far every source is read
 
-Only what `state.json` counts is read. It is replaced as a whole, after the rows that it counts are on disk, so that a
-preparation can be killed and continued, and prolonged while a training reads what is there.
+Only what `state.json` counts is read. It is replaced as a whole, after the rows that it counts are
+on disk, so that a preparation can be killed and continued, and prolonged while a training reads
+what is there.
 """
 
 import json
@@ -40,7 +42,7 @@ class Damaged(CocaError):
 
 
 class Rows:
-    """An array (rows, width) in a file. A part of it is hashed before the first of its rows is read."""
+    """An array (rows, width) in a file. A part is hashed before the first of its rows is read."""
 
     def __init__(self, path: Path, dtype: str, width: int, parts: Sequence[Part]):
         self.path, self.dtype, self.width = path, np.dtype(dtype), width
@@ -82,7 +84,7 @@ class Rows:
 
 
 class GrowingRows(Rows):
-    """Rows that are written, too. What is in the file behind its parts is dropped when it is opened."""
+    """Rows that can be appended. Opening the file drops what lies behind its last part."""
 
     def __enter__(self) -> "GrowingRows":
         self._file: BinaryIO = open(self.path, "a+b")
@@ -156,7 +158,7 @@ class Blocks:
 
     @property
     def held_out(self) -> Tensor:
-        """The held-out blocks, (blocks, seq_len), int64: of every source its share, as far as it can spare them."""
+        """The held-out blocks, (blocks, seq_len), int64; every source gives its share if it can."""
         blocks = [torch.from_numpy(self._held_out[row].astype("int64")) for row in range(len(self._held_out))]
         return torch.stack(blocks) if blocks else torch.empty(0, self._data.seq_len, dtype=torch.int64)
 
@@ -177,10 +179,10 @@ class Blocks:
 
 
 class DealtBlocks(IterableDataset):
-    """What one process of a training reads of `blocks`, from block `first` on: every `groups`-th batch.
+    """What one process reads of `blocks`, from block `first` on: every `groups`-th batch.
 
     Processes that share their blocks (context parallelism) are one `group` and read the same. A
-    step so takes consecutive blocks, in the same order on any number of processes.
+    step therefore takes consecutive blocks, in the same order on any number of processes.
     """
 
     def __init__(self, blocks: Blocks, first: int, batch_size: int, group: int, groups: int):

@@ -1,4 +1,4 @@
-"""From a recipe's documents to its training blocks on disk; `blocks.py` says what lies there and reads it.
+"""From a recipe's documents to its training blocks on disk, which `blocks.py` describes and reads.
 
 Documents of a source follow one another without padding, each with the tokenizer's own special
 tokens and an eos token at its end, and are cut into blocks of `seq_len` tokens; the tokens after
@@ -58,7 +58,10 @@ class Corpus:
 
     @functools.cached_property
     def made_of(self) -> dict[str, Any]:
-        """Everything that decides the blocks. Local files by name, size and time of change; the hub by revision."""
+        """Everything that decides the blocks.
+
+        Local files count by name, size and time of change; data sets on the hub by revision.
+        """
         described = []
         for source in self.data.sources:
             files = local_files(source.path) if source.path else []
@@ -108,7 +111,7 @@ class Corpus:
             return False
 
     def check(self) -> None:
-        """Read the first block of every source, to find now what would otherwise stop a preparation later.
+        """Read the first block of every source, to refuse early what would stop a preparation.
 
         Raises CocaError.
         """
@@ -133,7 +136,7 @@ class Corpus:
         progress: Callable[[int], None] = lambda done: None,
         check_stop: Callable[[], None] = nothing,
     ) -> Blocks:
-        """Write the first `num_blocks` blocks, or what is missing of them; what is damaged is made again.
+        """Write what is missing of the first `num_blocks` blocks; what is damaged is made again.
 
         progress: called with the number of blocks that are ready. check_stop: called often; what it
         raises ends the preparation, which keeps what is done.
@@ -166,7 +169,7 @@ class Corpus:
             except Timeout:
                 check_stop()
                 if not waits:
-                    print(f"{self.directory}: another process prepares these blocks; waits for it", flush=True)
+                    print(f"{self.directory}: another process is preparing these blocks; waiting for it", flush=True)
                 waits = True
 
     def _write(self, num_blocks: int, progress: Callable[[int], None], check_stop: Callable[[], None]) -> None:
@@ -252,7 +255,7 @@ class Corpus:
         }
 
     def _order(self, packed: dict[str, "_PackedSource"], rows: dict[str, GrowingRows]) -> Iterator[tuple[int, int]]:
-        """The source of block 0, 1, …, and the number of the block in that source's file, without end."""
+        """The source of block 0, 1, … and its number in that source's file, without end."""
         seed, sources = self.data.seed, self.data.sources
         names = [f"{seed} source {number}" for number in range(len(sources))]
         texts = {
@@ -271,7 +274,7 @@ class Corpus:
             yield number, next(streams[number])
 
     def _order_of_text(self, source: Source, packed: "_PackedSource", name: str) -> Iterator[int]:
-        """The blocks of one source in the order of training: pass after pass, each through a buffer that shuffles."""
+        """The blocks of one source in the order of training, pass after pass."""
         for pass_number in itertools.count():
             draw = random.Random(f"{name} pass {pass_number}")
             unread = itertools.takewhile(packed.has, itertools.count())
@@ -288,7 +291,7 @@ class Corpus:
     def _order_of_lookups(
         self, texts: dict[str, Iterator[int]], rows: dict[str, GrowingRows], made: GrowingRows, name: str
     ) -> Iterator[int]:
-        """Blocks of lookups, which are made here: each in a block of text, and fixed by that and its own number."""
+        """Makes blocks of lookups; each is fixed by the block of text that it takes and its number."""
         lookups, weights = Lookups(self.tokenizer), [self.data.sources[int(number)].weight for number in texts]
         for number in itertools.count():
             draw = random.Random(f"{name} block {number}")
@@ -307,7 +310,7 @@ class Corpus:
 
 
 class _PackedSource:
-    """The blocks of a source in the order of its documents, tokenised when they are asked for and not on disk.
+    """The blocks of a source in the order of its documents, tokenised when first asked for.
 
     state: how far the source is read: documents, characters of the next one, the tokens that wait
     for their block, and whether that was all.
@@ -370,7 +373,7 @@ def _name_large(where: str, characters: int) -> None:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Of the vocabulary, the rules, and what goes around a document; not of where the tokenizer was loaded from."""
+    """The hash of the vocabulary, the rules, and what surrounds a document; its path does not count."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = json.loads(backend.to_str()) if backend else {"class": type(tokenizer).__name__}
     rules.pop("padding", None)  # set by the last call

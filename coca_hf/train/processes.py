@@ -1,4 +1,4 @@
-"""What the processes of a run tell one another outside of training: results, errors, and whose turn it is."""
+"""What the processes of a run tell one another: results, errors, and whose turn it is."""
 
 import json
 import time
@@ -23,7 +23,7 @@ FAREWELL_SECONDS = 10.0  # that a process which must end waits for the others to
 
 
 def in_all_processes(make: Callable[[], Made]) -> Made:
-    """What `make()` returns in each process, or in all of them the CocaError that it raises in one."""
+    """`make()` in each process. Raises, in all of them, the CocaError that it raises in one."""
     made: list[Made] = []
     errors: list[CocaError] = []
     try:
@@ -36,7 +36,7 @@ def in_all_processes(make: Callable[[], Made]) -> Made:
 
 
 def from_main_process(make: Callable[[], Any]) -> Any:
-    """What `make()` returns in the main process, or the CocaError that it raises there, in every process."""
+    """`make()` of the main process, in every process. Raises its CocaError in every process."""
     state = PartialState()
     made: list[Any] = [None]
     if state.is_main_process:
@@ -52,10 +52,11 @@ def from_main_process(make: Callable[[], Any]) -> Any:
 
 
 def main_process_first(work: Callable[[Callable[[], None]], Made], stop: StopRequest) -> Made:
-    """What `work` returns in each process; the others begin when the main one is done, however long it takes.
+    """`work` in each process; the others begin when the main one is done, whenever that is.
 
     They wait outside of collectives, which have a time limit and hear no signals. `work` is given
-    a function to call often: it raises Stopped, with the signal's name, once one came to any process.
+    a function to call often, which raises Stopped, with the signal's name, once one came to any
+    process.
 
     Raises, in every process, the CocaError or Stopped that `work` raises in one.
     """
@@ -130,7 +131,7 @@ class _Board:
         self._looked = time.monotonic()
 
     def part_with(self, error: CocaError | Stopped) -> None:
-        """Let the others know, and wait until they do: a process that ends takes the store, or the others, along."""
+        """Tell the others, and wait until they know: a process that ends takes the store along."""
         kind = "stop" if isinstance(error, Stopped) else "error"
         deadline = time.monotonic() + FAREWELL_SECONDS
         try:

@@ -111,7 +111,7 @@ def _blocks(corpus: Corpus, num_blocks: int, check: Callable[[], None]) -> Block
     if corpus.has(num_blocks):
         blocks = corpus.blocks()
     else:
-        announce(f"data: prepares {num_blocks:,} blocks in {corpus.directory}")
+        announce(f"data: preparing {num_blocks:,} blocks in {corpus.directory}")
         blocks = _prepare(corpus, num_blocks, check)
         _name_others(corpus)
     announce(f"data: {len(blocks):,} blocks, {size_in_words(blocks.num_bytes)}, in {blocks.directory}")
@@ -125,8 +125,8 @@ def _name_others(corpus: Corpus) -> None:
     if others:
         num_bytes = sum(file.stat().st_size for path in others for file in path.parent.glob("*.bin"))
         announce(
-            f"data: {parent} holds {len(others)} more sets of blocks, {size_in_words(num_bytes)}, of other recipes or "
-            f"data; delete those that no run needs"
+            f"data: {parent} also holds blocks of other recipes or data ({len(others)} directories, "
+            f"{size_in_words(num_bytes)}); delete those that no run needs"
         )
 
 
@@ -208,7 +208,7 @@ def _num_blocks(runs: list[StageRun], chosen: list[StageRun]) -> int:
 
 
 def _prepared(recipe: Recipe, commits: list[str | None], num_blocks: int, run: StageRun, stop: StopRequest) -> Blocks:
-    """The training blocks, in every process, once they are prepared. Raises Stopped where a signal came before."""
+    """The training blocks, in every process. Raises Stopped where a signal comes before."""
     corpus = Corpus(recipe.data, start_tokenizer(recipe))
     corpus.pin_(commits)
     try:

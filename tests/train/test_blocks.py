@@ -199,7 +199,7 @@ def test_of_two_preparations_the_second_says_that_it_waits_and_then_has_the_same
         second.start()
         second.join(1)
         assert second.is_alive()
-        assert "another process prepares these blocks; waits for it" in capsys.readouterr().out
+        assert "another process is preparing these blocks; waiting for it" in capsys.readouterr().out
     second.join(60)
     assert tokens_of(corpus().blocks()) == plain[:50]
 
@@ -266,14 +266,14 @@ def test_a_run_prepares_the_blocks_of_its_last_stage_and_says_where_they_and_oth
     run_recipe(recipe, tmp_path / "out", stage="k")
     printed = capsys.readouterr().out
     (made,) = (tmp_path / "blocks").iterdir()
-    assert f"data: prepares 12 blocks in {made}\n" in printed  # 3 steps of 4
+    assert f"data: preparing 12 blocks in {made}\n" in printed  # 3 steps of 4
     assert re.search(rf"data: 12 blocks, 0\.0\d MB, in {made}\n", printed)
-    assert "more sets" not in printed
+    assert "also holds" not in printed
     run_recipe(recipe, tmp_path / "out", resume=True)
-    assert f"data: prepares 48 blocks in {made}\n" in capsys.readouterr().out
+    assert f"data: preparing 48 blocks in {made}\n" in capsys.readouterr().out
     other = load_recipe(recipe_path, [f"data.prepared={tmp_path / 'blocks'}", "data.seed=9"])
     run_recipe(other, tmp_path / "other", stage="k")
-    others = rf"{tmp_path / 'blocks'} holds 1 more sets of blocks, 0\.0\d MB, of other recipes"
+    others = rf"{tmp_path / 'blocks'} also holds blocks of other recipes or data \(1 directories, 0\.0\d MB\)"
     assert re.search(others, capsys.readouterr().out)
 
 
@@ -292,3 +292,12 @@ def test_a_run_makes_blocks_again_whose_state_is_damaged(recipe_path, unbroken, 
 def test_held_out_blocks_do_not_depend_on_how_many_blocks_are_prepared(corpus, tmp_path):
     few, many = corpus().prepare(5), corpus(tmp_path / "other").prepare(300)
     assert torch.equal(few.held_out, many.held_out)
+
+
+def test_a_run_continues_on_blocks_in_another_place(recipe_path, unbroken, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    for place in ("one", "other"):
+        recipe = load_recipe(recipe_path, [f"data.prepared={tmp_path / place}"])
+        run_recipe(recipe, tmp_path / "out", stage="k" if place == "one" else None, resume=True)
+    ours, theirs = ([line["loss"] for line in log_lines(run / "3-full")] for run in (tmp_path / "out", unbroken))
+    assert ours == theirs

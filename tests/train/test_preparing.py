@@ -63,7 +63,7 @@ def wait_until_it_prepares(launched, directory: Path) -> None:
 
 def test_a_preparation_may_take_longer_than_collectives_may(arguments, real_unbroken, tmp_path):
     printed = succeed(tmp_path, [Run([*arguments, "training.ddp_timeout=10"], DDP, start_slowly)])
-    assert printed.count("data: prepares 12 blocks") == 1
+    assert printed.count("data: preparing 12 blocks") == 1
     assert losses(tmp_path / "out") == pytest.approx(losses(real_unbroken), abs=1e-4)
 
 
@@ -122,5 +122,5 @@ def test_two_runs_that_need_the_same_blocks_prepare_them_once(arguments, tmp_pat
     wait_until_it_prepares(first, tmp_path)
     second = launch(tmp_path, [Run([*arguments[:-1], tmp_path / "other"])], processes=1)
     assert first.wait() == second.wait() == 0, second.output.read_text()
-    assert "another process prepares these blocks; waits for it" in second.output.read_text()
+    assert "another process is preparing these blocks; waiting for it" in second.output.read_text()
     assert losses(tmp_path / "out") == losses(tmp_path / "other")
