@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from coca_cli.console import PlainConsole, console, say
 
@@ -33,7 +32,11 @@ def train_command(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in OUT.")] = False,
     prepare: Annotated[
-        bool, typer.Option("--prepare", help="Do not train; tokenise what all stages will read, once, to disk.")
+        bool,
+        typer.Option(
+            "--prepare",
+            help="Do not train; tokenise what all stages will read to data.prepared, as a run does by itself.",
+        ),
     ] = False,
     plan: Annotated[
         bool, typer.Option("--plan", help="Do not train; print what each stage takes on the GPUs described below.")
@@ -48,7 +51,10 @@ def train_command(
     mfu: Annotated[float, typer.Option(help="With --plan: share of the peak FLOPS that training reaches.")] = 0.4,
     as_json: Annotated[bool, typer.Option("--json", help="With --plan: print JSON.")] = False,
 ) -> None:
-    """Train a CoCA checkpoint in the stages of a recipe, each from directory to directory."""
+    """Train a CoCA checkpoint in the stages of a recipe, each from directory to directory.
+
+    The blocks of tokens are prepared before the first stage, in the recipe's data.prepared (./prepared).
+    """
     if plan:
         _plan(recipe, settings or [], world_size, gpu_memory, gpu, mfu, as_json)
         return
@@ -56,14 +62,19 @@ def train_command(
     from transformers.utils.logging import disable_progress_bar
 
     from coca_hf.train.recipe import load_recipe
-    from coca_hf.train.stages import run_recipe
+    from coca_hf.train.stages import prepare_recipe, run_recipe
     from coca_hf.train.stop import EXIT_STOPPED, Stopped, ignore_signals
 
     disable_progress_bar()  # of loading and saving; the training keeps its own
     checked = load_recipe(recipe, settings or [])
-    if prepare:
-        return _prepare(checked, world_size)
     try:
+        if prepare:
+            blocks, wanted = prepare_recipe(checked, world_size)
+            say(
+                f"prepared: {len(blocks):,} blocks, {len(blocks) * checked.data.seq_len:,} tokens in "
+                f"{blocks.directory}: all stages on {world_size} processes take {wanted:,} blocks"
+            )
+            return
         directory = run_recipe(checked, out or Path("runs") / recipe.stem, stage, resume)
     except Stopped as stopped:
         ignore_signals()
@@ -79,21 +90,6 @@ def train_command(
             f"--out {directory.parent / 'rows'}"
         )
     PartialState().destroy_process_group()  # or a process that exits under gloo's threads may abort
-
-
-def _prepare(recipe, world_size: int) -> None:
-    from coca_hf.train.data import blocks_of
-    from coca_hf.train.model import start_tokenizer
-
-    blocks, wanted = blocks_of(recipe, start_tokenizer(recipe)), recipe.num_blocks(world_size)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("preparing blocks", total=wanted)
-        prepared = blocks.prepare(wanted, lambda done: bar.update(task, completed=done))
-    say(
-        f"prepared: {prepared.num_blocks:,} blocks, {prepared.num_blocks * prepared.seq_len:,} tokens in "
-        f"{prepared.directory}: all stages on {world_size} processes take {wanted:,} blocks"
-    )
 
 
 def _plan(

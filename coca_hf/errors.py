@@ -1,5 +1,8 @@
 """The one exception that people see: what was wrong with what they gave us, and what to do."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 LONGEST = 1000
 
 
@@ -26,3 +29,14 @@ def first_line(error: BaseException) -> str:
     """An exception's class, and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+@contextmanager
+def library_errors(problem: str) -> Iterator[None]:
+    """Turn whatever a library raises into a CocaError that opens with `problem`; a CocaError passes as it is."""
+    try:
+        yield
+    except CocaError:
+        raise
+    except Exception as error:  # libraries raise anything for files and options that nobody vouches for
+        raise CocaError(f"{problem}: {one_line(error)}") from error

@@ -122,7 +122,11 @@ def test_three_stages_lower_the_held_out_perplexity_and_the_result_generates(sta
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"""
 model: {start}
-data: {{seq_len: 128, held_out_blocks: 4, sources: [{{path: {tmp_path}/train.txt, weight: 1}}]}}
+data:
+  prepared: {tmp_path}/blocks
+  seq_len: 128
+  held_out_blocks: 4
+  sources: [{{path: {tmp_path}/train.txt, weight: 1}}]
 training: {{per_device_train_batch_size: 4, learning_rate: 2.0e-5, adam_beta2: 0.95, logging_steps: 2}}
 stages:
   - {{name: k, train: [t_proj], max_steps: 2}}

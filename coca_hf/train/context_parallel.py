@@ -2,20 +2,17 @@
 
 transformers' Trainer cuts every batch along its tokens, with their positions and with labels that were shifted before
 the cut; torch computes attention over the parts as a ring (arXiv 2310.01889); Accelerate brings them together, under
-FSDP2. Here is the rest: what cannot be served is refused, and a group is dealt one block. The parts are not runs of
-tokens (a GPU has one of the beginning and one of the end, so that all have as much to do): what a model does must
-depend on `position_ids` alone. The rotary embeddings of CoCA do, given the length of the whole block (`rope_length`).
+FSDP2. `blocks.DealtBlocks` deals every process of a group the same block; here, what cannot be
+served is refused. The parts are not runs of tokens (a GPU has one of the beginning and one of the
+end, so that all have as much to do): what a model does must depend on `position_ids` alone. The
+rotary embeddings of CoCA do, given the length of the whole block (`rope_length`).
 
 torch's ring has kernels for GPUs only. Here it ran on a CPU alone, with another attention in its place.
 """
 
 import os
-from collections.abc import Iterable, Iterator
-from itertools import islice
-from typing import Any
 
 from accelerate import ParallelismConfig
-from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, TrainingArguments
 
 from coca_hf.errors import CocaError
@@ -23,23 +20,6 @@ from coca_hf.models.attention import layer_types
 from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES
 
 DEVICES = ("cuda",)  # that torch's ring attention has kernels for
-
-
-class DealtToGroups(IterableDataset):
-    """Batch after batch of `blocks`, each so many times in a row that all processes of a group get the same one.
-
-    Accelerate reads in process 0 and deals batches out to processes in the order of their ranks, in which those of a
-    group follow one another.
-    """
-
-    def __init__(self, blocks: Iterable[Any], batch_size: int, group_size: int):
-        self.blocks, self.batch_size, self.group_size = blocks, batch_size, group_size
-
-    def __iter__(self) -> Iterator[Any]:
-        blocks = iter(self.blocks)
-        while batch := list(islice(blocks, self.batch_size)):
-            for _ in range(self.group_size):
-                yield from batch
 
 
 def context_parallel(arguments: TrainingArguments, size: int, where: str) -> ParallelismConfig | None:

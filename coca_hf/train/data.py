@@ -1,188 +1,382 @@
-"""The training data: blocks of `seq_len` tokens, mixed from weighted sources, and those that are held out.
+"""From a recipe's documents to its training blocks on disk, which `blocks.py` describes and reads.
 
-The stream is one infinite sequence of blocks, fixed by the sources, the tokenizer, `seq_len`, the seed and the number
-of held-out blocks. It does not depend on the number of processes: accelerate reads an IterableDataset in process 0 and
-deals each global batch out. Tokenised on the way, a later start costs the tokenising of everything before it; from
-prepared blocks (see `prepared.py`) it costs nothing.
+Documents of a source follow one another without padding, each with the tokenizer's own special
+tokens and an eos token at its end, and are cut into blocks of `seq_len` tokens; the tokens after
+the last whole block are left out. Training reads a source pass after pass, each through a buffer of
+`SHUFFLE_TOKENS` from which blocks are drawn. The source of every block is drawn in proportion to
+`weight`, so that weights are shares of tokens. A synthetic block takes one block of text, which is
+then drawn nowhere else.
+
+So the blocks and their order are fixed by the sources, the tokenizer, `seq_len`, the seed and the
+number of held-out blocks. Only tokenising takes long: a preparation that continues draws everything
+again from the first block, and tokenises what is not on disk.
 """
 
+import functools
+import hashlib
 import itertools
+import json
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import IterableDataset, get_worker_info
+from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
-from coca_hf.convert.calibration_text import skipped_positions
-from coca_hf.documents import commit_of, is_on_hub
+from coca_hf.documents import commit_of, is_on_hub, local_files, read_documents
 from coca_hf.errors import CocaError
 from coca_hf.held_out import HeldOut, hold_out, shares
-from coca_hf.tokens import Encoder
+from coca_hf.tokens import Encoder, Piece, batches, pieces_of
+from coca_hf.train.blocks import ANSWER, Blocks, Damaged, GrowingRows, layouts, save_state
 from coca_hf.train.lookups import Lookups
-from coca_hf.train.prepared import Prepared, describe_stream, open_prepared, write_prepared
-from coca_hf.train.recipe import Recipe, Source
-from coca_hf.train.stop import leave_signals_to_parent
-from coca_hf.train.stream import ANSWER, PackedPass, TokenStream, draw_of_sources, too_short
+from coca_hf.train.recipe import Data, Source
+from coca_hf.train.stop import Stopped
+
+LARGE_DOCUMENT = 10_000_000  # characters: a dozen novels
+SHUFFLE_TOKENS = 2**21  # of a source, from which its next block is drawn: 1024 blocks of 2048
+STATE_TOKENS = 2**25  # between two states: what a killed preparation draws and tokenises again
+LOCK_SECONDS = 0.5  # between two looks at whether a signal came
 
 
-def blocks_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, start_block: int = 0) -> "PackedBlocks":
-    """The training blocks of a recipe, from `start_block` on."""
-    data = recipe.data
-    return PackedBlocks(
-        data.sources,
-        tokenizer,
-        data.seq_len,
-        data.seed,
-        start_block,
-        data.held_out_blocks,
-        data.prepared,
-        data.skip_positions,
-    )
+def nothing() -> None:
+    """Does nothing."""
 
 
-class PackedBlocks(IterableDataset):
-    """Blocks `start_block`, `start_block + 1`, … of the stream, as `{"input_ids": (seq_len,), "labels": (seq_len,)}`.
+class Corpus:
+    """What makes the blocks of `data`, and where they lie: `data.prepared`/KEY.
 
-    Both are int64 and hold the same tokens; the model shifts the labels. With a synthetic source, `answers` (seq_len,)
-    says which tokens are answers; with `skip_positions`, `position_ids` rise to at most so many, and `attention_mask`,
-    of ones, says that what follows a gap is no other document. Every document is tokenised with the
-    tokenizer's own special tokens and ended with its eos token. How blocks are packed, shuffled and mixed: see
-    `stream.py`; which documents are held out: see `held_out.py`. The stream does not end.
-
-    prepared_dir: where prepared blocks are looked for. Those that are there are read, later ones are tokenised; the
-    stream is the same.
-
-    Raises CocaError, while iterating, for a source that cannot be read or has no whole block, and on construction for a
-    tokenizer without an eos token.
+    Raises CocaError for a tokenizer without an eos token.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        tokenizer: PreTrainedTokenizerBase,
-        seq_len: int,
-        seed: int = 0,
-        start_block: int = 0,
-        held_out_blocks: int = 0,
-        prepared_dir: str | Path | None = None,
-        skip_positions: int | None = None,
-    ):
-        self.sources = list(sources)
-        self.tokenizer = tokenizer
-        self.encoder = Encoder(tokenizer)
-        self.seq_len = seq_len
-        self.seed = seed
-        self.start_block = start_block
-        self.held_out_blocks = held_out_blocks
-        self.prepared_dir = prepared_dir and Path(prepared_dir)
-        self.skip_positions = skip_positions
+    def __init__(self, data: Data, tokenizer: PreTrainedTokenizerBase):
+        self.data, self.tokenizer, self.encoder = data, tokenizer, Encoder(tokenizer)
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        worker = get_worker_info()
-        assert worker is None or worker.num_workers == 1, "several workers would each read the whole stream"
-        if worker:
-            leave_signals_to_parent()
-        for number, block in enumerate(self._blocks(), self.start_block):
-            yield self._example(number, block)
+    @functools.cached_property
+    def made_of(self) -> dict[str, Any]:
+        """Everything that decides the blocks.
+
+        Local files count by name, size and time of change; data sets on the hub by revision.
+        """
+        described = []
+        for source in self.data.sources:
+            files = local_files(source.path) if source.path else []
+            stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+            described.append({**source.model_dump(), **({"path": None, "files": stats} if files else {})})
+        small = "uint16" if max(self.tokenizer.get_vocab().values()) < 2**16 else "uint32"
+        return {
+            "format": 4,
+            "sources": described,
+            "tokenizer": tokenizer_hash(self.tokenizer),
+            "dtypes": ["uint32" if source.synthetic else small for source in self.data.sources],
+            "seq_len": self.data.seq_len,
+            "seed": self.data.seed,
+            "held_out_blocks": self.data.held_out_blocks,
+        }
+
+    @property
+    def directory(self) -> Path:
+        key = hashlib.sha256(json.dumps(self.made_of, sort_keys=True).encode()).hexdigest()[:16]
+        return Path(self.data.prepared) / key
+
+    def blocks(self) -> Blocks:
+        """The blocks that are prepared, perhaps none. Raises Damaged where their state is."""
+        return Blocks(self.directory, self.data, self.made_of["dtypes"])
 
     def pin_(self, commits: Sequence[str | None] | None = None) -> list[str | None]:
         """Read the data sets on the hub at these commits, by default those that they have now; returns them.
 
+        Blocks that are prepared, in part or all, have decided the commits.
+
         Raises CocaError where the hub does not say.
         """
+        with suppress(Damaged):
+            commits = self.blocks().state["commits"] or commits
+        sources = self.data.sources
         if commits is None:
-            commits = [commit_of(source.path, source.commit) if source.path else None for source in self.sources]
-        for source, commit in zip(self.sources, commits, strict=True):
+            commits = [commit_of(source.path, source.commit) if source.path else None for source in sources]
+        for source, commit in zip(sources, commits, strict=True):
             source.pin_(commit)
         return list(commits)
 
+    def has(self, num_blocks: int) -> bool:
+        """Whether so many blocks are prepared, or more."""
+        try:
+            return len(self.blocks()) >= num_blocks
+        except Damaged:
+            return False
+
     def check(self) -> None:
-        """Read the first block of every source, to find now what would otherwise stop the training later."""
-        for source in self._texts:
+        """Read the first block of every source, to refuse early what would stop a preparation.
+
+        Raises CocaError.
+        """
+        for source in self._texts.values():
             given = {"split": source.split != "train", "subset": source.subset, "revision": source.revision}
             if any(given.values()) and not is_on_hub(source.path):
                 names = ", ".join(name for name, value in given.items() if value)
                 raise CocaError(f"{source.path}: got {names}, which only data sets on the hub have; leave it out")
-            if next(PackedPass(source, self.encoder, self.seq_len, HeldOut()), None) is None:
-                raise too_short(source, self.seq_len)
-        if len(self._texts) < len(self.sources):
+            tokens = 0
+            for batch in batches(_pieces(source, HeldOut(), 0, 0, nothing)):
+                tokens += len(self.encoder(batch))
+                if tokens >= self.data.seq_len:
+                    break
+            else:
+                raise self._too_short(source)
+        if self.data.has_answers:
             Lookups(self.tokenizer)
 
-    def sources_of(self, start_block: int, count: int) -> list[Source]:
-        """The source of each of `count` blocks of the stream; nothing is read."""
-        draw, weights = draw_of_sources(self.seed), [source.weight for source in self.sources]
-        drawn = draw.choices(self.sources, weights, k=start_block + count)
-        return drawn[start_block:]
+    def prepare(
+        self,
+        num_blocks: int,
+        progress: Callable[[int], None] = lambda done: None,
+        check_stop: Callable[[], None] = nothing,
+    ) -> Blocks:
+        """Write what is missing of the first `num_blocks` blocks; what is damaged is made again.
 
-    def prepared(self) -> Prepared | None:
-        """The blocks of this stream that lie in `prepared_dir`, or None."""
-        return open_prepared(self.prepared_dir, self._description()) if self.prepared_dir else None
+        progress: called with the number of blocks that are ready. check_stop: called often; what it
+        raises ends the preparation, which keeps what is done.
 
-    def prepare(self, num_blocks: int, progress: Callable[[int], None] = lambda done: None) -> Prepared:
-        """Write the first `num_blocks` blocks to `prepared_dir`, or what is missing of them.
-
-        progress: called with the number of blocks that are there. Raises CocaError as iterating does, and where another
-        process prepares the same blocks, or the disk is full.
+        Waits while another process prepares these blocks. Raises CocaError for a source that cannot
+        be read or has no whole block, and for a disk that is full or read-only.
         """
-        assert self.prepared_dir, "needs a directory"
-        return write_prepared(self.prepared_dir, self._description(), self._stream_at, num_blocks, progress)
+        directory = self.directory
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with ExitStack() as held:
+                self._lock(held, check_stop)
+                self._write(num_blocks, progress, check_stop)
+        except OSError as error:
+            size = num_blocks * self.data.seq_len * np.dtype(self.made_of["dtypes"][0]).itemsize
+            raise CocaError(
+                f"{directory}: cannot be written: {error}; all {num_blocks:,} blocks take up to "
+                f"{size / 1e9:.1f} GB; make room and run the same command again, which continues, or "
+                f"choose another data.prepared"
+            ) from error
+        return self.blocks()
 
-    def held_out(self) -> list[Tensor]:
-        """The held-out blocks, each (seq_len,), int64: of every source its share, as far as it can spare them."""
-        prepared = self.prepared()
-        blocks = prepared.state["held_out"].long() if prepared else self._hold_out()[1]
-        return list(blocks)
+    def _lock(self, held: ExitStack, check_stop: Callable[[], None]) -> None:
+        lock = FileLock(self.directory / "lock")
+        waits = False
+        while True:
+            try:
+                held.enter_context(lock.acquire(timeout=LOCK_SECONDS if waits else 0))
+                return
+            except Timeout:
+                check_stop()
+                if not waits:
+                    print(f"{self.directory}: another process is preparing these blocks; waiting for it", flush=True)
+                waits = True
+
+    def _write(self, num_blocks: int, progress: Callable[[int], None], check_stop: Callable[[], None]) -> None:
+        try:
+            before = self.blocks()
+            before.check()
+            state = before.state
+        except Damaged as damage:
+            if (self.directory / "state.json").exists():
+                print(f"{damage.args[0].partition(';')[0]}; all blocks are made again", flush=True)
+            for file in self.directory.glob("*.bin"):
+                file.unlink()  # not cut: a training may still read it
+            state = self._first_state()
+        order_parts = state["parts"].get("order")
+        first = order_parts[-1][0] if order_parts else 0
+        progress(first)
+        if first >= num_blocks:
+            return
+        layout = layouts(self.directory, self.data.seq_len, self.made_of["dtypes"], state["parts"])
+        with ExitStack() as files:
+            rows = {name: files.enter_context(GrowingRows(*of_file)) for name, of_file in layout.items()}
+            if "held_out_blocks" in state:
+                rows["held-out"].append(state.pop("held_out_blocks"))
+            sources = self._packed(rows, state, check_stop)
+            drawn: list[tuple[int, int]] = []
+
+            def save() -> None:
+                rows["order"].append(np.array(drawn, dtype="uint32").reshape(-1, 2))
+                drawn.clear()
+                for of_file in rows.values():
+                    of_file.end_part()
+                state["parts"] = {name: of_file.parts for name, of_file in rows.items()}
+                state["sources"] = {number: source.state for number, source in sources.items()}
+                save_state(self.directory, state)
+
+            try:
+                for number, row in enumerate(itertools.islice(self._order(sources, rows), num_blocks)):
+                    check_stop()
+                    if number < first:
+                        continue
+                    drawn.append(row)
+                    progress(number + 1)
+                    if len(drawn) * self.data.seq_len >= STATE_TOKENS:
+                        save()
+            except (CocaError, Stopped):
+                save()
+                raise
+            save()
+
+    def _first_state(self) -> dict[str, Any]:
+        commits = self.pin_()
+        description = self.directory / "made-of.json"
+        description.write_text(json.dumps(self.made_of, indent=2) + "\n", encoding="utf-8")
+        weights = [source.weight if source.path else 0 for source in self.data.sources]
+        counts = shares(weights, self.data.held_out_blocks)
+        chosen = [
+            hold_out(source.place, self.encoder, self.data.seq_len, count)
+            for source, count in zip(self.data.sources, counts, strict=True)
+        ]
+        held_out = torch.cat([blocks for _, blocks in chosen]).numpy()
+        rules = [tuple(rule) for rule, _ in chosen]
+        return {"commits": commits, "rules": rules, "held_out_blocks": held_out, "parts": {}, "sources": {}}
 
     @property
-    def _texts(self) -> list[Source]:
-        return [source for source in self.sources if source.path]
+    def _texts(self) -> dict[str, Source]:
+        """The sources that have documents, by their number in JSON."""
+        return {str(number): source for number, source in enumerate(self.data.sources) if source.path}
 
-    def _example(self, number: int, block: Tensor) -> dict[str, Tensor]:
-        ids = block % ANSWER
-        example = {"input_ids": ids, "labels": ids.clone()}
-        if len(self._texts) < len(self.sources):
-            example["answers"] = block >= ANSWER
-        if self.skip_positions:
-            seed = random.Random(f"{self.seed} positions {number}").getrandbits(63)
-            [positions] = skipped_positions(1, self.seq_len, self.skip_positions, seed)
-            example |= {"position_ids": positions, "attention_mask": torch.ones_like(ids)}
-        return example
+    def _packed(
+        self, rows: dict[str, GrowingRows], state: dict[str, Any], check_stop: Callable[[], None]
+    ) -> dict[str, "_PackedSource"]:
+        self.pin_(state["commits"])
+        return {
+            number: _PackedSource(
+                source,
+                HeldOut(*state["rules"][int(number)]),
+                self.encoder,
+                rows[f"source-{number}"],
+                state["sources"].get(number, {}),
+                check_stop,
+            )
+            for number, source in self._texts.items()
+        }
 
-    def _blocks(self) -> Iterator[Tensor]:
-        prepared = self.prepared()
-        if prepared:
-            for block in prepared.blocks(self.start_block):
-                yield torch.from_numpy(block.astype("int64"))
-        stream, _ = self._stream_at(prepared.state if prepared else None)
-        first = max(self.start_block, stream.next_block)
-        yield from itertools.islice(stream, first - stream.next_block, None)
-
-    def _stream_at(self, state: dict[str, Any] | None) -> tuple[TokenStream, dict[str, Any]]:
-        """The stream where `state` has it, or at its begin; and what a state keeps of the held-out blocks."""
-        commits = self.pin_(state["commits"] if state else None)
-        if state:
-            kept = {key: state[key] for key in ("rules", "held_out")}
-        else:
-            rules, blocks = self._hold_out()
-            kept = {"rules": [tuple(rule) for rule in rules], "held_out": blocks.int()}
-        rules = [HeldOut(*rule) for rule in kept["rules"]]
-        stream = TokenStream(self.sources, self.encoder, self.seq_len, self.seed, rules)
-        if state:
-            stream.restore_(state["stream"])
-        return stream, kept | {"commits": commits}
-
-    def _hold_out(self) -> tuple[list[HeldOut], Tensor]:
-        """What is held out of every source, and all their held-out blocks, (blocks, seq_len)."""
-        counts = shares([source.weight if source.path else 0 for source in self.sources], self.held_out_blocks)
-        chosen = [
-            hold_out(source.place, self.encoder, self.seq_len, count)
-            for source, count in zip(self.sources, counts, strict=True)
+    def _order(self, packed: dict[str, "_PackedSource"], rows: dict[str, GrowingRows]) -> Iterator[tuple[int, int]]:
+        """The source of block 0, 1, … and its number in that source's file, without end."""
+        seed, sources = self.data.seed, self.data.sources
+        names = [f"{seed} source {number}" for number in range(len(sources))]
+        texts = {
+            number: self._order_of_text(source, packed[number], names[int(number)])
+            for number, source in self._texts.items()
+        }
+        streams = [
+            texts[str(number)]
+            if source.path
+            else self._order_of_lookups(texts, rows, rows[f"source-{number}"], names[number])
+            for number, source in enumerate(sources)
         ]
-        return [rule for rule, _ in chosen], torch.cat([blocks for _, blocks in chosen])
+        draw, weights = random.Random(f"{seed} sources"), [source.weight for source in sources]
+        while True:
+            [number] = draw.choices(range(len(sources)), weights)
+            yield number, next(streams[number])
 
-    def _description(self) -> dict[str, Any]:
-        return describe_stream(self.sources, self.tokenizer, self.seq_len, self.seed, self.held_out_blocks)
+    def _order_of_text(self, source: Source, packed: "_PackedSource", name: str) -> Iterator[int]:
+        """The blocks of one source in the order of training, pass after pass."""
+        for pass_number in itertools.count():
+            draw = random.Random(f"{name} pass {pass_number}")
+            unread = itertools.takewhile(packed.has, itertools.count())
+            buffer = list(itertools.islice(unread, max(SHUFFLE_TOKENS // self.data.seq_len, 1)))
+            if not buffer:
+                raise self._too_short(source)
+            for number in unread:
+                place = draw.randrange(len(buffer))
+                drawn, buffer[place] = buffer[place], number
+                yield drawn
+            draw.shuffle(buffer)
+            yield from buffer
+
+    def _order_of_lookups(
+        self, texts: dict[str, Iterator[int]], rows: dict[str, GrowingRows], made: GrowingRows, name: str
+    ) -> Iterator[int]:
+        """Makes blocks of lookups; each is fixed by the block of text that it takes and its number."""
+        lookups, weights = Lookups(self.tokenizer), [self.data.sources[int(number)].weight for number in texts]
+        for number in itertools.count():
+            draw = random.Random(f"{name} block {number}")
+            [source] = draw.choices([*texts], weights)
+            text = next(texts[source])
+            if number >= made.written:
+                ids, answers = lookups.block(rows[f"source-{source}"].read(text).tolist(), draw)
+                made.append(np.array([ids]) + ANSWER * np.array([answers]))
+            yield number
+
+    def _too_short(self, source: Source) -> CocaError:
+        return CocaError(
+            f"{source.path}: got fewer than {self.data.seq_len} tokens in all its documents together, "
+            f"expected a block or more; add text or lower data.seq_len"
+        )
+
+
+class _PackedSource:
+    """The blocks of a source in the order of its documents, tokenised when first asked for.
+
+    state: how far the source is read: documents, characters of the next one, the tokens that wait
+    for their block, and whether that was all.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        held_out: HeldOut,
+        encoder: Encoder,
+        rows: GrowingRows,
+        state: dict[str, Any],
+        check_stop: Callable[[], None],
+    ):
+        self.state: dict[str, Any] = {"document": 0, "character": 0, "waiting": [], "is_read": False}
+        self.state |= state
+        self._encoder, self._rows = encoder, rows
+        document, character = self.state["document"], self.state["character"]
+        self._batches = batches(_pieces(source, held_out, document, character, check_stop))
+
+    def has(self, number: int) -> bool:
+        while number >= self._rows.written and not self.state["is_read"]:
+            batch = next(self._batches, None)
+            if batch is None:
+                self.state["is_read"] = True
+            else:
+                self._append(batch)
+        return number < self._rows.written
+
+    def _append(self, batch: list[Piece]) -> None:
+        tokens = np.concatenate((np.array(self.state["waiting"], dtype="int64"), self._encoder(batch).numpy()))
+        whole = len(tokens) // self._rows.width * self._rows.width
+        self._rows.append(tokens[:whole].reshape(-1, self._rows.width))
+        place = {"document": batch[-1].document, "character": batch[-1].character}
+        self.state |= place | {"waiting": tokens[whole:].tolist()}
+
+
+def _pieces(
+    source: Source, held_out: HeldOut, document: int, character: int, check_stop: Callable[[], None]
+) -> Iterator[Piece]:
+    """The text to train on, from a place in the source on."""
+    for number, content in enumerate(read_documents(*source.place)):
+        check_stop()
+        if number < document:
+            continue
+        if len(content.text) > LARGE_DOCUMENT:
+            _name_large(content.where, len(content.text))
+        text, _ = held_out.split(content.text)
+        yield from pieces_of(text, number, character if number == document else 0)
+
+
+@functools.cache
+def _name_large(where: str, characters: int) -> None:
+    """Once, however often it is read: it may be a corpus in one file, or a row that is no text."""
+    print(
+        f"{where}: got a document of {characters:,} characters; it is trained on; if it is no text, remove it",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The hash of the vocabulary, the rules, and what surrounds a document; its path does not count."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = json.loads(backend.to_str()) if backend else {"class": type(tokenizer).__name__}
+    rules.pop("padding", None)  # set by the last call
+    rules.pop("truncation", None)
+    content = [rules, sorted(tokenizer.get_vocab().items()), tokenizer("a")["input_ids"], tokenizer.eos_token_id]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -31,7 +31,7 @@ LINE_TOKENS = 12  # the least that a line of a list takes, roughly
 WORD_MARKS = ("Ġ", "▁")  # at the beginning of tokens that begin a word: byte-level BPE, SentencePiece
 
 
-class Piece(NamedTuple):
+class MarkedTokens(NamedTuple):
     """Tokens that stand together, and which of them are answers."""
 
     ids: list[int]
@@ -41,8 +41,8 @@ class Piece(NamedTuple):
 class Lookup(NamedTuple):
     """What is said, and what asks for it anywhere after it."""
 
-    said: Piece
-    asked: list[Piece]
+    said: MarkedTokens
+    asked: list[MarkedTokens]
 
     @property
     def length(self) -> int:
@@ -73,7 +73,7 @@ class Lookups:
         words = {token[1:] for token in vocabulary if token.startswith(WORD_MARKS)}
         self._words = sorted(word for word in words if _is_word(word)) or list(FIRST_NAMES)
 
-    def block(self, text: Sequence[int], draw: random.Random) -> Piece:
+    def block(self, text: Sequence[int], draw: random.Random) -> MarkedTokens:
         """A block of as many tokens as `text`: lookups, and between them as much of the text as there is room for."""
         spare = list(text)  # passages are taken from its end, and what stands between lookups from its start
         makers = [self._copies, self._facts, self._list]
@@ -93,8 +93,8 @@ class Lookups:
                 del spare[-length:]
             copies = min(room // length, draw.choice((2, 2, 3, 16)))
             room -= copies * length
-            said = Piece(passage, [False] * length)
-            again = [Piece(passage, [False] + [True] * (length - 1))] * (copies - 1)
+            said = MarkedTokens(passage, [False] * length)
+            again = [MarkedTokens(passage, [False] + [True] * (length - 1))] * (copies - 1)
             back_to_back = draw.random() < 0.4
             lookups.append(Lookup(_joined([said, *again]), []) if back_to_back else Lookup(said, again))
         return lookups
@@ -135,7 +135,7 @@ class Lookups:
         encoded = encoded[: _fitting((len(line.ids) for line in encoded), room // 2)]
         if not encoded:
             return []
-        body: list[Piece] = []
+        body: list[MarkedTokens] = []
         repeats = draw.choice((0, 0, 0.2, 0.4))  # of an earlier line, after every line
         for number, line in enumerate(encoded, 1):
             body += [_unmarked(line)] + ([draw.choice(encoded[:number])] if draw.random() < repeats else [])
@@ -148,7 +148,7 @@ class Lookups:
     def _value(self, kind: str, draw: random.Random) -> str:
         return KINDS_OF_VALUE[kind](draw, self._words)
 
-    def _encode(self, wordings: list[Wording]) -> list[Piece]:
+    def _encode(self, wordings: list[Wording]) -> list[MarkedTokens]:
         """Each as it is tokenised after a word: the letter before it, which is cut off again, stands for that word."""
         encoded = self._tokenizer(
             ["a" + "".join(wording) for wording in wordings],
@@ -161,13 +161,13 @@ class Lookups:
             begin = 1 + len(wording.before)
             end = begin + len(wording.answer)
             cut = sum(last <= 1 for _, last in spans)
-            pieces.append(Piece(ids[cut:], [first < end and last > begin for first, last in spans[cut:]]))
+            pieces.append(MarkedTokens(ids[cut:], [first < end and last > begin for first, last in spans[cut:]]))
         return pieces
 
 
-def _laid_out(lookups: list[Lookup], text: Sequence[int], draw: random.Random) -> Piece:
+def _laid_out(lookups: list[Lookup], text: Sequence[int], draw: random.Random) -> MarkedTokens:
     """All that is said and asked at random places of the text, no question before what it asks for."""
-    placed: list[tuple[float, Piece]] = []
+    placed: list[tuple[float, MarkedTokens]] = []
     for lookup in lookups:
         place = draw.random() ** 2  # early, because most distances in a block are small
         placed += [(place, lookup.said), *((draw.uniform(place, 1), piece) for piece in lookup.asked)]
@@ -179,8 +179,8 @@ def _laid_out(lookups: list[Lookup], text: Sequence[int], draw: random.Random) -
     if draw.random() < 0.25:  # a phrase again and again, amid which everything is easy to see and hard to place
         phrase = list(text[: draw.randint(8, 32)])
         text = phrase * (len(text) // len(phrase) + 1)
-    runs = [Piece(list(text[a:b]), [False] * (b - a)) for a, b in pairwise([0, *cuts, between])]
-    return _joined(piece for pair in zip(runs, [*pieces, Piece([], [])], strict=True) for piece in pair)
+    runs = [MarkedTokens(list(text[a:b]), [False] * (b - a)) for a, b in pairwise([0, *cuts, between])]
+    return _joined(piece for pair in zip(runs, [*pieces, MarkedTokens([], [])], strict=True) for piece in pair)
 
 
 def _wording(form: str, end: str, value: str, **names: str) -> Wording:
@@ -188,16 +188,16 @@ def _wording(form: str, end: str, value: str, **names: str) -> Wording:
     return Wording(before.format(**names), value, after.format(**names) + end)
 
 
-def _joined(pieces: Iterable[Piece]) -> Piece:
-    joined = Piece([], [])
+def _joined(pieces: Iterable[MarkedTokens]) -> MarkedTokens:
+    joined = MarkedTokens([], [])
     for piece in pieces:
         joined.ids.extend(piece.ids)
         joined.answers.extend(piece.answers)
     return joined
 
 
-def _unmarked(piece: Piece) -> Piece:
-    return Piece(piece.ids, [False] * len(piece.ids))
+def _unmarked(piece: MarkedTokens) -> MarkedTokens:
+    return MarkedTokens(piece.ids, [False] * len(piece.ids))
 
 
 def _fitting(lengths: Iterable[int], room: int) -> int:

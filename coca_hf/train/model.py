@@ -4,7 +4,7 @@ import dataclasses
 import os
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +23,7 @@ from transformers import (
     masking_utils,
 )
 
-from coca_hf.errors import CocaError, one_line
+from coca_hf.errors import CocaError, library_errors, one_line
 from coca_hf.train.context_parallel import check_model_for_context_parallel
 from coca_hf.train.origin import loading, origin
 from coca_hf.train.recipe import Recipe, Stage
@@ -116,10 +116,8 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
         if isinstance(before, dict) and not isinstance(value, dict):
             raise CocaError(f"config.{key}: got {short(value)}, expected a mapping, such as {short(before)}")
         merged[key] = {**before, **value} if isinstance(before, dict) else value
-    try:
+    with library_errors(f"config: {type(config).__name__} does not take it"):
         return type(config)(**{**kept, **merged})
-    except Exception as error:  # what a config's checks, or what they call, make of a value
-        raise CocaError(f"config: {type(config).__name__} does not take it: {one_line(error)}") from error
 
 
 def model_from_config(recipe: Recipe, attn_implementation: str | None = None) -> PreTrainedModel:
@@ -285,9 +283,5 @@ def shapes_only(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _building(config: PreTrainedConfig) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # whatever a model's code raises for sizes that do not go together
-        raise CocaError(f"config: no {type(config).__name__} model can be made of it: {one_line(error)}") from error
+def _building(config: PreTrainedConfig) -> AbstractContextManager[None]:
+    return library_errors(f"config: no {type(config).__name__} model can be made of it")

@@ -3,14 +3,11 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
-from torch import Tensor
+from accelerate.utils import gather_object
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -21,11 +18,10 @@ from transformers import (
 from transformers.integrations import TensorBoardCallback
 
 from coca_hf.card import write_card
-from coca_hf.errors import CocaError, one_line
+from coca_hf.errors import CocaError, library_errors, one_line
 from coca_hf.models.hub import LICENCE_FILES
+from coca_hf.train.blocks import Blocks, DealtBlocks
 from coca_hf.train.checkpoint import check_room
-from coca_hf.train.context_parallel import DealtToGroups
-from coca_hf.train.data import PackedBlocks, blocks_of
 from coca_hf.train.flops import count_flops
 from coca_hf.train.log import ProgressLine, SpeedMeter, StageLog, announce, start_place, wandb_run
 from coca_hf.train.model import (
@@ -54,16 +50,16 @@ from coca_hf.train.out import (
     weights_hashes,
     write_whole,
 )
-from coca_hf.train.recipe import Recipe, Stage
+from coca_hf.train.processes import from_main_process, in_all_processes
+from coca_hf.train.recipe import Recipe
 from coca_hf.train.record import make_record
 from coca_hf.train.stop import Stopped, StopRequest
 from coca_hf.train.trainer import StageTrainer
 
-Made = TypeVar("Made")
 CONVERSION_RECORD = "conversion.json"  # written by coca-convert; goes along from stage to stage
 
 
-def run_stage(recipe: Recipe, run: StageRun, state: PartialState, held_out: Tensor, stop: StopRequest) -> None:
+def run_stage(recipe: Recipe, run: StageRun, state: PartialState, blocks: Blocks, stop: StopRequest) -> None:
     if state.is_main_process:
         check_base(run)
         with saving_to(run.directory):
@@ -84,22 +80,23 @@ def run_stage(recipe: Recipe, run: StageRun, state: PartialState, held_out: Tens
     parameters = {"trained": trained, "total": total, "fraction": trained / total}
     checkpoint = from_main_process(lambda: last_checkpoint(run.trainer_dir))
     step, place = _place(checkpoint) if checkpoint else (0, start_place(run.start_block))
-    blocks = blocks_of(recipe, tokenizer, place["next_block"])
+    held_out = blocks.held_out
+    group, groups = state.process_index // run.sharing, state.num_processes // run.sharing
     log = StageLog(run.directory / "log.jsonl", data.seq_len, run.blocks_per_step, options.held_out_steps, place)
     meter = SpeedMeter(run.blocks_per_step * data.seq_len, count_flops(model, data.seq_len).model)
-    with trainer_errors(run.stage):
+    with library_errors(f"stages.{run.stage.name}: the trainer does not take these options"):
         trainer = StageTrainer(
             model,
             run.arguments,
             default_data_collator,
-            blocks if run.sharing == 1 else DealtToGroups(blocks, run.arguments.train_batch_size, run.sharing),
+            DealtBlocks(blocks, place["next_block"], run.arguments.train_batch_size, group, groups),
             callbacks=[log],
             log=log,
             options=options,
             meter=meter,
             held_out=held_out,
             stop=stop,
-            sources=lambda first, count: _in_words(blocks, first, count),
+            sources=blocks.sources_of,
             objective=objective,
         )
     _set_callbacks(trainer, run)
@@ -143,12 +140,6 @@ def _load(recipe: Recipe, run: StageRun) -> tuple[PreTrainedModel, PreTrainedTok
     return base, tokenizer, Objective(run.stage.objective, teacher, run.stage.temperature, run.stage.answer_weight)
 
 
-def _in_words(blocks: PackedBlocks, first: int, count: int) -> str:
-    """Of which sources a range of blocks is."""
-    names = [source.name for source in blocks.sources_of(first, count)]
-    return ", ".join(f"{names.count(name)} of {name}" for name in dict.fromkeys(names))
-
-
 def _set_callbacks(trainer: StageTrainer, run: StageRun) -> None:
     """Our progress for Hugging Face's; TensorBoard's files beside the stages, which are complete checkpoints."""
     for theirs in (PrinterCallback, ProgressCallback):
@@ -168,10 +159,15 @@ def stop_before(run: StageRun, state: PartialState, stop: StopRequest) -> None:
 
 def _stop(run: StageRun, state: PartialState, facts: dict[str, Any], when: str) -> None:
     """Leave word for the launcher's script, whose launcher does not hand on exit codes. Raises Stopped."""
-    if state.is_main_process:
-        write_whole(run.directory.parent / STOPPED, json.dumps(facts) + "\n")
+    note_stop(run.directory.parent, facts)
     state.wait_for_everyone()
     raise Stopped(f"{run.directory}: stopped by {facts['signal']} {when}; continue with --resume")
+
+
+def note_stop(out_dir: Path, facts: dict[str, Any]) -> None:
+    """Note, in the main process, what stopped the run."""
+    if PartialState().is_main_process:
+        write_whole(out_dir / STOPPED, json.dumps(facts) + "\n")
 
 
 def _complete(
@@ -218,42 +214,3 @@ def _place(checkpoint: Path) -> tuple[int, dict]:
     with reading(checkpoint):
         kept = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
         return kept["global_step"], kept["stateful_callbacks"][StageLog.__name__]["attributes"]["place"]
-
-
-@contextmanager
-def trainer_errors(stage: Stage) -> Iterator[None]:
-    try:
-        yield
-    except CocaError:
-        raise
-    except Exception as error:  # whatever transformers makes of options that do not go together
-        raise CocaError(f"stages.{stage.name}: the trainer does not take these options: {one_line(error)}") from error
-
-
-def in_all_processes(make: Callable[[], Made]) -> Made:
-    """What `make()` returns in each process, or in all of them the CocaError that it raises in one."""
-    made: list[Made] = []
-    errors: list[CocaError] = []
-    try:
-        made.append(make())
-    except CocaError as error:
-        errors.append(error)
-    for of_any in gather_object(errors):
-        raise of_any
-    return made[0]
-
-
-def from_main_process(make: Callable[[], Any]) -> Any:
-    """What `make()` returns in the main process, or the CocaError that it raises there, in every process."""
-    state = PartialState()
-    made: list[Any] = [None]
-    if state.is_main_process:
-        try:
-            made = [make()]
-        except CocaError as error:
-            made = [error]
-    if state.num_processes > 1:
-        broadcast_object_list(made)
-    if isinstance(made[0], CocaError):
-        raise made[0]
-    return made[0]

@@ -22,6 +22,7 @@ DEFAULTS = {
 }
 
 _BY_DATA = "coca-train feeds the blocks itself, so that every run sees the same ones"
+_BY_MAP = "blocks are read from disk as they are, in no time; leave it out"
 _BY_EVAL = "coca-train only trains; evaluate the result with coca-eval"
 _BY_HAND = "upload a finished stage's directory yourself, with `hf upload`"
 _BY_RESUME = "coca-train keeps what --resume needs"
@@ -38,14 +39,15 @@ OWNED = {
     "use_liger_kernel": "Liger patches only model types that it knows, not CoCA's; give fused_cross_entropy: liger",
     "parallelism_config": "give context_parallel_size; else FSDP2 through `accelerate launch` is all there is",
     **dict.fromkeys(("remove_unused_columns", "ignore_data_skip", "accelerator_config", "data_seed"), _BY_DATA),
-    **dict.fromkeys(("dataloader_persistent_workers", "dataloader_multiprocessing_context"), _BY_DATA),
+    **dict.fromkeys(("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_in_order"), _BY_MAP),
+    **dict.fromkeys(("dataloader_persistent_workers", "dataloader_multiprocessing_context"), _BY_MAP),
     **dict.fromkeys(("auto_find_batch_size", "train_sampling_strategy", "length_column_name"), _BY_DATA),
     **dict.fromkeys(("do_train", "do_eval", "do_predict", "load_best_model_at_end"), _BY_EVAL),
     **dict.fromkeys(("metric_for_best_model", "greater_is_better", "per_device_eval_batch_size"), _BY_EVAL),
 }
 _LEAST = {
     **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps", "save_steps", "logging_steps"), 1),
-    **dict.fromkeys(("dataloader_num_workers", "warmup_steps", "weight_decay", "max_grad_norm", "adam_epsilon"), 0),
+    **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm", "adam_epsilon"), 0),
     "neftune_noise_alpha": 0,
 }
 _OWNED_PREFIXES = {"eval_": _BY_EVAL, "hub_": _BY_HAND, "push_to_hub": _BY_HAND}
@@ -133,8 +135,6 @@ def check_options(stage: str, options: dict[str, Any]) -> None:
             raise ValueError(f"stages.{stage}: got {key} {options[key]}, expected at least 0 and below 1")
     if options.get("learning_rate", 1.0) <= 0:
         raise ValueError(f"stages.{stage}: got learning_rate {options['learning_rate']}, expected a rate above 0")
-    if options.get("dataloader_num_workers", 0) > 1:
-        raise ValueError(f"stages.{stage}: got several dataloader_num_workers, expected 0 or 1: there is one stream")
     own = inspect.signature(checkpoint).parameters.values()
     known = ["preserve_rng_state", *(parameter.name for parameter in own if parameter.kind is parameter.KEYWORD_ONLY)]
     for key in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):

@@ -3,13 +3,12 @@
 A revision is a branch, a tag or a commit. A run reads all at the commit that it is at when the run begins.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from coca_hf.errors import CocaError, one_line
+from coca_hf.errors import library_errors
 from coca_hf.models.hub import CARD, LICENCE_FILES, RECORDS
 
 
@@ -35,11 +34,6 @@ def located(name: str) -> tuple[str, Path]:
     return f"{path}@{directory.name}", directory
 
 
-@contextmanager
-def loading(name: str) -> Iterator[None]:
-    try:
-        yield
-    except CocaError:
-        raise
-    except Exception as error:  # whatever the libraries make of files that nobody vouches for
-        raise CocaError(f"{name}: cannot be loaded, expected a model directory or hub id: {one_line(error)}") from error
+def loading(name: str) -> AbstractContextManager[None]:
+    """Turns what the libraries make of a model's files into one line: a CocaError."""
+    return library_errors(f"{name}: cannot be loaded, expected a model directory or hub id")

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint import CheckpointException
 from transformers import TrainingArguments
 
 from coca_hf.errors import CocaError, one_line
+from coca_hf.train.processes import is_lost_process
 from coca_hf.train.recipe import Recipe, Stage
 from coca_hf.train.tree import read_tree, short
 from coca_hf.weights import read_json, size_in_words
@@ -41,11 +42,11 @@ STOPPED = "stopped.json"
 PARTIAL = "partial"
 MOST_CHANGES = 8  # that a message lists
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, RuntimeError, pickle.UnpicklingError)
-LAYOUT = (  # training options that may change with --resume: how the same steps are computed, and which are skipped
+LAYOUT = (  # keys that may change with --resume: how the same steps are computed, and which are skipped
     *("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"),
     *("activation_checkpointing", "torch_compile", "attn_implementation", "fused_cross_entropy", "report_to"),
     *("disable_tqdm", "save_steps", "save_total_limit", "dataloader_num_workers", "context_parallel_size"),
-    *("max_bad_steps", "spike_factor"),
+    *("max_bad_steps", "spike_factor", "prepared"),
     *("run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
 )
 
@@ -292,6 +293,8 @@ def saving_to(directory: Path, num_bytes: int | None = None) -> Iterator[None]:
     except CocaError:
         raise
     except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+        if is_lost_process(error):
+            raise  # the disk has nothing to do with it
         free = size_in_words(shutil.disk_usage(directory).free) if num_bytes else ""
         needed = f" ({size_in_words(num_bytes)} needed, {free} free)" if num_bytes else ""
         raise CocaError(

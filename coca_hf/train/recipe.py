@@ -85,8 +85,8 @@ class Source(Part):
 class Data(Part):
     """What is trained on: blocks of `seq_len` tokens, mixed from `sources`; `seed` fixes the order of the blocks.
 
-    held_out_blocks: so many are kept out of the training, to measure the loss on. prepared: the directory for blocks
-    that `--prepare` tokenised; they are used where they are those of this recipe. skip_positions: leave out positions
+    held_out_blocks: so many are kept out of the training, to measure the loss on. prepared: the directory
+    in which the blocks of this recipe, and of others, are made and read. skip_positions: leave out positions
     at random places of every block, so that they rise to at most so many, such as the trained length: a block then
     teaches distances that are longer than it is (PoSE, arXiv 2309.10400).
     """

@@ -11,7 +11,7 @@ SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(s
 
 
 class Stopped(Exception):
-    """A signal stopped the run after a checkpoint: run it again with --resume. The commands exit with EXIT_STOPPED."""
+    """A signal stopped the run, which can be continued. The commands exit with EXIT_STOPPED."""
 
 
 class StopRequest:
@@ -33,25 +33,6 @@ def ignore_signals() -> None:
     """For a process that ends with EXIT_STOPPED: the launcher may end it once more, and so hide that code."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-
-
-def leave_signals_to_parent() -> None:
-    """For a process that only reads data: the one that trains needs it until its checkpoint is written.
-
-    Launchers signal whole process groups, and SLURM, where it has no control groups, every descendant: so it leaves its
-    parent's group, and heeds only signals from its parent, torch's way of ending it. It ends itself when that is gone.
-    """
-    if hasattr(os, "setpgrp"):
-        os.setpgrp()
-    if hasattr(signal, "sigwaitinfo"):
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        threading.Thread(target=_heed_parent, daemon=True).start()
-
-
-def _heed_parent() -> None:
-    while signal.sigwaitinfo(SIGNALS).si_pid != os.getppid():
-        pass
-    os._exit(0)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from accelerate.utils import reduce
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArguments, get_scheduler
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import rotate_checkpoints
@@ -102,14 +103,20 @@ class StageTrainer(Trainer):
         )
         return self.lr_scheduler
 
+    def get_train_dataloader(self) -> DataLoader:
+        """Batches of this process's own blocks, which Accelerate must not deal out once more."""
+        return DataLoader(
+            self.train_dataset,
+            self._train_batch_size,
+            collate_fn=self.data_collator,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
         """No batches after the last step: resumed there, Hugging Face's loop would take one step more."""
         if self.state.global_step >= self.state.max_steps:
             return [], None
-        try:
-            samples = super().get_batch_samples(epoch_iterator, num_batches, device)
-        except CocaError as error:
-            raise _of_worker(error) from error
+        samples = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._random_state_of:  # Hugging Face's loop takes it up only where it skips batches itself
             self._load_rng_state(self._random_state_of)
             self._random_state_of = None
@@ -259,12 +266,6 @@ class _EveryStep(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.trainer.stopping:
             control.should_save = control.should_log = control.should_training_stop = True
-
-
-def _of_worker(error: CocaError) -> CocaError:
-    """The error that a process of torch's DataLoader met, without the traceback that torch makes its message of."""
-    name = f"{type(error).__module__}.{type(error).__name__}: "
-    return CocaError(str(error).rpartition(name)[2].removesuffix("\\n"))
 
 
 def _number(value: Tensor | float | None) -> float:

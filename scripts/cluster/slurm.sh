@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # A recipe on 4 machines of 8 GPUs under SLURM, for as many time limits and pre-emptions as it takes:
 #   sbatch scripts/cluster/slurm.sh recipes/llama-7b/three-stage.yaml [KEY=VALUE ...]
-# Prepare the data first, once, on any machine that sees the same disk: coca-train RECIPE --prepare --world-size 32.
+# Prepare the data first, on any machine that sees the same disk, so that no GPU waits for it:
+#   coca-train RECIPE --prepare --world-size 32
 # SLURM starts the processes itself, so that its signal reaches every one of them and their exit code comes back: with
 # 75, coca-train says that it was told to stop and has written a checkpoint, and the job queues up again.
 #SBATCH --job-name=coca

@@ -32,6 +32,7 @@ def make_recipe_tree(model: Path, texts: Path) -> dict:
         "data": {
             "seq_len": 20,
             "held_out_blocks": 0,
+            "prepared": str(texts.parent / "prepared"),
             "sources": [
                 {"path": str(texts / "words/*.txt"), "weight": 3},
                 {"path": str(texts / "digits.jsonl"), "weight": 1, "column": "code"},
@@ -92,7 +93,7 @@ def real_recipe(tiny_coca_dir, real_text, tmp_path_factory) -> Path:
     """Three stages on real text, 4 blocks a step on any number of processes, with held-out blocks."""
     path = tmp_path_factory.mktemp("real-recipe") / "real.yaml"
     tree = make_recipe_tree(tiny_coca_dir, real_text)
-    tree["data"] = {
+    tree["data"] |= {
         "seq_len": 44,
         "held_out_blocks": 7,
         "sources": [

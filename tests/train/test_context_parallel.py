@@ -18,12 +18,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import coca_hf
 from coca_hf import CocaError
 from coca_hf.train import context_parallel
-from coca_hf.train.context_parallel import DealtToGroups, check_model_for_context_parallel
-from coca_hf.train.data import blocks_of
+from coca_hf.train.blocks import DealtBlocks
+from coca_hf.train.context_parallel import check_model_for_context_parallel
+from coca_hf.train.data import Corpus
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
 from tests.conftest import TINY
+from tests.train.corpora import tokens_of
 from tests.train.layouts import DDP, FSDP2, Run, interrupt_in_step, launch, log_lines, succeed
 
 SEQ_LEN = 72  # beyond the trained 64, so that dynamic NTK turns by other angles
@@ -146,12 +148,12 @@ def test_two_processes_that_share_blocks_resume_to_the_same_bits(recipes, runs, 
 def test_the_parts_have_their_positions_in_the_block_and_the_labels_of_the_next_token_there(recipes, runs):
     recipe = load_recipe(recipes / "slack.yaml")
     tokenizer = AutoTokenizer.from_pretrained(recipe.model)
-    stream = iter(blocks_of(recipe, tokenizer))
+    stream = iter(tokens_of(Corpus(recipe.data, tokenizer).blocks()))
     dealt = [[json.loads(line) for line in (runs / f"dealt-{rank}.jsonl").read_text().splitlines()] for rank in (0, 1)]
     assert len(dealt[0]) == len(dealt[1]) == 2 * 2  # steps, batches of 2 blocks
     for parts in zip(*dealt, strict=True):
         for row in range(2):
-            block = next(stream)["input_ids"].tolist()
+            block = next(stream)
             positions = [part["position_ids"][row] for part in parts]
             assert sorted(positions[0] + positions[1]) == list(range(SEQ_LEN))
             assert len(positions[0]) == SEQ_LEN // 2
@@ -161,8 +163,9 @@ def test_the_parts_have_their_positions_in_the_block_and_the_labels_of_the_next_
                 assert part["shift_labels"][row] == [[*block, -100][place + 1] for place in places]
 
 
-def test_every_process_of_a_group_is_dealt_the_same_batch():
-    assert list(DealtToGroups(range(6), 2, 3)) == [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3, 4, 5, 4, 5, 4, 5]
+def test_every_group_is_dealt_every_so_many_batches():
+    dealt = [list(DealtBlocks(range(23), 3, 2, group, 3)) for group in range(3)]
+    assert dealt == [[3, 4, 9, 10, 15, 16, 21, 22], [5, 6, 11, 12, 17, 18], [7, 8, 13, 14, 19, 20]]
 
 
 def test_steps_count_groups_and_not_processes(recipes):

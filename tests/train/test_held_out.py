@@ -1,6 +1,5 @@
 """Held-out blocks: from every source its share, and never a trace of them in the training."""
 
-import itertools
 import json
 import random
 import string
@@ -10,8 +9,9 @@ import torch
 
 from coca_hf import held_out
 from coca_hf.held_out import HeldOut, shares
-from coca_hf.train.data import PackedBlocks
+from coca_hf.tokens import Encoder
 from coca_hf.train.recipe import Source
+from tests.train.corpora import make_corpus, tokens_of
 
 SEQ_LEN = 20
 GRAM = 8  # letters; two of 26^8 random ones are hardly ever equal
@@ -29,9 +29,12 @@ def grams(block) -> set[tuple[int, ...]]:
     return {tuple(tokens[start : start + GRAM]) for start in range(len(tokens) - GRAM + 1)}
 
 
-def trained_grams(sources, tokenizer, count: int, seed: int = 0) -> set[tuple[int, ...]]:
-    stream = itertools.islice(PackedBlocks(sources, tokenizer, SEQ_LEN, seed, held_out_blocks=6), count)
-    return set().union(*(grams(block["input_ids"]) for block in stream))
+@pytest.fixture
+def prepared(tiny_tokenizer, tmp_path):
+    def prepare(sources, count: int, **data):
+        return make_corpus(sources, tiny_tokenizer, SEQ_LEN, tmp_path / "prepared", **data).prepare(count)
+
+    return prepare
 
 
 DOCUMENTS = {
@@ -44,49 +47,49 @@ DOCUMENTS = {
 
 
 @pytest.mark.parametrize("kind", DOCUMENTS)
-def test_no_trace_of_a_held_out_block_is_ever_trained_on(kind, tiny_tokenizer, tmp_path):
+def test_no_trace_of_a_held_out_block_is_ever_trained_on(kind, prepared, tmp_path):
     source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, DOCUMENTS[kind])
     if kind.endswith("copies of them"):
         (tmp_path / "a.jsonl").write_text(2 * (tmp_path / "a.jsonl").read_text())
-    held = PackedBlocks([source], tiny_tokenizer, SEQ_LEN, held_out_blocks=6).held_out()
-    assert len(held) == 6
-    assert all(block.shape == (SEQ_LEN,) and block.dtype == torch.int64 for block in held)
     text = sum(DOCUMENTS[kind])
-    trained = trained_grams([source], tiny_tokenizer, 3 * text // SEQ_LEN)  # one whole pass at the least
+    blocks = prepared([source], 3 * text // SEQ_LEN, held_out_blocks=6)  # one whole pass at the least
+    held = blocks.held_out
+    assert held.shape == (6, SEQ_LEN)
+    assert held.dtype == torch.int64
+    trained = set().union(*map(grams, tokens_of(blocks)))
     assert len(trained) > 0.8 * text * (SEQ_LEN - GRAM) / SEQ_LEN
     assert not trained & set().union(*map(grams, held))
 
 
-def test_held_out_blocks_are_mixed_by_weight_and_independent_of_the_seed(tiny_tokenizer, tmp_path):
+def test_held_out_blocks_are_mixed_by_weight_and_independent_of_the_seed(tiny_tokenizer, prepared, tmp_path):
     letters = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, [500] * 30, weight=3)
     digits = make_source(tmp_path / "b.jsonl", string.digits, [500] * 30, weight=1)
-    held = PackedBlocks([letters, digits], tiny_tokenizer, SEQ_LEN, seed=1, held_out_blocks=8).held_out()
+    held = prepared([letters, digits], 1, seed=1, held_out_blocks=8).held_out
     of_digits = ["0" <= tiny_tokenizer.decode(block[1:2]) <= "9" for block in held]
     assert of_digits == 6 * [False] + 2 * [True]
-    again = PackedBlocks([letters, digits], tiny_tokenizer, SEQ_LEN, seed=2, held_out_blocks=8).held_out()
-    assert all(map(torch.equal, held, again))
+    again = prepared([letters, digits], 1, seed=2, held_out_blocks=8).held_out
+    assert torch.equal(held, again)
 
 
-def test_a_source_gives_at_most_a_tenth_and_all_else_is_trained_on(tiny_tokenizer, tmp_path):
+def test_a_source_gives_at_most_a_tenth_and_all_else_is_trained_on(tiny_tokenizer, prepared, tmp_path):
     source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, [3001])
-    held = PackedBlocks([source], tiny_tokenizer, SEQ_LEN, held_out_blocks=1000).held_out()
-    assert 13 <= len(held) <= 15  # a tenth of 3001 bytes, a token each, in blocks of 20
-    stream = PackedBlocks([source], tiny_tokenizer, SEQ_LEN, held_out_blocks=1000)
+    blocks = prepared([source], 135, held_out_blocks=1000)
+    assert 13 <= len(blocks.held_out) <= 15  # a tenth of 3001 bytes, a token each, in blocks of 20
     text = json.loads((tmp_path / "a.jsonl").read_text())["text"]
-    trained = {tiny_tokenizer.decode(block["input_ids"]) for block in itertools.islice(stream, 135)}
+    trained = {tiny_tokenizer.decode(block) for block in tokens_of(blocks)}
     assert trained == {text[start : start + SEQ_LEN] for start in range(0, 2700, SEQ_LEN)}
 
 
 def test_no_more_is_held_out_than_fills_the_blocks(tiny_tokenizer, tmp_path):
     source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, [3001])
-    rule, blocks = held_out.hold_out(source.place, PackedBlocks([source], tiny_tokenizer, SEQ_LEN).encoder, SEQ_LEN, 3)
+    rule, blocks = held_out.hold_out(source.place, Encoder(tiny_tokenizer), SEQ_LEN, 3)
     assert len(blocks) == 3
     assert 3 * SEQ_LEN / 3001 < rule.tail < 4 * SEQ_LEN / 3001
 
 
-def test_without_held_out_blocks_everything_is_trained_on(tiny_tokenizer, tmp_path):
+def test_without_held_out_blocks_everything_is_trained_on(prepared, tmp_path):
     source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, [400])
-    assert PackedBlocks([source], tiny_tokenizer, SEQ_LEN, held_out_blocks=0).held_out() == []
+    assert prepared([source], 1, held_out_blocks=0).held_out.shape == (0, SEQ_LEN)
     assert HeldOut().split("all of it") == ("all of it", "")
 
 
@@ -103,7 +106,7 @@ def test_shares_add_up():
 
 def test_blocks_are_of_many_documents_where_the_source_can_spare_them(tiny_tokenizer, tmp_path):
     source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, [900] * 400)
-    encoder = PackedBlocks([source], tiny_tokenizer, SEQ_LEN).encoder
+    encoder = Encoder(tiny_tokenizer)
     rule, blocks = held_out.hold_out(source.place, encoder, SEQ_LEN, 32)
     texts = [json.loads(line)["text"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     held = [text for text in texts if rule.split(text)[1]]
@@ -113,9 +116,8 @@ def test_blocks_are_of_many_documents_where_the_source_can_spare_them(tiny_token
     assert found[: held_out.DOCUMENTS] == [2] * held_out.DOCUMENTS  # and none across the border of two documents
 
 
-def test_a_passage_is_from_the_middle_of_a_long_document(tiny_tokenizer, tmp_path):
-    source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, [100])
-    encoder = PackedBlocks([source], tiny_tokenizer, SEQ_LEN).encoder
+def test_a_passage_is_from_the_middle_of_a_long_document(tiny_tokenizer):
+    encoder = Encoder(tiny_tokenizer)
     text = "a" * 5000 + "b" * (3 * held_out.TOKEN_CHARACTERS) + "c" * 5000
     assert tiny_tokenizer.decode(held_out._passage(text, encoder, 3)) == "bbb"
     assert tiny_tokenizer.decode(held_out._passage("short", encoder, 3)) == "sho"

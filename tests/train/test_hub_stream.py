@@ -1,6 +1,5 @@
 """Blocks streamed from a data set on the hub, which a server on this machine stands in for, are those of its files."""
 
-import itertools
 import json
 
 import pyarrow
@@ -10,13 +9,12 @@ import yaml
 from pyarrow import parquet
 
 from coca_hf import CocaError, tokens
-from coca_hf.train import stream
-from coca_hf.train.data import PackedBlocks, blocks_of
-from coca_hf.train.out import last_checkpoint
+from coca_hf.train import data
+from coca_hf.train.data import Corpus
 from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import run_recipe
 from tests.hub import serving_data_set
-from tests.train.test_data import dealt_to
+from tests.train.corpora import make_corpus, tokens_of
 
 REPO = "somebody/lines"
 SEQ_LEN = 20
@@ -43,18 +41,14 @@ def hub(texts, tmp_path, monkeypatch):
         yield server
 
 
-def rows_of(blocks, count):
-    return [tuple(block["input_ids"].tolist()) for block in itertools.islice(blocks, count)]
-
-
-@pytest.mark.parametrize("start_block", [0, 33])
-def test_the_blocks_are_those_of_the_files_on_disk(hub, tiny_tokenizer, start_block):
-    streams = [
-        PackedBlocks([Source(path=path, weight=1, column="code")], tiny_tokenizer, SEQ_LEN, 0, start_block, 3)
-        for path in (REPO, str(hub.local))
-    ]
-    streamed, local = (rows_of(blocks, 200) for blocks in streams)  # several passes
-    assert streamed == local
+def test_the_blocks_are_those_of_the_files_on_disk(hub, tiny_tokenizer, tmp_path):
+    sources = {path: [Source(path=path, weight=1, column="code")] for path in (REPO, str(hub.local))}
+    streamed, local = (
+        make_corpus(of_path, tiny_tokenizer, SEQ_LEN, tmp_path / "prepared", 3).prepare(200)  # several passes
+        for of_path in sources.values()
+    )
+    assert tokens_of(streamed) == tokens_of(local)
+    assert torch.equal(streamed.held_out, local.held_out)
     assert any("/resolve/" in path for path in hub.asked)
 
 
@@ -64,6 +58,7 @@ def recipe_of(recipe_tree, hub, tmp_path):
 
     def recipe_of(path, *settings):
         recipe_tree["data"]["sources"] = [{"path": str(path), "weight": 1, "column": "code"}]
+        recipe_tree["data"]["prepared"] = str(tmp_path / "prepared")
         recipe_tree["stages"] = [{"name": "k", "train": ["t_proj"], "max_steps": 12}]
         (tmp_path / "hub.yaml").write_text(yaml.safe_dump(recipe_tree))
         return load_recipe(tmp_path / "hub.yaml", settings)
@@ -76,29 +71,23 @@ def losses(out):
     return [(line["step"], line["loss"], line["tokens_seen"]) for line in lines]
 
 
-@pytest.fixture
-def small_sizes(monkeypatch):
-    """A row is asked for only when the blocks of the one before are used up."""
-    monkeypatch.setattr(stream, "SHUFFLE_TOKENS", 4 * SEQ_LEN)
-    monkeypatch.setattr(tokens, "PIECE_CHARACTERS", 100)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_network_that_fails_in_the_middle_is_one_line_and_the_run_goes_on_at_the_same_commit(
-    hub, recipe_of, tmp_path, small_sizes, workers
+def test_a_network_that_fails_in_the_middle_is_one_line_and_the_run_continues_at_the_same_commit(
+    hub, recipe_of, tiny_tokenizer, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr(data, "SHUFFLE_TOKENS", 4 * SEQ_LEN)  # a row is asked for when it is needed
+    monkeypatch.setattr(tokens, "PIECE_CHARACTERS", 100)
     run_recipe(recipe_of(hub.local), tmp_path / "local")
-    recipe, out = recipe_of(REPO, f"training.dataloader_num_workers={workers}"), tmp_path / "out"
+    recipe, out = recipe_of(REPO), tmp_path / "out"
     hub.lost = FILES[1]
     with pytest.raises(CocaError) as caught:
         run_recipe(recipe, out)
     assert "somebody/lines: the hub gave nothing after row 3" in str(caught.value)
     assert "with --resume" in str(caught.value)
     assert not any(word in str(caught.value) for word in ("\n", "\\n", "Traceback"))
-    assert last_checkpoint(out / "1-k/trainer") is not None
+    assert 0 < len(Corpus(recipe.data, tiny_tokenizer).blocks()) < 48
     hub.lost = None
     hub.commits["2" * 40] = {FILES[0]: hub.commits["1" * 40][FILES[1]]}
-    run_recipe(recipe_of(REPO, f"training.dataloader_num_workers={workers}"), out, resume=True)
+    run_recipe(recipe_of(REPO), out, resume=True)
     assert losses(out) == losses(tmp_path / "local")
     (source,) = json.loads((out / "1-k/training.json").read_text())["stages"][0]["sources"]
     assert (source["on_hub"], source["commit"]) == (True, "1" * 40)
@@ -112,37 +101,19 @@ def test_a_hub_that_does_not_answer_at_the_begin_is_one_line_and_nothing_is_writ
 
 
 def test_prepared_blocks_are_trained_on_without_the_hub(hub, recipe_of, tiny_tokenizer, tmp_path):
-    recipe = recipe_of(REPO, f"data.prepared={tmp_path / 'prepared'}")
-    blocks_of(recipe, tiny_tokenizer).prepare(recipe.num_blocks(1))
+    recipe = recipe_of(REPO)
+    Corpus(recipe.data, tiny_tokenizer).prepare(recipe.num_blocks(1))
     run_recipe(recipe_of(hub.local), tmp_path / "local")
     hub.asked.clear()
     hub.commits.clear()
-    run_recipe(recipe_of(REPO, f"data.prepared={tmp_path / 'prepared'}"), tmp_path / "out")
+    run_recipe(recipe_of(REPO), tmp_path / "out")
     assert not hub.asked
     assert losses(tmp_path / "out") == losses(tmp_path / "local")
 
 
-def test_a_preparation_is_prolonged_at_the_commit_it_began_at(hub, recipe_of, tiny_tokenizer, tmp_path):
-    recipe, local = recipe_of(REPO, f"data.prepared={tmp_path / 'prepared'}"), recipe_of(hub.local)
-    blocks_of(recipe, tiny_tokenizer).prepare(10)
+def test_a_preparation_is_prolonged_at_the_commit_it_began_at(hub, recipe_of, tiny_tokenizer):
+    Corpus(recipe_of(REPO).data, tiny_tokenizer).prepare(10)
     hub.commits["2" * 40] = {FILES[0]: hub.commits["1" * 40][FILES[1]]}
-    again = blocks_of(recipe_of(REPO, f"data.prepared={tmp_path / 'prepared'}"), tiny_tokenizer)
-    assert again.prepare(150).num_blocks == 150
-    assert rows_of(again, 200) == rows_of(blocks_of(local, tiny_tokenizer), 200)  # the last 50 from the hub
-
-
-@pytest.mark.real
-@pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (2, 1), (4, 0)])
-@pytest.mark.parametrize("restarts", [[], [80]], ids=["unbroken", "restarted"])
-def test_any_number_of_processes_is_dealt_the_blocks_of_the_files_on_disk_also_after_a_restart(
-    hub, tiny_tokenizer, tmp_path, world_size, workers, restarts
-):
-    def blocks(path, start_block=0):
-        source = Source(path=str(path), weight=1, column="code")
-        return PackedBlocks([source], tiny_tokenizer, SEQ_LEN, 0, start_block, held_out_blocks=3)
-
-    with (tmp_path / "dealt").open("w+b") as file:
-        for start, end in zip([0, *restarts], [*restarts, 240], strict=True):
-            dealt_to(world_size, blocks(REPO, start), end - start, file, workers)
-    local = torch.tensor(rows_of(blocks(hub.local), 240))
-    assert (tmp_path / "dealt").read_bytes() == local.numpy().tobytes()
+    prolonged = Corpus(recipe_of(REPO).data, tiny_tokenizer).prepare(150)
+    local = Corpus(recipe_of(hub.local).data, tiny_tokenizer).prepare(150)
+    assert tokens_of(prolonged) == tokens_of(local)

@@ -5,19 +5,17 @@ COCA_KILLS sets how many random kills: COCA_KILLS=20 pytest tests/train/test_kil
 
 import contextlib
 import json
-import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import time
 
 import pytest
 
-from coca_hf.train import one_stage, stages
+from coca_hf.train import one_stage, stages, trainer
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
-from coca_hf.train.stop import EXIT_STOPPED, leave_signals_to_parent
+from coca_hf.train.stop import EXIT_STOPPED
 from coca_hf.train.trainer import StageTrainer
 from tests.train.layouts import FSDP2, Run, launch, log_lines, succeed, warm_server
 
@@ -94,26 +92,6 @@ def test_sigterm_ends_the_command_with_its_code_and_a_checkpoint(real_recipe, re
     assert final_losses(out) == final_losses(real_unbroken)
 
 
-def read_on(ready):
-    leave_signals_to_parent()
-    ready.set()
-    time.sleep(600)
-
-
-def test_a_process_that_reads_data_is_ended_by_the_one_that_trains_and_by_nobody_else():
-    fork = multiprocessing.get_context("fork")
-    reader = fork.Process(target=read_on, args=(ready := fork.Event(),))
-    reader.start()
-    assert ready.wait(60)
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        subprocess.run(["kill", f"-{int(number)}", str(reader.pid)], check=True)
-    reader.join(0.5)
-    assert reader.is_alive()
-    reader.terminate()
-    reader.join(60)
-    assert reader.exitcode == 0
-
-
 def signal_while_the_result_of_stage_k_is_written():
     """To one process only; a step would take longer than the test allows."""
     complete = one_stage._complete
@@ -161,6 +139,50 @@ def test_a_signal_before_the_first_stage_ends_the_command_with_its_code(real_rec
     assert not (out / "1-k").exists()
     run_recipe(load_recipe(real_recipe), out, resume=True)
     assert final_losses(out) == final_losses(real_unbroken)
+
+
+def die_in_step_2_of_rank_1():
+    plain = StageTrainer.training_step
+
+    def step(self, *args):
+        if self.state.global_step == 1 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(self, *args)
+
+    StageTrainer.training_step = step
+
+
+def die_in_a_checkpoint_of_rank_1():
+    plain = trainer.save_state
+
+    def save(*arguments):
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        plain(*arguments)
+
+    trainer.save_state = save
+
+
+def die_while_the_result_is_written():
+    complete = one_stage._complete
+
+    def die_or_complete(*arguments):
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        complete(*arguments)
+
+    one_stage._complete = die_or_complete
+
+
+@pytest.mark.parametrize(
+    "hook", [die_in_step_2_of_rank_1, die_in_a_checkpoint_of_rank_1, die_while_the_result_is_written]
+)
+def test_who_survives_another_process_says_so_in_one_line_and_does_not_blame_the_disk(real_recipe, tmp_path, hook):
+    launched = launch(tmp_path, [Run([real_recipe, "--stage", "k", "--out", tmp_path / "out"], FSDP2, hook)])
+    assert launched.wait(120) != 0
+    printed = " ".join(launched.output.read_text().split())
+    assert "error: another process of this run has ended, see its own message; continue with --resume" in printed
+    assert "cannot be written" not in printed
 
 
 def test_two_runs_do_not_write_to_one_directory(real_recipe, tmp_path):

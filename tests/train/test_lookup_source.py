@@ -1,13 +1,10 @@
 """`{synthetic: lookups}` in a recipe: its share of the stream, the marks of its answers, and what they count."""
 
-import itertools
-
 import pytest
 import torch
 import yaml
 from torch.nn.functional import cross_entropy, kl_div
 
-from coca_hf.train.data import PackedBlocks
 from coca_hf.train.model import load_model
 from coca_hf.train.objectives import (
     answer_loss,
@@ -17,6 +14,7 @@ from coca_hf.train.objectives import (
 )
 from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import run_recipe
+from tests.train.corpora import make_corpus
 from tests.train.layouts import DDP, Run, log_lines, succeed
 
 SEQ_LEN, REACH = 170, 901
@@ -29,54 +27,50 @@ def words(texts) -> Source:
 
 
 @pytest.fixture
-def blocks(words, texts, tiny_tokenizer, tmp_path):
+def corpus(words, texts, tiny_tokenizer, tmp_path):
     digits = Source(path=str(texts / "digits.jsonl"), weight=1, column="code")
 
-    def make(sources=(words, SYNTHETIC, digits), start_block: int = 0, prepared=None, **options) -> PackedBlocks:
-        prepared_dir = tmp_path / prepared if prepared else None
-        return PackedBlocks(sources, tiny_tokenizer, SEQ_LEN, 5, start_block, 2, prepared_dir, **options)
+    def make(sources=(words, SYNTHETIC, digits), directory=tmp_path / "prepared", **options):
+        return make_corpus(sources, tiny_tokenizer, SEQ_LEN, directory, 2, seed=5, **options)
 
     return make
 
 
-def take(blocks: PackedBlocks, count: int) -> list[dict[str, list]]:
-    return [{name: row.tolist() for name, row in block.items()} for block in itertools.islice(blocks, count)]
+def take(blocks, count: int) -> list[dict[str, list]]:
+    return [{name: row.tolist() for name, row in blocks[number].items()} for number in range(count)]
 
 
-def test_its_weight_is_its_share_of_the_blocks_and_of_all_answers(blocks):
-    drawn, sources = take(blocks(), 200), blocks().sources_of(0, 200)
-    synthetic = [source.synthetic for source in sources]
-    assert synthetic.count("lookups") == pytest.approx(100, abs=25)
+def test_its_weight_is_its_share_of_the_blocks_and_of_all_answers(corpus):
+    blocks = corpus().prepare(200)
+    drawn = take(blocks, 200)
+    synthetic = ["synthetic" in blocks.sources_of(number, 1) for number in range(200)]
+    assert sum(synthetic) == pytest.approx(100, abs=25)
+    assert f"{sum(synthetic)} of synthetic lookups" in blocks.sources_of(0, 200)
     with_answers = [any(block["answers"]) for block in drawn]
     assert not any(marked for marked, made in zip(with_answers, synthetic, strict=True) if not made)
-    assert sum(with_answers) > 0.6 * synthetic.count("lookups")
+    assert sum(with_answers) > 0.6 * sum(synthetic)
     assert max(max(block["input_ids"]) for block in drawn) < 259
     assert all(block["input_ids"] == block["labels"] for block in drawn)
 
 
-def test_a_later_start_has_the_same_blocks_and_answers(blocks):
-    assert take(blocks(start_block=41), 30) == take(blocks(), 71)[41:]
+def test_a_preparation_that_is_prolonged_makes_the_same_lookups(corpus, tmp_path):
+    plain = take(corpus().prepare(90), 90)
+    for count in (40, 41, 90):
+        blocks = corpus(directory=tmp_path / "in-parts").prepare(count)
+    assert take(blocks, 90) == plain
 
 
-@pytest.mark.parametrize("start_block", [0, 33, 70])
-def test_prepared_blocks_keep_their_answers_and_the_stream_goes_on_past_their_end(blocks, start_block):
-    plain = take(blocks(start_block=start_block), 90)
-    blocks(prepared="prepared").prepare(40)
-    assert blocks(prepared="prepared").prepare(60).num_blocks == 60
-    assert take(blocks(start_block=start_block, prepared="prepared"), 90) == plain
+def test_nothing_synthetic_is_held_out_and_nothing_that_is_held_out_is_trained_on(corpus, words):
+    held_out = corpus((words, SYNTHETIC)).prepare(1).held_out
+    assert torch.equal(held_out, corpus((words,)).prepare(1).held_out)
 
 
-def test_nothing_synthetic_is_held_out_and_nothing_that_is_held_out_is_trained_on(blocks, words):
-    held_out = blocks((words, SYNTHETIC)).held_out()
-    assert torch.equal(torch.stack(held_out), torch.stack(blocks((words,)).held_out()))
+def test_a_recipe_without_it_has_no_answers(corpus, words):
+    assert set(corpus((words,)).prepare(1)[0]) == {"input_ids", "labels"}
 
 
-def test_a_recipe_without_it_has_no_answers(blocks, words):
-    assert set(next(iter(blocks((words,))))) == {"input_ids", "labels"}
-
-
-def test_skipped_positions_rise_to_at_most_their_reach_and_depend_on_the_number_of_the_block(blocks):
-    drawn = take(blocks(skip_positions=REACH), 60)
+def test_skipped_positions_rise_to_at_most_their_reach_and_differ_from_block_to_block(corpus):
+    drawn = take(corpus(skip_positions=REACH).prepare(60), 60)
     for block in drawn:
         steps = torch.tensor(block["position_ids"]).diff()
         assert block["position_ids"][0] == 0
@@ -85,7 +79,6 @@ def test_skipped_positions_rise_to_at_most_their_reach_and_depend_on_the_number_
         assert block["attention_mask"] == [1] * SEQ_LEN
     assert max(block["position_ids"][-1] for block in drawn) > 2 * SEQ_LEN
     assert len({tuple(block["position_ids"]) for block in drawn}) > 50
-    assert take(blocks(start_block=41, skip_positions=REACH), 19) == drawn[41:]
 
 
 @pytest.fixture
@@ -162,8 +155,8 @@ def test_batches_do_not_change_what_answers_count(recipe_path, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_left_out_positions_are_no_borders_of_documents(tiny_coca_dir, tiny_llama_dir, blocks):
-    block = next(iter(blocks(skip_positions=REACH)))
+def test_left_out_positions_are_no_borders_of_documents(tiny_coca_dir, tiny_llama_dir, corpus):
+    block = corpus(skip_positions=REACH).prepare(1)[0]
     given = {name: block[name][None] for name in ("input_ids", "position_ids", "attention_mask")}
     changed = {**given, "input_ids": given["input_ids"].clone()}
     changed["input_ids"][0, 0] += 1

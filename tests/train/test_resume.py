@@ -1,7 +1,6 @@
 """Runs that are killed, meet a full disk or learn nonsense: nothing is lost, and they go on as if unbroken."""
 
 import errno
-import itertools
 import json
 import os
 import re
@@ -19,11 +18,12 @@ from transformers import AutoTokenizer, Trainer
 
 from coca_hf import CocaError
 from coca_hf.train import trainer
-from coca_hf.train.data import PackedBlocks
+from coca_hf.train.data import Corpus
 from coca_hf.train.out import last_checkpoint
 from coca_hf.train.recipe import Recipe, load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
+from tests.train.corpora import tokens_of
 from tests.train.layouts import Run, launch
 
 STAGES = ["1-k", "2-qkv", "3-full"]
@@ -329,8 +329,8 @@ def test_a_spike_stops_the_run_and_its_blocks_and_sources_are_named(recipe_path,
     assert "the loss of step 3 is" in message
     assert "more than 3 times the running mean" in message
     tokenizer = AutoTokenizer.from_pretrained(tiny_coca_dir)
-    blocks = itertools.islice(PackedBlocks(recipe.data.sources, tokenizer, 20), 8, 12)
-    digits = sum("0" <= tokenizer.decode(block["input_ids"][1:2]) <= "9" for block in blocks)
+    blocks = tokens_of(Corpus(recipe.data, tokenizer).blocks(), 8, 12)
+    digits = sum("0" <= tokenizer.decode(block[1:2]) <= "9" for block in blocks)
     assert "on blocks 8 to 11 (" in message
     for count, name in ((4 - digits, "words/"), (digits, "digits.jsonl")):
         assert (f"{count} of " in message and name in message) == (count > 0)

@@ -22,10 +22,7 @@ BINARIES = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 DAEMONS = ["munged", "slurmctld", "slurmd", "sbatch"]
 MISSING = [name for name in DAEMONS if not shutil.which(name, path=BINARIES)]
 SECONDS = 300  # for anything to come about, on a machine with other work
-SETTINGS = [
-    *("stages.k.max_steps=300", "stages.qkv.logging_steps=1", "training.save_steps=25"),
-    "training.dataloader_num_workers=1",  # a process that SLURM's signals reach, too
-]
+SETTINGS = ["stages.k.max_steps=300", "stages.qkv.logging_steps=1", "training.save_steps=25"]
 # Nodes have addresses for names, so that MASTER_ADDR is reached; MASTER_PORT comes from the job's number. A job
 # fills both nodes, so that another has to pre-empt it.
 CONF = """

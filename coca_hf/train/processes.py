@@ -1,0 +1,153 @@
+"""What the processes of a run tell one another: results, errors, and whose turn it is."""
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
+from torch.distributed import DistBackendError, DistNetworkError, PrefixStore
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.distributed_c10d import _get_default_store
+
+from coca_hf.errors import CocaError
+from coca_hf.train.stop import Stopped, StopRequest
+
+Made = TypeVar("Made")
+LOOK_SECONDS = 0.2  # between two looks at the notes of other processes
+LOST = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")  # what gloo says
+FAREWELL_SECONDS = 10.0  # that a process which must end waits for the others to learn why
+
+
+def in_all_processes(make: Callable[[], Made]) -> Made:
+    """`make()` in each process. Raises, in all of them, the CocaError that it raises in one."""
+    made: list[Made] = []
+    errors: list[CocaError] = []
+    try:
+        made.append(make())
+    except CocaError as error:
+        errors.append(error)
+    for of_any in gather_object(errors):
+        raise of_any
+    return made[0]
+
+
+def from_main_process(make: Callable[[], Any]) -> Any:
+    """`make()` of the main process, in every process. Raises its CocaError in every process."""
+    state = PartialState()
+    made: list[Any] = [None]
+    if state.is_main_process:
+        try:
+            made = [make()]
+        except CocaError as error:
+            made = [error]
+    if state.num_processes > 1:
+        broadcast_object_list(made)
+    if isinstance(made[0], CocaError):
+        raise made[0]
+    return made[0]
+
+
+def main_process_first(work: Callable[[Callable[[], None]], Made], stop: StopRequest) -> Made:
+    """`work` in each process; the others begin when the main one is done, whenever that is.
+
+    They wait outside of collectives, which have a time limit and hear no signals. `work` is given
+    a function to call often, which raises Stopped, with the signal's name, once one came to any
+    process.
+
+    Raises, in every process, the CocaError or Stopped that `work` raises in one.
+    """
+    state = PartialState()
+    if state.num_processes == 1:
+        return work(lambda: check_stop(stop))
+    board = _Board(from_main_process(lambda: uuid.uuid4().hex), state.num_processes, stop)
+    try:
+        if not state.is_main_process:
+            board.wait_for(1)
+        made = work(board.check)
+        board.finish()
+        board.wait_for(state.num_processes)
+    except (CocaError, Stopped) as error:
+        board.part_with(error)
+        raise
+    return made
+
+
+def is_lost_process(error: BaseException) -> bool:
+    """Whether a collective failed because another process, or the way to it, is gone."""
+    if isinstance(error, CheckpointException):
+        return any(is_lost_process(failure) for failure, _ in error.failures.values())
+    text = str(error)
+    return isinstance(error, DistBackendError | DistNetworkError) or (
+        isinstance(error, RuntimeError) and any(words in text for words in LOST)
+    )
+
+
+@contextmanager
+def losing_processes() -> Iterator[None]:
+    """Turn what collectives make of the end of another process into one line: a CocaError."""
+    try:
+        yield
+    except (RuntimeError, CheckpointException) as error:
+        if not is_lost_process(error):
+            raise
+        raise CocaError("another process of this run has ended, see its own message; continue with --resume") from error
+
+
+def check_stop(stop: StopRequest) -> None:
+    """Raises Stopped, with the name of the signal, where one came to this process."""
+    if came := stop.came:
+        raise Stopped(came)
+
+
+class _Board:
+    """Notes in the store that the processes found one another by; `name` is new for every use."""
+
+    def __init__(self, name: str, num_processes: int, stop: StopRequest):
+        self._store = PrefixStore(name, _get_default_store())
+        self._num_processes, self._stop = num_processes, stop
+        self._looked = 0.0
+
+    def finish(self) -> None:
+        self._reach(lambda: self._store.add("finished", 1))
+
+    def wait_for(self, count: int) -> None:
+        """Until so many processes have finished. Raises what ends the run."""
+        while self._reach(lambda: self._store.add("finished", 0)) < count:
+            self.check()
+            time.sleep(LOOK_SECONDS)
+
+    def check(self) -> None:
+        """Raises the first error that a process noted, or Stopped where a signal came here."""
+        check_stop(self._stop)
+        if time.monotonic() - self._looked < LOOK_SECONDS:
+            return
+        if self._reach(lambda: self._store.check(["end"])):
+            kind, text = json.loads(self._reach(lambda: self._store.get("end")))
+            raise Stopped(text) if kind == "stop" else CocaError(text)
+        self._looked = time.monotonic()
+
+    def part_with(self, error: CocaError | Stopped) -> None:
+        """Tell the others, and wait until they know: a process that ends takes the store along."""
+        kind = "stop" if isinstance(error, Stopped) else "error"
+        deadline = time.monotonic() + FAREWELL_SECONDS
+        try:
+            self._store.compare_set("end", "", json.dumps([kind, str(error)]))
+            parted = self._store.add("parted", 1)
+            while parted < self._num_processes and time.monotonic() < deadline:
+                time.sleep(LOOK_SECONDS)
+                parted = self._store.add("parted", 0)
+        except RuntimeError:  # the store is gone: nobody is left to tell
+            pass
+
+    def _reach(self, ask: Callable[[], Any]) -> Any:
+        try:
+            return ask()
+        except RuntimeError as error:
+            check_stop(self._stop)
+            raise CocaError(
+                "the process that keeps the others in touch has ended; start the run again with --resume"
+            ) from error

@@ -1,0 +1,303 @@
+"""Blocks on disk are the same, block for block, whatever happened while they were written."""
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+
+from coca_cli import main
+from coca_hf import CocaError, tokens
+from coca_hf.train import data
+from coca_hf.train.recipe import Source, load_recipe
+from coca_hf.train.stages import run_recipe
+from coca_hf.train.stop import EXIT_STOPPED, Stopped
+from tests.train.corpora import make_corpus, tokens_of
+from tests.train.layouts import log_lines
+
+SEQ_LEN = 20
+
+
+@pytest.fixture(autouse=True)
+def small_sizes(monkeypatch):
+    """Several pieces a document, several passes, a buffer smaller than a source, many states."""
+    monkeypatch.setattr(data, "SHUFFLE_TOKENS", 13 * SEQ_LEN)
+    monkeypatch.setattr(tokens, "PIECE_CHARACTERS", 90)
+    monkeypatch.setattr(data, "STATE_TOKENS", 17 * SEQ_LEN)
+
+
+@pytest.fixture
+def sources(texts) -> list[Source]:
+    digits = Source(path=str(texts / "digits.jsonl"), weight=1, column="code")
+    return [Source(path=str(texts / "words/*.txt"), weight=3), digits]
+
+
+@pytest.fixture
+def corpus(sources, tiny_tokenizer, tmp_path):
+    def make(directory=tmp_path / "prepared", **options):
+        return make_corpus(sources, tiny_tokenizer, SEQ_LEN, directory, 7, **options)
+
+    return make
+
+
+@pytest.fixture
+def plain(corpus, tmp_path):
+    """400 blocks, prepared in one go."""
+    return tokens_of(corpus(tmp_path / "plain").prepare(400))
+
+
+def test_prepared_blocks_are_read_and_nothing_else(corpus, plain, monkeypatch):
+    corpus().prepare(200)
+    monkeypatch.setattr(data, "read_documents", forbidden)
+    monkeypatch.setattr("coca_hf.held_out.read_documents", forbidden)
+    assert tokens_of(corpus().blocks()) == plain[:200]
+    assert len(corpus().blocks().held_out) == 7
+
+
+def forbidden(*args):
+    raise AssertionError("reads a source")
+
+
+def test_a_preparation_is_prolonged_to_the_same_blocks(corpus, plain):
+    for count in (3, 100, 100, 310):
+        blocks = corpus().prepare(count)
+        assert len(blocks) == count
+    assert tokens_of(blocks) == plain[:310]
+    assert len(corpus().prepare(50)) == 310  # never shortened
+
+
+def test_what_a_killed_preparation_left_behind_its_last_state_does_not_count(corpus, plain):
+    directory = corpus().prepare(100).directory
+    for file in directory.glob("*.bin"):
+        with file.open("ab") as stream:
+            stream.write(b"half a block")
+    (directory / "state.json.partial").write_bytes(b"half a state")
+    assert tokens_of(corpus().blocks()) == plain[:100]
+    assert tokens_of(corpus().prepare(260)) == plain[:260]
+
+
+def test_a_preparation_killed_again_and_again_continues_to_the_same_blocks(corpus, tmp_path):
+    state = corpus().prepare(1).directory / "state.json"
+    for _ in range(3):
+        reached, written = len(corpus().blocks()), state.stat().st_mtime_ns
+        process = get_context("fork").Process(target=corpus().prepare, args=(10**9,))
+        process.start()
+        while process.is_alive() and (state.stat().st_mtime_ns == written or len(corpus().blocks()) == reached):
+            time.sleep(0.001)
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, "it was killed, it did not end"
+    count = len(corpus().blocks()) + 40
+    assert tokens_of(corpus().prepare(count)) == tokens_of(corpus(tmp_path / "plain").prepare(count))
+
+
+def test_a_preparation_that_is_stopped_keeps_every_block(corpus, plain):
+    for _ in range(3):
+        calls = []
+
+        def stop(calls=calls):
+            calls.append(None)
+            if len(calls) > 60:
+                raise Stopped("SIGTERM")
+
+        done = []
+        with pytest.raises(Stopped):
+            corpus().prepare(400, done.append, stop)
+        assert len(corpus().blocks()) == max([*done, 0])
+    assert tokens_of(corpus().prepare(400)) == plain
+
+
+def test_a_small_source_is_on_disk_once_however_many_passes_are_trained_on(corpus):
+    few, many = (corpus().prepare(count).directory / "source-0.bin" for count in (100, 2000))
+    assert few.stat().st_size == many.stat().st_size < 100 * SEQ_LEN * 2
+
+
+def test_another_seed_length_weight_or_text_has_another_place(corpus, sources, tiny_tokenizer, texts, tmp_path):
+    prepared = corpus().prepare(5).directory
+    light = [sources[0], sources[1].model_copy(update={"weight": 2.0})]
+    others = {
+        "seed": (sources, SEQ_LEN, 7, 1),
+        "length": (sources, SEQ_LEN + 1, 7, 0),
+        "held out": (sources, SEQ_LEN, 8, 0),
+        "weight": (light, SEQ_LEN, 7, 0),
+        "order": (sources[::-1], SEQ_LEN, 7, 0),
+    }
+    for name, (changed, seq_len, held_out, seed) in others.items():
+        other = make_corpus(changed, tiny_tokenizer, seq_len, tmp_path / "prepared", held_out, seed=seed)
+        assert not other.has(1), name
+    assert len(corpus().blocks()) == 5
+    os.utime(texts / "words/0.txt", (1, 1))
+    assert corpus().directory != prepared
+
+
+def test_the_place_does_not_depend_on_where_the_tokenizer_lies(corpus, sources, tiny_tokenizer, tmp_path):
+    from transformers import AutoTokenizer
+
+    corpus().prepare(5)
+    tiny_tokenizer(["a", "bcd"], padding=True)  # leaves its setting behind
+    tiny_tokenizer.save_pretrained(tmp_path / "copy")
+    copy = AutoTokenizer.from_pretrained(tmp_path / "copy")
+    assert len(make_corpus(sources, copy, SEQ_LEN, tmp_path / "prepared", 7).blocks()) == 5
+
+
+def flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "cut": ("source-0.bin", lambda path: os.truncate(path, 100), r"source-0\.bin: got 100 bytes, expected the "),
+    "gone": ("order.bin", os.unlink, r"order\.bin: got 0 bytes, expected the 800 that were prepared"),
+    "a bit": ("source-0.bin", lambda path: flip(path, 5), r"source-0\.bin: got another xxh3_128 of rows 0 to \d+ than"),
+    "a bit of the order": ("order.bin", lambda path: flip(path, 400), r"order\.bin: got another xxh3_128 of rows 34 "),
+    "held out": ("held-out.bin", lambda path: flip(path, 9), r"held-out\.bin: got another xxh3_128 of rows 0 to 6 "),
+    "state": ("state.json", lambda path: path.write_bytes(b"nonsense"), r"state\.json: cannot be read"),
+    "a bit of the state": (
+        "state.json",
+        lambda path: flip(path, path.stat().st_size // 2),
+        r"state\.json: cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_is_damaged_is_named_by_who_reads_it_and_made_again_by_who_prepares(corpus, plain, capsys, damage):
+    directory = corpus().prepare(100).directory
+    name, do, message = DAMAGE[damage]
+    do(directory / name)
+    with pytest.raises(CocaError, match=message + ".*; `coca-train RECIPE --prepare` makes them again"):
+        tokens_of(corpus().blocks()), corpus().blocks().held_out
+    assert tokens_of(corpus().prepare(120)) == plain[:120]
+    assert f"{name}: " in capsys.readouterr().out
+    assert len(corpus().blocks().held_out) == 7
+
+
+def test_what_a_training_still_reads_is_not_taken_away_when_damaged_blocks_are_made_again(corpus, plain):
+    reader = corpus().prepare(100)
+    assert tokens_of(reader, 0, 100) == plain[:100]
+    flip(reader.directory / "held-out.bin", 9)
+    corpus().prepare(100)
+    assert tokens_of(reader, 0, 100) == plain[:100]
+
+
+def test_blocks_before_the_start_are_not_read(corpus, plain):
+    flip(corpus().prepare(100).directory / "order.bin", 0)
+    assert tokens_of(corpus().blocks(), 60) == plain[60:100]
+
+
+def test_of_two_preparations_the_second_says_that_it_waits_and_then_has_the_same_blocks(corpus, plain, capsys):
+    second = threading.Thread(target=lambda: corpus().prepare(50))
+    with FileLock(corpus().prepare(5).directory / "lock"):
+        second.start()
+        second.join(1)
+        assert second.is_alive()
+        assert "another process is preparing these blocks; waiting for it" in capsys.readouterr().out
+    second.join(60)
+    assert tokens_of(corpus().blocks()) == plain[:50]
+
+
+def test_who_waits_for_another_preparation_can_be_stopped(corpus):
+    def stop():
+        raise Stopped("SIGUSR1")
+
+    with FileLock(corpus().prepare(5).directory / "lock"), pytest.raises(Stopped):
+        corpus().prepare(50, check_stop=stop)
+
+
+def test_a_full_disk_says_what_is_needed_and_loses_nothing(corpus, plain):
+    from tests.train.test_resume import no_file_above
+
+    corpus().prepare(100)
+    message = r"cannot be written: .*400 blocks take up to 0\.0 GB; make room"
+    with no_file_above(3_000), pytest.raises(CocaError, match=message):
+        corpus().prepare(400)
+    assert len(corpus().blocks()) >= 100
+    assert tokens_of(corpus().prepare(400)) == plain
+
+
+def command(monkeypatch, *arguments) -> int:
+    monkeypatch.setattr(sys, "argv", ["coca-train", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main.train()
+    return ended.value.code
+
+
+def test_the_command_prepares_what_all_stages_take_and_a_run_from_it_is_the_same(
+    recipe_path, unbroken, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.undo()  # `unbroken` has the sizes of the product
+    setting = f"data.prepared={tmp_path / 'blocks'}"
+    assert command(monkeypatch, recipe_path, setting, "--prepare", "--world-size", "2") == 0
+    assert "prepared: 96 blocks, 1,920 tokens in" in capsys.readouterr().out  # 2 processes x 4 x (3 + 5 + 4) steps
+    run_recipe(load_recipe(recipe_path, [setting]), tmp_path / "out")
+    assert "data: 96 blocks, 0.01 MB, in" in capsys.readouterr().out
+    for stage in ("1-k", "2-qkv", "3-full"):
+        runs = (tmp_path / "out", unbroken)
+        ours, theirs = ([line["loss"] for line in log_lines(run / stage)] for run in runs)
+        assert ours == theirs
+
+
+def test_the_command_is_stopped_by_a_signal_and_continues(recipe_path, tmp_path, monkeypatch, capsys):
+    plain_append = data.GrowingRows.append
+
+    def signal_and_append(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        plain_append(*arguments)
+
+    setting = f"data.prepared={tmp_path / 'blocks'}"
+    with monkeypatch.context() as patch:
+        patch.setattr(data.GrowingRows, "append", signal_and_append)
+        assert command(patch, recipe_path, setting, "--prepare") == EXIT_STOPPED
+    assert "stopped by SIGTERM; the same command continues" in " ".join(capsys.readouterr().err.split())
+    assert command(monkeypatch, recipe_path, setting, "--prepare") == 0
+    assert "prepared: 48 blocks" in capsys.readouterr().out
+
+
+def test_a_run_prepares_the_blocks_of_its_last_stage_and_says_where_they_and_others_are(recipe_path, tmp_path, capsys):
+    recipe = load_recipe(recipe_path, [f"data.prepared={tmp_path / 'blocks'}"])
+    run_recipe(recipe, tmp_path / "out", stage="k")
+    printed = capsys.readouterr().out
+    (made,) = (tmp_path / "blocks").iterdir()
+    assert f"data: preparing 12 blocks in {made}\n" in printed  # 3 steps of 4
+    assert re.search(rf"data: 12 blocks, 0\.0\d MB, in {made}\n", printed)
+    assert "also holds" not in printed
+    run_recipe(recipe, tmp_path / "out", resume=True)
+    assert f"data: preparing 48 blocks in {made}\n" in capsys.readouterr().out
+    other = load_recipe(recipe_path, [f"data.prepared={tmp_path / 'blocks'}", "data.seed=9"])
+    run_recipe(other, tmp_path / "other", stage="k")
+    others = rf"{tmp_path / 'blocks'} also holds blocks of other recipes or data \(1 directories, 0\.0\d MB\)"
+    assert re.search(others, capsys.readouterr().out)
+
+
+def test_a_run_makes_blocks_again_whose_state_is_damaged(recipe_path, unbroken, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    recipe = load_recipe(recipe_path, [f"data.prepared={tmp_path / 'blocks'}"])
+    run_recipe(recipe, tmp_path / "out", stage="k")
+    for state in Path(tmp_path / "blocks").glob("*/state.json"):
+        state.write_text("{")
+    run_recipe(recipe, tmp_path / "out", resume=True)
+    for stage in ("1-k", "3-full"):
+        ours, theirs = ([line["loss"] for line in log_lines(run / stage)] for run in (tmp_path / "out", unbroken))
+        assert ours == theirs
+
+
+def test_held_out_blocks_do_not_depend_on_how_many_blocks_are_prepared(corpus, tmp_path):
+    few, many = corpus().prepare(5), corpus(tmp_path / "other").prepare(300)
+    assert torch.equal(few.held_out, many.held_out)
+
+
+def test_a_run_continues_on_blocks_in_another_place(recipe_path, unbroken, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    for place in ("one", "other"):
+        recipe = load_recipe(recipe_path, [f"data.prepared={tmp_path / place}"])
+        run_recipe(recipe, tmp_path / "out", stage="k" if place == "one" else None, resume=True)
+    ours, theirs = ([line["loss"] for line in log_lines(run / "3-full")] for run in (tmp_path / "out", unbroken))
+    assert ours == theirs

@@ -1,0 +1,126 @@
+"""Two processes before their first stage: one prepares the blocks, and the other waits outside of collectives."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from coca_hf import tokens
+from coca_hf.train.data import Corpus
+from coca_hf.train.stop import EXIT_STOPPED
+from tests.train.layouts import DDP, Run, launch, log_lines, succeed
+
+pytestmark = pytest.mark.real
+STAGE = ["--stage", "k"]
+
+
+@pytest.fixture
+def arguments(real_recipe, tmp_path):
+    setting = f"data.prepared={tmp_path / 'prepared'}"
+    return [real_recipe, setting, *STAGE, "--out", tmp_path / "out"]
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in log_lines(out / "1-k")]
+
+
+def slowly(seconds: float = 0.1):
+    """A document at a time."""
+    plain = tokens.Encoder.__call__
+    tokens.PIECE_CHARACTERS = 700
+
+    def encode(*arguments):
+        time.sleep(seconds)
+        return plain(*arguments)
+
+    tokens.Encoder.__call__ = encode
+
+
+def start_slowly():
+    plain = Corpus._first_state
+
+    def first_state(self):
+        time.sleep(15)
+        return plain(self)
+
+    Corpus._first_state = first_state
+
+
+def with_disks_of_their_own():
+    shared = Corpus.directory.fget
+    Corpus.directory = property(lambda self: shared(self).with_name(f"on-{os.environ['RANK']}"))
+
+
+def wait_until_it_prepares(launched, directory: Path) -> None:
+    while not list(directory.glob("prepared/*/source-0.bin")):
+        assert launched.process.is_alive(), launched.output.read_text()
+        time.sleep(0.05)
+    time.sleep(1)
+
+
+def test_a_preparation_may_take_longer_than_collectives_may(arguments, real_unbroken, tmp_path):
+    printed = succeed(tmp_path, [Run([*arguments, "training.ddp_timeout=10"], DDP, start_slowly)])
+    assert printed.count("data: preparing 12 blocks") == 1
+    assert losses(tmp_path / "out") == pytest.approx(losses(real_unbroken), abs=1e-4)
+
+
+def test_every_host_that_does_not_see_the_blocks_prepares_them(arguments, real_unbroken, tmp_path):
+    succeed(tmp_path, [Run(arguments, DDP, with_disks_of_their_own)])
+    assert losses(tmp_path / "out") == pytest.approx(losses(real_unbroken), abs=1e-4)
+    one, other = ((tmp_path / "prepared" / f"on-{rank}") for rank in (0, 1))
+    for name in ("order.bin", "source-0.bin", "source-1.bin", "held-out.bin"):
+        assert (one / name).read_bytes() == (other / name).read_bytes()
+
+
+def test_an_error_of_the_process_that_prepares_ends_all_with_its_line(arguments, real_text, tmp_path):
+    rows = (real_text / "topics.jsonl").read_text() + '{"text": 5}\n'
+    (tmp_path / "topics.jsonl").write_text(rows)
+    changed = [*arguments, f"data.sources.0.path={tmp_path / 'topics.jsonl'}"]
+    started = time.monotonic()
+    launched = launch(tmp_path, [Run(changed, DDP)])
+    assert launched.wait() not in (0, None)
+    assert time.monotonic() - started < 60
+    printed = " ".join(launched.output.read_text().split())
+    assert printed.count(f"error: {tmp_path / 'topics.jsonl'}:60: got int in column 'text', expected text") == 2
+    assert "CocaError" not in printed, "a traceback"
+    assert not (tmp_path / "out/1-k").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_process_stops_all_and_the_blocks_are_kept(arguments, real_unbroken, tmp_path, rank):
+    launched = launch(tmp_path, [Run(arguments, DDP, slowly)])
+    wait_until_it_prepares(launched, tmp_path)
+    os.kill(launched.ranks()[rank], signal.SIGUSR1)
+    launched.wait(60)
+    printed = " ".join(launched.output.read_text().split())
+    assert "1-k: stopped by SIGUSR1 before it began; the blocks that are prepared are kept" in printed, printed
+    assert f"exitcode : {EXIT_STOPPED}" in printed
+    assert json.loads((tmp_path / "out/stopped.json").read_text()) == {"signal": "SIGUSR1", "stage": "k"}
+    state = next(tmp_path.glob("prepared/*/state.json")).read_text()
+    assert json.loads(state)["state"]["parts"]["source-0"], "what was tokenised is kept"
+    succeed(tmp_path, [Run([*arguments, "--resume"], DDP)])
+    assert losses(tmp_path / "out") == pytest.approx(losses(real_unbroken), abs=1e-4)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_when_one_process_is_killed_the_other_does_not_wait_for_ever(arguments, real_unbroken, tmp_path, rank):
+    launched = launch(tmp_path, [Run(arguments, DDP, slowly)])
+    wait_until_it_prepares(launched, tmp_path)
+    ranks = launched.ranks()
+    os.kill(ranks[rank], signal.SIGKILL)
+    launched.wait(60)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    succeed(tmp_path, [Run([*arguments, "--resume"], DDP)])
+    assert losses(tmp_path / "out") == pytest.approx(losses(real_unbroken), abs=1e-4)
+
+
+def test_two_runs_that_need_the_same_blocks_prepare_them_once(arguments, tmp_path):
+    first = launch(tmp_path, [Run(arguments, hook=slowly)], processes=1)
+    wait_until_it_prepares(first, tmp_path)
+    second = launch(tmp_path, [Run([*arguments[:-1], tmp_path / "other"])], processes=1)
+    assert first.wait() == second.wait() == 0, second.output.read_text()
+    assert "another process is preparing these blocks; waiting for it" in second.output.read_text()
+    assert losses(tmp_path / "out") == losses(tmp_path / "other")
