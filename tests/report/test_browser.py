@@ -10,7 +10,7 @@ from tests.report.made import row, write_rows
 
 WIDTHS = [1280, 390]
 SCHEMES = ["light", "dark"]
-RESULTS = Path(__file__).parents[2] / "docs/results/recovery/report.html"
+RESULTS = Path(__file__).parents[2] / "docs/results/recovery"
 COLORS = "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector('text')).fill]"
 COLORS_OF = {
     "light": ["rgb(255, 255, 255)", "rgb(27, 27, 27)"],
@@ -55,6 +55,11 @@ CONTRASTS = """
 """
 
 
+@pytest.fixture(scope="module")
+def results_html(tmp_path_factory):
+    return write_report([RESULTS], tmp_path_factory.mktemp("results"))
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_page_opens_without_errors_and_asks_nobody_for_anything(open_page, report_html, width, scheme):
@@ -72,15 +77,17 @@ def test_every_figure_is_drawn_inside_its_frame(open_page, report_html):
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_page_of_results_in_this_repository_is_whole_at_any_width_in_light_and_dark(open_page, width, scheme):
-    page = open_page(RESULTS, width, scheme)
+def test_a_page_of_results_in_this_repository_is_whole_at_any_width_in_light_and_dark(
+    open_page, results_html, width, scheme
+):
+    page = open_page(results_html, width, scheme)
     assert page.said == []
-    assert page.requests == [RESULTS.as_uri()]
+    assert page.requests == [results_html.as_uri()]
     assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
     assert page.evaluate(COLORS) == COLORS_OF[scheme]
     weak = [entry for entry in page.evaluate(CONTRASTS) if entry[2] < (3 if entry[0] == "line" else 4.5)]
     assert weak == []
-    check_figures(page, RESULTS)
+    check_figures(page, results_html)
 
 
 def check_figures(page, html):
