@@ -46,7 +46,7 @@ def perplexity_command(
     """Perplexity with a sliding window (window = length), token-weighted, each token scored once."""
     wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.perplexity import perplexity_rows
-    from coca_hf.evaluate.variants import check_variant
+    from coca_hf.evaluate.windows import check_variant
 
     kind = check_variant(variant)
     subject, ropes = run.load()
@@ -363,7 +363,7 @@ def card_command(
 ) -> None:
     """Rewrite MODEL/README.md, the model card, from the records in MODEL and the tables of ROWS."""
     from coca_hf.card import write_card
-    from coca_hf.report.page import tables_markdown
+    from coca_hf.report import tables_markdown
 
     path = write_card(model, measured=tables_markdown(rows) if rows else None, base_model=base_model)
     say(f"card: {path}\nnext: hf upload OWNER/NAME {model}")

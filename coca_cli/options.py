@@ -93,12 +93,12 @@ class Run:
     def make_rows(self, rows_of: Callable, *given: Any, **options: Any) -> None:
         """Make the rows, on all processes of `accelerate launch` if there are several, and print them."""
         from coca_hf.evaluate.batches import processes
-        from coca_hf.evaluate.rows import RowStore, made_otherwise
-        from coca_hf.evaluate.show import progress_on, results_table
+        from coca_hf.evaluate.store import RowStore, made_otherwise
+        from coca_hf.evaluate.terminal import progress_on, results_table
 
         store = RowStore(self.out)
-        with progress_on(console) as track:
-            rows = list(rows_of(*given, store=store, track=track, **options))
+        with progress_on(console) as progress:
+            rows = list(rows_of(*given, store=store, progress=progress, **options))
         if processes().is_main_process:
             PlainConsole().print(results_table(rows))
             say(f"rows: {self.out / 'rows.jsonl'}\nnext: coca-eval report {self.out} --out {self.out / 'page'}")

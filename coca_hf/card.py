@@ -8,6 +8,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from coca_hf.errors import CocaError
+from coca_hf.page import escape
 from coca_hf.weights import checkpoint_file, open_regular, read_json
 
 CARD = "README.md"
@@ -116,7 +117,7 @@ def _card(conversion: dict, training: dict, measured: str | None, base_model: st
         data,
         template_str=_TEMPLATE,
         mark=MARK,
-        title=f"{_text(name)} with CoCA",
+        title=f"{escape(name)} with CoCA",
         lead=_lead(conversion, stages, base_id or name),
         conversion=_conversion(conversion, base_id or name),
         training=_training(stages) if stages else "Not trained yet.",
@@ -133,7 +134,7 @@ def _lead(conversion: dict, stages: list[dict], base: str) -> str:
     kept = conversion.get("kept_layers")
     instead = f"in place of its own in all layers but {_numbers(kept)}" if kept else "in place of its own"
     lines = [
-        f"{_text(base)} with Collinear Constrained Attention ([CoCA](https://arxiv.org/abs/2309.08646), the "
+        f"{escape(base)} with Collinear Constrained Attention ([CoCA](https://arxiv.org/abs/2309.08646), the "
         f"{conversion['constraint']} form) {instead}, made with coca_hf.",
     ]
     if stages:
@@ -166,7 +167,7 @@ def _conversion(record: dict, base: str) -> str:
             f"repeated passages; perplexity on {calibration['held_out_tokens']:,} others {perplexity['start']:.4g} "
             f"before, {perplexity['calibrated']:.4g} after, {perplexity['original']:.4g} of the original"
         )
-    return "\n".join(f"- {key}: {_text(value)}" for key, value in lines.items())
+    return "\n".join(f"- {key}: {escape(value)}" for key, value in lines.items())
 
 
 def _training(stages: list[dict]) -> str:
@@ -185,9 +186,9 @@ def _training(stages: list[dict]) -> str:
         ]
         for stage in stages
     ]
-    table = "\n".join("| " + " | ".join(map(_text, line)) + " |" for line in [header, ["---"] * len(header), *lines])
+    table = "\n".join("| " + " | ".join(map(escape, line)) + " |" for line in [header, ["---"] * len(header), *lines])
     sources = dict.fromkeys(
-        f"- {_text(source['path'] if source['on_hub'] else Path(source['path']).name)}, weight {source['weight']:g}"
+        f"- {escape(source['path'] if source['on_hub'] else Path(source['path']).name)}, weight {source['weight']:g}"
         for stage in stages
         for source in stage["sources"]
     )
@@ -217,10 +218,3 @@ def _read_record(path: Path) -> dict:
 
 def _numbers(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
-
-
-def _text(text: str) -> str:
-    """`text` on one line, without what Markdown would read as its own."""
-    for sign in "\\|*_`<":
-        text = text.replace(sign, f"\\{sign}")
-    return " ".join(text.split())

@@ -19,7 +19,6 @@ import json
 import math
 import os
 import platform
-import shlex
 import sys
 import tempfile
 import time
@@ -36,8 +35,8 @@ from coca_hf.documents import read_documents
 from coca_hf.evaluate.load import Subject, load_subject
 from coca_hf.evaluate.perplexity import perplexity_rows
 from coca_hf.evaluate.rope import Rope
-from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import Sample, draw_sample
+from coca_hf.evaluate.store import RowStore, command_line
 
 LARGEST_DIFFERENCE = 1e-3
 SECOND_WINDOW = 256  # tokens that it scores
@@ -153,7 +152,7 @@ def result(rows: list[dict], subject: Subject, row: dict) -> dict:
         "seed": row["seed"],
         "dtype": row["dtype"],
         "rows": rows,
-        "command": f"python scripts/check_perplexity.py {shlex.join(sys.argv[1:])}",
+        "command": f"python scripts/{command_line()}",
         "hardware": f"{row['device']} of {os.cpu_count()} cores",
         "versions": {name: version(name) for name in ("coca-hf", "torch", "transformers", "lm-eval")}
         | {"python": platform.python_version()},

@@ -11,8 +11,8 @@ from matplotlib.ticker import MaxNLocator
 from pydantic import BaseModel, ValidationError
 
 from coca_hf.errors import CocaError
-from coca_hf.report.document import Figure, Fold, Grid, Section, Text
-from coca_hf.report.plots import Curve, Key, line_figure
+from coca_hf.page import Figure, Fold, Grid, Section, Text
+from coca_hf.plots import Curve, Key, line_figure
 
 RECIPE, RECORD, CONVERSION, LOG = "recipe.yaml", "training.json", "conversion.json", "log.jsonl"
 FEW = 3  # runs on one figure

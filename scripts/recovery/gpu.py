@@ -36,8 +36,8 @@ from coca_hf.evaluate.passkey import passkey_rows
 from coca_hf.evaluate.position import position_rows
 from coca_hf.evaluate.recall import recall_rows
 from coca_hf.evaluate.rope import parse_ropes
-from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import draw_sample
+from coca_hf.evaluate.store import RowStore
 from coca_hf.train.lookups import Lookups
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,7 +7,7 @@ table is of the divergence of attention maps, by what the original's heads do wi
 import sys
 from pathlib import Path
 
-from coca_hf.report.rows import read_raw, read_tables
+from coca_hf.report.read import read_tables
 
 out = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/recovery")
 measured: dict[str, dict[str, list[float]]] = {}  # numbers by run and column, one a seed
@@ -44,7 +44,7 @@ for table in read_tables([out / "rows"]):
         elif row["task"] == "attention-maps":
             note(row, "attention, nats", row["value"])
             note(row, "mass on first token", row["sink"])
-            for head in read_raw(row, "heads") or []:
+            for head in table.read_raw(row, "heads") or []:
                 kind = KINDS[0 if head["baseline_sink"] > 0.5 else 1 if head["baseline_previous"] > 0.5 else 2]
                 of_run = by_kind.setdefault(row["model"].split(", seed")[0], {})
                 of_run.setdefault(kind, []).append(head["divergence"])

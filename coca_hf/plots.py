@@ -1,4 +1,4 @@
-"""Figures: lines against length, heat maps, histograms; as PNG for a paper and as SVG that takes a page's colours."""
+"""Figures (curves and heat maps) as PNG for a paper and as SVG that takes a page's colours."""
 
 import io
 import math
