@@ -3,6 +3,7 @@
 Every measurement describes itself by a `Measurement`, beside the function that yields its rows.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ class Measurement:
     def show(self, row: dict) -> str:
         """The value of a row as a table has it."""
         if row["value"] is not None:
-            return self.cell(row)
+            return re.sub(r"^-(0\.0+)(?!\d)", r"\1", self.cell(row))  # no minus zero
         return "OOM" if (row.get("error") or "").startswith("OOM") else "none"
 
 

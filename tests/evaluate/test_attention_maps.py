@@ -9,8 +9,8 @@ from coca_hf.errors import CocaError
 from coca_hf.evaluate.attention_maps import attention_map_rows
 from coca_hf.evaluate.load import load_subject
 from coca_hf.evaluate.rope import Rope
-from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import draw_sample
+from coca_hf.evaluate.store import RowStore
 
 DEFAULT = Rope("default")
 

@@ -21,10 +21,10 @@ from coca_hf.evaluate.passkey import VARIANTS as PROMPTS
 from coca_hf.evaluate.passkey import passkey_rows
 from coca_hf.evaluate.perplexity import perplexity_of, perplexity_rows
 from coca_hf.evaluate.rope import parse_ropes
-from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import draw_sample
-from coca_hf.evaluate.variants import VARIANTS
-from coca_hf.report.rows import read_tables
+from coca_hf.evaluate.store import RowStore
+from coca_hf.evaluate.windows import VARIANTS
+from coca_hf.report.read import read_tables
 
 MESSAGES = [
     "CUDA out of memory. Tried to allocate 2.00 GiB",

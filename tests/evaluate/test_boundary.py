@@ -13,9 +13,9 @@ from coca_hf import CocaError, patch_
 from coca_hf.evaluate.angles import ANGLE_BINS, TAU_BINS
 from coca_hf.evaluate.boundary import boundary_rows, draw_positions
 from coca_hf.evaluate.rope import Rope
-from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import draw_sample
-from tests.evaluate.test_products import NEOX
+from coca_hf.evaluate.store import RowStore
+from tests.evaluate.test_query_key_products import NEOX
 
 DEFAULT = Rope("default")
 SUMS = ("sum_magnitude", "sum_magnitude_d", "sum_magnitude_absolute", "sum_abs_angle")

@@ -75,7 +75,7 @@ def test_rows_that_others_made_are_told_at_the_end(tiny_llama_dir, books, tmp_pa
     assert code == 0
     assert stderr.endswith(
         f"note: 1 row was made before, with transformers 5.1.7, coca-hf commit {'f' * 40}; delete such rows from "
-        f"rows.jsonl to measure anew\n"
+        f"rows.jsonl to measure them again\n"
     )
 
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from coca_hf.evaluate.copying import copying_rows, repeated_sequences
 from coca_hf.evaluate.rope import Rope
-from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import draw_sample
+from coca_hf.evaluate.store import RowStore
 
 DEFAULT = Rope("default")
 

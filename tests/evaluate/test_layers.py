@@ -11,8 +11,8 @@ from coca_hf.evaluate.copying import passages, repeated_sequences
 from coca_hf.evaluate.layers import TEXTS, layer_rows
 from coca_hf.evaluate.load import Subject, load_subject
 from coca_hf.evaluate.rope import Rope
-from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import draw_sample
+from coca_hf.evaluate.store import RowStore
 
 DEFAULT = Rope("default")
 SIZES = {"num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddings": 64, "initializer_range": 0.2}

@@ -10,7 +10,7 @@ from transformers import BertConfig, BertForMaskedLM, T5Config, dynamic_module_u
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.load import load_subject, warn_small_tokenizer
-from coca_hf.evaluate.rows import subject_settings
+from coca_hf.evaluate.store import subject_settings
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from coca_hf.evaluate.passkey import (
     passkey_rows,
 )
 from coca_hf.evaluate.rope import Rope
-from coca_hf.evaluate.rows import RowStore
+from coca_hf.evaluate.store import RowStore
 from tests.evaluate.reader import reads
 
 SHORTEST = 227  # bytes of the prompt without any filler
@@ -283,7 +283,7 @@ def test_the_prompt_of_other_scripts_is_theirs_and_never_too_long(variant, lengt
         assert tiny_tokenizer.decode(case.token_ids[-case.distance :]).startswith(line)
 
 
-CASE = Case(key=417, depth=0.5, distance=9, token_ids=[1], answer_ids=[32, 52, 49, 55])
+CASE = Case(key=417, answer=417, depth=0.5, distance=9, token_ids=[1], answer_ids=[32, 52, 49, 55])
 FOUND = {
     "paper": ({"It is 417.", "1417", " 417"}, {"41 7", "", "four"}),
     "yarn": ({" 417.", "well, 417 or 5", "0417"}, {" 5 or 417", "4170", "", "none"}),

@@ -17,9 +17,9 @@ from coca_hf.errors import CocaError
 from coca_hf.evaluate.load import Subject
 from coca_hf.evaluate.perplexity import compute_windows, perplexity_rows, token_losses
 from coca_hf.evaluate.rope import Rope
-from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import Sample, draw_sample
-from coca_hf.evaluate.variants import Window, windows_of
+from coca_hf.evaluate.store import RowStore
+from coca_hf.evaluate.windows import Window, windows_of
 
 DEFAULT = Rope("default")
 

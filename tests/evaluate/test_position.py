@@ -9,8 +9,8 @@ from torch import nn
 from coca_hf.evaluate.perplexity import perplexity_rows
 from coca_hf.evaluate.position import in_ranges, nats_per_token, position_rows
 from coca_hf.evaluate.rope import Rope
-from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import draw_sample
+from coca_hf.evaluate.store import RowStore
 
 DEFAULT = Rope("default")
 

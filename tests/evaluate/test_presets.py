@@ -5,7 +5,7 @@ import pytest
 from pyarrow import parquet
 
 from coca_hf.evaluate.sample import PRESETS, draw_sample
-from coca_hf.report.rows import read_tables
+from coca_hf.report.read import read_tables
 from tests.evaluate.test_cli import rows_in
 from tests.hub import serving_data_set
 

@@ -10,7 +10,7 @@ from coca_hf.evaluate.answers import score_answers
 from coca_hf.evaluate.passkey import FILLER
 from coca_hf.evaluate.recall import make_case, recall_rows
 from coca_hf.evaluate.rope import Rope
-from coca_hf.evaluate.rows import RowStore
+from coca_hf.evaluate.store import RowStore
 from tests.evaluate.reader import reads
 
 DEFAULT = Rope("default")

@@ -9,8 +9,8 @@ import torch
 from coca_hf.errors import CocaError
 from coca_hf.evaluate import speed
 from coca_hf.evaluate.rope import Rope
-from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.speed import MODES, parse_modes, speed_rows
+from coca_hf.evaluate.store import RowStore
 
 DEFAULT = [Rope("default")]
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from coca_hf.report.page import read_page
+from coca_hf.report import read_page
 from tests.report.made import row, with_raw, write_rows
 
 LAYERS, HEADS = 2, 3

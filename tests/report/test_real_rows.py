@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from coca_cli import main
-from coca_hf.report.document import markdown
-from coca_hf.report.page import read_page
+from coca_hf.page import markdown
+from coca_hf.report import read_page
 
 TASKS = {
     "perplexity": ("--lengths", "32,64", "--stride", 32, "--rope", "default,dynamic:4", "--data", "BOOKS"),

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from coca_hf import CocaError
-from coca_hf.report.document import Grid
-from coca_hf.report.page import write_report
+from coca_hf.page import Grid
+from coca_hf.report import write_report
 from coca_hf.report.recovery import read_recovery, recovery
 from tests.report.made import row, write_rows
 

@@ -6,11 +6,10 @@ import struct
 import pytest
 
 from coca_hf.errors import CocaError
-from coca_hf.report import write_report
-from coca_hf.report.document import markdown
-from coca_hf.report.page import read_page, tables_markdown
-from coca_hf.report.plots import COLORS, Heat, Key, heat_figure
-from coca_hf.report.rows import read_tables
+from coca_hf.page import markdown
+from coca_hf.plots import COLORS, Heat, Key, heat_figure
+from coca_hf.report import read_page, tables_markdown, write_report
+from coca_hf.report.read import read_tables
 from tests.report.made import row, with_raw, write_rows
 
 

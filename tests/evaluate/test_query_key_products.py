@@ -17,7 +17,7 @@ from transformers import (
 from transformers.models.llama import modeling_llama
 
 from coca_hf import CocaError, patch_
-from coca_hf.evaluate.products import frequencies, visiting_products
+from coca_hf.evaluate.query_key_products import frequencies, visiting_products
 from coca_hf.models import attention
 from tests.conftest import TINY
 
