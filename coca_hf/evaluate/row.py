@@ -10,6 +10,7 @@ Fields are declared as
 """
 
 import json
+import os
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -118,6 +119,14 @@ def label(row: dict) -> str:
 def trained_length(row: dict) -> int | None:
     """Tokens of a sequence in the model's last training: a stage of coca-train, or its config."""
     return row["trained_seq_len"] or row["trained_length"]
+
+
+def relative(path: str) -> str:
+    """An absolute path from the current directory, so that rows do not name a machine's own.
+
+    Other texts, such as the id of a data set, stay as they are.
+    """
+    return os.path.relpath(path) if os.path.isabs(path) else path
 
 
 def read_rows(path: Path) -> tuple[list[dict], bytes]:

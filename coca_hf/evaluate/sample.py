@@ -12,6 +12,7 @@ from torch import Tensor
 from coca_hf.documents import Document, commit_of, local_files, read_all_documents
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.load import Subject, check_vocabulary
+from coca_hf.evaluate.row import relative
 
 T = TypeVar("T")
 
@@ -109,7 +110,7 @@ def draw_sample(
     commit = commit_of(data, data_revision)
     sample = Sample(
         {
-            "data": data,
+            "data": relative(data),
             "column": column,
             "split": split,
             "subset": subset,

@@ -33,7 +33,7 @@ from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.batches import Watch, processes
 from coca_hf.evaluate.load import Subject
 from coca_hf.evaluate.rope import Rope, trained_length
-from coca_hf.evaluate.row import IDENTITY, fields, identity, latest, read_rows
+from coca_hf.evaluate.row import IDENTITY, fields, identity, latest, read_rows, relative
 
 Raw = Mapping[str, list[dict]]  # lines of a raw table, by its name
 PACKAGES = (
@@ -172,12 +172,6 @@ def subject_settings(subject: Subject) -> dict:
         "commit": commit(),
         "command": command_line(),
     }
-
-
-def relative(path: str) -> str:
-    """`path` from the current directory where it is absolute, so that rows do not name a machine's
-    directories."""
-    return os.path.relpath(path) if os.path.isabs(path) else path
 
 
 def command_line() -> str:

@@ -194,7 +194,7 @@ def test_every_value_can_be_computed_again_from_the_raw_tables(coca, books, tmp_
             assert sum(line["tokens"] for line in lines) == row["tokens"]
         else:
             assert sum(line["correct"] for line in lines) / len(lines) == row["value"]
-            assert all(str(line["key"]).isdecimal() and len(line) == 8 for line in lines)
+            assert all(str(line["key"]).isdecimal() for line in lines)
             assert PROMPTS["paper"].new_tokens == 64
 
 

@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 
 import pytest
@@ -42,6 +43,23 @@ def test_perplexity_passkey_and_report_follow_each_other(tiny_llama_dir, tiny_co
     assert stdout.strip() == f"report: {tmp_path / 'page' / 'report.html'}"
     assert "tiny-coca + dynamic:4" in (tmp_path / "page" / "report.md").read_text()
     assert "<h1>Two &amp; tiny</h1>" in (tmp_path / "page" / "report.html").read_text()
+
+
+def test_rows_and_pages_hold_no_absolute_path(tiny_llama_dir, books, tmp_path, coca_eval):
+    out = tmp_path / "out"
+    words = ("perplexity", tiny_llama_dir, "--data", books, "--lengths", 32, f"--out={out}")
+    assert coca_eval(*words)[0] == 0
+    (row,) = rows_in(out)
+    (out / row["raw"]["windows"]).unlink()
+    assert coca_eval("report", out, "--out", tmp_path / "page")[0] == 0
+    made = [out / "rows.jsonl", *(tmp_path / "page" / f"report.{kind}" for kind in ("md", "html"))]
+    for file in made:
+        outside = file.read_text().replace(os.path.relpath(tmp_path.parent), "")
+        assert str(tmp_path.parent) not in outside
+    data, model = os.path.relpath(books), os.path.relpath(tiny_llama_dir)
+    assert (row["data"], row["model_path"]) == (data, model)
+    command = f"coca-eval perplexity {model} --data {data} --lengths 32"
+    assert row["command"] == f"{command} --out={os.path.relpath(out)}"
 
 
 def test_a_second_run_makes_no_row_again(tiny_llama_dir, books, tmp_path, coca_eval):

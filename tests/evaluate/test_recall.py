@@ -37,13 +37,13 @@ def test_a_list_fills_its_length_and_asks_for_one_of_its_lines(tiny_tokenizer, l
         assert length - len(FILLER) - 1 <= len(case.token_ids) <= length
         assert len({key for key, _ in lines}) == len(lines) == pairs
         assert text.endswith(f"\n{case.key}:")
-        assert looked_up(text) == f" {case.value}" == tiny_tokenizer.decode(case.answer_ids)
+        assert looked_up(text) == f" {case.answer}" == tiny_tokenizer.decode(case.answer_ids)
         from_line = text[-case.distance :]
-        assert from_line.startswith(f"{case.key}: {case.value}\n")
+        assert from_line.startswith(f"{case.key}: {case.answer}\n")
         filler = text.count(FILLER)
         assert case.depth == pytest.approx(1 - from_line.count(FILLER) / filler)
         depths.append(case.depth)
-        asked.add(lines.index((str(case.key), str(case.value))))
+        asked.add(lines.index((str(case.key), str(case.answer))))
     assert asked == set(range(pairs))
     assert min(depths) < 0.2
     assert max(depths) > 0.8
@@ -53,7 +53,7 @@ def test_a_case_depends_on_seed_length_pairs_and_number_only(tiny_tokenizer):
     case = make_case(tiny_tokenizer, 300, 7, 3, 8)
     assert make_case(tiny_tokenizer, 300, 7, 3, 8) == case
     others = [(300, 7, 4, 8), (300, 8, 3, 8), (301, 7, 3, 8), (300, 7, 3, 9)]
-    assert len({case.value, *(make_case(tiny_tokenizer, *other).value for other in others)}) == 5
+    assert len({case.answer, *(make_case(tiny_tokenizer, *other).answer for other in others)}) == 5
 
 
 def test_a_model_that_looks_up_finds_all_and_one_that_guesses_none(tiny_tokenizer, tmp_path):
