@@ -49,11 +49,11 @@ def perplexity_command(
     from coca_hf.evaluate.windows import check_variant
 
     kind = check_variant(variant)
-    subject, ropes = run.load()
-    sample = texts.draw(subject, max(wanted), kind.special_tokens)
-    warn_beyond_trained(subject, ropes, wanted)
+    loaded, ropes = run.load()
+    sample = texts.draw(loaded, max(wanted), kind.special_tokens)
+    warn_beyond_trained(loaded, ropes, wanted)
     stride = stride or kind.stride
-    run.make_rows(perplexity_rows, subject, sample, wanted, stride, ropes, batch_size=size, variant=variant)
+    run.make_rows(perplexity_rows, loaded, sample, wanted, stride, ropes, batch_size=size, variant=variant)
 
 
 @app.command("position-loss")
@@ -71,10 +71,10 @@ def position_command(
     wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.position import position_rows
 
-    subject, ropes = run.load()
-    sample = texts.draw(subject, max(wanted))
-    warn_beyond_trained(subject, ropes, wanted)
-    run.make_rows(position_rows, subject, sample, wanted, ropes, bucket=bucket, batch_size=size)
+    loaded, ropes = run.load()
+    sample = texts.draw(loaded, max(wanted))
+    warn_beyond_trained(loaded, ropes, wanted)
+    run.make_rows(position_rows, loaded, sample, wanted, ropes, bucket=bucket, batch_size=size)
 
 
 @app.command("passkey")
@@ -106,11 +106,11 @@ def passkey_command(
     from coca_hf.evaluate.passkey import check_variant, passkey_rows
 
     kind = check_variant(variant)
-    subject, ropes = run.load()
-    warn_beyond_trained(subject, ropes, wanted, new_tokens or kind.new_tokens)
+    loaded, ropes = run.load()
+    warn_beyond_trained(loaded, ropes, wanted, new_tokens or kind.new_tokens)
     run.make_rows(
         passkey_rows,
-        subject,
+        loaded,
         wanted,
         ropes,
         num_cases=cases,
@@ -136,10 +136,10 @@ def boundary_command(
     wanted = parse_lengths(lengths)
     from coca_hf.evaluate.boundary import boundary_rows
 
-    subject, ropes = run.load()
-    sample = texts.draw(subject, max(wanted))
-    warn_beyond_trained(subject, ropes, wanted)
-    run.make_rows(boundary_rows, subject, sample, wanted, ropes, pairs_per_document=pairs, seed=texts.seed)
+    loaded, ropes = run.load()
+    sample = texts.draw(loaded, max(wanted))
+    warn_beyond_trained(loaded, ropes, wanted)
+    run.make_rows(boundary_rows, loaded, sample, wanted, ropes, pairs_per_document=pairs, seed=texts.seed)
 
 
 @app.command("copying")
@@ -155,12 +155,10 @@ def copying_command(
     wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.copying import copying_rows
 
-    subject, ropes = run.load()
-    sample = texts.draw(subject, max(wanted) // 2, special_tokens=False) if texts.given else None
-    warn_beyond_trained(subject, ropes, wanted)
-    run.make_rows(
-        copying_rows, subject, wanted, ropes, num_cases=cases, seed=texts.seed, batch_size=size, sample=sample
-    )
+    loaded, ropes = run.load()
+    sample = texts.draw(loaded, max(wanted) // 2, special_tokens=False) if texts.given else None
+    warn_beyond_trained(loaded, ropes, wanted)
+    run.make_rows(copying_rows, loaded, wanted, ropes, num_cases=cases, seed=texts.seed, batch_size=size, sample=sample)
 
 
 @app.command("recall")
@@ -177,9 +175,9 @@ def recall_command(
     wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.recall import recall_rows
 
-    subject, ropes = run.load()
-    warn_beyond_trained(subject, ropes, wanted)
-    run.make_rows(recall_rows, subject, wanted, ropes, num_cases=cases, pairs=pairs, seed=seed, batch_size=size)
+    loaded, ropes = run.load()
+    warn_beyond_trained(loaded, ropes, wanted)
+    run.make_rows(recall_rows, loaded, wanted, ropes, num_cases=cases, pairs=pairs, seed=seed, batch_size=size)
 
 
 @app.command("attention-maps")
@@ -196,11 +194,11 @@ def attention_maps_command(
     wanted = parse_lengths(lengths)
     from coca_hf.evaluate.attention_maps import attention_map_rows
 
-    subject, ropes = run.load()
+    loaded, ropes = run.load()
     other = run.load_one(baseline, ropes)
-    sample = texts.draw(subject, max(wanted))
-    warn_beyond_trained(subject, ropes, wanted)
-    run.make_rows(attention_map_rows, subject, other, sample, wanted, ropes)
+    sample = texts.draw(loaded, max(wanted))
+    warn_beyond_trained(loaded, ropes, wanted)
+    run.make_rows(attention_map_rows, loaded, other, sample, wanted, ropes)
 
 
 @app.command("layers")
@@ -220,11 +218,11 @@ def layers_command(
     wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.layers import layer_rows
 
-    subject, ropes = run.load()
+    loaded, ropes = run.load()
     other = run.load_one(original, ropes)
-    sample = texts.draw(subject, max(wanted), special_tokens=False)
-    warn_beyond_trained(subject, ropes, wanted)
-    run.make_rows(layer_rows, other, subject, sample, wanted, ropes, num_cases=cases, seed=texts.seed, batch_size=size)
+    sample = texts.draw(loaded, max(wanted), special_tokens=False)
+    warn_beyond_trained(loaded, ropes, wanted)
+    run.make_rows(layer_rows, other, loaded, sample, wanted, ropes, num_cases=cases, seed=texts.seed, batch_size=size)
 
 
 @app.command("tasks")
@@ -258,11 +256,11 @@ def tasks_command(
     from coca_hf.evaluate.tasks import parse_tasks, task_rows
 
     names = parse_tasks(tasks, include_path) if tasks else []
-    subject, ropes = run.load()
-    warn_beyond_trained(subject, ropes, wanted)
+    loaded, ropes = run.load()
+    warn_beyond_trained(loaded, ropes, wanted)
     run.make_rows(
         task_rows,
-        subject,
+        loaded,
         names,
         ropes,
         ruler_lengths=wanted,
@@ -300,12 +298,12 @@ def speed_command(
     from coca_hf.evaluate.speed import parse_modes, speed_rows
 
     chosen = parse_modes(modes)
-    subject, ropes = run.load()
+    loaded, ropes = run.load()
     other = run.load_one(baseline, ropes, baseline_name) if baseline is not None else None
-    warn_beyond_trained(subject, ropes, wanted)
+    warn_beyond_trained(loaded, ropes, wanted)
     run.make_rows(
         speed_rows,
-        subject,
+        loaded,
         wanted,
         ropes,
         baseline=other,

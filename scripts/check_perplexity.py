@@ -32,7 +32,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coca_hf.documents import read_documents
-from coca_hf.evaluate.load import Subject, load_subject
+from coca_hf.evaluate.loaded_model import LoadedModel, load_model
 from coca_hf.evaluate.perplexity import perplexity_rows
 from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.sample import Sample, draw_sample
@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument("--two-windows", type=int, default=1024, help="the longest length with a second window")
     parser.add_argument("--out", type=Path, required=True, help="JSON, written anew after every length")
     options = parser.parse_args()
-    subject = load_subject(options.model, "float32")
+    loaded = load_model(options.model, "float32")
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     texts = {document.name: document.text for document in read_documents(options.data)}
@@ -70,26 +70,26 @@ def main() -> int:
         )
         print(json.dumps(rows[-1]), flush=True)
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result(rows, subject, row), indent=1) + "\n")
+        options.out.write_text(json.dumps(result(rows, loaded, row), indent=1) + "\n")
 
     def lengths_left(text: str, against: str) -> list[int]:
         return [length for length in map(int, text.split(",")) if (length, against) not in done]
 
     for length in lengths_left(options.rolling_lengths, "lm-eval"):
         began = time.perf_counter()
-        sample = draw_sample(subject, options.data, 2 * length, documents=options.books, max_tokens=2 * length)
+        sample = draw_sample(loaded, options.data, 2 * length, documents=options.books, max_tokens=2 * length)
         rolling = HFLM(pretrained=model, tokenizer=tokenizer, max_length=length)
         value = rolling_perplexity(rolling, sample)
         prefix = torch.tensor([rolling.prefix_token_id])
         sample.token_ids = [torch.cat((prefix, ids)) for ids in sample.token_ids]
-        add(length, length, measure(subject, sample, length, length), "lm-eval", value, began)
+        add(length, length, measure(loaded, sample, length, length), "lm-eval", value, began)
     left = lengths_left(options.lengths, "transformers")
     losses: list[torch.Tensor] = []
     for length in left:
         began, stride = time.perf_counter(), min(options.stride, length)
         second = SECOND_WINDOW if length <= options.two_windows else 0
         cut = length + second + 1
-        sample = draw_sample(subject, options.data, cut, documents=options.books, max_tokens=cut)
+        sample = draw_sample(loaded, options.data, cut, documents=options.books, max_tokens=cut)
         longest = cut if second else max(left) + 1
         ids = [torch.tensor(tokenizer(texts[name])["input_ids"][:longest]) for name in sample.names]
         if second:
@@ -97,13 +97,13 @@ def main() -> int:
         else:
             losses = losses or [plain_losses(model, some) for some in ids]
             value = math.exp(torch.stack([some[:length] for some in losses]).double().mean())
-        add(length, stride, measure(subject, sample, length, stride), "transformers", value, began)
+        add(length, stride, measure(loaded, sample, length, stride), "transformers", value, began)
     return int(max(abs(row["difference"]) for row in rows) > LARGEST_DIFFERENCE)
 
 
-def measure(subject: Subject, sample: Sample, length: int, stride: int) -> dict:
+def measure(loaded: LoadedModel, sample: Sample, length: int, stride: int) -> dict:
     with tempfile.TemporaryDirectory() as out:
-        (row,) = perplexity_rows(subject, sample, [length], stride, [Rope("default")], RowStore(Path(out)))
+        (row,) = perplexity_rows(loaded, sample, [length], stride, [Rope("default")], RowStore(Path(out)))
     return row
 
 
@@ -144,10 +144,10 @@ def rolling_perplexity(model: HFLM, sample: Sample) -> float:
     return math.exp(-total / sum(map(len, sample.token_ids)))
 
 
-def result(rows: list[dict], subject: Subject, row: dict) -> dict:
+def result(rows: list[dict], loaded: LoadedModel, row: dict) -> dict:
     return {
         "task": "perplexity-check",
-        "model": subject.name,
+        "model": loaded.name,
         "document_names": row["document_names"],
         "seed": row["seed"],
         "dtype": row["dtype"],

@@ -12,7 +12,7 @@ import torch
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.batches import Watch, auto_batch_size, compute_all
-from coca_hf.evaluate.load import Subject, check_vocabulary
+from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
 from coca_hf.evaluate.perplexity import keeps_logits
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -69,15 +69,15 @@ def fit_case(
     )
 
 
-def check_room(subject: Subject, length: int, shortest: list[str], longer: list[str], what: str, of: str) -> None:
+def check_room(loaded: LoadedModel, length: int, shortest: list[str], longer: list[str], what: str, of: str) -> None:
     """Raise CocaError where `length` does not fit prompts, or the vocabulary lacks their tokens.
 
     shortest: prompts without filler. longer: prompts with every token that may occur. what: names
     the prompts. of: ends the message about the length.
     """
     for prompt in longer:
-        check_vocabulary(subject, torch.tensor(subject.tokenizer(prompt)["input_ids"]), what)
-    least = max(len(subject.tokenizer(prompt)["input_ids"]) for prompt in shortest)
+        check_vocabulary(loaded, torch.tensor(loaded.tokenizer(prompt)["input_ids"]), what)
+    least = max(len(loaded.tokenizer(prompt)["input_ids"]) for prompt in shortest)
     if length < least:
         raise CocaError(f"--lengths: got {length}, expected at least {least} tokens{of}")
 
@@ -100,7 +100,7 @@ def most_that_fits(tokens_of: Callable[[int], int], length: int) -> int:
 
 
 def score_answers(
-    subject: Subject,
+    loaded: LoadedModel,
     cases: list[tuple[list[int], list[int]]],
     batch_size: int | None = None,
     watch: Watch = iter,
@@ -113,7 +113,7 @@ def score_answers(
     """
     width = max(len(prompt) + len(answer) for prompt, answer in cases) - 1
     kept = width + 1 - min(len(prompt) for prompt, _ in cases)
-    model = subject.model
+    model = loaded.model
 
     @torch.inference_mode()
     def compute(batch: list[tuple[list[int], list[int]]]) -> list[Scored]:

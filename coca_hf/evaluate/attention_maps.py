@@ -23,12 +23,12 @@ from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.batches import Watch, compute_all
-from coca_hf.evaluate.load import Subject, check_vocabulary
+from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
 from coca_hf.evaluate.perplexity import failed
 from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.row import Beside, Count, Identity, Shared, TextRow
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, rows_over, subject_settings
+from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, about_model, rows_over
 from coca_hf.evaluate.tables import (
     FLOAT,
     INT,
@@ -60,8 +60,8 @@ class AttentionMapsRow(TextRow):
 
 
 def attention_map_rows(
-    subject: Subject,
-    baseline: Subject,
+    loaded: LoadedModel,
+    baseline: LoadedModel,
     sample: Sample,
     lengths: list[int],
     ropes: list[Rope],
@@ -75,17 +75,17 @@ def attention_map_rows(
 
     Raises CocaError where the baseline is not of the model's family, layers, heads and vocabulary.
     """
-    check_baseline(subject, baseline, sample, f"--baseline {baseline.path}")
+    check_baseline(loaded, baseline, sample, f"--baseline {baseline.path}")
 
     def measure(rope: Rope, length: int, watch: Watch) -> tuple[dict, Raw]:
-        for one in (subject, baseline):
+        for one in (loaded, baseline):
             use_rope_(one.model, rope, length)
 
         def compute(batch: list[int]) -> list[Tensor]:
-            models = subject.model, baseline.model
+            models = loaded.model, baseline.model
             return [_compare(*models, sample.token_ids[number][:length]) for number in batch]
 
-        with _giving_maps(subject.model), _giving_maps(baseline.model):
+        with _giving_maps(loaded.model), _giving_maps(baseline.model):
             groups = [(list(range(len(sample.token_ids))), 1)]
             found, error, _ = compute_all(groups, compute, watch)
         tokens = sum(len(ids[:length]) for ids in sample.token_ids)
@@ -107,37 +107,37 @@ def attention_map_rows(
     settings = {
         "task": "attention-maps",
         **sample.describe(),
-        **subject_settings(subject),
+        **about_model(loaded),
         "baseline": baseline.name,
         "baseline_fingerprint": baseline.fingerprint,
     }
     return rows_over(AttentionMapsRow, settings, ropes, lengths, store, measure, progress)
 
 
-def check_baseline(subject: Subject, baseline: Subject, sample: Sample, where: str) -> None:
-    """Raise CocaError where `baseline` is not of the subject's family, layers, heads and tokens."""
-    shapes = [_shape(one) for one in (subject, baseline)]
+def check_baseline(loaded: LoadedModel, baseline: LoadedModel, sample: Sample, where: str) -> None:
+    """Raise CocaError where `baseline` has another family, layers, heads or tokens than `loaded`."""
+    shapes = [_shape(one) for one in (loaded, baseline)]
     for key, expected in shapes[0].items():
         if shapes[1][key] != expected:
             raise CocaError(
-                f"{where}: got {key} {shapes[1][key]}, expected {expected} as {subject.path} has; give the model that "
+                f"{where}: got {key} {shapes[1][key]}, expected {expected} as {loaded.path} has; give the model that "
                 f"it was converted from"
             )
     for ids, name in zip(sample.token_ids, sample.names, strict=True):
         check_vocabulary(baseline, ids, name)
-        read, other = (one.tokenizer.convert_ids_to_tokens(ids.unique().tolist()) for one in (subject, baseline))
+        read, other = (one.tokenizer.convert_ids_to_tokens(ids.unique().tolist()) for one in (loaded, baseline))
         if read != other:
             raise CocaError(
                 f"{where}: got a tokenizer that takes the tokens of {name} for others, expected that of "
-                f"{subject.path}; give the model that it was converted from"
+                f"{loaded.path}; give the model that it was converted from"
             )
 
 
-def _shape(subject: Subject) -> dict[str, Any]:
+def _shape(loaded: LoadedModel) -> dict[str, Any]:
     """What a model has in common with the one that it was converted from."""
-    config = subject.model.config.get_text_config(decoder=True)
+    config = loaded.model.config.get_text_config(decoder=True)
     if getattr(config, "num_attention_heads", None) is None:
-        raise CocaError(f"{subject.path}: got {type(subject.model).__name__}, expected a model with attention heads")
+        raise CocaError(f"{loaded.path}: got {type(loaded.model).__name__}, expected a model with attention heads")
     shape = {key: getattr(config, key) for key in ("num_hidden_layers", "num_attention_heads")}
     return shape | {"model_type": config.model_type.removeprefix("coca_")}
 

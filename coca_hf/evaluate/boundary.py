@@ -38,13 +38,13 @@ from typing_extensions import NotRequired
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.angles import count_angles, decay_distances, decay_sums, partial_sums
 from coca_hf.evaluate.batches import Watch, compute_all
-from coca_hf.evaluate.load import Subject
+from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.perplexity import failed
 from coca_hf.evaluate.query_key_products import Products, frequencies, visiting_products
 from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.row import Count, Identity, Setting, Share, TextRow
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, rows_over, subject_settings
+from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, about_model, rows_over
 from coca_hf.evaluate.tables import (
     FLOAT,
     INT,
@@ -90,7 +90,7 @@ class BoundaryRow(TextRow):
 
 
 def boundary_rows(
-    subject: Subject,
+    loaded: LoadedModel,
     sample: Sample,
     lengths: list[int],
     ropes: list[Rope],
@@ -106,8 +106,8 @@ def boundary_rows(
     Raises CocaError where the model has no rotary embedding, or rotates its heads in a way that is
     not understood.
     """
-    about = subject_settings(subject)
-    model, documents = subject.model, sample.token_ids
+    about = about_model(loaded)
+    model, documents = loaded.model, sample.token_ids
 
     def measure(rope: Rope, length: int, watch: Watch) -> tuple[dict, Raw]:
         use_rope_(model, rope, length)

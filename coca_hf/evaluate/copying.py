@@ -20,12 +20,12 @@ from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.batches import Watch
-from coca_hf.evaluate.load import Subject
+from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.perplexity import compute_windows, token_losses, why_no_loss
 from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.row import Beside, Count, Identity, Row, Setting, Shared
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, rows_over, subject_settings
+from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, about_model, rows_over
 from coca_hf.evaluate.tables import NBSP, Measurement, Table, data_of
 from coca_hf.evaluate.windows import Window
 from coca_hf.page import Part, Text
@@ -50,7 +50,7 @@ class CopyingRow(Row):
 
 
 def copying_rows(
-    subject: Subject,
+    loaded: LoadedModel,
     lengths: list[int],
     ropes: list[Rope],
     store: RowStore,
@@ -69,11 +69,11 @@ def copying_rows(
     check_copy_lengths(lengths)
 
     def measure(rope: Rope, length: int, watch: Watch) -> tuple[dict, Raw]:
-        cases, copy_len = repeated_sequences(subject, length, num_cases, seed, sample)
-        use_rope_(subject.model, rope, length)
+        cases, copy_len = repeated_sequences(loaded, length, num_cases, seed, sample)
+        use_rope_(loaded.model, rope, length)
 
         def compute(batch: list[Window]) -> list[list[float]]:
-            losses = token_losses(subject.model, cases, batch)[:, 1 - 2 * copy_len :].double()
+            losses = token_losses(loaded.model, cases, batch)[:, 1 - 2 * copy_len :].double()
             firsts, seconds = losses[:, : copy_len - 1], losses[:, copy_len:]
             return torch.stack([firsts.sum(1), seconds.sum(1)], 1).tolist()
 
@@ -100,7 +100,7 @@ def copying_rows(
         **(sample.describe() if sample else {}),
         "cases": num_cases,
         "seed": seed,
-        **subject_settings(subject),
+        **about_model(loaded),
     }
     return rows_over(CopyingRow, settings, ropes, lengths, store, measure, progress)
 
@@ -113,13 +113,13 @@ def check_copy_lengths(lengths: list[int]) -> None:
 
 
 def repeated_sequences(
-    subject: Subject, length: int, num_cases: int, seed: int, sample: Sample | None = None
+    loaded: LoadedModel, length: int, num_cases: int, seed: int, sample: Sample | None = None
 ) -> tuple[list[Tensor], int]:
     """The token ids of every case, each at most (length,), and how many of them are one copy."""
-    begin, tokenizer = _beginning(subject.tokenizer), subject.tokenizer
+    begin, tokenizer = _beginning(loaded.tokenizer), loaded.tokenizer
     copy_len = (length - len(begin)) // 2
     if sample is None:
-        known = min(len(tokenizer), subject.model.get_input_embeddings().weight.shape[0])
+        known = min(len(tokenizer), loaded.model.get_input_embeddings().weight.shape[0])
         ordinary = torch.tensor(sorted(set(range(known)) - set(tokenizer.all_special_ids)))
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randint(len(ordinary), (num_cases, copy_len), generator=generator)
@@ -129,9 +129,9 @@ def repeated_sequences(
     return [torch.cat((copy.new_tensor(begin), copy, copy)) for copy in copies], copy_len
 
 
-def passages(subject: Subject, length: int, num_cases: int, seed: int, sample: Sample) -> list[Tensor]:
+def passages(loaded: LoadedModel, length: int, num_cases: int, seed: int, sample: Sample) -> list[Tensor]:
     """The token ids of passages, each (length,), which begin as the tokenizer begins a text."""
-    begin = _beginning(subject.tokenizer)
+    begin = _beginning(loaded.tokenizer)
     found = [_passage(sample, length - len(begin), seed, number) for number in range(num_cases)]
     return [torch.cat((ids.new_tensor(begin), ids)) for ids in found]
 

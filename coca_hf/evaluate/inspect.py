@@ -9,7 +9,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from coca_hf.errors import CocaError, one_line
-from coca_hf.evaluate.rope import config_trained_length
+from coca_hf.evaluate.rope import trained_length
 from coca_hf.models.decoder import CocaConfig
 from coca_hf.weights import (
     DTYPE_BITS,
@@ -50,7 +50,7 @@ def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict
         "constraint": config.coca_constraint if isinstance(config, CocaConfig) else None,
         "kept_layers": sorted(config.coca_kept_layers) if isinstance(config, CocaConfig) else None,
         "rope": _rope(config),
-        "trained_length": config_trained_length(config),
+        "trained_length": trained_length(config),
         "max_length": getattr(config, "max_position_embeddings", None),
         "parameters": sum(tensor.num_bytes * 8 // DTYPE_BITS[tensor.dtype] for tensor in tensors.values()),
         "dtype": dtype,
@@ -112,7 +112,7 @@ def _read_config(directory: Path) -> PreTrainedConfig:
         config = config.get_text_config(decoder=True)
     except Exception as error:  # the validators of transformers raise several kinds
         raise CocaError(f"{file}: {one_line(error)}") from error
-    for length in (config_trained_length(config), getattr(config, "max_position_embeddings", None)):
+    for length in (trained_length(config), getattr(config, "max_position_embeddings", None)):
         if not isinstance(length, int | None):
             raise CocaError(f"{file}: got a length of {length!r}, expected a whole number of tokens")
     return config

@@ -25,12 +25,12 @@ from coca_hf.errors import CocaError
 from coca_hf.evaluate.attention_maps import check_baseline
 from coca_hf.evaluate.batches import Watch, auto_batch_size, compute_all
 from coca_hf.evaluate.copying import check_copy_lengths, passages, repeated_sequences
-from coca_hf.evaluate.load import Subject
+from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.perplexity import failed, keeps_logits
 from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.row import Count, Identity, Setting, Shared, TextRow
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, rows_over, subject_settings
+from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, about_model, rows_over
 from coca_hf.evaluate.tables import (
     FLOAT,
     INT,
@@ -69,8 +69,8 @@ class LayersRow(TextRow):
 
 
 def layer_rows(
-    original: Subject,
-    converted: Subject,
+    original: LoadedModel,
+    converted: LoadedModel,
     sample: Sample,
     lengths: list[int],
     ropes: list[Rope],
@@ -124,7 +124,7 @@ def layer_rows(
         **sample.describe(),
         "cases": num_cases,
         "seed": seed,
-        **subject_settings(converted),
+        **about_model(converted),
         "baseline": original.name,
         "baseline_fingerprint": original.fingerprint,
     }
@@ -132,7 +132,7 @@ def layer_rows(
 
 
 def _texts(
-    converted: Subject, sample: Sample, length: int, num_cases: int, seed: int
+    converted: LoadedModel, sample: Sample, length: int, num_cases: int, seed: int
 ) -> tuple[dict[str, list[Tensor]], int]:
     """The sequences of every text by its name, and the tokens of a copy."""
     copies, copy_len = repeated_sequences(converted, length, num_cases, seed)

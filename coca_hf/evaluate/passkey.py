@@ -45,11 +45,11 @@ from coca_hf.evaluate.answers import (
     share_correct,
 )
 from coca_hf.evaluate.batches import Watch, auto_batch_size, compute_all
-from coca_hf.evaluate.load import Subject
+from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.perplexity import failed
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.row import Count, Identity, Row, Setting, Share, trained_length
-from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, rows_over, subject_settings
+from coca_hf.evaluate.row import Count, Identity, Row, Setting, Share, last_trained_length
+from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, about_model, rows_over
 from coca_hf.evaluate.tables import (
     FLAG,
     FLOAT,
@@ -146,7 +146,7 @@ def check_variant(name: str) -> Variant:
 
 
 def passkey_rows(
-    subject: Subject,
+    loaded: LoadedModel,
     lengths: list[int],
     ropes: list[Rope],
     store: RowStore,
@@ -169,24 +169,24 @@ def passkey_rows(
     if new_tokens and not kind.new_tokens:
         problem = f"--variant {variant} generates nothing; leave it out"
         raise CocaError(f"--new-tokens: got {new_tokens}, but {problem}")
-    check_lengths(subject, lengths, seed, num_cases, variant)
+    check_lengths(loaded, lengths, seed, num_cases, variant)
     most_tokens = new_tokens or kind.new_tokens
-    about = subject_settings(subject)
+    about = about_model(loaded)
 
     def measure(rope: Rope, length: int, watch: Watch) -> tuple[dict, Raw]:
         numbers = range(num_cases)
-        cases = [make_case(subject.tokenizer, length, seed, n, variant, depths) for n in numbers]
+        cases = [make_case(loaded.tokenizer, length, seed, n, variant, depths) for n in numbers]
         longest_answer = most_tokens or max(len(case.answer_ids) for case in cases)
-        use_rope_(subject.model, rope, length + longest_answer)
+        use_rope_(loaded.model, rope, length + longest_answer)
         nlls: list[float] = []
         if most_tokens:
-            outputs, saw_nan, error, used = answers(subject, cases, most_tokens, batch_size, watch)
+            outputs, saw_nan, error, used = answers(loaded, cases, most_tokens, batch_size, watch)
         else:
             asked = [(case.token_ids, case.answer_ids) for case in cases]
-            scores, error, used = score_answers(subject, asked, batch_size, watch)
+            scores, error, used = score_answers(loaded, asked, batch_size, watch)
             outputs, nlls = [score.likeliest for score in scores], [score.nll for score in scores]
             saw_nan = any(map(math.isnan, nlls))
-        texts = subject.tokenizer.batch_decode(outputs, skip_special_tokens=True)
+        texts = loaded.tokenizer.batch_decode(outputs, skip_special_tokens=True)
         answered = zip(cases, texts, outputs, strict=False)
         lines = case_lines(cases, texts, [kind.found(*one) for one in answered], nlls)
         if saw_nan:
@@ -195,7 +195,7 @@ def passkey_rows(
             error = failed(error, f"{length} + {most_tokens}")
         results = {
             "value": None if error else share_correct(lines),
-            **count_by_distance(lines, trained_length(about)),
+            **count_by_distance(lines, last_trained_length(about)),
             "tokens": sum(len(case.token_ids) for case in cases),
             "error": error,
             "batch_size": used,
@@ -249,7 +249,7 @@ def make_case(
     )
 
 
-def check_lengths(subject: Subject, lengths: list[int], seed: int, num_cases: int, variant: str = "paper") -> None:
+def check_lengths(loaded: LoadedModel, lengths: list[int], seed: int, num_cases: int, variant: str = "paper") -> None:
     """Raise CocaError where a length does not fit a prompt without filler, as `check_room` does."""
     kind = VARIANTS[variant]
     for length in lengths:
@@ -258,11 +258,11 @@ def check_lengths(subject: Subject, lengths: list[int], seed: int, num_cases: in
         shortest = [kind.prompt(sentence, 0, 0) for sentence in sentences]
         longer = [kind.prompt(sentence, 0, len(FILLER)) for sentence in sentences]
         of = ": the passkey prompt without any filler"
-        check_room(subject, length, shortest, longer, "passkey prompt", of)
+        check_room(loaded, length, shortest, longer, "passkey prompt", of)
 
 
 def answers(
-    subject: Subject,
+    loaded: LoadedModel,
     cases: list[Case],
     new_tokens: int,
     batch_size: int | None = None,
@@ -273,7 +273,7 @@ def answers(
     Then an error and the batch size, as `compute_all` has them. batch_size: None for
     `auto_batch_size`. Batches are padded on the left and masked, so answers do not depend on it.
     """
-    model, tokenizer = subject.model, subject.tokenizer
+    model, tokenizer = loaded.model, loaded.tokenizer
     eos = model.generation_config.eos_token_id
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     # generate() fills what is unset from the checkpoint, whose sampling and penalties must not count
@@ -446,7 +446,7 @@ def _sides(table: Table, found: Found) -> list[Part]:
 
 
 def _on_side(row: dict, by_length: dict[int, list[dict]], side: str) -> list[dict]:
-    trained, cases = trained_length(row), by_length.get(row["length"], [])
+    trained, cases = last_trained_length(row), by_length.get(row["length"], [])
     wanted = side == "beyond"
     return [case for case in cases if trained and (case["distance"] > trained) == wanted]
 

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from typing_extensions import NotRequired
 
 from coca_hf.evaluate.batches import Watch, auto_batch_size, compute_all
-from coca_hf.evaluate.load import Subject
+from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.row import Count, Identity, Positive, Setting, TextRow
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, rows_over, subject_settings
+from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, about_model, rows_over
 from coca_hf.evaluate.tables import (
     FLOAT,
     INT,
@@ -54,7 +54,7 @@ class PerplexityRow(TextRow):
 
 
 def perplexity_rows(
-    subject: Subject,
+    loaded: LoadedModel,
     sample: Sample,
     lengths: list[int],
     stride: int,
@@ -72,15 +72,15 @@ def perplexity_rows(
     Raises CocaError as the variant's `windows` does.
     """
     kind = VARIANTS[variant]
-    documents, prefix = kind.documents(sample.token_ids), kind.prefix(subject.tokenizer)
+    documents, prefix = kind.documents(sample.token_ids), kind.prefix(loaded.tokenizer)
 
     def measure(rope: Rope, length: int, watch: Watch) -> tuple[dict, Raw]:
         used_stride = min(stride, length)
         windows = kind.windows([len(ids) for ids in documents], length, used_stride, prefix)
-        use_rope_(subject.model, rope, length)
+        use_rope_(loaded.model, rope, length)
         windows, nlls, error, used = compute_windows(
             windows,
-            lambda batch: token_losses(subject.model, documents, batch, prefix).double().sum(-1).tolist(),
+            lambda batch: token_losses(loaded.model, documents, batch, prefix).double().sum(-1).tolist(),
             batch_size,
             watch,
         )
@@ -104,7 +104,7 @@ def perplexity_rows(
         "variant": variant,
         "asked_stride": stride,
         **sample.describe(),
-        **subject_settings(subject),
+        **about_model(loaded),
     }
     return rows_over(PerplexityRow, settings, ropes, lengths, store, measure, progress)
 

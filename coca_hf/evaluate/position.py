@@ -12,7 +12,7 @@ import torch
 from typing_extensions import NotRequired, TypedDict
 
 from coca_hf.evaluate.batches import Watch
-from coca_hf.evaluate.load import Subject
+from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.perplexity import (
     compute_windows,
     failed,
@@ -21,9 +21,9 @@ from coca_hf.evaluate.perplexity import (
     token_losses,
 )
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.row import Count, Identity, Positive, Setting, TextRow, trained_length
+from coca_hf.evaluate.row import Count, Identity, Positive, Setting, TextRow, last_trained_length
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, rows_over, subject_settings
+from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, about_model, rows_over
 from coca_hf.evaluate.tables import (
     FLOAT,
     INT,
@@ -65,7 +65,7 @@ class PositionRow(TextRow):
 
 
 def position_rows(
-    subject: Subject,
+    loaded: LoadedModel,
     sample: Sample,
     lengths: list[int],
     ropes: list[Rope],
@@ -76,20 +76,20 @@ def position_rows(
 ) -> Iterator[dict]:
     """Yield a row for every RoPE setting and length; those that `store` has are not measured again."""
     sliding = VARIANTS["sliding"]
-    about = subject_settings(subject)
+    about = about_model(loaded)
 
     def measure(rope: Rope, length: int, watch: Watch) -> tuple[dict, Raw]:
         def compute(batch: list[Window]) -> list[list[float]]:
-            losses = token_losses(subject.model, sample.token_ids, batch).double()  # (b, m)
+            losses = token_losses(loaded.model, sample.token_ids, batch).double()  # (b, m)
             pieces = losses.split(min(bucket, length), dim=1)
             return torch.stack([piece.sum(1) for piece in pieces], dim=1).tolist()
 
         windows = sliding.windows([len(ids) for ids in sample.token_ids], length, length, [])
-        use_rope_(subject.model, rope, length)
+        use_rope_(loaded.model, rope, length)
         windows, sums, error, used = compute_windows(windows, compute, batch_size, watch)
         lines = _by_document(windows, sums, bucket)
         value, error = (None, failed(error, length)) if error else perplexity_of(sliding, lines)
-        trained = trained_length(about) or length
+        trained = last_trained_length(about) or length
         inside = [line for line in lines if line["first"] < trained]
         beyond = [line for line in lines if line["first"] >= trained]
         edges = [*EDGES, about["trained_length"] or length]

@@ -23,11 +23,11 @@ from coca_hf.evaluate.answers import (
     share_correct,
 )
 from coca_hf.evaluate.batches import Watch
-from coca_hf.evaluate.load import Subject
+from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.perplexity import why_no_loss
 from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.row import Beside, Count, Identity, Row, Setting, Share
-from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, rows_over, subject_settings
+from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, about_model, rows_over
 from coca_hf.evaluate.tables import NBSP, Measurement, against_length
 
 TITLE = "A list of keys and their values."
@@ -46,7 +46,7 @@ class RecallRow(Row):
 
 
 def recall_rows(
-    subject: Subject,
+    loaded: LoadedModel,
     lengths: list[int],
     ropes: list[Rope],
     store: RowStore,
@@ -60,14 +60,14 @@ def recall_rows(
 
     Raises CocaError where a length is too short for the list, before any work.
     """
-    check_lengths(subject, lengths, seed, num_cases, pairs)
+    check_lengths(loaded, lengths, seed, num_cases, pairs)
 
     def measure(rope: Rope, length: int, watch: Watch) -> tuple[dict, Raw]:
-        tokenizer = subject.tokenizer
+        tokenizer = loaded.tokenizer
         cases = [make_case(tokenizer, length, seed, number, pairs) for number in range(num_cases)]
-        use_rope_(subject.model, rope, length + max(len(case.answer_ids) for case in cases))
+        use_rope_(loaded.model, rope, length + max(len(case.answer_ids) for case in cases))
         asked = [(case.token_ids, case.answer_ids) for case in cases]
-        scores, error, used = score_answers(subject, asked, batch_size, watch)
+        scores, error, used = score_answers(loaded, asked, batch_size, watch)
         outputs = [tokenizer.decode(score.likeliest) for score in scores]
         correct = [score.likeliest == ids for score, (_, ids) in zip(scores, asked, strict=False)]
         lines = case_lines(cases, outputs, correct, [score.nll for score in scores])
@@ -87,7 +87,7 @@ def recall_rows(
         "cases": num_cases,
         "pairs": pairs,
         "seed": seed,
-        **subject_settings(subject),
+        **about_model(loaded),
     }
     return rows_over(RecallRow, settings, ropes, lengths, store, measure, progress)
 
@@ -107,13 +107,13 @@ def make_case(tokenizer: Any, length: int, seed: int, case_number: int, pairs: i
     )
 
 
-def check_lengths(subject: Subject, lengths: list[int], seed: int, num_cases: int, pairs: int) -> None:
+def check_lengths(loaded: LoadedModel, lengths: list[int], seed: int, num_cases: int, pairs: int) -> None:
     """Raise CocaError where a length does not fit a list without filler, as `check_room` does."""
     for length in lengths:
         drawn = [_draw(length, seed, number, pairs) for number in range(num_cases)]
         prompts = [_prompt(one, 0) for one in drawn]
         of = f" for a list of {pairs} lines"
-        check_room(subject, length, prompts, prompts[:1], "list of keys and values", of)
+        check_room(loaded, length, prompts, prompts[:1], "list of keys and values", of)
 
 
 class _Drawn(NamedTuple):

@@ -116,7 +116,7 @@ def label(row: dict) -> str:
     return row["model"] if row["rope"] == "default" else f"{row['model']} + {row['rope']}"
 
 
-def trained_length(row: dict) -> int | None:
+def last_trained_length(row: dict) -> int | None:
     """Tokens of a sequence in the model's last training: a stage of coca-train, or its config."""
     return row["trained_seq_len"] or row["trained_length"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coca_hf.documents import Document, commit_of, local_files, read_all_documents
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.load import Subject, check_vocabulary
+from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
 from coca_hf.evaluate.row import relative
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ def check_preset(name: str) -> dict:
 
 
 def draw_sample(
-    subject: Subject,
+    loaded: LoadedModel,
     data: str,
     min_tokens: int,
     *,
@@ -125,7 +125,7 @@ def draw_sample(
     total = 0
 
     def tokenize(document: Document) -> Tensor:
-        ids = subject.tokenizer(document.text, add_special_tokens=special_tokens)["input_ids"] if document.text else []
+        ids = loaded.tokenizer(document.text, add_special_tokens=special_tokens)["input_ids"] if document.text else []
         return torch.tensor(ids[:max_tokens], dtype=torch.long)
 
     def candidates() -> Iterator[tuple[Document, Tensor | None]]:
@@ -147,7 +147,7 @@ def draw_sample(
     found = [(document, tokenize(document) if ids is None else ids) for document, ids in drawn]
     _refuse_short(found, data, min_tokens)
     for document, ids in found:
-        check_vocabulary(subject, ids, document.where)
+        check_vocabulary(loaded, ids, document.where)
         sample.names.append(document.name)
         sample.token_ids.append(ids)
     if not found:

@@ -24,11 +24,11 @@ from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.batches import is_out_of_memory, processes
-from coca_hf.evaluate.load import Subject
+from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.perplexity import failed, keeps_logits
 from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.row import Count, Identity, Positive, Row, Setting
-from coca_hf.evaluate.store import SILENT, Progress, RowStore, now, subject_settings
+from coca_hf.evaluate.store import SILENT, Progress, RowStore, about_model, now
 from coca_hf.evaluate.tables import NBSP, Measurement, Table, curve_figure
 from coca_hf.page import Fold, Grid, Part
 
@@ -71,11 +71,11 @@ def parse_modes(text: str) -> list[str]:
 
 
 def speed_rows(
-    subject: Subject,
+    loaded: LoadedModel,
     lengths: list[int],
     ropes: list[Rope],
     store: RowStore,
-    baseline: Subject | None = None,
+    baseline: LoadedModel | None = None,
     modes: tuple[str, ...] | list[str] = MODES,
     batch_size: int = 1,
     repeats: int = 10,
@@ -94,12 +94,12 @@ def speed_rows(
             f"coca-eval speed: got {processes().num_processes} processes, expected one: a timing is "
             f"of one device, and others beside it would slow it down; run it without accelerate launch"
         )
-    if baseline and (baseline.name, baseline.path) == (subject.name, subject.path):
+    if baseline and (baseline.name, baseline.path) == (loaded.name, loaded.path):
         raise CocaError(
             f"--baseline {baseline.path}: got the model itself, expected another; give it a "
             f"--baseline-name to time one against itself"
         )
-    subjects = ([baseline] if baseline else []) + [subject]
+    loaded_models = ([baseline] if baseline else []) + [loaded]
 
     def settings_of(mode: str, rope: Rope, length: int) -> list[dict]:
         settings = [
@@ -112,12 +112,12 @@ def speed_rows(
                 "warmup": warmup,
                 "repeats": repeats,
                 "seed": SEED,
-                "baseline": baseline.name if baseline and each is subject else None,
-                "baseline_fingerprint": baseline.fingerprint if baseline and each is subject else None,
+                "baseline": baseline.name if baseline and each is loaded else None,
+                "baseline_fingerprint": baseline.fingerprint if baseline and each is loaded else None,
                 "tokens": batch_size * (1 if mode == "decode" else length),
-                **subject_settings(each),
+                **about_model(each),
             }
-            for each in subjects
+            for each in loaded_models
         ]
         for one in settings:
             one["measured_on"] = f"{one['device']}, batch {batch_size}"
@@ -132,7 +132,7 @@ def speed_rows(
     for rope, settings in asked:
         rows = found(settings)
         if not all(rows):
-            results, seconds = _measure(subjects, rope, settings[0], progress)
+            results, seconds = _measure(loaded_models, rope, settings[0], progress)
             rows = []
             for one, result, times in zip(settings, results, seconds, strict=True):
                 runs = [{"repeat": number, "seconds": value} for number, value in enumerate(times)]
@@ -142,19 +142,19 @@ def speed_rows(
 
 
 def _measure(
-    subjects: list[Subject], rope: Rope, settings: dict, progress: Progress
+    loaded_models: list[LoadedModel], rope: Rope, settings: dict, progress: Progress
 ) -> tuple[list[dict], list[list[float]]]:
-    """Results and the times in seconds of every subject."""
+    """Results and the times in seconds of every model."""
     mode, length = settings["mode"], settings["length"]
     warmup, repeats = settings["warmup"], settings["repeats"]
     began = time.perf_counter()
-    seconds: list[list[float]] = [[] for _ in subjects]
-    peaks: list[int | None] = [None for _ in subjects]
-    errors: list[str | None] = [None for _ in subjects]
-    steps: list[Step | None] = [None for _ in subjects]
+    seconds: list[list[float]] = [[] for _ in loaded_models]
+    peaks: list[int | None] = [None for _ in loaded_models]
+    errors: list[str | None] = [None for _ in loaded_models]
+    steps: list[Step | None] = [None for _ in loaded_models]
     description = f"speed  {mode}  {rope}  {length}"
     for number in progress(list(range(warmup + repeats)), description):
-        for i, each in enumerate(subjects):
+        for i, each in enumerate(loaded_models):
             if errors[i]:
                 continue
             try:
@@ -170,7 +170,7 @@ def _measure(
                 seconds[i].append(taken)
                 peaks[i] = max(peak, peaks[i] or 0) if peak is not None else None
     steps.clear()
-    for each in subjects:
+    for each in loaded_models:
         each.model.zero_grad(set_to_none=True)
         each.model.eval()
     clear_device_cache(garbage_collection=True)
@@ -178,7 +178,7 @@ def _measure(
     kind = "device" if torch.cuda.is_available() else "process"
     results = []
     for i, median in enumerate(medians):
-        has_baseline = len(subjects) > 1 and i == len(subjects) - 1
+        has_baseline = len(loaded_models) > 1 and i == len(loaded_models) - 1
         ratio = median / medians[0] if has_baseline and median and medians[0] else None
         results.append(
             {

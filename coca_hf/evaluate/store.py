@@ -31,7 +31,7 @@ import torch
 from coca_hf.checkout import commit
 from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.batches import Watch, processes
-from coca_hf.evaluate.load import Subject
+from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.rope import Rope, trained_length
 from coca_hf.evaluate.row import IDENTITY, fields, identity, latest, read_rows, relative
 
@@ -151,20 +151,20 @@ def rows_over(
         yield row
 
 
-def subject_settings(subject: Subject) -> dict:
+def about_model(loaded: LoadedModel) -> dict:
     """What a row says about its model, machine and versions."""
-    model = subject.model
+    model = loaded.model
     return {
-        "model": subject.name,
-        "model_path": relative(subject.path),
-        "fingerprint": subject.fingerprint,
+        "model": loaded.name,
+        "model_path": relative(loaded.path),
+        "fingerprint": loaded.fingerprint,
         "model_type": model.config.model_type,
         "coca_constraint": getattr(model.config, "coca_constraint", None),
         "coca_kept_layers": getattr(model.config, "coca_kept_layers", None),
-        "trained_length": trained_length(model),
-        "model_commit": subject.commit,
-        "trained_seq_len": subject.trained_seq_len,
-        "tokens_seen": subject.tokens_seen,
+        "trained_length": trained_length(model.config),
+        "model_commit": loaded.commit,
+        "trained_seq_len": loaded.trained_seq_len,
+        "tokens_seen": loaded.tokens_seen,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": _device_name(model.device),
         "processes": processes().num_processes,

@@ -13,7 +13,7 @@ import pyarrow
 from pyarrow.parquet import read_table
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.row import label, trained_length
+from coca_hf.evaluate.row import label, last_trained_length
 from coca_hf.page import Bullets, Figure, Grid, Part
 from coca_hf.plots import FAR, Curve, Key, line_figure
 
@@ -73,7 +73,7 @@ class Table:
     @property
     def trained_lengths(self) -> list[int]:
         """In tokens, of all models that say theirs."""
-        return sorted({length for row in self.rows if (length := trained_length(row))})
+        return sorted({length for row in self.rows if (length := last_trained_length(row))})
 
     @property
     def series(self) -> dict[str, list[dict]]:
@@ -231,7 +231,7 @@ def against_length(table: Table, y_label: str, y_scale: str, spread: Spread | No
     if any(row["value"] is None or row["value"] > FAR for row in table.rows):
         notes.append(" A cross at the upper edge: no value, or one beyond the page.")
     if len(table.trained_lengths) > 1:
-        lengths = {row["model"]: length for row in table.rows if (length := trained_length(row))}
+        lengths = {row["model"]: length for row in table.rows if (length := last_trained_length(row))}
         said = ", ".join(f"{length} ({model})" for model, length in lengths.items())
         notes.append(f" Trained at: {said}.")
     figure = curve_figure(

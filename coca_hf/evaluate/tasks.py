@@ -27,11 +27,11 @@ from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError, first_line
 from coca_hf.evaluate.batches import auto_batch_size, compute_all
-from coca_hf.evaluate.load import Subject, check_vocabulary
+from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
 from coca_hf.evaluate.perplexity import failed
 from coca_hf.evaluate.rope import Rope, trained_length, use_rope_
 from coca_hf.evaluate.row import Count, Identity, Row, Setting
-from coca_hf.evaluate.store import SILENT, Progress, RowStore, now, subject_settings
+from coca_hf.evaluate.store import SILENT, Progress, RowStore, about_model, now
 from coca_hf.evaluate.tables import NBSP, Measurement, Table
 from coca_hf.page import Grid, Part
 
@@ -114,7 +114,7 @@ def ruler_tasks() -> list[str]:
 
 
 def task_rows(
-    subject: Subject,
+    loaded: LoadedModel,
     names: list[str],
     ropes: list[Rope],
     store: RowStore,
@@ -151,7 +151,7 @@ def task_rows(
             "data_hash": definitions,
             "shots": shots,
             "limit": limit,
-            **subject_settings(subject),
+            **about_model(loaded),
             "batch_size": batch_size,
         }
         settings["versions"] |= {"lm-eval": version("lm-eval")}
@@ -168,7 +168,7 @@ def task_rows(
         rows, all_there = found(settings)
         if not all_there:
             done = {(row["metric"], row["filter"]) for row in rows}
-            for result, samples in _measure(subject, rope, settings, include_path, progress):
+            for result, samples in _measure(loaded, rope, settings, include_path, progress):
                 if (result["metric"], result["filter"]) not in done:
                     rows.append(store.append(TasksRow, settings | result, {"samples": samples}))
             progress.finish(settings)
@@ -176,20 +176,20 @@ def task_rows(
 
 
 def _measure(
-    subject: Subject, rope: Rope, settings: dict, include_path: str | None, progress: Progress
+    loaded: LoadedModel, rope: Rope, settings: dict, include_path: str | None, progress: Progress
 ) -> list[tuple[dict, list[dict]]]:
     """The result of every metric of a benchmark, and its samples.
 
     Where memory ran out, there is one result without a metric.
     """
     name, length, began = settings["benchmark"], settings["length"], time.perf_counter()
-    use_rope_(subject.model, rope, length or trained_length(subject.model) or 2048)
+    use_rope_(loaded.model, rope, length or trained_length(loaded.model.config) or 2048)
     found: list[tuple[dict, list[dict]]] = [({"metric": None, "filter": None, "value": None}, [])]
     error = None
     sizes: list[int] = []
     try:
         # lm-eval gives its results on the first process only.
-        output = _evaluate(subject, settings, include_path, progress, sizes)
+        output = _evaluate(loaded, settings, include_path, progress, sizes)
         found = broadcast_object_list([_metrics(output, name, length)])[0]
     except _Unanswered as failure:
         error = str(failure)
@@ -199,7 +199,7 @@ def _measure(
         reason = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
         if length and name not in WITHOUT_NETWORK:
             reason += f"; without a network, run {', '.join(WITHOUT_NETWORK)}"
-        if subject.tokenizer.eos_token_id is None:
+        if loaded.tokenizer.eos_token_id is None:
             reason += "; its tokenizer has no eos_token, which lm-eval needs"
         raise CocaError(f"--tasks {name}: lm-eval cannot run it: {reason}") from failure
     if not found:
@@ -233,7 +233,7 @@ class _Unanswered(Exception):
 
 
 @contextmanager
-def _watching(subject: Subject, benchmark: str) -> Iterator[list[bool]]:
+def _watching(loaded: LoadedModel, benchmark: str) -> Iterator[list[bool]]:
     """Whether there was a NaN among the logits of each forward inside.
 
     Raises CocaError, in the forward, for token ids that the model does not embed.
@@ -244,11 +244,11 @@ def _watching(subject: Subject, benchmark: str) -> Iterator[list[bool]]:
         nans.append(bool(output.logits.isnan().any()))
 
     def check_ids(_: Any, given: Any) -> None:
-        check_vocabulary(subject, given[0], f"--tasks {benchmark}")
+        check_vocabulary(loaded, given[0], f"--tasks {benchmark}")
 
-    embeddings = subject.model.get_input_embeddings()
+    embeddings = loaded.model.get_input_embeddings()
     hooks = [
-        subject.model.register_forward_hook(note_nan),
+        loaded.model.register_forward_hook(note_nan),
         embeddings.register_forward_pre_hook(check_ids),
     ]
     try:
@@ -259,7 +259,7 @@ def _watching(subject: Subject, benchmark: str) -> Iterator[list[bool]]:
 
 
 def _evaluate(
-    subject: Subject,
+    loaded: LoadedModel,
     settings: dict,
     include_path: str | None,
     progress: Progress,
@@ -274,7 +274,7 @@ def _evaluate(
     from lm_eval.models.huggingface import HFLM
 
     length = settings["length"]
-    model = HFLM(pretrained=subject.model, tokenizer=subject.tokenizer, max_length=length)
+    model = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, max_length=length)
 
     def tokens(request: Any) -> int:
         """In the sequence that the model gets, with room for its answer."""
@@ -291,7 +291,7 @@ def _evaluate(
 
         def compute(batch: list[list[int]]) -> list[tuple[list[Any], bool]]:
             model.batch_size_per_gpu = len(batch)  # also of the windows that it cuts a long text into
-            with _watching(subject, settings["benchmark"]) as nans:
+            with _watching(loaded, settings["benchmark"]) as nans:
                 found = iter(answer([requests[i] for same in batch for i in same], disable_tqdm=True))
             return [(list(itertools.islice(found, len(same))), any(nans)) for same in batch]
 
@@ -319,7 +319,7 @@ def _evaluate(
         limit=settings["limit"],
         fewshot_random_seed=settings["seed"],
         bootstrap_iters=0,
-        task_manager=_ruler_manager(length, subject.path) if length else _task_manager(include_path),
+        task_manager=_ruler_manager(length, loaded.path) if length else _task_manager(include_path),
     )
 
 

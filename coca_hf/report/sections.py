@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 
-from coca_hf.evaluate.row import trained_length
+from coca_hf.evaluate.row import last_trained_length
 from coca_hf.evaluate.tables import Table, data_of
 from coca_hf.page import Bullets, Code, Fold, Grid, Part, Section, Text
 
@@ -20,7 +20,7 @@ def models(tables: Sequence[Table]) -> Section:
         attention = f"CoCA, {constraint}" if constraint else row.get("model_type") or ""
         attention += f", layers kept: {len(kept)}" if kept else ""
         seen = f"{row['tokens_seen']:,}" if row["tokens_seen"] is not None else ""
-        length = trained_length(row)
+        length = last_trained_length(row)
         lines.append([name, attention, dtype, f"{length:,}" if length else "", seen])
     header = ["model", "attention", "dtype", "trained length", "tokens seen"]
     grid = Grid(header, lines, numbers_from=3)

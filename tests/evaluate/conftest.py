@@ -5,17 +5,17 @@ import sys
 import pytest
 
 from coca_cli import main
-from coca_hf.evaluate.load import load_subject
+from coca_hf.evaluate.loaded_model import load_model
 
 
 @pytest.fixture
 def llama(tiny_llama_dir):
-    return load_subject(str(tiny_llama_dir))
+    return load_model(str(tiny_llama_dir))
 
 
 @pytest.fixture
 def coca(tiny_coca_dir):
-    return load_subject(str(tiny_coca_dir))
+    return load_model(str(tiny_coca_dir))
 
 
 @pytest.fixture

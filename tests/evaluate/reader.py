@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from coca_hf.evaluate.load import Subject
+from coca_hf.evaluate.loaded_model import LoadedModel
 
 
 class Reader(nn.Module):
@@ -39,4 +39,4 @@ class Reader(nn.Module):
 
 
 def reads(tokenizer, reply):
-    return Subject(Reader(tokenizer, reply), tokenizer, "reader", "/reader", "0123")
+    return LoadedModel(Reader(tokenizer, reply), tokenizer, "reader", "/reader", "0123")

@@ -7,7 +7,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, MambaConfig, MambaFo
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.attention_maps import attention_map_rows
-from coca_hf.evaluate.load import load_subject
+from coca_hf.evaluate.loaded_model import load_model
 from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.sample import draw_sample
 from coca_hf.evaluate.store import RowStore
@@ -15,14 +15,14 @@ from coca_hf.evaluate.store import RowStore
 DEFAULT = Rope("default")
 
 
-def measure(subject, baseline, books, out, length=40):
-    sample = draw_sample(subject, str(books), length)
-    (row,) = attention_map_rows(subject, baseline, sample, [length], [DEFAULT], RowStore(out))
+def measure(loaded, baseline, books, out, length=40):
+    sample = draw_sample(loaded, str(books), length)
+    (row,) = attention_map_rows(loaded, baseline, sample, [length], [DEFAULT], RowStore(out))
     return row, pq.read_table(out / row["raw"]["heads"]).to_pylist()
 
 
 def test_a_model_is_no_distance_from_itself(llama, tiny_llama_dir, books, tmp_path):
-    row, heads = measure(llama, load_subject(str(tiny_llama_dir)), books, tmp_path / "out")
+    row, heads = measure(llama, load_model(str(tiny_llama_dir)), books, tmp_path / "out")
     assert row["value"] == pytest.approx(0, abs=1e-7)
     assert row["sink"] == row["baseline_sink"]
     assert [(line["layer"], line["head"]) for line in heads] == list(itertools.product(range(3), range(6)))
@@ -34,10 +34,10 @@ def test_a_model_is_no_distance_from_itself(llama, tiny_llama_dir, books, tmp_pa
 def test_numbers_are_those_of_a_loop_over_queries(llama, coca, books, tmp_path):
     row, heads = measure(coca, llama, books, tmp_path / "out", length=30)
     maps = {}
-    for name, subject in (("ours", coca), ("theirs", llama)):
-        subject.model.set_attn_implementation("eager")
-        documents = draw_sample(subject, str(books), 30).token_ids
-        found = [subject.model(ids[None, :30], output_attentions=True).attentions for ids in documents]
+    for name, loaded in (("ours", coca), ("theirs", llama)):
+        loaded.model.set_attn_implementation("eager")
+        documents = draw_sample(loaded, str(books), 30).token_ids
+        found = [loaded.model(ids[None, :30], output_attentions=True).attentions for ids in documents]
         maps[name] = [torch.stack(layers)[:, 0].double() for layers in found]  # (layers, h, m, m) of each document
     for line in heads:
         layer, head = line["layer"], line["head"]
@@ -68,7 +68,7 @@ def test_command_draws_a_line_a_model_and_refuses_another_models_original(
     assert code == 0
     assert (tmp_path / "page" / "attention-maps.png").is_file()
 
-    other = load_subject(str(tiny_llama_dir))
+    other = load_model(str(tiny_llama_dir))
     config = type(other.model.config)(**{**other.model.config.to_dict(), "num_hidden_layers": 1})
     type(other.model)(config).save_pretrained(tmp_path / "other")
     other.tokenizer.save_pretrained(tmp_path / "other")

@@ -153,11 +153,11 @@ def test_a_second_run_measures_again_what_ran_out_of_memory_and_nothing_else(sho
     assert [row["value"] for row in table.rows] == [row["value"] for row in again]
 
 
-def measure(subject, books, out):
-    sample = draw_sample(subject, str(books), 60)
+def measure(loaded, books, out):
+    sample = draw_sample(loaded, str(books), 60)
     ropes, store = parse_ropes("default,dynamic:4,yarn:2"), RowStore(out)
-    rows = list(perplexity_rows(subject, sample, [30, 60], 25, ropes, store, 4))
-    rows += passkey_rows(subject, [320], ropes[:1], store, num_cases=6, new_tokens=5, depths=3)
+    rows = list(perplexity_rows(loaded, sample, [30, 60], 25, ropes, store, 4))
+    rows += passkey_rows(loaded, [320], ropes[:1], store, num_cases=6, new_tokens=5, depths=3)
     return rows
 
 

@@ -33,9 +33,9 @@ def test_positions_are_causal_seeded_and_uniform():
     assert 130 < counts.min() <= counts.max() < 250
 
 
-def measure(subject, books, out, lengths=(100,), ropes=(DEFAULT,), **options):
-    sample = draw_sample(subject, str(books), max(lengths))
-    return list(boundary_rows(subject, sample, list(lengths), list(ropes), RowStore(out), **options))
+def measure(loaded, books, out, lengths=(100,), ropes=(DEFAULT,), **options):
+    sample = draw_sample(loaded, str(books), max(lengths))
+    return list(boundary_rows(loaded, sample, list(lengths), list(ropes), RowStore(out), **options))
 
 
 def raw(out, row, name):

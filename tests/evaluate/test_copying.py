@@ -35,8 +35,8 @@ class LooksBack(nn.Module):
         return SimpleNamespace(logits=logits)
 
 
-def measure(subject, out, length=41, **options):
-    (row,) = copying_rows(subject, [length], [DEFAULT], RowStore(out), **options)
+def measure(loaded, out, length=41, **options):
+    (row,) = copying_rows(loaded, [length], [DEFAULT], RowStore(out), **options)
     return row
 
 

@@ -19,7 +19,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.load import Subject
+from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.passkey import (
     FILLER,
     INSTRUCTION,
@@ -71,7 +71,7 @@ def one_likely(next_ids, tokenizer):
 
 
 def talker(tokenizer, reply):
-    return Subject(Talker(tokenizer, reply).eval(), tokenizer, "talker", "/talker", "0123")
+    return LoadedModel(Talker(tokenizer, reply).eval(), tokenizer, "talker", "/talker", "0123")
 
 
 class Guesser(Talker):
@@ -171,12 +171,12 @@ def test_accuracy_is_the_share_of_correct_cases_and_each_has_a_record(tiny_token
 
 @pytest.mark.parametrize("kind", ["llama", "coca"])
 def test_a_batch_gives_the_answers_of_single_cases(kind, request):
-    subject = request.getfixturevalue(kind)
-    subject.model.double()
+    loaded = request.getfixturevalue(kind)
+    loaded.model.double()
     lengths = (SHORTEST, 700, 325)  # cases that need much padding
-    cases = [make_case(subject.tokenizer, length, 0, number) for number, length in enumerate(lengths)]
-    together, *_ = answers(subject, cases, 9, batch_size=3)
-    alone = [answers(subject, [case], 9)[0][0] for case in cases]
+    cases = [make_case(loaded.tokenizer, length, 0, number) for number, length in enumerate(lengths)]
+    together, *_ = answers(loaded, cases, 9, batch_size=3)
+    alone = [answers(loaded, [case], 9)[0][0] for case in cases]
     assert together == alone
     assert len(set(map(tuple, alone))) == 3
 
@@ -317,9 +317,9 @@ def test_a_guesser_is_right_once_in_100000_guesses(tiny_tokenizer, tmp_path):
 
     Of 400,000 guesses 4 are right on average, with a standard deviation of 2.
     """
-    subject = Subject(Guesser(tiny_tokenizer).eval(), tiny_tokenizer, "guesser", "/guesser", "0123")
+    loaded = LoadedModel(Guesser(tiny_tokenizer).eval(), tiny_tokenizer, "guesser", "/guesser", "0123")
     options = {"num_cases": 250, "new_tokens": 1604, "batch_size": 250}
-    (row,) = passkey_rows(subject, [SHORTEST], DEFAULT, RowStore(tmp_path), **options)
+    (row,) = passkey_rows(loaded, [SHORTEST], DEFAULT, RowStore(tmp_path), **options)
     assert 1 <= row["value"] * 250 <= 11
 
 
@@ -330,10 +330,10 @@ def test_cases_inside_and_beyond_the_trained_length_add_up(tiny_tokenizer, tmp_p
     def near_only(prompt):
         return read_key(prompt) if len(prompt) - prompt.index("The passkey is") <= 300 else "?"
 
-    subject = talker(tiny_tokenizer, near_only)
-    subject.model.config.max_position_embeddings = configured
-    subject = replace(subject, trained_seq_len=trained_on)
-    (row,) = passkey_rows(subject, [900], DEFAULT, RowStore(tmp_path), 40)
+    loaded = talker(tiny_tokenizer, near_only)
+    loaded.model.config.max_position_embeddings = configured
+    loaded = replace(loaded, trained_seq_len=trained_on)
+    (row,) = passkey_rows(loaded, [900], DEFAULT, RowStore(tmp_path), 40)
     assert row["trained_length"] == configured
     assert row["cases_inside"] == row["correct_inside"] > 0
     assert row["cases_beyond"] > 0 == row["correct_beyond"]
@@ -352,8 +352,8 @@ def landmark_key(prompt):
 
 
 def test_landmark_scores_the_key_without_generation(tiny_tokenizer, tmp_path):
-    subject = reads(tiny_tokenizer, landmark_key)
-    (row,) = passkey_rows(subject, [400], DEFAULT, RowStore(tmp_path), 5, variant="landmark", batch_size=2)
+    loaded = reads(tiny_tokenizer, landmark_key)
+    (row,) = passkey_rows(loaded, [400], DEFAULT, RowStore(tmp_path), 5, variant="landmark", batch_size=2)
     assert (row["value"], row["new_tokens"], row["error"]) == (1.0, 0, None)
     assert row["nats_per_digit"] < 1e-6
     assert [line["output"] for line in pq.read_table(tmp_path / row["raw"]["cases"]).to_pylist()] == [

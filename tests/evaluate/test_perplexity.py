@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import coca_hf
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.load import Subject
+from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.perplexity import compute_windows, perplexity_rows, token_losses
 from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.sample import Sample, draw_sample
@@ -93,11 +93,11 @@ def test_perplexity_equals_a_double_loop_over_tokens(model, rope, length, stride
         assert {tuple(ids) for ids in given["input_ids"].tolist()} <= passages
         shapes.append(given["input_ids"].shape)
 
-    subject = Subject(model, tiny_tokenizer, "model", "/model", "0123")
+    loaded = LoadedModel(model, tiny_tokenizer, "model", "/model", "0123")
     with model.register_forward_pre_hook(look, with_kwargs=True):
         for batch_size in (1, 3, None):
             store = RowStore(tmp_path / str(batch_size))
-            (row,) = perplexity_rows(subject, sample, [length], stride, [rope], store, batch_size)
+            (row,) = perplexity_rows(loaded, sample, [length], stride, [rope], store, batch_size)
             assert row["tokens"] == 12 + 16 + 25
             assert row["value"] == pytest.approx(expected, rel=1e-6)
     assert {1, 3} < {batch for batch, _ in shapes}
@@ -169,9 +169,9 @@ def test_a_document_shorter_than_a_window_is_refused():
         windows_of(7, 8, 2, document=4)
 
 
-def rows_of(subject, books, out_dir, lengths=(16, 40), stride=24, ropes=(DEFAULT,), **options):
-    sample = draw_sample(subject, str(books), max(lengths))
-    return list(perplexity_rows(subject, sample, list(lengths), stride, list(ropes), RowStore(out_dir), **options))
+def rows_of(loaded, books, out_dir, lengths=(16, 40), stride=24, ropes=(DEFAULT,), **options):
+    sample = draw_sample(loaded, str(books), max(lengths))
+    return list(perplexity_rows(loaded, sample, list(lengths), stride, list(ropes), RowStore(out_dir), **options))
 
 
 def test_rows_say_what_is_needed_to_repeat_them(coca, books, tmp_path):

@@ -15,9 +15,9 @@ from coca_hf.evaluate.store import RowStore
 DEFAULT = Rope("default")
 
 
-def measure(subject, books, out, length=100, **options):
-    sample = draw_sample(subject, str(books), length)
-    (row,) = position_rows(subject, sample, [length], [DEFAULT], RowStore(out), **options)
+def measure(loaded, books, out, length=100, **options):
+    sample = draw_sample(loaded, str(books), length)
+    (row,) = position_rows(loaded, sample, [length], [DEFAULT], RowStore(out), **options)
     return row, pq.read_table(out / row["raw"]["buckets"]).to_pylist()
 
 
@@ -36,10 +36,10 @@ def by_index(model, documents, length):
 @pytest.mark.parametrize(("length", "bucket", "batch_size"), [(20, 6, 1), (33, 33, 4), (40, 10**25, 3)])
 @pytest.mark.parametrize("kind", ["llama", "coca"])
 def test_buckets_equal_a_loop_over_tokens(kind, length, bucket, batch_size, books, tmp_path, request):
-    subject = request.getfixturevalue(kind)
-    subject.model.double()
-    row, buckets = measure(subject, books, tmp_path / "out", length, bucket=bucket, batch_size=batch_size)
-    losses = by_index(subject.model, draw_sample(subject, str(books), length).token_ids, length)
+    loaded = request.getfixturevalue(kind)
+    loaded.model.double()
+    row, buckets = measure(loaded, books, tmp_path / "out", length, bucket=bucket, batch_size=batch_size)
+    losses = by_index(loaded.model, draw_sample(loaded, str(books), length).token_ids, length)
     for line in buckets:
         within = [
             loss

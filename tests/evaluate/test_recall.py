@@ -22,8 +22,8 @@ def looked_up(prompt):
     return " " + re.search(rf"^{key}: (\d+)$", prompt, re.MULTILINE).group(1)
 
 
-def measure(subject, out, length=260, **options):
-    (row,) = recall_rows(subject, [length], [DEFAULT], RowStore(out), **options)
+def measure(loaded, out, length=260, **options):
+    (row,) = recall_rows(loaded, [length], [DEFAULT], RowStore(out), **options)
     return row
 
 

@@ -26,7 +26,7 @@ from coca_hf.evaluate.store import RowStore
 from coca_hf.evaluate.tasks import DIMENSIONS, WITHOUT_NETWORK, parse_tasks, ruler_tasks, task_rows
 from coca_hf.report.read import read_tables
 from tests.evaluate.test_batches import assert_close, lasting, rows_of, run
-from tests.test_lm_eval import PAIRS, expected, subject, task_dir  # noqa: F401
+from tests.test_lm_eval import PAIRS, expected, loaded, task_dir  # noqa: F401
 from tests.train.test_processes import TWO_PROCESSES
 
 DEFAULT = [Rope("default")]
@@ -229,7 +229,7 @@ def test_ruler_at_a_length_is_the_mean_of_its_tasks_there(coca, tmp_path, monkey
     """Samples as lm-eval's RULER files make them: -1 at lengths that were not run."""
     lengths, scores = [], {"niah_single_1": [1.0, 0.0, 1.0, 1.0], "ruler_vt": [0.0, 0.5]}
 
-    def ran(subject, settings, include_path, progress, sizes):  # noqa: F811
+    def ran(loaded, settings, include_path, progress, sizes):  # noqa: F811
         lengths.append(settings["length"])
         return {
             "samples": {

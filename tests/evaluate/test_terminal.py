@@ -11,7 +11,7 @@ from coca_hf.evaluate.speed import speed_rows
 from coca_hf.evaluate.store import RowStore
 from coca_hf.evaluate.tasks import task_rows
 from coca_hf.evaluate.terminal import progress_on, results_table
-from tests.test_lm_eval import expected, subject, task_dir  # noqa: F401
+from tests.test_lm_eval import expected, loaded, task_dir  # noqa: F401
 
 DEFAULT = [Rope("default")]
 LOG = r"(.*): (\d+ of \d+ .*?)(?:, about \d+ s left)?\n"

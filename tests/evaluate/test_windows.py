@@ -44,10 +44,10 @@ def longlora(model, texts, seq_len, sliding_window):
     return 2.71828 ** torch.stack([model(x, labels=x).loss for x in windows]).double().mean().item()
 
 
-def value(subject, books, out, variant, length, stride, **options):
-    sample = draw_sample(subject, str(books), length, special_tokens=VARIANTS[variant].special_tokens)
+def value(loaded, books, out, variant, length, stride, **options):
+    sample = draw_sample(loaded, str(books), length, special_tokens=VARIANTS[variant].special_tokens)
     store = RowStore(out)
-    (row,) = perplexity_rows(subject, sample, [length], stride, [Rope("default")], store, variant=variant, **options)
+    (row,) = perplexity_rows(loaded, sample, [length], stride, [Rope("default")], store, variant=variant, **options)
     return row["value"]
 
 

@@ -21,7 +21,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass
-class Subject:
+class LoadedModel:
     """A model under measurement. `path` is what the person named, `fingerprint` changes when its files do."""
 
     model: Any
@@ -34,13 +34,13 @@ class Subject:
     commit: str | None = None  # of a model on the hub
 
 
-def load_subject(
+def load_model(
     path: str,
     dtype: str = "auto",
     name: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
-) -> Subject:
+) -> LoadedModel:
     """Load the causal language model and the tokenizer of a directory or hub id, on the GPU where there is one.
 
     dtype: one of `DTYPES`; `auto` is the checkpoint's own. name: how rows call it, by default the directory's name.
@@ -60,9 +60,9 @@ def load_subject(
     disable_progress_bar()
     config, commit = _load_config(path, revision or "main", trust_remote_code)
     at = commit or revision or "main"  # a branch may move meanwhile
-    model = _load_model(path, config, dtype, at, trust_remote_code)
+    model = _load_weights(path, config, dtype, at, trust_remote_code)
     tokens_seen, trained_seq_len = _training(Path(path))
-    return Subject(
+    return LoadedModel(
         model=model.eval().to(processes().device),
         tokenizer=_load_tokenizer(path, at, trust_remote_code),
         name=name or Path(path).resolve().name + (f"@{revision}" if revision else ""),
@@ -74,28 +74,28 @@ def load_subject(
     )
 
 
-def check_vocabulary(subject: Subject, token_ids: torch.Tensor, where: str) -> None:
+def check_vocabulary(loaded: LoadedModel, token_ids: torch.Tensor, where: str) -> None:
     """Raise CocaError where `token_ids` (any shape), made from `where`, holds an id that the model does not embed."""
-    vocab_size = subject.model.get_input_embeddings().weight.shape[0]
+    vocab_size = loaded.model.get_input_embeddings().weight.shape[0]
     largest = int(token_ids.max())
     if largest >= vocab_size:
         raise CocaError(
-            f"{where}: got token id {largest} from the tokenizer of {subject.path}, expected ids below the model's "
+            f"{where}: got token id {largest} from the tokenizer of {loaded.path}, expected ids below the model's "
             f"vocabulary of {vocab_size}; the tokenizer belongs to another model"
         )
 
 
-def warn_small_tokenizer(subject: Subject) -> str | None:
+def warn_small_tokenizer(loaded: LoadedModel) -> str | None:
     """One line where the tokenizer has so few tokens for the model's embedding that it may be another model's.
 
     Embeddings are padded to multiples of up to 1,024 rows; of published models the most is 905 of phi-2's 51,200. So a
     warning is for more than that, and more than a tenth of the rows.
     """
-    rows, tokens = subject.model.get_input_embeddings().weight.shape[0], len(subject.tokenizer)
+    rows, tokens = loaded.model.get_input_embeddings().weight.shape[0], len(loaded.tokenizer)
     if rows - tokens <= max(1024, rows // 10):
         return None
     return (
-        f"{subject.path}: got a tokenizer of {tokens:,} tokens for an embedding of {rows:,} rows; is it this model's? "
+        f"{loaded.path}: got a tokenizer of {tokens:,} tokens for an embedding of {rows:,} rows; is it this model's? "
         f"with another's every number is wrong"
     )
 
@@ -149,7 +149,7 @@ def _syntax_error(directory: Path) -> str | None:
 _OWN_CODE = "got a model that needs the code it carries; read that code, and if you trust it, add --trust-remote-code"
 
 
-def _load_model(path: str, config: Any, dtype: str, revision: str, trust_remote_code: bool) -> Any:
+def _load_weights(path: str, config: Any, dtype: str, revision: str, trust_remote_code: bool) -> Any:
     expected = AutoModelForCausalLM._model_mapping.get(type(config), None)
     found = getattr(config, "architectures", None) or []
     carries_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
