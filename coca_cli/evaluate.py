@@ -32,7 +32,8 @@ def perplexity_command(
     stride: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Tokens between windows, 512 by default; a shorter length is its own stride, with a note."
+            min=1,
+            help="Tokens between windows, 512 by default; a shorter length is its own stride, with a note.",
         ),
     ] = None,
     variant: Annotated[
@@ -63,11 +64,14 @@ def position_command(
     lengths: LengthsOption,
     texts: Texts,
     bucket: Annotated[
-        int, typer.Option(min=1, max=10**9, help="Number of consecutive token indices whose losses are summed.")
+        int,
+        typer.Option(min=1, max=10**9, help="Number of consecutive token indices whose losses are summed."),
     ] = 64,
     batch_size: BatchOption = "auto",
 ) -> None:
-    """Loss against the token's index in a window of LENGTH tokens: where the model's context really ends."""
+    """Loss against the token's index in a window of LENGTH tokens: where the model's context really
+    ends.
+    """
     wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.position import position_rows
 
@@ -85,13 +89,18 @@ def passkey_command(
     cases: Annotated[int, typer.Option(min=1, help="Number of prompts per length.")] = 100,
     depths: Annotated[
         int | None,
-        typer.Option(min=1, max=1000, help="Number of depths on an even grid; by default depths are drawn uniformly."),
+        typer.Option(
+            min=1,
+            max=1000,
+            help="Number of depths on an even grid; by default depths are drawn uniformly.",
+        ),
     ] = None,
     variant: Annotated[
         str,
         typer.Option(
-            help="Prompt and scoring. paper: the paper's; yarn, longlora: those of the scripts; landmark: the "
-            "scripts' prompt, which base models answer, scored in one forward without generation."
+            help="Prompt and scoring. paper: the paper's; yarn, longlora: those of the scripts; "
+            "landmark: the scripts' prompt, which base models answer, scored in one forward "
+            "without generation."
         ),
     ] = "paper",
     new_tokens: Annotated[
@@ -101,7 +110,9 @@ def passkey_command(
     seed: SeedOption = 0,
     batch_size: BatchOption = "auto",
 ) -> None:
-    """Passkey retrieval: the share of numbers that are found when hidden in a text of up to LENGTH tokens."""
+    """Passkey retrieval: the share of numbers that are found when hidden in a text of up to LENGTH
+    tokens.
+    """
     wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.passkey import check_variant, passkey_rows
 
@@ -132,7 +143,9 @@ def boundary_command(
         int, typer.Option(min=1, help="Pairs of positions (query, key) drawn from every document.")
     ] = 1024,
 ) -> None:
-    """The angle between query and key that RoPE starts from, and where it breaks the order of scores."""
+    """The angle between query and key that RoPE starts from, and where it breaks the order of
+    scores.
+    """
     wanted = parse_lengths(lengths)
     from coca_hf.evaluate.boundary import boundary_rows
 
@@ -151,14 +164,25 @@ def copying_command(
     cases: Annotated[int, typer.Option(min=1, help="Number of sequences per length.")] = 16,
     batch_size: BatchOption = "auto",
 ) -> None:
-    """Loss on the second copy of random tokens or, with --data, of passages: can the model look things up?"""
+    """Loss on the second copy of random tokens or, with --data, of passages: can the model look
+    things up?
+    """
     wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.copying import copying_rows
 
     loaded, ropes = run.load()
     sample = texts.draw(loaded, max(wanted) // 2, special_tokens=False) if texts.given else None
     warn_beyond_trained(loaded, ropes, wanted)
-    run.make_rows(copying_rows, loaded, wanted, ropes, num_cases=cases, seed=texts.seed, batch_size=size, sample=sample)
+    run.make_rows(
+        copying_rows,
+        loaded,
+        wanted,
+        ropes,
+        num_cases=cases,
+        seed=texts.seed,
+        batch_size=size,
+        sample=sample,
+    )
 
 
 @app.command("recall")
@@ -171,7 +195,9 @@ def recall_command(
     seed: SeedOption = 0,
     batch_size: BatchOption = "auto",
 ) -> None:
-    """Key-value recall in a list that is spread over LENGTH tokens: share of exact answers, nats per token."""
+    """Key-value recall in a list that is spread over LENGTH tokens: share of exact answers, nats
+    per token.
+    """
     wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.recall import recall_rows
 
@@ -187,7 +213,11 @@ def attention_maps_command(
     lengths: LengthsOption,
     texts: Texts,
     baseline: Annotated[
-        str, typer.Option(help="The model that MODEL was converted from, as a directory or hub id.", show_default=False)
+        str,
+        typer.Option(
+            help="The model that MODEL was converted from, as a directory or hub id.",
+            show_default=False,
+        ),
     ],
 ) -> None:
     """Divergence of every head's attention from the original model's."""
@@ -206,7 +236,10 @@ def attention_maps_command(
 def layers_command(
     original: Annotated[
         str,
-        typer.Argument(help="The model that MODEL was converted from, as a directory or hub id.", show_default=False),
+        typer.Argument(
+            help="The model that MODEL was converted from, as a directory or hub id.",
+            show_default=False,
+        ),
     ],
     run: Run,
     lengths: LengthsOption,
@@ -214,7 +247,9 @@ def layers_command(
     cases: Annotated[int, typer.Option(min=1, help="Number of sequences of each kind of text per length.")] = 6,
     batch_size: BatchOption = "auto",
 ) -> None:
-    """The harm of converting each layer, alone and beside all others, and which layers to keep first."""
+    """The harm of converting each layer, alone and beside all others, and which layers to keep
+    first.
+    """
     wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.layers import layer_rows
 
@@ -222,7 +257,17 @@ def layers_command(
     other = run.load_one(original, ropes)
     sample = texts.draw(loaded, max(wanted), special_tokens=False)
     warn_beyond_trained(loaded, ropes, wanted)
-    run.make_rows(layer_rows, other, loaded, sample, wanted, ropes, num_cases=cases, seed=texts.seed, batch_size=size)
+    run.make_rows(
+        layer_rows,
+        other,
+        loaded,
+        sample,
+        wanted,
+        ropes,
+        num_cases=cases,
+        seed=texts.seed,
+        batch_size=size,
+    )
 
 
 @app.command("tasks")
@@ -240,10 +285,12 @@ def tasks_command(
         ),
     ] = "",
     shots: Annotated[
-        int | None, typer.Option(min=0, help="Examples before a question; the task's own number by default.")
+        int | None,
+        typer.Option(min=0, help="Examples before a question; the task's own number by default."),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, max=10**9, help="Number of cases of every task; all by default.")
+        int | None,
+        typer.Option(min=1, max=10**9, help="Number of cases of every task; all by default."),
     ] = None,
     include_path: Annotated[str | None, typer.Option(help="Directory with lm-eval tasks of your own.")] = None,
     batch_size: BatchOption = "auto",
@@ -277,10 +324,12 @@ def speed_command(
     run: Run,
     lengths: LengthsOption,
     baseline: Annotated[
-        str | None, typer.Option(help="Another model, such as the unconverted one, measured in turns with MODEL.")
+        str | None,
+        typer.Option(help="Another model, such as the unconverted one, measured in turns with MODEL."),
     ] = None,
     baseline_name: Annotated[
-        str | None, typer.Option(help="Name of the baseline in the rows; by default that of its directory.")
+        str | None,
+        typer.Option(help="Name of the baseline in the rows; by default that of its directory."),
     ] = None,
     modes: Annotated[
         str, typer.Option(help="What to measure: prefill, decode, train, separated by commas.")
@@ -319,7 +368,10 @@ def inspect_command(
     model: Annotated[Path, typer.Argument(help="A checkpoint directory, CoCA or not.", show_default=False)],
     memory: Annotated[
         str | None,
-        typer.Option(help="Memory, such as 24GB; prints the longest context that fits as well.", show_default=False),
+        typer.Option(
+            help="Memory, such as 24GB; prints the longest context that fits as well.",
+            show_default=False,
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -336,7 +388,8 @@ def report_command(
     runs: Annotated[list[Path], typer.Argument(help="Directories with a rows.jsonl.", show_default=False)],
     out: Annotated[Path, typer.Option(help="Directory for report.html, report.md and a PNG for each figure.")],
     paper: Annotated[
-        str, typer.Option(help="The paper's curves to draw too: 350m, llama-7b, pi-32k, separated by commas.")
+        str,
+        typer.Option(help="The paper's curves to draw too: 350m, llama-7b, pi-32k, separated by commas."),
     ] = "",
     title: Annotated[str, typer.Option(help="Title of the page.")] = "Evaluation",
 ) -> None:
@@ -350,10 +403,12 @@ def report_command(
 @app.command("card")
 def card_command(
     model: Annotated[
-        Path, typer.Argument(help="A directory that coca-convert or coca-train made.", show_default=False)
+        Path,
+        typer.Argument(help="A directory that coca-convert or coca-train made.", show_default=False),
     ],
     rows: Annotated[
-        list[Path] | None, typer.Option(help="Directory with a rows.jsonl; may be given several times.")
+        list[Path] | None,
+        typer.Option(help="Directory with a rows.jsonl; may be given several times."),
     ] = None,
     base_model: Annotated[
         str | None, typer.Option(help="Hub id of the original, if it was converted from a path.")

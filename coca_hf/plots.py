@@ -48,7 +48,9 @@ Draw = Callable[[float, float, bool], Figure]  # width, height in inches, whethe
 
 @dataclass(frozen=True)
 class Key:
-    """How a line looks: the number of its model, of its RoPE setting, or of the published curve that it is."""
+    """How a line looks: the number of its model, of its RoPE setting, or of the published curve
+    that it is.
+    """
 
     label: str
     color: int = 0
@@ -58,10 +60,18 @@ class Key:
 
     @property
     def look(self) -> dict[str, Any]:
-        """Colour tells models apart, dashes and markers their RoPE settings; from the eighth model on, hollow ones."""
+        """Colour tells models apart, dashes and markers their RoPE settings; from the eighth model
+        on, hollow ones.
+        """
         if self.published:
             marker = PUBLISHED_MARKERS[self.style % len(PUBLISHED_MARKERS)]
-            return {"color": MUTED, "linestyle": (0, (2, 2)), "marker": marker, "linewidth": 1.2, "markersize": 4.5}
+            return {
+                "color": MUTED,
+                "linestyle": (0, (2, 2)),
+                "marker": marker,
+                "linewidth": 1.2,
+                "markersize": 4.5,
+            }
         hollow = self.color >= len(COLORS)
         return {
             "color": COLORS[self.color % len(COLORS)],
@@ -74,7 +84,9 @@ class Key:
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over `xs`; None where there is none. `band`: the low and the high end of the spread at each x."""
+    """Values over `xs`; None where there is none. `band`: the low and the high end of the spread at
+    each x.
+    """
 
     key: Key
     xs: list[float]
@@ -94,8 +106,9 @@ def line_figure(
 ) -> Draw:
     """A function that draws `curves` at a size in inches, with or without a legend inside.
 
-    y_scale: log, linear, zero (linear from 0) or share (0 to 1). ticks: of the x axis, by default every x there is. A
-    value that is None is a cross at the upper edge. borders: places on the x axis, and what begins there.
+    y_scale: log, linear, zero (linear from 0) or share (0 to 1). ticks: of the x axis, by default
+    every x there is. A value that is None is a cross at the upper edge. borders: places on the x
+    axis, and what begins there.
     """
     xs = ticks or sorted({x for curve in curves for x in curve.xs})
     xs = xs[(len(xs) - 1) % 2 :: 2] if len(xs) > 9 else xs  # so that they do not touch
@@ -142,7 +155,9 @@ class Heat:
 
 
 def heat_figure(heat: Heat, x_label: str, y_label: str, top: float = 1) -> Draw:
-    """A function that draws shares from 0 to `top`: a number in every cell, or a scale where cells are many."""
+    """A function that draws shares from 0 to `top`: a number in every cell, or a scale where cells
+    are many.
+    """
     numbers = len(heat.lines) * len(heat.columns) <= 100
 
     def draw(width: float, height: float, legend: bool) -> Figure:
@@ -170,13 +185,18 @@ def to_png(figure: Figure) -> bytes:
 
 
 def to_svg(figure: Figure, name: str, alt: str) -> str:
-    """For a page: text stays text, and every colour of this file becomes the page's own variable of that name.
+    """For a page: text stays text, and every colour of this file becomes the page's own variable of
+    that name.
 
     name: unique on the page; it keeps the ids inside the drawing apart.
     """
     file = io.StringIO()
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        figure.savefig(
+            file,
+            format="svg",
+            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
+        )
     svg = file.getvalue()[file.getvalue().index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' id="[\w.]+_\d+"', "", svg)  # of groups; what is referred to has a hash for an id
@@ -209,7 +229,13 @@ def _draw_curve(axes: Axes, curve: Curve, shade: float) -> Any:
     look = curve.key.look
     (line,) = axes.plot(curve.xs, values, label=_plain(curve.key.label), clip_on=False, zorder=3, **look)
     missing = [x for x, value in zip(curve.xs, values, strict=True) if math.isnan(value)]
-    cross = {"color": look["color"], "marker": "x", "linestyle": "none", "clip_on": False, "zorder": 4}
+    cross = {
+        "color": look["color"],
+        "marker": "x",
+        "linestyle": "none",
+        "clip_on": False,
+        "zorder": 4,
+    }
     axes.plot(missing, [1.0] * len(missing), transform=axes.get_xaxis_transform(), label="_", **cross)
     spread = [(x, *ends) for x, ends in zip(curve.xs, curve.band or [], strict=False) if ends]
     if spread:
@@ -226,7 +252,15 @@ def _draw_heat(axes: Axes, heat: Heat, top: float, numbers: bool) -> Any:
         for x, share in enumerate(line):
             if share is not None:
                 shade = "#000000" if share > top / 2 else "#fefefe"
-                axes.text(x + 0.5, y + 0.5, f"{share:.2f}", ha="center", va="center", fontsize=8.5, color=shade)
+                axes.text(
+                    x + 0.5,
+                    y + 0.5,
+                    f"{share:.2f}",
+                    ha="center",
+                    va="center",
+                    fontsize=8.5,
+                    color=shade,
+                )
     axes.set_title(_plain(heat.title), fontsize=10.5, loc="left")
     for axis, names in ((axes.xaxis, heat.columns), (axes.yaxis, heat.lines)):
         step = -(-len(names) // 12)  # so that names do not touch
@@ -242,7 +276,9 @@ def _figure(width: float, height: float, opaque: bool) -> Figure:
 
 
 def _mark_trained_lengths(axes: Axes, ticks: list[float], lengths: list[int], at_top: bool) -> None:
-    """A dashed line at each trained length on the plot or within an octave of it; an arrow's word for longer ones."""
+    """A dashed line at each trained length on the plot or within an octave of it; an arrow's word
+    for longer ones.
+    """
     first, last = ticks[0], ticks[-1]
     for length in lengths:
         if first / 2 <= length <= last * 2:  # its name stands left of the line, but at the left edge inside

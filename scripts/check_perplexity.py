@@ -1,17 +1,21 @@
-"""Check coca-eval's perplexity of a real model on real books against two computations that share nothing with it.
+"""Check coca-eval's perplexity of a real model on real books against two computations that share
+nothing with it.
 
     python scripts/check_perplexity.py quickstart/original ../shared/data/books-test.parquet \\
         --out docs/results/perplexity-check.json
 
-transformers: up to `--two-windows` tokens its own loss of every window, with -100 for what is not scored, of books cut
-to the length and 256 tokens, so that there is a second window, `stride` after the first. Longer ones would take hours
-on a CPU, so there books are cut to one window; and as no token's loss depends on those after it, a single forward of
-the longest window gives transformers' losses for all of these lengths.
+transformers: up to `--two-windows` tokens its own loss of every window, with -100 for what is not
+scored, of books cut to the length and 256 tokens, so that there is a second window, `stride` after
+the first. Longer ones would take hours on a CPU, so there books are cut to one window; and as no
+token's loss depends on those after it, a single forward of the longest window gives transformers'
+losses for all of these lengths.
 
-lm-eval: its rolling perplexity. Its windows are disjoint, begin with a token that is not scored, and its last one reads
-back; they are coca-eval's with a stride of the length where the text is a multiple of the length, so of two windows.
+lm-eval: its rolling perplexity. Its windows are disjoint, begin with a token that is not scored,
+and its last one reads back; they are coca-eval's with a stride of the length where the text is a
+multiple of the length, so of two windows.
 
-In float32. Lengths that OUT has are not computed again. Exit code 1 where a perplexity differs by more than 0.1%.
+In float32. Lengths that OUT has are not computed again. Exit code 1 where a perplexity differs by
+more than 0.1%.
 """
 
 import argparse
@@ -63,8 +67,17 @@ def main() -> int:
     def add(length: int, stride: int, row: dict, against: str, value: float, began: float) -> None:
         rows.append(
             {
-                **{"length": length, "stride": stride, "books": row["documents"], "tokens": row["tokens"]},
-                **{"coca-eval": row["value"], against: value, "difference": row["value"] / value - 1},
+                **{
+                    "length": length,
+                    "stride": stride,
+                    "books": row["documents"],
+                    "tokens": row["tokens"],
+                },
+                **{
+                    "coca-eval": row["value"],
+                    against: value,
+                    "difference": row["value"] / value - 1,
+                },
                 "seconds": round(time.perf_counter() - began),
             }
         )
@@ -109,7 +122,9 @@ def measure(loaded: LoadedModel, sample: Sample, length: int, stride: int) -> di
 
 @torch.no_grad()
 def plain_perplexity(model, texts: list[torch.Tensor], length: int, stride: int) -> float:
-    """Sum of losses over tokens; windows of `length` inputs, so of one token more with their labels."""
+    """Sum of losses over tokens; windows of `length` inputs, so of one token more with their
+    labels.
+    """
     total, tokens = 0.0, 0
     for ids in texts:
         scored = 1  # nothing predicts the first token

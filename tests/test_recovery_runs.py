@@ -1,4 +1,6 @@
-"""scripts/recovery: its plan names what there is, and its table is of the rows; the runs themselves take hours."""
+"""scripts/recovery: its plan names what there is, and its table is of the rows; the runs themselves
+take hours.
+"""
 
 import json
 import runpy
@@ -52,13 +54,29 @@ def test_a_copy_is_the_fold_of_the_keys_without_its_scale(tiny_llama_dir, tiny_c
 
 
 def test_the_table_has_a_line_a_run_the_mean_of_its_seeds_and_times_the_original(tmp_path, monkeypatch, capsys):
-    novels = {**BOOKS, "data": "x/books-test.parquet", "document_names": ["emma"], "variant": "sliding"}
+    novels = {
+        **BOOKS,
+        "data": "x/books-test.parquet",
+        "document_names": ["emma"],
+        "variant": "sliding",
+    }
     novels |= {"stride": 256, "asked_stride": 256, "max_tokens": 1025}
-    values = {"original": 40.0, "calibrated": 100.0, "trained, seed 0": 50.0, "trained, seed 1": 70.0}
+    values = {
+        "original": 40.0,
+        "calibrated": 100.0,
+        "trained, seed 0": 50.0,
+        "trained, seed 1": 70.0,
+    }
     rows = [row(name, length=256, value=value, **novels) for name, value in values.items()]
     for name, value in (("original", 0.0), ("calibrated", 0.5)):
         heads = [
-            {"layer": 0, "divergence": value * n, "baseline_sink": 0.3 * n, "baseline_previous": 0.1} for n in range(4)
+            {
+                "layer": 0,
+                "divergence": value * n,
+                "baseline_sink": 0.3 * n,
+                "baseline_previous": 0.1,
+            }
+            for n in range(4)
         ]
         maps = row(name, length=256, value=value, task="attention-maps", **novels)
         maps |= {"baseline": "original", "sink": 0.5}

@@ -69,7 +69,9 @@ def fit_case(
     )
 
 
-def check_room(loaded: LoadedModel, length: int, shortest: list[str], longer: list[str], what: str, of: str) -> None:
+def check_room(
+    loaded: LoadedModel, length: int, shortest: list[str], longer: list[str], what: str, of: str
+) -> None:
     """Raise CocaError where `length` does not fit prompts, or the vocabulary lacks their tokens.
 
     shortest: prompts without filler. longer: prompts with every token that may occur. what: names
@@ -107,9 +109,9 @@ def score_answers(
 ) -> tuple[list[Scored], str | None, int]:
     """The scores of the answers, an error and the batch size; the last two as `compute_all` has it.
 
-    cases: token ids of a prompt and of its answer. batch_size: None for `auto_batch_size`. All cases
-    are padded on the right to one width. Causal attention never looks at padding there, so a score
-    does not depend on the batch.
+    cases: token ids of a prompt and of its answer. batch_size: None for `auto_batch_size`. All
+    cases are padded on the right to one width. Causal attention never looks at padding there, so a
+    score does not depend on the batch.
     """
     width = max(len(prompt) + len(answer) for prompt, answer in cases) - 1
     kept = width + 1 - min(len(prompt) for prompt, _ in cases)
@@ -134,7 +136,9 @@ def score_answers(
     return compute_all([(cases, batch_size or auto_batch_size(width))], compute, watch)
 
 
-def case_lines(cases: list[Case], outputs: list[str], correct: list[bool], nlls: list[float]) -> list[dict]:
+def case_lines(
+    cases: list[Case], outputs: list[str], correct: list[bool], nlls: list[float]
+) -> list[dict]:
     """A line of the raw table `cases` for each case. nlls: nats; empty where nothing was scored."""
     lines: list[dict] = [
         {

@@ -115,21 +115,23 @@ def attention_map_rows(
 
 
 def check_baseline(loaded: LoadedModel, baseline: LoadedModel, sample: Sample, where: str) -> None:
-    """Raise CocaError where `baseline` has another family, layers, heads or tokens than `loaded`."""
+    """Raise CocaError where family, layers, heads or tokens of the two models differ."""
     shapes = [_shape(one) for one in (loaded, baseline)]
     for key, expected in shapes[0].items():
         if shapes[1][key] != expected:
             raise CocaError(
-                f"{where}: got {key} {shapes[1][key]}, expected {expected} as {loaded.path} has; give the model that "
-                f"it was converted from"
+                f"{where}: got {key} {shapes[1][key]}, expected {expected} as {loaded.path} has; "
+                f"give the model that it was converted from"
             )
     for ids, name in zip(sample.token_ids, sample.names, strict=True):
         check_vocabulary(baseline, ids, name)
-        read, other = (one.tokenizer.convert_ids_to_tokens(ids.unique().tolist()) for one in (loaded, baseline))
+        read, other = (
+            one.tokenizer.convert_ids_to_tokens(ids.unique().tolist()) for one in (loaded, baseline)
+        )
         if read != other:
             raise CocaError(
-                f"{where}: got a tokenizer that takes the tokens of {name} for others, expected that of "
-                f"{loaded.path}; give the model that it was converted from"
+                f"{where}: got a tokenizer that takes the tokens of {name} for others, expected "
+                f"that of {loaded.path}; give the model that it was converted from"
             )
 
 
@@ -137,7 +139,10 @@ def _shape(loaded: LoadedModel) -> dict[str, Any]:
     """What a model has in common with the one that it was converted from."""
     config = loaded.model.config.get_text_config(decoder=True)
     if getattr(config, "num_attention_heads", None) is None:
-        raise CocaError(f"{loaded.path}: got {type(loaded.model).__name__}, expected a model with attention heads")
+        raise CocaError(
+            f"{loaded.path}: got {type(loaded.model).__name__}, expected a model with attention "
+            f"heads"
+        )
     shape = {key: getattr(config, key) for key in ("num_hidden_layers", "num_attention_heads")}
     return shape | {"model_type": config.model_type.removeprefix("coca_")}
 
@@ -156,7 +161,11 @@ def _giving_maps(model: Any) -> Iterator[None]:
 @torch.inference_mode()
 def _compare(model: Any, baseline: Any, token_ids: Tensor) -> Tensor:
     """The `COLUMNS` of one document, (layers, h, columns), float64."""
-    inputs = {"input_ids": token_ids[None].to(model.device), "output_attentions": True, "use_cache": False}
+    inputs = {
+        "input_ids": token_ids[None].to(model.device),
+        "output_attentions": True,
+        "use_cache": False,
+    }
     theirs = baseline.base_model(**inputs).attentions
     ours = model.base_model(**inputs).attentions
     return torch.stack([_numbers(*maps) for maps in zip(ours, theirs, strict=True)]).cpu()
@@ -191,7 +200,8 @@ def _parts(tables: list[Table]) -> list[Part]:
                     "divergence (nats)",
                     table.named("attention-maps"),
                     "Divergence of attention against layer: the table beside it has the means.",
-                    f"Divergence from the original's attention, mean over heads, against layer: {table.settings}.",
+                    f"Divergence from the original's attention, mean over heads, against layer: "
+                    f"{table.settings}.",
                 )
             )
         parts += [table.grid(), *table.missing()]
@@ -207,8 +217,8 @@ MEASUREMENT = Measurement(
     task="attention-maps",
     title="Attention beside the original's",
     explanation="Divergence of every head's attention from the original model's on the same text, "
-    "in nats, mean over layers, heads and queries; in brackets the mass on the first token, and the "
-    "original's. Lower is nearer.",
+    "in nats, mean over layers, heads and queries; in brackets the mass on the first token, and "
+    "the original's. Lower is nearer.",
     row=AttentionMapsRow,
     settings=lambda row: f"{text_settings(row)}, beside {row['baseline']}",
     cell=_cell,

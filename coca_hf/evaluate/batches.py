@@ -84,8 +84,12 @@ def compute_all(
     return [] if error else results, error, size
 
 
-def _share(groups: list[tuple[list[Item], int]], process: int, num_processes: int) -> list[list[Item]]:
-    """The batches of one process. All items are dealt one by one, so no process has two more than another."""
+def _share(
+    groups: list[tuple[list[Item], int]], process: int, num_processes: int
+) -> list[list[Item]]:
+    """The batches of one process. All items are dealt one by one, so no process has two more than
+    another.
+    """
     batches: list[list[Item]] = []
     dealt = 0
     for items, batch_size in groups:
@@ -95,12 +99,18 @@ def _share(groups: list[tuple[list[Item], int]], process: int, num_processes: in
 
 
 def is_out_of_memory(failure: Exception) -> bool:
-    """Whether memory ran out, of a GPU or of the machine; cuBLAS and cuDNN have errors of their own for it."""
+    """Whether memory ran out, of a GPU or of the machine; cuBLAS and cuDNN have errors of their own
+    for it.
+    """
     known = isinstance(failure, MemoryError) or should_reduce_batch_size(failure)
-    return known or (isinstance(failure, RuntimeError) and any(words in str(failure) for words in FULL))
+    return known or (
+        isinstance(failure, RuntimeError) and any(words in str(failure) for words in FULL)
+    )
 
 
-def _in_pieces(batch: list[Item], compute: Callable[[list[Item]], list[Result]], size: int) -> tuple[list[Result], int]:
+def _in_pieces(
+    batch: list[Item], compute: Callable[[list[Item]], list[Result]], size: int
+) -> tuple[list[Result], int]:
     """The results of a batch, and the size of the pieces it was computed in."""
     results: list[Result] = []
     while batch:
@@ -114,7 +124,8 @@ def _in_pieces(batch: list[Item], compute: Callable[[list[Item]], list[Result]],
         else:
             batch = batch[size:]
             continue
-        clear_device_cache(garbage_collection=True)  # out here, where the failed call's tensors are no longer held
+        # Out here, where the failed call's tensors are no longer held
+        clear_device_cache(garbage_collection=True)
         if len(piece) == 1:
             raise MemoryError(f"one sequence alone does not fit ({reason})")
         size = math.ceil(len(piece) / 2)

@@ -165,7 +165,9 @@ def _of_document(
 
     def visit(layer: int, products: Products) -> None:
         h, g = products(m.to(model.device), n.to(model.device))
-        layers[layer] = count_angles(h, theta, (m - n).to(model.device)) | decay_sums(h, theta, distances)
+        layers[layer] = count_angles(h, theta, (m - n).to(model.device)) | decay_sums(
+            h, theta, distances
+        )
         layers[layer]["magnitude_absolute"] = g.abs().double().sum(1)
 
     with visiting_products(model, theta, visit), torch.inference_mode():
@@ -181,7 +183,9 @@ def _of_document(
 
 
 def draw_positions(length: int, count: int, seed: str) -> tuple[Tensor, Tensor]:
-    """`count` pairs of positions m > n below `length`, uniform over all such pairs: two tensors (p,)."""
+    """`count` pairs of positions m > n below `length`, uniform over all such pairs: two tensors
+    (p,).
+    """
     rng = random.Random(seed)
     pairs = torch.tensor([rng.sample(range(length), 2) for _ in range(count)])
     return pairs.amax(1), pairs.amin(1)
@@ -189,9 +193,13 @@ def draw_positions(length: int, count: int, seed: str) -> tuple[Tensor, Tensor]:
 
 def _shares(sums: dict[str, np.ndarray]) -> dict[str, Any]:
     layers, heads, num_pairs = sums["scenario_b"].shape
-    falls, rises, undefined = (int(sums[name].sum()) for name in ("scenario_b", "scenario_d", "undefined"))
+    falls, rises, undefined = (
+        int(sums[name].sum()) for name in ("scenario_b", "scenario_d", "undefined")
+    )
     defined = max(falls + rises, 1)
-    magnitude, rising, absolute = (float(sums[f"magnitude{part}"].sum()) for part in ("", "_d", "_absolute"))
+    magnitude, rising, absolute = (
+        float(sums[f"magnitude{part}"].sum()) for part in ("", "_d", "_absolute")
+    )
     return {
         "value": rises / defined,
         "share_a": 0.0,
@@ -224,7 +232,9 @@ def _angle_lines(sums: dict[str, np.ndarray], theta: Tensor) -> list[dict]:
     return lines
 
 
-def _decay_lines(sums: dict[str, np.ndarray], theta: Tensor, distances: list[int], documents: int) -> list[dict]:
+def _decay_lines(
+    sums: dict[str, np.ndarray], theta: Tensor, distances: list[int], documents: int
+) -> list[dict]:
     sum_s, sum_c = (sums_of.tolist() for sums_of in partial_sums(theta, distances))
     largest_h, largest_l = (sums[name] / documents for name in ("max_h", "max_l"))
     lines = []
@@ -286,7 +296,8 @@ def _scenarios(table: Table) -> Grid:
     """The share of each of the paper's scenarios (figure 3), at the longest length of each line."""
     lines = []
     for name, row in table.longest.items():
-        numbers = [row.get(column) for column in SCENARIOS.values()]  # absent where there is an error
+        # Absent where there is an error
+        numbers = [row.get(column) for column in SCENARIOS.values()]
         cells = ["" if number is None else f"{number:.3f}" for number in numbers]
         lines.append([name, str(row["length"]), *cells])
     return Grid(["model", "length", *SCENARIOS], lines, numbers_from=1)
@@ -301,9 +312,10 @@ def _angle_figure(table: Table, angles: Lines) -> Figure:
         curves.append(Curve(keys[name], edges, [share for share in shares for _ in (0, 1)]))
     return curve_figure(
         table.named("boundary-angle"),
-        "Histogram of the initial angle between query and key from 0 to 360 degrees, in bins of 10: "
-        "the table beside it has the share of each scenario.",
-        f"Initial angle between query and key, over all layers, heads and rotary pairs: {table.settings}.",
+        "Histogram of the initial angle between query and key from 0 to 360 degrees, in bins of "
+        "10: the table beside it has the share of each scenario.",
+        f"Initial angle between query and key, over all layers, heads and rotary pairs: "
+        f"{table.settings}.",
         curves,
         "share of pairs",
         x_label="initial angle (degrees)",
@@ -351,7 +363,8 @@ def _layer_figures(table: Table, angles: Lines) -> list[Figure]:
         Figure(
             name=f"{table.named('boundary-layers')}-of-{panel}",
             alt=f"Share of pairs in scenario d by layer and head of {heat.title}.",
-            caption=f"Share of pairs in scenario d in {heat.title}, by layer (across) and head (down).",
+            caption=f"Share of pairs in scenario d in {heat.title}, by layer (across) and head "
+            f"(down).",
             draw=heat_figure(heat, "layer", "head", max(known, default=1)),
             height=1.2 + 0.13 * len(heat.lines),
         )

@@ -84,7 +84,9 @@ def copying_rows(
             for w, (first, second) in zip(windows, sums, strict=False)
         ]
         tokens = sum(line["tokens"] for line in lines)
-        first, second = (math.fsum(line[f"nll_{which}"] for line in lines) for which in ("first", "second"))
+        first, second = (
+            math.fsum(line[f"nll_{which}"] for line in lines) for which in ("first", "second")
+        )
         error = why_no_loss(error, first + second, length)
         results = {
             "value": None if error else second / tokens,
@@ -129,7 +131,9 @@ def repeated_sequences(
     return [torch.cat((copy.new_tensor(begin), copy, copy)) for copy in copies], copy_len
 
 
-def passages(loaded: LoadedModel, length: int, num_cases: int, seed: int, sample: Sample) -> list[Tensor]:
+def passages(
+    loaded: LoadedModel, length: int, num_cases: int, seed: int, sample: Sample
+) -> list[Tensor]:
     """The token ids of passages, each (length,), which begin as the tokenizer begins a text."""
     begin = _beginning(loaded.tokenizer)
     found = [_passage(sample, length - len(begin), seed, number) for number in range(num_cases)]

@@ -1,15 +1,17 @@
-"""The harm that converting each layer does, alone and beside all others: which layers should be kept.
+"""The harm that converting each layer does, alone and beside all others: which layers should be
+kept.
 
-Every layer is swapped alone, both ways: it is converted in the original model, and put back into the
-converted one. The result is measured on three texts: a passage, the second copy of random tokens, and
-a passage that is read again (see `copying.py`). The measures are the loss on each, and the divergence
-of the predictions from the original model's, a mean over tokens and over the three texts:
+Every layer is swapped alone, both ways: it is converted in the original model, and put back into
+the converted one. The result is measured on three texts: a passage, the second copy of random
+tokens, and a passage that is read again (see `copying.py`). The measures are the loss on each, and
+the divergence of the predictions from the original model's, a mean over tokens and over the three
+texts:
 
     KL(original's prediction || the other's), in nats
 
-A layer's harm is what its conversion adds to the divergence, averaged over two situations: it is the
-first of all layers to be converted, or the last. `order` lists the layers by harm, the greatest first:
-keep these first. It does not say how layers that are kept together help each other.
+A layer's harm is what its conversion adds to the divergence, averaged over two situations: it is
+the first of all layers to be converted, or the last. `order` lists the layers by harm, the greatest
+first: keep these first. It does not say how layers that are kept together help each other.
 """
 
 import math
@@ -82,9 +84,11 @@ def layer_rows(
 ) -> Iterator[dict]:
     """Yield a row for every RoPE setting and length; those that `store` has are not measured again.
 
-    RoPE settings are put on both models. Holds the states of a batch between the layers of both models.
+    RoPE settings are put on both models. Holds the states of a batch between the layers of both
+    models.
 
-    Raises CocaError where the models are not of one family, size and vocabulary, and for lengths below 5.
+    Raises CocaError where the models are not of one family, size and vocabulary, and for lengths
+    below 5.
     """
     check_baseline(converted, original, sample, original.path)
     check_copy_lengths(lengths)
@@ -142,7 +146,7 @@ def _texts(
 
 
 def _harms(sums: Tensor) -> tuple[list[dict], dict[str, Any]]:
-    """The lines of the raw table, and what the row says. sums: (texts, models, nll and divergence)."""
+    """The lines of the raw table, and what the row says. sums: (texts, models, 2)."""
     first, last, *swapped = (_numbers(of_model) for of_model in sums.transpose(0, 1))
     alone, back = swapped[: len(swapped) // 2], swapped[len(swapped) // 2 :]
     lines = [
@@ -176,8 +180,9 @@ def _numbers(of_model: Tensor) -> dict[str, float]:
 def _swapped(original: Any, converted: Any, input_ids: Tensor, scored_len: int) -> Tensor:
     """Loss and divergence, each a mean over the last `scored_len` targets: (b, models, 2), float64.
 
-    Models: the original, the converted one, the original with each layer converted, the converted one with each layer
-    put back. A model with a swapped layer begins there, from what its own layers below made of the text.
+    Models: the original, the converted one, the original with each layer converted, the converted
+    one with each layer put back. A model with a swapped layer begins there, from what its own
+    layers below made of the text.
     """
     input_ids = input_ids.to(original.device)
     theirs, their_calls = _recorded(original, input_ids, scored_len)
@@ -185,24 +190,39 @@ def _swapped(original: Any, converted: Any, input_ids: Tensor, scored_len: int) 
     reference = theirs.float().log_softmax(-1)
     targets = input_ids[:, -scored_len:]
     found = [_scores(logits, targets, reference) for logits in (theirs, ours)]
-    ways = ((original, their_calls, converted, our_calls), (converted, our_calls, original, their_calls))
+    ways = (
+        (original, their_calls, converted, our_calls),
+        (converted, our_calls, original, their_calls),
+    )
     for host, host_calls, guest, guest_calls in ways:
         for number, layer in enumerate(_layers(guest)):
-            states = layer(host_calls[number][0].to(guest.dtype), **guest_calls[number][1]).to(host.dtype)
-            found.append(_scores(_from_layer(host, number, states, input_ids, scored_len), targets, reference))
+            states = layer(host_calls[number][0].to(guest.dtype), **guest_calls[number][1]).to(
+                host.dtype
+            )
+            found.append(
+                _scores(
+                    _from_layer(host, number, states, input_ids, scored_len), targets, reference
+                )
+            )
     return torch.stack(found, 1).cpu()
 
 
 def _scores(logits: Tensor, targets: Tensor, reference: Tensor) -> Tensor:
-    """Mean loss and mean KL(reference || logits) of each sequence: (b, k, vocab) and (b, k) to (b, 2), float64."""
+    """Mean loss and mean KL(reference || logits) of each sequence: (b, k, vocab) and (b, k) to (b,
+    2), float64.
+    """
     predicted = logits.float().log_softmax(-1)
     loss = -predicted.gather(-1, targets[..., None])[..., 0]
     divergence = (reference.exp() * (reference - predicted)).sum(-1)
     return torch.stack([loss.double().mean(-1), divergence.double().mean(-1)], -1)
 
 
-def _recorded(model: Any, input_ids: Tensor, scored_len: int) -> tuple[Tensor, list[tuple[Tensor, dict]]]:
-    """The last logits before the end, and what every layer was called with: its states, and the rest by name."""
+def _recorded(
+    model: Any, input_ids: Tensor, scored_len: int
+) -> tuple[Tensor, list[tuple[Tensor, dict]]]:
+    """The last logits before the end, and what every layer was called with: its states, and the
+    rest by name.
+    """
     calls: list[tuple[Tensor, dict]] = []
 
     def recording(forward: Callable) -> Callable:
@@ -221,7 +241,9 @@ def _recorded(model: Any, input_ids: Tensor, scored_len: int) -> tuple[Tensor, l
         return _last_logits(model, input_ids, scored_len), calls
 
 
-def _from_layer(model: Any, number: int, states: Tensor, input_ids: Tensor, scored_len: int) -> Tensor:
+def _from_layer(
+    model: Any, number: int, states: Tensor, input_ids: Tensor, scored_len: int
+) -> Tensor:
     """The last logits where layer `number` gave `states`, whatever the layers before it do."""
     with ExitStack() as stack:
         for layer in _layers(model)[: number + 1]:
@@ -261,7 +283,8 @@ def _parts(tables: list[Table]) -> list[Part]:
     for table in tables:
         found, keys = table.raw_of_longest("layers"), table.keys()
         curves = [
-            Curve(keys[name], [e["layer"] for e in some], [e["harm"] for e in some]) for name, some in found.items()
+            Curve(keys[name], [e["layer"] for e in some], [e["harm"] for e in some])
+            for name, some in found.items()
         ]
         if curves:
             parts.append(
@@ -269,7 +292,8 @@ def _parts(tables: list[Table]) -> list[Part]:
                     curves,
                     "harm (nats per token)",
                     table.named("layers"),
-                    "Harm against layer: the table beside it has the divergence of the whole model.",
+                    "Harm against layer: the table beside it has the divergence of the whole "
+                    "model.",
                     f"Harm of each layer's conversion: {table.settings}.",
                 )
             )
@@ -293,7 +317,11 @@ def _whole(table: Table) -> Grid:
 
 def _orders(table: Table) -> list[Bullets]:
     orders = {name: row.get("order") or [] for name, row in table.longest.items()}
-    items = [f"{name}: keep first {', '.join(map(str, order))}" for name, order in orders.items() if order]
+    items = [
+        f"{name}: keep first {', '.join(map(str, order))}"
+        for name, order in orders.items()
+        if order
+    ]
     return [Bullets(items)] if items else []
 
 

@@ -249,7 +249,9 @@ def make_case(
     )
 
 
-def check_lengths(loaded: LoadedModel, lengths: list[int], seed: int, num_cases: int, variant: str = "paper") -> None:
+def check_lengths(
+    loaded: LoadedModel, lengths: list[int], seed: int, num_cases: int, variant: str = "paper"
+) -> None:
     """Raise CocaError where a length does not fit a prompt without filler, as `check_room` does."""
     kind = VARIANTS[variant]
     for length in lengths:
@@ -276,7 +278,7 @@ def answers(
     model, tokenizer = loaded.model, loaded.tokenizer
     eos = model.generation_config.eos_token_id
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-    # generate() fills what is unset from the checkpoint, whose sampling and penalties must not count
+    # generate() fills what is unset from the checkpoint: sampling, penalties
     model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad)
 
     def compute(batch: list[Case]) -> list[tuple[list[int], bool]]:
@@ -335,7 +337,9 @@ FIFTHS = [f"{20 * fifth}-{20 * fifth + 20}%" for fifth in range(5)]
 
 
 def _settings(row: dict) -> str:
-    depths = f"{row['depths']} depth{'s' * (row['depths'] > 1)}" if row["depths"] else "uniform depth"
+    depths = (
+        f"{row['depths']} depth{'s' * (row['depths'] > 1)}" if row["depths"] else "uniform depth"
+    )
     tokens = row["new_tokens"]
     answer = f"{tokens} new tokens" if tokens else "keys scored without generation"
     variant = "" if row["variant"] == "paper" else f", {row['variant']}'s prompt and scoring"
@@ -373,7 +377,8 @@ def _heat_maps(table: Table, found: Found) -> Iterable[Part]:
         shares = []
         for depth in depths:
             at_depth = (
-                [case for case in by_length.get(length, []) if _depth(case, table) == depth] for length in table.lengths
+                [case for case in by_length.get(length, []) if _depth(case, table) == depth]
+                for length in table.lengths
             )
             shares.append([share_correct(cases) for cases in at_depth])
         values = {share for line in shares for share in line if share is not None}
@@ -385,7 +390,8 @@ def _heat_maps(table: Table, found: Found) -> Iterable[Part]:
         heat = Heat(name, [*map(str, table.lengths)], [*depths.values()], shares)
         yield Figure(
             name=f"{table.named('passkey-depth')}-of-{panel}",
-            alt=f"Share of passkeys that {name} finds, by context length and depth in the prompt; a number a cell.",
+            alt=f"Share of passkeys that {name} finds, by context length and depth in the prompt; "
+            f"a number a cell.",
             caption=f"Where {name} finds the passkey: context length across, depth in the prompt "
             f"down (0% is its beginning{GRID * bool(table.rows[0]['depths'])}).",
             draw=heat_figure(heat, "context length (tokens)", "depth"),
@@ -432,9 +438,10 @@ def _sides(table: Table, found: Found) -> list[Part]:
         beyond = side == "beyond"
         figure = curve_figure(
             table.named(f"passkey-{side}"),
-            f"Share found against context length, of passkeys {side} the trained length: the table beside it.",
-            f"Share found of the passkeys that stand {words} the trained length of their model from "
-            f"the end of the prompt, against context length.",
+            f"Share found against context length, of passkeys {side} the trained length: the "
+            f"table beside it.",
+            f"Share found of the passkeys that stand {words} the trained length of their model "
+            f"from the end of the prompt, against context length.",
             curves,
             "share found",
             y_scale="share",
@@ -466,7 +473,8 @@ def _by_distance(table: Table, found: Found) -> list[Part]:
         lines.append([name, *(cells.get(edge, "") for edge in edges)])
     figure = curve_figure(
         table.named("passkey-distance"),
-        "Share found against the distance from the passkey to the end of the prompt: the table beside it.",
+        "Share found against the distance from the passkey to the end of the prompt: the table "
+        "beside it.",
         "Share found against the distance from the passkey to the end of the prompt, in tokens, "
         "over all context lengths: each point is the octave up to its distance.",
         curves,
@@ -487,9 +495,9 @@ def _octave(distance: int) -> int:
 MEASUREMENT = Measurement(
     task="passkey",
     title="Passkey retrieval",
-    explanation="Share of prompts whose answer holds the five-digit number hidden in them; greedy; "
-    "higher is better. In brackets, where the number was scored without generation: nats per digit; "
-    "lower is better.",
+    explanation="Share of prompts whose answer holds the five-digit number hidden in them; "
+    "greedy; higher is better. In brackets, where the number was scored without generation: nats "
+    "per digit; lower is better.",
     row=PasskeyRow,
     settings=_settings,
     cell=_cell,

@@ -80,12 +80,20 @@ def perplexity_rows(
         use_rope_(loaded.model, rope, length)
         windows, nlls, error, used = compute_windows(
             windows,
-            lambda batch: token_losses(loaded.model, documents, batch, prefix).double().sum(-1).tolist(),
+            lambda batch: (
+                token_losses(loaded.model, documents, batch, prefix).double().sum(-1).tolist()
+            ),
             batch_size,
             watch,
         )
         lines = [
-            {"document": w.document, "start": w.start, "input_len": w.input_len, "tokens": w.scored_len, "nll": nll}
+            {
+                "document": w.document,
+                "start": w.start,
+                "input_len": w.input_len,
+                "tokens": w.scored_len,
+                "nll": nll,
+            }
             for w, nll in zip(windows, nlls, strict=False)
         ]
         value, error = (None, failed(error, length)) if error else perplexity_of(kind, lines)
@@ -135,7 +143,9 @@ MEASUREMENT = Measurement(
     row=PerplexityRow,
     settings=_settings,
     cell=perplexity_cell,
-    parts=lambda tables: [part for table in tables for part in against_length(table, "perplexity", "log", _spread)],
+    parts=lambda tables: [
+        part for table in tables for part in against_length(table, "perplexity", "log", _spread)
+    ],
     raw={"windows": {"document": INT, "tokens": INT, "nll": FLOAT}},
 )
 
@@ -194,14 +204,18 @@ def why_no_loss(error: str | None, total: float, length: int) -> str | None:
 
 
 @torch.inference_mode()
-def token_losses(model: Any, documents: list[Tensor], batch: list[Window], prefix: list[int] | None = None) -> Tensor:
+def token_losses(
+    model: Any, documents: list[Tensor], batch: list[Window], prefix: list[int] | None = None
+) -> Tensor:
     """Negative log-likelihoods, in nats, of the scored tokens of windows of one shape.
 
     documents: token ids, each (tokens,). prefix: token ids that every window begins with. Returns
     (b, scored_len), float32.
     """
     input_len, scored_len = batch[0].input_len, batch[0].scored_len
-    inputs = torch.stack([documents[w.document][w.start : w.start + input_len] for w in batch]).to(model.device)
+    inputs = torch.stack([documents[w.document][w.start : w.start + input_len] for w in batch]).to(
+        model.device
+    )
     if prefix:
         inputs = torch.cat((inputs.new_tensor(prefix).expand(len(batch), -1), inputs), dim=1)
     ends = [(documents[w.document], w.start + input_len + 1) for w in batch]
@@ -212,7 +226,9 @@ def token_losses(model: Any, documents: list[Tensor], batch: list[Window], prefi
     logits = output.logits[:, -scored_len:]  # (b, scored_len, vocab)
     # In pieces, so that the float32 copy of the logits stays small beside them.
     pieces = zip(logits.split(512, dim=1), targets.split(512, dim=1), strict=True)
-    return torch.cat([_cross_entropy(some_logits.float(), some) for some_logits, some in pieces], dim=1)
+    return torch.cat(
+        [_cross_entropy(some_logits.float(), some) for some_logits, some in pieces], dim=1
+    )
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

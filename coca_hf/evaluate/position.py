@@ -74,7 +74,7 @@ def position_rows(
     batch_size: int | None = None,
     progress: Progress = SILENT,
 ) -> Iterator[dict]:
-    """Yield a row for every RoPE setting and length; those that `store` has are not measured again."""
+    """Yield a row for every RoPE setting and length, measured if `store` does not have it."""
     sliding = VARIANTS["sliding"]
     about = about_model(loaded)
 
@@ -187,7 +187,10 @@ def _ranges(table: Table) -> list[Grid]:
         return []
     lines = []
     for name, ranges in found.items():
-        cells = {(one["first"], one["end"]): MEASUREMENT.show({"value": one["perplexity"]}) for one in ranges}
+        cells = {
+            (one["first"], one["end"]): MEASUREMENT.show({"value": one["perplexity"]})
+            for one in ranges
+        }
         lines.append([name, *(cells.get(column, "") for column in columns)])
     header = ["perplexity of tokens", *(f"{first:,} to {end:,}" for first, end in columns)]
     return [Grid(header, lines, numbers_from=1)]

@@ -107,7 +107,9 @@ def make_case(tokenizer: Any, length: int, seed: int, case_number: int, pairs: i
     )
 
 
-def check_lengths(loaded: LoadedModel, lengths: list[int], seed: int, num_cases: int, pairs: int) -> None:
+def check_lengths(
+    loaded: LoadedModel, lengths: list[int], seed: int, num_cases: int, pairs: int
+) -> None:
     """Raise CocaError where a length does not fit a list without filler, as `check_room` does."""
     for length in lengths:
         drawn = [_draw(length, seed, number, pairs) for number in range(num_cases)]
@@ -148,10 +150,13 @@ def _settings(row: dict) -> str:
 MEASUREMENT = Measurement(
     task="recall",
     title="Key-value recall",
-    explanation="Share of lists of keys and values in which the value of the key that is asked for "
-    "is found; greedy; higher is better. In brackets: nats per token of the value; lower is better.",
+    explanation="Share of lists of keys and values in which the value of the key that is asked "
+    "for is found; greedy; higher is better. In brackets: nats per token of the value; lower is "
+    "better.",
     row=RecallRow,
     settings=_settings,
     cell=lambda row: f"{row['value']:.2f}{NBSP}({row['nll']:.2f})",
-    parts=lambda tables: [part for table in tables for part in against_length(table, "share found", "share")],
+    parts=lambda tables: [
+        part for table in tables for part in against_length(table, "share found", "share")
+    ],
 )

@@ -73,8 +73,8 @@ def check_rope(model: PreTrainedModel, rope: Rope) -> None:
     if parameters["rope_type"] != "default":
         raise CocaError(
             f"--rope {rope}: the checkpoint already has the RoPE setting "
-            f"{parameters['rope_type']}, expected an unscaled one; use --rope default to evaluate it "
-            f"as it is"
+            f"{parameters['rope_type']}, expected an unscaled one; use --rope default to evaluate "
+            f"it as it is"
         )
     if "original_max_position_embeddings" in parameters:
         made_for = _text_config(model).max_position_embeddings
@@ -100,11 +100,15 @@ def use_rope_(model: PreTrainedModel, rope: Rope, total_len: int) -> None:
         kind, factor = rope
         if kind == "default" and parameters["rope_type"] == "dynamic":
             kind, factor = "dynamic", parameters["factor"]
-        trained_len = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+        trained_len = (
+            parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+        )
         if kind == "linear":
             parameters.update(rope_type="linear", factor=factor)
         elif kind == "yarn":
-            parameters.update(rope_type="yarn", factor=factor, original_max_position_embeddings=trained_len)
+            parameters.update(
+                rope_type="yarn", factor=factor, original_max_position_embeddings=trained_len
+            )
         elif kind == "dynamic":
             rotary_dim = 2 * rotary.inv_freq.numel()
             seq_len = torch.tensor(total_len, dtype=torch.float64)  # may overflow: angles of zero
@@ -120,7 +124,11 @@ def trained_length(config: PreTrainedConfig) -> int | None:
     """
     config = config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
-    trained_len = rope.get("original_max_position_embeddings") if rope.get("rope_type") in _UNTRAINED else None
+    trained_len = (
+        rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") in _UNTRAINED
+        else None
+    )
     return trained_len or getattr(config, "max_position_embeddings", None)
 
 

@@ -91,8 +91,9 @@ def speed_rows(
     """
     if processes().num_processes > 1:
         raise CocaError(
-            f"coca-eval speed: got {processes().num_processes} processes, expected one: a timing is "
-            f"of one device, and others beside it would slow it down; run it without accelerate launch"
+            f"coca-eval speed: got {processes().num_processes} processes, expected one: a timing "
+            f"is of one device, and others beside it would slow it down; run it without "
+            f"accelerate launch"
         )
     if baseline and (baseline.name, baseline.path) == (loaded.name, loaded.path):
         raise CocaError(
@@ -113,7 +114,9 @@ def speed_rows(
                 "repeats": repeats,
                 "seed": SEED,
                 "baseline": baseline.name if baseline and each is loaded else None,
-                "baseline_fingerprint": baseline.fingerprint if baseline and each is loaded else None,
+                "baseline_fingerprint": baseline.fingerprint
+                if baseline and each is loaded
+                else None,
                 "tokens": batch_size * (1 if mode == "decode" else length),
                 **about_model(each),
             }
@@ -126,7 +129,10 @@ def speed_rows(
     def found(settings: list[dict]) -> list[dict | None]:
         return [store.find(SpeedRow, one) for one in settings]
 
-    asked = [(rope, settings_of(mode, rope, length)) for mode, rope, length in itertools.product(modes, ropes, lengths)]
+    asked = [
+        (rope, settings_of(mode, rope, length))
+        for mode, rope, length in itertools.product(modes, ropes, lengths)
+    ]
     missing = [settings[-1] for _, settings in asked if not all(found(settings))]
     progress.begin(missing, len(asked), "pairs of rows" if baseline else "rows")
     for rope, settings in asked:
@@ -174,7 +180,10 @@ def _measure(
         each.model.zero_grad(set_to_none=True)
         each.model.eval()
     clear_device_cache(garbage_collection=True)
-    medians = [None if error else statistics.median(times) for error, times in zip(errors, seconds, strict=True)]
+    medians = [
+        None if error else statistics.median(times)
+        for error, times in zip(errors, seconds, strict=True)
+    ]
     kind = "device" if torch.cuda.is_available() else "process"
     results = []
     for i, median in enumerate(medians):
@@ -211,30 +220,39 @@ def _step(model: Any, mode: str, length: int, batch_size: int) -> Step:
     ids = torch.randint(vocab_size, (batch_size, length), generator=generator).to(model.device)
     if mode == "train":
         model.train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # a step that leaves the model as it is
+        # A step that leaves the model as it is
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
 
         def train() -> None:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
-        return Step(train, lambda: _bytes(value for state in optimizer.state.values() for value in state.values()))
+        return Step(
+            train,
+            lambda: _bytes(value for state in optimizer.state.values() for value in state.values()),
+        )
     model.eval()
     if mode == "prefill":
-        return Step(torch.inference_mode()(lambda: model(input_ids=ids, use_cache=False, **only_last)))
+        return Step(
+            torch.inference_mode()(lambda: model(input_ids=ids, use_cache=False, **only_last))
+        )
     with torch.inference_mode():
         cache = getattr(model(input_ids=ids, use_cache=True, **only_last), "past_key_values", None)
     if cache is None:
         raise CocaError(
-            f"--modes decode: got {type(model).__name__}, which keeps no keys and values of earlier "
-            f"tokens; leave it out"
+            f"--modes decode: got {type(model).__name__}, which keeps no keys and values of "
+            f"earlier tokens; leave it out"
         )
 
     @torch.inference_mode()
     def decode() -> None:
         model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True, **only_last)
 
-    return Step(decode, lambda: _bytes(part for layer in cache.layers for part in (layer.keys, layer.values)))
+    return Step(
+        decode,
+        lambda: _bytes(part for layer in cache.layers for part in (layer.keys, layer.values)),
+    )
 
 
 def _bytes(tensors: Iterable[Any]) -> int:
@@ -320,7 +338,8 @@ def _size(num_bytes: float) -> str:
 MEASUREMENT = Measurement(
     task="speed",
     title="Speed and memory",
-    explanation="Median seconds of a step. In brackets: times the unconverted model's, measured in the same run.",
+    explanation="Median seconds of a step. In brackets: times the unconverted model's, measured "
+    "in the same run.",
     row=SpeedRow,
     settings=lambda row: f"{row['mode']}, batch size {row['batch_size']}, {row['device']}",
     cell=_cell,

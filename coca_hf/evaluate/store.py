@@ -116,7 +116,9 @@ class RowStore:
     def _found(self, row_type: Any, task: str) -> dict[str, dict]:
         of_task = (row for row in self._rows if row["task"] == task)
         rows = latest(of_task, partial(identity, row_type))
-        return {key: row for key, row in rows.items() if not str(row.get("error")).startswith("OOM")}
+        return {
+            key: row for key, row in rows.items() if not str(row.get("error")).startswith("OOM")
+        }
 
 
 def rows_over(
@@ -134,7 +136,8 @@ def rows_over(
     and its raw tables, and shows its loop through the given callback.
     """
     asked = [
-        (rope, settings | {"rope": str(rope), "length": length}) for rope, length in itertools.product(ropes, lengths)
+        (rope, settings | {"rope": str(rope), "length": length})
+        for rope, length in itertools.product(ropes, lengths)
     ]
     missing = [one for _, one in asked if store.find(row_type, one) is None]
     progress.begin(missing, len(asked))
@@ -243,7 +246,9 @@ def _write_table(path: Path, row_id: str, lines: list[dict]) -> None:
     path.parent.mkdir(exist_ok=True)
     unfinished = path.with_name(f".{path.stem}.{os.getpid()}.partial")  # hidden from readers
     try:
-        pq.write_table(pa.Table.from_pylist([{"row_id": row_id} | line for line in lines]), unfinished)
+        pq.write_table(
+            pa.Table.from_pylist([{"row_id": row_id} | line for line in lines]), unfinished
+        )
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)

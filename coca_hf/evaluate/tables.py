@@ -105,7 +105,12 @@ class Table:
         models = list(dict.fromkeys((row["model"], row["model_path"]) for row in self.rows))
         ropes = list(dict.fromkeys(["default", *(row["rope"] for row in self.rows)]))
         return {
-            name: Key(name, models.index((row["model"], row["model_path"])), ropes.index(row["rope"]), marked=marked)
+            name: Key(
+                name,
+                models.index((row["model"], row["model_path"])),
+                ropes.index(row["rope"]),
+                marked=marked,
+            )
             for name, row in self.longest.items()
         }
 
@@ -163,7 +168,9 @@ class Table:
         if path is None or not path.is_file():
             return None
         try:
-            schema = pyarrow.schema([pyarrow.field(*one, nullable=False) for one in columns.items()])
+            schema = pyarrow.schema(
+                [pyarrow.field(*one, nullable=False) for one in columns.items()]
+            )
             return read_table(path).select(schema.names).cast(schema).to_pylist()
         except (ValueError, OSError, KeyError, NotImplementedError) as error:  # pyarrow's errors
             raise CocaError(
@@ -200,7 +207,9 @@ def share_cell(row: dict) -> str:
     return f"{row['value']:.2f}"
 
 
-def curve_figure(name: str, alt: str, caption: str, curves: list[Curve], y_label: str, **options: Any) -> Figure:
+def curve_figure(
+    name: str, alt: str, caption: str, curves: list[Curve], y_label: str, **options: Any
+) -> Figure:
     """`curves` as `line_figure` draws them, with their legend. options: of `line_figure`."""
     draw = line_figure(curves, y_label, **options)
     return Figure(name, alt, caption, draw, [curve.key for curve in curves])
@@ -214,7 +223,9 @@ def against_layer(curves: list[Curve], y_label: str, name: str, alt: str, captio
     return curve_figure(name, alt, caption, curves, y_label, **axes)
 
 
-def against_length(table: Table, y_label: str, y_scale: str, spread: Spread | None = None) -> list[Part]:
+def against_length(
+    table: Table, y_label: str, y_scale: str, spread: Spread | None = None
+) -> list[Part]:
     """Figure and grid of values against length, with published curves and reasons for missing ones.
 
     y_scale: as `line_figure` takes it. spread: the band of a row.
@@ -231,7 +242,9 @@ def against_length(table: Table, y_label: str, y_scale: str, spread: Spread | No
     if any(row["value"] is None or row["value"] > FAR for row in table.rows):
         notes.append(" A cross at the upper edge: no value, or one beyond the page.")
     if len(table.trained_lengths) > 1:
-        lengths = {row["model"]: length for row in table.rows if (length := last_trained_length(row))}
+        lengths = {
+            row["model"]: length for row in table.rows if (length := last_trained_length(row))
+        }
         said = ", ".join(f"{length} ({model})" for model, length in lengths.items())
         notes.append(f" Trained at: {said}.")
     figure = curve_figure(

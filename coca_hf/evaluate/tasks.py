@@ -86,7 +86,9 @@ def parse_tasks(text: str, include_path: str | None = None) -> list[str]:
     number of its own, and where there is no such directory.
     """
     if include_path is not None and not Path(include_path).is_dir():
-        raise CocaError(f"--include-path: got {include_path!r}, expected a directory of lm-eval tasks")
+        raise CocaError(
+            f"--include-path: got {include_path!r}, expected a directory of lm-eval tasks"
+        )
     manager = _task_manager(include_path)
     known = manager.all_tasks
     names: list[str] = []
@@ -104,7 +106,9 @@ def parse_tasks(text: str, include_path: str | None = None) -> list[str]:
                 f"--tasks: got {name!r}, a group without a metric of its own, expected its tasks; "
                 f"{entry.yaml_path} names them"
             )
-    tags = {name: sorted(manager.task_index[name].tags) for name in names if name in manager.all_tags}
+    tags = {
+        name: sorted(manager.task_index[name].tags) for name in names if name in manager.all_tags
+    }
     return list(dict.fromkeys(itertools.chain(*(tags.get(name, [name]) for name in names))))
 
 
@@ -130,7 +134,8 @@ def task_rows(
     Dynamic NTK is fixed for RULER's length, otherwise for the trained one. Benchmarks that `store`
     has are not run again.
 
-    Raises CocaError where a benchmark cannot be run: its data are not there, or a package of its own.
+    Raises CocaError where a benchmark cannot be run: its data are not there, or a package of its
+    own.
     """
     of_ruler = [name for name in names if name in ruler_tasks()] if names else []
     if of_ruler and not ruler_lengths:
@@ -163,7 +168,9 @@ def task_rows(
         return rows, bool(rows) and len(rows) >= rows[0]["metrics"]
 
     asked = [(rope, settings_of(rope, *each)) for rope, each in itertools.product(ropes, wanted)]
-    progress.begin([settings for _, settings in asked if not found(settings)[1]], len(asked), "benchmarks")
+    progress.begin(
+        [settings for _, settings in asked if not found(settings)[1]], len(asked), "benchmarks"
+    )
     for rope, settings in asked:
         rows, all_there = found(settings)
         if not all_there:
@@ -219,7 +226,7 @@ def _measure(
 
 
 def _files_hash(directory: Path) -> str:
-    """Sixteen hex digits of the names, sizes and times of a directory's files, without .pyc files."""
+    """Sixteen hex digits of names, sizes and times of a directory's files, except .pyc files."""
     found = (file for file in directory.rglob("*") if file.suffix != ".pyc")
     facts = []
     for file in sorted(file for file in found if file.is_file()):
@@ -290,9 +297,12 @@ def _evaluate(
         contexts = [list(same) for _, same in itertools.groupby(order, key=lambda i: texts[i])]
 
         def compute(batch: list[list[int]]) -> list[tuple[list[Any], bool]]:
-            model.batch_size_per_gpu = len(batch)  # also of the windows that it cuts a long text into
+            # Also of the windows that it cuts a long text into
+            model.batch_size_per_gpu = len(batch)
             with _watching(loaded, settings["benchmark"]) as nans:
-                found = iter(answer([requests[i] for same in batch for i in same], disable_tqdm=True))
+                found = iter(
+                    answer([requests[i] for same in batch for i in same], disable_tqdm=True)
+                )
             return [(list(itertools.islice(found, len(same))), any(nans)) for same in batch]
 
         batch_size = settings["batch_size"] or auto_batch_size(max(map(tokens, requests)))
@@ -323,7 +333,9 @@ def _evaluate(
     )
 
 
-def _metrics(output: dict[str, Any] | None, name: str, length: int | None) -> list[tuple[dict, list[dict]]]:
+def _metrics(
+    output: dict[str, Any] | None, name: str, length: int | None
+) -> list[tuple[dict, list[dict]]]:
     """Every number that lm-eval gives for `name`, with its samples where it has any."""
     if output is None:
         return []
@@ -342,7 +354,7 @@ def _metrics(output: dict[str, Any] | None, name: str, length: int | None) -> li
             if sample["filter"] == filter_name
         ]
         scores = [sample["score"] for sample in samples]
-        # lm-eval gives standard errors only together with bootstraps, which print, fork and take minutes.
+        # lm-eval gives standard errors only with bootstraps, which print, fork and take minutes
         is_mean = (
             len(scores) > 1
             and math.isfinite(value)
@@ -355,8 +367,12 @@ def _metrics(output: dict[str, Any] | None, name: str, length: int | None) -> li
                     "metric": metric,
                     "filter": filter_name,
                     "value": float(value),
-                    "stderr": statistics.stdev(scores) / math.sqrt(len(scores)) if is_mean else None,
-                    "scored": sum(sizes["effective"] for sizes in output.get("n-samples", {}).values()),
+                    "stderr": statistics.stdev(scores) / math.sqrt(len(scores))
+                    if is_mean
+                    else None,
+                    "scored": sum(
+                        sizes["effective"] for sizes in output.get("n-samples", {}).values()
+                    ),
                 },
                 samples,
             )
@@ -366,11 +382,15 @@ def _metrics(output: dict[str, Any] | None, name: str, length: int | None) -> li
 
 def _ruler_mean(output: dict[str, Any], length: str) -> list[tuple[dict, list[dict]]]:
     """The mean over RULER's tasks, with equal weights; lm-eval's own group has 4096 tokens only."""
-    samples = [_line(task, sample, length) for task, some in output["samples"].items() for sample in some]
+    samples = [
+        _line(task, sample, length) for task, some in output["samples"].items() for sample in some
+    ]
     if not samples:
         return []
     by_task = itertools.groupby(samples, key=lambda sample: sample["benchmark"])
-    value = statistics.fmean(statistics.fmean(sample["score"] for sample in some) for _, some in by_task)
+    value = statistics.fmean(
+        statistics.fmean(sample["score"] for sample in some) for _, some in by_task
+    )
     result = {"metric": "string_match", "filter": "none", "value": value, "scored": len(samples)}
     return [(result, samples)]
 
@@ -475,8 +495,8 @@ def _parts(tables: list[Table]) -> list[Part]:
 MEASUREMENT = Measurement(
     task="tasks",
     title="Short context",
-    explanation="Benchmarks of lm-eval at short context: what a longer context must not cost. ± the "
-    "standard error, where the metric is a mean over cases.",
+    explanation="Benchmarks of lm-eval at short context: what a longer context must not cost. ± "
+    "the standard error, where the metric is a mean over cases.",
     row=TasksRow,
     settings=_settings,
     cell=_cell,

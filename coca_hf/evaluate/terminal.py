@@ -21,7 +21,9 @@ from coca_hf.evaluate.store import Progress
 
 
 @contextmanager
-def progress_on(console: Console, clock: Callable[[], float] = time.monotonic) -> Iterator[Progress]:
+def progress_on(
+    console: Console, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Progress]:
     """A `Progress` that shows on `console` how far rows are. clock: seconds."""
     columns = (
         rich.TextColumn("{task.description}", markup=False),

@@ -31,7 +31,9 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
     found = latest(rows, _measured)
     # A benchmark that fails has a row without a metric. Once it is answered, it has one for each.
     answered = {
-        _measured(row | {"metric": None, "filter": None}): row["date"] for row in found.values() if row.get("metric")
+        _measured(row | {"metric": None, "filter": None}): row["date"]
+        for row in found.values()
+        if row.get("metric")
     }
     tables: dict[tuple, list[dict]] = {}
     for measured, row in found.items():
@@ -40,7 +42,9 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
     return [
         Table(measurement, of_table, number)
         for task, measurement in MEASUREMENTS.items()
-        for number, of_table in enumerate((rows for (task_of, _), rows in tables.items() if task_of == task), 1)
+        for number, of_table in enumerate(
+            (rows for (task_of, _), rows in tables.items() if task_of == task), 1
+        )
     ]
 
 

@@ -74,8 +74,8 @@ def _changed(rows: list[dict]) -> list[Text]:
         counts = {row["model"]: len(row[states]) for row in rows if len(row[states]) > 1}
         for model, count in counts.items():
             text = (
-                f"{model}: its rows are of {count} states of {what}; of each measurement the latest "
-                f"row is shown, so numbers of one line may not belong together."
+                f"{model}: its rows are of {count} states of {what}; of each measurement the "
+                f"latest row is shown, so numbers of one line may not belong together."
             )
             notices.append(Text(text, notice=True))
     return notices
@@ -103,6 +103,8 @@ def _documents(table: Table) -> list[Part]:
     row = table.rows[0]
     if "document_names" not in row:
         return []
-    skipped = [f"{name} (empty or too short, left out)" for name in row.get("skipped_documents", [])]
+    skipped = [
+        f"{name} (empty or too short, left out)" for name in row.get("skipped_documents", [])
+    ]
     names = Bullets([*row["document_names"], *skipped])
     return [Fold(f"Documents of {data_of(row)}", [names])]

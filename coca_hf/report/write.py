@@ -20,7 +20,9 @@ PAPER = json.loads(Path(__file__).with_name("paper.json").read_text(encoding="ut
 PUBLISHED = tuple(PAPER["perplexity"])  # what --paper takes
 
 
-def write_report(runs: Sequence[Path], out_dir: Path, paper: Sequence[str] = (), title: str = TITLE) -> Path:
+def write_report(
+    runs: Sequence[Path], out_dir: Path, paper: Sequence[str] = (), title: str = TITLE
+) -> Path:
     """Write `report.html`, `report.md` and a PNG for each figure, from the rows of `runs`.
 
     A directory that coca-train wrote gives its recovery curve instead.

@@ -1,7 +1,9 @@
-"""The tables of docs/results/recovery/README.md from what run.py measured: table.py [OUT], Markdown on standard output.
+"""The tables of docs/results/recovery/README.md from what run.py measured: table.py [OUT], Markdown
+on standard output.
 
-Where a run has several seeds, a number is the mean over them, with the smallest and the largest in brackets. The second
-table is of the divergence of attention maps, by what the original's heads do with more than half of their mass.
+Where a run has several seeds, a number is the mean over them, with the smallest and the largest in
+brackets. The second table is of the divergence of attention maps, by what the original's heads do
+with more than half of their mass.
 """
 
 import sys
@@ -40,7 +42,11 @@ for table in read_tables([out / "rows"]):
         if row["task"] in ("perplexity", "position-loss"):
             note(row, f"perplexity, {source}, {row['length']}", row["value"])
         elif row["task"] == "copying":
-            note(row, "passage read again, nats" if row.get("data") else "second copy, nats", row["value"])
+            note(
+                row,
+                "passage read again, nats" if row.get("data") else "second copy, nats",
+                row["value"],
+            )
         elif row["task"] == "attention-maps":
             note(row, "attention, nats", row["value"])
             note(row, "mass on first token", row["sink"])

@@ -1,4 +1,6 @@
-"""Subjects and documents small enough for a slow reference, and `coca-eval` run as a person runs it."""
+"""Subjects and documents small enough for a slow reference, and `coca-eval` run as a person runs
+it.
+"""
 
 import sys
 

@@ -12,7 +12,8 @@ from coca_hf.evaluate.loaded_model import LoadedModel
 class Reader(nn.Module):
     """Certain, after a prompt and the beginning of a reply, of the next token of `reply(prompt)`.
 
-    A prompt ends where `reply` finds an answer for the longest beginning of the text that ends with a colon or "is".
+    A prompt ends where `reply` finds an answer for the longest beginning of the text that ends with
+    a colon or "is".
     """
 
     dtype, device = torch.float32, torch.device("cpu")

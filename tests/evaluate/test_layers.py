@@ -3,7 +3,14 @@ import math
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 import coca_hf
 from coca_hf.errors import CocaError
@@ -15,14 +22,24 @@ from coca_hf.evaluate.sample import draw_sample
 from coca_hf.evaluate.store import RowStore
 
 DEFAULT = Rope("default")
-SIZES = {"num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddings": 64, "initializer_range": 0.2}
+SIZES = {
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
 
 
 @pytest.fixture(params=["llama", "qwen2", "gpt_neox"])
 def pair(request, tiny_llama_dir, tiny_tokenizer, tmp_path):
-    """An original and what it is converted to, both float64. Qwen2's last layers look 9 tokens back only."""
+    """An original and what it is converted to, both float64. Qwen2's last layers look 9 tokens back
+    only.
+    """
     torch.manual_seed(1)
-    source, size = tmp_path / "original", {"vocab_size": len(tiny_tokenizer), "intermediate_size": 80, **SIZES}
+    source, size = (
+        tmp_path / "original",
+        {"vocab_size": len(tiny_tokenizer), "intermediate_size": 80, **SIZES},
+    )
     if request.param == "llama":
         source = tiny_llama_dir
     elif request.param == "qwen2":
@@ -44,7 +61,9 @@ def measure(pair, books, out, **options):
 
 @torch.no_grad()
 def by_hand(host, guest, number, original, loaded, sample):
-    """The measures of `host` with layer `number` of `guest`: the guest reads what the host's layer is given."""
+    """The measures of `host` with layer `number` of `guest`: the guest reads what the host's layer
+    is given.
+    """
     texts = {
         "perplexity": (passages(loaded, 40, 3, 0, sample), 39),
         "copy": (repeated_sequences(loaded, 40, 3, 0)[0], 19),
@@ -115,7 +134,9 @@ def test_models_of_two_dtypes_can_be_swapped(pair, books, tmp_path):
 
 def test_another_model_is_refused(llama, coca, books, tmp_path):
     llama.model.config.num_hidden_layers = 7
-    with pytest.raises(CocaError, match=r"tiny-llama: got num_hidden_layers 7, expected 3 as .*tiny-coca has"):
+    with pytest.raises(
+        CocaError, match=r"tiny-llama: got num_hidden_layers 7, expected 3 as .*tiny-coca has"
+    ):
         measure([llama, coca], books, tmp_path / "out")
 
 
@@ -135,9 +156,14 @@ def test_command(tiny_llama_dir, tiny_coca_dir, books, tmp_path, coca_eval):
 
 
 def test_a_model_whose_layers_are_not_understood_is_refused(tiny_tokenizer, books, tmp_path):
-    config = GPT2Config(vocab_size=len(tiny_tokenizer), n_embd=12, n_layer=2, n_head=2, n_positions=64)
+    config = GPT2Config(
+        vocab_size=len(tiny_tokenizer), n_embd=12, n_layer=2, n_head=2, n_positions=64
+    )
     gpt2 = LoadedModel(GPT2LMHeadModel(config).eval(), tiny_tokenizer, "gpt2", "/gpt2", "0123")
-    with pytest.raises(CocaError, match="coca-eval layers: got GPT2LMHeadModel, whose layers it does not understand"):
+    with pytest.raises(
+        CocaError,
+        match="coca-eval layers: got GPT2LMHeadModel, whose layers it does not understand",
+    ):
         measure([gpt2, gpt2], books, tmp_path / "out")
 
 

@@ -25,7 +25,9 @@ def test_a_model_is_called_by_its_directory_or_as_asked(checkpoint):
     assert load_model(str(checkpoint), name="mine").name == "mine"
 
 
-def test_a_model_on_the_hub_is_that_of_its_revision_and_has_its_commit(checkpoint, tmp_path, monkeypatch):
+def test_a_model_on_the_hub_is_that_of_its_revision_and_has_its_commit(
+    checkpoint, tmp_path, monkeypatch
+):
     """Two commits of one repository, as the hub's cache keeps them."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     repo, commits = tmp_path / "models--somebody--tiny", {"main": "1" * 40, "step-7": "2" * 40}
@@ -35,7 +37,11 @@ def test_a_model_on_the_hub_is_that_of_its_revision_and_has_its_commit(checkpoin
         shutil.copytree(checkpoint, repo / "snapshots" / commit)
     later = repo / "snapshots" / commits["step-7"] / "model.safetensors"
     weights = load_file(later)
-    save_file(weights | {"lm_head.weight": weights["lm_head.weight"] + 1}, later, metadata={"format": "pt"})
+    save_file(
+        weights | {"lm_head.weight": weights["lm_head.weight"] + 1},
+        later,
+        metadata={"format": "pt"},
+    )
     main, step = load_model("somebody/tiny"), load_model("somebody/tiny", revision="step-7")
     assert (main.name, main.commit) == ("tiny", commits["main"])
     assert (step.name, step.commit) == ("tiny@step-7", commits["step-7"])
@@ -45,7 +51,9 @@ def test_a_model_on_the_hub_is_that_of_its_revision_and_has_its_commit(checkpoin
 
 
 def test_a_revision_of_a_directory_is_refused(checkpoint):
-    with pytest.raises(CocaError, match=r"--revision: got 'v1' for the directory .*copy, expected it for a hub id"):
+    with pytest.raises(
+        CocaError, match=r"--revision: got 'v1' for the directory .*copy, expected it for a hub id"
+    ):
         load_model(str(checkpoint), revision="v1")
     assert load_model(str(checkpoint)).commit is None
 
@@ -75,11 +83,15 @@ def test_tokens_seen_are_read_from_the_training_record(checkpoint):
     assert load_model(str(checkpoint)).tokens_seen == 123_904
     assert load_model(str(checkpoint)).trained_seq_len is None
     stages = [{"seq_len": 96}, {"seq_len": 160}]
-    (checkpoint / "training.json").write_text(json.dumps({"tokens_seen": 123_904, "stages": stages}))
+    (checkpoint / "training.json").write_text(
+        json.dumps({"tokens_seen": 123_904, "stages": stages})
+    )
     assert load_model(str(checkpoint)).trained_seq_len == 160
     for damaged in ('{"tokens": 3}', '{"tokens_seen": 1e999}', "{", "[]", "[" * 9999):
         (checkpoint / "training.json").write_text(damaged)
-        with pytest.raises(CocaError, match=r"training\.json: got no whole number under 'tokens_seen'"):
+        with pytest.raises(
+            CocaError, match=r"training\.json: got no whole number under 'tokens_seen'"
+        ):
             load_model(str(checkpoint))
 
 
@@ -87,7 +99,10 @@ def test_tokens_seen_are_read_from_the_training_record(checkpoint):
     ("path", "message"),
     [
         ("./nowhere", "./nowhere: no such directory, expected a model directory or a hub id"),
-        ("nobody/nothing-here", "nobody/nothing-here: no such directory here, and as a hub id it cannot be read"),
+        (
+            "nobody/nothing-here",
+            "nobody/nothing-here: no such directory here, and as a hub id it cannot be read",
+        ),
     ],
 )
 def test_a_model_that_is_nowhere_is_refused(path, message):
@@ -98,20 +113,30 @@ def test_a_model_that_is_nowhere_is_refused(path, message):
 
 def test_an_adapter_alone_is_refused_with_what_to_do(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(CocaError, match=r"got an adapter of peft, expected a whole model; merge it .*merge_and_unload"):
+    with pytest.raises(
+        CocaError,
+        match=r"got an adapter of peft, expected a whole model; merge it .*merge_and_unload",
+    ):
         load_model(str(tmp_path))
 
 
 def test_an_empty_name_is_refused():
-    with pytest.raises(CocaError, match="got an empty name of a model, expected a model directory or a hub id"):
+    with pytest.raises(
+        CocaError, match="got an empty name of a model, expected a model directory or a hub id"
+    ):
         load_model("")
 
 
 def test_a_config_of_which_transformers_makes_no_model_is_not_called_bad_weights(checkpoint):
     config = json.loads((checkpoint / "config.json").read_text())
-    config |= {"head_dim": 2, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+    config |= {
+        "head_dim": 2,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    }
     (checkpoint / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CocaError, match=r"transformers makes no model of its config\.json \(ZeroDivisionError"):
+    with pytest.raises(
+        CocaError, match=r"transformers makes no model of its config\.json \(ZeroDivisionError"
+    ):
         load_model(str(checkpoint))
 
 
@@ -130,9 +155,17 @@ def test_a_config_that_cannot_be_read_is_refused(checkpoint, text):
 
 def test_a_model_that_is_no_causal_language_model_is_refused(tmp_path):
     T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path / "t5")
-    with pytest.raises(CocaError, match="got T5ForConditionalGeneration, expected a causal language model"):
+    with pytest.raises(
+        CocaError, match="got T5ForConditionalGeneration, expected a causal language model"
+    ):
         load_model(str(tmp_path / "t5"))
-    bert = BertConfig(hidden_size=12, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=30)
+    bert = BertConfig(
+        hidden_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        vocab_size=30,
+    )
     BertForMaskedLM(bert).save_pretrained(tmp_path / "bert")
     with pytest.raises(CocaError, match="got BertForMaskedLM, expected a causal language model"):
         load_model(str(tmp_path / "bert"))
@@ -149,15 +182,24 @@ def test_weights_without_a_tensor_are_refused_by_name(checkpoint):
     weights = load_file(checkpoint / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CocaError, match=r"weights without model\.layers\.1\.mlp\.up_proj\.weight \(1 missing in all\)"):
+    with pytest.raises(
+        CocaError,
+        match=r"weights without model\.layers\.1\.mlp\.up_proj\.weight \(1 missing in all\)",
+    ):
         load_model(str(checkpoint))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_hidden_layers": 2}, r"weights with model\.layers\.2\..* \(9 such in all\), which LlamaForCausalLM with"),
-        ({"vocab_size": 100}, r"got lm_head\.weight of shape \[259, 48\], expected \[100, 48\] by its config"),
+        (
+            {"num_hidden_layers": 2},
+            r"weights with model\.layers\.2\..* \(9 such in all\), which LlamaForCausalLM with",
+        ),
+        (
+            {"vocab_size": 100},
+            r"got lm_head\.weight of shape \[259, 48\], expected \[100, 48\] by its config",
+        ),
     ],
 )
 def test_weights_of_another_config_are_refused_by_name(checkpoint, change, message):
@@ -180,19 +222,34 @@ def test_what_old_checkpoints_hold_besides_is_passed_over(checkpoint):
 def test_a_directory_without_tokenizer_is_refused(checkpoint):
     for file in checkpoint.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(CocaError, match=r"got no tokenizer that can be loaded, .* copy tokenizer\.json") as error:
+    with pytest.raises(
+        CocaError, match=r"got no tokenizer that can be loaded, .* copy tokenizer\.json"
+    ) as error:
         load_model(str(checkpoint))
     assert "\n" not in str(error.value)
 
 
 def test_a_tokenizer_far_smaller_than_the_embedding_is_warned_of_and_padding_is_not(tiny_llama_dir):
     loaded = load_model(str(tiny_llama_dir))
-    for rows, warned in [(259, False), (320, False), (259 + 1024, False), (259 + 1025, True), (49_152, True)]:
+    for rows, warned in [
+        (259, False),
+        (320, False),
+        (259 + 1024, False),
+        (259 + 1025, True),
+        (49_152, True),
+    ]:
         loaded.model.set_input_embeddings(nn.Embedding(rows, 2))
         assert (warn_small_tokenizer(loaded) is not None) == warned
-    assert "got a tokenizer of 259 tokens for an embedding of 49,152 rows; is it" in warn_small_tokenizer(loaded)
+    assert (
+        "got a tokenizer of 259 tokens for an embedding of 49,152 rows; is it"
+        in warn_small_tokenizer(loaded)
+    )
     loaded.model.set_input_embeddings(nn.Embedding(51_200, 2))
-    for tokens, warned in [(50_295, False), (46_080, False), (46_079, True)]:  # phi-2's, and a tenth fewer
+    for tokens, warned in [
+        (50_295, False),
+        (46_080, False),
+        (46_079, True),
+    ]:  # phi-2's, and a tenth fewer
         loaded.tokenizer = range(tokens)
         assert (warn_small_tokenizer(loaded) is not None) == warned
 
@@ -217,12 +274,15 @@ class HalfForCausalLM(LlamaForCausalLM):
 
 @pytest.fixture
 def half(checkpoint, tmp_path, monkeypatch):
-    """The tiny LLaMA as a model that only the code beside it knows: its logits are half of LLaMA's."""
+    """The tiny LLaMA as a model that only the code beside it knows: half of LLaMA's logits."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     (checkpoint / "half.py").write_text(OWN_CODE)
     config = json.loads((checkpoint / "config.json").read_text())
     config |= {"model_type": "half-llama", "architectures": ["HalfForCausalLM"]}
-    config["auto_map"] = {"AutoConfig": "half.HalfConfig", "AutoModelForCausalLM": "half.HalfForCausalLM"}
+    config["auto_map"] = {
+        "AutoConfig": "half.HalfConfig",
+        "AutoModelForCausalLM": "half.HalfForCausalLM",
+    }
     (checkpoint / "config.json").write_text(json.dumps(config))
     return checkpoint
 
@@ -236,7 +296,18 @@ def test_a_model_with_code_of_its_own_runs_it_where_that_is_trusted(half, tiny_l
 
 
 def test_coca_eval_trusts_code_where_it_is_told_to_also_the_baselines(half, tmp_path, coca_eval):
-    arguments = ("speed", half, "--baseline", half, "--baseline-name", "same", "--modes", "prefill", "--lengths", 16)
+    arguments = (
+        "speed",
+        half,
+        "--baseline",
+        half,
+        "--baseline-name",
+        "same",
+        "--modes",
+        "prefill",
+        "--lengths",
+        16,
+    )
     arguments += ("--repeats", 1, "--out", tmp_path / "out")
     code, _, stderr = coca_eval(*arguments)
     assert (code, stderr.count("\n"), "add --trust-remote-code\n" in stderr) == (2, 1, True)
@@ -246,11 +317,12 @@ def test_coca_eval_trusts_code_where_it_is_told_to_also_the_baselines(half, tmp_
 
 @pytest.mark.parametrize("model_type", ["half-llama", "llama"])
 def test_code_that_is_not_trusted_is_refused_with_what_to_do(half, model_type):
-    """Also where transformers knows the type: its own class is not the one that config.json names."""
+    """Also where transformers knows the type but has another class for it than config.json."""
     config = json.loads((half / "config.json").read_text())
     (half / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
     with pytest.raises(
-        CocaError, match=r"copy: got a model that needs the code it carries; .* add --trust-remote-code$"
+        CocaError,
+        match=r"copy: got a model that needs the code it carries; .* add --trust-remote-code$",
     ):
         load_model(str(half))
 
@@ -258,12 +330,23 @@ def test_code_that_is_not_trusted_is_refused_with_what_to_do(half, model_type):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda code: f"{code}\nprint(rotation)\n", "half.py, line 17: NameError: name 'rotation' is not defined"),
-        (lambda code: f"{code}\ndef rotate(:\n", "half.py: SyntaxError: invalid syntax (half.py, line 17)"),
-        (lambda code: f"from .other import x\n{code}", "other.py'"),
-        (lambda code: code.replace("HalfForCausalLM", "Other"), "half' has no attribute 'HalfForCausalLM'"),
         (
-            lambda code: code.replace("def forward", "def __init__(self, config):\n        1 / 0\n\n    def forward"),
+            lambda code: f"{code}\nprint(rotation)\n",
+            "half.py, line 17: NameError: name 'rotation' is not defined",
+        ),
+        (
+            lambda code: f"{code}\ndef rotate(:\n",
+            "half.py: SyntaxError: invalid syntax (half.py, line 17)",
+        ),
+        (lambda code: f"from .other import x\n{code}", "other.py'"),
+        (
+            lambda code: code.replace("HalfForCausalLM", "Other"),
+            "half' has no attribute 'HalfForCausalLM'",
+        ),
+        (
+            lambda code: code.replace(
+                "def forward", "def __init__(self, config):\n        1 / 0\n\n    def forward"
+            ),
             "half.py, line 13: Zero",
         ),
     ],
@@ -286,5 +369,7 @@ def test_a_tokenizer_with_code_of_its_own_is_refused_with_what_to_do(checkpoint)
 
 
 def test_an_unknown_dtype_is_refused(checkpoint):
-    with pytest.raises(CocaError, match="--dtype: got 'int4', expected one of auto, float32, bfloat16, float16"):
+    with pytest.raises(
+        CocaError, match="--dtype: got 'int4', expected one of auto, float32, bfloat16, float16"
+    ):
         load_model(str(checkpoint), "int4")

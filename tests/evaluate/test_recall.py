@@ -83,10 +83,14 @@ def test_losses_are_those_of_a_loop_over_cases(coca, tmp_path):
 
 
 def test_greedy_decoding_gives_what_is_found_without_generation(llama):
-    """Prompts of several lengths in one batch, and the model's own greedy answers among the answers asked for."""
+    """Prompts of several lengths in one batch, and the model's own greedy answers among the answers
+    asked for.
+    """
     prompts = [[9, 4, 30, 7], [12, 5], [100, 101, 102, 103, 104, 90], [40, 41, 42]]
     greedy = [
-        llama.model.generate(torch.tensor([ids]), max_new_tokens=3, do_sample=False)[0, len(ids) :].tolist()
+        llama.model.generate(torch.tensor([ids]), max_new_tokens=3, do_sample=False)[
+            0, len(ids) :
+        ].tolist()
         for ids in prompts
     ]
     asked = [greedy[0], [8, *greedy[1][1:]], greedy[2], [*greedy[3][:2], 8]]
@@ -101,7 +105,9 @@ def test_greedy_decoding_gives_what_is_found_without_generation(llama):
 
 
 def test_a_length_without_room_for_the_list_is_refused_with_the_least(coca, tmp_path):
-    with pytest.raises(CocaError, match=r"--lengths: got 60, expected at least \d+ tokens for a list of 4") as error:
+    with pytest.raises(
+        CocaError, match=r"--lengths: got 60, expected at least \d+ tokens for a list of 4"
+    ) as error:
         measure(coca, tmp_path, length=60, pairs=4)
     least = int(re.search(r"least (\d+)", str(error.value)).group(1))
     assert measure(coca, tmp_path, length=least, pairs=4, num_cases=3)["error"] is None
@@ -111,12 +117,19 @@ def test_a_model_of_no_number_says_so(llama, tmp_path):
     with torch.no_grad():
         llama.model.lm_head.weight.fill_(math.nan)
     row = measure(llama, tmp_path, num_cases=2)
-    assert (row["value"], row["nll"], row["error"], row["raw"]) == (None, None, "the model's loss is nan", {})
+    assert (row["value"], row["nll"], row["error"], row["raw"]) == (
+        None,
+        None,
+        "the model's loss is nan",
+        {},
+    )
 
 
 def test_command(tiny_coca_dir, tmp_path, coca_eval):
     out = tmp_path / "out"
-    code, stdout, _ = coca_eval("recall", tiny_coca_dir, "--lengths", "260,400", "--cases", 2, "--out", out)
+    code, stdout, _ = coca_eval(
+        "recall", tiny_coca_dir, "--lengths", "260,400", "--cases", 2, "--out", out
+    )
     assert code == 0
     assert "recall by context length" in stdout
     code, _, _ = coca_eval("report", out, "--out", tmp_path / "page")

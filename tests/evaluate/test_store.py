@@ -11,7 +11,15 @@ from coca_hf.evaluate.store import RowStore
 from coca_hf.report.read import read_tables
 from tests.report import made
 
-ROW = {"model": "a", "fingerprint": "f", "task": "passkey", "rope": "default", "length": 512, "seed": 0, "value": 0.25}
+ROW = {
+    "model": "a",
+    "fingerprint": "f",
+    "task": "passkey",
+    "rope": "default",
+    "length": 512,
+    "seed": 0,
+    "value": 0.25,
+}
 
 
 def test_a_row_is_found_by_its_settings_in_a_later_run(tmp_path):
@@ -19,7 +27,13 @@ def test_a_row_is_found_by_its_settings_in_a_later_run(tmp_path):
     store = RowStore(tmp_path)
     settings = {key: value for key, value in ROW.items() if key != "value"}
     assert store.find(PasskeyRow, settings | {"batch_size": 7}) == row
-    for change in ({"length": 513}, {"rope": "linear:2"}, {"fingerprint": "g"}, {"new_tokens": 3}, {"model": "b"}):
+    for change in (
+        {"length": 513},
+        {"rope": "linear:2"},
+        {"fingerprint": "g"},
+        {"new_tokens": 3},
+        {"model": "b"},
+    ):
         assert store.find(PasskeyRow, settings | change) is None
 
 
@@ -62,7 +76,9 @@ def test_raw_tables_carry_the_rows_id_and_are_read_together(tmp_path):
 ODD = [*(json.dumps(ROW | {"value": value}) for value in ("7", [1])), '{"a": 1}', "\udcff"]
 
 
-@pytest.mark.parametrize("line", ["not json", "[1, 2]", "[]", '[["task", 1]]', "7", "[" * 9999, *ODD])
+@pytest.mark.parametrize(
+    "line", ["not json", "[1, 2]", "[]", '[["task", 1]]', "7", "[" * 9999, *ODD]
+)
 def test_a_whole_line_that_is_no_row_is_refused_by_number_and_kept(tmp_path, line):
     path = tmp_path / "rows.jsonl"
     path.write_bytes((json.dumps(ROW) + f"\n{line}\n").encode(errors="surrogateescape"))
@@ -73,13 +89,18 @@ def test_a_whole_line_that_is_no_row_is_refused_by_number_and_kept(tmp_path, lin
 
 def test_rows_that_cannot_be_read_are_one_line(tmp_path):
     (tmp_path / "rows.jsonl").mkdir()
-    with pytest.raises(CocaError, match=r"rows\.jsonl: got Is a directory, expected the rows of coca-eval or nothing"):
+    with pytest.raises(
+        CocaError,
+        match=r"rows\.jsonl: got Is a directory, expected the rows of coca-eval or nothing",
+    ):
         RowStore(tmp_path)
 
 
 def test_out_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "out").write_text("")
-    with pytest.raises(CocaError, match=r"--out .*out: got File exists, expected a directory or a free name"):
+    with pytest.raises(
+        CocaError, match=r"--out .*out: got File exists, expected a directory or a free name"
+    ):
         RowStore(tmp_path / "out")
 
 
@@ -100,11 +121,18 @@ def test_a_table_that_is_being_written_is_no_part_of_its_directory(tmp_path, mon
     assert len(list((tmp_path / "passkey-cases").iterdir())) == 1
 
 
-@pytest.mark.parametrize("dates", [("2026-01-03", "2026-01-01"), ("2026-01-01", "2026-01-03"), ("2026-01-02",) * 2])
+@pytest.mark.parametrize(
+    "dates", [("2026-01-03", "2026-01-01"), ("2026-01-01", "2026-01-03"), ("2026-01-02",) * 2]
+)
 def test_the_page_and_a_later_run_take_the_same_of_two_rows_of_one_measurement(tmp_path, dates):
     """The later, wherever it stands; of one second, the last."""
-    rows = [made.row(value=value, date=f"{date}T00:00:00+00:00") for value, date in zip((8, 9), dates, strict=True)]
+    rows = [
+        made.row(value=value, date=f"{date}T00:00:00+00:00")
+        for value, date in zip((8, 9), dates, strict=True)
+    ]
     made.write_rows(tmp_path, *rows)
     (table,) = read_tables([tmp_path])
-    assert [row["value"] for row in table.rows] == [RowStore(tmp_path).find(PerplexityRow, rows[0])["value"]]
+    assert [row["value"] for row in table.rows] == [
+        RowStore(tmp_path).find(PerplexityRow, rows[0])["value"]
+    ]
     assert table.rows[0]["value"] == (8 if dates[0] > dates[1] else 9)

@@ -62,7 +62,9 @@ def results_html(tmp_path_factory):
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_page_opens_without_errors_and_asks_nobody_for_anything(open_page, report_html, width, scheme):
+def test_the_page_opens_without_errors_and_asks_nobody_for_anything(
+    open_page, report_html, width, scheme
+):
     page = open_page(report_html, width, scheme)
     assert page.said == []
     assert page.requests == [report_html.as_uri()]
@@ -85,7 +87,9 @@ def test_a_page_of_results_in_this_repository_is_whole_at_any_width_in_light_and
     assert page.requests == [results_html.as_uri()]
     assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
     assert page.evaluate(COLORS) == COLORS_OF[scheme]
-    weak = [entry for entry in page.evaluate(CONTRASTS) if entry[2] < (3 if entry[0] == "line" else 4.5)]
+    weak = [
+        entry for entry in page.evaluate(CONTRASTS) if entry[2] < (3 if entry[0] == "line" else 4.5)
+    ]
     assert weak == []
     check_figures(page, results_html)
 
@@ -95,7 +99,8 @@ def check_figures(page, html):
     names = [path.stem for path in html.parent.glob("*.png")]
     assert names
     figures = {
-        figure.get_attribute("id").removeprefix("figure-"): figure for figure in page.query_selector_all("figure")
+        figure.get_attribute("id").removeprefix("figure-"): figure
+        for figure in page.query_selector_all("figure")
     }
     assert sorted(figures) == sorted(names)
     for name, figure in figures.items():
@@ -103,28 +108,33 @@ def check_figures(page, html):
         box = svg.bounding_box()
         assert box["width"] > 300, name
         assert box["height"] > 100, name
-        drawn = svg.evaluate("svg => [...svg.querySelectorAll('path, use')].filter(e => e.getBBox().width).length")
+        drawn = svg.evaluate(
+            "svg => [...svg.querySelectorAll('path, use')].filter(e => e.getBBox().width).length"
+        )
         assert drawn > 10, name
         # every marker and clip that is referred to is there, and inside this very drawing
         lost = "svg => [...svg.querySelectorAll('use')].filter(e => !svg.querySelector(e.href.baseVal)).length"
         assert svg.evaluate(lost) == 0, name
         outside = svg.evaluate(
-            "svg => { const f = svg.getBoundingClientRect(); return [...svg.querySelectorAll('text')].filter(e => {"
-            "const b = e.getBoundingClientRect(); return b.left < f.left - 4 || b.right > f.right + 4 })"
-            ".map(e => e.textContent) }"
+            "svg => "
+            "{ const f = svg.getBoundingClientRect(); return [...svg.querySelectorAll('text')].filter(e => {const b = e.getBoundingClientRect(); return b.left < f.left - 4 || b.right > f.right + 4 }).map(e => e.textContent) }"
         )
         assert outside == [], name
 
 
-def test_a_figure_has_words_for_whoever_cannot_see_it_and_ids_are_not_shared(open_page, report_html):
+def test_a_figure_has_words_for_whoever_cannot_see_it_and_ids_are_not_shared(
+    open_page, report_html
+):
     page = open_page(report_html)
-    labels = page.evaluate("[...document.querySelectorAll('figure > svg')].map(e => e.getAttribute('aria-label'))")
+    labels = page.evaluate(
+        "[...document.querySelectorAll('figure > svg')].map(e => e.getAttribute('aria-label'))"
+    )
     assert len(labels) > 10
     assert all(len(label) > 30 for label in labels)
     assert any("LLaMA-7B: 8.00 at 512, none at 8192." in label for label in labels)
     shared = page.evaluate(
-        "(() => { const ids = [...document.querySelectorAll('[id]')].filter(e => !e.closest('.legend')).map(e => e.id);"
-        "return ids.filter((id, place) => ids.indexOf(id) !== place) })()"
+        "(() => "
+        "{ const ids = [...document.querySelectorAll('[id]')].filter(e => !e.closest('.legend')).map(e => e.id);return ids.filter((id, place) => ids.indexOf(id) !== place) })()"
     )
     assert shared == []
 
@@ -147,20 +157,33 @@ def test_dark_mode_is_dark_and_the_figures_follow(open_page, report_html):
 def test_text_of_figures_is_readable_on_a_telephone(open_page, report_html):
     page = open_page(report_html, 390)
     smallest = page.evaluate(
-        "Math.min(...[...document.querySelectorAll('figure > svg')].map(svg => svg.getBoundingClientRect().width"
-        " / svg.viewBox.baseVal.width * Math.min(...[...svg.querySelectorAll('text')].map(e =>"
-        " parseFloat(getComputedStyle(e).fontSize)))))"
+        "Math.min(...[...document.querySelectorAll('figure > svg')].map(svg => "
+        "svg.getBoundingClientRect().width / svg.viewBox.baseVal.width * "
+        "Math.min(...[...svg.querySelectorAll('text')].map(e => "
+        "parseFloat(getComputedStyle(e).fontSize)))))"
     )
     assert smallest > 8  # CSS pixels, the marks of trained lengths; the axes have 10.5
 
 
 EDGES = {
     "one model, one length, one number": [row()],
-    "no number at all": [row(value=None, error="OOM: at batch size 1"), row(length=1024, value=None, error="OOM: too")],
-    "twelve models": [row(f"model {n}", length=length, value=7.0 + n) for n in range(12) for length in (512, 1024)],
-    "names as hostile as names can be": [row("</svg><script>alert(1)</script>&\"'", value=8.0), row("$x_1$ \\frac{")],
+    "no number at all": [
+        row(value=None, error="OOM: at batch size 1"),
+        row(length=1024, value=None, error="OOM: too"),
+    ],
+    "twelve models": [
+        row(f"model {n}", length=length, value=7.0 + n) for n in range(12) for length in (512, 1024)
+    ],
+    "names as hostile as names can be": [
+        row("</svg><script>alert(1)</script>&\"'", value=8.0),
+        row("$x_1$ \\frac{"),
+    ],
     "a name without end": [row("a" * 300, value=8.0), row("b" * 300, value=9.0)],
-    "values near and far": [row(value=1.0), row(length=1024, value=1e300), row(length=4096, value=1.0001)],
+    "values near and far": [
+        row(value=1.0),
+        row(length=1024, value=1e300),
+        row(length=4096, value=1.0001),
+    ],
 }
 
 
@@ -174,12 +197,17 @@ def test_rows_at_the_edge_make_a_page_that_holds(open_page, tmp_path, edge):
     assert figure.query_selector("svg").bounding_box()["height"] > 100
     names = dict.fromkeys(row["model"] for row in EDGES[edge])
     assert len(page.query_selector_all(".legend li")) == (len(names) if len(names) > 1 else 0)
-    assert [page.inner_text(f"#perplexity tbody tr:nth-child({n}) th") for n in range(1, len(names) + 1)] == [*names]
+    assert [
+        page.inner_text(f"#perplexity tbody tr:nth-child({n}) th") for n in range(1, len(names) + 1)
+    ] == [*names]
 
 
 def test_nothing_in_the_file_could_be_fetched(report_html):
     text = report_html.read_text()
-    assert set(re.findall(r"https?://[\w./]+", text)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert set(re.findall(r"https?://[\w./]+", text)) <= {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
     assert "<script" not in text
     assert "@import" not in text
     assert "url(" not in re.sub(r"url\(#\w+\)", "", text)
