@@ -44,25 +44,30 @@ from coca_hf.evaluate.store import RowStore, command_line
 
 LARGEST_DIFFERENCE = 1e-3
 SECOND_WINDOW = 256  # tokens that it scores
+PACKAGES = ("coca-hf", "torch", "transformers", "lm-eval")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("model")
     parser.add_argument("data")
     parser.add_argument("--lengths", default="512,1024,2048,4096,8192")
-    parser.add_argument("--rolling-lengths", default="512,1024", help="of the comparison with lm-eval")
+    against = "lengths of the comparison with lm-eval"
+    parser.add_argument("--rolling-lengths", default="512,1024", help=against)
     parser.add_argument("--books", type=int, default=10)
     parser.add_argument("--stride", type=int, default=512)
-    parser.add_argument("--two-windows", type=int, default=1024, help="the longest length with a second window")
-    parser.add_argument("--out", type=Path, required=True, help="JSON, written anew after every length")
+    longest = "the longest length with a second window"
+    parser.add_argument("--two-windows", type=int, default=1024, help=longest)
+    parser.add_argument("--out", type=Path, required=True, help="JSON, written after every length")
     options = parser.parse_args()
     loaded = load_model(options.model, "float32")
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     texts = {document.name: document.text for document in read_documents(options.data)}
     rows: list[dict] = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
-    done = {(row["length"], against) for row in rows for against in ("lm-eval", "transformers") if against in row}
+    others = ("lm-eval", "transformers")
+    done = {(row["length"], other) for row in rows for other in others if other in row}
 
     def add(length: int, stride: int, row: dict, against: str, value: float, began: float) -> None:
         rows.append(
@@ -90,7 +95,8 @@ def main() -> int:
 
     for length in lengths_left(options.rolling_lengths, "lm-eval"):
         began = time.perf_counter()
-        sample = draw_sample(loaded, options.data, 2 * length, documents=options.books, max_tokens=2 * length)
+        cut = 2 * length
+        sample = draw_sample(loaded, options.data, cut, documents=options.books, max_tokens=cut)
         rolling = HFLM(pretrained=model, tokenizer=tokenizer, max_length=length)
         value = rolling_perplexity(rolling, sample)
         prefix = torch.tensor([rolling.prefix_token_id])
@@ -116,7 +122,8 @@ def main() -> int:
 
 def measure(loaded: LoadedModel, sample: Sample, length: int, stride: int) -> dict:
     with tempfile.TemporaryDirectory() as out:
-        (row,) = perplexity_rows(loaded, sample, [length], stride, [Rope("default")], RowStore(Path(out)))
+        ropes, store = [Rope("default")], RowStore(Path(out))
+        (row,) = perplexity_rows(loaded, sample, [length], stride, ropes, store)
     return row
 
 
@@ -160,6 +167,8 @@ def rolling_perplexity(model: HFLM, sample: Sample) -> float:
 
 
 def result(rows: list[dict], loaded: LoadedModel, row: dict) -> dict:
+    versions = {name: version(name) for name in PACKAGES}
+    versions["python"] = platform.python_version()
     return {
         "task": "perplexity-check",
         "model": loaded.name,
@@ -169,8 +178,7 @@ def result(rows: list[dict], loaded: LoadedModel, row: dict) -> dict:
         "rows": rows,
         "command": f"python scripts/{command_line()}",
         "hardware": f"{row['device']} of {os.cpu_count()} cores",
-        "versions": {name: version(name) for name in ("coca-hf", "torch", "transformers", "lm-eval")}
-        | {"python": platform.python_version()},
+        "versions": versions,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 

@@ -58,7 +58,7 @@ def test_imports_point_down(file):
         return
     for module in imported(file):
         target = module.split(".")[1]
-        if target not in FLOORS:  # a public name of coca_hf itself, whose import registers the models
+        if target not in FLOORS:  # a public name of coca_hf; importing it registers the models
             assert part not in ("models", "errors", "report", "documents", "card")
         elif target != part:
             assert FLOORS[target] < FLOORS[part], f"{file.relative_to(ROOT)} imports {module}"

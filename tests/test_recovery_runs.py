@@ -33,9 +33,13 @@ def test_every_run_starts_somewhere_and_its_recipe_is_one(name):
         assert any(stage.needs_teacher for stage in recipe.stages) == ("distilled" in name)
 
 
-@pytest.mark.parametrize(("task", "options"), PLAN["evaluate"], ids=[task for task, _ in PLAN["evaluate"]])
+TASKS = [task for task, _ in PLAN["evaluate"]]
+
+
+@pytest.mark.parametrize(("task", "options"), PLAN["evaluate"], ids=TASKS)
 def test_every_measurement_is_one_of_coca_eval(task, options):
-    known = {word for parameter in get_command(app).commands[task].params for word in parameter.opts}
+    parameters = get_command(app).commands[task].params
+    known = {word for parameter in parameters for word in parameter.opts}
     assert {f"--{key}" for key in options} <= known
 
 
@@ -47,13 +51,14 @@ def test_a_copy_is_the_fold_of_the_keys_without_its_scale(tiny_llama_dir, tiny_c
     scaled = load_file(tiny_coca_dir / "model.safetensors")
     for layer in range(3):
         prefix = f"model.layers.{layer}.self_attn"
-        heads = keys[f"{prefix}.k_proj.weight"].unflatten(0, (2, 2, -1))  # 2 heads: firsts and seconds of the pairs
+        # 2 heads: firsts and seconds of the pairs
+        heads = keys[f"{prefix}.k_proj.weight"].unflatten(0, (2, 2, -1))
         expected = heads.mean(1).flatten(0, 1)
         assert found[f"{prefix}.t_proj.weight"].allclose(expected, rtol=1e-5)
         assert not scaled[f"{prefix}.t_proj.weight"].allclose(expected, rtol=1e-2)
 
 
-def test_the_table_has_a_line_a_run_the_mean_of_its_seeds_and_times_the_original(tmp_path, monkeypatch, capsys):
+def test_the_table_has_the_mean_over_seeds_and_the_ratio_to_original(tmp_path, monkeypatch, capsys):
     novels = {
         **BOOKS,
         "data": "x/books-test.parquet",

@@ -26,8 +26,8 @@ def test_angles_tau_and_scenarios_of_constructed_pairs():
         for bin_ in counts["angle_counts"][0, pair].nonzero().flatten().tolist()
     }
     assert found == {(0, 0), (0, 9), (1, 18), (1, 27), (2, 35), (2, 19)}
-    # tau = (2 pi - Theta) / theta: pair 1: 90 degrees / 0.25 = 6.28; pair 2: 5 degrees / 0.001 = 87,
-    # 170 degrees: 2967
+    # tau = (2 pi - Theta) / theta: pair 1: 90 degrees / 0.25 = 6.28; pair 2: 5 degrees / 0.001 =
+    # 87, 170 degrees: 2967
     assert counts["tau_counts"][0, 1].nonzero().flatten().tolist() == [3]  # [4, 8)
     assert counts["tau_counts"][0, 2].nonzero().flatten().tolist() == [
         7,

@@ -58,8 +58,12 @@ def test_rows_have_the_numbers_of_the_model_itself(coca, task_dir, expected, tmp
 
 
 @pytest.mark.parametrize("room", [1, 0])
-def test_a_benchmark_that_does_not_fit_is_tried_smaller_then_says_oom(  # noqa: F811
-    coca, task_dir, expected, tmp_path, room
+def test_a_benchmark_that_does_not_fit_is_tried_smaller_then_says_oom(
+    coca,
+    task_dir,  # noqa: F811
+    expected,  # noqa: F811
+    tmp_path,
+    room,
 ):
     """Memory for `room` sequences at a time."""
     tried, forward = [], coca.model.forward
@@ -109,8 +113,11 @@ def samples_of(row, out):
     return pq.read_table(out / row["raw"]["samples"]).to_pylist()
 
 
-def test_every_value_can_be_computed_again_from_what_the_model_said(  # noqa: F811
-    coca, task_dir, expected, tmp_path
+def test_every_value_can_be_computed_again_from_what_the_model_said(
+    coca,
+    task_dir,  # noqa: F811
+    expected,  # noqa: F811
+    tmp_path,
 ):
     """Each kind of request, and each kind of metric: a mean, a function of one, and one of several
     numbers.
@@ -268,8 +275,11 @@ def test_a_tag_is_its_tasks_and_a_group_without_a_metric_is_refused_before_anyth
         parse_tasks("both", str(tmp_path))
 
 
-def test_tasks_of_ones_own_that_have_changed_are_measured_again(  # noqa: F811
-    own_tasks, coca, task_dir, tmp_path
+def test_tasks_of_ones_own_that_have_changed_are_measured_again(
+    own_tasks,
+    coca,
+    task_dir,  # noqa: F811
+    tmp_path,
 ):
     mine = shutil.copytree(task_dir, tmp_path / "tasks")
 

@@ -11,13 +11,17 @@ from tests.report.made import row, write_rows
 WIDTHS = [1280, 390]
 SCHEMES = ["light", "dark"]
 RESULTS = Path(__file__).parents[2] / "docs/results/recovery"
-COLORS = "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector('text')).fill]"
+COLORS = """[
+  getComputedStyle(document.body).backgroundColor,
+  getComputedStyle(document.querySelector('text')).fill
+]"""
 COLORS_OF = {
     "light": ["rgb(255, 255, 255)", "rgb(27, 27, 27)"],
     "dark": ["rgb(22, 22, 22)", "rgb(236, 236, 236)"],
 }
 
-# Contrast as WCAG 2 defines it, of every text against the nearest opaque colour behind it, and of every drawn line.
+# Contrast as WCAG 2 defines it, of every text and every drawn line against the nearest opaque
+# colour behind it
 CONTRASTS = """
 () => {
   const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
@@ -28,7 +32,8 @@ CONTRASTS = """
   const light = color => rgb(color).slice(0, 3).map(v => v / 255)
     .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
     .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-  const contrast = (a, b) => (Math.max(light(a), light(b)) + 0.05) / (Math.min(light(a), light(b)) + 0.05);
+  const contrast = (a, b) =>
+    (Math.max(light(a), light(b)) + 0.05) / (Math.min(light(a), light(b)) + 0.05);
   const behind = element => {
     for (let at = element; at; at = at.parentElement) {
       const color = getComputedStyle(at).backgroundColor;
@@ -43,15 +48,39 @@ CONTRASTS = """
     if (!walker.currentNode.data.trim() || element.closest('style')) continue;
     const inSvg = element.closest('svg');
     const style = getComputedStyle(element);
-    if (inSvg && ['rgb(0, 0, 0)', 'rgb(254, 254, 254)'].includes(style.fill)) continue;  // on the cell of a heat map
-    found.push(['text', walker.currentNode.data.trim(), contrast(inSvg ? style.fill : style.color, behind(element))]);
+    const onHeatMap = ['rgb(0, 0, 0)', 'rgb(254, 254, 254)'].includes(style.fill);
+    if (inSvg && onHeatMap) continue;
+    const color = inSvg ? style.fill : style.color;
+    found.push(['text', walker.currentNode.data.trim(), contrast(color, behind(element))]);
   }
   for (const path of document.querySelectorAll('.legend svg path')) {
     const style = getComputedStyle(path);
-    if (style.stroke !== 'none') found.push(['line', style.stroke, contrast(style.stroke, behind(path))]);
+    if (style.stroke === 'none') continue;
+    found.push(['line', style.stroke, contrast(style.stroke, behind(path))]);
   }
   return found;
 }
+"""
+# Texts of a drawing that stick out of it
+OUTSIDE = """
+svg => {
+  const frame = svg.getBoundingClientRect();
+  return [...svg.querySelectorAll('text')].filter(text => {
+    const box = text.getBoundingClientRect();
+    return box.left < frame.left - 4 || box.right > frame.right + 4;
+  }).map(text => text.textContent);
+}
+"""
+# Markers and clips that are referred to and not inside this very drawing
+LOST = """
+svg => [...svg.querySelectorAll('use')].filter(e => !svg.querySelector(e.href.baseVal)).length
+"""
+SHARED_IDS = """
+(() => {
+  const elements = [...document.querySelectorAll('[id]')].filter(e => !e.closest('.legend'));
+  const ids = elements.map(e => e.id);
+  return ids.filter((id, place) => ids.indexOf(id) !== place);
+})()
 """
 
 
@@ -112,17 +141,11 @@ def check_figures(page, html):
             "svg => [...svg.querySelectorAll('path, use')].filter(e => e.getBBox().width).length"
         )
         assert drawn > 10, name
-        # every marker and clip that is referred to is there, and inside this very drawing
-        lost = "svg => [...svg.querySelectorAll('use')].filter(e => !svg.querySelector(e.href.baseVal)).length"
-        assert svg.evaluate(lost) == 0, name
-        outside = svg.evaluate(
-            "svg => "
-            "{ const f = svg.getBoundingClientRect(); return [...svg.querySelectorAll('text')].filter(e => {const b = e.getBoundingClientRect(); return b.left < f.left - 4 || b.right > f.right + 4 }).map(e => e.textContent) }"
-        )
-        assert outside == [], name
+        assert svg.evaluate(LOST) == 0, name
+        assert svg.evaluate(OUTSIDE) == [], name
 
 
-def test_a_figure_has_words_for_whoever_cannot_see_it_and_ids_are_not_shared(
+def test_a_figure_has_words_for_readers_who_cannot_see_it_and_ids_are_not_shared(
     open_page, report_html
 ):
     page = open_page(report_html)
@@ -132,11 +155,7 @@ def test_a_figure_has_words_for_whoever_cannot_see_it_and_ids_are_not_shared(
     assert len(labels) > 10
     assert all(len(label) > 30 for label in labels)
     assert any("LLaMA-7B: 8.00 at 512, none at 8192." in label for label in labels)
-    shared = page.evaluate(
-        "(() => "
-        "{ const ids = [...document.querySelectorAll('[id]')].filter(e => !e.closest('.legend')).map(e => e.id);return ids.filter((id, place) => ids.indexOf(id) !== place) })()"
-    )
-    assert shared == []
+    assert page.evaluate(SHARED_IDS) == []
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -166,7 +166,7 @@ def test_a_recipe_takes_the_settings_of_a_scale(model, scale):
 
 
 def test_a_scale_of_its_own_says_what_a_step_takes():
-    """Otherwise it would take what the recipe says for 32 GPUs, and one GPU would accumulate that."""
+    """Otherwise one GPU would accumulate what the recipe says for 32 GPUs."""
     own = {name: scale["train"] for name, scale in scales.items() if name != "paper"}
     assert own
     assert all(
