@@ -136,3 +136,11 @@ def test_the_page_and_a_later_run_take_the_same_of_two_rows_of_one_measurement(t
         RowStore(tmp_path).find(PerplexityRow, rows[0])["value"]
     ]
     assert table.rows[0]["value"] == (8 if dates[0] > dates[1] else 9)
+
+
+def test_documents_are_the_same_where_their_tokens_are(tmp_path):
+    """Wherever they are read from, as when a relative path leads there from another directory."""
+    row = made.row(data="../books", data_hash="t")
+    store = RowStore(made.write_rows(tmp_path, row))
+    assert store.find(PerplexityRow, row | {"data": "books"}) == row
+    assert store.find(PerplexityRow, row | {"data_hash": "u"}) is None

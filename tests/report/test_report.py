@@ -6,6 +6,9 @@ import struct
 import pytest
 
 from coca_hf.errors import CocaError
+from coca_hf.evaluate.measurements import MEASUREMENTS
+from coca_hf.evaluate.row import Count, Identity, Row, Setting
+from coca_hf.evaluate.tables import Measurement
 from coca_hf.page import markdown
 from coca_hf.plots import COLORS, Heat, Key, heat_figure
 from coca_hf.report import read_page, tables_markdown, write_report
@@ -678,3 +681,36 @@ def test_a_number_that_is_shown_beside_a_value_has_to_be_there(tmp_path, task, f
 def test_a_title_that_folds_is_no_html(tmp_path):
     run = write_rows(tmp_path / "a", row(data="my_books/<img src=x>"))
     assert "<summary>Perplexity: my_books/&lt;img src=x&gt;, 2 documents" in markdown_of([run])
+
+
+def test_a_new_measurement_is_one_row_type_and_one_measurement(tmp_path, monkeypatch):
+    class WordsRow(Row):
+        length: Identity[Count]
+        value: float | None
+        language: Setting[str]
+
+    words = Measurement(
+        task="words",
+        title="Words",
+        explanation="More is better.",
+        row=WordsRow,
+        settings=lambda row: f"in {row['language']}",
+        cell=lambda row: f"{row['value']:.0f} words",
+        parts=lambda tables: [table.grid() for table in tables],
+    )
+    monkeypatch.setitem(MEASUREMENTS, "words", words)
+    made = row() | {"task": "words", "value": 417.2, "language": "Latin"}
+    run = write_rows(tmp_path / "a", made, made | {"language": "Greek", "value": 4.0})
+    page = markdown_of([run])
+    section = page[page.index("## Words") : page.index("## How each")]
+    assert "More is better.\n\n| model | 512 |\n| --- | ---: |\n| llama | 417 words |" in section
+    assert "| llama | 4 words |" in section
+    assert "<summary>Words: in Greek</summary>" in page
+    with pytest.raises(CocaError, match="line 1: got a row without language; delete it"):
+        read_page([write_rows(tmp_path / "b", row() | {"task": "words"})])
+
+
+def test_attention_maps_without_a_value_are_explained(tmp_path):
+    failed = {"value": None, "sink": None, "baseline_sink": None, "error": "OOM: 24 GiB"}
+    run = write_rows(tmp_path / "a", row(task="attention-maps") | failed)
+    assert "- no value for llama at 512: OOM: 24 GiB" in markdown_of([run])
