@@ -124,7 +124,7 @@ def _in_pieces(
         else:
             batch = batch[size:]
             continue
-        # Out here, where the failed call's tensors are no longer held
+        # Outside of the handler, which holds the failed call's tensors
         clear_device_cache(garbage_collection=True)
         if len(piece) == 1:
             raise MemoryError(f"one sequence alone does not fit ({reason})")

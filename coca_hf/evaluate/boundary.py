@@ -296,7 +296,7 @@ def _scenarios(table: Table) -> Grid:
     """The share of each of the paper's scenarios (figure 3), at the longest length of each line."""
     lines = []
     for name, row in table.longest.items():
-        # Absent where there is an error
+        # A row with an error has no shares
         numbers = [row.get(column) for column in SCENARIOS.values()]
         cells = ["" if number is None else f"{number:.3f}" for number in numbers]
         lines.append([name, str(row["length"]), *cells])

@@ -178,7 +178,7 @@ def _cache_layers(
     for layer, found in sorted(rows.items()):
         fused = found["query_key_value"] + found["qkv_proj"]
         keys = found["t_proj"] or found["k_proj"]
-        # At full width: the released code, whose config says llama
+        # At full width it is the released code, whose config says llama
         is_half = 0 < found["t_proj"] < found["v_proj"]
         if (not fused and not (keys and found["v_proj"])) or (
             is_half and not isinstance(config, CocaConfig)

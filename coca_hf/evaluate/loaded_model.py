@@ -217,7 +217,7 @@ def _load_weights(
         )
     except Exception as error:  # and so do safetensors, torch and pickle
         _check_own_code(path, error)
-        # None of reading files
+        # Errors of these kinds do not come from reading files
         if isinstance(error, ArithmeticError | AttributeError | KeyError | TypeError):
             raise CocaError(
                 f"{path}: transformers makes no model of its config.json ({first_line(error)})"
@@ -257,7 +257,7 @@ def _load_tokenizer(path: str, revision: str, trust_remote_code: bool) -> Any:
             f"tokenizer.json and tokenizer_config.json of the original model there "
             f"({first_line(error)})"
         ) from error
-    # A longer text than the model was trained for is the point here
+    # Texts may be longer than those that the model was trained on
     tokenizer.model_max_length = int(1e30)
     return tokenizer
 

@@ -19,14 +19,18 @@ T = TypeVar("T")
 
 @dataclass
 class Sample:
-    """Tokenized documents, each (tokens,), with what is needed to draw them again."""
+    """Tokenized documents, each (tokens,), with what is needed to draw them again.
 
-    settings: dict  # the arguments that drew it: data, column, split, seed, max_tokens, ...
+    settings: the arguments that drew it: data, column, split, seed, max_tokens, ... skipped: names
+    of the documents that are empty or too short. left_out: the number of documents of fewer than
+    `min_bytes` bytes, which are not drawn.
+    """
+
+    settings: dict
     names: list[str] = field(default_factory=list)
     token_ids: list[Tensor] = field(default_factory=list)
-    # Names of the documents that are empty or too short
     skipped: list[str] = field(default_factory=list)
-    left_out: int = 0  # documents of fewer than `min_bytes` bytes, of which none was drawn
+    left_out: int = 0
 
     def describe(self) -> dict:
         """What a row says about its documents; `data_hash` is of the very tokens."""

@@ -220,7 +220,7 @@ def _step(model: Any, mode: str, length: int, batch_size: int) -> Step:
     ids = torch.randint(vocab_size, (batch_size, length), generator=generator).to(model.device)
     if mode == "train":
         model.train()
-        # A step that leaves the model as it is
+        # With a learning rate of 0 a step leaves the model as it is
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
 
         def train() -> None:

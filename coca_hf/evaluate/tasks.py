@@ -297,7 +297,7 @@ def _evaluate(
         contexts = [list(same) for _, same in itertools.groupby(order, key=lambda i: texts[i])]
 
         def compute(batch: list[list[int]]) -> list[tuple[list[Any], bool]]:
-            # Also of the windows that it cuts a long text into
+            # lm-eval cuts a long text into windows, in batches of this size
             model.batch_size_per_gpu = len(batch)
             with _watching(loaded, settings["benchmark"]) as nans:
                 found = iter(

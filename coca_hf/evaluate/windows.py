@@ -34,11 +34,12 @@ class Window(NamedTuple):
 
 
 class Variant(NamedTuple):
-    # Of document lengths, length, stride, prefix
+    """windows: from the lengths of documents, the window's length, the stride and the prefix.
+    perplexity: from the windows' sums of nats and their scored tokens. stride: the default."""
+
     windows: Callable[[list[int], int, int, list[int]], list[Window]]
-    # Of the windows' sums of nats, and their scored tokens
     perplexity: Callable[[list[float], list[int]], float]
-    stride: int  # where none is asked for
+    stride: int
     special_tokens: bool = False  # whether documents are tokenized with the tokenizer's
     begins: bool = False  # whether every window begins with the token for the beginning
     joins: bool = False  # whether documents are one stream
@@ -89,7 +90,7 @@ def _yarn(doc_lens: list[int], length: int, stride: int, prefix: list[int]) -> l
         end = 0
         for start in range(0, doc_len, stride):
             before, end = end, min(start + text_len, doc_len)
-            # Nothing predicts a first token that nothing precedes
+            # Without a prefix, nothing predicts the first token
             predicted = end - start - (0 if prefix else 1)
             windows.append(Window(index, start, end - start - 1, min(end - before, predicted)))
             if end == doc_len:
