@@ -21,6 +21,34 @@ from coca_cli.options import (
 )
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+ORIGINAL = "The model that MODEL was converted from, as a directory or hub id."
+STRIDE = (
+    "Tokens between windows; by default 512, or 256 for other variants than sliding. A shorter "
+    "length is its own stride."
+)
+WINDOWS = "sliding, or yarn, yarn-truncate or longlora to compute as those scripts do."
+BUCKET = "Number of consecutive token indices whose losses are summed."
+DEPTHS = "Number of depths on an even grid; by default depths are drawn uniformly."
+PROMPTS = (
+    "Prompt and scoring: paper, yarn and longlora are those of the paper and the scripts; landmark "
+    "is a prompt that base models answer, scored without generating text."
+)
+NEW_TOKENS = "Most tokens of an answer; by default 64 for paper, 10 for yarn and longlora."
+TASKS = "Names of lm-eval tasks, separated by commas; opencompass: those nearest to the paper's."
+RULER = "Lengths in tokens, separated by commas, at which to run RULER or its tasks in --tasks."
+SEQUENCES = "Number of sequences of each kind of text per length."
+INCLUDE = "Directory with your own lm-eval tasks."
+WARMUP = "Number of steps before the timed ones."
+CHECKPOINT = "A checkpoint directory, CoCA or not."
+PAGE = "Directory for report.html, report.md and a PNG for each figure."
+MADE = "A directory that coca-convert or coca-train made."
+SHOTS = "Number of examples before a question; by default the task's own."
+BASELINE = "Another model, such as the original, timed in turns with MODEL."
+BASELINE_NAME = "Name of the baseline in the rows; by default that of its directory."
+MEMORY = "Memory, such as 24GB; also prints the longest context that fits."
+PAPER = "The paper's curves to draw as well: 350m, llama-7b, pi-32k, separated by commas."
+ROWS = "Directory with a rows.jsonl whose tables go into the card; may be repeated."
+BASE_MODEL = "Hub id of the original model, if it was converted from a directory."
 
 
 @app.command("perplexity")
@@ -29,31 +57,24 @@ def perplexity_command(
     run: Run,
     lengths: LengthsOption,
     texts: Texts,
-    stride: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Tokens between windows, 512 by default; a shorter length is its own stride, with a note."
-        ),
-    ] = None,
-    variant: Annotated[
-        str,
-        typer.Option(
-            help="sliding; or yarn, yarn-truncate or longlora, which compute as those scripts do, stride 256."
-        ),
-    ] = "sliding",
+    stride: Annotated[int | None, typer.Option(min=1, help=STRIDE)] = None,
+    variant: Annotated[str, typer.Option(help=WINDOWS)] = "sliding",
     batch_size: BatchOption = "auto",
 ) -> None:
-    """Perplexity with a sliding window (window = length), token-weighted, each token scored once."""
+    """Perplexity of documents in sliding windows of each length.
+
+    Each token is scored once and counts the same.
+    """
     wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.perplexity import perplexity_rows
-    from coca_hf.evaluate.variants import check_variant
+    from coca_hf.evaluate.windows import check_variant
 
     kind = check_variant(variant)
-    subject, ropes = run.load()
-    sample = texts.draw(subject, max(wanted), kind.special_tokens)
-    warn_beyond_trained(subject, ropes, wanted)
-    stride = stride or kind.stride
-    run.make_rows(perplexity_rows, subject, sample, wanted, stride, ropes, batch_size=size, variant=variant)
+    loaded, ropes = run.load()
+    sample = texts.draw(loaded, max(wanted), kind.special_tokens)
+    warn_beyond_trained(loaded, ropes, wanted)
+    options = {"batch_size": size, "variant": variant}
+    run.make_rows(perplexity_rows, loaded, sample, wanted, stride or kind.stride, ropes, **options)
 
 
 @app.command("position-loss")
@@ -62,19 +83,21 @@ def position_command(
     run: Run,
     lengths: LengthsOption,
     texts: Texts,
-    bucket: Annotated[
-        int, typer.Option(min=1, max=10**9, help="Number of consecutive token indices whose losses are summed.")
-    ] = 64,
+    bucket: Annotated[int, typer.Option(min=1, max=10**9, help=BUCKET)] = 64,
     batch_size: BatchOption = "auto",
 ) -> None:
-    """Loss against the token's index in a window of LENGTH tokens: where the model's context really ends."""
+    """Loss against the token's index in its window.
+
+    Shows from which index on the model no longer uses its context.
+    """
     wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.position import position_rows
 
-    subject, ropes = run.load()
-    sample = texts.draw(subject, max(wanted))
-    warn_beyond_trained(subject, ropes, wanted)
-    run.make_rows(position_rows, subject, sample, wanted, ropes, bucket=bucket, batch_size=size)
+    loaded, ropes = run.load()
+    sample = texts.draw(loaded, max(wanted))
+    warn_beyond_trained(loaded, ropes, wanted)
+    options = {"bucket": bucket, "batch_size": size}
+    run.make_rows(position_rows, loaded, sample, wanted, ropes, **options)
 
 
 @app.command("passkey")
@@ -83,34 +106,22 @@ def passkey_command(
     run: Run,
     lengths: LengthsOption,
     cases: Annotated[int, typer.Option(min=1, help="Number of prompts per length.")] = 100,
-    depths: Annotated[
-        int | None,
-        typer.Option(min=1, max=1000, help="Number of depths on an even grid; by default depths are drawn uniformly."),
-    ] = None,
-    variant: Annotated[
-        str,
-        typer.Option(
-            help="Prompt and scoring. paper: the paper's; yarn, longlora: those of the scripts; landmark: the "
-            "scripts' prompt, which base models answer, scored in one forward without generation."
-        ),
-    ] = "paper",
-    new_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, max=10**6, help="Most tokens of an answer; 64 by default, as in the paper."),
-    ] = None,
+    depths: Annotated[int | None, typer.Option(min=1, max=1000, help=DEPTHS)] = None,
+    variant: Annotated[str, typer.Option(help=PROMPTS)] = "paper",
+    new_tokens: Annotated[int | None, typer.Option(min=1, max=10**6, help=NEW_TOKENS)] = None,
     seed: SeedOption = 0,
     batch_size: BatchOption = "auto",
 ) -> None:
-    """Passkey retrieval: the share of numbers that are found when hidden in a text of up to LENGTH tokens."""
+    """Share of numbers that the model finds in irrelevant text of up to each length."""
     wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.passkey import check_variant, passkey_rows
 
     kind = check_variant(variant)
-    subject, ropes = run.load()
-    warn_beyond_trained(subject, ropes, wanted, new_tokens or kind.new_tokens)
+    loaded, ropes = run.load()
+    warn_beyond_trained(loaded, ropes, wanted, new_tokens or kind.new_tokens)
     run.make_rows(
         passkey_rows,
-        subject,
+        loaded,
         wanted,
         ropes,
         num_cases=cases,
@@ -129,17 +140,19 @@ def boundary_command(
     lengths: LengthsOption,
     texts: Texts,
     pairs: Annotated[
-        int, typer.Option(min=1, help="Pairs of positions (query, key) drawn from every document.")
+        int,
+        typer.Option(min=1, help="Pairs of query and key positions drawn from every document."),
     ] = 1024,
 ) -> None:
-    """The angle between query and key that RoPE starts from, and where it breaks the order of scores."""
+    """Angle between query and key before rotation, and where scores rise with distance."""
     wanted = parse_lengths(lengths)
     from coca_hf.evaluate.boundary import boundary_rows
 
-    subject, ropes = run.load()
-    sample = texts.draw(subject, max(wanted))
-    warn_beyond_trained(subject, ropes, wanted)
-    run.make_rows(boundary_rows, subject, sample, wanted, ropes, pairs_per_document=pairs, seed=texts.seed)
+    loaded, ropes = run.load()
+    sample = texts.draw(loaded, max(wanted))
+    warn_beyond_trained(loaded, ropes, wanted)
+    options = {"pairs_per_document": pairs, "seed": texts.seed}
+    run.make_rows(boundary_rows, loaded, sample, wanted, ropes, **options)
 
 
 @app.command("copying")
@@ -151,16 +164,20 @@ def copying_command(
     cases: Annotated[int, typer.Option(min=1, help="Number of sequences per length.")] = 16,
     batch_size: BatchOption = "auto",
 ) -> None:
-    """Loss on the second copy of random tokens or, with --data, of passages: can the model look things up?"""
+    """Loss on the second copy of random tokens or, with --data, of passages.
+
+    Shows whether the model can look up what it has read.
+    """
     wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.copying import copying_rows
 
-    subject, ropes = run.load()
-    sample = texts.draw(subject, max(wanted) // 2, special_tokens=False) if texts.given else None
-    warn_beyond_trained(subject, ropes, wanted)
-    run.make_rows(
-        copying_rows, subject, wanted, ropes, num_cases=cases, seed=texts.seed, batch_size=size, sample=sample
-    )
+    loaded, ropes = run.load()
+    sample = None
+    if texts.given:
+        sample = texts.draw(loaded, max(wanted) // 2, special_tokens=False)
+    warn_beyond_trained(loaded, ropes, wanted)
+    options = {"num_cases": cases, "seed": texts.seed, "batch_size": size, "sample": sample}
+    run.make_rows(copying_rows, loaded, wanted, ropes, **options)
 
 
 @app.command("recall")
@@ -173,13 +190,14 @@ def recall_command(
     seed: SeedOption = 0,
     batch_size: BatchOption = "auto",
 ) -> None:
-    """Key-value recall in a list that is spread over LENGTH tokens: share of exact answers, nats per token."""
+    """Share of values that the model finds by their keys in a list spread over each length."""
     wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.recall import recall_rows
 
-    subject, ropes = run.load()
-    warn_beyond_trained(subject, ropes, wanted)
-    run.make_rows(recall_rows, subject, wanted, ropes, num_cases=cases, pairs=pairs, seed=seed, batch_size=size)
+    loaded, ropes = run.load()
+    warn_beyond_trained(loaded, ropes, wanted)
+    options = {"num_cases": cases, "pairs": pairs, "seed": seed, "batch_size": size}
+    run.make_rows(recall_rows, loaded, wanted, ropes, **options)
 
 
 @app.command("attention-maps")
@@ -188,69 +206,56 @@ def attention_maps_command(
     run: Run,
     lengths: LengthsOption,
     texts: Texts,
-    baseline: Annotated[
-        str, typer.Option(help="The model that MODEL was converted from, as a directory or hub id.", show_default=False)
-    ],
+    baseline: Annotated[str, typer.Option(help=ORIGINAL, show_default=False)],
 ) -> None:
-    """Divergence of every head's attention from the original model's."""
+    """Divergence of every head's attention from that of the original model."""
     wanted = parse_lengths(lengths)
     from coca_hf.evaluate.attention_maps import attention_map_rows
 
-    subject, ropes = run.load()
+    loaded, ropes = run.load()
     other = run.load_one(baseline, ropes)
-    sample = texts.draw(subject, max(wanted))
-    warn_beyond_trained(subject, ropes, wanted)
-    run.make_rows(attention_map_rows, subject, other, sample, wanted, ropes)
+    sample = texts.draw(loaded, max(wanted))
+    warn_beyond_trained(loaded, ropes, wanted)
+    run.make_rows(attention_map_rows, loaded, other, sample, wanted, ropes)
 
 
 @app.command("layers")
 @grouped
 def layers_command(
-    original: Annotated[
-        str,
-        typer.Argument(help="The model that MODEL was converted from, as a directory or hub id.", show_default=False),
-    ],
+    original: Annotated[str, typer.Argument(help=ORIGINAL, show_default=False)],
     run: Run,
     lengths: LengthsOption,
     texts: Texts,
-    cases: Annotated[int, typer.Option(min=1, help="Number of sequences of each kind of text per length.")] = 6,
+    cases: Annotated[int, typer.Option(min=1, help=SEQUENCES)] = 6,
     batch_size: BatchOption = "auto",
 ) -> None:
-    """The harm of converting each layer, alone and beside all others, and which layers to keep first."""
+    """Harm of converting each layer, and which layers to keep first."""
     wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.layers import layer_rows
 
-    subject, ropes = run.load()
+    loaded, ropes = run.load()
     other = run.load_one(original, ropes)
-    sample = texts.draw(subject, max(wanted), special_tokens=False)
-    warn_beyond_trained(subject, ropes, wanted)
-    run.make_rows(layer_rows, other, subject, sample, wanted, ropes, num_cases=cases, seed=texts.seed, batch_size=size)
+    sample = texts.draw(loaded, max(wanted), special_tokens=False)
+    warn_beyond_trained(loaded, ropes, wanted)
+    options = {"num_cases": cases, "seed": texts.seed, "batch_size": size}
+    run.make_rows(layer_rows, other, loaded, sample, wanted, ropes, **options)
 
 
 @app.command("tasks")
 @grouped
 def tasks_command(
     run: Run,
-    tasks: Annotated[
-        str,
-        typer.Option(help="Names of lm-eval tasks, separated by commas; opencompass: those nearest to the paper's."),
-    ] = "",
-    ruler: Annotated[
-        str,
-        typer.Option(
-            help="Lengths in tokens, separated by commas, at which to run RULER, or its tasks that --tasks names."
-        ),
-    ] = "",
-    shots: Annotated[
-        int | None, typer.Option(min=0, help="Examples before a question; the task's own number by default.")
-    ] = None,
+    tasks: Annotated[str, typer.Option(help=TASKS)] = "",
+    ruler: Annotated[str, typer.Option(help=RULER)] = "",
+    shots: Annotated[int | None, typer.Option(min=0, help=SHOTS)] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, max=10**9, help="Number of cases of every task; all by default.")
+        int | None,
+        typer.Option(min=1, max=10**9, help="Number of cases of every task; all by default."),
     ] = None,
-    include_path: Annotated[str | None, typer.Option(help="Directory with lm-eval tasks of your own.")] = None,
+    include_path: Annotated[str | None, typer.Option(help=INCLUDE)] = None,
     batch_size: BatchOption = "auto",
 ) -> None:
-    """Tasks of lm-eval by name, and RULER: accuracy on short contexts and use of long ones."""
+    """Accuracy on tasks of lm-eval, and on RULER at each length."""
     wanted = parse_lengths(ruler, "--ruler") if ruler else []
     if not tasks and not wanted:
         raise BadOption("--tasks, --ruler: got neither, expected at least one of them")
@@ -258,11 +263,11 @@ def tasks_command(
     from coca_hf.evaluate.tasks import parse_tasks, task_rows
 
     names = parse_tasks(tasks, include_path) if tasks else []
-    subject, ropes = run.load()
-    warn_beyond_trained(subject, ropes, wanted)
+    loaded, ropes = run.load()
+    warn_beyond_trained(loaded, ropes, wanted)
     run.make_rows(
         task_rows,
-        subject,
+        loaded,
         names,
         ropes,
         ruler_lengths=wanted,
@@ -278,34 +283,31 @@ def tasks_command(
 def speed_command(
     run: Run,
     lengths: LengthsOption,
-    baseline: Annotated[
-        str | None, typer.Option(help="Another model, such as the unconverted one, measured in turns with MODEL.")
-    ] = None,
-    baseline_name: Annotated[
-        str | None, typer.Option(help="Name of the baseline in the rows; by default that of its directory.")
-    ] = None,
+    baseline: Annotated[str | None, typer.Option(help=BASELINE)] = None,
+    baseline_name: Annotated[str | None, typer.Option(help=BASELINE_NAME)] = None,
     modes: Annotated[
         str, typer.Option(help="What to measure: prefill, decode, train, separated by commas.")
     ] = "prefill,decode,train",
     repeats: Annotated[
         int, typer.Option(min=1, max=10**6, help="Number of timed steps; the row has their median.")
     ] = 10,
-    warmup: Annotated[int, typer.Option(min=0, max=10**6, help="Number of steps before the timed ones.")] = 3,
+    warmup: Annotated[int, typer.Option(min=0, max=10**6, help=WARMUP)] = 3,
     batch_size: Annotated[int, typer.Option(min=1, max=10**9, help="Sequences per batch.")] = 1,
 ) -> None:
-    """Seconds and memory of prefill, decoding and a training step against sequence length."""
+    """Time and memory of prefill, decoding and a training step at each length."""
     wanted = parse_lengths(lengths)
     if baseline_name is not None and baseline is None:
-        raise BadOption(f"--baseline-name: got {baseline_name!r} without --baseline, expected both")
+        problem = f"got {baseline_name!r} without --baseline, expected both"
+        raise BadOption(f"--baseline-name: {problem}")
     from coca_hf.evaluate.speed import parse_modes, speed_rows
 
     chosen = parse_modes(modes)
-    subject, ropes = run.load()
+    loaded, ropes = run.load()
     other = run.load_one(baseline, ropes, baseline_name) if baseline is not None else None
-    warn_beyond_trained(subject, ropes, wanted)
+    warn_beyond_trained(loaded, ropes, wanted)
     run.make_rows(
         speed_rows,
-        subject,
+        loaded,
         wanted,
         ropes,
         baseline=other,
@@ -318,52 +320,49 @@ def speed_command(
 
 @app.command("inspect")
 def inspect_command(
-    model: Annotated[Path, typer.Argument(help="A checkpoint directory, CoCA or not.", show_default=False)],
-    memory: Annotated[
-        str | None,
-        typer.Option(help="Memory, such as 24GB; prints the longest context that fits as well.", show_default=False),
-    ] = None,
+    model: Annotated[Path, typer.Argument(help=CHECKPOINT, show_default=False)],
+    memory: Annotated[str | None, typer.Option(help=MEMORY, show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Describe a checkpoint and the memory of its key/value cache, from headers alone."""
+    """Describe a checkpoint and the memory of its key/value cache, without loading weights."""
     from coca_hf.evaluate.inspect import describe, inspect_checkpoint
     from coca_hf.weights import parse_size
 
-    facts = inspect_checkpoint(model, parse_size(memory, "--memory") if memory is not None else None)
+    memory_bytes = parse_size(memory, "--memory") if memory is not None else None
+    facts = inspect_checkpoint(model, memory_bytes)
     print(json.dumps(facts, indent=2) if as_json else describe(facts))
 
 
 @app.command("report")
 def report_command(
-    runs: Annotated[list[Path], typer.Argument(help="Directories with a rows.jsonl.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="Directory for report.html, report.md and a PNG for each figure.")],
-    paper: Annotated[
-        str, typer.Option(help="The paper's curves to draw too: 350m, llama-7b, pi-32k, separated by commas.")
-    ] = "",
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="Directories with a rows.jsonl, or of coca-train.", show_default=False),
+    ],
+    out: Annotated[Path, typer.Option(help=PAGE)],
+    paper: Annotated[str, typer.Option(help=PAPER)] = "",
     title: Annotated[str, typer.Option(help="Title of the page.")] = "Evaluation",
 ) -> None:
-    """Turn the rows of several runs into one page: self-contained HTML, Markdown and PNG figures."""
+    """Turn the rows of several runs into one page: HTML, Markdown and PNG figures."""
     from coca_hf.report import write_report
 
-    page = write_report(runs, out, [name.strip() for name in paper.split(",") if name.strip()], title)
-    say(f"report: {page}")
+    curves = [name.strip() for name in paper.split(",") if name.strip()]
+    say(f"report: {write_report(runs, out, curves, title)}")
 
 
 @app.command("card")
 def card_command(
     model: Annotated[
-        Path, typer.Argument(help="A directory that coca-convert or coca-train made.", show_default=False)
+        Path,
+        typer.Argument(help=MADE, show_default=False),
     ],
-    rows: Annotated[
-        list[Path] | None, typer.Option(help="Directory with a rows.jsonl; may be given several times.")
-    ] = None,
-    base_model: Annotated[
-        str | None, typer.Option(help="Hub id of the original, if it was converted from a path.")
-    ] = None,
+    rows: Annotated[list[Path] | None, typer.Option(help=ROWS)] = None,
+    base_model: Annotated[str | None, typer.Option(help=BASE_MODEL)] = None,
 ) -> None:
-    """Rewrite MODEL/README.md, the model card, from the records in MODEL and the tables of ROWS."""
+    """Rewrite the model card, MODEL/README.md, from the records in MODEL and the rows."""
     from coca_hf.card import write_card
-    from coca_hf.report.page import tables_markdown
+    from coca_hf.report import tables_markdown
 
-    path = write_card(model, measured=tables_markdown(rows) if rows else None, base_model=base_model)
+    measured = tables_markdown(rows) if rows else None
+    path = write_card(model, measured=measured, base_model=base_model)
     say(f"card: {path}\nnext: hf upload OWNER/NAME {model}")

@@ -89,7 +89,7 @@ class Run:
     ] = False
 
     def load(self):
-        """The subject and its RoPE settings."""
+        """The loaded and its RoPE settings."""
         from coca_hf.evaluate.batches import processes
         from coca_hf.evaluate.rope import parse_ropes
 
@@ -107,26 +107,26 @@ class Run:
         name: str | None = None,
         revision: str | None = None,
     ):
-        """The subject at `path`, refused where it does not take the settings `ropes`."""
-        from coca_hf.evaluate.load import load_subject, warn_small_tokenizer
+        """The model at `path`, refused where it does not take the settings `ropes`."""
+        from coca_hf.evaluate.loaded_model import load_model, warn_small_tokenizer
         from coca_hf.evaluate.rope import check_rope
 
-        subject = load_subject(path, self.dtype, name, revision, self.trust_remote_code)
-        if warning := warn_small_tokenizer(subject):
+        loaded = load_model(path, self.dtype, name, revision, self.trust_remote_code)
+        if warning := warn_small_tokenizer(loaded):
             console.print(f"warning: {warning}", style="yellow")
         for setting in ropes:
-            check_rope(subject.model, setting)
-        return subject
+            check_rope(loaded.model, setting)
+        return loaded
 
     def make_rows(self, rows_of: Callable, *given: Any, **options: Any) -> None:
         """Make the rows, on all processes of `accelerate launch`, and print them."""
         from coca_hf.evaluate.batches import processes
-        from coca_hf.evaluate.rows import RowStore, made_otherwise
-        from coca_hf.evaluate.show import progress_on, results_table
+        from coca_hf.evaluate.store import RowStore, made_otherwise
+        from coca_hf.evaluate.terminal import progress_on, results_table
 
         store = RowStore(self.out)
-        with progress_on(console) as track:
-            rows = list(rows_of(*given, store=store, track=track, **options))
+        with progress_on(console) as progress:
+            rows = list(rows_of(*given, store=store, progress=progress, **options))
         if processes().is_main_process:
             PlainConsole().print(results_table(rows))
             say(f"rows: {self.out / 'rows.jsonl'}")
@@ -177,7 +177,7 @@ class Texts:
         if (self.data is None) == (self.preset is None):
             raise BadOption("--data, --preset: got both or neither, expected one of them")
 
-    def draw(self, subject, min_tokens: int, special_tokens: bool = True):
+    def draw(self, loaded, min_tokens: int, special_tokens: bool = True):
         from coca_hf.evaluate.sample import check_preset, draw_sample, first_of
 
         options = asdict(self)
@@ -187,7 +187,7 @@ class Texts:
             options |= chosen | {"max_tokens": self.max_tokens or chosen["max_tokens"]}
             options["documents"] = self.documents or chosen["documents"]
         sample = draw_sample(
-            subject,
+            loaded,
             min_tokens=min_tokens,
             special_tokens=special_tokens,
             **options,
@@ -256,8 +256,8 @@ def parse_batch_size(text: str) -> int | None:
     return int(text)
 
 
-def warn_beyond_trained(subject, ropes: list, lengths: list[int], new_tokens: int = 0) -> None:
+def warn_beyond_trained(loaded, ropes: list, lengths: list[int], new_tokens: int = 0) -> None:
     from coca_hf.evaluate.rope import warn_beyond_trained
 
-    if warning := warn_beyond_trained(subject.model, ropes, lengths, new_tokens):
+    if warning := warn_beyond_trained(loaded.model, ropes, lengths, new_tokens):
         console.print(f"warning: {warning}", style="yellow")

@@ -8,6 +8,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from coca_hf.errors import CocaError
 from coca_hf.files import replacing
+from coca_hf.page import escape
 from coca_hf.weights import checkpoint_file, open_regular, read_json
 
 CARD = "README.md"
@@ -137,7 +138,7 @@ def _card(
         data,
         template_str=_TEMPLATE,
         mark=MARK,
-        title=f"{_text(name)} with CoCA",
+        title=f"{escape(name)} with CoCA",
         lead=_lead(conversion, stages, base_id or name),
         conversion=_conversion(conversion, base_id or name),
         training=_training(stages) if stages else "Not trained yet.",
@@ -154,7 +155,7 @@ def _lead(conversion: dict, stages: list[dict], base: str) -> str:
     kept = conversion.get("kept_layers")
     instead = "in place of its own" + (f" in all layers but {_numbers(kept)}" if kept else "")
     lines = [
-        f"{_text(base)} with Collinear Constrained Attention "
+        f"{escape(base)} with Collinear Constrained Attention "
         f"([CoCA](https://arxiv.org/abs/2309.08646), the {conversion['constraint']} form) "
         f"{instead}, made with coca_hf.",
     ]
@@ -189,7 +190,7 @@ def _conversion(record: dict, base: str) -> str:
             f"others {perplexity['start']:.4g} before, {perplexity['calibrated']:.4g} after, "
             f"{perplexity['original']:.4g} of the original"
         )
-    return "\n".join(f"- {key}: {_text(value)}" for key, value in lines.items())
+    return "\n".join(f"- {key}: {escape(value)}" for key, value in lines.items())
 
 
 def _training(stages: list[dict]) -> str:
@@ -218,14 +219,14 @@ def _training(stages: list[dict]) -> str:
         for stage in stages
     ]
     rows = [header, ["---"] * len(header), *lines]
-    table = "\n".join("| " + " | ".join(map(_text, row)) + " |" for row in rows)
+    table = "\n".join("| " + " | ".join(map(escape, row)) + " |" for row in rows)
     sources = dict.fromkeys(_source(source) for stage in stages for source in stage["sources"])
     return f"{table}\n\nData:\n\n" + "\n".join(sources)
 
 
 def _source(source: dict) -> str:
     name = source["path"] if source["on_hub"] else Path(source["path"]).name
-    return f"- {_text(name)}, weight {source['weight']:g}"
+    return f"- {escape(name)}, weight {source['weight']:g}"
 
 
 def _beginning(path: Path) -> str:
@@ -252,10 +253,3 @@ def _read_record(path: Path) -> dict:
 
 def _numbers(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
-
-
-def _text(text: str) -> str:
-    """`text` on one line, without what Markdown would read as its own."""
-    for sign in "\\|*_`<":
-        text = text.replace(sign, f"\\{sign}")
-    return " ".join(text.split())

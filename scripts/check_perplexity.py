@@ -1,17 +1,21 @@
-"""Check coca-eval's perplexity of a real model on real books against two computations that share nothing with it.
+"""Check coca-eval's perplexity of a real model on real books against two computations that share
+nothing with it.
 
     python scripts/check_perplexity.py quickstart/original ../shared/data/books-test.parquet \\
         --out docs/results/perplexity-check.json
 
-transformers: up to `--two-windows` tokens its own loss of every window, with -100 for what is not scored, of books cut
-to the length and 256 tokens, so that there is a second window, `stride` after the first. Longer ones would take hours
-on a CPU, so there books are cut to one window; and as no token's loss depends on those after it, a single forward of
-the longest window gives transformers' losses for all of these lengths.
+transformers: up to `--two-windows` tokens its own loss of every window, with -100 for what is not
+scored, of books cut to the length and 256 tokens, so that there is a second window, `stride` after
+the first. Longer ones would take hours on a CPU, so there books are cut to one window; and as no
+token's loss depends on those after it, a single forward of the longest window gives transformers'
+losses for all of these lengths.
 
-lm-eval: its rolling perplexity. Its windows are disjoint, begin with a token that is not scored, and its last one reads
-back; they are coca-eval's with a stride of the length where the text is a multiple of the length, so of two windows.
+lm-eval: its rolling perplexity. Its windows are disjoint, begin with a token that is not scored,
+and its last one reads back; they are coca-eval's with a stride of the length where the text is a
+multiple of the length, so of two windows.
 
-In float32. Lengths that OUT has are not computed again. Exit code 1 where a perplexity differs by more than 0.1%.
+In float32. Lengths that OUT has are not computed again. Exit code 1 where a perplexity differs by
+more than 0.1%.
 """
 
 import argparse
@@ -19,7 +23,6 @@ import json
 import math
 import os
 import platform
-import shlex
 import sys
 import tempfile
 import time
@@ -33,64 +36,79 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coca_hf.documents import read_documents
-from coca_hf.evaluate.load import Subject, load_subject
+from coca_hf.evaluate.loaded_model import LoadedModel, load_model
 from coca_hf.evaluate.perplexity import perplexity_rows
 from coca_hf.evaluate.rope import Rope
-from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import Sample, draw_sample
+from coca_hf.evaluate.store import RowStore, command_line
 
 LARGEST_DIFFERENCE = 1e-3
 SECOND_WINDOW = 256  # tokens that it scores
+PACKAGES = ("coca-hf", "torch", "transformers", "lm-eval")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("model")
     parser.add_argument("data")
     parser.add_argument("--lengths", default="512,1024,2048,4096,8192")
-    parser.add_argument("--rolling-lengths", default="512,1024", help="of the comparison with lm-eval")
+    against = "lengths of the comparison with lm-eval"
+    parser.add_argument("--rolling-lengths", default="512,1024", help=against)
     parser.add_argument("--books", type=int, default=10)
     parser.add_argument("--stride", type=int, default=512)
-    parser.add_argument("--two-windows", type=int, default=1024, help="the longest length with a second window")
-    parser.add_argument("--out", type=Path, required=True, help="JSON, written anew after every length")
+    longest = "the longest length with a second window"
+    parser.add_argument("--two-windows", type=int, default=1024, help=longest)
+    parser.add_argument("--out", type=Path, required=True, help="JSON, written after every length")
     options = parser.parse_args()
-    subject = load_subject(options.model, "float32")
+    loaded = load_model(options.model, "float32")
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     texts = {document.name: document.text for document in read_documents(options.data)}
     rows: list[dict] = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
-    done = {(row["length"], against) for row in rows for against in ("lm-eval", "transformers") if against in row}
+    others = ("lm-eval", "transformers")
+    done = {(row["length"], other) for row in rows for other in others if other in row}
 
     def add(length: int, stride: int, row: dict, against: str, value: float, began: float) -> None:
         rows.append(
             {
-                **{"length": length, "stride": stride, "books": row["documents"], "tokens": row["tokens"]},
-                **{"coca-eval": row["value"], against: value, "difference": row["value"] / value - 1},
+                **{
+                    "length": length,
+                    "stride": stride,
+                    "books": row["documents"],
+                    "tokens": row["tokens"],
+                },
+                **{
+                    "coca-eval": row["value"],
+                    against: value,
+                    "difference": row["value"] / value - 1,
+                },
                 "seconds": round(time.perf_counter() - began),
             }
         )
         print(json.dumps(rows[-1]), flush=True)
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result(rows, subject, row), indent=1) + "\n")
+        options.out.write_text(json.dumps(result(rows, loaded, row), indent=1) + "\n")
 
     def lengths_left(text: str, against: str) -> list[int]:
         return [length for length in map(int, text.split(",")) if (length, against) not in done]
 
     for length in lengths_left(options.rolling_lengths, "lm-eval"):
         began = time.perf_counter()
-        sample = draw_sample(subject, options.data, 2 * length, documents=options.books, max_tokens=2 * length)
+        cut = 2 * length
+        sample = draw_sample(loaded, options.data, cut, documents=options.books, max_tokens=cut)
         rolling = HFLM(pretrained=model, tokenizer=tokenizer, max_length=length)
         value = rolling_perplexity(rolling, sample)
         prefix = torch.tensor([rolling.prefix_token_id])
         sample.token_ids = [torch.cat((prefix, ids)) for ids in sample.token_ids]
-        add(length, length, measure(subject, sample, length, length), "lm-eval", value, began)
+        add(length, length, measure(loaded, sample, length, length), "lm-eval", value, began)
     left = lengths_left(options.lengths, "transformers")
     losses: list[torch.Tensor] = []
     for length in left:
         began, stride = time.perf_counter(), min(options.stride, length)
         second = SECOND_WINDOW if length <= options.two_windows else 0
         cut = length + second + 1
-        sample = draw_sample(subject, options.data, cut, documents=options.books, max_tokens=cut)
+        sample = draw_sample(loaded, options.data, cut, documents=options.books, max_tokens=cut)
         longest = cut if second else max(left) + 1
         ids = [torch.tensor(tokenizer(texts[name])["input_ids"][:longest]) for name in sample.names]
         if second:
@@ -98,19 +116,22 @@ def main() -> int:
         else:
             losses = losses or [plain_losses(model, some) for some in ids]
             value = math.exp(torch.stack([some[:length] for some in losses]).double().mean())
-        add(length, stride, measure(subject, sample, length, stride), "transformers", value, began)
+        add(length, stride, measure(loaded, sample, length, stride), "transformers", value, began)
     return int(max(abs(row["difference"]) for row in rows) > LARGEST_DIFFERENCE)
 
 
-def measure(subject: Subject, sample: Sample, length: int, stride: int) -> dict:
+def measure(loaded: LoadedModel, sample: Sample, length: int, stride: int) -> dict:
     with tempfile.TemporaryDirectory() as out:
-        (row,) = perplexity_rows(subject, sample, [length], stride, [Rope("default")], RowStore(Path(out)))
+        ropes, store = [Rope("default")], RowStore(Path(out))
+        (row,) = perplexity_rows(loaded, sample, [length], stride, ropes, store)
     return row
 
 
 @torch.no_grad()
 def plain_perplexity(model, texts: list[torch.Tensor], length: int, stride: int) -> float:
-    """Sum of losses over tokens; windows of `length` inputs, so of one token more with their labels."""
+    """Sum of losses over tokens; windows of `length` inputs, so of one token more with their
+    labels.
+    """
     total, tokens = 0.0, 0
     for ids in texts:
         scored = 1  # nothing predicts the first token
@@ -145,18 +166,19 @@ def rolling_perplexity(model: HFLM, sample: Sample) -> float:
     return math.exp(-total / sum(map(len, sample.token_ids)))
 
 
-def result(rows: list[dict], subject: Subject, row: dict) -> dict:
+def result(rows: list[dict], loaded: LoadedModel, row: dict) -> dict:
+    versions = {name: version(name) for name in PACKAGES}
+    versions["python"] = platform.python_version()
     return {
         "task": "perplexity-check",
-        "model": subject.name,
+        "model": loaded.name,
         "document_names": row["document_names"],
         "seed": row["seed"],
         "dtype": row["dtype"],
         "rows": rows,
-        "command": f"python scripts/check_perplexity.py {shlex.join(sys.argv[1:])}",
+        "command": f"python scripts/{command_line()}",
         "hardware": f"{row['device']} of {os.cpu_count()} cores",
-        "versions": {name: version(name) for name in ("coca-hf", "torch", "transformers", "lm-eval")}
-        | {"python": platform.python_version()},
+        "versions": versions,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 

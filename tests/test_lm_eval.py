@@ -16,14 +16,14 @@ NEW_TOKENS = 7
 
 
 @pytest.fixture(scope="module")
-def subject(tiny_coca_dir):
+def loaded(tiny_coca_dir):
     return AutoModelForCausalLM.from_pretrained(tiny_coca_dir), AutoTokenizer.from_pretrained(tiny_coca_dir)
 
 
 @pytest.fixture(scope="module")
-def expected(subject):
+def expected(loaded):
     """What both tasks must come to, by the model alone."""
-    model, tokenizer = subject
+    model, tokenizer = loaded
     total, answers = 0.0, []
     for context, target in PAIRS:
         head, tail = (torch.tensor(tokenizer(text).input_ids) for text in (context, target))
@@ -77,12 +77,12 @@ def values(results):
     return [results["coca_likelihood"]["perplexity,none"], results["coca_answer"]["exact_match,none"]]
 
 
-def test_in_process_it_measures_what_the_model_says(subject, task_dir, expected):
+def test_in_process_it_measures_what_the_model_says(loaded, task_dir, expected):
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    model, tokenizer = subject
+    model, tokenizer = loaded
     output = simple_evaluate(
         HFLM(pretrained=model, tokenizer=tokenizer, batch_size=3),
         tasks=["coca_likelihood", "coca_answer"],

@@ -1,4 +1,6 @@
-"""scripts/recovery: its plan names what there is, and its table is of the rows; the runs themselves take hours."""
+"""scripts/recovery: its plan names what there is, and its table is of the rows; the runs themselves
+take hours.
+"""
 
 import json
 import runpy
@@ -31,9 +33,13 @@ def test_every_run_starts_somewhere_and_its_recipe_is_one(name):
         assert any(stage.needs_teacher for stage in recipe.stages) == ("distilled" in name)
 
 
-@pytest.mark.parametrize(("task", "options"), PLAN["evaluate"], ids=[task for task, _ in PLAN["evaluate"]])
+TASKS = [task for task, _ in PLAN["evaluate"]]
+
+
+@pytest.mark.parametrize(("task", "options"), PLAN["evaluate"], ids=TASKS)
 def test_every_measurement_is_one_of_coca_eval(task, options):
-    known = {word for parameter in get_command(app).commands[task].params for word in parameter.opts}
+    parameters = get_command(app).commands[task].params
+    known = {word for parameter in parameters for word in parameter.opts}
     assert {f"--{key}" for key in options} <= known
 
 
@@ -45,20 +51,37 @@ def test_a_copy_is_the_fold_of_the_keys_without_its_scale(tiny_llama_dir, tiny_c
     scaled = load_file(tiny_coca_dir / "model.safetensors")
     for layer in range(3):
         prefix = f"model.layers.{layer}.self_attn"
-        heads = keys[f"{prefix}.k_proj.weight"].unflatten(0, (2, 2, -1))  # 2 heads: firsts and seconds of the pairs
+        # 2 heads: firsts and seconds of the pairs
+        heads = keys[f"{prefix}.k_proj.weight"].unflatten(0, (2, 2, -1))
         expected = heads.mean(1).flatten(0, 1)
         assert found[f"{prefix}.t_proj.weight"].allclose(expected, rtol=1e-5)
         assert not scaled[f"{prefix}.t_proj.weight"].allclose(expected, rtol=1e-2)
 
 
-def test_the_table_has_a_line_a_run_the_mean_of_its_seeds_and_times_the_original(tmp_path, monkeypatch, capsys):
-    novels = {**BOOKS, "data": "x/books-test.parquet", "document_names": ["emma"], "variant": "sliding"}
+def test_the_table_has_the_mean_over_seeds_and_the_ratio_to_original(tmp_path, monkeypatch, capsys):
+    novels = {
+        **BOOKS,
+        "data": "x/books-test.parquet",
+        "document_names": ["emma"],
+        "variant": "sliding",
+    }
     novels |= {"stride": 256, "asked_stride": 256, "max_tokens": 1025}
-    values = {"original": 40.0, "calibrated": 100.0, "trained, seed 0": 50.0, "trained, seed 1": 70.0}
+    values = {
+        "original": 40.0,
+        "calibrated": 100.0,
+        "trained, seed 0": 50.0,
+        "trained, seed 1": 70.0,
+    }
     rows = [row(name, length=256, value=value, **novels) for name, value in values.items()]
     for name, value in (("original", 0.0), ("calibrated", 0.5)):
         heads = [
-            {"layer": 0, "divergence": value * n, "baseline_sink": 0.3 * n, "baseline_previous": 0.1} for n in range(4)
+            {
+                "layer": 0,
+                "divergence": value * n,
+                "baseline_sink": 0.3 * n,
+                "baseline_previous": 0.1,
+            }
+            for n in range(4)
         ]
         maps = row(name, length=256, value=value, task="attention-maps", **novels)
         maps |= {"baseline": "original", "sink": 0.5}

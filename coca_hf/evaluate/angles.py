@@ -1,7 +1,8 @@
-"""Initial angles of query and key, counted, and the bounds of long-term decay: pure functions of h_j.
+"""Initial angles of query and key, counted, and the bounds of long-term decay: pure functions of
+h_j.
 
-Letters and definitions are those of `boundary.py`: h query heads, p sampled pairs of positions, j rotary pairs, s
-distances; h_j = q_j * conj(k_j), whose argument is the initial angle.
+Letters and definitions are those of `boundary.py`: h query heads, p sampled pairs of positions, j
+rotary pairs, s distances; h_j = q_j * conj(k_j), whose argument is the initial angle.
 """
 
 import math
@@ -16,20 +17,26 @@ TAU_BINS = 24
 def count_angles(h: Tensor, theta: Tensor, distance: Tensor) -> dict[str, Tensor]:
     """Histograms of the initial angles, and of the positions where monotonicity breaks.
 
-    h: (h, p, j) complex; theta: (j,) radians per position; distance: (p,) tokens. Returns tensors (h, j, ...).
+    h: (h, p, j) complex; theta: (j,) radians per position; distance: (p,) tokens. Returns tensors
+    (h, j, ...).
     """
     heads, _, num_pairs = h.shape
     finite = h.isfinite()
     defined = finite & (h != 0)
-    angle = torch.atan2(h.imag.double(), h.real.double()) % (2 * math.pi)  # (h, p, j); in float32 pi is above pi
+    # (h, p, j); in float32 pi is above pi
+    angle = torch.atan2(h.imag.double(), h.real.double()) % (2 * math.pi)
     angle = torch.where(defined, angle, 0.0)
     falls, rises = defined & (angle <= math.pi), defined & (angle > math.pi)
     tau = (2 * math.pi - angle) / theta
-    place = torch.arange(heads * num_pairs, device=h.device).view(heads, 1, num_pairs).expand(h.shape)
+    place = (
+        torch.arange(heads * num_pairs, device=h.device).view(heads, 1, num_pairs).expand(h.shape)
+    )
 
     def histogram(bins: Tensor, among: Tensor, num_bins: int) -> Tensor:
         index = (place * num_bins + bins.clamp(0, num_bins - 1))[among]
-        return index.bincount(minlength=heads * num_pairs * num_bins).view(heads, num_pairs, num_bins)
+        return index.bincount(minlength=heads * num_pairs * num_bins).view(
+            heads, num_pairs, num_bins
+        )
 
     def octave(positions: Tensor) -> Tensor:
         return positions.clamp(min=2**-1).log2().floor().long() + 1
@@ -58,7 +65,8 @@ def decay_distances(longest: int) -> list[int]:
 
 
 def partial_sums(theta: Tensor, distances: list[int]) -> tuple[Tensor, Tensor]:
-    """sum_j |S_{j+1}| and sum_j |C_{j+1}| at every distance, each (s,), for the bounds of appendix B.1.
+    """sum_j |S_{j+1}| and sum_j |C_{j+1}| at every distance, each (s,), for the bounds of appendix
+    B.1.
 
     S_j = sum_{k<j} exp(i s theta_k), and C_j is its real part. theta: (j,).
     """
@@ -68,7 +76,9 @@ def partial_sums(theta: Tensor, distances: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def largest_steps(h: Tensor) -> Tensor:
-    """max_j |h_{j+1} - h_j|, where the one after the last is 0 (Su et al. 2021). h: (..., j). Returns (...)."""
+    """max_j |h_{j+1} - h_j|, where the one after the last is 0 (Su et al. 2021). h: (..., j).
+    Returns (...).
+    """
     after = torch.cat((h[..., 1:], torch.zeros_like(h[..., :1])), dim=-1)
     return (after - h).abs().amax(-1)
 

@@ -1,51 +1,164 @@
-"""How a model scores the known answer to a prompt: one forward a case, and nothing is generated.
+"""Prompts with a known answer: made to a length, scored without generation, and written as lines.
 
-Every token of the answer is predicted from the prompt and the answer's tokens before it. Where each of them is the
-likeliest token, greedy decoding answers with exactly these tokens, so the share of such cases is its exact match.
+Every token of an answer is predicted from the prompt and the answer's tokens before it, in one
+forward. Where each of them is the likeliest token, greedy decoding answers with exactly these
+tokens, so the share of such cases is its exact match.
 """
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
-from coca_hf.evaluate.batches import auto_batch_size, compute_all
-from coca_hf.evaluate.load import Subject
+from coca_hf.errors import CocaError
+from coca_hf.evaluate.batches import Watch, auto_batch_size, compute_all
+from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
 from coca_hf.evaluate.perplexity import keeps_logits
+
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+
+
+class Case(NamedTuple):
+    """A prompt, and the answer that it asks for.
+
+    depth: share of the filler that stands before the answer, 0 to 1. distance: tokens from the
+    first of the line with the answer to the end of the prompt. answer_ids: a space and the answer,
+    after the prompt.
+    """
+
+    key: int
+    answer: int
+    depth: float
+    distance: int
+    token_ids: list[int]
+    answer_ids: list[int]
 
 
 class Scored(NamedTuple):
-    nll: float  # nats, summed over the answer's tokens
-    likeliest: list[int]  # the likeliest token at every place of the answer
+    """nll: nats, summed over the answer's tokens. likeliest: the likeliest token for each."""
+
+    nll: float
+    likeliest: list[int]
+
+
+def fit_case(
+    tokenizer: Any,
+    length: int,
+    prompt: Callable[[int], str],
+    depth: Callable[[int], float],
+    line: str,
+    key: int,
+    answer: int,
+) -> Case:
+    """The case whose prompt has at most `length` tokens, with no room for more filler.
+
+    prompt, depth: by the amount of filler. line: holds the answer, in every prompt. Special tokens
+    count. `length` must fit a prompt without filler: see `check_room`.
+    """
+    filler = most_that_fits(lambda amount: len(tokenizer(prompt(amount))["input_ids"]), length)
+    text = prompt(filler)
+    token_ids = tokenizer(text)["input_ids"]
+    from_line = text[text.index(line) :]
+    return Case(
+        key=key,
+        answer=answer,
+        depth=depth(filler) if filler else 0.0,
+        distance=len(tokenizer(from_line, add_special_tokens=False)["input_ids"]),
+        token_ids=token_ids,
+        answer_ids=tokenizer(f"{text} {answer}")["input_ids"][len(token_ids) :],
+    )
+
+
+def check_room(
+    loaded: LoadedModel, length: int, shortest: list[str], longer: list[str], what: str, of: str
+) -> None:
+    """Raise CocaError where `length` does not fit prompts, or the vocabulary lacks their tokens.
+
+    shortest: prompts without filler. longer: prompts with every token that may occur. what: names
+    the prompts. of: ends the message about the length.
+    """
+    for prompt in longer:
+        check_vocabulary(loaded, torch.tensor(loaded.tokenizer(prompt)["input_ids"]), what)
+    least = max(len(loaded.tokenizer(prompt)["input_ids"]) for prompt in shortest)
+    if length < least:
+        raise CocaError(f"--lengths: got {length}, expected at least {least} tokens{of}")
+
+
+def most_that_fits(tokens_of: Callable[[int], int], length: int) -> int:
+    """The amount of filler whose tokens fit `length` while those of one more do not; 0 fits."""
+    shortest, too_much = tokens_of(0), 1
+    while (tokens := tokens_of(too_much)) <= length:
+        too_much *= 2
+    fits = int(too_much * (length - shortest) / (tokens - shortest))
+    step, does_not = 1, fits + 1
+    while fits and tokens_of(fits) > length:
+        does_not, fits, step = fits, max(fits - step, 0), 2 * step
+    while tokens_of(does_not) <= length:
+        fits, does_not, step = does_not, does_not + step, 2 * step
+    while does_not - fits > 1:
+        middle = (fits + does_not) // 2
+        fits, does_not = (middle, does_not) if tokens_of(middle) <= length else (fits, middle)
+    return fits
 
 
 def score_answers(
-    subject: Subject,
+    loaded: LoadedModel,
     cases: list[tuple[list[int], list[int]]],
     batch_size: int | None = None,
-    track: Callable[[list], Iterable] = iter,
+    watch: Watch = iter,
 ) -> tuple[list[Scored], str | None, int]:
-    """The scores of the answers, and what else `compute_all` returns.
+    """The scores of the answers, an error and the batch size; the last two as `compute_all` has it.
 
-    cases: token ids of a prompt and of its answer. batch_size: `auto_batch_size`, by default. All cases are padded on
-    the right to one width, which causal attention never looks at, so a score does not depend on the batch.
+    cases: token ids of a prompt and of its answer. batch_size: None for `auto_batch_size`. All
+    cases are padded on the right to one width. Causal attention never looks at padding there, so a
+    score does not depend on the batch.
     """
     width = max(len(prompt) + len(answer) for prompt, answer in cases) - 1
     kept = width + 1 - min(len(prompt) for prompt, _ in cases)
-    model = subject.model
+    model = loaded.model
 
     @torch.inference_mode()
     def compute(batch: list[tuple[list[int], list[int]]]) -> list[Scored]:
         read = [prompt + answer[:-1] for prompt, answer in batch]
-        input_ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in read], device=model.device)
+        padded = [ids + [0] * (width - len(ids)) for ids in read]
+        input_ids = torch.tensor(padded, device=model.device)
         only_kept = {"logits_to_keep": kept} if keeps_logits(model) else {}
-        logits = model(input_ids=input_ids, use_cache=False, **only_kept).logits[:, -kept:]  # (b, k, vocab)
+        output = model(input_ids=input_ids, use_cache=False, **only_kept)
         scores = []
-        for (prompt, answer), of_case in zip(batch, logits, strict=True):
+        for (prompt, answer), logits in zip(batch, output.logits[:, -kept:], strict=True):
             first = len(prompt) - 1 - (width - kept)
-            log_probs = of_case[first : first + len(answer)].float().log_softmax(-1)
-            nll = -log_probs.double().gather(1, torch.tensor(answer, device=model.device)[:, None]).sum()
+            log_probs = logits[first : first + len(answer)].float().log_softmax(-1)
+            targets = torch.tensor(answer, device=model.device)[:, None]
+            nll = -log_probs.double().gather(1, targets).sum()
             scores.append(Scored(nll.item(), log_probs.argmax(-1).tolist()))
         return scores
 
-    return compute_all([(cases, batch_size or auto_batch_size(width))], compute, track)
+    return compute_all([(cases, batch_size or auto_batch_size(width))], compute, watch)
+
+
+def case_lines(
+    cases: list[Case], outputs: list[str], correct: list[bool], nlls: list[float]
+) -> list[dict]:
+    """A line of the raw table `cases` for each case. nlls: nats; empty where nothing was scored."""
+    lines: list[dict] = [
+        {
+            "case": number,
+            "key": case.key,
+            "answer": case.answer,
+            "depth": case.depth,
+            "distance": case.distance,
+            "prompt_tokens": len(case.token_ids),
+            "answer_tokens": len(case.answer_ids),
+            "output": output,
+            "correct": found,
+        }
+        for number, (case, output, found) in enumerate(zip(cases, outputs, correct, strict=False))
+    ]
+    for line, nll in zip(lines, nlls, strict=False):
+        line["nll"] = nll
+    return lines
+
+
+def share_correct(lines: list[dict]) -> float | None:
+    """Of the lines of a raw table `cases`; None for no lines."""
+    return sum(line["correct"] for line in lines) / len(lines) if lines else None

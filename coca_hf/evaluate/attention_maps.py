@@ -1,19 +1,16 @@
-"""How far a model's attention is from that of the model it was made of, layer by layer and head by head (issue 7).
+"""How far a model's attention is from that of the model it was converted from, by layer and head.
 
-Perplexity can come back while attention does not, because the rest of the network learns to live without it. Here both
-models read the same text, each layer sees what its own model's layers below make of it, and maps are compared:
+Perplexity can recover while attention does not, because the rest of the network adapts. Here both
+models read the same text, each layer sees what its own model's layers below make of it, and maps
+are compared:
 
     KL(baseline's map || model's map), nats, mean over heads and queries, of every layer
 
-in float64, of the probabilities that attention gives; one that rounds to zero counts as the smallest float32 above it.
-A head's sink is its mass on the first token, and `previous` that on the token before the query's, each a mean over all
-queries but the first: a strict CoCA score of like keys is largest at distance 0, so that a head which looks one token
-back is what it is furthest from.
-
-A row, task `attention-maps`, has besides what `rows.py` lists: `value`, the mean of the divergences over layers;
-`sink` and `baseline_sink`; `baseline`, a name; what `Sample.describe` says. Its raw table `heads`, of the first
-`length` tokens of all documents: layer, head, divergence, sink, baseline_sink, previous, baseline_previous, and entropy
-and baseline_entropy in nats.
+in float64, of the probabilities that attention gives; one that rounds to zero counts as the
+smallest float32 above it. A head's sink is its mass on the first token, and `previous` its mass on
+the token before the query's, each a mean over all queries but the first. A strict CoCA score of
+like keys is largest at distance 0, so strict CoCA is furthest from a head that looks one token
+back.
 """
 
 from collections.abc import Iterator
@@ -22,115 +19,137 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import compute_all
-from coca_hf.evaluate.load import Subject, check_vocabulary
+from coca_hf.evaluate.batches import Watch, compute_all
+from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
 from coca_hf.evaluate.perplexity import failed
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import UNSEEN, Raw, RowStore, Track, rows_over, subject_settings
+from coca_hf.evaluate.row import Beside, Count, Identity, Shared, TextRow
 from coca_hf.evaluate.sample import Sample
+from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, about_model, rows_over
+from coca_hf.evaluate.tables import (
+    FLOAT,
+    INT,
+    NBSP,
+    Measurement,
+    Table,
+    against_layer,
+    text_settings,
+)
+from coca_hf.page import Part
+from coca_hf.plots import Curve
 
-COLUMNS = ("divergence", "sink", "baseline_sink", "previous", "baseline_previous", "entropy", "baseline_entropy")
+COLUMNS = (
+    *("divergence", "sink", "baseline_sink", "previous", "baseline_previous"),
+    *("entropy", "baseline_entropy"),
+)
+
+
+class AttentionMapsRow(TextRow):
+    """The raw table `heads`, over the first `length` tokens of all documents, has layer, head and
+    `COLUMNS`; divergence and entropies in nats."""
+
+    length: Identity[Count]
+    value: float | None  # the mean of the divergences over layers, in nats
+    sink: Beside[float | None]
+    baseline_sink: Beside[float | None]
+    baseline: Shared[str]  # a name
+    baseline_fingerprint: NotRequired[Identity[str]]
 
 
 def attention_map_rows(
-    subject: Subject,
-    baseline: Subject,
+    loaded: LoadedModel,
+    baseline: LoadedModel,
     sample: Sample,
     lengths: list[int],
     ropes: list[Rope],
     store: RowStore,
-    track: Track = UNSEEN,
+    progress: Progress = SILENT,
 ) -> Iterator[dict]:
-    """Yield a row for every RoPE setting, of both models, and length; those that `store` has are not measured again.
+    """Yield a row for every RoPE setting and length; those that `store` has are not measured again.
 
-    Holds the maps of one document, (layers, h, length, length), of both models.
+    RoPE settings are put on both models. Holds the maps of one document, (layers, h, length,
+    length), of both models.
 
     Raises CocaError where the baseline is not of the model's family, layers, heads and vocabulary.
     """
-    check_baseline(subject, baseline, sample, f"--baseline {baseline.path}")
+    check_baseline(loaded, baseline, sample, f"--baseline {baseline.path}")
+
+    def measure(rope: Rope, length: int, watch: Watch) -> tuple[dict, Raw]:
+        for one in (loaded, baseline):
+            use_rope_(one.model, rope, length)
+
+        def compute(batch: list[int]) -> list[Tensor]:
+            models = loaded.model, baseline.model
+            return [_compare(*models, sample.token_ids[number][:length]) for number in batch]
+
+        with _giving_maps(loaded.model), _giving_maps(baseline.model):
+            groups = [(list(range(len(sample.token_ids))), 1)]
+            found, error, _ = compute_all(groups, compute, watch)
+        tokens = sum(len(ids[:length]) for ids in sample.token_ids)
+        results = {"value": None, "sink": None, "baseline_sink": None, "tokens": tokens}
+        if error:
+            return results | {"error": failed(error, length)}, {}
+        heads = torch.stack(found).mean(0)  # (layers, h, columns)
+        if not heads.isfinite().all():
+            return results | {"error": "an attention map is not finite"}, {}
+        lines = [
+            {"layer": layer, "head": head, **dict(zip(COLUMNS, numbers, strict=True))}
+            for layer, of_layer in enumerate(heads.tolist())
+            for head, numbers in enumerate(of_layer)
+        ]
+        divergence, sink, baseline_sink, *_ = heads.mean((0, 1)).tolist()
+        results |= {"value": divergence, "sink": sink, "baseline_sink": baseline_sink}
+        return results | {"error": None}, {"heads": lines}
+
     settings = {
         "task": "attention-maps",
-        "stride": None,
         **sample.describe(),
-        **subject_settings(subject),
+        **about_model(loaded),
         "baseline": baseline.name,
         "baseline_fingerprint": baseline.fingerprint,
     }
-    return rows_over(
-        ropes,
-        lengths,
-        store,
-        lambda length: settings,
-        lambda rope, settings: _measure(subject, baseline, sample, rope, settings, track),
-        track,
-    )
+    return rows_over(AttentionMapsRow, settings, ropes, lengths, store, measure, progress)
 
 
-def check_baseline(subject: Subject, baseline: Subject, sample: Sample, where: str) -> None:
-    """Raise CocaError where `baseline` is not of the subject's family, layers, heads and tokens."""
-    shapes = [_shape(one) for one in (subject, baseline)]
+def check_baseline(loaded: LoadedModel, baseline: LoadedModel, sample: Sample, where: str) -> None:
+    """Raise CocaError where family, layers, heads or tokens of the two models differ."""
+    shapes = [_shape(one) for one in (loaded, baseline)]
     for key, expected in shapes[0].items():
         if shapes[1][key] != expected:
             raise CocaError(
-                f"{where}: got {key} {shapes[1][key]}, expected {expected} as {subject.path} has; give the model that "
-                f"it was converted from"
+                f"{where}: got {key} {shapes[1][key]}, expected {expected} as {loaded.path} has; "
+                f"give the model that it was converted from"
             )
     for ids, name in zip(sample.token_ids, sample.names, strict=True):
         check_vocabulary(baseline, ids, name)
-        read, other = (one.tokenizer.convert_ids_to_tokens(ids.unique().tolist()) for one in (subject, baseline))
+        read, other = (
+            one.tokenizer.convert_ids_to_tokens(ids.unique().tolist()) for one in (loaded, baseline)
+        )
         if read != other:
             raise CocaError(
-                f"{where}: got a tokenizer that takes the tokens of {name} for others, expected that of "
-                f"{subject.path}; give the model that it was converted from"
+                f"{where}: got a tokenizer that takes the tokens of {name} for others, expected "
+                f"that of {loaded.path}; give the model that it was converted from"
             )
 
 
-def _shape(subject: Subject) -> dict[str, Any]:
+def _shape(loaded: LoadedModel) -> dict[str, Any]:
     """What a model has in common with the one that it was converted from."""
-    config = subject.model.config.get_text_config(decoder=True)
+    config = loaded.model.config.get_text_config(decoder=True)
     if getattr(config, "num_attention_heads", None) is None:
-        raise CocaError(f"{subject.path}: got {type(subject.model).__name__}, expected a model with attention heads")
+        raise CocaError(
+            f"{loaded.path}: got {type(loaded.model).__name__}, expected a model with attention "
+            f"heads"
+        )
     shape = {key: getattr(config, key) for key in ("num_hidden_layers", "num_attention_heads")}
     return shape | {"model_type": config.model_type.removeprefix("coca_")}
 
 
-def _measure(
-    subject: Subject, baseline: Subject, sample: Sample, rope: Rope, settings: dict, track: Track
-) -> tuple[dict, Raw]:
-    length = settings["length"]
-    for one in (subject, baseline):
-        use_rope_(one.model, rope, length)
-
-    def compute(batch: list[int]) -> list[Tensor]:
-        return [_compare(subject.model, baseline.model, sample.token_ids[number][:length]) for number in batch]
-
-    with _giving_maps(subject.model), _giving_maps(baseline.model):
-        found, error, _ = compute_all(
-            [(list(range(len(sample.token_ids))), 1)],
-            compute,
-            lambda batches: track(batches, f"attention-maps  {rope}  {length}"),
-        )
-    tokens = sum(len(ids[:length]) for ids in sample.token_ids)
-    if error:
-        return {"value": None, "error": failed(error, length), "tokens": tokens}, {}
-    heads = torch.stack(found).mean(0)  # (layers, h, columns)
-    if not heads.isfinite().all():
-        return {"value": None, "error": "an attention map is not finite", "tokens": tokens}, {}
-    lines = [
-        {"layer": layer, "head": head, **dict(zip(COLUMNS, numbers, strict=True))}
-        for layer, of_layer in enumerate(heads.tolist())
-        for head, numbers in enumerate(of_layer)
-    ]
-    divergence, sink, baseline_sink, *_ = heads.mean((0, 1)).tolist()
-    results = {"value": divergence, "sink": sink, "baseline_sink": baseline_sink, "tokens": tokens, "error": None}
-    return results, {"heads": lines}
-
-
 @contextmanager
 def _giving_maps(model: Any) -> Iterator[None]:
-    """Of the implementations of attention only the eager one returns them."""
+    """Eager attention, the only implementation that returns its maps."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -142,7 +161,11 @@ def _giving_maps(model: Any) -> Iterator[None]:
 @torch.inference_mode()
 def _compare(model: Any, baseline: Any, token_ids: Tensor) -> Tensor:
     """The `COLUMNS` of one document, (layers, h, columns), float64."""
-    inputs = {"input_ids": token_ids[None].to(model.device), "output_attentions": True, "use_cache": False}
+    inputs = {
+        "input_ids": token_ids[None].to(model.device),
+        "output_attentions": True,
+        "use_cache": False,
+    }
     theirs = baseline.base_model(**inputs).attentions
     ours = model.base_model(**inputs).attentions
     return torch.stack([_numbers(*maps) for maps in zip(ours, theirs, strict=True)]).cpu()
@@ -157,3 +180,55 @@ def _numbers(ours: Tensor, theirs: Tensor) -> Tensor:
     previous = [maps.diagonal(offset=-1, dim1=1, dim2=2).mean(-1) for maps in (q, p)]
     entropies = [-torch.xlogy(maps, maps).sum(-1).mean(-1) for maps in (q, p)]
     return torch.stack([divergence, *sinks, *previous, *entropies], -1)
+
+
+def _parts(tables: list[Table]) -> list[Part]:
+    """Divergence of attention against layer, at the longest length of every line."""
+    parts: list[Part] = []
+    for table in tables:
+        keys, curves = table.keys(), []
+        for name, heads in table.raw_of_longest("heads").items():
+            layers: dict[int, list[float]] = {}
+            for head in heads:
+                layers.setdefault(head["layer"], []).append(head["divergence"])
+            means: list[float | None] = [sum(some) / len(some) for some in layers.values()]
+            curves.append(Curve(keys[name], [*layers], means))
+        if curves:
+            parts.append(
+                against_layer(
+                    curves,
+                    "divergence (nats)",
+                    table.named("attention-maps"),
+                    "Divergence of attention against layer: the table beside it has the means.",
+                    f"Divergence from the original's attention, mean over heads, against layer: "
+                    f"{table.settings}.",
+                )
+            )
+        parts += [table.grid(), *table.missing()]
+    return parts
+
+
+def _cell(row: dict) -> str:
+    sinks = f"{row['sink']:.2f},{NBSP}{row['baseline_sink']:.2f}"
+    return f"{row['value']:.3f}{NBSP}({sinks})"
+
+
+MEASUREMENT = Measurement(
+    task="attention-maps",
+    title="Attention beside the original's",
+    explanation="Divergence of every head's attention from the original model's on the same text, "
+    "in nats, mean over layers, heads and queries; in brackets the mass on the first token, and "
+    "the original's. Lower is nearer.",
+    row=AttentionMapsRow,
+    settings=lambda row: f"{text_settings(row)}, beside {row['baseline']}",
+    cell=_cell,
+    parts=_parts,
+    raw={
+        "heads": {
+            "layer": INT,
+            "divergence": FLOAT,
+            "baseline_sink": FLOAT,
+            "baseline_previous": FLOAT,
+        }
+    },
+)

@@ -1,7 +1,8 @@
-"""Batches, computed on every process of `accelerate launch`, in smaller ones where memory runs out.
+"""Batches, computed on all processes of `accelerate launch`, and smaller where memory runs out.
 
-Items are dealt to the processes one by one, and each process batches its own. So none waits for another longer than an
-item takes, however few there are; results of one process and of many agree up to rounding.
+Items are dealt to the processes one by one, and each process batches its own. So none waits for
+another longer than an item takes, however few there are; results of one process and of many agree
+up to rounding.
 """
 
 import math
@@ -15,23 +16,25 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Watch = Callable[[list], Iterable]  # yields the items of a list, and shows how far the loop is
 
-# What libraries beside PyTorch's allocator say, which accelerate does not know
+# Errors of libraries beside PyTorch's allocator, which accelerate does not know
 FULL = ("_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 AUTO_SEQUENCES = 64  # halved as long as memory runs out
 AUTO_TOKENS_ON_CPU = 1024  # of a batch
 
 
 def processes() -> PartialState:
-    """Those of `accelerate launch`, on GPUs or, where there are none, on CPUs; or the one there is."""
+    """The processes of `accelerate launch`, on GPUs or otherwise on CPUs, or the only one."""
     return PartialState(cpu=not torch.cuda.is_available())
 
 
 def auto_batch_size(tokens: int) -> int:
-    """How many sequences of so many tokens to begin with, where nobody says.
+    """The number of sequences of `tokens` tokens to begin with.
 
-    On a GPU 64: `compute_all` finds what fits by trying. On a CPU, where a full memory is not an error but a killed
-    process, as many as take no more memory than one of 1,024 tokens: only short ones gain from company.
+    On a GPU it is 64: `compute_all` finds what fits by trying. On a CPU, where full memory kills
+    the process without an error, a batch has at most 1,024 tokens: only short sequences gain from
+    batching there.
     """
     if processes().device.type != "cpu":
         return AUTO_SEQUENCES
@@ -45,16 +48,16 @@ def batches_of(items: list[Item], batch_size: int) -> list[list[Item]]:
 def compute_all(
     groups: list[tuple[list[Item], int]],
     compute: Callable[[list[Item]], list[Result]],
-    track: Callable[[list], Iterable] = iter,
+    watch: Watch = iter,
 ) -> tuple[list[Result], str | None, int]:
-    """A result for every item, in order and on every process, None, and the size of the largest batch.
+    """A result for every item, in order and on every process; an error; the largest batch's size.
 
-    groups: items that may share a batch, and how many at a time. `compute` turns a batch into one result an item. Where
-    memory runs out, it gets the batch in halves, and later ones in pieces of the size that fitted, which is then the
-    size returned.
+    groups: items that may share a batch, and how many at a time. compute: turns a batch into one
+    result for each item. Where memory runs out, it gets the batch in halves, and later batches in
+    pieces of the size that fitted, which is then the size returned.
 
-    In the place of None, what went wrong, and no results: memory that ends at one item ("OOM: ..."), or positions that
-    a model has not learned (IndexError). Other exceptions are passed on.
+    The error is None, or says why there are no results: memory ends at one item ("OOM: ..."), or
+    the model has not learned the positions (IndexError). Other exceptions are passed on.
     """
     state = processes()
     mine = _share(groups, state.process_index, state.num_processes)
@@ -62,7 +65,7 @@ def compute_all(
     largest = max(map(len, mine), default=1)
     error, size = None, largest
     try:
-        for batch in track(mine):
+        for batch in watch(mine):
             done, size = _in_pieces(batch, compute, size)
             results += done
     except MemoryError as failure:
@@ -81,8 +84,12 @@ def compute_all(
     return [] if error else results, error, size
 
 
-def _share(groups: list[tuple[list[Item], int]], process: int, num_processes: int) -> list[list[Item]]:
-    """The batches of one process. All items are dealt one by one, so no process has two more than another."""
+def _share(
+    groups: list[tuple[list[Item], int]], process: int, num_processes: int
+) -> list[list[Item]]:
+    """The batches of one process. All items are dealt one by one, so no process has two more than
+    another.
+    """
     batches: list[list[Item]] = []
     dealt = 0
     for items, batch_size in groups:
@@ -92,12 +99,18 @@ def _share(groups: list[tuple[list[Item], int]], process: int, num_processes: in
 
 
 def is_out_of_memory(failure: Exception) -> bool:
-    """Whether memory ran out, of a GPU or of the machine; cuBLAS and cuDNN have errors of their own for it."""
+    """Whether memory ran out, of a GPU or of the machine; cuBLAS and cuDNN have errors of their own
+    for it.
+    """
     known = isinstance(failure, MemoryError) or should_reduce_batch_size(failure)
-    return known or (isinstance(failure, RuntimeError) and any(words in str(failure) for words in FULL))
+    return known or (
+        isinstance(failure, RuntimeError) and any(words in str(failure) for words in FULL)
+    )
 
 
-def _in_pieces(batch: list[Item], compute: Callable[[list[Item]], list[Result]], size: int) -> tuple[list[Result], int]:
+def _in_pieces(
+    batch: list[Item], compute: Callable[[list[Item]], list[Result]], size: int
+) -> tuple[list[Result], int]:
     """The results of a batch, and the size of the pieces it was computed in."""
     results: list[Result] = []
     while batch:
@@ -111,7 +124,8 @@ def _in_pieces(batch: list[Item], compute: Callable[[list[Item]], list[Result]],
         else:
             batch = batch[size:]
             continue
-        clear_device_cache(garbage_collection=True)  # out here, where the failed call's tensors are no longer held
+        # Outside of the handler, which holds the failed call's tensors
+        clear_device_cache(garbage_collection=True)
         if len(piece) == 1:
             raise MemoryError(f"one sequence alone does not fit ({reason})")
         size = math.ceil(len(piece) / 2)

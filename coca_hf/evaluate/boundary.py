@@ -1,131 +1,173 @@
-"""Rotary borders: the angle that queries and keys start with, and what it does to scores (section 2.2, appendix B.2).
+"""Rotary borders: the angle that queries and keys start with, and what it does to scores
+(section 2.2 and appendix B.2 of the paper).
 
-Letters: h query heads, g key/value heads, m query positions, n key positions, j rotary pairs, p sampled pairs (m, n) of
-positions, s distances m - n.
+Letters: h query heads, g key/value heads, m query positions, n key positions, j rotary pairs, p
+sampled pairs (m, n) of positions, s distances m - n.
 
-For a rotary pair, q and k are complex numbers and h_j = q_j * conj(k_j), so that the score of a query s tokens after a
-key is a(s) = Re sum_j h_j exp(i s theta_j) (eq. 2). The initial angle Theta_j = arg h_j, in [0, 2 pi), is measured
-counterclockwise from key to query. A causal model (m > n) knows two of the paper's four scenarios:
+For a rotary pair, q and k are complex numbers and h_j = q_j * conj(k_j), so that the score of a
+query s tokens after a key is a(s) = Re sum_j h_j exp(i s theta_j) (eq. 2). The initial angle
+Theta_j = arg h_j, in [0, 2 pi), is measured counterclockwise from key to query. A causal model
+(m > n) knows two of the paper's four scenarios:
 
-    b   Theta <= pi   the score falls with distance, until the angle reaches pi, at s = (pi - Theta) / theta_j
-    d   Theta >  pi   it first rises, for the tau = (2 pi - Theta) / theta_j nearest tokens: the anomaly
+    b   Theta <= pi   the score falls with distance, until the angle reaches pi, at
+                      s = (pi - Theta) / theta_j
+    d   Theta >  pi   it first rises, for the tau = (2 pi - Theta) / theta_j nearest tokens: the
+                      anomaly
 
-and none of a and c, which need m < n. Angles are taken over real text, between `pairs_per_document` positions m > n
-that are drawn uniformly. How h_j of CoCA is measured, `products.py` says. The angle is zero where the key is collinear
-with the query (eq. 6), as in strict. Slack lets the constraint of eq. 11 go: the part of its score that depends on
-distance has angles between -pi/2 and pi/2, of which all that follows is told, and another part depends on m + n. No
-bound of the appendix is of such a score, so slack has no table `decay`.
-
-A row, task `boundary`, has besides what `rows.py` lists: `value`, which is `share_d`; `share_a` ... `share_d`, of the
-pairs that have an angle; `share_undefined`, of all pairs, those where q_j or k_j is zero; `share_d_weighted`, weighted
-by |h_j|; `mean_abs_angle`, radians, of angles in (-pi, pi]; `share_abnormal`, of pairs in scenario d that are sampled
-nearer than their tau; `share_absolute`, of |g_j| in |h_j| + |g_j|, which is 0 for all but slack; `layers`, `heads`,
-`rotary_pairs`, `pairs_per_document`; what `Sample.describe` says. Raw tables:
-
-    angles   a line per layer, head and pair (of the h query heads): theta, radians per position; angle_counts, 36 bins
-             of 10 degrees; tau_counts (d) and fall_counts (b), bin i counting positions in [2^(i-1), 2^i), the first
-             those below 1, the last, of 24, open; abnormal, undefined; and over its pairs of positions, sum_magnitude
-             of |h_j|, sum_magnitude_d of those in scenario d, sum_magnitude_absolute of |g_j|, sum_abs_angle
-    decay    a line per layer and distance: the bounds of |a(s)| of the appendix (B.1), RoPE's max_h * sum_s and CoCA's
-             max_l * sum_c, where max_h and max_l are means, over heads and sampled pairs, of max |h_{j+1} - h_j| and
-             max |l_{j+1} - l_j| with l = |h|, sum_s = sum_j |S_{j+1}|, sum_c = sum_j |C_{j+1}|; score, the mean of
-             |a(s)| of these q and k
+and none of a and c, which need m < n. Angles are taken over real text, between `pairs_per_document`
+positions m > n that are drawn uniformly. `query_key_products.py` says how h_j of CoCA is measured.
+The angle is zero where the key is collinear with the query (eq. 6), as in strict. Slack drops the
+constraint of eq. 11: the part of its score that depends on distance has angles between -pi/2 and
+pi/2, and only its angles are counted; another part depends on m + n. The bounds of the appendix do
+not hold for such a score, so slack has no table `decay`.
 """
 
 import itertools
+import math
 import random
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pyarrow
 import torch
 from torch import Tensor
+from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.angles import count_angles, decay_distances, decay_sums, partial_sums
-from coca_hf.evaluate.batches import compute_all
-from coca_hf.evaluate.load import Subject
+from coca_hf.evaluate.batches import Watch, compute_all
+from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.perplexity import failed
-from coca_hf.evaluate.products import Products, frequencies, visiting_products
+from coca_hf.evaluate.query_key_products import Products, frequencies, visiting_products
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import UNSEEN, Raw, RowStore, Track, rows_over, subject_settings
+from coca_hf.evaluate.row import Count, Identity, Setting, Share, TextRow
 from coca_hf.evaluate.sample import Sample
+from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, about_model, rows_over
+from coca_hf.evaluate.tables import (
+    FLOAT,
+    INT,
+    Measurement,
+    Table,
+    curve_figure,
+    share_cell,
+    text_settings,
+)
+from coca_hf.page import Figure, Grid, Part, Text
+from coca_hf.plots import Curve, Heat, heat_figure
+
+
+class BoundaryRow(TextRow):
+    """Shares of the paper's scenarios are of the pairs that have an angle. Raw tables:
+
+    angles   a line per layer, head and pair (of the h query heads): theta, radians per position;
+             angle_counts, 36 bins of 10 degrees; tau_counts (d) and fall_counts (b), bin i counting
+             positions in [2^(i-1), 2^i), the first those below 1, the last, of 24, open; abnormal,
+             undefined; and over its pairs of positions, sum_magnitude of |h_j|, sum_magnitude_d of
+             those in scenario d, sum_magnitude_absolute of |g_j|, sum_abs_angle
+    decay    a line per layer and distance: the bounds of |a(s)| of the appendix (B.1), RoPE's
+             max_h * sum_s and CoCA's max_l * sum_c, where max_h and max_l are means, over heads and
+             sampled pairs, of max |h_{j+1} - h_j| and max |l_{j+1} - l_j| with l = |h|,
+             sum_s = sum_j |S_{j+1}|, sum_c = sum_j |C_{j+1}|; score, the mean of |a(s)|
+    """
+
+    length: Identity[Count]
+    value: Share  # share_d
+    pairs_per_document: Setting[int]
+    share_a: NotRequired[float | None]
+    share_b: NotRequired[float | None]
+    share_c: NotRequired[float | None]
+    share_d: NotRequired[float | None]
+    share_d_weighted: NotRequired[float | None]  # by |h_j|
+    share_abnormal: NotRequired[float | None]  # in scenario d, sampled nearer than their tau
+    share_absolute: NotRequired[float | None]  # of |g_j| in |h_j| + |g_j|; 0 for all but slack
+    share_undefined: NotRequired[float | None]  # of all pairs, where q_j or k_j is zero
+    mean_abs_angle: NotRequired[float | None]  # radians, of angles in (-pi, pi]
+    layers: NotRequired[int]
+    heads: NotRequired[int]
+    rotary_pairs: NotRequired[int]
 
 
 def boundary_rows(
-    subject: Subject,
+    loaded: LoadedModel,
     sample: Sample,
     lengths: list[int],
     ropes: list[Rope],
     store: RowStore,
     pairs_per_document: int = 1024,
     seed: int = 0,
-    track: Track = UNSEEN,
+    progress: Progress = SILENT,
 ) -> Iterator[dict]:
-    """Yield a row for every RoPE setting and length, of the first `length` tokens of every document.
+    """Yield a row for every RoPE setting and length; those that `store` has are not measured again.
 
-    Rows that `store` already has are not measured again.
+    The first `length` tokens of every document count.
 
-    Raises CocaError where the model has no rotary embedding, or turns its heads in a way that is not understood.
+    Raises CocaError where the model has no rotary embedding, or rotates its heads in a way that is
+    not understood.
     """
+    about = about_model(loaded)
+    model, documents = loaded.model, sample.token_ids
+
+    def measure(rope: Rope, length: int, watch: Watch) -> tuple[dict, Raw]:
+        use_rope_(model, rope, length)
+        theta = frequencies(model)
+        distances = decay_distances(max(length, about["trained_length"] or 0))
+
+        def compute(batch: list[int]) -> list[dict[str, np.ndarray]]:
+            return [of_document(number) for number in batch]
+
+        def of_document(number: int) -> dict[str, np.ndarray]:
+            token_ids, draw_seed = documents[number][:length], f"boundary {seed} {number}"
+            positions = draw_positions(len(token_ids), pairs_per_document, draw_seed)
+            return _of_document(model, token_ids, theta, distances, positions)
+
+        found, error, _ = compute_all([(list(range(len(documents))), 1)], compute, watch)
+        results: dict[str, Any] = {
+            "value": None,
+            "error": failed(error, length) if error else None,
+            "tokens": sum(len(ids[:length]) for ids in documents),
+        }
+        if error:
+            return results, {}
+        sums = {name: np.sum([one[name] for one in found], axis=0) for name in found[0]}
+        if sums["not_finite"].any():
+            count = int(sums["not_finite"].sum())
+            return results | {"error": f"{count} products of queries and keys are not finite"}, {}
+        raw = {"angles": _angle_lines(sums, theta)}
+        if about["coca_constraint"] != "slack":
+            raw["decay"] = _decay_lines(sums, theta, distances, len(found))
+        return results | _shares(sums), raw
+
     settings = {
         "task": "boundary",
-        "stride": None,
         **sample.describe(),
         "pairs_per_document": pairs_per_document,
         "seed": seed,
-        **subject_settings(subject),
+        **about,
     }
-    return rows_over(
-        ropes,
-        lengths,
-        store,
-        lambda length: settings,
-        lambda rope, settings: _measure(subject.model, sample, rope, settings, track),
-        track,
-    )
-
-
-def _measure(model: Any, sample: Sample, rope: Rope, settings: dict, track: Track) -> tuple[dict, Raw]:
-    """The results of a row and its raw tables."""
-    length = settings["length"]
-    use_rope_(model, rope, length)
-    theta = frequencies(model)
-    distances = decay_distances(max(length, settings["trained_length"] or 0))
-
-    def compute(batch: list[int]) -> list[dict[str, np.ndarray]]:
-        return [_of_document(model, sample.token_ids[i][:length], theta, distances, settings, i) for i in batch]
-
-    found, error, _ = compute_all(
-        [(list(range(len(sample.token_ids))), 1)],
-        compute,
-        lambda batches: track(batches, f"boundary  {rope}  {length}"),
-    )
-    results: dict[str, Any] = {"value": None, "error": failed(error, length) if error else None}
-    raw: dict[str, list[dict]] = {}
-    if found:
-        sums = {name: np.sum([one[name] for one in found], axis=0) for name in found[0]}
-        if sums["not_finite"].any():
-            results["error"] = f"{int(sums['not_finite'].sum())} products of queries and keys are not finite"
-        else:
-            results |= _shares(sums)
-            raw = {"angles": _angle_lines(sums, theta)}
-            if settings["coca_constraint"] != "slack":
-                raw["decay"] = _decay_lines(sums, theta, distances, len(found))
-    return results | {"tokens": sum(len(ids[:length]) for ids in sample.token_ids)}, raw
+    return rows_over(BoundaryRow, settings, ropes, lengths, store, measure, progress)
 
 
 def _of_document(
-    model: Any, token_ids: Tensor, theta: Tensor, distances: list[int], settings: dict, index: int
+    model: Any,
+    token_ids: Tensor,
+    theta: Tensor,
+    distances: list[int],
+    positions: tuple[Tensor, Tensor],
 ) -> dict[str, np.ndarray]:
-    """Counts and sums over the sampled positions of one document; every array's first axis is the layer."""
-    m, n = draw_positions(len(token_ids), settings["pairs_per_document"], f"boundary {settings['seed']} {index}")
+    """Counts and sums over `positions`, each (p,), of one document.
+
+    The first axis of every array is the layer.
+    """
+    m, n = positions
     layers: dict[int, dict[str, Tensor]] = {}
 
     def visit(layer: int, products: Products) -> None:
         h, g = products(m.to(model.device), n.to(model.device))
-        layers[layer] = count_angles(h, theta, (m - n).to(model.device)) | decay_sums(h, theta, distances)
+        layers[layer] = count_angles(h, theta, (m - n).to(model.device)) | decay_sums(
+            h, theta, distances
+        )
         layers[layer]["magnitude_absolute"] = g.abs().double().sum(1)
 
     with visiting_products(model, theta, visit), torch.inference_mode():
@@ -133,14 +175,17 @@ def _of_document(
     expected = model.config.get_text_config(decoder=True).num_hidden_layers
     if not layers or len(layers) != expected:
         raise CocaError(
-            f"{type(model).__name__}: got rotated queries and keys of {len(layers)} layers, expected {expected}; "
-            f"coca-eval boundary does not understand its attention"
+            f"{type(model).__name__}: got rotated queries and keys of {len(layers)} layers, "
+            f"expected {expected}; coca-eval boundary does not understand its attention"
         )
-    return {name: torch.stack([layers[i][name] for i in sorted(layers)]).cpu().numpy() for name in layers[0]}
+    in_order = [layers[number] for number in sorted(layers)]
+    return {name: torch.stack([one[name] for one in in_order]).cpu().numpy() for name in layers[0]}
 
 
 def draw_positions(length: int, count: int, seed: str) -> tuple[Tensor, Tensor]:
-    """`count` pairs of positions m > n below `length`, uniform over all such pairs: two tensors (p,)."""
+    """`count` pairs of positions m > n below `length`, uniform over all such pairs: two tensors
+    (p,).
+    """
     rng = random.Random(seed)
     pairs = torch.tensor([rng.sample(range(length), 2) for _ in range(count)])
     return pairs.amax(1), pairs.amin(1)
@@ -148,9 +193,13 @@ def draw_positions(length: int, count: int, seed: str) -> tuple[Tensor, Tensor]:
 
 def _shares(sums: dict[str, np.ndarray]) -> dict[str, Any]:
     layers, heads, num_pairs = sums["scenario_b"].shape
-    falls, rises, undefined = (int(sums[name].sum()) for name in ("scenario_b", "scenario_d", "undefined"))
+    falls, rises, undefined = (
+        int(sums[name].sum()) for name in ("scenario_b", "scenario_d", "undefined")
+    )
     defined = max(falls + rises, 1)
-    magnitude, rising, absolute = (float(sums[f"magnitude{part}"].sum()) for part in ("", "_d", "_absolute"))
+    magnitude, rising, absolute = (
+        float(sums[f"magnitude{part}"].sum()) for part in ("", "_d", "_absolute")
+    )
     return {
         "value": rises / defined,
         "share_a": 0.0,
@@ -170,27 +219,26 @@ def _shares(sums: dict[str, np.ndarray]) -> dict[str, Any]:
 
 def _angle_lines(sums: dict[str, np.ndarray], theta: Tensor) -> list[dict]:
     layers, heads, num_pairs = sums["scenario_b"].shape
-    return [
-        {
-            "layer": layer,
-            "head": head,
-            "pair": pair,
-            "theta": float(theta[pair]),
-            **{name: sums[name][layer, head, pair].tolist() for name in ("angle_counts", "tau_counts", "fall_counts")},
-            **{name: int(sums[name][layer, head, pair]) for name in ("abnormal", "undefined")},
-            **{
-                f"sum_{name}": float(sums[name][layer, head, pair])
-                for name in ("magnitude", "magnitude_d", "magnitude_absolute", "abs_angle")
-            },
-        }
-        for layer, head, pair in itertools.product(range(layers), range(heads), range(num_pairs))
-    ]
-
-
-def _decay_lines(sums: dict[str, np.ndarray], theta: Tensor, distances: list[int], documents: int) -> list[dict]:
-    sum_s, sum_c = (sums_of.tolist() for sums_of in partial_sums(theta, distances))
+    histograms = ("angle_counts", "tau_counts", "fall_counts")
+    magnitudes = ("magnitude", "magnitude_d", "magnitude_absolute", "abs_angle")
     lines = []
-    for layer, (max_h, max_l) in enumerate(zip(sums["max_h"] / documents, sums["max_l"] / documents, strict=True)):
+    for at in itertools.product(range(layers), range(heads), range(num_pairs)):
+        line: dict[str, Any] = dict(zip(("layer", "head", "pair"), at, strict=True))
+        line["theta"] = float(theta[line["pair"]])
+        line |= {name: sums[name][at].tolist() for name in histograms}
+        line |= {name: int(sums[name][at]) for name in ("abnormal", "undefined")}
+        line |= {f"sum_{name}": float(sums[name][at]) for name in magnitudes}
+        lines.append(line)
+    return lines
+
+
+def _decay_lines(
+    sums: dict[str, np.ndarray], theta: Tensor, distances: list[int], documents: int
+) -> list[dict]:
+    sum_s, sum_c = (sums_of.tolist() for sums_of in partial_sums(theta, distances))
+    largest_h, largest_l = (sums[name] / documents for name in ("max_h", "max_l"))
+    lines = []
+    for layer, (max_h, max_l) in enumerate(zip(largest_h, largest_l, strict=True)):
         for i, distance in enumerate(distances):
             lines.append(
                 {
@@ -206,3 +254,171 @@ def _decay_lines(sums: dict[str, np.ndarray], theta: Tensor, distances: list[int
                 }
             )
     return lines
+
+
+# On the page (figures 2 and 3 of the paper)
+
+SLACK = (
+    "The score of a CoCA-slack model has two parts: one that depends on the distance of query and "
+    "key, whose angle and scenarios its line has, and one that depends on where in the text they "
+    "are, the share of which is in the column absolute; no bound of the paper's is of such a score."
+)
+SCENARIOS = {
+    "a": "share_a",
+    "b": "share_b",
+    "c": "share_c",
+    "d": "share_d",
+    "d, weighted": "share_d_weighted",
+    "score rises": "share_abnormal",
+    "mean angle (radians)": "mean_abs_angle",
+    "absolute": "share_absolute",
+}
+Lines = dict[str, list[dict]]  # of a raw table, by line of the table
+
+
+def _parts(tables: list[Table]) -> list[Part]:
+    parts: list[Part] = []
+    if any(row["coca_constraint"] == "slack" for table in tables for row in table.rows):
+        parts.append(Text(SLACK))
+    for table in tables:
+        angles, decays = table.raw_of_longest("angles"), table.raw_of_longest("decay")
+        bounded = {name for name, row in table.longest.items() if row["coca_constraint"] != "slack"}
+        decays = {name: lines for name, lines in decays.items() if name in bounded}
+        parts += [_angle_figure(table, angles)] if angles else []
+        parts += [_scenarios(table)]
+        parts += [_tau_figure(table, angles)] if angles else []
+        parts += [_decay_figure(table, decays)] if decays else []
+        parts += [*_layer_figures(table, angles), *table.missing()]
+    return parts
+
+
+def _scenarios(table: Table) -> Grid:
+    """The share of each of the paper's scenarios (figure 3), at the longest length of each line."""
+    lines = []
+    for name, row in table.longest.items():
+        # A row with an error has no shares
+        numbers = [row.get(column) for column in SCENARIOS.values()]
+        cells = ["" if number is None else f"{number:.3f}" for number in numbers]
+        lines.append([name, str(row["length"]), *cells])
+    return Grid(["model", "length", *SCENARIOS], lines, numbers_from=1)
+
+
+def _angle_figure(table: Table, angles: Lines) -> Figure:
+    keys, curves = table.keys(marked=False), []
+    for name, lines in angles.items():
+        counts = np.sum([line["angle_counts"] for line in lines], axis=0)
+        shares = [float(count / max(counts.sum(), 1)) for count in counts]
+        edges = [10.0 * edge for edge in range(len(shares) + 1) for _ in (0, 1)][1:-1]
+        curves.append(Curve(keys[name], edges, [share for share in shares for _ in (0, 1)]))
+    return curve_figure(
+        table.named("boundary-angle"),
+        "Histogram of the initial angle between query and key from 0 to 360 degrees, in bins of "
+        "10: the table beside it has the share of each scenario.",
+        f"Initial angle between query and key, over all layers, heads and rotary pairs: "
+        f"{table.settings}.",
+        curves,
+        "share of pairs",
+        x_label="initial angle (degrees)",
+        y_scale="zero",
+        ticks=[*range(0, 361, 60)],
+        x_scale="linear",
+    )
+
+
+def _tau_figure(table: Table, angles: Lines) -> Figure:
+    keys, curves = table.keys(), []
+    for name, lines in angles.items():
+        defined = sum(sum(line["angle_counts"]) for line in lines)
+        counts = np.sum([line["tau_counts"] for line in lines], axis=0).tolist()
+        shares: list[float | None] = [
+            sum(counts[power:]) / defined if defined else 0.0 for power in range(1, len(counts))
+        ]
+        curves.append(Curve(keys[name], [2**power for power in range(len(shares))], shares))
+    return curve_figure(
+        table.named("boundary-tau"),
+        "Share of pairs whose score wrongly rises over at least so many of the nearest tokens.",
+        "Share of pairs whose score rises with distance, wrongly, over at least so many of the "
+        "nearest tokens (τ, the boundary of scenario d).",
+        curves,
+        "share of pairs",
+        x_label="boundary τ (tokens)",
+        y_scale="zero",
+        trained_lengths=table.trained_lengths,
+        ticks=[16**power for power in range(6)],
+    )
+
+
+def _layer_figures(table: Table, angles: Lines) -> list[Figure]:
+    """The share of scenario d by layer and head, a heat map for each model, all to one scale."""
+    heats = []
+    for name, lines in angles.items():
+        layers, heads = (sorted({line[key] for line in lines}) for key in ("layer", "head"))
+        counts = {at: np.zeros(36, dtype=int) for at in itertools.product(layers, heads)}
+        for line in lines:
+            counts[line["layer"], line["head"]] += line["angle_counts"]
+        shares = [[_share_d(counts[layer, head]) for layer in layers] for head in heads]
+        heats.append(Heat(name, [*map(str, layers)], [*map(str, heads)], shares))
+    known = [share for heat in heats for line in heat.shares for share in line if share]
+    return [
+        Figure(
+            name=f"{table.named('boundary-layers')}-of-{panel}",
+            alt=f"Share of pairs in scenario d by layer and head of {heat.title}.",
+            caption=f"Share of pairs in scenario d in {heat.title}, by layer (across) and head "
+            f"(down).",
+            draw=heat_figure(heat, "layer", "head", max(known, default=1)),
+            height=1.2 + 0.13 * len(heat.lines),
+        )
+        for panel, heat in enumerate(heats, 1)
+    ]
+
+
+def _share_d(counts: np.ndarray) -> float | None:
+    """Of the angles in 36 bins, those above 180 degrees; None for no angles."""
+    return float(counts[18:].sum() / counts.sum()) if counts.sum() else None
+
+
+def _decay_figure(table: Table, decays: Lines) -> Figure:
+    keys, curves = table.keys(), []
+    for name, lines in decays.items():
+        bound = "bound_coca" if table.longest[name]["coca_constraint"] else "bound_rope"
+        by_distance: dict[int, list[float]] = {}
+        for line in lines:
+            by_distance.setdefault(line["distance"], []).append(line[bound])
+        distances = sorted(by_distance.keys() - {0})
+        means = [float(np.mean(by_distance[distance])) for distance in distances]
+        finite = [mean if math.isfinite(mean) else None for mean in means]
+        curves.append(Curve(keys[name], [*map(float, distances)], finite))
+    xs = [x for curve in curves for x in curve.xs]
+    return curve_figure(
+        table.named("boundary-decay"),
+        "Upper bound of the attention score against the distance of query and key.",
+        "Long-term decay: the bound of a score against the distance of query and key, mean over "
+        "layers; the bound of RoPE for models without CoCA, that of CoCA for strict.",
+        curves,
+        "bound of the score",
+        x_label="distance (tokens)",
+        ticks=[4**power for power in range(16) if min(xs) <= 4**power <= max(xs)],
+    )
+
+
+def _settings(row: dict) -> str:
+    pairs = f"{row['pairs_per_document']} pairs of positions a document, seed {row['seed']}"
+    return f"{text_settings(row)}, {pairs}"
+
+
+_COUNTS = pyarrow.list_(pyarrow.int64())
+MEASUREMENT = Measurement(
+    task="boundary",
+    title="Rotary boundaries",
+    explanation="The angle between query and key before rotation, per rotary pair. Where it lies "
+    "between 180° and 360° the score rises with distance for the nearest tokens (the paper's "
+    "scenario d); strict CoCA makes the angle zero.",
+    row=BoundaryRow,
+    settings=_settings,
+    cell=share_cell,
+    parts=_parts,
+    raw={
+        "angles": {"layer": INT, "head": INT, "angle_counts": _COUNTS, "tau_counts": _COUNTS},
+        "decay": {"distance": INT, "bound_rope": FLOAT, "bound_coca": FLOAT},
+    },
+)

@@ -1,4 +1,6 @@
-"""What a checkpoint is and what its cache takes, from its config and the headers of its weights: nothing is loaded."""
+"""What a checkpoint is and what its cache takes, from its config and the headers of its weights:
+nothing is loaded.
+"""
 
 import json
 import re
@@ -9,7 +11,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from coca_hf.errors import CocaError, one_line
-from coca_hf.evaluate.rope import config_trained_length
+from coca_hf.evaluate.rope import trained_length
 from coca_hf.models.decoder import CocaConfig
 from coca_hf.weights import (
     DTYPE_BITS,
@@ -26,19 +28,28 @@ BYTES = {STORED[stored]: dtype.itemsize for stored, dtype in FLOATS.items()}
 
 
 def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict[str, Any]:
-    """Family, constraint, RoPE, lengths in tokens, parameters, and bytes of weights and of the cache of one sequence.
+    """Family, constraint, RoPE, lengths in tokens, parameters, and bytes of weights and of the
+    cache of one sequence.
 
-    For CoCA the cache is the half-width one that `generate` uses (`models/cache.py`), of full width in kept layers, and
-    what a standard cache takes, in other engines, is told as well. memory_bytes: also tells the longest context whose
-    cache fits there beside the weights, activations not counted; None where the cache stops growing (sliding windows).
+    For CoCA the cache is the half-width one that `generate` uses (`models/cache.py`), of full width
+    in kept layers, and what a standard cache takes, in other engines, is told as well.
+    memory_bytes: also tells the longest context whose cache fits there beside the weights,
+    activations not counted; None where the cache stops growing (sliding windows).
 
-    Raises CocaError where the directory is no checkpoint of safetensors, or its attention is not understood.
+    Raises CocaError where the directory is no checkpoint of safetensors, or its attention is not
+    understood.
     """
     if not directory.is_dir():
-        raise CocaError(f"{directory}: no such directory, expected a checkpoint as save_pretrained writes it")
+        raise CocaError(
+            f"{directory}: no such directory, expected a checkpoint as save_pretrained writes it"
+        )
     config = _read_config(directory)
     files, file_of = open_weights(directory)
-    tensors = {name: weights.tensors[name] for name, weights in file_of.items() if not is_derived(name, config)}
+    tensors = {
+        name: weights.tensors[name]
+        for name, weights in file_of.items()
+        if not is_derived(name, config)
+    }
     for weights in files.values():
         weights.close()
     weight_bytes = sum(tensor.num_bytes for tensor in tensors.values())
@@ -50,9 +61,11 @@ def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict
         "constraint": config.coca_constraint if isinstance(config, CocaConfig) else None,
         "kept_layers": sorted(config.coca_kept_layers) if isinstance(config, CocaConfig) else None,
         "rope": _rope(config),
-        "trained_length": config_trained_length(config),
+        "trained_length": trained_length(config),
         "max_length": getattr(config, "max_position_embeddings", None),
-        "parameters": sum(tensor.num_bytes * 8 // DTYPE_BITS[tensor.dtype] for tensor in tensors.values()),
+        "parameters": sum(
+            tensor.num_bytes * 8 // DTYPE_BITS[tensor.dtype] for tensor in tensors.values()
+        ),
         "dtype": dtype,
         "weight_bytes": weight_bytes,
         "kv_bytes_per_token": layers["growing"] * BYTES[dtype],
@@ -63,7 +76,9 @@ def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict
         facts["memory_bytes"] = memory_bytes
         left = memory_bytes - weight_bytes - facts["kv_bytes_fixed"]
         per_token = facts["kv_bytes_per_token"]
-        facts["longest_context"] = max(left, 0) // per_token if per_token else None if left >= 0 else 0
+        facts["longest_context"] = (
+            max(left, 0) // per_token if per_token else None if left >= 0 else 0
+        )
     return facts
 
 
@@ -80,11 +95,12 @@ def describe(facts: dict[str, Any]) -> str:
         cache += f", {share:.1%} of a standard cache's {facts['kv_bytes_per_token_standard']:,}"
     if facts["kv_bytes_fixed"]:
         cache += f", and {facts['kv_bytes_fixed']:,} bytes for sliding windows"
+    gigabytes = facts["weight_bytes"] / 1e9
     lines = {
         "family": f"{facts['family']}, {attention}",
         "RoPE": facts["rope"] or "none",
         "trained length": (f"{trained:,} tokens" if trained else "not said") + extended,
-        "parameters": f"{facts['parameters']:,} in {facts['dtype']}, {facts['weight_bytes'] / 1e9:.2f} GB",
+        "parameters": f"{facts['parameters']:,} in {facts['dtype']}, {gigabytes:.2f} GB",
         "key/value cache": cache,
     }
     if "memory_bytes" in facts:
@@ -95,10 +111,12 @@ def describe(facts: dict[str, Any]) -> str:
             lines["longest context"] = f"any in {memory}: the cache stops growing"
         else:
             lines["longest context"] = (
-                f"{facts['longest_context']:,} tokens in {memory} beside the weights, one sequence, activations not "
-                f"counted"
+                f"{facts['longest_context']:,} tokens in {memory} beside the weights, one "
+                f"sequence, activations not counted"
             )
-    return "\n".join([facts["checkpoint"], *(f"  {name:<17} {value}" for name, value in lines.items())])
+    return "\n".join(
+        [facts["checkpoint"], *(f"  {name:<17} {value}" for name, value in lines.items())]
+    )
 
 
 def _read_config(directory: Path) -> PreTrainedConfig:
@@ -106,20 +124,29 @@ def _read_config(directory: Path) -> PreTrainedConfig:
     fields = read_json(file)
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise CocaError(f"{file}: got model_type {model_type!r}, expected one that transformers or coca_hf knows")
+        raise CocaError(
+            f"{file}: got model_type {model_type!r}, expected one that transformers or coca_hf "
+            f"knows"
+        )
     try:
-        config = CONFIG_MAPPING[model_type](**{k: v for k, v in fields.items() if k not in ("model_type", "auto_map")})
+        config = CONFIG_MAPPING[model_type](
+            **{k: v for k, v in fields.items() if k not in ("model_type", "auto_map")}
+        )
         config = config.get_text_config(decoder=True)
     except Exception as error:  # the validators of transformers raise several kinds
         raise CocaError(f"{file}: {one_line(error)}") from error
-    for length in (config_trained_length(config), getattr(config, "max_position_embeddings", None)):
+    for length in (trained_length(config), getattr(config, "max_position_embeddings", None)):
         if not isinstance(length, int | None):
-            raise CocaError(f"{file}: got a length of {length!r}, expected a whole number of tokens")
+            raise CocaError(
+                f"{file}: got a length of {length!r}, expected a whole number of tokens"
+            )
     return config
 
 
 def _dtype(config: PreTrainedConfig, tensors: dict[str, StoredTensor]) -> str:
-    """The type that weights and cache have when transformers loads the checkpoint: the config's, else the commonest."""
+    """The type that weights and cache have when transformers loads the checkpoint: the config's,
+    else the commonest.
+    """
     if config.dtype is not None:
         name = str(config.dtype).removeprefix("torch.")
     else:
@@ -130,11 +157,17 @@ def _dtype(config: PreTrainedConfig, tensors: dict[str, StoredTensor]) -> str:
     return name if name in BYTES else "float32"
 
 
-def _cache_layers(directory: Path, config: PreTrainedConfig, tensors: dict[str, StoredTensor]) -> dict[str, int]:
-    """Numbers in the cache of one sequence: for each token, standard or as it is, and once for sliding windows."""
+def _cache_layers(
+    directory: Path, config: PreTrainedConfig, tensors: dict[str, StoredTensor]
+) -> dict[str, int]:
+    """Numbers in the cache of one sequence: for each token, standard or as it is, and once for
+    sliding windows.
+    """
     rows: dict[int, Counter[str]] = {}
     for name, tensor in tensors.items():
-        match = re.search(r"\.(\d+)\..*?(k_proj|t_proj|v_proj|query_key_value|qkv_proj)\.weight$", name)
+        match = re.search(
+            r"\.(\d+)\..*?(k_proj|t_proj|v_proj|query_key_value|qkv_proj)\.weight$", name
+        )
         if match and tensor.shape:
             rows.setdefault(int(match[1]), Counter())[match[2]] += tensor.shape[0]
     heads = getattr(config, "num_attention_heads", 0)
@@ -145,23 +178,34 @@ def _cache_layers(directory: Path, config: PreTrainedConfig, tensors: dict[str, 
     for layer, found in sorted(rows.items()):
         fused = found["query_key_value"] + found["qkv_proj"]
         keys = found["t_proj"] or found["k_proj"]
-        is_half = 0 < found["t_proj"] < found["v_proj"]  # at full width: the released code, whose config says llama
-        if (not fused and not (keys and found["v_proj"])) or (is_half and not isinstance(config, CocaConfig)):
+        # At full width it is the released code, whose config says llama
+        is_half = 0 < found["t_proj"] < found["v_proj"]
+        if (not fused and not (keys and found["v_proj"])) or (
+            is_half and not isinstance(config, CocaConfig)
+        ):
             break
         width = fused - heads * d if fused else keys + found["v_proj"]
-        slides = window and (types[layer] == "sliding_attention" if layer < len(types) else not types)
+        slides = window and (
+            types[layer] == "sliding_attention" if layer < len(types) else not types
+        )
         if slides:
             numbers["fixed"] += window * width
         else:
             numbers["growing"] += width
             numbers["standard"] += 2 * found["v_proj"] if found["t_proj"] else width
-    if len(rows) != getattr(config, "num_hidden_layers", None) or not numbers["growing"] + numbers["fixed"]:
+    if (
+        len(rows) != getattr(config, "num_hidden_layers", None)
+        or not numbers["growing"] + numbers["fixed"]
+    ):
         raise CocaError(
-            f"{directory}: got {len(rows)} layers with key and value projections that are understood, expected "
-            f"{getattr(config, 'num_hidden_layers', None)} from config.json; is it a decoder like LLaMA, and complete?"
+            f"{directory}: got {len(rows)} layers with key and value projections that are "
+            f"understood, expected {getattr(config, 'num_hidden_layers', None)} from config.json; "
+            f"is it a decoder like LLaMA, and complete?"
         )
     if isinstance(config, CocaConfig):
-        numbers["growing"] += d  # the angles of a position, cos and sin of every pair, which all layers share
+        numbers["growing"] += (
+            d  # the angles of a position, cos and sin of every pair, which all layers share
+        )
     return numbers
 
 

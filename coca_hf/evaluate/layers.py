@@ -1,21 +1,17 @@
-"""The harm that converting each layer does, alone and beside all others: which layers should be kept.
+"""The harm that converting each layer does, alone and beside all others: which layers should be
+kept.
 
-Every layer is swapped alone, both ways: it is converted in the original model, and put back into the
-converted one. The result is measured on three texts: a passage, the second copy of random tokens, and
-a passage that is read again (see `copying.py`). The measures are the loss on each, and the divergence
-of the predictions from the original model's, a mean over tokens and over the three texts:
+Every layer is swapped alone, both ways: it is converted in the original model, and put back into
+the converted one. The result is measured on three texts: a passage, the second copy of random
+tokens, and a passage that is read again (see `copying.py`). The measures are the loss on each, and
+the divergence of the predictions from the original model's, a mean over tokens and over the three
+texts:
 
     KL(original's prediction || the other's), in nats
 
-A layer's harm is what its conversion adds to the divergence, averaged over two situations: it is the
-first of all layers to be converted, or the last. `order` lists the layers by harm, the greatest first:
-keep these first. It does not say how layers that are kept together help each other.
-
-A row, task `layers`, has besides what `rows.py` lists: `value`, the divergence of the converted model;
-its `perplexity`, `copy` and `again` (nats per token of the second copies), and the original's as
-`baseline_perplexity`, …; `order`; `baseline`, a name; `cases`; `seed`; what `Sample.describe` says. Its
-raw table `layers` has a line per layer: layer, harm, and the four measures as `alone_…`, where only this
-layer is converted, and as `back_…`, where only this layer is the original's.
+A layer's harm is what its conversion adds to the divergence, averaged over two situations: it is
+the first of all layers to be converted, or the last. `order` lists the layers by harm, the greatest
+first: keep these first. It does not say how layers that are kept together help each other.
 """
 
 import math
@@ -25,24 +21,58 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.attention_maps import check_baseline
-from coca_hf.evaluate.batches import auto_batch_size, compute_all
-from coca_hf.evaluate.copying import passages, repeated_sequences
-from coca_hf.evaluate.load import Subject
+from coca_hf.evaluate.batches import Watch, auto_batch_size, compute_all
+from coca_hf.evaluate.copying import check_copy_lengths, passages, repeated_sequences
+from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.perplexity import failed, keeps_logits
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import UNSEEN, Raw, RowStore, Track, rows_over, subject_settings
+from coca_hf.evaluate.row import Count, Identity, Setting, Shared, TextRow
 from coca_hf.evaluate.sample import Sample
+from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, about_model, rows_over
+from coca_hf.evaluate.tables import (
+    FLOAT,
+    INT,
+    Measurement,
+    Table,
+    against_layer,
+    text_settings,
+)
+from coca_hf.page import Bullets, Fold, Grid, Part
+from coca_hf.plots import Curve
 
 TEXTS = ("perplexity", "copy", "again")
 MEASURES = ("divergence", *TEXTS)
+SWAPPED = [f"{way}_{measure}" for way in ("alone", "back") for measure in MEASURES]
+
+
+class LayersRow(TextRow):
+    """Also the measures of the converted model as `TEXTS`, and the original's as `baseline_...`.
+
+    The raw table `layers` has layer, harm and `SWAPPED`: the measures where this layer alone is
+    converted (`alone_...`), and where this layer alone is the original's (`back_...`).
+    """
+
+    length: Identity[Count]
+    value: float | None  # the divergence of the converted model, in nats
+    perplexity: NotRequired[float | None]
+    copy: NotRequired[float | None]  # nats per token of the second copies of random tokens
+    again: NotRequired[float | None]  # nats per token of passages that are read again
+    baseline_perplexity: NotRequired[float | None]
+    baseline_copy: NotRequired[float | None]
+    baseline_again: NotRequired[float | None]
+    order: NotRequired[list[int]]  # layers by harm, the greatest first
+    baseline: Shared[str]  # a name
+    baseline_fingerprint: NotRequired[Identity[str]]
+    cases: Setting[int]
 
 
 def layer_rows(
-    original: Subject,
-    converted: Subject,
+    original: LoadedModel,
+    converted: LoadedModel,
     sample: Sample,
     lengths: list[int],
     ropes: list[Rope],
@@ -50,72 +80,74 @@ def layer_rows(
     num_cases: int = 6,
     seed: int = 0,
     batch_size: int | None = None,
-    track: Track = UNSEEN,
+    progress: Progress = SILENT,
 ) -> Iterator[dict]:
-    """Yield a row for every RoPE setting, of both models, and length; those that `store` has are not measured again.
+    """Yield a row for every RoPE setting and length; those that `store` has are not measured again.
 
-    Holds the states of a batch between the layers of both models.
+    RoPE settings are put on both models. Holds the states of a batch between the layers of both
+    models.
 
-    Raises CocaError where the models are not of one family, size and vocabulary, and for lengths below 5.
+    Raises CocaError where the models are not of one family, size and vocabulary, and for lengths
+    below 5.
     """
     check_baseline(converted, original, sample, original.path)
-    if min(lengths) < 5:
-        raise CocaError(
-            f"--lengths: got {min(lengths)}, expected at least 5: two copies of two tokens, and a beginning"
-        )
+    check_copy_lengths(lengths)
+
+    def measure(rope: Rope, length: int, watch: Watch) -> tuple[dict, Raw]:
+        for one in (original, converted):
+            use_rope_(one.model, rope, length)
+        texts, copy_len = _texts(converted, sample, length, num_cases, seed)
+
+        def compute(batch: list[tuple[str, Tensor]]) -> list[Tensor]:
+            (text, first), *_ = batch
+            scored_len = len(first) - 1 if text == "perplexity" else copy_len - 1
+            input_ids = torch.stack([ids for _, ids in batch])
+            return list(_swapped(original.model, converted.model, input_ids, scored_len))
+
+        groups = [
+            ([(text, ids) for ids in cases], batch_size or auto_batch_size(len(cases[0])))
+            for text, cases in texts.items()
+        ]
+        found, error, used = compute_all(groups, compute, watch)
+        results: dict[str, Any] = {
+            "value": None,
+            "tokens": sum(len(ids) for cases in texts.values() for ids in cases),
+            "error": failed(error, length) if error else None,
+            "batch_size": used,
+        }
+        if error:
+            return results, {}
+        sums = torch.stack(found).view(len(texts), num_cases, -1, 2).mean(1)
+        if not sums.isfinite().all():
+            return results | {"error": "the loss of a model is not finite"}, {}
+        lines, measures = _harms(sums)
+        return results | measures, {"layers": lines}
+
     settings = {
         "task": "layers",
-        "stride": None,
         **sample.describe(),
         "cases": num_cases,
         "seed": seed,
-        **subject_settings(converted),
-        "batch_size": batch_size,
+        **about_model(converted),
         "baseline": original.name,
         "baseline_fingerprint": original.fingerprint,
     }
-    return rows_over(
-        ropes,
-        lengths,
-        store,
-        lambda length: settings,
-        lambda rope, settings: _measure(original, converted, sample, rope, settings, track),
-        track,
-    )
+    return rows_over(LayersRow, settings, ropes, lengths, store, measure, progress)
 
 
-def _measure(
-    original: Subject, converted: Subject, sample: Sample, rope: Rope, settings: dict, track: Track
-) -> tuple[dict, Raw]:
-    length, num_cases, seed = settings["length"], settings["cases"], settings["seed"]
-    for one in (original, converted):
-        use_rope_(one.model, rope, length)
+def _texts(
+    converted: LoadedModel, sample: Sample, length: int, num_cases: int, seed: int
+) -> tuple[dict[str, list[Tensor]], int]:
+    """The sequences of every text by its name, and the tokens of a copy."""
     copies, copy_len = repeated_sequences(converted, length, num_cases, seed)
-    read_again, _ = repeated_sequences(converted, length, num_cases, seed, sample)
-    texts = {"perplexity": passages(converted, length, num_cases, seed, sample), "copy": copies, "again": read_again}
+    again, _ = repeated_sequences(converted, length, num_cases, seed, sample)
+    texts = passages(converted, length, num_cases, seed, sample)
+    return {"perplexity": texts, "copy": copies, "again": again}, copy_len
 
-    def compute(batch: list[tuple[str, Tensor]]) -> list[Tensor]:
-        scored_len = len(batch[0][1]) - 1 if batch[0][0] == "perplexity" else copy_len - 1
-        return list(_swapped(original.model, converted.model, torch.stack([ids for _, ids in batch]), scored_len))
 
-    groups = [
-        ([(text, ids) for ids in cases], settings["batch_size"] or auto_batch_size(len(cases[0])))
-        for text, cases in texts.items()
-    ]
-    found, error, batch_size = compute_all(groups, compute, lambda batches: track(batches, f"layers  {rope}  {length}"))
-    results: dict[str, Any] = {
-        "value": None,
-        "tokens": sum(len(ids) for cases in texts.values() for ids in cases),
-        "error": failed(error, length) if error else None,
-        "batch_size": batch_size,
-    }
-    if error:
-        return results, {}
-    sums = torch.stack(found).view(len(texts), num_cases, -1, 2).mean(1)  # (texts, models, nll and divergence)
-    if not sums.isfinite().all():
-        return results | {"error": "the loss of a model is not finite"}, {}
-    numbers = [_numbers(of_model) for of_model in sums.transpose(0, 1)]
-    first, last, swapped = numbers[0], numbers[1], numbers[2:]
+def _harms(sums: Tensor) -> tuple[list[dict], dict[str, Any]]:
+    """The lines of the raw table, and what the row says. sums: (texts, models, 2)."""
+    first, last, *swapped = (_numbers(of_model) for of_model in sums.transpose(0, 1))
     alone, back = swapped[: len(swapped) // 2], swapped[len(swapped) // 2 :]
     lines = [
         {
@@ -126,13 +158,13 @@ def _measure(
         }
         for layer, (a, b) in enumerate(zip(alone, back, strict=True))
     ]
-    results |= {
+    measures = {
         "value": last["divergence"],
         **{name: last[name] for name in TEXTS},
         **{f"baseline_{name}": first[name] for name in TEXTS},
         "order": [line["layer"] for line in sorted(lines, key=lambda line: -line["harm"])],
     }
-    return results, {"layers": lines}
+    return lines, measures
 
 
 def _numbers(of_model: Tensor) -> dict[str, float]:
@@ -148,8 +180,9 @@ def _numbers(of_model: Tensor) -> dict[str, float]:
 def _swapped(original: Any, converted: Any, input_ids: Tensor, scored_len: int) -> Tensor:
     """Loss and divergence, each a mean over the last `scored_len` targets: (b, models, 2), float64.
 
-    Models: the original, the converted one, the original with each layer converted, the converted one with each layer
-    put back. A model with a swapped layer begins there, from what its own layers below made of the text.
+    Models: the original, the converted one, the original with each layer converted, the converted
+    one with each layer put back. A model with a swapped layer begins there, from what its own
+    layers below made of the text.
     """
     input_ids = input_ids.to(original.device)
     theirs, their_calls = _recorded(original, input_ids, scored_len)
@@ -157,24 +190,39 @@ def _swapped(original: Any, converted: Any, input_ids: Tensor, scored_len: int) 
     reference = theirs.float().log_softmax(-1)
     targets = input_ids[:, -scored_len:]
     found = [_scores(logits, targets, reference) for logits in (theirs, ours)]
-    ways = ((original, their_calls, converted, our_calls), (converted, our_calls, original, their_calls))
+    ways = (
+        (original, their_calls, converted, our_calls),
+        (converted, our_calls, original, their_calls),
+    )
     for host, host_calls, guest, guest_calls in ways:
         for number, layer in enumerate(_layers(guest)):
-            states = layer(host_calls[number][0].to(guest.dtype), **guest_calls[number][1]).to(host.dtype)
-            found.append(_scores(_from_layer(host, number, states, input_ids, scored_len), targets, reference))
+            states = layer(host_calls[number][0].to(guest.dtype), **guest_calls[number][1]).to(
+                host.dtype
+            )
+            found.append(
+                _scores(
+                    _from_layer(host, number, states, input_ids, scored_len), targets, reference
+                )
+            )
     return torch.stack(found, 1).cpu()
 
 
 def _scores(logits: Tensor, targets: Tensor, reference: Tensor) -> Tensor:
-    """Mean loss and mean KL(reference || logits) of each sequence: (b, k, vocab) and (b, k) to (b, 2), float64."""
+    """Mean loss and mean KL(reference || logits) of each sequence: (b, k, vocab) and (b, k) to (b,
+    2), float64.
+    """
     predicted = logits.float().log_softmax(-1)
     loss = -predicted.gather(-1, targets[..., None])[..., 0]
     divergence = (reference.exp() * (reference - predicted)).sum(-1)
     return torch.stack([loss.double().mean(-1), divergence.double().mean(-1)], -1)
 
 
-def _recorded(model: Any, input_ids: Tensor, scored_len: int) -> tuple[Tensor, list[tuple[Tensor, dict]]]:
-    """The last logits before the end, and what every layer was called with: its states, and the rest by name."""
+def _recorded(
+    model: Any, input_ids: Tensor, scored_len: int
+) -> tuple[Tensor, list[tuple[Tensor, dict]]]:
+    """The last logits before the end, and what every layer was called with: its states, and the
+    rest by name.
+    """
     calls: list[tuple[Tensor, dict]] = []
 
     def recording(forward: Callable) -> Callable:
@@ -193,7 +241,9 @@ def _recorded(model: Any, input_ids: Tensor, scored_len: int) -> tuple[Tensor, l
         return _last_logits(model, input_ids, scored_len), calls
 
 
-def _from_layer(model: Any, number: int, states: Tensor, input_ids: Tensor, scored_len: int) -> Tensor:
+def _from_layer(
+    model: Any, number: int, states: Tensor, input_ids: Tensor, scored_len: int
+) -> Tensor:
     """The last logits where layer `number` gave `states`, whatever the layers before it do."""
     with ExitStack() as stack:
         for layer in _layers(model)[: number + 1]:
@@ -218,9 +268,85 @@ def _layers(model: Any) -> Any:
 
 
 def _not_understood(model: Any) -> str:
-    return f"coca-eval layers: got {type(model).__name__}, whose layers it does not understand; expected a CoCA family"
+    found = f"got {type(model).__name__}, whose layers it does not understand"
+    return f"coca-eval layers: {found}; expected a CoCA family"
 
 
 def _last_logits(model: Any, input_ids: Tensor, scored_len: int) -> Tensor:
     only_kept = {"logits_to_keep": scored_len + 1} if keeps_logits(model) else {}
     return model(input_ids=input_ids, use_cache=False, **only_kept).logits[:, -scored_len - 1 : -1]
+
+
+def _parts(tables: list[Table]) -> list[Part]:
+    """Harm against layer, at the longest length of every line, and the order to keep layers in."""
+    parts: list[Part] = []
+    for table in tables:
+        found, keys = table.raw_of_longest("layers"), table.keys()
+        curves = [
+            Curve(keys[name], [e["layer"] for e in some], [e["harm"] for e in some])
+            for name, some in found.items()
+        ]
+        if curves:
+            parts.append(
+                against_layer(
+                    curves,
+                    "harm (nats per token)",
+                    table.named("layers"),
+                    "Harm against layer: the table beside it has the divergence of the whole "
+                    "model.",
+                    f"Harm of each layer's conversion: {table.settings}.",
+                )
+            )
+        parts += [table.grid(), _whole(table), *_orders(table), *table.missing()]
+        for name, lines in found.items():
+            parts.append(Fold(f"Layers of {name}, swapped alone", [_swaps(lines)]))
+    return parts
+
+
+def _whole(table: Table) -> Grid:
+    """The measures of the whole models, the original's first."""
+    lines = []
+    for name, row in table.longest.items():
+        for label, prefix in ((row["baseline"], "baseline_"), (name, "")):
+            numbers = [row.get(f"{prefix}{text}") for text in TEXTS]
+            cells = ["" if number is None else f"{number:.2f}" for number in numbers]
+            lines.append([label, *cells])
+    header = ["as they are", "perplexity", "second copy (nats)", "read again (nats)"]
+    return Grid(header, lines, numbers_from=1)
+
+
+def _orders(table: Table) -> list[Bullets]:
+    orders = {name: row.get("order") or [] for name, row in table.longest.items()}
+    items = [
+        f"{name}: keep first {', '.join(map(str, order))}"
+        for name, order in orders.items()
+        if order
+    ]
+    return [Bullets(items)] if items else []
+
+
+def _swaps(lines: list[dict]) -> Grid:
+    """What each layer does when it alone is converted, and when it alone is the original's."""
+    header = ["layer", "harm", *(name.replace("_", ", ") for name in SWAPPED)]
+    cells = [[str(e["layer"]), *(f"{e[name]:.3f}" for name in ("harm", *SWAPPED))] for e in lines]
+    return Grid(header, cells, numbers_from=0)
+
+
+def _settings(row: dict) -> str:
+    cases = f"{row['cases']} cases of each text, seed {row['seed']}"
+    return f"{text_settings(row)}, beside {row['baseline']}, {cases}"
+
+
+MEASUREMENT = Measurement(
+    task="layers",
+    title="Harm of each layer",
+    explanation="Divergence of the converted model's predictions from the original's, in nats per "
+    "token, mean over a passage, a second copy of random tokens and a passage that is read again; "
+    "lower is nearer. A layer's harm is what its conversion adds to that: the mean over converting "
+    "it alone and converting it last.",
+    row=LayersRow,
+    settings=_settings,
+    cell=lambda row: f"{row['value']:.3f}",
+    parts=_parts,
+    raw={"layers": {"layer": INT, "harm": FLOAT, **dict.fromkeys(SWAPPED, FLOAT)}},
+)

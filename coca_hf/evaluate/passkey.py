@@ -1,31 +1,29 @@
-"""Passkey retrieval: a number hidden in irrelevant text, asked for at the end (the paper's section 4.3 and appendix).
+"""Passkey retrieval: a number hidden in irrelevant text, asked for at the end (section 4.3 of the
+paper and its appendix).
 
-As much filler as fits makes the prompt at most `length` tokens long; the passkey stands after a share of it that is
-drawn uniformly, or, with `depths`, lies on a grid from 0 to 1. The draws of a case depend on the seed, the length and
-the case's number only, so a case is the same whichever others run beside it. Variants:
+As much filler as fits makes the prompt at most `length` tokens long. The passkey stands after a
+share of it that is drawn uniformly, or lies on a grid from 0 to 1 with `depths`. The draws of a
+case depend on the seed, the length and the case's number only, so a case is the same whichever
+others run beside it. Variants:
 
-    paper      the paper's listing, word for word, "Remeber" included: its paragraphs stand apart by a blank line, and
-               every repeat of the filler is a line. Found where the answer, 64 tokens, holds the five digits
-    yarn       eval/passkey.py of jquesnelle/yarn: keys of 1 to 50000, filler cut anywhere, "The pass key is" to go on
-               from. Found where the first number of the answer, 10 tokens, is the key
-    longlora   passkey_retrivial.py of dvlab-research/LongLoRA: the same prompt. Found where the answer's first tokens
-               are the key's. Its key after a space, as LLaMA's tokenizers, for which it was written, put one there
-    landmark   the same prompt, keys of five digits, and nothing is generated: found where every token of the key is
-               the likeliest after those before it, as in greedy decoding (see `answers.py`). One forward a case, and a
-               base model goes on from "The pass key is" where it has nothing to say to the paper's question. Shares
-               jump from 0 to 1 while a model learns; the nats of a digit show how far it is
+    paper      the paper's listing, word for word, "Remeber" included: its paragraphs stand apart by
+               a blank line, and every repeat of the filler is a line. Found where the answer, 64
+               tokens, holds the five digits
+    yarn       eval/passkey.py of jquesnelle/yarn: keys of 1 to 50000, filler cut anywhere, to be
+               continued after "The pass key is". Found where the first number of the answer, 10
+               tokens, is the key
+    longlora   passkey_retrivial.py of dvlab-research/LongLoRA: the same prompt. Found where the
+               answer's first tokens are the key's. The key follows a space, as LLaMA's tokenizers,
+               for which it was written, put one there
+    landmark   the same prompt, keys of five digits, and nothing is generated: found where every
+               token of the key is the likeliest after those before it, as in greedy decoding (see
+               `answers.py`). It takes one forward a case, and a base model continues "The pass key
+               is" where it has nothing to say to the paper's question. Shares jump from 0 to 1
+               while a model learns; the nats of a digit show how far it is
 
-Both scripts set the characters of filler and take the tokens as they come; here the tokens are set.
-
-A row, task `passkey`, has besides what `rows.py` lists: `value`, the share of cases found; `variant`, `cases`,
-`new_tokens`, `depths` (null where depth is uniform); and of the cases whose key is at most, or more than, the tokens of
-its last training from the end (the paper's figure 4): `cases_inside`, `correct_inside`, `cases_beyond`,
-`correct_beyond`; of `landmark` also `nats_per_digit`, the loss on the keys over their digits. Its raw table `cases`:
-case, key, depth (0 to 1), distance (tokens from the beginning of the passkey's sentence to the end), prompt_tokens,
-output, correct, and of `landmark` nll (nats of the whole key).
+Both scripts set the characters of filler and take the tokens as they come; here tokens are set.
 """
 
-import itertools
 import math
 import random
 import re
@@ -34,37 +32,74 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor
+from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.answers import score_answers
-from coca_hf.evaluate.batches import auto_batch_size, compute_all
-from coca_hf.evaluate.load import Subject, check_vocabulary
+from coca_hf.evaluate.answers import (
+    FILLER,
+    Case,
+    case_lines,
+    check_room,
+    fit_case,
+    score_answers,
+    share_correct,
+)
+from coca_hf.evaluate.batches import Watch, auto_batch_size, compute_all
+from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.perplexity import failed
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import UNSEEN, Raw, RowStore, Track, rows_over, subject_settings
-from coca_hf.report.rows import trained_length
+from coca_hf.evaluate.row import Count, Identity, Row, Setting, Share, last_trained_length
+from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, about_model, rows_over
+from coca_hf.evaluate.tables import (
+    FLAG,
+    FLOAT,
+    INT,
+    NBSP,
+    Measurement,
+    Table,
+    against_length,
+    curve_figure,
+)
+from coca_hf.page import Bullets, Figure, Grid, Part
+from coca_hf.plots import Curve, Heat, heat_figure
 
 INSTRUCTION = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
     "I will quiz you about the important information there."
 )
-FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
 
-class Case(NamedTuple):
-    key: int
-    depth: float  # share of the filler that stands before the passkey, 0 to 1
-    distance: int  # tokens from the first of the passkey's sentence to the end of the prompt
-    token_ids: list[int]
-    answer_ids: list[int]  # a space and the key, after the prompt
+class PasskeyRow(Row):
+    """Cases are counted by the distance of their key from the end: at most, or more than, the
+    tokens of the model's last training (the paper's figure 4).
+
+    The raw table `cases` has the lines of `answers.case_lines`.
+    """
+
+    length: Identity[Count]
+    value: Share  # of cases found
+    variant: Setting[str]
+    cases: Setting[int]
+    depths: Setting[Count | None]  # points of the grid; null where depth is uniform
+    new_tokens: Setting[int]  # 0 where nothing is generated
+    seed: Setting[int]
+    cases_inside: NotRequired[int]
+    correct_inside: NotRequired[int]
+    cases_beyond: NotRequired[int]
+    correct_beyond: NotRequired[int]
+    nats_per_digit: NotRequired[float | None]  # of variants that generate nothing
 
 
 class Variant(NamedTuple):
-    keys: tuple[int, int]  # first and last
-    sentence: str  # that holds the key
-    prompt: Callable[[str, int, int], str]  # of the sentence, and filler before it and in all
-    found: Callable[[Case, str, list[int]], bool]  # in the text and tokens of the answer
-    new_tokens: int  # 0: nothing is generated, the key's own tokens are scored
+    """keys: first and last. sentence: holds the key. prompt: from the sentence, and the filler
+    before it and in all. found: in the text and tokens of the answer. new_tokens: 0 where nothing
+    is generated and the key's own tokens are scored."""
+
+    keys: tuple[int, int]
+    sentence: str
+    prompt: Callable[[str, int, int], str]
+    found: Callable[[Case, str, list[int]], bool]
+    new_tokens: int
 
 
 def _paper_prompt(sentence: str, before: int, filler: int) -> str:
@@ -80,35 +115,26 @@ def _landmark_prompt(sentence: str, before: int, filler: int) -> str:
     return "\n".join((INSTRUCTION, text[:before], sentence, text[: filler - before], question))
 
 
+def _holds_key(case: Case, text: str, token_ids: list[int]) -> bool:
+    return str(case.key) in text
+
+
 def _first_number(case: Case, text: str, token_ids: list[int]) -> bool:
     number = re.search(r"\d+", text)
     return number is not None and int(number.group()) == case.key
 
 
+def _begins_with_key(case: Case, text: str, token_ids: list[int]) -> bool:
+    return token_ids[: len(case.answer_ids)] == case.answer_ids
+
+
+_PAPER = "The passkey is {key}. Remeber it. {key} is the passkey."
 _LANDMARK = "The pass key is {key}. Remember it. {key} is the pass key."
 VARIANTS = {
-    "paper": Variant(
-        (10_000, 99_999),
-        "The passkey is {key}. Remeber it. {key} is the passkey.",
-        _paper_prompt,
-        lambda case, text, token_ids: str(case.key) in text,
-        64,
-    ),
+    "paper": Variant((10_000, 99_999), _PAPER, _paper_prompt, _holds_key, 64),
     "yarn": Variant((1, 50_000), _LANDMARK, _landmark_prompt, _first_number, 10),
-    "longlora": Variant(
-        (1, 50_000),
-        _LANDMARK,
-        _landmark_prompt,
-        lambda case, text, token_ids: token_ids[: len(case.answer_ids)] == case.answer_ids,
-        10,
-    ),
-    "landmark": Variant(
-        (10_000, 99_999),
-        _LANDMARK,
-        _landmark_prompt,
-        lambda case, text, token_ids: token_ids == case.answer_ids,
-        0,
-    ),
+    "longlora": Variant((1, 50_000), _LANDMARK, _landmark_prompt, _begins_with_key, 10),
+    "landmark": Variant((10_000, 99_999), _LANDMARK, _landmark_prompt, _begins_with_key, 0),
 }
 
 
@@ -119,13 +145,89 @@ def check_variant(name: str) -> Variant:
     return VARIANTS[name]
 
 
-def make_case(
-    tokenizer: Any, length: int, seed: int, case_number: int, variant: str = "paper", depths: int | None = None
-) -> Case:
-    """Draw a case whose prompt has at most `length` tokens, special tokens included, and no room for more filler.
+def passkey_rows(
+    loaded: LoadedModel,
+    lengths: list[int],
+    ropes: list[Rope],
+    store: RowStore,
+    num_cases: int = 100,
+    new_tokens: int | None = None,
+    seed: int = 0,
+    batch_size: int | None = None,
+    variant: str = "paper",
+    depths: int | None = None,
+    progress: Progress = SILENT,
+) -> Iterator[dict]:
+    """Yield a row for every RoPE setting and length; those that `store` has are not measured again.
 
-    depths: so many depths from 0 to 1, which cases take in turn; by default they are drawn. `length` must fit a prompt
-    without filler: see `check_lengths`.
+    new_tokens: the variant's, by default. Dynamic NTK is fixed for `length` and the longest answer.
+
+    Raises CocaError before any work where a length is too short for the prompt, naming the shortest
+    that fits, and for `new_tokens` of a variant that generates none.
+    """
+    kind = VARIANTS[variant]
+    if new_tokens and not kind.new_tokens:
+        problem = f"--variant {variant} generates nothing; leave it out"
+        raise CocaError(f"--new-tokens: got {new_tokens}, but {problem}")
+    check_lengths(loaded, lengths, seed, num_cases, variant)
+    most_tokens = new_tokens or kind.new_tokens
+    about = about_model(loaded)
+
+    def measure(rope: Rope, length: int, watch: Watch) -> tuple[dict, Raw]:
+        numbers = range(num_cases)
+        cases = [make_case(loaded.tokenizer, length, seed, n, variant, depths) for n in numbers]
+        longest_answer = most_tokens or max(len(case.answer_ids) for case in cases)
+        use_rope_(loaded.model, rope, length + longest_answer)
+        nlls: list[float] = []
+        if most_tokens:
+            outputs, saw_nan, error, used = answers(loaded, cases, most_tokens, batch_size, watch)
+        else:
+            asked = [(case.token_ids, case.answer_ids) for case in cases]
+            scores, error, used = score_answers(loaded, asked, batch_size, watch)
+            outputs, nlls = [score.likeliest for score in scores], [score.nll for score in scores]
+            saw_nan = any(map(math.isnan, nlls))
+        texts = loaded.tokenizer.batch_decode(outputs, skip_special_tokens=True)
+        answered = zip(cases, texts, outputs, strict=False)
+        lines = case_lines(cases, texts, [kind.found(*one) for one in answered], nlls)
+        if saw_nan:
+            error = "the model's logits are NaN"
+        elif error:
+            error = failed(error, f"{length} + {most_tokens}")
+        results = {
+            "value": None if error else share_correct(lines),
+            **count_by_distance(lines, last_trained_length(about)),
+            "tokens": sum(len(case.token_ids) for case in cases),
+            "error": error,
+            "batch_size": used,
+        }
+        if not most_tokens:
+            digits = sum(len(str(case.key)) for case in cases)
+            results["nats_per_digit"] = None if error else math.fsum(nlls) / digits
+        return results, {"cases": lines}
+
+    settings = {
+        "task": "passkey",
+        "variant": variant,
+        "seed": seed,
+        "cases": num_cases,
+        "depths": depths,
+        "new_tokens": most_tokens,
+        **about,
+    }
+    return rows_over(PasskeyRow, settings, ropes, lengths, store, measure, progress)
+
+
+def make_case(
+    tokenizer: Any,
+    length: int,
+    seed: int,
+    case_number: int,
+    variant: str = "paper",
+    depths: int | None = None,
+) -> Case:
+    """Draw a case and fill its prompt: see `fit_case`.
+
+    depths: the number of depths from 0 to 1 that cases take in turn; None draws them.
     """
     kind = VARIANTS[variant]
     key, share = _draw(kind, length, seed, case_number)
@@ -136,198 +238,81 @@ def make_case(
             return int(share * (filler + 1))
         return round(filler * (case_number % depths) / max(depths - 1, 1))
 
-    def tokens_with(filler: int) -> list[int]:
-        return tokenizer(kind.prompt(sentence, before(filler), filler))["input_ids"]
-
-    filler = most_that_fits(lambda filler: len(tokens_with(filler)), length)
-    prompt = kind.prompt(sentence, before(filler), filler)
-    from_passkey = prompt[prompt.index(sentence) :]
-    token_ids = tokens_with(filler)
-    return Case(
+    return fit_case(
+        tokenizer,
+        length,
+        prompt=lambda filler: kind.prompt(sentence, before(filler), filler),
+        depth=lambda filler: before(filler) / filler,
+        line=sentence,
         key=key,
-        depth=before(filler) / filler if filler else 0.0,
-        distance=len(tokenizer(from_passkey, add_special_tokens=False)["input_ids"]),
-        token_ids=token_ids,
-        answer_ids=tokenizer(f"{prompt} {key}")["input_ids"][len(token_ids) :],
+        answer=key,
     )
 
 
-def check_lengths(subject: Subject, lengths: list[int], seed: int, num_cases: int, variant: str = "paper") -> None:
-    """Raise CocaError where a length does not fit the prompt without filler, or the vocabulary not the prompt."""
+def check_lengths(
+    loaded: LoadedModel, lengths: list[int], seed: int, num_cases: int, variant: str = "paper"
+) -> None:
+    """Raise CocaError where a length does not fit a prompt without filler, as `check_room` does."""
     kind = VARIANTS[variant]
     for length in lengths:
-        sentences = [kind.sentence.format(key=_draw(kind, length, seed, number)[0]) for number in range(num_cases)]
-        prompts = [subject.tokenizer(kind.prompt(sentence, 0, len(FILLER)))["input_ids"] for sentence in sentences]
-        check_vocabulary(subject, torch.tensor(list(itertools.chain(*prompts))), "passkey prompt")
-        shortest = max(len(subject.tokenizer(kind.prompt(sentence, 0, 0))["input_ids"]) for sentence in sentences)
-        if length < shortest:
-            raise CocaError(
-                f"--lengths: got {length}, expected at least {shortest} tokens: the passkey prompt without any filler"
-            )
+        keys = [_draw(kind, length, seed, number)[0] for number in range(num_cases)]
+        sentences = [kind.sentence.format(key=key) for key in keys]
+        shortest = [kind.prompt(sentence, 0, 0) for sentence in sentences]
+        longer = [kind.prompt(sentence, 0, len(FILLER)) for sentence in sentences]
+        of = ": the passkey prompt without any filler"
+        check_room(loaded, length, shortest, longer, "passkey prompt", of)
 
 
 def answers(
-    subject: Subject,
+    loaded: LoadedModel,
     cases: list[Case],
     new_tokens: int,
     batch_size: int | None = None,
-    track: Callable[[list], Iterable] = iter,
+    watch: Watch = iter,
 ) -> tuple[list[list[int]], bool, str | None, int]:
-    """At most `new_tokens` greedily decoded tokens for every case, whether any logit was NaN, and the rest.
+    """At most `new_tokens` greedily decoded tokens for every case, and whether a logit was NaN.
 
-    That is what else `compute_all` returns. batch_size: `auto_batch_size`, by default. Batches are padded on the left
-    and masked, so the answers do not depend on it.
+    Then an error and the batch size, as `compute_all` has them. batch_size: None for
+    `auto_batch_size`. Batches are padded on the left and masked, so answers do not depend on it.
     """
-    model, tokenizer = subject.model, subject.tokenizer
+    model, tokenizer = loaded.model, loaded.tokenizer
     eos = model.generation_config.eos_token_id
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-    # The checkpoint's own habits (sampling, penalties) must not leak in: generate() fills what is unset from there.
+    # generate() fills what is unset from the checkpoint: sampling, penalties
     model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad)
 
     def compute(batch: list[Case]) -> list[tuple[list[int], bool]]:
         longest = max(len(case.token_ids) for case in batch)
         padding = [longest - len(case.token_ids) for case in batch]
-        input_ids = torch.tensor([[pad] * n + case.token_ids for n, case in zip(padding, batch, strict=True)])
-        mask = torch.tensor([[0] * n + [1] * (longest - n) for n in padding])
-        watch = _NanWatch()
+        ids = [[pad] * n + case.token_ids for n, case in zip(padding, batch, strict=True)]
+        mask = [[0] * n + [1] * (longest - n) for n in padding]
+        watch_nan = _NanWatch()
         output = model.generate(
-            input_ids=input_ids.to(model.device),
-            attention_mask=mask.to(model.device),
+            input_ids=torch.tensor(ids).to(model.device),
+            attention_mask=torch.tensor(mask).to(model.device),
             max_new_tokens=new_tokens,
             do_sample=False,
-            logits_processor=[watch],
+            logits_processor=[watch_nan],
         )
-        return [(ids, watch.saw_nan) for ids in output[:, longest:].tolist()]
+        return [(ids, watch_nan.saw_nan) for ids in output[:, longest:].tolist()]
 
-    size = batch_size or auto_batch_size(max(len(case.token_ids) for case in cases) + new_tokens)
-    results, error, size = compute_all([(cases, size)], compute, track)
+    longest = max(len(case.token_ids) for case in cases)
+    size = batch_size or auto_batch_size(longest + new_tokens)
+    results, error, size = compute_all([(cases, size)], compute, watch)
     return [ids for ids, _ in results], any(nan for _, nan in results), error, size
 
 
-def passkey_rows(
-    subject: Subject,
-    lengths: list[int],
-    ropes: list[Rope],
-    store: RowStore,
-    num_cases: int = 100,
-    new_tokens: int | None = None,
-    seed: int = 0,
-    batch_size: int | None = None,
-    variant: str = "paper",
-    depths: int | None = None,
-    track: Track = UNSEEN,
-) -> Iterator[dict]:
-    """Yield a row for every RoPE setting and length; those that `store` already has are not measured again.
-
-    new_tokens: the variant's, by default. Dynamic NTK is fixed for `length` and the longest answer.
-
-    Raises CocaError where a length is too short for the prompt, naming the shortest that does, before any work, and for
-    `new_tokens` of a variant that generates none.
-    """
-    if new_tokens and not VARIANTS[variant].new_tokens:
-        raise CocaError(f"--new-tokens: got {new_tokens}, but --variant {variant} generates nothing; leave it out")
-    check_lengths(subject, lengths, seed, num_cases, variant)
-    settings = {
-        "task": "passkey",
-        "variant": variant,
-        "stride": None,
-        "documents": None,
-        "seed": seed,
-        "cases": num_cases,
-        "depths": depths,
-        "new_tokens": new_tokens or VARIANTS[variant].new_tokens,
-        **subject_settings(subject),
-        "batch_size": batch_size,
-    }
-    return rows_over(
-        ropes,
-        lengths,
-        store,
-        lambda length: settings,
-        lambda rope, settings: _measure(subject, rope, settings, track),
-        track,
-    )
-
-
-def _measure(subject: Subject, rope: Rope, settings: dict, track: Track) -> tuple[dict, Raw]:
-    """The results of a row, and a record for each of its cases."""
-    length, new_tokens, variant = settings["length"], settings["new_tokens"], settings["variant"]
-    cases = [
-        make_case(subject.tokenizer, length, settings["seed"], number, variant, settings["depths"])
-        for number in range(settings["cases"])
-    ]
-    longest_answer = new_tokens or max(len(case.answer_ids) for case in cases)
-    use_rope_(subject.model, rope, length + longest_answer)
-
-    def tracked(batches: list) -> Iterable:
-        return track(batches, f"passkey  {rope}  {length}")
-
-    losses: list[float] = []
-    if new_tokens:
-        outputs, saw_nan, error, batch_size = answers(subject, cases, new_tokens, settings["batch_size"], tracked)
-    else:
-        asked = [(case.token_ids, case.answer_ids) for case in cases]
-        scores, error, batch_size = score_answers(subject, asked, settings["batch_size"], tracked)
-        outputs, losses = [score.likeliest for score in scores], [score.nll for score in scores]
-        saw_nan = any(map(math.isnan, losses))
-    texts = subject.tokenizer.batch_decode(outputs, skip_special_tokens=True)
-    records = [
-        {
-            "case": number,
-            "key": case.key,
-            "depth": case.depth,
-            "distance": case.distance,
-            "prompt_tokens": len(case.token_ids),
-            "output": text,
-            "correct": VARIANTS[variant].found(case, text, ids),
-        }
-        for number, (case, text, ids) in enumerate(zip(cases, texts, outputs, strict=False))
-    ]
-    for record, nll in zip(records, losses, strict=False):
-        record["nll"] = nll
-    if saw_nan:
-        error = "the model's logits are NaN"
-    elif error:
-        error = failed(error, f"{length} + {new_tokens}")
-    results = {
-        "value": None if error else sum(record["correct"] for record in records) / len(records),
-        **count_by_distance(records, trained_length(settings)),
-        "tokens": sum(len(case.token_ids) for case in cases),
-        "error": error,
-        "batch_size": batch_size,
-    }
-    if not new_tokens:
-        digits = sum(len(str(case.key)) for case in cases)
-        results["nats_per_digit"] = None if error else math.fsum(losses) / digits
-    return results, {"cases": records}
-
-
-def count_by_distance(records: list[dict], trained_length: int | None) -> dict[str, int]:
-    """Cases, and those that were found, whose key is within the trained length of the end, and further away."""
-    inside = [trained_length is None or record["distance"] <= trained_length for record in records]
+def count_by_distance(lines: list[dict], trained: int | None) -> dict[str, int]:
+    """Cases, and those found, whose key is within the trained length of the end, and further."""
+    sides: dict[str, list[bool]] = {"inside": [], "beyond": []}
+    for line in lines:
+        is_inside = trained is None or line["distance"] <= trained
+        sides["inside" if is_inside else "beyond"].append(line["correct"])
     return {
-        "cases_inside": sum(inside),
-        "correct_inside": sum(r["correct"] for r, near in zip(records, inside, strict=True) if near),
-        "cases_beyond": len(records) - sum(inside),
-        "correct_beyond": sum(r["correct"] for r, near in zip(records, inside, strict=True) if not near),
+        f"{what}_{side}": count(correct)
+        for side, correct in sides.items()
+        for what, count in (("cases", len), ("correct", sum))
     }
-
-
-def most_that_fits(tokens_of: Callable[[int], int], length: int) -> int:
-    """An amount of filler whose tokens fit `length` while those of one more do not; 0 fits."""
-    shortest, too_much = tokens_of(0), 1
-    while (tokens := tokens_of(too_much)) <= length:
-        too_much *= 2
-    fits = int(too_much * (length - shortest) / (tokens - shortest))
-    step, does_not = 1, fits + 1
-    while fits and tokens_of(fits) > length:
-        does_not, fits, step = fits, max(fits - step, 0), 2 * step
-    while tokens_of(does_not) <= length:
-        fits, does_not, step = does_not, does_not + step, 2 * step
-    while does_not - fits > 1:
-        middle = (fits + does_not) // 2
-        fits, does_not = (middle, does_not) if tokens_of(middle) <= length else (fits, middle)
-    return fits
 
 
 def _draw(variant: Variant, length: int, seed: int, case_number: int) -> tuple[int, float]:
@@ -342,3 +327,180 @@ class _NanWatch(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.saw_nan = self.saw_nan or bool(scores.isnan().any())
         return scores
+
+
+# On the page: against length, where in the prompt, and how far from its end (figures 4 and 5)
+
+Found = dict[str, dict[int, list[dict]]]  # cases by line of the table and length
+GRID = "; as asked for, which short prompts meet as nearly as their filler allows"
+FIFTHS = [f"{20 * fifth}-{20 * fifth + 20}%" for fifth in range(5)]
+
+
+def _settings(row: dict) -> str:
+    depths = (
+        f"{row['depths']} depth{'s' * (row['depths'] > 1)}" if row["depths"] else "uniform depth"
+    )
+    tokens = row["new_tokens"]
+    answer = f"{tokens} new tokens" if tokens else "keys scored without generation"
+    variant = "" if row["variant"] == "paper" else f", {row['variant']}'s prompt and scoring"
+    return f"{row['cases']} cases per length, {depths}, {answer}, seed {row['seed']}{variant}"
+
+
+def _cell(row: dict) -> str:
+    nats = row.get("nats_per_digit")
+    return f"{row['value']:.2f}" + ("" if nats is None else f"{NBSP}({nats:.2f})")
+
+
+def _parts(tables: list[Table]) -> list[Part]:
+    parts: list[Part] = []
+    for table in tables:
+        parts += against_length(table, "share found", "share")
+    for table in tables:
+        if found := _cases_found(table):
+            parts += [*_heat_maps(table, found), *_sides(table, found), *_by_distance(table, found)]
+    return parts
+
+
+def _cases_found(table: Table) -> Found:
+    found: Found = {}
+    for name, rows in table.series.items():
+        for row in rows:
+            if cases := table.read_raw(row, "cases"):
+                found.setdefault(name, {})[row["length"]] = cases
+    return found
+
+
+def _heat_maps(table: Table, found: Found) -> Iterable[Part]:
+    """Share found by length and depth; a sentence where it is the same everywhere."""
+    depths, same, panel = _depths(table, found), [], 0
+    for name, by_length in found.items():
+        shares = []
+        for depth in depths:
+            at_depth = (
+                [case for case in by_length.get(length, []) if _depth(case, table) == depth]
+                for length in table.lengths
+            )
+            shares.append([share_correct(cases) for cases in at_depth])
+        values = {share for line in shares for share in line if share is not None}
+        if len(values) == 1:
+            everywhere = "at every context length and depth, so no heat map."
+            same.append(f"{name}: {values.pop():.2f} {everywhere}")
+            continue
+        panel += 1
+        heat = Heat(name, [*map(str, table.lengths)], [*depths.values()], shares)
+        yield Figure(
+            name=f"{table.named('passkey-depth')}-of-{panel}",
+            alt=f"Share of passkeys that {name} finds, by context length and depth in the prompt; "
+            f"a number a cell.",
+            caption=f"Where {name} finds the passkey: context length across, depth in the prompt "
+            f"down (0% is its beginning{GRID * bool(table.rows[0]['depths'])}).",
+            draw=heat_figure(heat, "context length (tokens)", "depth"),
+            height=0.9 + 0.28 * min(len(depths), 20),
+        )
+    if same:
+        yield Bullets(same)
+
+
+def _depths(table: Table, found: Found) -> dict[int, str]:
+    """The lines of heat maps and their names: the points of the grid of depths, or fifths."""
+    if not (grid := table.rows[0]["depths"]):
+        return dict(enumerate(FIFTHS))
+    cases = (case for by_length in found.values() for some in by_length.values() for case in some)
+    points = sorted({_depth(case, table) for case in cases})
+    return {point: f"{100 * point / max(grid - 1, 1):.0f}%" for point in points}
+
+
+def _depth(case: dict, table: Table) -> int:
+    """The line of a case in a heat map. Cases take the points of a grid in turn."""
+    if grid := table.rows[0]["depths"]:
+        return case["case"] % grid
+    return min(int(case["depth"] * len(FIFTHS)), len(FIFTHS) - 1)
+
+
+def _sides(table: Table, found: Found) -> list[Part]:
+    """Share found of passkeys within the trained length of the end, and beyond it (figure 4).
+
+    Nothing where no passkey lies beyond the trained length of its model.
+    """
+    parts: list[Part] = []
+    beyond = False
+    for side, words in (("inside", "at most"), ("beyond", "more than")):
+        keys, curves, lines = table.keys(), [], []
+        for name, rows in table.series.items():
+            on_side = {row["length"]: _on_side(row, found.get(name, {}), side) for row in rows}
+            shares = {n: share_correct(cases) for n, cases in on_side.items() if cases}
+            if shares:
+                curves.append(Curve(keys[name], [*shares], [*shares.values()]))
+                cells = {n: f"{s:.2f}{NBSP}of{NBSP}{len(on_side[n])}" for n, s in shares.items()}
+                lines.append([name, *(cells.get(length, "") for length in table.lengths)])
+        if not curves:
+            continue
+        beyond = side == "beyond"
+        figure = curve_figure(
+            table.named(f"passkey-{side}"),
+            f"Share found against context length, of passkeys {side} the trained length: the "
+            f"table beside it.",
+            f"Share found of the passkeys that stand {words} the trained length of their model "
+            f"from the end of the prompt, against context length.",
+            curves,
+            "share found",
+            y_scale="share",
+            trained_lengths=table.trained_lengths,
+        )
+        header = [f"{side} the trained length", *map(str, table.lengths)]
+        parts += [figure, Grid(header, lines, numbers_from=1)]
+    return parts if beyond else []
+
+
+def _on_side(row: dict, by_length: dict[int, list[dict]], side: str) -> list[dict]:
+    trained, cases = last_trained_length(row), by_length.get(row["length"], [])
+    wanted = side == "beyond"
+    return [case for case in cases if trained and (case["distance"] > trained) == wanted]
+
+
+def _by_distance(table: Table, found: Found) -> list[Part]:
+    """Share found by the octave of the distance from the end of the prompt (figure 5)."""
+    by_octave: dict[str, dict[int, list[dict]]] = {}
+    for name, by_length in found.items():
+        for case in (case for cases in by_length.values() for case in cases):
+            by_octave.setdefault(name, {}).setdefault(_octave(case["distance"]), []).append(case)
+    edges = sorted({edge for octaves in by_octave.values() for edge in octaves})
+    keys, curves, lines = table.keys(), [], []
+    for name, octaves in by_octave.items():
+        shares = {edge: share_correct(octaves[edge]) for edge in edges if edge in octaves}
+        curves.append(Curve(keys[name], [*shares], [*shares.values()]))
+        cells = {edge: f"{share:.2f}" for edge, share in shares.items()}
+        lines.append([name, *(cells.get(edge, "") for edge in edges)])
+    figure = curve_figure(
+        table.named("passkey-distance"),
+        "Share found against the distance from the passkey to the end of the prompt: the table "
+        "beside it.",
+        "Share found against the distance from the passkey to the end of the prompt, in tokens, "
+        "over all context lengths: each point is the octave up to its distance.",
+        curves,
+        "share found",
+        x_label="distance (tokens)",
+        y_scale="share",
+        trained_lengths=table.trained_lengths,
+    )
+    header = ["distance", *(f"≤{NBSP}{edge}" for edge in edges)]
+    return [figure, Grid(header, lines, numbers_from=1)]
+
+
+def _octave(distance: int) -> int:
+    """The least power of two that is not below `distance`."""
+    return 1 << max(distance - 1, 0).bit_length()
+
+
+MEASUREMENT = Measurement(
+    task="passkey",
+    title="Passkey retrieval",
+    explanation="Share of prompts whose answer holds the five-digit number hidden in them; "
+    "greedy; higher is better. In brackets, where the number was scored without generation: nats "
+    "per digit; lower is better.",
+    row=PasskeyRow,
+    settings=_settings,
+    cell=_cell,
+    parts=_parts,
+    raw={"cases": {"case": INT, "depth": FLOAT, "distance": INT, "correct": FLAG}},
+)

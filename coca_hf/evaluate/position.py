@@ -1,14 +1,7 @@
-"""Loss against the token's index in its window: it shows the boundary that an average over all tokens hides.
+"""Loss against the token's index in its window: shows a boundary that an average over tokens hides.
 
-Windows of `length` tokens without overlap, so the target with index i is predicted from the i + 1 tokens before it in
-the window, and from nothing else. Losses are summed over buckets of indices.
-
-A row, task `position-loss`, has besides what `rows.py` lists: `value`, the perplexity over all tokens; `stride`, which
-is the length; `bucket`, in tokens; what `Sample.describe` says; `nll`, nats per token, and the same for buckets that
-begin below and from the length of the last training on, `nll_inside` and `nll_beyond` (null where there are none);
-`ranges`, the perplexity of the tokens between `EDGES`, the trained length of the config and the window's end, each with
-its first index, end and tokens. Its raw table `buckets`: document (index into `document_names`), first (index of the
-bucket), tokens, nll (their sum in nats), of which `in_ranges` makes any other ranges.
+Windows of `length` tokens do not overlap, so the target with index i is predicted from the i + 1
+tokens before it in the window, and from nothing else. Losses are summed over buckets of indices.
 """
 
 import itertools
@@ -16,106 +9,132 @@ import math
 from collections.abc import Iterator
 
 import torch
+from typing_extensions import NotRequired, TypedDict
 
-from coca_hf.evaluate.load import Subject
-from coca_hf.evaluate.perplexity import compute_windows, failed, perplexity_of, token_losses
+from coca_hf.evaluate.batches import Watch
+from coca_hf.evaluate.loaded_model import LoadedModel
+from coca_hf.evaluate.perplexity import (
+    compute_windows,
+    failed,
+    nats_per_token,
+    perplexity_of,
+    token_losses,
+)
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import UNSEEN, Raw, RowStore, Track, rows_over, subject_settings
+from coca_hf.evaluate.row import Count, Identity, Positive, Setting, TextRow, last_trained_length
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.variants import VARIANTS, Window
-from coca_hf.report.rows import trained_length
+from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, about_model, rows_over
+from coca_hf.evaluate.tables import (
+    FLOAT,
+    INT,
+    Measurement,
+    Table,
+    curve_figure,
+    perplexity_cell,
+    text_settings,
+)
+from coca_hf.evaluate.windows import VARIANTS, Window
+from coca_hf.page import Grid, Part
+from coca_hf.plots import Curve
 
 EDGES = (256, 1024)
 
 
+class Range(TypedDict):
+    """Perplexity of the tokens whose index in their window is at least `first` and below `end`."""
+
+    first: int
+    end: int
+    perplexity: float | None
+
+
+class PositionRow(TextRow):
+    """`ranges` are cut at `EDGES`, the trained length of the config and the window's end.
+
+    The raw table `buckets` has document (index into `document_names`), first (index of the bucket),
+    tokens and nll (their sum in nats). `in_ranges` makes other ranges from it.
+    """
+
+    length: Identity[Count]
+    value: Positive  # the perplexity of all tokens
+    nll: NotRequired[float | None]  # nats per token
+    nll_inside: NotRequired[float | None]  # of buckets that begin below the trained length
+    nll_beyond: NotRequired[float | None]  # of the others; null if there are none
+    ranges: NotRequired[list[Range]]
+    bucket: Setting[Count]  # tokens
+
+
 def position_rows(
-    subject: Subject,
+    loaded: LoadedModel,
     sample: Sample,
     lengths: list[int],
     ropes: list[Rope],
     store: RowStore,
     bucket: int = 64,
     batch_size: int | None = None,
-    track: Track = UNSEEN,
+    progress: Progress = SILENT,
 ) -> Iterator[dict]:
-    """Yield a row for every RoPE setting and length; those that `store` already has are not measured again."""
-    settings = {
-        "task": "position-loss",
-        "bucket": bucket,
-        **sample.describe(),
-        **subject_settings(subject),
-        "batch_size": batch_size,
-    }
-    return rows_over(
-        ropes,
-        lengths,
-        store,
-        lambda length: settings | {"stride": length},
-        lambda rope, settings: _measure(subject, sample, rope, settings, track),
-        track,
-    )
+    """Yield a row for every RoPE setting and length, measured if `store` does not have it."""
+    sliding = VARIANTS["sliding"]
+    about = about_model(loaded)
 
+    def measure(rope: Rope, length: int, watch: Watch) -> tuple[dict, Raw]:
+        def compute(batch: list[Window]) -> list[list[float]]:
+            losses = token_losses(loaded.model, sample.token_ids, batch).double()  # (b, m)
+            pieces = losses.split(min(bucket, length), dim=1)
+            return torch.stack([piece.sum(1) for piece in pieces], dim=1).tolist()
 
-def _measure(subject: Subject, sample: Sample, rope: Rope, settings: dict, track: Track) -> tuple[dict, Raw]:
-    """The results of a row, and a line for each bucket of each document."""
-    length, bucket = settings["length"], settings["bucket"]
+        windows = sliding.windows([len(ids) for ids in sample.token_ids], length, length, [])
+        use_rope_(loaded.model, rope, length)
+        windows, sums, error, used = compute_windows(windows, compute, batch_size, watch)
+        lines = _by_document(windows, sums, bucket)
+        value, error = (None, failed(error, length)) if error else perplexity_of(sliding, lines)
+        trained = last_trained_length(about) or length
+        inside = [line for line in lines if line["first"] < trained]
+        beyond = [line for line in lines if line["first"] >= trained]
+        edges = [*EDGES, about["trained_length"] or length]
+        results = {
+            "value": value,
+            "nll": nats_per_token(lines) if value is not None else None,
+            "nll_inside": nats_per_token(inside) if value else None,
+            "nll_beyond": nats_per_token(beyond) if value else None,
+            "ranges": in_ranges(lines, length, edges) if value else [],
+            "stride": length,
+            "tokens": sum(line["tokens"] for line in lines),
+            "error": error,
+            "batch_size": used,
+        }
+        return results, {"buckets": lines}
 
-    def compute(batch: list[Window]) -> list[list[float]]:
-        losses = token_losses(subject.model, sample.token_ids, batch).double()  # (b, m)
-        parts = losses.split(min(bucket, length), dim=1)
-        return torch.stack([part.sum(1) for part in parts], dim=1).tolist()
-
-    windows = VARIANTS["sliding"].windows([len(ids) for ids in sample.token_ids], length, length, [])
-    use_rope_(subject.model, rope, length)
-    windows, sums, error, batch_size = compute_windows(
-        windows, compute, settings["batch_size"], lambda batches: track(batches, f"position-loss  {rope}  {length}")
-    )
-    lines = _by_document(windows, sums, bucket)
-    tokens = sum(line["tokens"] for line in lines)
-    value, error = (None, failed(error, length)) if error else perplexity_of(VARIANTS["sliding"], lines)
-    trained = trained_length(settings) or length
-    results = {
-        "value": value,
-        "nll": nats_per_token(lines) if value is not None else None,
-        "nll_inside": nats_per_token([line for line in lines if line["first"] < trained]) if value else None,
-        "nll_beyond": nats_per_token([line for line in lines if line["first"] >= trained]) if value else None,
-        "ranges": in_ranges(lines, length, [*EDGES, settings["trained_length"] or length]) if value else [],
-        "tokens": tokens,
-        "error": error,
-        "batch_size": batch_size,
-    }
-    return results, {"buckets": lines}
+    settings = {"task": "position-loss", "bucket": bucket, **sample.describe(), **about}
+    return rows_over(PositionRow, settings, ropes, lengths, store, measure, progress)
 
 
 def in_ranges(buckets: list[dict], length: int, edges: list[int]) -> list[dict]:
-    """Perplexity of lines of the raw table by ranges of indices, cut at those of `edges` that lie below `length`.
+    """Perplexity by ranges of indices, cut at those of `edges` that lie below `length`.
 
-    A bucket belongs to the range that its first index lies in.
+    buckets: lines of the raw table. A bucket belongs to the range that its first index lies in.
     """
     cuts = [0, *sorted({edge for edge in edges if 0 < edge < length}), length]
     ranges = []
     for first, end in itertools.pairwise(cuts):
         within = [bucket for bucket in buckets if first <= bucket["first"] < end]
-        if within:
+        nll = nats_per_token(within)
+        if nll is not None:
             tokens = sum(bucket["tokens"] for bucket in within)
-            nll = math.fsum(bucket["nll"] for bucket in within) / tokens
             perplexity = math.exp(nll) if nll < 700 else None  # beyond a float64
             ranges.append({"first": first, "end": end, "tokens": tokens, "perplexity": perplexity})
     return ranges
 
 
-def nats_per_token(buckets: list[dict]) -> float | None:
-    """Over lines of the raw table, token-weighted; None of no lines."""
-    return math.fsum(b["nll"] for b in buckets) / sum(b["tokens"] for b in buckets) if buckets else None
-
-
 def _by_document(windows: list[Window], sums: list[list[float]], bucket: int) -> list[dict]:
-    parts: dict[tuple[int, int], list[tuple[int, float]]] = {}
+    """The lines of the raw table. sums: nats of every bucket of each window."""
+    found: dict[tuple[int, int], list[tuple[int, float]]] = {}
     for window, of_window in zip(windows, sums, strict=False):
         for number, nll in enumerate(of_window):
             first = number * bucket
             tokens = min(bucket, window.scored_len - first)
-            parts.setdefault((window.document, first), []).append((tokens, nll))
+            found.setdefault((window.document, first), []).append((tokens, nll))
     return [
         {
             "document": document,
@@ -123,5 +142,68 @@ def _by_document(windows: list[Window], sums: list[list[float]], bucket: int) ->
             "tokens": sum(tokens for tokens, _ in some),
             "nll": math.fsum(nll for _, nll in some),
         }
-        for (document, first), some in sorted(parts.items())
+        for (document, first), some in sorted(found.items())
     ]
+
+
+def _parts(tables: list[Table]) -> list[Part]:
+    """Loss against the index of a token in the longest windows, and the perplexities."""
+    parts: list[Part] = []
+    for table in tables:
+        keys, curves = table.keys(marked=False), []
+        for name, buckets in table.raw_of_longest("buckets").items():
+            sums: dict[int, list[dict]] = {}
+            for bucket in buckets:
+                sums.setdefault(bucket["first"], []).append(bucket)
+            ends = [first + table.rows[0]["bucket"] for first in sorted(sums)]
+            means = [nats_per_token(sums[first]) for first in sorted(sums)]
+            finite = [mean if mean is not None and math.isfinite(mean) else None for mean in means]
+            curves.append(Curve(keys[name], [*map(float, ends)], finite))
+        if curves:
+            xs = [x for curve in curves for x in curve.xs]
+            parts.append(
+                curve_figure(
+                    table.named("position-loss"),
+                    "Loss in nats per token against the index of the token in its window: the "
+                    "table beside it says how the windows do as a whole.",
+                    f"Loss against the token's index, in the longest windows: {table.settings}.",
+                    curves,
+                    "loss (nats per token)",
+                    x_label="token index",
+                    y_scale="linear",
+                    trained_lengths=table.trained_lengths,
+                    ticks=[2**p for p in range(4, 31) if min(xs) <= 2**p <= max(xs)],
+                )
+            )
+        parts += [table.grid(), *_ranges(table), *table.missing()]
+    return parts
+
+
+def _ranges(table: Table) -> list[Grid]:
+    """Perplexity by ranges of the token's index, at the longest length of every line."""
+    found = {name: row.get("ranges") or [] for name, row in table.longest.items()}
+    columns = sorted({(one["first"], one["end"]) for ranges in found.values() for one in ranges})
+    if len(columns) < 2:
+        return []
+    lines = []
+    for name, ranges in found.items():
+        cells = {
+            (one["first"], one["end"]): MEASUREMENT.show({"value": one["perplexity"]})
+            for one in ranges
+        }
+        lines.append([name, *(cells.get(column, "") for column in columns)])
+    header = ["perplexity of tokens", *(f"{first:,} to {end:,}" for first, end in columns)]
+    return [Grid(header, lines, numbers_from=1)]
+
+
+MEASUREMENT = Measurement(
+    task="position-loss",
+    title="Loss by position",
+    explanation="Perplexity over disjoint windows, and the loss by the index of the token in its "
+    "window: an average hides where the model breaks, this does not. Lower is better.",
+    row=PositionRow,
+    settings=lambda row: f"{text_settings(row)}, buckets of {row['bucket']} tokens",
+    cell=perplexity_cell,
+    parts=_parts,
+    raw={"buckets": {"first": INT, "tokens": INT, "nll": FLOAT}},
+)

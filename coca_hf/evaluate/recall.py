@@ -1,15 +1,11 @@
-"""Key-value recall: which value of a long list belongs to a key (after "Lost in the Middle", arXiv 2307.03172).
+"""Key-value recall: which value in a long list belongs to a key ("Lost in the Middle",
+arXiv 2307.03172).
 
-A case is a list of a few lines `key: value`, keys and values being random numbers, spread over as much
-of the passkey's filler as fits `length` tokens, and at the end one of the keys, to be continued with its
-value. Unlike a passkey, the line stands among others of its kind; unlike in a second copy, only a match
-of the whole key finds it. The draws of a case depend on the seed, the length, the number of pairs and
-the case's number only.
-
-Nothing is generated (see `answers.py`). A row, task `recall`, has besides what `rows.py` lists: `value`, the share of
-cases whose every token of the value is the likeliest; `nll`, nats per token of the values; `cases`; `pairs`; `seed`.
-Its raw table `cases`: case, key, answer, depth (0 to 1), distance (tokens from the line that is asked for to the end of
-the prompt), prompt_tokens, answer_tokens, nll (their sum in nats), output, correct.
+A case is a list of a few lines `key: value`, keys and values being random numbers, spread over as
+much of the passkey's filler as fits `length` tokens. At the end stands one of the keys, to be
+continued with its value. Unlike a passkey, the line stands among others of its kind; unlike in a
+second copy, only a match of the whole key finds it. The draws of a case depend on the seed, the
+length, the number of pairs and the case's number only. Nothing is generated: see `answers.py`.
 """
 
 import math
@@ -17,68 +13,40 @@ import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
-
-from coca_hf.errors import CocaError
-from coca_hf.evaluate.answers import score_answers
-from coca_hf.evaluate.load import Subject, check_vocabulary
-from coca_hf.evaluate.passkey import FILLER, most_that_fits
-from coca_hf.evaluate.perplexity import failed
+from coca_hf.evaluate.answers import (
+    FILLER,
+    Case,
+    case_lines,
+    check_room,
+    fit_case,
+    score_answers,
+    share_correct,
+)
+from coca_hf.evaluate.batches import Watch
+from coca_hf.evaluate.loaded_model import LoadedModel
+from coca_hf.evaluate.perplexity import why_no_loss
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import UNSEEN, Raw, RowStore, Track, rows_over, subject_settings
+from coca_hf.evaluate.row import Beside, Count, Identity, Row, Setting, Share
+from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, about_model, rows_over
+from coca_hf.evaluate.tables import NBSP, Measurement, against_length
 
 TITLE = "A list of keys and their values."
 QUESTION = "One line of the list again:"
 
 
-class Case(NamedTuple):
-    key: int
-    value: int
-    depth: float  # share of the filler that stands before the line that is asked for
-    distance: int
-    token_ids: list[int]
-    answer_ids: list[int]  # a space and the value, after the prompt
+class RecallRow(Row):
+    """The raw table `cases` has the lines of `answers.case_lines`."""
 
-
-def make_case(tokenizer: Any, length: int, seed: int, case_number: int, pairs: int) -> Case:
-    """Draw a case whose prompt has at most `length` tokens, special tokens included, and no room for more filler.
-
-    `length` must fit a prompt without filler: see `check_lengths`.
-    """
-    drawn = _draw(length, seed, case_number, pairs)
-
-    def prompt(filler: int) -> str:
-        return _prompt(drawn, filler)
-
-    filler = most_that_fits(lambda filler: len(tokenizer(prompt(filler))["input_ids"]), length)
-    text, (key, value, share) = prompt(filler), drawn.lines[drawn.asked]
-    token_ids = tokenizer(text)["input_ids"]
-    from_line = text[text.index(f"\n{key}: {value}\n") + 1 :]
-    return Case(
-        key=key,
-        value=value,
-        depth=int(share * (filler + 1)) / filler if filler else 0.0,
-        distance=len(tokenizer(from_line, add_special_tokens=False)["input_ids"]),
-        token_ids=token_ids,
-        answer_ids=tokenizer(f"{text} {value}")["input_ids"][len(token_ids) :],
-    )
-
-
-def check_lengths(subject: Subject, lengths: list[int], seed: int, num_cases: int, pairs: int) -> None:
-    """Raise CocaError where a length does not fit a list without filler, or the vocabulary not the prompt."""
-    for length in lengths:
-        prompts = [
-            subject.tokenizer(_prompt(_draw(length, seed, number, pairs), 0))["input_ids"]
-            for number in range(num_cases)
-        ]
-        check_vocabulary(subject, torch.tensor(prompts[0]), "list of keys and values")
-        shortest = max(map(len, prompts))
-        if length < shortest:
-            raise CocaError(f"--lengths: got {length}, expected at least {shortest} tokens for a list of {pairs} lines")
+    length: Identity[Count]
+    value: Share  # of cases whose every token of the value is the likeliest
+    nll: Beside[float | None]  # nats per token of the values
+    cases: Setting[int]
+    pairs: Setting[int]  # lines in a list
+    seed: Setting[int]
 
 
 def recall_rows(
-    subject: Subject,
+    loaded: LoadedModel,
     lengths: list[int],
     ropes: list[Rope],
     store: RowStore,
@@ -86,79 +54,75 @@ def recall_rows(
     pairs: int = 8,
     seed: int = 0,
     batch_size: int | None = None,
-    track: Track = UNSEEN,
+    progress: Progress = SILENT,
 ) -> Iterator[dict]:
-    """Yield a row for every RoPE setting and length; those that `store` already has are not measured again.
+    """Yield a row for every RoPE setting and length; those that `store` has are not measured again.
 
     Raises CocaError where a length is too short for the list, before any work.
     """
-    check_lengths(subject, lengths, seed, num_cases, pairs)
+    check_lengths(loaded, lengths, seed, num_cases, pairs)
+
+    def measure(rope: Rope, length: int, watch: Watch) -> tuple[dict, Raw]:
+        tokenizer = loaded.tokenizer
+        cases = [make_case(tokenizer, length, seed, number, pairs) for number in range(num_cases)]
+        use_rope_(loaded.model, rope, length + max(len(case.answer_ids) for case in cases))
+        asked = [(case.token_ids, case.answer_ids) for case in cases]
+        scores, error, used = score_answers(loaded, asked, batch_size, watch)
+        outputs = [tokenizer.decode(score.likeliest) for score in scores]
+        correct = [score.likeliest == ids for score, (_, ids) in zip(scores, asked, strict=False)]
+        lines = case_lines(cases, outputs, correct, [score.nll for score in scores])
+        total = math.fsum(score.nll for score in scores)
+        error = why_no_loss(error, total, length)
+        results = {
+            "value": None if error else share_correct(lines),
+            "nll": None if error else total / sum(line["answer_tokens"] for line in lines),
+            "tokens": sum(len(case.token_ids) for case in cases),
+            "error": error,
+            "batch_size": used,
+        }
+        return results, {"cases": [] if error else lines}
+
     settings = {
         "task": "recall",
-        "stride": None,
         "cases": num_cases,
         "pairs": pairs,
         "seed": seed,
-        **subject_settings(subject),
-        "batch_size": batch_size,
+        **about_model(loaded),
     }
-    return rows_over(
-        ropes,
-        lengths,
-        store,
-        lambda length: settings,
-        lambda rope, settings: _measure(subject, rope, settings, track),
-        track,
+    return rows_over(RecallRow, settings, ropes, lengths, store, measure, progress)
+
+
+def make_case(tokenizer: Any, length: int, seed: int, case_number: int, pairs: int) -> Case:
+    """Draw a case and fill its prompt: see `fit_case`."""
+    drawn = _draw(length, seed, case_number, pairs)
+    key, value, share = drawn.lines[drawn.asked]
+    return fit_case(
+        tokenizer,
+        length,
+        prompt=lambda filler: _prompt(drawn, filler),
+        depth=lambda filler: int(share * (filler + 1)) / filler,
+        line=f"{key}: {value}\n",
+        key=key,
+        answer=value,
     )
 
 
-def _measure(subject: Subject, rope: Rope, settings: dict, track: Track) -> tuple[dict, Raw]:
-    length = settings["length"]
-    cases = [
-        make_case(subject.tokenizer, length, settings["seed"], number, settings["pairs"])
-        for number in range(settings["cases"])
-    ]
-    longest_answer = max(len(case.answer_ids) for case in cases)
-    use_rope_(subject.model, rope, length + longest_answer)
-    scores, error, batch_size = score_answers(
-        subject,
-        [(case.token_ids, case.answer_ids) for case in cases],
-        settings["batch_size"],
-        lambda batches: track(batches, f"recall  {rope}  {length}"),
-    )
-    lines = [
-        {
-            "case": number,
-            "key": case.key,
-            "answer": case.value,
-            "depth": case.depth,
-            "distance": case.distance,
-            "prompt_tokens": len(case.token_ids),
-            "answer_tokens": len(case.answer_ids),
-            "nll": score.nll,
-            "output": subject.tokenizer.decode(score.likeliest),
-            "correct": score.likeliest == case.answer_ids,
-        }
-        for number, (case, score) in enumerate(zip(cases, scores, strict=False))
-    ]
-    total = math.fsum(line["nll"] for line in lines)
-    if error:
-        error = failed(error, length)
-    elif not math.isfinite(total):
-        error = f"the model's loss is {total}"
-    results = {
-        "value": None if error else sum(line["correct"] for line in lines) / len(lines),
-        "nll": None if error else total / sum(line["answer_tokens"] for line in lines),
-        "tokens": sum(len(case.token_ids) for case in cases),
-        "error": error,
-        "batch_size": batch_size,
-    }
-    return results, {"cases": lines if error is None else []}
+def check_lengths(
+    loaded: LoadedModel, lengths: list[int], seed: int, num_cases: int, pairs: int
+) -> None:
+    """Raise CocaError where a length does not fit a list without filler, as `check_room` does."""
+    for length in lengths:
+        drawn = [_draw(length, seed, number, pairs) for number in range(num_cases)]
+        prompts = [_prompt(one, 0) for one in drawn]
+        of = f" for a list of {pairs} lines"
+        check_room(loaded, length, prompts, prompts[:1], "list of keys and values", of)
 
 
 class _Drawn(NamedTuple):
-    lines: list[tuple[int, int, float]]  # key, value, and the share of the filler before them, which rises
-    asked: int  # the index of one of them
+    """lines: key, value, and the share of the filler before them, which rises. asked: an index."""
+
+    lines: list[tuple[int, int, float]]
+    asked: int
 
 
 def _draw(length: int, seed: int, case_number: int, pairs: int) -> _Drawn:
@@ -176,3 +140,23 @@ def _prompt(drawn: _Drawn, filler: int) -> str:
         lines.insert(int(share * (filler + 1)), f"{key}: {value}")
     listed = "\n".join(lines)
     return f"{TITLE}\n\n{listed}\n\n{QUESTION}\n{drawn.lines[drawn.asked][0]}:"
+
+
+def _settings(row: dict) -> str:
+    lists = f"lists of {row['pairs']} lines"
+    return f"{lists}, {row['cases']} cases per length, seed {row['seed']}"
+
+
+MEASUREMENT = Measurement(
+    task="recall",
+    title="Key-value recall",
+    explanation="Share of lists of keys and values in which the value of the key that is asked "
+    "for is found; greedy; higher is better. In brackets: nats per token of the value; lower is "
+    "better.",
+    row=RecallRow,
+    settings=_settings,
+    cell=lambda row: f"{row['value']:.2f}{NBSP}({row['nll']:.2f})",
+    parts=lambda tables: [
+        part for table in tables for part in against_length(table, "share found", "share")
+    ],
+)

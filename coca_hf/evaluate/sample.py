@@ -1,4 +1,4 @@
-"""The documents of a measurement: a seeded sample, tokenized and cut, the same for every length and RoPE setting."""
+"""The documents of a measurement: one seeded sample for all lengths and RoPE settings."""
 
 import hashlib
 import random
@@ -11,20 +11,26 @@ from torch import Tensor
 
 from coca_hf.documents import Document, commit_of, local_files, read_all_documents
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.load import Subject, check_vocabulary
+from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
+from coca_hf.evaluate.row import relative
 
 T = TypeVar("T")
 
 
 @dataclass
 class Sample:
-    """Tokenized documents, each (tokens,), with what is needed to draw them again."""
+    """Tokenized documents, each (tokens,), with what is needed to draw them again.
 
-    settings: dict  # the arguments that drew it: data, column, split, seed, max_tokens, ...
+    settings: the arguments that drew it: data, column, split, seed, max_tokens, ... skipped: names
+    of the documents that are empty or too short. left_out: the number of documents of fewer than
+    `min_bytes` bytes, which are not drawn.
+    """
+
+    settings: dict
     names: list[str] = field(default_factory=list)
     token_ids: list[Tensor] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)  # names of the documents that are empty or too short
-    left_out: int = 0  # documents of fewer than `min_bytes` bytes, of which none was drawn
+    skipped: list[str] = field(default_factory=list)
+    left_out: int = 0
 
     def describe(self) -> dict:
         """What a row says about its documents; `data_hash` is of the very tokens."""
@@ -43,7 +49,8 @@ class Sample:
 
 
 PRESETS: dict[str, dict] = {
-    # The paper: 100 of PG-19's documents of at least 32768 tokens, cut to them. Its test split has no more than 100.
+    # The paper: 100 of PG-19's documents of at least 32768 tokens, cut to them. The test split has
+    # no more than 100.
     "pg19": {
         "data": "emozilla/pg19-test",
         "split": "test",
@@ -52,7 +59,8 @@ PRESETS: dict[str, dict] = {
         "min_tokens": 32768,
         "max_tokens": 32768,
     },
-    # YaRN's eval.sh: 50 of Proof-pile's test documents of at least 32768 tokens; it takes the first, this draws them.
+    # YaRN's eval.sh: 50 of Proof-pile's test documents of at least 32768 tokens. It takes the
+    # first ones; these are drawn.
     "proof-pile": {
         "data": "emozilla/proofpile-test-tokenized",
         "split": "test",
@@ -66,14 +74,17 @@ PRESETS: dict[str, dict] = {
 
 
 def check_preset(name: str) -> dict:
-    """The arguments of `draw_sample` that a preset stands for. Raises CocaError for a name that is none."""
+    """The arguments of `draw_sample` that a preset stands for.
+
+    Raises CocaError for an unknown name.
+    """
     if name not in PRESETS:
         raise CocaError(f"--preset: got {name!r}, expected one of {', '.join(PRESETS)}")
     return PRESETS[name] | {"skip_short": True}
 
 
 def draw_sample(
-    subject: Subject,
+    loaded: LoadedModel,
     data: str,
     min_tokens: int,
     *,
@@ -88,20 +99,24 @@ def draw_sample(
     special_tokens: bool = True,
     min_bytes: int = 0,
 ) -> Sample:
-    """Read `data` (see `read_documents`), draw `documents` of them and tokenize each, cut to its first `max_tokens`.
+    """Draw `documents` from `data` (see `read_documents`) and tokenize each up to `max_tokens`.
 
-    Only documents of at least `min_bytes` bytes in UTF-8 are drawn from. The seed draws, whatever the tokenizer, so
-    that models with different ones are measured on the same documents. With `skip_short`, only documents of at least
-    `min_tokens` tokens are drawn from, of this tokenizer, and all of `data` is tokenized. A text is tokenized as the
-    tokenizer does by default: with its token for the beginning, if it sets one; or without `special_tokens`.
-    data_revision: of a data set on the hub; whatever it names, all is read at the commit that it is at first.
+    Only documents of at least `min_bytes` bytes in UTF-8 are drawn from. The seed draws, whatever
+    the tokenizer, so that models with different ones are measured on the same documents. With
+    `skip_short`, only documents of at least `min_tokens` tokens are drawn from, of this tokenizer,
+    and all of `data` is tokenized. A text is tokenized as the tokenizer does by default: with its
+    token for the beginning, if it sets one; or without `special_tokens`. data_revision: of a data
+    set on the hub; whatever it names, all is read at the commit that it is at first.
 
-    Raises CocaError where a drawn document is empty or too short (unless `skip_short`), there are fewer documents than
-    asked for, none is left, local files are to have a `subset` or `data_revision`, or the tokenizer does not fit the
-    model.
+    Raises CocaError where a drawn document is empty or too short (unless `skip_short`), there are
+    fewer documents than asked for, none is left, local files are to have a `subset` or
+    `data_revision`, or the tokenizer does not fit the model.
     """
     if max_tokens is not None and max_tokens < min_tokens:
-        raise CocaError(f"--max-tokens: got {max_tokens}, expected at least {min_tokens}, the longest of --lengths")
+        raise CocaError(
+            f"--max-tokens: got {max_tokens}, expected at least {min_tokens}, the longest of "
+            f"--lengths"
+        )
     of_hub = {"--subset": subset, "--data-revision": data_revision}
     if any(of_hub.values()) and local_files(data):
         names = ", ".join(name for name, value in of_hub.items() if value)
@@ -109,7 +124,7 @@ def draw_sample(
     commit = commit_of(data, data_revision)
     sample = Sample(
         {
-            "data": data,
+            "data": relative(data),
             "column": column,
             "split": split,
             "subset": subset,
@@ -124,7 +139,11 @@ def draw_sample(
     total = 0
 
     def tokenize(document: Document) -> Tensor:
-        ids = subject.tokenizer(document.text, add_special_tokens=special_tokens)["input_ids"] if document.text else []
+        ids = (
+            loaded.tokenizer(document.text, add_special_tokens=special_tokens)["input_ids"]
+            if document.text
+            else []
+        )
         return torch.tensor(ids[:max_tokens], dtype=torch.long)
 
     def candidates() -> Iterator[tuple[Document, Tensor | None]]:
@@ -142,15 +161,19 @@ def draw_sample(
 
     drawn = _draw(candidates(), documents, seed)
     if documents is not None and total < documents:
-        raise CocaError(f"{data}: got {total} documents, expected --documents {documents}; ask for fewer")
+        raise CocaError(
+            f"{data}: got {total} documents, expected --documents {documents}; ask for fewer"
+        )
     found = [(document, tokenize(document) if ids is None else ids) for document, ids in drawn]
     _refuse_short(found, data, min_tokens)
     for document, ids in found:
-        check_vocabulary(subject, ids, document.where)
+        check_vocabulary(loaded, ids, document.where)
         sample.names.append(document.name)
         sample.token_ids.append(ids)
     if not found:
-        raise CocaError(f"{data}: got no document of at least {min_tokens} tokens; ask for shorter --lengths")
+        raise CocaError(
+            f"{data}: got no document of at least {min_tokens} tokens; ask for shorter --lengths"
+        )
     return sample
 
 
@@ -170,14 +193,15 @@ def _refuse_short(found: list[tuple[Document, Tensor]], data: str, min_tokens: i
     empty = [document.where for document, ids in found if not len(ids)]
     if empty:
         raise CocaError(
-            f"{data}: {len(empty)} of {len(found)} documents are empty, first: {first_of(empty, 3)}; remove them or "
-            f"add --skip-short"
+            f"{data}: {len(empty)} of {len(found)} documents are empty, first: "
+            f"{first_of(empty, 3)}; remove them or add --skip-short"
         )
     short = [f"{document.where} ({len(ids)})" for document, ids in found if len(ids) < min_tokens]
     if short:
         raise CocaError(
-            f"{data}: {len(short)} of {len(found)} documents have fewer than {min_tokens} tokens, the longest of "
-            f"--lengths, first: {first_of(short, 3)}; ask for shorter --lengths or add --skip-short"
+            f"{data}: {len(short)} of {len(found)} documents have fewer than {min_tokens} tokens, "
+            f"the longest of --lengths, first: {first_of(short, 3)}; ask for shorter --lengths or "
+            f"add --skip-short"
         )
 
 

@@ -1,17 +1,13 @@
-"""Time and memory of prefill, decoding and training against sequence length, beside another model in the same run.
+"""Time and memory of prefill, decoding and training against sequence length.
 
     prefill   one forward of `length` tokens, logits of the last
-    decode    one token more, after `length` tokens, and those of the steps before, in the model's own cache
+    decode    one token after `length` tokens and those of the steps before, in the model's cache
     train     forward, backward and AdamW step of `length` tokens
 
-Where there is a baseline, the two models take turns, step by step, so that what else the machine does meets both. Steps
-are timed by CUDA events on a GPU, else by the clock. Memory is the model's weights, what it holds between steps (cache,
-optimizer) and what the step added at its peak: what PyTorch allocated on a GPU, or the process held in RAM (Linux).
-
-A row, task `speed`, has besides what `rows.py` lists: `value`, the median of `repeats` steps in seconds, after `warmup`
-steps; `mode`, `batch_size`, `tokens_per_second`, `peak_bytes` and `memory_kind` ("device", "process" or null);
-`baseline`, a name, and `ratio`, the value over the baseline's (null for the baseline's own rows). Its raw table `runs`:
-repeat, seconds.
+With a baseline, the two models take turns, step by step, so that other load on the machine meets
+both. Steps are timed by CUDA events on a GPU, otherwise by the clock. Memory is the model's
+weights, what it holds between steps (cache, optimizer) and what the step added at its peak: what
+PyTorch allocated on a GPU, or the process held in RAM (Linux).
 """
 
 import gc
@@ -24,21 +20,46 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils.memory import clear_device_cache
+from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.batches import is_out_of_memory, processes
-from coca_hf.evaluate.load import Subject
+from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.perplexity import failed, keeps_logits
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import UNSEEN, RowStore, Track, now, subject_settings
+from coca_hf.evaluate.row import Count, Identity, Positive, Row, Setting
+from coca_hf.evaluate.store import SILENT, Progress, RowStore, about_model, now
+from coca_hf.evaluate.tables import NBSP, Measurement, Table, curve_figure
+from coca_hf.page import Fold, Grid, Part
 
 MODES = ("prefill", "decode", "train")
 SEED = 0  # of the tokens
 
 
+class SpeedRow(Row):
+    """The raw table `runs` has repeat and seconds."""
+
+    length: Identity[Count]
+    value: Positive  # the median of the repeats, in seconds
+    mode: Setting[str]
+    batch_size: int
+    measured_on: Setting[str]  # the device and the batch size
+    warmup: NotRequired[Identity[int]]  # steps before the timed ones
+    repeats: NotRequired[Identity[int]]
+    seed: NotRequired[Identity[int]]
+    baseline: NotRequired[str | None]  # a name; null in the baseline's own rows
+    baseline_fingerprint: NotRequired[Identity[str | None]]
+    ratio: NotRequired[float | None]  # the value over the baseline's
+    tokens_per_second: NotRequired[float | None]
+    peak_bytes: NotRequired[float | None]
+    memory_kind: NotRequired[str | None]  # device or process
+
+
 class Step(NamedTuple):
+    """What is timed. held_bytes: between steps, besides the weights."""
+
     run: Callable[[], Any]
-    held_bytes: Callable[[], int] = lambda: 0  # between steps, besides the weights
+    held_bytes: Callable[[], int] = lambda: 0
 
 
 def parse_modes(text: str) -> list[str]:
@@ -50,35 +71,36 @@ def parse_modes(text: str) -> list[str]:
 
 
 def speed_rows(
-    subject: Subject,
+    loaded: LoadedModel,
     lengths: list[int],
     ropes: list[Rope],
     store: RowStore,
-    baseline: Subject | None = None,
+    baseline: LoadedModel | None = None,
     modes: tuple[str, ...] | list[str] = MODES,
     batch_size: int = 1,
     repeats: int = 10,
     warmup: int = 3,
-    track: Track = UNSEEN,
+    progress: Progress = SILENT,
 ) -> Iterator[dict]:
     """Yield rows for every mode, RoPE setting and length, the baseline's before the model's.
 
-    Rows that `store` already has are not measured again, unless one of a pair is missing.
+    Rows that `store` has are not measured again, unless one of a pair is missing.
 
-    Raises CocaError on several processes, for a baseline that rows could not tell from the model, and for decoding with
-    a model that keeps no keys and values.
+    Raises CocaError on several processes, for a baseline that rows could not tell from the model,
+    and for decoding with a model that keeps no keys and values.
     """
     if processes().num_processes > 1:
         raise CocaError(
-            f"coca-eval speed: got {processes().num_processes} processes, expected one: a timing is of one device, and "
-            f"others beside it would slow it down; run it without accelerate launch"
+            f"coca-eval speed: got {processes().num_processes} processes, expected one: a timing "
+            f"is of one device, and others beside it would slow it down; run it without "
+            f"accelerate launch"
         )
-    if baseline and (baseline.name, baseline.path) == (subject.name, subject.path):
+    if baseline and (baseline.name, baseline.path) == (loaded.name, loaded.path):
         raise CocaError(
-            f"--baseline {baseline.path}: got the model itself, expected another; give it a --baseline-name to time "
-            f"one against itself"
+            f"--baseline {baseline.path}: got the model itself, expected another; give it a "
+            f"--baseline-name to time one against itself"
         )
-    subjects = ([baseline] if baseline else []) + [subject]
+    loaded_models = ([baseline] if baseline else []) + [loaded]
 
     def settings_of(mode: str, rope: Rope, length: int) -> list[dict]:
         settings = [
@@ -87,51 +109,58 @@ def speed_rows(
                 "mode": mode,
                 "rope": str(rope),
                 "length": length,
-                "stride": None,
                 "batch_size": batch_size,
                 "warmup": warmup,
                 "repeats": repeats,
                 "seed": SEED,
-                "baseline": baseline.name if baseline and each is subject else None,
-                "baseline_fingerprint": baseline.fingerprint if baseline and each is subject else None,
+                "baseline": baseline.name if baseline and each is loaded else None,
+                "baseline_fingerprint": baseline.fingerprint
+                if baseline and each is loaded
+                else None,
                 "tokens": batch_size * (1 if mode == "decode" else length),
-                **subject_settings(each),
+                **about_model(each),
             }
-            for each in subjects
+            for each in loaded_models
         ]
         for one in settings:
             one["measured_on"] = f"{one['device']}, batch {batch_size}"
         return settings
 
     def found(settings: list[dict]) -> list[dict | None]:
-        return [store.find(one) for one in settings]
+        return [store.find(SpeedRow, one) for one in settings]
 
-    asked = [(rope, settings_of(mode, rope, length)) for mode, rope, length in itertools.product(modes, ropes, lengths)]
+    asked = [
+        (rope, settings_of(mode, rope, length))
+        for mode, rope, length in itertools.product(modes, ropes, lengths)
+    ]
     missing = [settings[-1] for _, settings in asked if not all(found(settings))]
-    track.begin(missing, len(asked), "pairs of rows" if baseline else "rows")
+    progress.begin(missing, len(asked), "pairs of rows" if baseline else "rows")
     for rope, settings in asked:
         rows = found(settings)
         if not all(rows):
-            results, seconds = _measure(subjects, rope, settings[0], track)
+            results, seconds = _measure(loaded_models, rope, settings[0], progress)
             rows = []
             for one, result, times in zip(settings, results, seconds, strict=True):
                 runs = [{"repeat": number, "seconds": value} for number, value in enumerate(times)]
-                rows.append(store.append(one | result, {"runs": runs}))
-            track.finish(settings[-1])
+                rows.append(store.append(SpeedRow, one | result, {"runs": runs}))
+            progress.finish(settings[-1])
         yield from (row for row in rows if row)
 
 
-def _measure(subjects: list[Subject], rope: Rope, settings: dict, track: Track) -> tuple[list[dict], list[list[float]]]:
-    """Results and the times in seconds of every subject."""
-    mode, length, warmup, repeats = (settings[name] for name in ("mode", "length", "warmup", "repeats"))
+def _measure(
+    loaded_models: list[LoadedModel], rope: Rope, settings: dict, progress: Progress
+) -> tuple[list[dict], list[list[float]]]:
+    """Results and the times in seconds of every model."""
+    mode, length = settings["mode"], settings["length"]
+    warmup, repeats = settings["warmup"], settings["repeats"]
     began = time.perf_counter()
-    seconds: list[list[float]] = [[] for _ in subjects]
-    peaks: list[int | None] = [None for _ in subjects]
-    errors: list[str | None] = [None for _ in subjects]
-    steps: list[Step | None] = [None for _ in subjects]
+    seconds: list[list[float]] = [[] for _ in loaded_models]
+    peaks: list[int | None] = [None for _ in loaded_models]
+    errors: list[str | None] = [None for _ in loaded_models]
+    steps: list[Step | None] = [None for _ in loaded_models]
     description = f"speed  {mode}  {rope}  {length}"
-    for number in track(list(range(warmup + repeats)), description):
-        for i, each in enumerate(subjects):
+    for number in progress(list(range(warmup + repeats)), description):
+        for i, each in enumerate(loaded_models):
             if errors[i]:
                 continue
             try:
@@ -147,22 +176,26 @@ def _measure(subjects: list[Subject], rope: Rope, settings: dict, track: Track) 
                 seconds[i].append(taken)
                 peaks[i] = max(peak, peaks[i] or 0) if peak is not None else None
     steps.clear()
-    for each in subjects:
+    for each in loaded_models:
         each.model.zero_grad(set_to_none=True)
         each.model.eval()
     clear_device_cache(garbage_collection=True)
-    medians = [None if error else statistics.median(times) for error, times in zip(errors, seconds, strict=True)]
+    medians = [
+        None if error else statistics.median(times)
+        for error, times in zip(errors, seconds, strict=True)
+    ]
+    kind = "device" if torch.cuda.is_available() else "process"
     results = []
     for i, median in enumerate(medians):
-        is_model = i == len(subjects) - 1
-        ratio = median / medians[0] if is_model and len(subjects) > 1 and median and medians[0] else None
+        has_baseline = len(loaded_models) > 1 and i == len(loaded_models) - 1
+        ratio = median / medians[0] if has_baseline and median and medians[0] else None
         results.append(
             {
                 "value": median,
                 "tokens_per_second": settings["tokens"] / median if median else None,
                 "ratio": ratio,
                 "peak_bytes": None if errors[i] else peaks[i],
-                "memory_kind": None if peaks[i] is None else "device" if torch.cuda.is_available() else "process",
+                "memory_kind": kind if peaks[i] is not None else None,
                 "error": errors[i],
                 "seconds": round(time.perf_counter() - began, 3),
                 "date": now(),
@@ -187,30 +220,39 @@ def _step(model: Any, mode: str, length: int, batch_size: int) -> Step:
     ids = torch.randint(vocab_size, (batch_size, length), generator=generator).to(model.device)
     if mode == "train":
         model.train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # a step that leaves the model as it is
+        # With a learning rate of 0 a step leaves the model as it is
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
 
         def train() -> None:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
-        return Step(train, lambda: _bytes(value for state in optimizer.state.values() for value in state.values()))
+        return Step(
+            train,
+            lambda: _bytes(value for state in optimizer.state.values() for value in state.values()),
+        )
     model.eval()
     if mode == "prefill":
-        return Step(torch.inference_mode()(lambda: model(input_ids=ids, use_cache=False, **only_last)))
+        return Step(
+            torch.inference_mode()(lambda: model(input_ids=ids, use_cache=False, **only_last))
+        )
     with torch.inference_mode():
         cache = getattr(model(input_ids=ids, use_cache=True, **only_last), "past_key_values", None)
     if cache is None:
         raise CocaError(
-            f"--modes decode: got {type(model).__name__}, which keeps no keys and values of earlier tokens; leave it "
-            f"out"
+            f"--modes decode: got {type(model).__name__}, which keeps no keys and values of "
+            f"earlier tokens; leave it out"
         )
 
     @torch.inference_mode()
     def decode() -> None:
         model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True, **only_last)
 
-    return Step(decode, lambda: _bytes(part for layer in cache.layers for part in (layer.keys, layer.values)))
+    return Step(
+        decode,
+        lambda: _bytes(part for layer in cache.layers for part in (layer.keys, layer.values)),
+    )
 
 
 def _bytes(tensors: Iterable[Any]) -> int:
@@ -218,7 +260,7 @@ def _bytes(tensors: Iterable[Any]) -> int:
 
 
 def _timed(step: Step, model: Any) -> tuple[float, int | None]:
-    """Seconds of a step, and the bytes held before it with what it added at its peak, where that can be told."""
+    """Seconds of a step, and the bytes held before it and added at its peak; None if not known."""
     held = _bytes(model.parameters()) + step.held_bytes()
     if model.device.type == "cuda":
         torch.cuda.synchronize()
@@ -240,7 +282,10 @@ def _timed(step: Step, model: Any) -> tuple[float, int | None]:
 
 
 def resident_bytes(reset: bool) -> int | None:
-    """Bytes that the process holds in RAM, having told Linux to forget its peak; without `reset`, the peak since."""
+    """Bytes that the process holds in RAM; None where Linux does not say.
+
+    reset: begin a new peak. Without it, returns the peak since then.
+    """
     try:
         if reset:
             Path("/proc/self/clear_refs").write_text("5")
@@ -249,3 +294,54 @@ def resident_bytes(reset: bool) -> int | None:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
     except (OSError, StopIteration):
         return None
+
+
+def _cell(row: dict) -> str:
+    ratio = f" ({row['ratio']:.2f}{NBSP}x)" if row["ratio"] else ""
+    return f"{row['value']:.3g}{NBSP}s{ratio}"
+
+
+def _parts(tables: list[Table]) -> list[Part]:
+    parts: list[Part] = []
+    for table in tables:
+        mode = table.rows[0]["mode"]
+        figure = curve_figure(
+            table.named("speed"),
+            f"Median seconds of {mode} against length. {table.in_words()}",
+            f"Median seconds of {table.settings}, against length.",
+            table.curves(),
+            "seconds",
+            x_label="length (tokens)",
+        )
+        parts += [figure, table.grid(), _memory(table), *table.missing()]
+    return parts
+
+
+def _memory(table: Table) -> Fold:
+    """Tokens per second and peak memory by model and length."""
+    header = ["model", "length", "tokens per second", "peak memory", "memory of"]
+    lines = []
+    for name, rows in table.series.items():
+        for row in rows:
+            rate, peak = row["tokens_per_second"], row["peak_bytes"]
+            cells = ["" if rate is None else f"{rate:,.0f}", "" if peak is None else _size(peak)]
+            lines.append([name, str(row["length"]), *cells, row["memory_kind"] or ""])
+    return Fold("Memory and throughput", [Grid(header, lines, numbers_from=1)])
+
+
+def _size(num_bytes: float) -> str:
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / 2**20:.1f} MiB"
+
+
+MEASUREMENT = Measurement(
+    task="speed",
+    title="Speed and memory",
+    explanation="Median seconds of a step. In brackets: times the unconverted model's, measured "
+    "in the same run.",
+    row=SpeedRow,
+    settings=lambda row: f"{row['mode']}, batch size {row['batch_size']}, {row['device']}",
+    cell=_cell,
+    parts=_parts,
+)

@@ -1,17 +1,9 @@
-"""lm-eval's tasks in this process, as rows: does a model that reads further still know what it knew?
+"""lm-eval's tasks in this process, as rows: whether a model that reads further still knows what it
+knew.
 
-`opencompass` stands for the lm-eval tasks nearest the suites behind the four dimensions of the paper's table 5
-(`DIMENSIONS`); its numbers are not OpenCompass's own. `ruler` lengths run lm-eval's RULER at those lengths: all of its
-tasks, or those that are named.
-
-A row, task `tasks`, has besides what `rows.py` lists: `value`, the metric; `benchmark`, lm-eval's name of the task;
-`data_hash`, of the files of tasks of one's own, else null; `metric`, `filter`, `stderr` (null where the metric is no
-mean over cases), `shots` (null: the task's own), `limit`, `scored` cases; `dimension`, a key of `DIMENSIONS`, "ruler"
-or null; `length`, RULER's, in tokens, else null; `metrics`, how many rows the benchmark has. RULER's value is the mean
-over its tasks of each one's mean. Its raw table `samples`: benchmark (of a group, one of its tasks), case (lm-eval's
-doc_id), target, response (text that the model generated) or loglikelihoods (nats: of every choice, or of the text),
-score (the metric of this document, null where it is no number) or parts (the numbers that the metric is computed from,
-as log-likelihood and words).
+`opencompass` stands for the lm-eval tasks nearest the suites behind the four dimensions of the
+paper's table 5 (`DIMENSIONS`); its numbers are not OpenCompass's own. `ruler` lengths run lm-eval's
+RULER at those lengths: all of its tasks, or those that are named.
 """
 
 import difflib
@@ -31,13 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
+from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError, first_line
 from coca_hf.evaluate.batches import auto_batch_size, compute_all
-from coca_hf.evaluate.load import Subject, check_vocabulary
+from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
 from coca_hf.evaluate.perplexity import failed
 from coca_hf.evaluate.rope import Rope, trained_length, use_rope_
-from coca_hf.evaluate.rows import UNSEEN, RowStore, Track, now, subject_settings
+from coca_hf.evaluate.row import Count, Identity, Row, Setting
+from coca_hf.evaluate.store import SILENT, Progress, RowStore, about_model, now
+from coca_hf.evaluate.tables import NBSP, Measurement, Table
+from coca_hf.page import Grid, Part
 
 DIMENSIONS = {
     "reasoning": ("piqa", "social_iqa", "hellaswag", "copa", "rte"),
@@ -48,20 +44,51 @@ DIMENSIONS = {
 GROUP = "opencompass"
 RULER = "ruler"
 SEED = 1234  # of the drawn examples before a question: lm-eval's own
-# Those of RULER's tasks that make up their text; the others fetch essays (niah_single_2 and _3, niah_multikey_1,
-# niah_multivalue, niah_multiquery) or questions (ruler_qa_squad, ruler_qa_hotpot).
-WITHOUT_NETWORK = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")
+# RULER's tasks that make up their text; the others fetch essays (niah_single_2 and _3,
+# niah_multikey_1, niah_multivalue, niah_multiquery) or questions (ruler_qa_squad, ruler_qa_hotpot).
+WITHOUT_NETWORK = (
+    *("niah_single_1", "niah_multikey_2", "niah_multikey_3"),
+    *("ruler_vt", "ruler_cwe", "ruler_fwe"),
+)
+
+
+class TasksRow(Row):
+    """A row for each metric of a benchmark. RULER's value is the mean over its tasks of each one's
+    mean.
+
+    The raw table `samples` has benchmark (in a group, one of its tasks), case (lm-eval's doc_id),
+    target, response (text that the model generated) or loglikelihoods (nats: of every choice, or of
+    the text), score (the metric of this document, null where it is no number) or parts (the numbers
+    that the metric is computed from, such as log-likelihood and words).
+    """
+
+    length: Identity[Count | None]  # RULER's, in tokens; null for others
+    value: float | None
+    benchmark: Setting[str]  # lm-eval's name of the task
+    metric: Setting[str | None]
+    filter: Setting[str | None]
+    shots: Setting[int | None]  # null: the task's own
+    limit: Setting[int | None]
+    data_hash: NotRequired[Identity[str | None]]  # of the files of your own tasks
+    seed: NotRequired[Identity[int]]
+    stderr: NotRequired[float | None]  # null where the metric is no mean over cases
+    scored: NotRequired[int]  # cases
+    dimension: str | None  # a key of `DIMENSIONS`, "ruler" or null
+    metrics: NotRequired[int]  # rows that the benchmark has
 
 
 def parse_tasks(text: str, include_path: str | None = None) -> list[str]:
-    """`"hellaswag,opencompass"` as lm-eval's names, each once, and a tag as its tasks. include_path: a directory of
-    tasks of one's own.
+    """`"hellaswag,opencompass"` as lm-eval's names, each once, and a tag as its tasks.
 
-    Raises CocaError where lm-eval is not installed, or knows no such task or one without a number of its own, or there
-    is no such directory.
+    include_path: a directory of your own tasks.
+
+    Raises CocaError where lm-eval is not installed, where it knows no such task or one without a
+    number of its own, and where there is no such directory.
     """
     if include_path is not None and not Path(include_path).is_dir():
-        raise CocaError(f"--include-path: got {include_path!r}, expected a directory of lm-eval tasks")
+        raise CocaError(
+            f"--include-path: got {include_path!r}, expected a directory of lm-eval tasks"
+        )
     manager = _task_manager(include_path)
     known = manager.all_tasks
     names: list[str] = []
@@ -71,14 +98,17 @@ def parse_tasks(text: str, include_path: str | None = None) -> list[str]:
         if name not in known:
             near = difflib.get_close_matches(name, [*known, GROUP], n=3)
             hint = f"; nearest: {', '.join(near)}" if near else ""
-            raise CocaError(f"--tasks: got {name!r}, expected {GROUP} or a task that lm-eval knows{hint}")
+            expected = f"{GROUP} or a task that lm-eval knows"
+            raise CocaError(f"--tasks: got {name!r}, expected {expected}{hint}")
         entry = manager.task_index[name]
         if name in manager.all_groups and not entry.cfg.get("aggregate_metric_list"):
             raise CocaError(
-                f"--tasks: got {name!r}, a group without a metric of its own, expected its tasks; {entry.yaml_path} "
-                f"names them"
+                f"--tasks: got {name!r}, a group without a metric of its own, expected its tasks; "
+                f"{entry.yaml_path} names them"
             )
-    tags = {name: sorted(manager.task_index[name].tags) for name in names if name in manager.all_tags}
+    tags = {
+        name: sorted(manager.task_index[name].tags) for name in names if name in manager.all_tags
+    }
     return list(dict.fromkeys(itertools.chain(*(tags.get(name, [name]) for name in names))))
 
 
@@ -88,7 +118,7 @@ def ruler_tasks() -> list[str]:
 
 
 def task_rows(
-    subject: Subject,
+    loaded: LoadedModel,
     names: list[str],
     ropes: list[Rope],
     store: RowStore,
@@ -97,17 +127,20 @@ def task_rows(
     limit: int | None = None,
     batch_size: int | None = None,
     include_path: str | None = None,
-    track: Track = UNSEEN,
+    progress: Progress = SILENT,
 ) -> Iterator[dict]:
     """Yield the rows of every RoPE setting and benchmark, and of RULER at every length.
 
-    Dynamic NTK is fixed for RULER's length, or else for the trained one. Benchmarks that `store` has are not run again.
+    Dynamic NTK is fixed for RULER's length, otherwise for the trained one. Benchmarks that `store`
+    has are not run again.
 
-    Raises CocaError where a benchmark cannot be run: its data are not there, or a package of its own.
+    Raises CocaError where a benchmark cannot be run: its data are not there, or a package of its
+    own.
     """
     of_ruler = [name for name in names if name in ruler_tasks()] if names else []
     if of_ruler and not ruler_lengths:
-        raise CocaError(f"--tasks {of_ruler[0]}: got no --ruler, expected the lengths at which to run a task of RULER")
+        expected = "the lengths at which to run a task of RULER"
+        raise CocaError(f"--tasks {of_ruler[0]}: got no --ruler, expected {expected}")
     definitions = _files_hash(Path(include_path)) if include_path else None
     wanted: list[tuple[str, int | None]] = [(name, None) for name in names if name not in of_ruler]
     wanted += itertools.product(of_ruler or [RULER], ruler_lengths or [])
@@ -117,14 +150,13 @@ def task_rows(
             "task": "tasks",
             "rope": str(rope),
             "length": length,
-            "stride": None,
             "seed": SEED,
             "benchmark": name,
             "dimension": _dimension(name, length),
             "data_hash": definitions,
             "shots": shots,
             "limit": limit,
-            **subject_settings(subject),
+            **about_model(loaded),
             "batch_size": batch_size,
         }
         settings["versions"] |= {"lm-eval": version("lm-eval")}
@@ -132,45 +164,51 @@ def task_rows(
 
     def found(settings: dict) -> tuple[list[dict], bool]:
         """The rows of a benchmark, and whether these are all."""
-        rows = store.find_all(settings, but=("metric", "filter"))
+        rows = store.find_all(TasksRow, settings, but=("metric", "filter"))
         return rows, bool(rows) and len(rows) >= rows[0]["metrics"]
 
     asked = [(rope, settings_of(rope, *each)) for rope, each in itertools.product(ropes, wanted)]
-    track.begin([settings for _, settings in asked if not found(settings)[1]], len(asked), "benchmarks")
+    progress.begin(
+        [settings for _, settings in asked if not found(settings)[1]], len(asked), "benchmarks"
+    )
     for rope, settings in asked:
         rows, all_there = found(settings)
         if not all_there:
             done = {(row["metric"], row["filter"]) for row in rows}
-            for result, samples in _measure(subject, rope, settings, include_path, track):
+            for result, samples in _measure(loaded, rope, settings, include_path, progress):
                 if (result["metric"], result["filter"]) not in done:
-                    rows.append(store.append(settings | result, {"samples": samples}))
-            track.finish(settings)
+                    rows.append(store.append(TasksRow, settings | result, {"samples": samples}))
+            progress.finish(settings)
         yield from rows
 
 
 def _measure(
-    subject: Subject, rope: Rope, settings: dict, include_path: str | None, track: Track
+    loaded: LoadedModel, rope: Rope, settings: dict, include_path: str | None, progress: Progress
 ) -> list[tuple[dict, list[dict]]]:
-    """What every metric of a benchmark came to, and its samples; one without a metric where memory ran out."""
+    """The result of every metric of a benchmark, and its samples.
+
+    Where memory ran out, there is one result without a metric.
+    """
     name, length, began = settings["benchmark"], settings["length"], time.perf_counter()
-    use_rope_(subject.model, rope, length or trained_length(subject.model) or 2048)
+    use_rope_(loaded.model, rope, length or trained_length(loaded.model.config) or 2048)
     found: list[tuple[dict, list[dict]]] = [({"metric": None, "filter": None, "value": None}, [])]
     error = None
     sizes: list[int] = []
     try:
         # lm-eval gives its results on the first process only.
-        output = _evaluate(subject, settings, include_path, track, sizes)
+        output = _evaluate(loaded, settings, include_path, progress, sizes)
         found = broadcast_object_list([_metrics(output, name, length)])[0]
     except _Unanswered as failure:
         error = str(failure)
     except CocaError:
         raise
     except Exception as failure:  # data sets, packages and lm-eval itself raise what they raise
-        raise CocaError(
-            f"--tasks {name}: lm-eval cannot run it: {type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
-            + (f"; without a network, run {', '.join(WITHOUT_NETWORK)}" * bool(length and name not in WITHOUT_NETWORK))
-            + "; its tokenizer has no eos_token, which lm-eval needs" * (subject.tokenizer.eos_token_id is None)
-        ) from failure
+        reason = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
+        if length and name not in WITHOUT_NETWORK:
+            reason += f"; without a network, run {', '.join(WITHOUT_NETWORK)}"
+        if loaded.tokenizer.eos_token_id is None:
+            reason += "; its tokenizer has no eos_token, which lm-eval needs"
+        raise CocaError(f"--tasks {name}: lm-eval cannot run it: {reason}") from failure
     if not found:
         raise CocaError(f"--tasks {name}: got no number from lm-eval, expected at least one metric")
     shared = {
@@ -188,28 +226,37 @@ def _measure(
 
 
 def _files_hash(directory: Path) -> str:
-    """Sixteen hex digits of the names, sizes and times of a directory's files, but for those that Python makes."""
-    files = sorted(file for file in directory.rglob("*") if file.is_file() and file.suffix != ".pyc")
-    facts = [(str(file.relative_to(directory)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    """Sixteen hex digits of names, sizes and times of a directory's files, except .pyc files."""
+    found = (file for file in directory.rglob("*") if file.suffix != ".pyc")
+    facts = []
+    for file in sorted(file for file in found if file.is_file()):
+        name, stat = str(file.relative_to(directory)), file.stat()
+        facts.append((name, stat.st_size, stat.st_mtime_ns))
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 class _Unanswered(Exception):
-    """Requests without an answer; why, as a row says it."""
+    """Requests that have no answer, with the reason as a row says it."""
 
 
 @contextmanager
-def _watching(subject: Subject, benchmark: str) -> Iterator[list[bool]]:
+def _watching(loaded: LoadedModel, benchmark: str) -> Iterator[list[bool]]:
     """Whether there was a NaN among the logits of each forward inside.
 
     Raises CocaError, in the forward, for token ids that the model does not embed.
     """
     nans: list[bool] = []
+
+    def note_nan(_: Any, __: Any, output: Any) -> None:
+        nans.append(bool(output.logits.isnan().any()))
+
+    def check_ids(_: Any, given: Any) -> None:
+        check_vocabulary(loaded, given[0], f"--tasks {benchmark}")
+
+    embeddings = loaded.model.get_input_embeddings()
     hooks = [
-        subject.model.register_forward_hook(lambda _, __, output: nans.append(bool(output.logits.isnan().any()))),
-        subject.model.get_input_embeddings().register_forward_pre_hook(
-            lambda _, given: check_vocabulary(subject, given[0], f"--tasks {benchmark}")
-        ),
+        loaded.model.register_forward_hook(note_nan),
+        embeddings.register_forward_pre_hook(check_ids),
     ]
     try:
         yield nans
@@ -219,44 +266,56 @@ def _watching(subject: Subject, benchmark: str) -> Iterator[list[bool]]:
 
 
 def _evaluate(
-    subject: Subject, settings: dict, include_path: str | None, track: Track, sizes: list[int]
+    loaded: LoadedModel,
+    settings: dict,
+    include_path: str | None,
+    progress: Progress,
+    sizes: list[int],
 ) -> dict[str, Any] | None:
-    """What lm-eval makes of the model's answers; None on all processes but the first. Adds its batch sizes to `sizes`.
+    """lm-eval's output; None on all processes but the first. Adds its batch sizes to `sizes`.
 
-    Every process answers its share of the contexts and gets all answers; lm-eval knows of one process only.
+    Every process answers its share of the contexts and gets all answers; lm-eval knows of one
+    process only.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
     length = settings["length"]
-    model = HFLM(pretrained=subject.model, tokenizer=subject.tokenizer, max_length=length)
+    model = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, max_length=length)
 
     def tokens(request: Any) -> int:
-        """Of the sequence that the model gets, with room for its answer."""
+        """In the sequence that the model gets, with room for its answer."""
         texts = [part for part in request.args if isinstance(part, str)]
         new_tokens = model.max_gen_toks if request.request_type == "generate_until" else 0
         return min(len(model.tok_encode("".join(texts))), model.max_length) + new_tokens
 
     def dealt(answer: Callable, requests: list[Any]) -> list[Any]:
-        # Longest first, so that memory runs out early. Requests of one context stay together: one forward may do.
-        order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].args[0]), requests[i].args[0], i))
-        contexts = [list(same) for _, same in itertools.groupby(order, key=lambda i: requests[i].args[0])]
+        # Longest first, so that memory runs out early. Requests of one context stay together, as
+        # one forward may answer them all.
+        texts = [request.args[0] for request in requests]
+        order = sorted(range(len(texts)), key=lambda i: (-len(texts[i]), texts[i], i))
+        contexts = [list(same) for _, same in itertools.groupby(order, key=lambda i: texts[i])]
 
         def compute(batch: list[list[int]]) -> list[tuple[list[Any], bool]]:
-            model.batch_size_per_gpu = len(batch)  # also of the windows that it cuts a long text into
-            with _watching(subject, settings["benchmark"]) as nans:
-                found = iter(answer([requests[i] for same in batch for i in same], disable_tqdm=True))
+            # lm-eval cuts a long text into windows, in batches of this size
+            model.batch_size_per_gpu = len(batch)
+            with _watching(loaded, settings["benchmark"]) as nans:
+                found = iter(
+                    answer([requests[i] for same in batch for i in same], disable_tqdm=True)
+                )
             return [(list(itertools.islice(found, len(same))), any(nans)) for same in batch]
 
         batch_size = settings["batch_size"] or auto_batch_size(max(map(tokens, requests)))
         answers, error, size = compute_all(
             [(contexts, batch_size)],
             compute,
-            lambda batches: track(batches, f"tasks  {settings['benchmark']}"),
+            functools.partial(progress, description=f"tasks  {settings['benchmark']}"),
         )
         sizes.append(size)
-        if error or any(nan for _, nan in answers):  # of which lm-eval would make a share of answers all the same
-            raise _Unanswered(failed(error, length or "too many") if error else "the model's logits are NaN")
+        if error:
+            raise _Unanswered(failed(error, length or "too many"))
+        if any(nan for _, nan in answers):  # lm-eval would count them as answers
+            raise _Unanswered("the model's logits are NaN")
         found = itertools.chain.from_iterable(some for some, _ in answers)
         by_request = dict(zip(order, found, strict=True))
         return [by_request[i] for i in range(len(requests))]
@@ -270,11 +329,13 @@ def _evaluate(
         limit=settings["limit"],
         fewshot_random_seed=settings["seed"],
         bootstrap_iters=0,
-        task_manager=_ruler_manager(length, subject.path) if length else _task_manager(include_path),
+        task_manager=_ruler_manager(length, loaded.path) if length else _task_manager(include_path),
     )
 
 
-def _metrics(output: dict[str, Any] | None, name: str, length: int | None) -> list[tuple[dict, list[dict]]]:
+def _metrics(
+    output: dict[str, Any] | None, name: str, length: int | None
+) -> list[tuple[dict, list[dict]]]:
     """Every number that lm-eval gives for `name`, with its samples where it has any."""
     if output is None:
         return []
@@ -293,7 +354,7 @@ def _metrics(output: dict[str, Any] | None, name: str, length: int | None) -> li
             if sample["filter"] == filter_name
         ]
         scores = [sample["score"] for sample in samples]
-        # lm-eval gives standard errors only together with bootstraps, which print, fork and take minutes.
+        # lm-eval gives standard errors only with bootstraps, which print, fork and take minutes
         is_mean = (
             len(scores) > 1
             and math.isfinite(value)
@@ -306,8 +367,12 @@ def _metrics(output: dict[str, Any] | None, name: str, length: int | None) -> li
                     "metric": metric,
                     "filter": filter_name,
                     "value": float(value),
-                    "stderr": statistics.stdev(scores) / math.sqrt(len(scores)) if is_mean else None,
-                    "scored": sum(sizes["effective"] for sizes in output.get("n-samples", {}).values()),
+                    "stderr": statistics.stdev(scores) / math.sqrt(len(scores))
+                    if is_mean
+                    else None,
+                    "scored": sum(
+                        sizes["effective"] for sizes in output.get("n-samples", {}).values()
+                    ),
                 },
                 samples,
             )
@@ -316,13 +381,18 @@ def _metrics(output: dict[str, Any] | None, name: str, length: int | None) -> li
 
 
 def _ruler_mean(output: dict[str, Any], length: str) -> list[tuple[dict, list[dict]]]:
-    """The mean over RULER's tasks, each of one weight: lm-eval's own group has one for 4096 tokens only."""
-    samples = [_line(task, sample, length) for task, some in output["samples"].items() for sample in some]
+    """The mean over RULER's tasks, with equal weights; lm-eval's own group has 4096 tokens only."""
+    samples = [
+        _line(task, sample, length) for task, some in output["samples"].items() for sample in some
+    ]
     if not samples:
         return []
     by_task = itertools.groupby(samples, key=lambda sample: sample["benchmark"])
-    value = statistics.fmean(statistics.fmean(sample["score"] for sample in some) for _, some in by_task)
-    return [({"metric": "string_match", "filter": "none", "value": value, "scored": len(samples)}, samples)]
+    value = statistics.fmean(
+        statistics.fmean(sample["score"] for sample in some) for _, some in by_task
+    )
+    result = {"metric": "string_match", "filter": "none", "value": value, "scored": len(samples)}
+    return [(result, samples)]
 
 
 def _line(benchmark: str, sample: dict[str, Any], metric: str) -> dict:
@@ -349,7 +419,9 @@ def _are_numbers(values: Sequence) -> bool:
 
 
 def _dimension(name: str, length: int | None) -> str | None:
-    return RULER if length else next((key for key, names in DIMENSIONS.items() if name in names), None)
+    if length:
+        return RULER
+    return next((key for key, names in DIMENSIONS.items() if name in names), None)
 
 
 @functools.cache
@@ -366,7 +438,10 @@ def _task_manager(include_path: str | None) -> Any:
 
 @functools.cache
 def _ruler_manager(length: int | None = None, tokenizer: str | None = None) -> Any:
-    """Of RULER's tasks alone, which make their own cases, by the length in tokens and the tokenizer's path."""
+    """The manager of RULER's tasks alone, which make their own cases.
+
+    length: in tokens. tokenizer: its path.
+    """
     managers = _managers()
     directory = Path(sys.modules[managers.__module__].__file__).with_name(RULER)  # type: ignore[arg-type]
     metadata = {"max_seq_lengths": [length], "tokenizer": tokenizer}
@@ -379,3 +454,51 @@ def _managers() -> Any:
     except ImportError as error:
         raise CocaError("coca-eval tasks needs lm-eval: pip install 'coca-hf[lm-eval]'") from error
     return TaskManager
+
+
+def _settings(row: dict) -> str:
+    return f"{row['benchmark']}, {row['metric']} ({row['filter']}), {_shots(row)}"
+
+
+def _shots(row: dict) -> str:
+    """Examples before a question, and the number of cases where they were cut."""
+    shots = "the task's own shots" if row["shots"] is None else f"{row['shots']} shots"
+    return shots + (f", first {row['limit']} cases" if row["limit"] else "")
+
+
+def _cell(row: dict) -> str:
+    stderr = "" if row["stderr"] is None else f"{NBSP}±{NBSP}{row['stderr']:.3f}"
+    return f"{row['value']:.3f}{stderr}"
+
+
+def _parts(tables: list[Table]) -> list[Part]:
+    """Benchmark and metric against model."""
+    names = list(dict.fromkeys(name for table in tables for name in table.series))
+    lines = []
+    for table in tables:
+        row = table.rows[0]
+        metric = f"{row['metric']} ({row['filter']})"
+        for length in table.lengths or (None,):
+            cells = {}
+            for name, rows in table.series.items():
+                for found in rows:
+                    if found["length"] == length:
+                        cells[name] = MEASUREMENT.show(found)
+            benchmark = row["benchmark"] + (f" at {length}" if length else "")
+            facts = [benchmark, row["dimension"] or "", metric, _shots(row)]
+            lines.append([*facts, *(cells.get(name, "") for name in names)])
+    header = ["benchmark", "dimension", "metric", "shots", *names]
+    missing = [part for table in tables for part in table.missing()]
+    return [Grid(header, lines, numbers_from=4), *missing]
+
+
+MEASUREMENT = Measurement(
+    task="tasks",
+    title="Short context",
+    explanation="Benchmarks of lm-eval at short context: what a longer context must not cost. ± "
+    "the standard error, where the metric is a mean over cases.",
+    row=TasksRow,
+    settings=_settings,
+    cell=_cell,
+    parts=_parts,
+)

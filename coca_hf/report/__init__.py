@@ -1,5 +1,5 @@
 """Rows of several models as one page: Markdown tables, PNG plots, and how each number was made."""
 
-from coca_hf.report.page import write_report
+from coca_hf.report.write import read_page, tables_markdown, write_report
 
-__all__ = ["write_report"]
+__all__ = ["read_page", "tables_markdown", "write_report"]

@@ -5,11 +5,12 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from coca_hf.report.document import Figure, Grid, Section
-from coca_hf.report.plots import COLORS, key_svg, to_svg
+from coca_hf.page import Figure, Grid, Section
+from coca_hf.plots import COLORS, key_svg, to_svg
 
-SVG_WIDTH = 5.0  # inches: 360 units, the width of a telephone, where its text of 10.5 stays as large as that
-DARK_COLORS = ("#5cb3ec", "#ff9a5c", "#3fcfa2", "#e69ac6", "#9fd3f5", "#e8b84a", "#cfcfcf")  # of COLORS, in their order
+SVG_WIDTH = 5.0  # inches: 360 units, the width of a telephone, so text there keeps its 10.5 pixels
+# The COLORS of plots in dark mode, in the same order
+DARK_COLORS = ("#5cb3ec", "#ff9a5c", "#3fcfa2", "#e69ac6", "#9fd3f5", "#e8b84a", "#cfcfcf")
 
 
 def html(page: Section) -> str:
@@ -25,9 +26,13 @@ def html(page: Section) -> str:
     environment.filters["kind"] = lambda part: type(part).__name__
     environment.filters["svg"] = _svg
     environment.filters["swatch"] = lambda key: Markup(key_svg(key))
-    environment.filters["anchor"] = lambda title: "".join(sign if sign.isalnum() else "-" for sign in title.lower())
+    environment.filters["anchor"] = _anchor
     template = environment.get_template("report.html.j2")
     return template.render(page=page, colors=COLORS, dark_colors=DARK_COLORS)
+
+
+def _anchor(title: str) -> str:
+    return "".join(sign if sign.isalnum() else "-" for sign in title.lower())
 
 
 def _rows(parts: list) -> list[list]:

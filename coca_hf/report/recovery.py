@@ -1,4 +1,4 @@
-"""The recovery curve of a training run: how the loss comes back, in training and on held-out blocks."""
+"""The recovery curve of a training run: the loss in training and on held-out blocks."""
 
 import json
 import math
@@ -11,15 +11,16 @@ from matplotlib.ticker import MaxNLocator
 from pydantic import BaseModel, ValidationError
 
 from coca_hf.errors import CocaError
-from coca_hf.report.document import Figure, Fold, Grid, Section, Text
-from coca_hf.report.plots import Curve, Key, line_figure
+from coca_hf.page import Figure, Fold, Grid, Section, Text
+from coca_hf.plots import Curve, Key, line_figure
 
 RECIPE, RECORD, CONVERSION, LOG = "recipe.yaml", "training.json", "conversion.json", "log.jsonl"
 FEW = 3  # runs on one figure
 Kind = TypeVar("Kind", bound=BaseModel)
 EXPLANATION = (
-    "Loss in training, and, where data.held_out_blocks are kept out of it, on blocks that it never sees, before and "
-    "after every stage. Not to be compared with perplexities of coca-eval: other text, no sliding windows."
+    "Loss in training, and, where data.held_out_blocks are kept out of it, on blocks that it "
+    "never sees, before and after every stage. Not to be compared with perplexities of coca-eval: "
+    "other text, no sliding windows."
 )
 
 
@@ -36,7 +37,7 @@ class Hardware(BaseModel):
 
 
 class Record(BaseModel):
-    """What of a stage's training.json stands on the page."""
+    """The fields of a stage's training.json that the page shows."""
 
     tokens_seen: int
     held_out: HeldOut | None = None
@@ -51,13 +52,16 @@ class Calibration(BaseModel):
 
 
 class Conversion(BaseModel):
-    """What of conversion.json, which every stage hands on, counts here."""
+    """The fields of conversion.json, which every stage hands on, that the page uses."""
 
     calibration: Calibration | None = None
 
 
 class Point(NamedTuple):
-    """A loss in nats per token. seconds: of calibration and training, with the stages before; old logs lack it."""
+    """A loss in nats per token.
+
+    seconds: of calibration and training, earlier stages included; None in old logs.
+    """
 
     tokens: int
     seconds: float | None
@@ -83,14 +87,20 @@ class Recovery:
 
 
 def read_recovery(out_dir: Path) -> Recovery | None:
-    """The curves in `out_dir`, or None where coca-train has not made it. Unfinished stages are read as far as they are.
+    """The curves in `out_dir`, or None where coca-train has not made it.
 
-    Raises CocaError for a line of a log or a record that is none. A last line without its end is left out: it is being
-    written, or was when the run was killed.
+    Unfinished stages are read as far as they are.
+
+    Raises CocaError for a line of a log or a record that cannot be read. A last line without its
+    end is left out: it is being written, or was when the run was killed.
     """
     if not (out_dir / RECIPE).is_file():
         return None
-    directories = [path.parent for path in out_dir.glob(f"*-*/{LOG}") if path.parent.name.split("-")[0].isdecimal()]
+    directories = [
+        path.parent
+        for path in out_dir.glob(f"*-*/{LOG}")
+        if path.parent.name.split("-")[0].isdecimal()
+    ]
     directories.sort(key=lambda path: int(path.name.split("-")[0]))
     stages, seconds = [], 0.0
     for number, directory in enumerate(directories):
@@ -103,19 +113,30 @@ def read_recovery(out_dir: Path) -> Recovery | None:
 
 
 def recovery(recoveries: Sequence[Recovery]) -> Section | None:
-    """Loss against tokens seen, and held-out loss and perplexity before and after every stage that is complete."""
+    """Loss against tokens seen, and held-out loss before and after every complete stage."""
     if not recoveries:
         return None
     figures = [_figure("recovery", recoveries, "tokens", "tokens seen in CoCA training")]
-    if any(point.seconds is not None for run in recoveries for stage in run.stages for point in stage.held_out):
-        figures.append(_figure("recovery-seconds", recoveries, "seconds", "seconds of calibration and training"))
+    if any(
+        point.seconds is not None
+        for run in recoveries
+        for stage in run.stages
+        for point in stage.held_out
+    ):
+        figures.append(
+            _figure(
+                "recovery-seconds", recoveries, "seconds", "seconds of calibration and training"
+            )
+        )
     losses = _losses(recoveries)
     tables = [losses] if losses.lines else []
-    return Section("Recovery in training", [Text(EXPLANATION), *figures, *tables, _makings(recoveries)])
+    return Section(
+        "Recovery in training", [Text(EXPLANATION), *figures, *tables, _makings(recoveries)]
+    )
 
 
 def _figure(name: str, recoveries: Sequence[Recovery], axis: str, x_label: str) -> Figure:
-    """Losses against `axis`, a field of points; those in training, too, where there are no more than `FEW` runs."""
+    """Losses against `axis`, a field of points; for up to `FEW` runs also those in training."""
     curves: list[Curve] = []
     borders: list[tuple[float, str]] = []
     for number, run in enumerate(recoveries):
@@ -123,7 +144,9 @@ def _figure(name: str, recoveries: Sequence[Recovery], axis: str, x_label: str) 
         if len(recoveries) <= FEW or not any(kinds["held out"]):
             kinds["training"] = [stage.training for stage in run.stages]
         for style, (kind, stages) in enumerate(kinds.items()):
-            points = [point for stage in stages for point in stage if getattr(point, axis) is not None]
+            points = [
+                point for stage in stages for point in stage if getattr(point, axis) is not None
+            ]
             if points:
                 key = Key(f"{run.name}, {kind}", number, style, marked=not style)
                 losses = [point.loss if math.isfinite(point.loss) else None for point in points]
@@ -131,7 +154,9 @@ def _figure(name: str, recoveries: Sequence[Recovery], axis: str, x_label: str) 
         for stage in run.stages if len(recoveries) == 1 else ():
             if points := stage.held_out or stage.training:
                 borders.append((getattr(points[0], axis) or 0, stage.name))
-    ticks = MaxNLocator(5, integer=True).tick_values(0, max((x for curve in curves for x in curve.xs), default=1))
+    ticks = MaxNLocator(5, integer=True).tick_values(
+        0, max((x for curve in curves for x in curve.xs), default=1)
+    )
     draw = line_figure(
         curves,
         "loss (nats per token)",
@@ -145,8 +170,9 @@ def _figure(name: str, recoveries: Sequence[Recovery], axis: str, x_label: str) 
     return Figure(
         name=name,
         alt=f"Loss against {x_label}; the table below has its values before and after every stage.",
-        caption=f"How the loss comes back after conversion, against {x_label}: on held-out blocks, and, of no more "
-        f"than {FEW} runs, in training: the mean since the line before, of mixed objectives the part `lm`.{begin}",
+        caption=f"How the loss comes back after conversion, against {x_label}: on held-out "
+        f"blocks, and, of no more than {FEW} runs, in training: the mean since the line before, "
+        f"of mixed objectives the part `lm`.{begin}",
         draw=draw,
         keys=[curve.key for curve in curves],
     )
@@ -157,9 +183,19 @@ def _losses(recoveries: Sequence[Recovery]) -> Grid:
     for run, stage, record in _complete(recoveries):
         if record.held_out:
             losses = record.held_out.before, record.held_out.after
-            cells = [f"{loss:.4f}" for loss in losses] + [f"{_perplexity(loss):,.2f}" for loss in losses]
+            cells = [f"{loss:.4f}" for loss in losses] + [
+                f"{_perplexity(loss):,.2f}" for loss in losses
+            ]
             lines.append([run, stage, f"{record.tokens_seen:,}", *cells])
-    header = ["run", "stage", "tokens seen", "loss before", "loss after", "perplexity before", "perplexity after"]
+    header = [
+        "run",
+        "stage",
+        "tokens seen",
+        "loss before",
+        "loss after",
+        "perplexity before",
+        "perplexity after",
+    ]
     return Grid(header, lines, numbers_from=2)
 
 
@@ -173,7 +209,10 @@ def _makings(recoveries: Sequence[Recovery]) -> Fold:
         versions = ", ".join(f"{package} {number}" for package, number in record.versions.items())
         where = f"{record.hardware.processes} x {record.hardware.device}" if record.hardware else ""
         lines.append([run, stage, where, versions, f"{record.seconds:,.0f}", record.date])
-    return Fold("How these were made", [Grid(["run", "stage", "machine", "versions", "seconds", "date"], lines, 4)])
+    return Fold(
+        "How these were made",
+        [Grid(["run", "stage", "machine", "versions", "seconds", "date"], lines, 4)],
+    )
 
 
 def _complete(recoveries: Sequence[Recovery]) -> Iterator[tuple[str, str, Record]]:
@@ -194,7 +233,9 @@ def _read_stage(directory: Path, seconds: float) -> StageCurve:
             passed = seconds + float(line["seconds"]) if "seconds" in line else None
             points.append(Point(int(line["tokens_seen"]), passed, float(line[key])))
         except (ValueError, TypeError, KeyError, StopIteration, OverflowError, RecursionError):
-            raise CocaError(f"{directory / LOG}, line {number}: got no line of coca-train's; delete the line") from None
+            raise CocaError(
+                f"{directory / LOG}, line {number}: got no line of coca-train's; delete the line"
+            ) from None
     if (directory / RECORD).is_file():
         stage.record = _read_record(directory / RECORD, Record)
     return stage
@@ -208,4 +249,7 @@ def _read_record(path: Path, kind: type[Kind]) -> Kind:
         reason = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}".removeprefix(": ")
     except (ValueError, RecursionError) as error:
         reason = f"not JSON: {error}"
-    raise CocaError(f"{path}: got no record of coca-train's ({reason}); restore the file, or train that stage again")
+    raise CocaError(
+        f"{path}: got no record of coca-train's ({reason}); restore the file, or train that stage "
+        f"again"
+    )

@@ -17,7 +17,7 @@ from measure import DEVICE, check, clear, make_model, parse, record, show
 from transformers import AutoModelForCausalLM
 
 from coca_hf.evaluate.perplexity import compute_windows, token_losses
-from coca_hf.evaluate.variants import VARIANTS, Window
+from coca_hf.evaluate.windows import VARIANTS, Window
 
 
 def main() -> None:

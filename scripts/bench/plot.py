@@ -10,7 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
-from coca_hf.report.plots import Curve, Key, line_figure, to_png
+from coca_hf.plots import Curve, Key, line_figure, to_png
 
 KINDS = {"prefill-bench": "prefill", "decode-step-bench": "decoding"}
 

@@ -31,13 +31,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from coca_hf import convert_checkpoint
 from coca_hf.documents import read_documents
 from coca_hf.evaluate.copying import copying_rows
-from coca_hf.evaluate.load import load_subject
+from coca_hf.evaluate.loaded_model import load_model
 from coca_hf.evaluate.passkey import passkey_rows
 from coca_hf.evaluate.position import position_rows
 from coca_hf.evaluate.recall import recall_rows
 from coca_hf.evaluate.rope import parse_ropes
-from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import draw_sample
+from coca_hf.evaluate.store import RowStore
 from coca_hf.train.lookups import Lookups
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -207,17 +207,17 @@ def step_gradients(student, teacher, ids: Tensor, answers: Tensor) -> Tensor:
 def measure(directory: Path, name: str, options) -> None:
     """Lookups of 20 cases and perplexity by position, on novels that nothing was fitted on."""
     began = time.perf_counter()
-    subject = load_subject(str(directory), dtype="float32", name=name)
+    loaded = load_model(str(directory), dtype="float32", name=name)
     store, ropes, length = RowStore(options.out / "eval"), parse_ropes("default"), options.measured_length
-    passages = draw_sample(subject, options.novels, max(options.lengths), documents=20, special_tokens=False)
+    passages = draw_sample(loaded, options.novels, max(options.lengths), documents=20, special_tokens=False)
     whole = {"documents": 12, "skip_short": True, "max_tokens": length + 1}
     common = (options.lengths, ropes, store)
     rows = [
-        *copying_rows(subject, *common, num_cases=20),
-        *copying_rows(subject, *common, num_cases=20, sample=passages),
-        *recall_rows(subject, *common, num_cases=20),
-        *passkey_rows(subject, *common, num_cases=20, variant="landmark"),
-        *position_rows(subject, draw_sample(subject, options.novels, length, **whole), [length], ropes, store),
+        *copying_rows(loaded, *common, num_cases=20),
+        *copying_rows(loaded, *common, num_cases=20, sample=passages),
+        *recall_rows(loaded, *common, num_cases=20),
+        *passkey_rows(loaded, *common, num_cases=20, variant="landmark"),
+        *position_rows(loaded, draw_sample(loaded, options.novels, length, **whole), [length], ropes, store),
     ]
     for row in rows:
         keys = ("task", "data", "length", "value", "nll", "nats_per_digit", "ranges", "error")

@@ -1,13 +1,14 @@
-"""The tables of docs/results/recovery/README.md from what run.py measured: table.py [OUT], Markdown on standard output.
+"""Print the tables of docs/results/recovery/README.md from what run.py measured: table.py [OUT].
 
-Where a run has several seeds, a number is the mean over them, with the smallest and the largest in brackets. The second
-table is of the divergence of attention maps, by what the original's heads do with more than half of their mass.
+Where a run has several seeds, a number is the mean over them, with the smallest and the largest in
+brackets. The second table is of the divergence of attention maps, by what the original's heads do
+with more than half of their mass.
 """
 
 import sys
 from pathlib import Path
 
-from coca_hf.report.rows import read_raw, read_tables
+from coca_hf.report.read import read_tables
 
 out = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/recovery")
 measured: dict[str, dict[str, list[float]]] = {}  # numbers by run and column, one a seed
@@ -40,12 +41,17 @@ for table in read_tables([out / "rows"]):
         if row["task"] in ("perplexity", "position-loss"):
             note(row, f"perplexity, {source}, {row['length']}", row["value"])
         elif row["task"] == "copying":
-            note(row, "passage read again, nats" if row.get("data") else "second copy, nats", row["value"])
+            note(
+                row,
+                "passage read again, nats" if row.get("data") else "second copy, nats",
+                row["value"],
+            )
         elif row["task"] == "attention-maps":
             note(row, "attention, nats", row["value"])
             note(row, "mass on first token", row["sink"])
-            for head in read_raw(row, "heads") or []:
-                kind = KINDS[0 if head["baseline_sink"] > 0.5 else 1 if head["baseline_previous"] > 0.5 else 2]
+            for head in table.read_raw(row, "heads") or []:
+                looks_back = 1 if head["baseline_previous"] > 0.5 else 2
+                kind = KINDS[0 if head["baseline_sink"] > 0.5 else looks_back]
                 of_run = by_kind.setdefault(row["model"].split(", seed")[0], {})
                 of_run.setdefault(kind, []).append(head["divergence"])
         elif row["task"] == "passkey":
@@ -58,13 +64,15 @@ print("|---|" + "---:|" * len(columns))
 for run, found in measured.items():
     cells = []
     for column in columns:
-        ratio = measured["original"][column][0] if column.startswith("perplexity") and run != "original" else None
+        is_ratio = column.startswith("perplexity") and run != "original"
+        ratio = measured["original"][column][0] if is_ratio else None
         cells.append(shown(found.get(column), ratio))
     print(f"| {run} | " + " | ".join(cells) + " |")
 
 heads = {kind: len(found) for kind, found in by_kind.get("original", {}).items()}
 if heads:
-    print("\n| run | " + " | ".join(f"{kind} ({number} heads)" for kind, number in heads.items()) + " |")
+    named = (f"{kind} ({number} heads)" for kind, number in heads.items())
+    print(f"\n| run | {' | '.join(named)} |")
     print("|---|" + "---:|" * len(heads))
 for run, kinds in by_kind.items():
     means = (sum(kinds[kind]) / len(kinds[kind]) for kind in heads)

@@ -95,7 +95,7 @@ def test_tokenizer_length_training_record_and_trained_length_come_along(tmp_path
     assert AutoTokenizer.from_pretrained(tmp_path / "dst").model_max_length == 128
     assert json.loads((tmp_path / "dst" / "training.json").read_text()) == {"tokens_seen": 7, "versions": {}}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
-    assert trained_length(model) == 64
+    assert trained_length(model.config) == 64
     assert warn_beyond_trained(model, parse_ropes("default"), [128]) is None
     assert "lengths 129 are beyond the 128 tokens" in warn_beyond_trained(model, parse_ropes("default"), [129])
     with pytest.raises(CocaError, match="has a RoPE base made for 128 tokens already"):

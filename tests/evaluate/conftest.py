@@ -1,21 +1,23 @@
-"""Subjects and documents small enough for a slow reference, and `coca-eval` run as a person runs it."""
+"""Subjects and documents small enough for a slow reference, and `coca-eval` run as a person runs
+it.
+"""
 
 import sys
 
 import pytest
 
 from coca_cli import main
-from coca_hf.evaluate.load import load_subject
+from coca_hf.evaluate.loaded_model import load_model
 
 
 @pytest.fixture
 def llama(tiny_llama_dir):
-    return load_subject(str(tiny_llama_dir))
+    return load_model(str(tiny_llama_dir))
 
 
 @pytest.fixture
 def coca(tiny_coca_dir):
-    return load_subject(str(tiny_coca_dir))
+    return load_model(str(tiny_coca_dir))
 
 
 @pytest.fixture

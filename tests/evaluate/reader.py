@@ -6,13 +6,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from coca_hf.evaluate.load import Subject
+from coca_hf.evaluate.loaded_model import LoadedModel
 
 
 class Reader(nn.Module):
     """Certain, after a prompt and the beginning of a reply, of the next token of `reply(prompt)`.
 
-    A prompt ends where `reply` finds an answer for the longest beginning of the text that ends with a colon or "is".
+    A prompt ends where `reply` finds an answer for the longest beginning of the text that ends with
+    a colon or "is".
     """
 
     dtype, device = torch.float32, torch.device("cpu")
@@ -39,4 +40,4 @@ class Reader(nn.Module):
 
 
 def reads(tokenizer, reply):
-    return Subject(Reader(tokenizer, reply), tokenizer, "reader", "/reader", "0123")
+    return LoadedModel(Reader(tokenizer, reply), tokenizer, "reader", "/reader", "0123")

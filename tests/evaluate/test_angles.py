@@ -20,11 +20,19 @@ def test_angles_tau_and_scenarios_of_constructed_pairs():
     counts = count_angles(h, THETA, torch.tensor([100, 6]))
     assert counts["scenario_b"].tolist() == [[2, 1, 0]]
     assert counts["scenario_d"].tolist() == [[0, 1, 2]]
-    found = {(pair, bin_) for pair in range(3) for bin_ in counts["angle_counts"][0, pair].nonzero().flatten().tolist()}
+    found = {
+        (pair, bin_)
+        for pair in range(3)
+        for bin_ in counts["angle_counts"][0, pair].nonzero().flatten().tolist()
+    }
     assert found == {(0, 0), (0, 9), (1, 18), (1, 27), (2, 35), (2, 19)}
-    # tau = (2 pi - Theta) / theta: pair 1: 90 degrees / 0.25 = 6.28; pair 2: 5 degrees / 0.001 = 87, 170 degrees: 2967
+    # tau = (2 pi - Theta) / theta: pair 1: 90 degrees / 0.25 = 6.28; pair 2: 5 degrees / 0.001 =
+    # 87, 170 degrees: 2967
     assert counts["tau_counts"][0, 1].nonzero().flatten().tolist() == [3]  # [4, 8)
-    assert counts["tau_counts"][0, 2].nonzero().flatten().tolist() == [7, 12]  # [64, 128), [2048, 4096)
+    assert counts["tau_counts"][0, 2].nonzero().flatten().tolist() == [
+        7,
+        12,
+    ]  # [64, 128), [2048, 4096)
     # fall = (pi - Theta) / theta: pair 0: 175 degrees: 3.05, 85 degrees: 1.48; pair 1: 0
     assert counts["fall_counts"][0, 0].nonzero().flatten().tolist() == [1, 2]
     assert counts["fall_counts"][0, 1].nonzero().flatten().tolist() == [0]
@@ -32,7 +40,9 @@ def test_angles_tau_and_scenarios_of_constructed_pairs():
     assert counts["abnormal"].tolist() == [[0, 1, 1]]
     assert counts["magnitude"].tolist() == [pytest.approx([4.0, 4.0, 4.0])]
     assert counts["magnitude_d"].tolist() == [pytest.approx([0.0, 2.0, 4.0])]
-    assert counts["abs_angle"][0].rad2deg().tolist() == pytest.approx([100.0, 270.0, 175.0], abs=1e-3)
+    assert counts["abs_angle"][0].rad2deg().tolist() == pytest.approx(
+        [100.0, 270.0, 175.0], abs=1e-3
+    )
 
 
 def test_a_score_rises_up_to_tau_and_falls_after_it():
@@ -61,8 +71,12 @@ def test_partial_sums_equal_a_direct_sum():
     sum_s, sum_c = partial_sums(THETA, distances)
     for i, s in enumerate(distances):
         turns = [cmath.exp(1j * s * theta) for theta in THETA.tolist()]
-        assert sum_s[i].item() == pytest.approx(sum(abs(sum(turns[: j + 1])) for j in range(3)), rel=1e-9)
-        assert sum_c[i].item() == pytest.approx(sum(abs(sum(turns[: j + 1]).real) for j in range(3)), rel=1e-9)
+        assert sum_s[i].item() == pytest.approx(
+            sum(abs(sum(turns[: j + 1])) for j in range(3)), rel=1e-9
+        )
+        assert sum_c[i].item() == pytest.approx(
+            sum(abs(sum(turns[: j + 1]).real) for j in range(3)), rel=1e-9
+        )
 
 
 def test_the_bounds_hold_and_that_of_coca_is_the_tighter():
@@ -73,7 +87,12 @@ def test_the_bounds_hold_and_that_of_coca_is_the_tighter():
     sum_s, sum_c = partial_sums(theta, distances)
     assert (sum_c <= sum_s).all()
     assert (largest_steps(h.abs()) <= largest_steps(h) + 1e-12).all()  # eq. 11 of the appendix
-    for products, bound in ((h, largest_steps(h)[:, None] * sum_s), (h.abs(), largest_steps(h.abs())[:, None] * sum_c)):
+    for products, bound in (
+        (h, largest_steps(h)[:, None] * sum_s),
+        (h.abs(), largest_steps(h.abs())[:, None] * sum_c),
+    ):
         for i, s in enumerate(distances):
-            score = sum(products[:, j] * cmath.exp(1j * s * theta[j].item()) for j in range(16)).real.abs()
+            score = sum(
+                products[:, j] * cmath.exp(1j * s * theta[j].item()) for j in range(16)
+            ).real.abs()
             assert (score <= bound[:, i] + 1e-9).all()

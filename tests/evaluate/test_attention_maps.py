@@ -7,25 +7,27 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, MambaConfig, MambaFo
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.attention_maps import attention_map_rows
-from coca_hf.evaluate.load import load_subject
+from coca_hf.evaluate.loaded_model import load_model
 from coca_hf.evaluate.rope import Rope
-from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import draw_sample
+from coca_hf.evaluate.store import RowStore
 
 DEFAULT = Rope("default")
 
 
-def measure(subject, baseline, books, out, length=40):
-    sample = draw_sample(subject, str(books), length)
-    (row,) = attention_map_rows(subject, baseline, sample, [length], [DEFAULT], RowStore(out))
+def measure(loaded, baseline, books, out, length=40):
+    sample = draw_sample(loaded, str(books), length)
+    (row,) = attention_map_rows(loaded, baseline, sample, [length], [DEFAULT], RowStore(out))
     return row, pq.read_table(out / row["raw"]["heads"]).to_pylist()
 
 
 def test_a_model_is_no_distance_from_itself(llama, tiny_llama_dir, books, tmp_path):
-    row, heads = measure(llama, load_subject(str(tiny_llama_dir)), books, tmp_path / "out")
+    row, heads = measure(llama, load_model(str(tiny_llama_dir)), books, tmp_path / "out")
     assert row["value"] == pytest.approx(0, abs=1e-7)
     assert row["sink"] == row["baseline_sink"]
-    assert [(line["layer"], line["head"]) for line in heads] == list(itertools.product(range(3), range(6)))
+    assert [(line["layer"], line["head"]) for line in heads] == list(
+        itertools.product(range(3), range(6))
+    )
     assert all(line["entropy"] == line["baseline_entropy"] > 0 for line in heads)
     assert llama.model.config._attn_implementation == "sdpa"  # as it was
 
@@ -34,11 +36,14 @@ def test_a_model_is_no_distance_from_itself(llama, tiny_llama_dir, books, tmp_pa
 def test_numbers_are_those_of_a_loop_over_queries(llama, coca, books, tmp_path):
     row, heads = measure(coca, llama, books, tmp_path / "out", length=30)
     maps = {}
-    for name, subject in (("ours", coca), ("theirs", llama)):
-        subject.model.set_attn_implementation("eager")
-        documents = draw_sample(subject, str(books), 30).token_ids
-        found = [subject.model(ids[None, :30], output_attentions=True).attentions for ids in documents]
-        maps[name] = [torch.stack(layers)[:, 0].double() for layers in found]  # (layers, h, m, m) of each document
+    for name, loaded in (("ours", coca), ("theirs", llama)):
+        loaded.model.set_attn_implementation("eager")
+        documents = draw_sample(loaded, str(books), 30).token_ids
+        found = [
+            loaded.model(ids[None, :30], output_attentions=True).attentions for ids in documents
+        ]
+        # (layers, h, m, m) of each document
+        maps[name] = [torch.stack(layers)[:, 0].double() for layers in found]
     for line in heads:
         layer, head = line["layer"], line["head"]
         divergences, sinks, previous = [], [], []
@@ -61,36 +66,54 @@ def test_command_draws_a_line_a_model_and_refuses_another_models_original(
     tiny_llama_dir, tiny_coca_dir, books, tmp_path, coca_eval
 ):
     arguments = ("--data", books, "--lengths", 32, "--out", tmp_path / "out")
-    code, stdout, _ = coca_eval("attention-maps", tiny_coca_dir, "--baseline", tiny_llama_dir, *arguments)
+    code, stdout, _ = coca_eval(
+        "attention-maps", tiny_coca_dir, "--baseline", tiny_llama_dir, *arguments
+    )
     assert code == 0
     assert "tiny-coca" in stdout
     code, _, _ = coca_eval("report", tmp_path / "out", "--out", tmp_path / "page")
     assert code == 0
     assert (tmp_path / "page" / "attention-maps.png").is_file()
 
-    other = load_subject(str(tiny_llama_dir))
+    other = load_model(str(tiny_llama_dir))
     config = type(other.model.config)(**{**other.model.config.to_dict(), "num_hidden_layers": 1})
     type(other.model)(config).save_pretrained(tmp_path / "other")
     other.tokenizer.save_pretrained(tmp_path / "other")
-    code, _, stderr = coca_eval("attention-maps", tiny_coca_dir, "--baseline", tmp_path / "other", *arguments)
+    code, _, stderr = coca_eval(
+        "attention-maps", tiny_coca_dir, "--baseline", tmp_path / "other", *arguments
+    )
     assert code == 2
     assert "got num_hidden_layers 1, expected 3" in stderr
 
 
-def test_a_baseline_whose_tokenizer_means_others_by_the_same_numbers_is_refused(llama, coca, books, tmp_path):
+def test_a_baseline_whose_tokenizer_means_others_by_the_same_numbers_is_refused(
+    llama, coca, books, tmp_path
+):
     names = llama.tokenizer.convert_ids_to_tokens
     llama.tokenizer.convert_ids_to_tokens = lambda ids: names([258 - number for number in ids])
-    with pytest.raises(CocaError, match=r"got a tokenizer that takes the tokens of austen\.txt for others, expected"):
+    with pytest.raises(
+        CocaError,
+        match=r"got a tokenizer that takes the tokens of austen\.txt for others, expected",
+    ):
         measure(coca, llama, books, tmp_path)
 
 
-def test_a_baseline_of_another_family_is_refused_and_a_model_without_heads(coca, llama, books, tmp_path):
+def test_a_baseline_of_another_family_is_refused_and_a_model_without_heads(
+    coca, llama, books, tmp_path
+):
     sizes = {"vocab_size": 259, "hidden_size": 48, "num_hidden_layers": 3}
-    llama.model = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, num_attention_heads=6, intermediate_size=80))
-    with pytest.raises(CocaError, match=r"got model_type gpt_neox, expected llama as .*tiny-coca has; give the model"):
+    llama.model = GPTNeoXForCausalLM(
+        GPTNeoXConfig(**sizes, num_attention_heads=6, intermediate_size=80)
+    )
+    with pytest.raises(
+        CocaError,
+        match=r"got model_type gpt_neox, expected llama as .*tiny-coca has; give the model",
+    ):
         measure(coca, llama, books, tmp_path)
     llama.model = MambaForCausalLM(MambaConfig(**sizes))
-    with pytest.raises(CocaError, match="got MambaForCausalLM, expected a model with attention heads"):
+    with pytest.raises(
+        CocaError, match="got MambaForCausalLM, expected a model with attention heads"
+    ):
         measure(coca, llama, books, tmp_path)
 
 

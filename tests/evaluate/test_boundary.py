@@ -13,9 +13,9 @@ from coca_hf import CocaError, patch_
 from coca_hf.evaluate.angles import ANGLE_BINS, TAU_BINS
 from coca_hf.evaluate.boundary import boundary_rows, draw_positions
 from coca_hf.evaluate.rope import Rope
-from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import draw_sample
-from tests.evaluate.test_products import NEOX
+from coca_hf.evaluate.store import RowStore
+from tests.evaluate.test_query_key_products import NEOX
 
 DEFAULT = Rope("default")
 SUMS = ("sum_magnitude", "sum_magnitude_d", "sum_magnitude_absolute", "sum_abs_angle")
@@ -33,9 +33,9 @@ def test_positions_are_causal_seeded_and_uniform():
     assert 130 < counts.min() <= counts.max() < 250
 
 
-def measure(subject, books, out, lengths=(100,), ropes=(DEFAULT,), **options):
-    sample = draw_sample(subject, str(books), max(lengths))
-    return list(boundary_rows(subject, sample, list(lengths), list(ropes), RowStore(out), **options))
+def measure(loaded, books, out, lengths=(100,), ropes=(DEFAULT,), **options):
+    sample = draw_sample(loaded, str(books), max(lengths))
+    return list(boundary_rows(loaded, sample, list(lengths), list(ropes), RowStore(out), **options))
 
 
 def raw(out, row, name):
@@ -45,31 +45,50 @@ def raw(out, row, name):
 def assert_row_is_of(row, angles):
     """Every number of the row, again from its raw table."""
     total = {name: sum(line[name] for line in angles) for name in ("abnormal", "undefined", *SUMS)}
-    falls, rises = (sum(sum(line[name]) for line in angles) for name in ("fall_counts", "tau_counts"))
+    falls, rises = (
+        sum(sum(line[name]) for line in angles) for name in ("fall_counts", "tau_counts")
+    )
     assert (row["share_a"], row["share_c"]) == (0, 0)
     assert (row["share_b"], row["share_d"]) == (falls / (falls + rises), rises / (falls + rises))
     assert row["share_abnormal"] == total["abnormal"] / (falls + rises)
     assert row["share_undefined"] == total["undefined"] / (falls + rises + total["undefined"])
-    assert row["share_d_weighted"] == pytest.approx(total["sum_magnitude_d"] / total["sum_magnitude"], rel=1e-12)
+    assert row["share_d_weighted"] == pytest.approx(
+        total["sum_magnitude_d"] / total["sum_magnitude"], rel=1e-12
+    )
     absolute = total["sum_magnitude_absolute"]
-    assert row["share_absolute"] == pytest.approx(absolute / (total["sum_magnitude"] + absolute), rel=1e-12)
-    assert row["mean_abs_angle"] == pytest.approx(total["sum_abs_angle"] / (falls + rises), rel=1e-12)
+    assert row["share_absolute"] == pytest.approx(
+        absolute / (total["sum_magnitude"] + absolute), rel=1e-12
+    )
+    assert row["mean_abs_angle"] == pytest.approx(
+        total["sum_abs_angle"] / (falls + rises), rel=1e-12
+    )
 
 
 def test_strict_starts_at_exactly_zero(coca, books, tmp_path):
     coca.model.config.coca_constraint = "strict"
     (row,) = measure(coca, books, tmp_path)
-    assert (row["value"], row["mean_abs_angle"], row["share_b"], row["share_abnormal"]) == (0.0, 0.0, 1.0, 0.0)
+    assert (row["value"], row["mean_abs_angle"], row["share_b"], row["share_abnormal"]) == (
+        0.0,
+        0.0,
+        1.0,
+        0.0,
+    )
     assert row["share_absolute"] == 0
     assert 0 < row["share_undefined"] < 1  # where ReLU made t zero
     angles = raw(tmp_path, row, "angles")
     assert_row_is_of(row, angles)
-    assert all(sum(line["angle_counts"][1:]) == 0 and sum(line["tau_counts"]) == 0 for line in angles)
+    assert all(
+        sum(line["angle_counts"][1:]) == 0 and sum(line["tau_counts"]) == 0 for line in angles
+    )
     assert sum(line["angle_counts"][0] for line in angles) > 0
-    assert all(line["score"] <= line["bound_coca"] * (1 + 1e-6) for line in raw(tmp_path, row, "decay"))
+    assert all(
+        line["score"] <= line["bound_coca"] * (1 + 1e-6) for line in raw(tmp_path, row, "decay")
+    )
 
 
-def test_slack_has_angles_within_a_quarter_turn_a_part_that_goes_by_positions_and_no_bound(coca, books, tmp_path):
+def test_slack_has_angles_within_a_quarter_turn_a_part_that_goes_by_positions_and_no_bound(
+    coca, books, tmp_path
+):
     (row,) = measure(coca, books, tmp_path)
     angles = raw(tmp_path, row, "angles")
     assert_row_is_of(row, angles)
@@ -83,7 +102,12 @@ def test_a_partial_coca_model_counts_turned_pairs_only(books, tmp_path, llama):
     config = GPTNeoXConfig(**NEOX, vocab_size=259, initializer_range=0.4, rotary_pct=0.5)
     llama.model = patch_(GPTNeoXForCausalLM(config), "strict").eval()
     (row,) = measure(llama, books, tmp_path)
-    assert (row["layers"], row["heads"], row["rotary_pairs"], row["mean_abs_angle"]) == (2, 3, 4, 0.0)
+    assert (row["layers"], row["heads"], row["rotary_pairs"], row["mean_abs_angle"]) == (
+        2,
+        3,
+        4,
+        0.0,
+    )
 
 
 def test_a_plain_row_adds_up_with_its_raw_tables(llama, books, tmp_path):
@@ -102,16 +126,25 @@ def test_a_plain_row_adds_up_with_its_raw_tables(llama, books, tmp_path):
     assert row["share_absolute"] == 0
     decay = raw(tmp_path, row, "decay")
     assert {line["layer"] for line in decay} == {0, 1, 2}
-    assert all(line["score"] <= line["bound_rope"] and line["bound_coca"] < line["bound_rope"] for line in decay)
+    assert all(
+        line["score"] <= line["bound_rope"] and line["bound_coca"] < line["bound_rope"]
+        for line in decay
+    )
 
 
 def test_linear_moves_tau_out_by_its_factor(llama, books, tmp_path):
     one, two = measure(llama, books, tmp_path, ropes=(Rope("linear", 1.0), Rope("linear", 4.0)))
-    first, second = (sorted(raw(tmp_path, row, "angles"), key=lambda line: line["pair"]) for row in (one, two))
+    first, second = (
+        sorted(raw(tmp_path, row, "angles"), key=lambda line: line["pair"]) for row in (one, two)
+    )
     for before, after in zip(first, second, strict=True):
         assert after["theta"] == pytest.approx(before["theta"] / 4)
-    layer_0 = [line for line in first if line["layer"] == 0], [line for line in second if line["layer"] == 0]
-    for before, after in zip(*layer_0, strict=True):  # only the first layer's input does not depend on RoPE
+    layer_0 = (
+        [line for line in first if line["layer"] == 0],
+        [line for line in second if line["layer"] == 0],
+    )
+    # Only the first layer's input does not depend on RoPE
+    for before, after in zip(*layer_0, strict=True):
         assert before["angle_counts"] == after["angle_counts"]
         assert before["tau_counts"][2:18] == after["tau_counts"][4:20]
 
@@ -132,6 +165,8 @@ def test_a_model_that_emits_nan_gets_a_row_that_says_so(llama, books, tmp_path):
 
 
 def test_a_model_without_rotary_embedding_is_refused(llama, books, tmp_path):
-    llama.model = GPT2LMHeadModel(GPT2Config(vocab_size=259, n_embd=12, n_head=2, n_layer=1, n_positions=300)).eval()
+    llama.model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=259, n_embd=12, n_head=2, n_layer=1, n_positions=300)
+    ).eval()
     with pytest.raises(CocaError, match="GPT2LMHeadModel: got no rotary embedding"):
         measure(llama, books, tmp_path)

@@ -8,14 +8,16 @@ from torch import nn
 
 from coca_hf.evaluate.copying import copying_rows, repeated_sequences
 from coca_hf.evaluate.rope import Rope
-from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import draw_sample
+from coca_hf.evaluate.store import RowStore
 
 DEFAULT = Rope("default")
 
 
 class LooksBack(nn.Module):
-    """Predicts what followed the last token where that occurred before; every token alike where it did not."""
+    """Predicts what followed the last token where that occurred before; every token alike where it
+    did not.
+    """
 
     def __init__(self, like):
         super().__init__()
@@ -35,15 +37,18 @@ class LooksBack(nn.Module):
         return SimpleNamespace(logits=logits)
 
 
-def measure(subject, out, length=41, **options):
-    (row,) = copying_rows(subject, [length], [DEFAULT], RowStore(out), **options)
+def measure(loaded, out, length=41, **options):
+    (row,) = copying_rows(loaded, [length], [DEFAULT], RowStore(out), **options)
     return row
 
 
-def test_a_model_that_looks_back_is_certain_of_the_second_copy_and_knows_nothing_of_the_first(llama, tmp_path):
+def test_a_model_that_looks_back_is_certain_of_the_second_copy_and_knows_nothing_of_the_first(
+    llama, tmp_path
+):
     vocab_size = llama.model.config.vocab_size
     llama.model = LooksBack(llama.model)
-    row = measure(llama, tmp_path, length=13, num_cases=4, seed=1)  # short, so that no token occurs twice in a copy
+    # Short, so that no token occurs twice in a copy
+    row = measure(llama, tmp_path, length=13, num_cases=4, seed=1)
     cases, copy_len = repeated_sequences(llama, 13, 4, 1)
     assert all(len(set(ids.tolist())) == copy_len for ids in cases)
     assert row["value"] == pytest.approx(0, abs=1e-6)
@@ -65,7 +70,9 @@ def test_losses_are_those_of_a_loop_over_tokens(coca, tmp_path):
     assert row["value"] == pytest.approx(sum(sum(one[10:]) for one in losses) / 27)
     assert row["tokens"] == 27
     copies = pq.read_table(tmp_path / row["raw"]["copies"]).to_pylist()
-    assert [line["nll_second"] for line in copies] == pytest.approx([sum(one[10:]) for one in losses])
+    assert [line["nll_second"] for line in copies] == pytest.approx(
+        [sum(one[10:]) for one in losses]
+    )
 
 
 def test_cases_are_of_ordinary_tokens_after_the_beginning_that_the_tokenizer_sets(llama):
@@ -101,10 +108,14 @@ def test_a_model_of_no_number_says_so(llama, tmp_path):
 
 
 def test_command(tiny_coca_dir, tmp_path, coca_eval):
-    code, stdout, _ = coca_eval("copying", tiny_coca_dir, "--lengths", "16,32", "--cases", 2, "--out", tmp_path / "out")
+    code, stdout, _ = coca_eval(
+        "copying", tiny_coca_dir, "--lengths", "16,32", "--cases", 2, "--out", tmp_path / "out"
+    )
     assert code == 0
     assert "copying by context length" in stdout
-    code, _, stderr = coca_eval("copying", tiny_coca_dir, "--lengths", "4", "--out", tmp_path / "out")
+    code, _, stderr = coca_eval(
+        "copying", tiny_coca_dir, "--lengths", "4", "--out", tmp_path / "out"
+    )
     assert code == 2
     assert "--lengths: got 4, expected at least 5" in stderr
     code, _, _ = coca_eval("report", tmp_path / "out", "--out", tmp_path / "page")
@@ -135,7 +146,9 @@ def test_command_with_documents_makes_a_table_of_its_own(tiny_coca_dir, books, t
     for more in ((), ("--data", books)):
         code, _, stderr = coca_eval("copying", tiny_coca_dir, *options, *more)
         assert code == 0, stderr
-    assert coca_eval("copying", tiny_coca_dir, *options, "--data", books, "--preset", "pg19")[0] == 2
+    assert (
+        coca_eval("copying", tiny_coca_dir, *options, "--data", books, "--preset", "pg19")[0] == 2
+    )
     code, _, stderr = coca_eval("copying", tiny_coca_dir, *options, "--max-tokens", 99)
     assert (code, "--max-tokens: got it without --data or --preset" in stderr) == (2, True)
     assert coca_eval("report", out, "--out", tmp_path / "page")[0] == 0

@@ -1,4 +1,6 @@
-"""What inspect says is what the loaded model has: its parameters, and the bytes of its cache's tensors."""
+"""What inspect says is what the loaded model has: its parameters, and the bytes of its cache's
+tensors.
+"""
 
 import json
 import shutil
@@ -36,10 +38,14 @@ def saved(model, directory):
 
 
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
-@pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 6, "head_dim": 14}, {"tie_word_embeddings": True}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"num_key_value_heads": 6, "head_dim": 14}, {"tie_word_embeddings": True}]
+)
 def test_coca_facts_equal_the_loaded_models(tmp_path, constraint, fields):
     saved(LlamaForCausalLM(LlamaConfig(**(TINY | {"vocab_size": 101} | fields))), tmp_path / "src")
-    convert_checkpoint(tmp_path / "src", tmp_path / "dst", constraint, dtype="bfloat16", max_shard_size="50KB")
+    convert_checkpoint(
+        tmp_path / "src", tmp_path / "dst", constraint, dtype="bfloat16", max_shard_size="50KB"
+    )
     facts = inspect_checkpoint(tmp_path / "dst")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
     assert facts["parameters"] == sum(parameter.numel() for parameter in model.parameters())
@@ -47,13 +53,27 @@ def test_coca_facts_equal_the_loaded_models(tmp_path, constraint, fields):
     assert facts["kv_bytes_per_token"] * IDS.numel() == cache_bytes(model)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "src", dtype=torch.bfloat16)
     assert facts["kv_bytes_per_token_standard"] * IDS.numel() == cache_bytes(plain)
-    assert (facts["family"], facts["constraint"], facts["dtype"]) == ("llama", constraint, "bfloat16")
-    assert (facts["trained_length"], facts["max_length"], facts["rope"]) == (64, 64, "default, base 10,000")
+    assert (facts["family"], facts["constraint"], facts["dtype"]) == (
+        "llama",
+        constraint,
+        "bfloat16",
+    )
+    assert (facts["trained_length"], facts["max_length"], facts["rope"]) == (
+        64,
+        64,
+        "default, base 10,000",
+    )
     record = json.loads((tmp_path / "dst" / "conversion.json").read_text())
     assert record["kv_cache_bytes_per_token"]["after"] == facts["kv_bytes_per_token"]
 
 
-NEOX = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 40, "intermediate_size": 60, "vocab_size": 53}
+NEOX = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "hidden_size": 40,
+    "intermediate_size": 60,
+    "vocab_size": 53,
+}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +99,11 @@ def test_cache_of_sliding_windows_stops_growing(tmp_path):
     facts = inspect_checkpoint(saved(MistralForCausalLM(config), tmp_path), memory_bytes=10**7)
     assert facts["kv_bytes_per_token"] == 0
     width = 3 * 2 * 2 * 8 * 4
-    assert cache_bytes(AutoModelForCausalLM.from_pretrained(tmp_path)) <= facts["kv_bytes_fixed"] == 8 * width
+    assert (
+        cache_bytes(AutoModelForCausalLM.from_pretrained(tmp_path))
+        <= facts["kv_bytes_fixed"]
+        == 8 * width
+    )
     assert facts["longest_context"] is None
     assert "any in 0.0 GB: the cache stops growing" in describe(facts)
 
@@ -87,7 +111,10 @@ def test_cache_of_sliding_windows_stops_growing(tmp_path):
 def test_longest_context_is_the_last_that_fits(tiny_coca_dir):
     facts = inspect_checkpoint(tiny_coca_dir, 10**6)
     model = AutoModelForCausalLM.from_pretrained(tiny_coca_dir)
-    weights, longest = sum(parameter.nbytes for parameter in model.parameters()), facts["longest_context"]
+    weights, longest = (
+        sum(parameter.nbytes for parameter in model.parameters()),
+        facts["longest_context"],
+    )
     assert longest > 100
     assert weights + cache_bytes(model, torch.zeros(1, longest, dtype=torch.long)) <= 10**6
     assert weights + cache_bytes(model, torch.zeros(1, longest + 1, dtype=torch.long)) > 10**6
@@ -105,13 +132,21 @@ def test_ntk_export_is_told_with_its_trained_length(tmp_path, tiny_coca_dir):
 
 
 def run(*arguments):
-    return subprocess.run(["coca-eval", "inspect", *map(str, arguments)], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        ["coca-eval", "inspect", *map(str, arguments)], capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.real
 def test_command_prints_lines_json_or_one_line_of_error(tiny_coca_dir, tmp_path):
     lines = run(tiny_coca_dir, "--memory", "24GB").stdout
-    for expected in ("llama, CoCA, slack", "default, base 10,000", "64 tokens", "float32", "tokens in 24.0 GB beside"):
+    for expected in (
+        "llama, CoCA, slack",
+        "default, base 10,000",
+        "64 tokens",
+        "float32",
+        "tokens in 24.0 GB beside",
+    ):
         assert expected in lines
     assert json.loads(run(tiny_coca_dir, "--json").stdout) == inspect_checkpoint(tiny_coca_dir)
     for arguments in ([tmp_path / "nothing"], [tmp_path], [tiny_coca_dir, "--memory", "lots"]):
@@ -122,8 +157,14 @@ def test_command_prints_lines_json_or_one_line_of_error(tiny_coca_dir, tmp_path)
 
 DAMAGE = {
     "no config": (lambda d: (d / "config.json").unlink(), "config.json: no such file"),
-    "unknown family": (lambda d: (d / "config.json").write_text('{"model_type": "x"}'), "got model_type 'x'"),
-    "no family": (lambda d: (d / "config.json").write_text('{"model_type": ["x"]}'), r"got model_type \['x'\]"),
+    "unknown family": (
+        lambda d: (d / "config.json").write_text('{"model_type": "x"}'),
+        "got model_type 'x'",
+    ),
+    "no family": (
+        lambda d: (d / "config.json").write_text('{"model_type": ["x"]}'),
+        r"got model_type \['x'\]",
+    ),
     "bad value": (
         lambda d: (d / "config.json").write_text('{"model_type": "llama", "hidden_size": "big"}'),
         "config.json: .*hidden_size",
@@ -131,17 +172,32 @@ DAMAGE = {
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "got no weights"),
     "length in words": (
         lambda d: edit_config(
-            d, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "original_max_position_embeddings": "x"}
+            d,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": "x",
+            },
         ),
         "config.json: got a length of 'x', expected a whole number",
     ),
-    "CoCA weights under clip": (lambda d: edit_config(d, model_type="clip"), "that are understood, expected"),
-    "CoCA weights under bert": (lambda d: edit_config(d, model_type="bert"), "that are understood, expected"),
-    "CoCA weights under mamba": (lambda d: edit_config(d, model_type="mamba"), "that are understood, expected"),
+    "CoCA weights under clip": (
+        lambda d: edit_config(d, model_type="clip"),
+        "that are understood, expected",
+    ),
+    "CoCA weights under bert": (
+        lambda d: edit_config(d, model_type="bert"),
+        "that are understood, expected",
+    ),
+    "CoCA weights under mamba": (
+        lambda d: edit_config(d, model_type="mamba"),
+        "that are understood, expected",
+    ),
     "truncated": (lambda d: (d / "model.safetensors").write_bytes(b"\1"), "truncated or corrupted"),
     "a layer less": (
         lambda d: save_file(
-            {k: v for k, v in load_file(d / "model.safetensors").items() if ".2." not in k}, d / "model.safetensors"
+            {k: v for k, v in load_file(d / "model.safetensors").items() if ".2." not in k},
+            d / "model.safetensors",
         ),
         "got 2 layers with key and value projections that are understood, expected 3",
     ),
@@ -160,7 +216,20 @@ def test_bad_input_is_one_line(tiny_coca_dir, tmp_path, damage, message):
 def test_any_value_in_any_field_of_the_config_is_one_line_or_told(tiny_coca_dir, tmp_path):
     directory = shutil.copytree(tiny_coca_dir, tmp_path / "damaged")
     config, told = json.loads((directory / "config.json").read_text()), 0
-    values = [None, True, -1, 0, 10**12, 2**70, 1e300, "", "x", [], {}, {"rope_type": "default", "rope_theta": "x"}]
+    values = [
+        None,
+        True,
+        -1,
+        0,
+        10**12,
+        2**70,
+        1e300,
+        "",
+        "x",
+        [],
+        {},
+        {"rope_type": "default", "rope_theta": "x"},
+    ]
     for field in config:
         for value in values:
             (directory / "config.json").write_text(json.dumps(config | {field: value}))

@@ -3,26 +3,43 @@ import math
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 import coca_hf
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.copying import passages, repeated_sequences
 from coca_hf.evaluate.layers import TEXTS, layer_rows
-from coca_hf.evaluate.load import Subject, load_subject
+from coca_hf.evaluate.loaded_model import LoadedModel, load_model
 from coca_hf.evaluate.rope import Rope
-from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import draw_sample
+from coca_hf.evaluate.store import RowStore
 
 DEFAULT = Rope("default")
-SIZES = {"num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddings": 64, "initializer_range": 0.2}
+SIZES = {
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
 
 
 @pytest.fixture(params=["llama", "qwen2", "gpt_neox"])
 def pair(request, tiny_llama_dir, tiny_tokenizer, tmp_path):
-    """An original and what it is converted to, both float64. Qwen2's last layers look 9 tokens back only."""
+    """An original and what it is converted to, both float64. Qwen2's last layers look 9 tokens back
+    only.
+    """
     torch.manual_seed(1)
-    source, size = tmp_path / "original", {"vocab_size": len(tiny_tokenizer), "intermediate_size": 80, **SIZES}
+    source, size = (
+        tmp_path / "original",
+        {"vocab_size": len(tiny_tokenizer), "intermediate_size": 80, **SIZES},
+    )
     if request.param == "llama":
         source = tiny_llama_dir
     elif request.param == "qwen2":
@@ -33,7 +50,7 @@ def pair(request, tiny_llama_dir, tiny_tokenizer, tmp_path):
         GPTNeoXForCausalLM(GPTNeoXConfig(hidden_size=48, **size)).save_pretrained(source)
     tiny_tokenizer.save_pretrained(source)
     coca_hf.convert_checkpoint(source, tmp_path / "coca")
-    return [load_subject(str(path), dtype="float32") for path in (source, tmp_path / "coca")]
+    return [load_model(str(path), dtype="float32") for path in (source, tmp_path / "coca")]
 
 
 def measure(pair, books, out, **options):
@@ -43,12 +60,14 @@ def measure(pair, books, out, **options):
 
 
 @torch.no_grad()
-def by_hand(host, guest, number, original, subject, sample):
-    """The measures of `host` with layer `number` of `guest`: the guest reads what the host's layer is given."""
+def by_hand(host, guest, number, original, loaded, sample):
+    """The measures of `host` with layer `number` of `guest`: the guest reads what the host's layer
+    is given.
+    """
     texts = {
-        "perplexity": (passages(subject, 40, 3, 0, sample), 39),
-        "copy": (repeated_sequences(subject, 40, 3, 0)[0], 19),
-        "again": (repeated_sequences(subject, 40, 3, 0, sample)[0], 19),
+        "perplexity": (passages(loaded, 40, 3, 0, sample), 39),
+        "copy": (repeated_sequences(loaded, 40, 3, 0)[0], 19),
+        "again": (repeated_sequences(loaded, 40, 3, 0, sample)[0], 19),
     }
     found, divergences = {}, []
     for text, (cases, scored) in texts.items():
@@ -97,7 +116,7 @@ def test_a_model_beside_itself_has_no_harm(llama, books, tmp_path):
 
 
 def test_the_layer_that_is_another_is_the_first_to_keep(llama, tiny_llama_dir, books, tmp_path):
-    broken = load_subject(str(tiny_llama_dir), name="broken")
+    broken = load_model(str(tiny_llama_dir), name="broken")
     with torch.no_grad():
         broken.model.model.layers[1].self_attn.o_proj.weight.mul_(-3)
     row, _, lines = measure([llama, broken], books, tmp_path / "out")
@@ -115,7 +134,9 @@ def test_models_of_two_dtypes_can_be_swapped(pair, books, tmp_path):
 
 def test_another_model_is_refused(llama, coca, books, tmp_path):
     llama.model.config.num_hidden_layers = 7
-    with pytest.raises(CocaError, match=r"tiny-llama: got num_hidden_layers 7, expected 3 as .*tiny-coca has"):
+    with pytest.raises(
+        CocaError, match=r"tiny-llama: got num_hidden_layers 7, expected 3 as .*tiny-coca has"
+    ):
         measure([llama, coca], books, tmp_path / "out")
 
 
@@ -135,9 +156,14 @@ def test_command(tiny_llama_dir, tiny_coca_dir, books, tmp_path, coca_eval):
 
 
 def test_a_model_whose_layers_are_not_understood_is_refused(tiny_tokenizer, books, tmp_path):
-    config = GPT2Config(vocab_size=len(tiny_tokenizer), n_embd=12, n_layer=2, n_head=2, n_positions=64)
-    gpt2 = Subject(GPT2LMHeadModel(config).eval(), tiny_tokenizer, "gpt2", "/gpt2", "0123")
-    with pytest.raises(CocaError, match="coca-eval layers: got GPT2LMHeadModel, whose layers it does not understand"):
+    config = GPT2Config(
+        vocab_size=len(tiny_tokenizer), n_embd=12, n_layer=2, n_head=2, n_positions=64
+    )
+    gpt2 = LoadedModel(GPT2LMHeadModel(config).eval(), tiny_tokenizer, "gpt2", "/gpt2", "0123")
+    with pytest.raises(
+        CocaError,
+        match="coca-eval layers: got GPT2LMHeadModel, whose layers it does not understand",
+    ):
         measure([gpt2, gpt2], books, tmp_path / "out")
 
 
@@ -149,7 +175,7 @@ def test_lengths_without_two_copies_are_refused(llama, coca, books, tmp_path):
 
 def test_layers_that_were_kept_have_no_harm(llama, tiny_llama_dir, books, tmp_path):
     coca_hf.convert_checkpoint(tiny_llama_dir, tmp_path / "coca", keep_layers=[0, 2])
-    row, _, lines = measure([llama, load_subject(str(tmp_path / "coca"))], books, tmp_path / "out")
+    row, _, lines = measure([llama, load_model(str(tmp_path / "coca"))], books, tmp_path / "out")
     assert row["order"][0] == 1
     assert [line["harm"] == pytest.approx(0, abs=1e-6) for line in lines] == [True, False, True]
     assert lines[1]["alone_divergence"] == pytest.approx(row["value"], rel=1e-4)

@@ -19,7 +19,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.load import Subject
+from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.passkey import (
     FILLER,
     INSTRUCTION,
@@ -31,7 +31,7 @@ from coca_hf.evaluate.passkey import (
     passkey_rows,
 )
 from coca_hf.evaluate.rope import Rope
-from coca_hf.evaluate.rows import RowStore
+from coca_hf.evaluate.store import RowStore
 from tests.evaluate.reader import reads
 
 SHORTEST = 227  # bytes of the prompt without any filler
@@ -40,7 +40,7 @@ DEFAULT = [Rope("default")]
 
 
 class Talker(PreTrainedModel, GenerationMixin):
-    """A causal language model that answers a prompt with the text `reply(prompt)`, token by token."""
+    """A causal language model that answers a prompt with `reply(prompt)`, token by token."""
 
     config_class = PreTrainedConfig
 
@@ -61,7 +61,10 @@ class Talker(PreTrainedModel, GenerationMixin):
 
     def next_id(self, text):
         prompt, asked, answer = re.split(r"(What is the pass ?key\?(?: The pass key is)?)", text)
-        reply = [*self.tokenizer(self.reply(prompt + asked))["input_ids"], self.tokenizer.eos_token_id]
+        reply = [
+            *self.tokenizer(self.reply(prompt + asked))["input_ids"],
+            self.tokenizer.eos_token_id,
+        ]
         return reply[min(len(self.tokenizer(answer)["input_ids"]), len(reply) - 1)]
 
 
@@ -71,7 +74,7 @@ def one_likely(next_ids, tokenizer):
 
 
 def talker(tokenizer, reply):
-    return Subject(Talker(tokenizer, reply).eval(), tokenizer, "talker", "/talker", "0123")
+    return LoadedModel(Talker(tokenizer, reply).eval(), tokenizer, "talker", "/talker", "0123")
 
 
 class Guesser(Talker):
@@ -80,7 +83,9 @@ class Guesser(Talker):
     def __init__(self, tokenizer):
         super().__init__(tokenizer, reply=None)
         self.generator = torch.Generator().manual_seed(4)
-        self.digits = torch.tensor([tokenizer.convert_tokens_to_ids(digit) for digit in "0123456789"])
+        self.digits = torch.tensor(
+            [tokenizer.convert_tokens_to_ids(digit) for digit in "0123456789"]
+        )
 
     def forward(self, input_ids, attention_mask=None, **options):
         drawn = torch.randint(10, (len(input_ids),), generator=self.generator)
@@ -95,10 +100,12 @@ def test_the_prompt_is_the_papers_word_for_word(tiny_tokenizer):
     case = make_case(tiny_tokenizer, SHORTEST + 4 * FILLER_LEN + 2, seed=0, case_number=2)
     before = round(case.depth * 4)
     assert 0 < before < 4
-    filler = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+    filler = (
+        "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+    )
     expected = (
-        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz you "
-        "about the important information there.\n\n"
+        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize "
+        "them. I will quiz you about the important information there.\n\n"
         + "\n".join([filler] * before)
         + f"\n\nThe passkey is {case.key}. Remeber it. {case.key} is the passkey.\n\n"
         + "\n".join([filler] * (4 - before))
@@ -108,7 +115,9 @@ def test_the_prompt_is_the_papers_word_for_word(tiny_tokenizer):
 
 
 @pytest.mark.parametrize("length", [SHORTEST, 320, 321, 500, 1009])
-def test_prompts_fill_their_length_never_exceed_it_and_hold_the_key_at_the_stated_distance(length, tiny_tokenizer):
+def test_prompts_fill_their_length_never_exceed_it_and_hold_the_key_at_the_stated_distance(
+    length, tiny_tokenizer
+):
     for number in range(12):
         case = make_case(tiny_tokenizer, length, seed=5, case_number=number)
         assert length - FILLER_LEN - 2 < len(case.token_ids) <= length
@@ -123,7 +132,9 @@ def test_prompts_fill_their_length_never_exceed_it_and_hold_the_key_at_the_state
 
 def test_depths_are_spread_over_the_whole_prompt(tiny_tokenizer):
     depths = [make_case(tiny_tokenizer, 760, 0, number).depth for number in range(120)]
-    shares = [sum(low <= depth < low + 0.25 for depth in depths) / 120 for low in (0.0, 0.25, 0.5, 0.75)]
+    shares = [
+        sum(low <= depth < low + 0.25 for depth in depths) / 120 for low in (0.0, 0.25, 0.5, 0.75)
+    ]
     assert {0.0, 1.0} < set(depths)
     assert all(0.1 < share < 0.4 for share in shares)
     assert sum(depths) / 120 == pytest.approx(0.5, abs=0.08)
@@ -137,46 +148,65 @@ def test_a_case_depends_on_seed_length_and_number_only(tiny_tokenizer):
 
 
 def test_a_model_that_copies_the_key_scores_one(tiny_tokenizer, tmp_path):
-    rows = passkey_rows(talker(tiny_tokenizer, read_key), [320, 700], DEFAULT, RowStore(tmp_path), 7, batch_size=3)
-    assert [(row["length"], row["value"], row["cases"]) for row in rows] == [(320, 1.0, 7), (700, 1.0, 7)]
+    rows = passkey_rows(
+        talker(tiny_tokenizer, read_key), [320, 700], DEFAULT, RowStore(tmp_path), 7, batch_size=3
+    )
+    assert [(row["length"], row["value"], row["cases"]) for row in rows] == [
+        (320, 1.0, 7),
+        (700, 1.0, 7),
+    ]
 
 
 @pytest.mark.parametrize("text", ["12345", "The passkey is", ""])
 def test_a_constant_model_scores_zero(tiny_tokenizer, tmp_path, text):
-    (row,) = passkey_rows(talker(tiny_tokenizer, lambda prompt: text), [320], DEFAULT, RowStore(tmp_path), 9)
+    (row,) = passkey_rows(
+        talker(tiny_tokenizer, lambda prompt: text), [320], DEFAULT, RowStore(tmp_path), 9
+    )
     assert row["value"] == 0.0
     assert row["error"] is None
 
 
 def test_a_key_that_comes_after_the_new_tokens_does_not_count(tiny_tokenizer, tmp_path):
     late = talker(tiny_tokenizer, lambda prompt: "x" * 20 + read_key(prompt))
-    assert [row["value"] for row in passkey_rows(late, [320], DEFAULT, RowStore(tmp_path / "a"), 4, 20)] == [0.0]
-    assert [row["value"] for row in passkey_rows(late, [320], DEFAULT, RowStore(tmp_path / "b"), 4, 40)] == [1.0]
+    assert [
+        row["value"] for row in passkey_rows(late, [320], DEFAULT, RowStore(tmp_path / "a"), 4, 20)
+    ] == [0.0]
+    assert [
+        row["value"] for row in passkey_rows(late, [320], DEFAULT, RowStore(tmp_path / "b"), 4, 40)
+    ] == [1.0]
 
 
 def test_accuracy_is_the_share_of_correct_cases_and_each_has_a_record(tiny_tokenizer, tmp_path):
     def even_only(prompt):
         return read_key(prompt) if int(read_key(prompt)[-1]) % 2 == 0 else "no idea"
 
-    (row,) = passkey_rows(talker(tiny_tokenizer, even_only), [400], DEFAULT, RowStore(tmp_path), 20, 30, seed=2)
+    (row,) = passkey_rows(
+        talker(tiny_tokenizer, even_only), [400], DEFAULT, RowStore(tmp_path), 20, 30, seed=2
+    )
     records = pq.read_table(tmp_path / row["raw"]["cases"]).to_pylist()
     assert [record["case"] for record in records] == list(range(20))
     assert all(record["correct"] == (record["key"] % 2 == 0) for record in records)
     assert 0 < row["value"] < 1
     assert row["value"] == sum(record["correct"] for record in records) / 20
     first = make_case(tiny_tokenizer, 400, 2, 0)
-    assert (records[0]["key"], records[0]["depth"], records[0]["distance"]) == (first.key, first.depth, first.distance)
+    assert (records[0]["key"], records[0]["depth"], records[0]["distance"]) == (
+        first.key,
+        first.depth,
+        first.distance,
+    )
     assert {record["row_id"] for record in records} == {row["row_id"]}
 
 
 @pytest.mark.parametrize("kind", ["llama", "coca"])
 def test_a_batch_gives_the_answers_of_single_cases(kind, request):
-    subject = request.getfixturevalue(kind)
-    subject.model.double()
+    loaded = request.getfixturevalue(kind)
+    loaded.model.double()
     lengths = (SHORTEST, 700, 325)  # cases that need much padding
-    cases = [make_case(subject.tokenizer, length, 0, number) for number, length in enumerate(lengths)]
-    together, *_ = answers(subject, cases, 9, batch_size=3)
-    alone = [answers(subject, [case], 9)[0][0] for case in cases]
+    cases = [
+        make_case(loaded.tokenizer, length, 0, number) for number, length in enumerate(lengths)
+    ]
+    together, *_ = answers(loaded, cases, 9, batch_size=3)
+    alone = [answers(loaded, [case], 9)[0][0] for case in cases]
     assert together == alone
     assert len(set(map(tuple, alone))) == 3
 
@@ -184,7 +214,9 @@ def test_a_batch_gives_the_answers_of_single_cases(kind, request):
 def test_decoding_is_greedy_whatever_the_checkpoint_prefers(llama):
     cases = [make_case(llama.tokenizer, 320, 0, number) for number in range(2)]
     greedy, *_ = answers(llama, cases, 12)
-    llama.model.generation_config.update(do_sample=True, temperature=9.0, repetition_penalty=5.0, min_new_tokens=3)
+    llama.model.generation_config.update(
+        do_sample=True, temperature=9.0, repetition_penalty=5.0, min_new_tokens=3
+    )
     assert answers(llama, cases, 12)[0] == greedy
 
 
@@ -193,11 +225,15 @@ def test_rope_is_fixed_for_the_prompt_and_the_new_tokens(llama, tmp_path):
     stretch = 2.0 * (400 + 13) / 64 - 1
     head_dim = llama.model.config.head_dim
     base = 10000.0 * stretch ** (head_dim / (head_dim - 2))
-    torch.testing.assert_close(llama.model.model.rotary_emb.inv_freq[1].item(), base ** (-2 / head_dim))
+    torch.testing.assert_close(
+        llama.model.model.rotary_emb.inv_freq[1].item(), base ** (-2 / head_dim)
+    )
 
 
 def test_a_length_too_short_for_the_prompt_is_refused_with_the_shortest_that_does(llama, tmp_path):
-    with pytest.raises(CocaError, match=f"--lengths: got {SHORTEST - 1}, expected at least {SHORTEST} tokens"):
+    with pytest.raises(
+        CocaError, match=f"--lengths: got {SHORTEST - 1}, expected at least {SHORTEST} tokens"
+    ):
         list(passkey_rows(llama, [500, SHORTEST - 1], DEFAULT, RowStore(tmp_path), 3))
     assert not (tmp_path / "rows.jsonl").exists()  # nothing was measured before the refusal
     check_lengths(llama, [SHORTEST], 0, 3)
@@ -218,8 +254,12 @@ def test_a_model_that_emits_nan_gets_a_row_that_says_so(llama, tmp_path):
     assert (row["value"], row["error"]) == (None, "the model's logits are NaN")
 
 
-def test_lengths_beyond_learned_positions_get_a_row_that_says_so_and_the_rest_goes_on(llama, tmp_path):
-    config = GPT2Config(vocab_size=259, n_embd=12, n_head=2, n_layer=1, n_positions=400, eos_token_id=2)
+def test_lengths_beyond_learned_positions_get_a_row_that_says_so_and_the_rest_goes_on(
+    llama, tmp_path
+):
+    config = GPT2Config(
+        vocab_size=259, n_embd=12, n_head=2, n_layer=1, n_positions=400, eos_token_id=2
+    )
     llama.model = GPT2LMHeadModel(config).eval()
     long, short = passkey_rows(llama, [700, 320], DEFAULT, RowStore(tmp_path), 2, 3)
     assert long["value"] is None
@@ -235,14 +275,18 @@ def bpe_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(words, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
+    tokenizer.train_from_iterator(
+        words, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet)
+    )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 @pytest.mark.parametrize("length", [210, 333, 1009])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_prompts_of_subwords_fill_their_length_and_never_exceed_it(variant, length, bpe_tokenizer):
-    """Where tokens are of many sizes, and filler that is cut in a word can take more of them than the whole word."""
+    """Where tokens are of many sizes, and filler that is cut in a word can take more of them than
+    the whole word.
+    """
     kind = VARIANTS[variant]
     room = len(bpe_tokenizer(FILLER + "\n\n")["input_ids"]) if variant == "paper" else 4
     for number in range(20):
@@ -257,8 +301,13 @@ def test_prompts_of_subwords_fill_their_length_and_never_exceed_it(variant, leng
 
 def test_a_grid_of_depths_is_kept_in_turn(tiny_tokenizer):
     """With 22 fillers of 90 bytes, grid points are at most half a filler off."""
-    cases = [make_case(tiny_tokenizer, SHORTEST + 22 * FILLER_LEN + 2, 0, number, depths=5) for number in range(10)]
-    assert [case.depth for case in cases] == pytest.approx([0, 0.25, 0.5, 0.75, 1] * 2, abs=0.5 / 22)
+    cases = [
+        make_case(tiny_tokenizer, SHORTEST + 22 * FILLER_LEN + 2, 0, number, depths=5)
+        for number in range(10)
+    ]
+    assert [case.depth for case in cases] == pytest.approx(
+        [0, 0.25, 0.5, 0.75, 1] * 2, abs=0.5 / 22
+    )
     assert (cases[0].depth, cases[4].depth) == (0.0, 1.0)
     assert len({case.key for case in cases}) == 10
 
@@ -268,11 +317,16 @@ def test_a_grid_of_depths_is_kept_in_turn(tiny_tokenizer):
 def test_the_prompt_of_other_scripts_is_theirs_and_never_too_long(variant, length, tiny_tokenizer):
     for number in range(8):
         case = make_case(tiny_tokenizer, length, 3, number, variant)
-        assert length - 2 < len(case.token_ids) <= length  # filler is cut by characters, and a byte is a token
+        # Filler is cut by characters, and a byte is a token
+        assert length - 2 < len(case.token_ids) <= length
         assert 1 <= case.key <= 50_000
         task, prefix, line, suffix, question = tiny_tokenizer.decode(case.token_ids).split("\n")
         garbage = " ".join(
-            ["The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."] * 9
+            [
+                "The grass is green. The sky is blue. The sun is yellow. Here we go. There and "
+                "back again."
+            ]
+            * 9
         )
         assert task.startswith("There is an important info hidden inside a lot of irrelevant text.")
         assert garbage.startswith(prefix)
@@ -283,7 +337,7 @@ def test_the_prompt_of_other_scripts_is_theirs_and_never_too_long(variant, lengt
         assert tiny_tokenizer.decode(case.token_ids[-case.distance :]).startswith(line)
 
 
-CASE = Case(key=417, depth=0.5, distance=9, token_ids=[1], answer_ids=[32, 52, 49, 55])
+CASE = Case(key=417, answer=417, depth=0.5, distance=9, token_ids=[1], answer_ids=[32, 52, 49, 55])
 FOUND = {
     "paper": ({"It is 417.", "1417", " 417"}, {"41 7", "", "four"}),
     "yarn": ({" 417.", "well, 417 or 5", "0417"}, {" 5 or 417", "4170", "", "none"}),
@@ -306,8 +360,12 @@ def test_longlora_wants_the_very_tokens_first():
 
 
 @pytest.mark.parametrize("variant", ["paper", "yarn", "longlora"])
-def test_a_model_that_goes_on_with_the_key_scores_one_under_every_variant(tiny_tokenizer, tmp_path, variant):
-    copier = talker(tiny_tokenizer, lambda prompt: " " + re.search(r"key is (\d+)", prompt).group(1))
+def test_a_model_that_goes_on_with_the_key_scores_one_under_every_variant(
+    tiny_tokenizer, tmp_path, variant
+):
+    copier = talker(
+        tiny_tokenizer, lambda prompt: " " + re.search(r"key is (\d+)", prompt).group(1)
+    )
     (row,) = passkey_rows(copier, [400], DEFAULT, RowStore(tmp_path), 12, variant=variant, depths=3)
     assert (row["value"], row["variant"], row["depths"]) == (1.0, variant, 3)
 
@@ -317,23 +375,29 @@ def test_a_guesser_is_right_once_in_100000_guesses(tiny_tokenizer, tmp_path):
 
     Of 400,000 guesses 4 are right on average, with a standard deviation of 2.
     """
-    subject = Subject(Guesser(tiny_tokenizer).eval(), tiny_tokenizer, "guesser", "/guesser", "0123")
+    loaded = LoadedModel(
+        Guesser(tiny_tokenizer).eval(), tiny_tokenizer, "guesser", "/guesser", "0123"
+    )
     options = {"num_cases": 250, "new_tokens": 1604, "batch_size": 250}
-    (row,) = passkey_rows(subject, [SHORTEST], DEFAULT, RowStore(tmp_path), **options)
+    (row,) = passkey_rows(loaded, [SHORTEST], DEFAULT, RowStore(tmp_path), **options)
     assert 1 <= row["value"] * 250 <= 11
 
 
 @pytest.mark.parametrize(("configured", "trained_on"), [(300, None), (4096, 300)])
-def test_cases_inside_and_beyond_the_trained_length_add_up(tiny_tokenizer, tmp_path, configured, trained_on):
-    """A model that sees 300 tokens back: right up to there, wrong beyond. A CoCA training counts before the config."""
+def test_cases_inside_and_beyond_the_trained_length_add_up(
+    tiny_tokenizer, tmp_path, configured, trained_on
+):
+    """A model that sees 300 tokens back: right up to there, wrong beyond. A CoCA training counts
+    before the config.
+    """
 
     def near_only(prompt):
         return read_key(prompt) if len(prompt) - prompt.index("The passkey is") <= 300 else "?"
 
-    subject = talker(tiny_tokenizer, near_only)
-    subject.model.config.max_position_embeddings = configured
-    subject = replace(subject, trained_seq_len=trained_on)
-    (row,) = passkey_rows(subject, [900], DEFAULT, RowStore(tmp_path), 40)
+    loaded = talker(tiny_tokenizer, near_only)
+    loaded.model.config.max_position_embeddings = configured
+    loaded = replace(loaded, trained_seq_len=trained_on)
+    (row,) = passkey_rows(loaded, [900], DEFAULT, RowStore(tmp_path), 40)
     assert row["trained_length"] == configured
     assert row["cases_inside"] == row["correct_inside"] > 0
     assert row["cases_beyond"] > 0 == row["correct_beyond"]
@@ -342,9 +406,14 @@ def test_cases_inside_and_beyond_the_trained_length_add_up(tiny_tokenizer, tmp_p
     cases = pq.read_table(tmp_path / row["raw"]["cases"]).to_pylist()
     assert sum(case["distance"] <= 300 for case in cases) == row["cases_inside"]
     edges = [0, 150, 300, 600, 10**9]  # any distances make buckets whose cases add up
-    buckets = [[c for c in cases if low < c["distance"] <= high] for low, high in itertools.pairwise(edges)]
+    buckets = [
+        [c for c in cases if low < c["distance"] <= high] for low, high in itertools.pairwise(edges)
+    ]
     assert sum(map(len, buckets)) == 40
-    assert sum(c["correct"] for bucket in buckets for c in bucket) == row["correct_inside"] + row["correct_beyond"]
+    assert (
+        sum(c["correct"] for bucket in buckets for c in bucket)
+        == row["correct_inside"] + row["correct_beyond"]
+    )
 
 
 def landmark_key(prompt):
@@ -352,12 +421,17 @@ def landmark_key(prompt):
 
 
 def test_landmark_scores_the_key_without_generation(tiny_tokenizer, tmp_path):
-    subject = reads(tiny_tokenizer, landmark_key)
-    (row,) = passkey_rows(subject, [400], DEFAULT, RowStore(tmp_path), 5, variant="landmark", batch_size=2)
+    loaded = reads(tiny_tokenizer, landmark_key)
+    (row,) = passkey_rows(
+        loaded, [400], DEFAULT, RowStore(tmp_path), 5, variant="landmark", batch_size=2
+    )
     assert (row["value"], row["new_tokens"], row["error"]) == (1.0, 0, None)
     assert row["nats_per_digit"] < 1e-6
-    assert [line["output"] for line in pq.read_table(tmp_path / row["raw"]["cases"]).to_pylist()] == [
-        f" {case.key}" for case in (make_case(tiny_tokenizer, 400, 0, number, "landmark") for number in range(5))
+    assert [
+        line["output"] for line in pq.read_table(tmp_path / row["raw"]["cases"]).to_pylist()
+    ] == [
+        f" {case.key}"
+        for case in (make_case(tiny_tokenizer, 400, 0, number, "landmark") for number in range(5))
     ]
 
 
@@ -369,13 +443,20 @@ def test_nats_per_digit_are_those_of_a_loop_over_cases(coca, tmp_path):
     for number in range(3):
         case = make_case(coca.tokenizer, 330, 4, number, "landmark")
         assert len(case.answer_ids) == 6  # a space and five digits, a token each
-        logits = coca.model(torch.tensor([case.token_ids + case.answer_ids])).logits[0].log_softmax(-1)
+        logits = (
+            coca.model(torch.tensor([case.token_ids + case.answer_ids])).logits[0].log_softmax(-1)
+        )
         for place, token in enumerate(case.answer_ids, len(case.token_ids) - 1):
             nats -= logits[place, token].item()
     assert row["nats_per_digit"] == pytest.approx(nats / 15, rel=1e-6)
-    assert sum(line["nll"] for line in pq.read_table(tmp_path / row["raw"]["cases"]).to_pylist()) == pytest.approx(nats)
+    assert sum(
+        line["nll"] for line in pq.read_table(tmp_path / row["raw"]["cases"]).to_pylist()
+    ) == pytest.approx(nats)
 
 
 def test_new_tokens_of_a_variant_without_generation_are_refused(coca, tmp_path):
-    with pytest.raises(CocaError, match="--new-tokens: got 6, but --variant landmark generates nothing; leave it out"):
+    with pytest.raises(
+        CocaError,
+        match="--new-tokens: got 6, but --variant landmark generates nothing; leave it out",
+    ):
         list(passkey_rows(coca, [330], DEFAULT, RowStore(tmp_path), 1, 6, variant="landmark"))

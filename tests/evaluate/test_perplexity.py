@@ -14,12 +14,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import coca_hf
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.load import Subject
+from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.perplexity import compute_windows, perplexity_rows, token_losses
 from coca_hf.evaluate.rope import Rope
-from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import Sample, draw_sample
-from coca_hf.evaluate.variants import Window, windows_of
+from coca_hf.evaluate.store import RowStore
+from coca_hf.evaluate.windows import Window, windows_of
 
 DEFAULT = Rope("default")
 
@@ -29,7 +29,9 @@ def double_loop(model, documents, length, stride):
     losses = []
     for ids in documents:
         for target in range(1, len(ids)):
-            start = next(start for start in itertools.count(step=stride) if start + length >= target)
+            start = next(
+                start for start in itertools.count(step=stride) if start + length >= target
+            )
             with torch.no_grad():
                 last = model(input_ids=ids[None, start:target]).logits[0, -1]
             losses.append(-last.double().log_softmax(-1)[ids[target]].item())
@@ -37,7 +39,11 @@ def double_loop(model, documents, length, stride):
 
 
 def total_nll(model, documents, length, stride, batch_size=1):
-    windows = [window for index, ids in enumerate(documents) for window in windows_of(len(ids), length, stride, index)]
+    windows = [
+        window
+        for index, ids in enumerate(documents)
+        for window in windows_of(len(ids), length, stride, index)
+    ]
 
     def compute(batch):
         return token_losses(model, documents, batch).double().sum(-1).tolist()
@@ -57,7 +63,9 @@ TRAINED = 6  # tokens, so that a window of 12 is beyond and one of 5 is not
 
 def inv_freq(rope, length):
     """Of the four pairs of a head, by the formulas of linear and dynamic RoPE, at base 10,000."""
-    stretch = max(rope.factor * length / TRAINED - (rope.factor - 1), 1) if rope.kind == "dynamic" else 1
+    stretch = (
+        max(rope.factor * length / TRAINED - (rope.factor - 1), 1) if rope.kind == "dynamic" else 1
+    )
     base, slower = 10_000 * stretch ** (8 / 6), rope.factor if rope.kind == "linear" else 1
     return torch.tensor([base ** (-pair / 4) / slower for pair in range(4)])
 
@@ -66,7 +74,12 @@ def inv_freq(rope, length):
 def model(request):
     """In float64, with an attention that is sharp enough for every position to count."""
     torch.manual_seed(3)
-    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "max_position_embeddings": TRAINED}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 20,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": TRAINED,
+    }
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.5}
     plain = LlamaForCausalLM(LlamaConfig(vocab_size=259, **sizes, **heads)).eval().double()
     return plain if request.param == "llama" else coca_hf.patch_(plain, request.param)
@@ -74,8 +87,10 @@ def model(request):
 
 @pytest.mark.parametrize("rope", [DEFAULT, Rope("linear", 3.0), Rope("dynamic", 3.0)], ids=str)
 @pytest.mark.parametrize(("length", "stride"), [(5, 1), (5, 3), (5, 5), (12, 4), (12, 5), (12, 12)])
-def test_perplexity_equals_a_double_loop_over_tokens(model, rope, length, stride, tiny_tokenizer, tmp_path):
-    """Of one, three and as many sequences at a time as auto takes, none of them padded or masked."""
+def test_perplexity_equals_a_double_loop_over_tokens(
+    model, rope, length, stride, tiny_tokenizer, tmp_path
+):
+    """One, three and as many sequences at a time as auto takes, none of them padded or masked."""
     documents = documents_of(13, 17, 26)
     sample = Sample({"data": "x", "column": "text", "split": "test", "seed": 0, "max_tokens": None})
     sample.names, sample.token_ids = ["a", "b", "c"], documents
@@ -84,7 +99,11 @@ def test_perplexity_equals_a_double_loop_over_tokens(model, rope, length, stride
     reference.model.rotary_emb.inv_freq = inv_freq(rope, length)
     expected = double_loop(reference, documents, length, stride)
 
-    passages = {tuple(ids[i:j].tolist()) for ids in documents for i, j in itertools.combinations(range(len(ids)), 2)}
+    passages = {
+        tuple(ids[i:j].tolist())
+        for ids in documents
+        for i, j in itertools.combinations(range(len(ids)), 2)
+    }
     shapes = []
 
     def look(module, positional, given):
@@ -93,11 +112,11 @@ def test_perplexity_equals_a_double_loop_over_tokens(model, rope, length, stride
         assert {tuple(ids) for ids in given["input_ids"].tolist()} <= passages
         shapes.append(given["input_ids"].shape)
 
-    subject = Subject(model, tiny_tokenizer, "model", "/model", "0123")
+    loaded = LoadedModel(model, tiny_tokenizer, "model", "/model", "0123")
     with model.register_forward_pre_hook(look, with_kwargs=True):
         for batch_size in (1, 3, None):
             store = RowStore(tmp_path / str(batch_size))
-            (row,) = perplexity_rows(subject, sample, [length], stride, [rope], store, batch_size)
+            (row,) = perplexity_rows(loaded, sample, [length], stride, [rope], store, batch_size)
             assert row["tokens"] == 12 + 16 + 25
             assert row["value"] == pytest.approx(expected, rel=1e-6)
     assert {1, 3} < {batch for batch, _ in shapes}
@@ -110,7 +129,9 @@ def test_a_uniform_models_perplexity_is_its_vocabulary_size(llama):
 
 
 def test_losses_over_a_large_vocabulary_are_exact():
-    """Of 50,000 logits in float32, against float64: the sum of their exponentials must not lose digits."""
+    """Of 50,000 logits in float32, against float64: the sum of their exponentials must not lose
+    digits.
+    """
     generator = torch.Generator().manual_seed(6)
     logits = torch.randn(2, 21, 50_000, generator=generator)
 
@@ -128,7 +149,9 @@ def test_losses_over_a_large_vocabulary_are_exact():
 
 
 def test_perplexity_weighs_tokens_and_not_windows_or_documents():
-    """A model that gives token 1 half the probability after any token, and all others the rest in equal parts."""
+    """A model that gives token 1 half the probability after any token, and all others the rest in
+    equal parts.
+    """
     vocab_size = 5
     logits = torch.full((vocab_size,), math.log(0.5 / (vocab_size - 1)))
     logits[1] = math.log(0.5)
@@ -169,9 +192,13 @@ def test_a_document_shorter_than_a_window_is_refused():
         windows_of(7, 8, 2, document=4)
 
 
-def rows_of(subject, books, out_dir, lengths=(16, 40), stride=24, ropes=(DEFAULT,), **options):
-    sample = draw_sample(subject, str(books), max(lengths))
-    return list(perplexity_rows(subject, sample, list(lengths), stride, list(ropes), RowStore(out_dir), **options))
+def rows_of(loaded, books, out_dir, lengths=(16, 40), stride=24, ropes=(DEFAULT,), **options):
+    sample = draw_sample(loaded, str(books), max(lengths))
+    return list(
+        perplexity_rows(
+            loaded, sample, list(lengths), stride, list(ropes), RowStore(out_dir), **options
+        )
+    )
 
 
 def test_rows_say_what_is_needed_to_repeat_them(coca, books, tmp_path):
@@ -194,28 +221,49 @@ def test_rows_say_what_is_needed_to_repeat_them(coca, books, tmp_path):
     }
     assert {key: long[key] for key in expected} == expected
     assert set(long["versions"]) == {
-        *("coca-hf", "torch", "transformers", "tokenizers", "accelerate", "datasets", "numpy", "pyarrow", "python"),
+        *(
+            "coca-hf",
+            "torch",
+            "transformers",
+            "tokenizers",
+            "accelerate",
+            "datasets",
+            "numpy",
+            "pyarrow",
+            "python",
+        ),
         "cuda",
     }
 
 
 def test_lm_evals_rolling_perplexity_is_ours_where_its_windows_are(coca, tmp_path):
-    """A stride of the length, a first token that is not scored, and texts of 3 and 5 whole windows of 13 tokens."""
+    """A stride of the length, a first token that is not scored, and texts of 3 and 5 whole windows
+    of 13 tokens.
+    """
     texts = ["a sea voyage, a ball and no trains at all"[:39], ("one more voyage, " * 4)[:65]]
     model = HFLM(pretrained=coca.model, tokenizer=coca.tokenizer, max_length=13, batch_size=2)
-    requests = [Instance("loglikelihood_rolling", doc={}, arguments=(text,), idx=i) for i, text in enumerate(texts)]
+    requests = [
+        Instance("loglikelihood_rolling", doc={}, arguments=(text,), idx=i)
+        for i, text in enumerate(texts)
+    ]
     loglikelihoods = model.loglikelihood_rolling(requests, disable_tqdm=True)
     sample = Sample({"data": "x", "column": "text", "split": "test", "seed": 0, "max_tokens": None})
     for text in texts:
         sample.names.append(text)
-        sample.token_ids.append(torch.tensor([model.prefix_token_id, *coca.tokenizer(text).input_ids]))
+        sample.token_ids.append(
+            torch.tensor([model.prefix_token_id, *coca.tokenizer(text).input_ids])
+        )
     (row,) = perplexity_rows(coca, sample, [13], 13, [DEFAULT], RowStore(tmp_path))
     assert row["tokens"] == 39 + 65
     assert row["value"] == pytest.approx(math.exp(-sum(loglikelihoods) / (39 + 65)), rel=1e-6)
 
 
-RECORDED = {  # by file: books, and the lengths of each comparison; of `windows` two windows a book at every length
-    "perplexity-check": (10, {"transformers": {512, 1024, 2048, 4096, 8192}, "lm-eval": {512, 1024}}),
+# By file: books, and the lengths of each comparison; `windows` has two windows a book everywhere
+RECORDED = {
+    "perplexity-check": (
+        10,
+        {"transformers": {512, 1024, 2048, 4096, 8192}, "lm-eval": {512, 1024}},
+    ),
     "perplexity-check-windows": (1, {"transformers": {2048, 4096}, "lm-eval": {2048}}),
 }
 
@@ -265,12 +313,20 @@ def test_a_model_that_emits_nan_gets_a_row_that_says_so(llama, books, tmp_path):
     assert all(row["error"] == "the model's loss is nan" for row in rows)
 
 
-def test_lengths_beyond_learned_positions_get_a_row_that_says_so_and_the_rest_goes_on(llama, tmp_path):
+def test_lengths_beyond_learned_positions_get_a_row_that_says_so_and_the_rest_goes_on(
+    llama, tmp_path
+):
     torch.manual_seed(1)
-    llama.model = GPT2LMHeadModel(GPT2Config(vocab_size=259, n_embd=12, n_head=2, n_layer=1, n_positions=32)).eval()
+    llama.model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=259, n_embd=12, n_head=2, n_layer=1, n_positions=32)
+    ).eval()
     sample = Sample({"data": "x", "column": "text", "split": "test", "seed": 0, "max_tokens": None})
     sample.names, sample.token_ids = ["a"], documents_of(80)
-    long, short = perplexity_rows(llama, sample, [50, 20], 10, [DEFAULT], RowStore(tmp_path / "out"))
+    long, short = perplexity_rows(
+        llama, sample, [50, 20], 10, [DEFAULT], RowStore(tmp_path / "out")
+    )
     assert long["value"] is None
     assert long["error"].startswith("the model failed on 50 tokens (IndexError")
-    assert short["value"] == pytest.approx(double_loop(llama.model, sample.token_ids, 20, 10), rel=1e-5)
+    assert short["value"] == pytest.approx(
+        double_loop(llama.model, sample.token_ids, 20, 10), rel=1e-5
+    )

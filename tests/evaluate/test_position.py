@@ -9,37 +9,47 @@ from torch import nn
 from coca_hf.evaluate.perplexity import perplexity_rows
 from coca_hf.evaluate.position import in_ranges, nats_per_token, position_rows
 from coca_hf.evaluate.rope import Rope
-from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import draw_sample
+from coca_hf.evaluate.store import RowStore
 
 DEFAULT = Rope("default")
 
 
-def measure(subject, books, out, length=100, **options):
-    sample = draw_sample(subject, str(books), length)
-    (row,) = position_rows(subject, sample, [length], [DEFAULT], RowStore(out), **options)
+def measure(loaded, books, out, length=100, **options):
+    sample = draw_sample(loaded, str(books), length)
+    (row,) = position_rows(loaded, sample, [length], [DEFAULT], RowStore(out), **options)
     return row, pq.read_table(out / row["raw"]["buckets"]).to_pylist()
 
 
 @torch.no_grad()
 def by_index(model, documents, length):
-    """Losses of every document by index, token by token, from what a window of its own holds before the token."""
+    """Losses of every document by index, token by token, from what a window of its own holds before
+    the token.
+    """
     found = {}
     for document, ids in enumerate(documents):
         for target in range(1, len(ids)):
             index = (target - 1) % length
             last = model(ids[None, target - 1 - index : target]).logits[0, -1]
-            found.setdefault((document, index), []).append(-last.double().log_softmax(-1)[ids[target]].item())
+            found.setdefault((document, index), []).append(
+                -last.double().log_softmax(-1)[ids[target]].item()
+            )
     return found
 
 
-@pytest.mark.parametrize(("length", "bucket", "batch_size"), [(20, 6, 1), (33, 33, 4), (40, 10**25, 3)])
+@pytest.mark.parametrize(
+    ("length", "bucket", "batch_size"), [(20, 6, 1), (33, 33, 4), (40, 10**25, 3)]
+)
 @pytest.mark.parametrize("kind", ["llama", "coca"])
-def test_buckets_equal_a_loop_over_tokens(kind, length, bucket, batch_size, books, tmp_path, request):
-    subject = request.getfixturevalue(kind)
-    subject.model.double()
-    row, buckets = measure(subject, books, tmp_path / "out", length, bucket=bucket, batch_size=batch_size)
-    losses = by_index(subject.model, draw_sample(subject, str(books), length).token_ids, length)
+def test_buckets_equal_a_loop_over_tokens(
+    kind, length, bucket, batch_size, books, tmp_path, request
+):
+    loaded = request.getfixturevalue(kind)
+    loaded.model.double()
+    row, buckets = measure(
+        loaded, books, tmp_path / "out", length, bucket=bucket, batch_size=batch_size
+    )
+    losses = by_index(loaded.model, draw_sample(loaded, str(books), length).token_ids, length)
     for line in buckets:
         within = [
             loss
@@ -60,11 +70,16 @@ def test_the_buckets_make_the_perplexity_of_disjoint_windows(llama, books, tmp_p
     assert row["tokens"] == whole["tokens"]
     assert math.exp(nats_per_token(buckets)) == pytest.approx(row["value"], rel=1e-12)
     inside, beyond = ([b for b in buckets if (b["first"] < 64) == near] for near in (True, False))
-    assert (row["nll_inside"], row["nll_beyond"]) == (nats_per_token(inside), nats_per_token(beyond))
+    assert (row["nll_inside"], row["nll_beyond"]) == (
+        nats_per_token(inside),
+        nats_per_token(beyond),
+    )
 
 
 def test_a_model_that_breaks_at_its_boundary_shows_it_where_it_is(llama, books, tmp_path):
-    """Attention is made to overflow from position 64 on, by the norm of its last layer: the curve jumps there."""
+    """Attention is made to overflow from position 64 on, by the norm of its last layer: the curve
+    jumps there.
+    """
     plain = llama.model.model.forward
 
     def breaks(*args, **kwargs):
@@ -76,7 +91,9 @@ def test_a_model_that_breaks_at_its_boundary_shows_it_where_it_is(llama, books, 
     row, buckets = measure(llama, books, tmp_path / "out", 128, bucket=16)
     curve = {
         first: nats_per_token(list(some))
-        for first, some in itertools.groupby(sorted(buckets, key=lambda b: b["first"]), key=lambda b: b["first"])
+        for first, some in itertools.groupby(
+            sorted(buckets, key=lambda b: b["first"]), key=lambda b: b["first"]
+        )
     }
     assert max(loss for first, loss in curve.items() if first < 64) < min(
         loss for first, loss in curve.items() if first >= 64
@@ -93,12 +110,19 @@ def test_nothing_beyond_the_trained_length_is_null(llama, books, tmp_path):
 def test_a_model_that_emits_nan_gets_a_row_that_says_so(llama, books, tmp_path):
     nn.init.constant_(llama.model.lm_head.weight, math.nan)
     row, _ = measure(llama, books, tmp_path / "out")
-    assert (row["value"], row["nll_inside"], row["error"]) == (None, None, "the model's loss is nan")
+    assert (row["value"], row["nll_inside"], row["error"]) == (
+        None,
+        None,
+        "the model's loss is nan",
+    )
 
 
 def test_ranges_are_cut_where_people_ask_and_at_the_trained_length(llama, books, tmp_path):
     row, buckets = measure(llama, books, tmp_path / "out", 128, bucket=16)
-    assert [(part["first"], part["end"]) for part in row["ranges"]] == [(0, 64), (64, 128)]  # trained length 64
+    assert [(part["first"], part["end"]) for part in row["ranges"]] == [
+        (0, 64),
+        (64, 128),
+    ]  # trained length 64
     assert row["ranges"][0]["perplexity"] == pytest.approx(math.exp(row["nll_inside"]))
     assert row["ranges"][1]["perplexity"] == pytest.approx(math.exp(row["nll_beyond"]))
     assert sum(part["tokens"] for part in row["ranges"]) == row["tokens"]
@@ -108,4 +132,7 @@ def test_ranges_are_cut_where_people_ask_and_at_the_trained_length(llama, books,
 
 def test_a_range_beyond_a_float_has_no_perplexity():
     buckets = [{"first": 0, "tokens": 8, "nll": 16.0}, {"first": 8, "tokens": 1, "nll": 800.0}]
-    assert [part["perplexity"] for part in in_ranges(buckets, 16, [8])] == [pytest.approx(math.e**2), None]
+    assert [part["perplexity"] for part in in_ranges(buckets, 16, [8])] == [
+        pytest.approx(math.e**2),
+        None,
+    ]

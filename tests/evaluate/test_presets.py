@@ -1,64 +1,116 @@
-"""Data sets on the hub, which a server on this machine stands in for, are read as their files would be."""
+"""Data sets on the hub, which a server on this machine stands in for, are read as their files would
+be.
+"""
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
 from coca_hf.evaluate.sample import PRESETS, draw_sample
-from coca_hf.report.rows import read_tables
+from coca_hf.report.read import read_tables
 from tests.evaluate.test_cli import rows_in
 from tests.hub import serving_data_set
 
 
 @pytest.fixture
 def hub(preset, tmp_path, monkeypatch):
-    """Two long documents with a short one between them, on the stand-in and in `tmp_path / "books.parquet"`."""
-    texts = ["It was the best of times. " * 5100, "Too short. " * 20, "It was the worst of times. " * 5000]
-    parquet.write_table(pyarrow.table({"text": texts, "meta": ["", "", ""]}), tmp_path / "books.parquet")
+    """Two long documents with a short one between them, on the stand-in and in `tmp_path /
+    "books.parquet"`.
+    """
+    texts = [
+        "It was the best of times. " * 5100,
+        "Too short. " * 20,
+        "It was the worst of times. " * 5000,
+    ]
+    parquet.write_table(
+        pyarrow.table({"text": texts, "meta": ["", "", ""]}), tmp_path / "books.parquet"
+    )
     files = {"test-00000-of-00001.parquet": (tmp_path / "books.parquet").read_bytes()}
     with serving_data_set(PRESETS[preset]["data"], files, tmp_path, monkeypatch) as server:
         yield server
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_is_its_data_set_on_the_hub(preset, hub, llama, tiny_llama_dir, tmp_path, coca_eval):
+def test_a_preset_is_its_data_set_on_the_hub(
+    preset, hub, llama, tiny_llama_dir, tmp_path, coca_eval
+):
     code, _, stderr = coca_eval(
-        *("perplexity", tiny_llama_dir, "--preset", preset, "--lengths", 64, "--batch-size", 64, "--out", tmp_path),
+        *(
+            "perplexity",
+            tiny_llama_dir,
+            "--preset",
+            preset,
+            "--lengths",
+            64,
+            "--batch-size",
+            64,
+            "--out",
+            tmp_path,
+        ),
         *("--documents", 3 if preset == "pg19" else 2),
     )
     assert code == 0, stderr
-    assert ("warning: 2 documents have at least 32,768 tokens, 3 were asked for" in stderr) == (preset == "pg19")
+    assert ("warning: 2 documents have at least 32,768 tokens, 3 were asked for" in stderr) == (
+        preset == "pg19"
+    )
     (row,) = rows_in(tmp_path)
     assert (row["data_commit"], row["data_revision"], row["subset"]) == ("1" * 40, None, None)
     assert row["document_names"] == [f"{hub.repo}:0", f"{hub.repo}:2"]
     is_drawn_by_tokens = preset == "pg19"  # the other by bytes
     assert row["skipped_documents"] == ([f"{hub.repo}:1"] if is_drawn_by_tokens else [])
     assert row["left_out_documents"] == (0 if is_drawn_by_tokens else 1)
-    assert ("left out 1 documents of fewer than 32,000 bytes" in " ".join(stderr.split())) != is_drawn_by_tokens
+    assert (
+        "left out 1 documents of fewer than 32,000 bytes" in " ".join(stderr.split())
+    ) != is_drawn_by_tokens
     assert (row["tokens"], row["max_tokens"]) == (2 * 32767, 32768)
     file = str(tmp_path / "books.parquet")
-    assert row["data_hash"] == draw_sample(llama, file, 64, max_tokens=32768, min_bytes=9999).describe()["data_hash"]
+    assert (
+        row["data_hash"]
+        == draw_sample(llama, file, 64, max_tokens=32768, min_bytes=9999).describe()["data_hash"]
+    )
 
 
-def test_a_subset_at_a_revision_is_what_is_read_and_what_the_row_says(tiny_llama_dir, tmp_path, monkeypatch, coca_eval):
+def test_a_subset_at_a_revision_is_what_is_read_and_what_the_row_says(
+    tiny_llama_dir, tmp_path, monkeypatch, coca_eval
+):
     def files(texts):
         for name, text in texts.items():
             parquet.write_table(pyarrow.table({"text": [text * 9]}), tmp_path / "a.parquet")
             yield f"{name}.parquet", (tmp_path / "a.parquet").read_bytes()
         listed = "".join(
-            f"- config_name: {name}\n  data_files:\n  - split: test\n    path: {name}.parquet\n" for name in texts
+            f"- config_name: {name}\n  data_files:\n  - split: test\n    path: {name}.parquet\n"
+            for name in texts
         )
         yield "README.md", f"---\nconfigs:\n{listed}---\n".encode()
 
-    first = dict(files({"en": "Emma Woodhouse, handsome, clever. ", "de": "Alle Tage sind gleich lang. "}))
+    first = dict(
+        files({"en": "Emma Woodhouse, handsome, clever. ", "de": "Alle Tage sind gleich lang. "})
+    )
     with serving_data_set("somebody/books", first, tmp_path, monkeypatch) as hub:
-        hub.commits["2" * 40] = dict(files({"en": "Something else altogether. ", "de": "Etwas anderes. "}))
-        command = ("perplexity", tiny_llama_dir, "--data", hub.repo, "--lengths", 64, "--out", tmp_path / "out")
+        hub.commits["2" * 40] = dict(
+            files({"en": "Something else altogether. ", "de": "Etwas anderes. "})
+        )
+        command = (
+            "perplexity",
+            tiny_llama_dir,
+            "--data",
+            hub.repo,
+            "--lengths",
+            64,
+            "--out",
+            tmp_path / "out",
+        )
         for subset in ("en", "de"):
             code, _, stderr = coca_eval(*command, "--subset", subset, "--data-revision", "1" * 40)
             assert code == 0, stderr
     english, german = rows_in(tmp_path / "out")
-    assert (english["subset"], english["data_revision"], english["data_commit"]) == ("en", "1" * 40, "1" * 40)
+    assert (english["subset"], english["data_revision"], english["data_commit"]) == (
+        "en",
+        "1" * 40,
+        "1" * 40,
+    )
     assert (english["tokens"], german["tokens"]) == (34 * 9 - 1, 28 * 9 - 1)
     settings = {table.settings.partition(",")[2] for table in read_tables([tmp_path / "out"])}
-    assert settings == {f" subset {name}, revision {'1' * 40}, 1 document, stride 512" for name in ("en", "de")}
+    assert settings == {
+        f" subset {name}, revision {'1' * 40}, 1 document, stride 512" for name in ("en", "de")
+    }

@@ -10,7 +10,7 @@ from coca_hf.evaluate.answers import score_answers
 from coca_hf.evaluate.passkey import FILLER
 from coca_hf.evaluate.recall import make_case, recall_rows
 from coca_hf.evaluate.rope import Rope
-from coca_hf.evaluate.rows import RowStore
+from coca_hf.evaluate.store import RowStore
 from tests.evaluate.reader import reads
 
 DEFAULT = Rope("default")
@@ -22,8 +22,8 @@ def looked_up(prompt):
     return " " + re.search(rf"^{key}: (\d+)$", prompt, re.MULTILINE).group(1)
 
 
-def measure(subject, out, length=260, **options):
-    (row,) = recall_rows(subject, [length], [DEFAULT], RowStore(out), **options)
+def measure(loaded, out, length=260, **options):
+    (row,) = recall_rows(loaded, [length], [DEFAULT], RowStore(out), **options)
     return row
 
 
@@ -37,13 +37,13 @@ def test_a_list_fills_its_length_and_asks_for_one_of_its_lines(tiny_tokenizer, l
         assert length - len(FILLER) - 1 <= len(case.token_ids) <= length
         assert len({key for key, _ in lines}) == len(lines) == pairs
         assert text.endswith(f"\n{case.key}:")
-        assert looked_up(text) == f" {case.value}" == tiny_tokenizer.decode(case.answer_ids)
+        assert looked_up(text) == f" {case.answer}" == tiny_tokenizer.decode(case.answer_ids)
         from_line = text[-case.distance :]
-        assert from_line.startswith(f"{case.key}: {case.value}\n")
+        assert from_line.startswith(f"{case.key}: {case.answer}\n")
         filler = text.count(FILLER)
         assert case.depth == pytest.approx(1 - from_line.count(FILLER) / filler)
         depths.append(case.depth)
-        asked.add(lines.index((str(case.key), str(case.value))))
+        asked.add(lines.index((str(case.key), str(case.answer))))
     assert asked == set(range(pairs))
     assert min(depths) < 0.2
     assert max(depths) > 0.8
@@ -53,7 +53,7 @@ def test_a_case_depends_on_seed_length_pairs_and_number_only(tiny_tokenizer):
     case = make_case(tiny_tokenizer, 300, 7, 3, 8)
     assert make_case(tiny_tokenizer, 300, 7, 3, 8) == case
     others = [(300, 7, 4, 8), (300, 8, 3, 8), (301, 7, 3, 8), (300, 7, 3, 9)]
-    assert len({case.value, *(make_case(tiny_tokenizer, *other).value for other in others)}) == 5
+    assert len({case.answer, *(make_case(tiny_tokenizer, *other).answer for other in others)}) == 5
 
 
 def test_a_model_that_looks_up_finds_all_and_one_that_guesses_none(tiny_tokenizer, tmp_path):
@@ -83,10 +83,14 @@ def test_losses_are_those_of_a_loop_over_cases(coca, tmp_path):
 
 
 def test_greedy_decoding_gives_what_is_found_without_generation(llama):
-    """Prompts of several lengths in one batch, and the model's own greedy answers among the answers asked for."""
+    """Prompts of several lengths in one batch, and the model's own greedy answers among the answers
+    asked for.
+    """
     prompts = [[9, 4, 30, 7], [12, 5], [100, 101, 102, 103, 104, 90], [40, 41, 42]]
     greedy = [
-        llama.model.generate(torch.tensor([ids]), max_new_tokens=3, do_sample=False)[0, len(ids) :].tolist()
+        llama.model.generate(torch.tensor([ids]), max_new_tokens=3, do_sample=False)[
+            0, len(ids) :
+        ].tolist()
         for ids in prompts
     ]
     asked = [greedy[0], [8, *greedy[1][1:]], greedy[2], [*greedy[3][:2], 8]]
@@ -101,7 +105,9 @@ def test_greedy_decoding_gives_what_is_found_without_generation(llama):
 
 
 def test_a_length_without_room_for_the_list_is_refused_with_the_least(coca, tmp_path):
-    with pytest.raises(CocaError, match=r"--lengths: got 60, expected at least \d+ tokens for a list of 4") as error:
+    with pytest.raises(
+        CocaError, match=r"--lengths: got 60, expected at least \d+ tokens for a list of 4"
+    ) as error:
         measure(coca, tmp_path, length=60, pairs=4)
     least = int(re.search(r"least (\d+)", str(error.value)).group(1))
     assert measure(coca, tmp_path, length=least, pairs=4, num_cases=3)["error"] is None
@@ -111,12 +117,19 @@ def test_a_model_of_no_number_says_so(llama, tmp_path):
     with torch.no_grad():
         llama.model.lm_head.weight.fill_(math.nan)
     row = measure(llama, tmp_path, num_cases=2)
-    assert (row["value"], row["nll"], row["error"], row["raw"]) == (None, None, "the model's loss is nan", {})
+    assert (row["value"], row["nll"], row["error"], row["raw"]) == (
+        None,
+        None,
+        "the model's loss is nan",
+        {},
+    )
 
 
 def test_command(tiny_coca_dir, tmp_path, coca_eval):
     out = tmp_path / "out"
-    code, stdout, _ = coca_eval("recall", tiny_coca_dir, "--lengths", "260,400", "--cases", 2, "--out", out)
+    code, stdout, _ = coca_eval(
+        "recall", tiny_coca_dir, "--lengths", "260,400", "--cases", 2, "--out", out
+    )
     assert code == 0
     assert "recall by context length" in stdout
     code, _, _ = coca_eval("report", out, "--out", tmp_path / "page")

@@ -6,7 +6,14 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.rope import Rope, check_rope, parse_ropes, rotary_modules, use_rope_, warn_beyond_trained
+from coca_hf.evaluate.rope import (
+    Rope,
+    check_rope,
+    parse_ropes,
+    rotary_modules,
+    use_rope_,
+    warn_beyond_trained,
+)
 
 TRAINED, LENGTH = 64, 150
 
@@ -47,17 +54,32 @@ def test_settings_are_read_in_order_and_each_once():
 
 @pytest.mark.parametrize(
     "text",
-    ["ntk", "dynamic", "dynamic:", "linear:x", "yarn", "llama3:8", "default:2", "dynamic:0.5", "linear:inf", "", "a,"],
+    [
+        "ntk",
+        "dynamic",
+        "dynamic:",
+        "linear:x",
+        "yarn",
+        "llama3:8",
+        "default:2",
+        "dynamic:0.5",
+        "linear:inf",
+        "",
+        "a,",
+    ],
 )
 def test_an_unknown_setting_is_refused_with_the_forms_that_exist(text):
-    with pytest.raises(CocaError, match=r"expected default, linear:FACTOR, dynamic:FACTOR, yarn:FACTOR"):
+    with pytest.raises(
+        CocaError, match=r"expected default, linear:FACTOR, dynamic:FACTOR, yarn:FACTOR"
+    ):
         parse_ropes(text)
 
 
 def test_the_name_of_a_setting_has_its_factor_exactly():
-    assert [str(rope) for rope in parse_ropes("linear:2,linear:2.0000001,yarn:1000000,yarn:999999.5,dynamic:4.50")] == [
-        *("linear:2", "linear:2.0000001", "yarn:1e+06", "yarn:999999.5", "dynamic:4.5")
-    ]
+    assert [
+        str(rope)
+        for rope in parse_ropes("linear:2,linear:2.0000001,yarn:1000000,yarn:999999.5,dynamic:4.50")
+    ] == [*("linear:2", "linear:2.0000001", "yarn:1e+06", "yarn:999999.5", "dynamic:4.5")]
 
 
 def test_dynamic_equals_transformers_own_dynamic_rope_on_a_full_forward(directory):
@@ -79,13 +101,17 @@ def test_dynamic_changes_nothing_up_to_the_trained_length(directory):
 def test_linear_equals_transformers_own_linear_rope(directory):
     model = load(directory)
     use_rope_(model, Rope("linear", 5.0), LENGTH)
-    assert_close(logits_of(model, tokens(LENGTH)), logits_of(load(directory, "linear", 5.0), tokens(LENGTH)))
+    assert_close(
+        logits_of(model, tokens(LENGTH)), logits_of(load(directory, "linear", 5.0), tokens(LENGTH))
+    )
 
 
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
 def test_yarn_equals_transformers_own_yarn_rope(directory, constraint):
     model, config = load(directory), copy.deepcopy(load(directory).config)
-    config.rope_parameters.update(rope_type="yarn", factor=4.0, original_max_position_embeddings=TRAINED)
+    config.rope_parameters.update(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=TRAINED
+    )
     expected = AutoModelForCausalLM.from_pretrained(directory, config=config)
     for each in (model, expected):
         each.config.coca_constraint = constraint
@@ -108,12 +134,18 @@ def test_yarn_scales_coca_scores_by_the_square_of_its_factor_as_plain_ones(direc
     once = model(input_ids=ids, output_attentions=True).attentions[0].log()
     row = slice(0, 9)
     differences = [(x[0, 0, 8, row] - x[0, 0, 8, 0]).double() for x in (scaled, once)]
-    torch.testing.assert_close(differences[0], differences[1] * (0.1 * math.log(4) + 1) ** 2, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        differences[0], differences[1] * (0.1 * math.log(4) + 1) ** 2, rtol=1e-3, atol=1e-4
+    )
 
 
 def test_a_setting_depends_on_nothing_that_ran_before_it(directory):
     fresh, used = load(directory), load(directory)
-    for rope, total_len in ((Rope("dynamic", 8.0), 190), (Rope("linear", 2.0), 90), (Rope("dynamic", 3.0), LENGTH)):
+    for rope, total_len in (
+        (Rope("dynamic", 8.0), 190),
+        (Rope("linear", 2.0), 90),
+        (Rope("dynamic", 3.0), LENGTH),
+    ):
         use_rope_(used, rope, total_len)
         logits_of(used, tokens(total_len))
     use_rope_(fresh, Rope("dynamic", 3.0), LENGTH)
@@ -151,7 +183,9 @@ def test_a_checkpoint_that_is_scaled_already_takes_no_other_setting(directory):
 
 
 def test_a_model_without_rotary_embedding_takes_only_default():
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=12, n_head=2, n_layer=1, n_positions=32)).eval()
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=50, n_embd=12, n_head=2, n_layer=1, n_positions=32)
+    ).eval()
     use_rope_(model, Rope("default"), 20)
     with pytest.raises(CocaError, match="GPT2LMHeadModel, which has no rotary embedding"):
         check_rope(model, Rope("linear", 2.0))
@@ -173,5 +207,10 @@ def test_lengths_beyond_the_trained_one_are_warned_of_under_static_settings(dire
     assert warn_beyond_trained(model, [dynamic], [128]) is None
     linear, yarn = Rope("linear", 2.0), Rope("yarn", 4.0)
     warning = warn_beyond_trained(model, [linear, yarn], [128, 200, 400])
-    assert "lengths 200, 400 are beyond the 128 tokens of --rope linear:2; lengths 400 are beyond the 256" in warning
-    assert "lengths 63 and 2 new tokens are beyond the 64" in warn_beyond_trained(model, [default], [62, 63], 2)
+    assert (
+        "lengths 200, 400 are beyond the 128 tokens of --rope linear:2; lengths 400 are beyond "
+        "the 256" in warning
+    )
+    assert "lengths 63 and 2 new tokens are beyond the 64" in warn_beyond_trained(
+        model, [default], [62, 63], 2
+    )

@@ -31,7 +31,11 @@ def test_a_drawn_sample_is_the_same_for_the_same_seed_only(llama, many):
 
 
 def test_every_document_is_drawn_about_equally_often(llama, many):
-    names = [name for seed in range(60) for name in draw_sample(llama, many, 10, documents=10, seed=seed).names]
+    names = [
+        name
+        for seed in range(60)
+        for name in draw_sample(llama, many, 10, documents=10, seed=seed).names
+    ]
     counts = [names.count(f"{number:02}.txt") for number in range(30)]
     assert min(counts) >= 8
     assert max(counts) <= 33
@@ -39,7 +43,10 @@ def test_every_document_is_drawn_about_equally_often(llama, many):
 
 def test_documents_are_cut_to_their_first_tokens(llama, many):
     cut, whole = draw_sample(llama, many, 10, max_tokens=23), draw_sample(llama, many, 10)
-    assert all(torch.equal(short, long[:23]) for short, long in zip(cut.token_ids, whole.token_ids, strict=True))
+    assert all(
+        torch.equal(short, long[:23])
+        for short, long in zip(cut.token_ids, whole.token_ids, strict=True)
+    )
     assert cut.describe()["data_hash"] != whole.describe()["data_hash"]
 
 
@@ -47,8 +54,9 @@ def test_documents_shorter_than_the_window_are_refused_all_at_once_with_the_reme
     with pytest.raises(CocaError) as caught:
         draw_sample(llama, many, 71)
     assert str(caught.value) == (
-        f"{many}: 21 of 30 documents have fewer than 71 tokens, the longest of --lengths, first: {many}/00.txt (50), "
-        f"{many}/01.txt (51), {many}/02.txt (52) and 18 more; ask for shorter --lengths or add --skip-short"
+        f"{many}: 21 of 30 documents have fewer than 71 tokens, the longest of --lengths, first: "
+        f"{many}/00.txt (50), {many}/01.txt (51), {many}/02.txt (52) and 18 more; ask for shorter "
+        f"--lengths or add --skip-short"
     )
 
 
@@ -65,7 +73,8 @@ def test_empty_documents_are_refused_all_at_once_with_the_remedy(llama, with_emp
         draw_sample(llama, with_empty, 10)
     first = ", ".join(f"{with_empty}/{name}.txt" for name in ("03", "08", "29"))
     assert str(caught.value) == (
-        f"{with_empty}: 3 of 30 documents are empty, first: {first}; remove them or add --skip-short"
+        f"{with_empty}: 3 of 30 documents are empty, first: {first}; remove them or add "
+        f"--skip-short"
     )
 
 
@@ -113,7 +122,9 @@ def test_more_documents_than_there_are_is_refused(llama, many):
 
 def test_token_ids_that_the_model_does_not_embed_are_refused(llama, many):
     llama.model.set_input_embeddings(nn.Embedding(60, 48))
-    with pytest.raises(CocaError, match=r"00\.txt: got token id \d+ .* below the model's vocabulary of 60"):
+    with pytest.raises(
+        CocaError, match=r"00\.txt: got token id \d+ .* below the model's vocabulary of 60"
+    ):
         draw_sample(llama, many, 10)
 
 
@@ -136,7 +147,11 @@ def test_the_preset_of_the_paper_is_its_setting():
     """Section 4.2: documents of at least 32768 tokens of PG-19's test split, cut to them."""
     preset = check_preset("pg19")
     assert preset["data"] == "emozilla/pg19-test"
-    assert (preset["min_tokens"], preset["max_tokens"], preset["skip_short"]) == (32768, 32768, True)
+    assert (preset["min_tokens"], preset["max_tokens"], preset["skip_short"]) == (
+        32768,
+        32768,
+        True,
+    )
     assert (preset["documents"], check_preset("proof-pile")["documents"]) == (100, 50)
     assert set(PRESETS) == {"pg19", "proof-pile"}
     with pytest.raises(CocaError, match="--preset: got 'pile', expected one of pg19, proof-pile"):

@@ -1,3 +1,4 @@
+import os
 import shutil
 import statistics
 from types import SimpleNamespace
@@ -9,8 +10,8 @@ import torch
 from coca_hf.errors import CocaError
 from coca_hf.evaluate import speed
 from coca_hf.evaluate.rope import Rope
-from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.speed import MODES, parse_modes, speed_rows
+from coca_hf.evaluate.store import RowStore
 
 DEFAULT = [Rope("default")]
 
@@ -18,9 +19,14 @@ DEFAULT = [Rope("default")]
 def test_every_mode_has_a_row_for_the_model_and_its_baseline(coca, llama, tmp_path):
     before = {name: value.clone() for name, value in coca.model.state_dict().items()}
     store = RowStore(tmp_path)
-    rows = list(speed_rows(coca, [16, 48], DEFAULT, store, llama, repeats=3, warmup=1, batch_size=2))
+    rows = list(
+        speed_rows(coca, [16, 48], DEFAULT, store, llama, repeats=3, warmup=1, batch_size=2)
+    )
     assert [(row["mode"], row["length"], row["model"]) for row in rows] == [
-        (mode, length, model) for mode in MODES for length in (16, 48) for model in ("tiny-llama", "tiny-coca")
+        (mode, length, model)
+        for mode in MODES
+        for length in (16, 48)
+        for model in ("tiny-llama", "tiny-coca")
     ]
     for plain, row in zip(rows[::2], rows[1::2], strict=True):
         assert (row["baseline"], plain["baseline"], plain["ratio"]) == ("tiny-llama", None, None)
@@ -35,7 +41,10 @@ def test_every_mode_has_a_row_for_the_model_and_its_baseline(coca, llama, tmp_pa
         weights = sum(parameter.nbytes for parameter in coca.model.parameters())
         if row["memory_kind"] == "process":
             assert row["peak_bytes"] >= weights * (3 if row["mode"] == "train" else 1)
-    assert list(speed_rows(coca, [16, 48], DEFAULT, store, llama, repeats=3, warmup=1, batch_size=2)) == rows
+    assert (
+        list(speed_rows(coca, [16, 48], DEFAULT, store, llama, repeats=3, warmup=1, batch_size=2))
+        == rows
+    )
     for name, value in coca.model.state_dict().items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)
     assert not coca.model.training
@@ -45,7 +54,8 @@ def test_decoding_holds_its_cache_and_a_coca_cache_is_three_quarters_of_a_plain_
     plain, ours = (speed._step(each.model, "decode", 640, 1) for each in (llama, coca))
     for step in (plain, ours):
         step.run()
-    width = 2 * 8  # of 2 key/value heads, head_dim 8: keys and values of 3 layers, 641 tokens, 4 bytes
+    # Of 2 key/value heads, head_dim 8: keys and values of 3 layers, 641 tokens, 4 bytes
+    width = 2 * 8
     assert plain.held_bytes() == 641 * 3 * 2 * width * 4
     angles = 641 * 8 * 4
     assert ours.held_bytes() == 641 * 3 * (width + width // 2) * 4 + angles
@@ -63,7 +73,9 @@ def test_memory_that_runs_out_is_a_row_and_the_other_model_goes_on(coca, llama, 
         raise FULL[message](message)
 
     coca.model.forward = full
-    plain, ours = speed_rows(coca, [16], DEFAULT, RowStore(tmp_path), llama, ["prefill"], repeats=2, warmup=0)
+    plain, ours = speed_rows(
+        coca, [16], DEFAULT, RowStore(tmp_path), llama, ["prefill"], repeats=2, warmup=0
+    )
     assert (ours["value"], ours["ratio"], ours["raw"]) == (None, None, {})
     assert ours["error"] == f"OOM: {message}"
     assert plain["value"] > 0
@@ -71,19 +83,32 @@ def test_memory_that_runs_out_is_a_row_and_the_other_model_goes_on(coca, llama, 
 
 def test_modes_are_read_and_others_refused():
     assert parse_modes("train, decode,train") == ["train", "decode"]
-    with pytest.raises(CocaError, match="--modes: got 'serve', expected some of prefill, decode, train"):
+    with pytest.raises(
+        CocaError, match="--modes: got 'serve', expected some of prefill, decode, train"
+    ):
         parse_modes("train,serve")
 
 
 def test_a_model_without_a_cache_cannot_decode_and_one_line_says_so(llama, tmp_path):
     llama.model.forward = lambda **inputs: SimpleNamespace(logits=None)
-    with pytest.raises(CocaError, match="--modes decode: got LlamaForCausalLM, which keeps no keys and values"):
-        list(speed_rows(llama, [16], DEFAULT, RowStore(tmp_path), modes=["decode"], repeats=1, warmup=0))
+    with pytest.raises(
+        CocaError, match="--modes decode: got LlamaForCausalLM, which keeps no keys and values"
+    ):
+        list(
+            speed_rows(
+                llama, [16], DEFAULT, RowStore(tmp_path), modes=["decode"], repeats=1, warmup=0
+            )
+        )
 
 
 def test_another_warmup_is_another_measurement(llama, tmp_path):
     store = RowStore(tmp_path)
-    rows = [*(speed_rows(llama, [16], DEFAULT, store, None, ["prefill"], repeats=1, warmup=w) for w in (0, 1, 0))]
+    rows = [
+        *(
+            speed_rows(llama, [16], DEFAULT, store, None, ["prefill"], repeats=1, warmup=w)
+            for w in (0, 1, 0)
+        )
+    ]
     first, second, again = (row for some in rows for row in some)
     assert (first["warmup"], second["warmup"]) == (0, 1)
     assert again == first
@@ -93,25 +118,63 @@ def test_a_model_beside_itself_is_refused_and_one_of_the_same_name_is_told_apart
     tiny_llama_dir, tiny_coca_dir, tmp_path, coca_eval
 ):
     same = shutil.copytree(tiny_coca_dir, tmp_path / tiny_llama_dir.name)
-    options = ("--lengths", 16, "--modes", "prefill", "--repeats", 1, "--warmup", 0, "--out", tmp_path / "out")
-    code, _, stderr = coca_eval("speed", tiny_llama_dir, "--baseline", f"{tiny_llama_dir}/", *options)
+    options = (
+        "--lengths",
+        16,
+        "--modes",
+        "prefill",
+        "--repeats",
+        1,
+        "--warmup",
+        0,
+        "--out",
+        tmp_path / "out",
+    )
+    code, _, stderr = coca_eval(
+        "speed", tiny_llama_dir, "--baseline", f"{tiny_llama_dir}/", *options
+    )
     assert (code, stderr.count("\n")) == (2, 1)
     assert "got the model itself, expected another; give it a --baseline-name" in stderr
     code, stdout, _ = coca_eval("speed", same, "--baseline", tiny_llama_dir, *options)
     assert code == 0
-    assert [stdout.count(f" {path} ") for path in (same, tiny_llama_dir)] == [1, 1]
+    paths = [os.path.relpath(path) for path in (same, tiny_llama_dir)]
+    assert [stdout.count(f" {path} ") for path in paths] == [1, 1]
 
 
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--repeats", 10**14, "--repeats: got 100000000000000, expected less than or equal to 1000000"),
-        ("--warmup", 10**14, "--warmup: got 100000000000000, expected less than or equal to 1000000"),
-        ("--batch-size", 10**19, "--batch-size: got 10000000000000000000, expected less than or equal to 1000000000"),
-        ("--baseline-name", "plain", "--baseline-name: got 'plain' without --baseline, expected both"),
-        ("--baseline", "", "got an empty name of a model, expected a model directory or a hub id as owner/name"),
+        (
+            "--repeats",
+            10**14,
+            "--repeats: got 100000000000000, expected less than or equal to 1000000",
+        ),
+        (
+            "--warmup",
+            10**14,
+            "--warmup: got 100000000000000, expected less than or equal to 1000000",
+        ),
+        (
+            "--batch-size",
+            10**19,
+            "--batch-size: got 10000000000000000000, expected less than or equal to 1000000000",
+        ),
+        (
+            "--baseline-name",
+            "plain",
+            "--baseline-name: got 'plain' without --baseline, expected both",
+        ),
+        (
+            "--baseline",
+            "",
+            "got an empty name of a model, expected a model directory or a hub id as owner/name",
+        ),
     ],
 )
-def test_options_that_make_no_sense_are_one_line(option, value, message, tiny_llama_dir, tmp_path, coca_eval):
-    code, _, stderr = coca_eval("speed", tiny_llama_dir, "--lengths", 16, option, value, "--out", tmp_path / "out")
+def test_options_that_make_no_sense_are_one_line(
+    option, value, message, tiny_llama_dir, tmp_path, coca_eval
+):
+    code, _, stderr = coca_eval(
+        "speed", tiny_llama_dir, "--lengths", 16, option, value, "--out", tmp_path / "out"
+    )
     assert (code, stderr) == (2, f"error: {message}\n")

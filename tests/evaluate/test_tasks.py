@@ -22,11 +22,11 @@ from lm_eval.tasks import TaskManager
 from coca_hf.errors import CocaError
 from coca_hf.evaluate import tasks
 from coca_hf.evaluate.rope import Rope
-from coca_hf.evaluate.rows import RowStore
+from coca_hf.evaluate.store import RowStore
 from coca_hf.evaluate.tasks import DIMENSIONS, WITHOUT_NETWORK, parse_tasks, ruler_tasks, task_rows
-from coca_hf.report.rows import read_tables
+from coca_hf.report.read import read_tables
 from tests.evaluate.test_batches import assert_close, lasting, rows_of, run
-from tests.test_lm_eval import PAIRS, expected, subject, task_dir  # noqa: F401
+from tests.test_lm_eval import PAIRS, expected, loaded, task_dir  # noqa: F401
 from tests.train.test_processes import TWO_PROCESSES
 
 DEFAULT = [Rope("default")]
@@ -39,19 +39,32 @@ def test_rows_have_the_numbers_of_the_model_itself(coca, task_dir, expected, tmp
     rows = list(task_rows(coca, NAMES, DEFAULT, RowStore(tmp_path), **options))
     likelihood, answer = rows
     assert likelihood["value"] == pytest.approx(expected["perplexity"], rel=1e-4)
-    assert (answer["value"], answer["metric"], answer["scored"]) == (1 - 1 / len(PAIRS), "exact_match", len(PAIRS))
+    assert (answer["value"], answer["metric"], answer["scored"]) == (
+        1 - 1 / len(PAIRS),
+        "exact_match",
+        len(PAIRS),
+    )
     scores = [line["score"] for line in samples_of(answer, tmp_path)]
     assert sum(scores) / len(scores) == answer["value"]
     assert (answer["stderr"], likelihood["stderr"]) == (pytest.approx(mean_stderr(scores)), None)
     assert (answer["length"], answer["dimension"], answer["filter"]) == (None, None, "none")
     assert "lm-eval" in answer["versions"]
-    assert answer["seed"] == inspect.signature(lm_eval.simple_evaluate).parameters["fewshot_random_seed"].default
+    assert (
+        answer["seed"]
+        == inspect.signature(lm_eval.simple_evaluate).parameters["fewshot_random_seed"].default
+    )
     monkeypatch.setattr(tasks, "_evaluate", None)
     assert list(task_rows(coca, NAMES, DEFAULT, RowStore(tmp_path), **options)) == rows
 
 
 @pytest.mark.parametrize("room", [1, 0])
-def test_a_benchmark_that_does_not_fit_is_tried_smaller_then_says_oom(coca, task_dir, expected, tmp_path, room):  # noqa: F811
+def test_a_benchmark_that_does_not_fit_is_tried_smaller_then_says_oom(
+    coca,
+    task_dir,  # noqa: F811
+    expected,  # noqa: F811
+    tmp_path,
+    room,
+):
     """Memory for `room` sequences at a time."""
     tried, forward = [], coca.model.forward
 
@@ -62,50 +75,92 @@ def test_a_benchmark_that_does_not_fit_is_tried_smaller_then_says_oom(coca, task
         return forward(input_ids, *args, **kwargs)
 
     coca.model.forward = limited
-    (row,) = task_rows(coca, NAMES[:1], DEFAULT, RowStore(tmp_path), batch_size=4, include_path=str(task_dir))
+    (row,) = task_rows(
+        coca, NAMES[:1], DEFAULT, RowStore(tmp_path), batch_size=4, include_path=str(task_dir)
+    )
     if room:
         assert tried == [4, 2, 1, 1, 1, 1]
-        assert (row["value"], row["error"]) == (pytest.approx(expected["perplexity"], rel=1e-4), None)
+        assert (row["value"], row["error"]) == (
+            pytest.approx(expected["perplexity"], rel=1e-4),
+            None,
+        )
     else:
         assert tried == [4, 2, 1]
         assert (row["value"], row["metric"]) == (None, None)
         assert row["error"].startswith("OOM: one sequence alone does not fit (CUDA out of memory.")
         coca.model.forward = forward
-        (again,) = task_rows(coca, NAMES[:1], DEFAULT, RowStore(tmp_path), batch_size=4, include_path=str(task_dir))
+        (again,) = task_rows(
+            coca, NAMES[:1], DEFAULT, RowStore(tmp_path), batch_size=4, include_path=str(task_dir)
+        )
         assert again["value"] == pytest.approx(expected["perplexity"], rel=1e-4)
-        assert [row["value"] for table in read_tables([tmp_path]) for row in table.rows] == [again["value"]]
+        assert [row["value"] for table in read_tables([tmp_path]) for row in table.rows] == [
+            again["value"]
+        ]
 
 
 def sample(number, **metrics):
     """As lm-eval gives it, of a multiple choice."""
-    return {"doc_id": number, "target": 0, "filtered_resps": [(-1.5, True), (-2.0, False)], "filter": "none", **metrics}
+    return {
+        "doc_id": number,
+        "target": 0,
+        "filtered_resps": [(-1.5, True), (-2.0, False)],
+        "filter": "none",
+        **metrics,
+    }
 
 
 def samples_of(row, out):
     return pq.read_table(out / row["raw"]["samples"]).to_pylist()
 
 
-def test_every_value_can_be_computed_again_from_what_the_model_said(coca, task_dir, expected, tmp_path):  # noqa: F811
-    """Each kind of request, and each kind of metric: a mean, a function of one, and one of several numbers."""
+def test_every_value_can_be_computed_again_from_what_the_model_said(
+    coca,
+    task_dir,  # noqa: F811
+    expected,  # noqa: F811
+    tmp_path,
+):
+    """Each kind of request, and each kind of metric: a mean, a function of one, and one of several
+    numbers.
+    """
     choices = [target for _, target in PAIRS]
     shared = yaml.safe_load((task_dir / "coca_likelihood.yaml").read_text())
     for name, changes in {
-        "choice": {"output_type": "multiple_choice", "doc_to_choice": choices, "metric_list": [{"metric": "acc_norm"}]},
-        "rolling": {"output_type": "loglikelihood_rolling", "metric_list": [{"metric": "word_perplexity"}]},
+        "choice": {
+            "output_type": "multiple_choice",
+            "doc_to_choice": choices,
+            "metric_list": [{"metric": "acc_norm"}],
+        },
+        "rolling": {
+            "output_type": "loglikelihood_rolling",
+            "metric_list": [{"metric": "word_perplexity"}],
+        },
     }.items():
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(shared | {"task": name} | changes))
     rows = list(task_rows(coca, NAMES, DEFAULT, RowStore(tmp_path), include_path=str(task_dir)))
-    rows += task_rows(coca, ["choice", "rolling"], DEFAULT, RowStore(tmp_path), include_path=str(tmp_path))
+    rows += task_rows(
+        coca, ["choice", "rolling"], DEFAULT, RowStore(tmp_path), include_path=str(tmp_path)
+    )
     likelihood, answer, choice, rolling = (samples_of(row, tmp_path) for row in rows)
     assert [line["target"] for line in likelihood] == choices
     assert [line["response"] for line in answer] == expected["answers"]
-    normed = [[nats / len(text) for nats, text in zip(x["loglikelihoods"], choices, strict=True)] for x in choice]
+    normed = [
+        [nats / len(text) for nats, text in zip(x["loglikelihoods"], choices, strict=True)]
+        for x in choice
+    ]
     parts = [sum(column) for column in zip(*(line["parts"] for line in rolling), strict=True)]
-    assert parts == [sum(line["loglikelihoods"][0] for line in rolling), sum(len(re.split(r"\s", x)) for x in choices)]
+    assert parts == [
+        sum(line["loglikelihoods"][0] for line in rolling),
+        sum(len(re.split(r"\s", x)) for x in choices),
+    ]
     assert [row["value"] for row in rows] == [
-        pytest.approx(math.exp(-statistics.fmean(line["loglikelihoods"][0] for line in likelihood))),
+        pytest.approx(
+            math.exp(-statistics.fmean(line["loglikelihoods"][0] for line in likelihood))
+        ),
         statistics.fmean(line["response"] == line["target"] for line in answer),
-        statistics.fmean(max(x) == x[choices.index(line["target"])] for x, line in zip(normed, choice, strict=True)),
+        statistics.fmean(
+            max(x) == x[choices.index(line["target"])]
+            for x, line in zip(normed, choice, strict=True)
+        ),
         pytest.approx(math.exp(-parts[0] / parts[1])),
     ]
     for lines in (likelihood, answer, choice, rolling):
@@ -116,9 +171,16 @@ def test_every_value_can_be_computed_again_from_what_the_model_said(coca, task_d
 
 def test_a_group_has_the_samples_of_all_its_tasks():
     scores = {"a": [1.0, 0.0, 1.0], "b": [0.0]}
-    samples = {task: [sample(number, acc=score) for number, score in enumerate(some)] for task, some in scores.items()}
+    samples = {
+        task: [sample(number, acc=score) for number, score in enumerate(some)]
+        for task, some in scores.items()
+    }
     sizes = {task: {"effective": len(some)} for task, some in scores.items()}
-    output = {"results": {"group": {"alias": "group", "acc,none": 0.5}}, "samples": samples, "n-samples": sizes}
+    output = {
+        "results": {"group": {"alias": "group", "acc,none": 0.5}},
+        "samples": samples,
+        "n-samples": sizes,
+    }
     ((result, lines),) = tasks._metrics(output, "group", None)
     assert [(line["benchmark"], line["case"], line["score"]) for line in lines] == [
         (task, number, score) for task, some in scores.items() for number, score in enumerate(some)
@@ -138,9 +200,14 @@ def test_a_model_that_gives_nan_has_no_score(coca, task_dir, tmp_path, name):  #
 def test_a_tokenizer_of_another_model_is_refused(coca, task_dir, tmp_path):  # noqa: F811
     coca.model.resize_token_embeddings(20)
     with pytest.raises(
-        CocaError, match=r"--tasks coca_answer: got token id \d+ from .* vocabulary of 20; the tokenizer"
+        CocaError,
+        match=r"--tasks coca_answer: got token id \d+ from .* vocabulary of 20; the tokenizer",
     ):
-        list(task_rows(coca, ["coca_answer"], DEFAULT, RowStore(tmp_path), include_path=str(task_dir)))
+        list(
+            task_rows(
+                coca, ["coca_answer"], DEFAULT, RowStore(tmp_path), include_path=str(task_dir)
+            )
+        )
     assert not (tmp_path / "rows.jsonl").exists()
 
 
@@ -151,12 +218,17 @@ def test_the_group_of_the_paper_has_four_dimensions_of_tasks_that_lm_eval_knows(
 
 
 def test_an_unknown_task_is_refused_with_the_nearest():
-    with pytest.raises(CocaError, match=r"--tasks: got 'helaswag', expected opencompass or .* nearest: hellaswag"):
+    with pytest.raises(
+        CocaError, match=r"--tasks: got 'helaswag', expected opencompass or .* nearest: hellaswag"
+    ):
         parse_tasks("helaswag")
 
 
-def test_without_lm_eval_one_line_says_what_to_install(monkeypatch, tiny_coca_dir, tmp_path, coca_eval):
-    monkeypatch.setattr(tasks, "_task_manager", tasks._task_manager.__wrapped__)  # that remembers nothing
+def test_without_lm_eval_one_line_says_what_to_install(
+    monkeypatch, tiny_coca_dir, tmp_path, coca_eval
+):
+    # That remembers nothing
+    monkeypatch.setattr(tasks, "_task_manager", tasks._task_manager.__wrapped__)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     code, stdout, stderr = coca_eval("tasks", tiny_coca_dir, "--tasks", "piqa", "--out", tmp_path)
     assert (code, stdout) == (2, "")
@@ -164,24 +236,32 @@ def test_without_lm_eval_one_line_says_what_to_install(monkeypatch, tiny_coca_di
 
 
 def test_a_directory_of_tasks_that_is_not_there_is_refused():
-    with pytest.raises(CocaError, match="--include-path: got '/nowhere', expected a directory of lm-eval tasks"):
+    with pytest.raises(
+        CocaError, match="--include-path: got '/nowhere', expected a directory of lm-eval tasks"
+    ):
         parse_tasks("piqa", "/nowhere")
 
 
 @pytest.fixture
 def own_tasks(monkeypatch):
     """Reads the tasks of --include-path only: those of lm-eval take their while."""
-    monkeypatch.setattr(tasks, "_managers", lambda: functools.partial(TaskManager, include_defaults=False))
+    monkeypatch.setattr(
+        tasks, "_managers", lambda: functools.partial(TaskManager, include_defaults=False)
+    )
 
 
 def test_a_directory_of_tasks_that_lm_eval_cannot_read_is_one_line(own_tasks, tmp_path):
     for name in ("a", "7"):
         (tmp_path / f"{name}.yaml").write_text(f"task: {name}\ndataset_path: json\n")
-    with pytest.raises(CocaError, match=r"--include-path .*: lm-eval cannot read its tasks \(TypeError: "):
+    with pytest.raises(
+        CocaError, match=r"--include-path .*: lm-eval cannot read its tasks \(TypeError: "
+    ):
         parse_tasks("a", str(tmp_path))
 
 
-def test_a_tag_is_its_tasks_and_a_group_without_a_metric_is_refused_before_anything_is_run(own_tasks, tmp_path):
+def test_a_tag_is_its_tasks_and_a_group_without_a_metric_is_refused_before_anything_is_run(
+    own_tasks, tmp_path
+):
     for name in "ba":
         (tmp_path / f"{name}.yaml").write_text(f"task: {name}\ntag: letters\ndataset_path: json\n")
     group = {"group": "both", "task": ["a", "b"]}
@@ -189,15 +269,24 @@ def test_a_tag_is_its_tasks_and_a_group_without_a_metric_is_refused_before_anyth
     mean = {"aggregate_metric_list": [{"metric": "acc"}]}
     (tmp_path / "mean.yaml").write_text(yaml.safe_dump(group | mean | {"group": "mean"}))
     assert parse_tasks("b,letters,mean", str(tmp_path)) == ["b", "a", "mean"]
-    with pytest.raises(CocaError, match=r"got 'both', a group without a metric of its own, .*both\.yaml names them"):
+    with pytest.raises(
+        CocaError, match=r"got 'both', a group without a metric of its own, .*both\.yaml names them"
+    ):
         parse_tasks("both", str(tmp_path))
 
 
-def test_tasks_of_ones_own_that_have_changed_are_measured_again(own_tasks, coca, task_dir, tmp_path):  # noqa: F811
+def test_tasks_of_ones_own_that_have_changed_are_measured_again(
+    own_tasks,
+    coca,
+    task_dir,  # noqa: F811
+    tmp_path,
+):
     mine = shutil.copytree(task_dir, tmp_path / "tasks")
 
     def measured():
-        return list(task_rows(coca, NAMES[:1], DEFAULT, RowStore(tmp_path / "out"), include_path=str(mine)))
+        return list(
+            task_rows(coca, NAMES[:1], DEFAULT, RowStore(tmp_path / "out"), include_path=str(mine))
+        )
 
     first = measured()
     assert measured() == first
@@ -209,13 +298,19 @@ def test_tasks_of_ones_own_that_have_changed_are_measured_again(own_tasks, coca,
 
 def test_a_tokenizer_without_an_end_is_said_to_have_none(own_tasks, coca, task_dir, tmp_path):  # noqa: F811
     coca.tokenizer.bos_token = coca.tokenizer.eos_token = None
-    with pytest.raises(CocaError, match=r"cannot run it: .*; its tokenizer has no eos_token, which lm-eval needs$"):
+    with pytest.raises(
+        CocaError, match=r"cannot run it: .*; its tokenizer has no eos_token, which lm-eval needs$"
+    ):
         list(task_rows(coca, NAMES[:1], DEFAULT, RowStore(tmp_path), include_path=str(task_dir)))
 
 
 def test_a_length_too_short_for_ruler_is_no_matter_of_the_network(coca, few_words, tmp_path):
     with pytest.raises(CocaError, match=r"--tasks niah_single_1: lm-eval cannot run it: ") as error:
-        list(task_rows(coca, ["niah_single_1"], DEFAULT, RowStore(tmp_path), ruler_lengths=[200], limit=1))
+        list(
+            task_rows(
+                coca, ["niah_single_1"], DEFAULT, RowStore(tmp_path), ruler_lengths=[200], limit=1
+            )
+        )
     assert "network" not in str(error.value)
 
 
@@ -229,11 +324,14 @@ def test_ruler_at_a_length_is_the_mean_of_its_tasks_there(coca, tmp_path, monkey
     """Samples as lm-eval's RULER files make them: -1 at lengths that were not run."""
     lengths, scores = [], {"niah_single_1": [1.0, 0.0, 1.0, 1.0], "ruler_vt": [0.0, 0.5]}
 
-    def ran(subject, settings, include_path, track, sizes):  # noqa: F811
+    def ran(loaded, settings, include_path, progress, sizes):  # noqa: F811
         lengths.append(settings["length"])
         return {
             "samples": {
-                task: [sample(number, **{str(lengths[-1]): score, "4096": -1}) for number, score in enumerate(some)]
+                task: [
+                    sample(number, **{str(lengths[-1]): score, "4096": -1})
+                    for number, score in enumerate(some)
+                ]
                 for task, some in scores.items()
             }
         }
@@ -253,7 +351,9 @@ def test_ruler_at_a_length_is_the_mean_of_its_tasks_there(coca, tmp_path, monkey
 
 @pytest.fixture(scope="module")
 def few_words():
-    """RULER joins every adjective with every noun when it is imported: six million words. Here, fifty with fifty."""
+    """RULER joins every adjective with every noun when it is imported: six million words. Here,
+    fifty with fifty.
+    """
     every_word = wonderwords.RandomWord
 
     def few():
@@ -268,25 +368,31 @@ def few_words():
 
 
 def knows_the_needle(model, tokenizer):
-    """`generate` of a model that finds what RULER hid: "... for KEY is: VALUE." of the key in the question."""
+    """`generate` of a model that finds what RULER hid: "... for KEY is: VALUE." of the key in the
+    question.
+    """
     prompts = []
 
     def generate(input_ids, **kwargs):
         prompts.extend(input_ids)
         texts = tokenizer.batch_decode(input_ids, skip_special_tokens=True)
         values = [
-            re.search(rf"for {re.search('magic .* for ([^ ]+) mentioned', text)[1]} is: ([^ ]+)[.]", text)[1]
+            re.search(
+                rf"for {re.search('magic .* for ([^ ]+) mentioned', text)[1]} is: ([^ ]+)[.]", text
+            )[1]
             for text in texts
         ]
         answers = [torch.tensor(tokenizer(f" {value}").input_ids) for value in values]
-        return torch.stack([torch.cat((ids, answer)) for ids, answer in zip(input_ids, answers, strict=True)])
+        return torch.stack(
+            [torch.cat((ids, answer)) for ids, answer in zip(input_ids, answers, strict=True)]
+        )
 
     model.generate = generate
     return prompts
 
 
 @pytest.mark.parametrize("name", ["niah_single_1", "niah_multikey_2", "niah_multikey_3"])
-def test_a_real_task_of_ruler_is_made_to_the_length_and_scores_one_for_a_model_that_finds_the_needle(
+def test_a_real_task_of_ruler_fits_the_length_and_scores_one_for_a_model_that_finds_the_needle(
     coca, few_words, tmp_path, name
 ):
     prompts = knows_the_needle(coca.model, coca.tokenizer)
@@ -300,25 +406,32 @@ def test_a_real_task_of_ruler_is_made_to_the_length_and_scores_one_for_a_model_t
 
 
 def test_a_random_model_does_not_find_what_ruler_hid(coca, few_words, tmp_path):
-    """Of the tasks without a network, ruler_vt, _cwe and _fwe do not get ready with a tokenizer of bytes."""
-    (row,) = task_rows(coca, ["niah_single_1"], DEFAULT, RowStore(tmp_path), ruler_lengths=[1500], limit=1)
+    """Of the tasks without a network, ruler_vt, _cwe and _fwe do not get ready with a tokenizer of
+    bytes.
+    """
+    (row,) = task_rows(
+        coca, ["niah_single_1"], DEFAULT, RowStore(tmp_path), ruler_lengths=[1500], limit=1
+    )
     assert (row["value"], row["scored"], row["error"]) == (0.0, 1, None)
 
 
 def test_what_of_ruler_runs_without_a_network_is_said_where_it_does_not(coca, few_words, tmp_path):
     assert set(WITHOUT_NETWORK) < set(ruler_tasks())
     with pytest.raises(
-        CocaError, match=r"--tasks niah_single_2: lm-eval cannot run it: .*without a network, run niah_"
+        CocaError,
+        match=r"--tasks niah_single_2: lm-eval cannot run it: .*without a network, run niah_",
     ):
         list(task_rows(coca, ["niah_single_2"], DEFAULT, RowStore(tmp_path), ruler_lengths=[1500]))
 
 
 def test_a_task_of_ruler_without_a_length_is_refused(coca, tmp_path):
-    with pytest.raises(CocaError, match="--tasks ruler_vt: got no --ruler, expected the lengths at which to run"):
+    with pytest.raises(
+        CocaError, match="--tasks ruler_vt: got no --ruler, expected the lengths at which to run"
+    ):
         list(task_rows(coca, ["ruler_vt"], DEFAULT, RowStore(tmp_path)))
 
 
-# Reads the task files at hand only: each process would take its while to read the thousands of lm-eval's own.
+# Reads these task files only: every process would take long to read lm-eval's thousands
 EVAL = """
 from lm_eval.tasks import TaskManager
 from coca_cli.main import evaluate
@@ -335,11 +448,20 @@ def test_two_processes_make_the_rows_of_one(tiny_coca_dir, task_dir, tmp_path): 
     launcher = ("-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "two.yaml"))
     for name, prefix in (("one", ("-u",)), ("two", launcher)):
         common = ("--out", tmp_path / name, "--batch-size", 2, "--include-path", task_dir)
-        out = run(("tasks", tiny_coca_dir, "--tasks", ",".join(NAMES), *common), *prefix, program=tmp_path / "eval.py")
+        out = run(
+            ("tasks", tiny_coca_dir, "--tasks", ",".join(NAMES), *common),
+            *prefix,
+            program=tmp_path / "eval.py",
+        )
         assert out.count("coca_likelihood") == 1
     one, two = rows_of(tmp_path / "one"), rows_of(tmp_path / "two")
     assert len(one) == 2
     assert_close(lasting(one), lasting(two))
     assert {row["processes"] for row in two} == {2}
     for row in one:
-        assert_close(*(pq.read_table(tmp_path / name / row["raw"]["samples"]).to_pylist() for name in ("one", "two")))
+        assert_close(
+            *(
+                pq.read_table(tmp_path / name / row["raw"]["samples"]).to_pylist()
+                for name in ("one", "two")
+            )
+        )

@@ -23,7 +23,11 @@ def report_html(tmp_path_factory):
 @pytest.fixture(scope="session")
 def chromium():
     """The browser, which `.ci/run` installs."""
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    path = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     if not path:
         pytest.skip("needs Chromium: apt-get install chromium")
     from playwright.sync_api import sync_playwright
@@ -36,11 +40,15 @@ def chromium():
 
 @pytest.fixture
 def open_page(chromium):
-    """Open a file at a width in a colour scheme; what the page says on its console and asks for is kept with it."""
+    """Open a file at a width in a colour scheme; what the page says on its console and asks for is
+    kept with it.
+    """
     contexts = []
 
     def open_(path, width=1280, scheme="light"):
-        context = chromium.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme)
+        context = chromium.new_context(
+            viewport={"width": width, "height": 844}, color_scheme=scheme
+        )
         contexts.append(context)
         page = context.new_page()
         page.said, page.requests = [], []

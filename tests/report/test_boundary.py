@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from coca_hf.report.page import read_page
+from coca_hf.report import read_page
 from tests.report.made import row, with_raw, write_rows
 
 LAYERS, HEADS = 2, 3
@@ -26,7 +26,9 @@ PAIRS = [  # layer, head, angle in degrees, and tau in tokens where the angle is
 
 
 def angle_lines(pairs):
-    """The raw table `angles`: 36 bins of angles, 24 of tau, of which bin i begins at 2^(i-1) and the last is open."""
+    """The raw table `angles`: 36 bins of angles, 24 of tau, of which bin i begins at 2^(i-1) and
+    the last is open.
+    """
     lines = []
     for layer in range(LAYERS):
         for head in range(HEADS):
@@ -54,16 +56,27 @@ def decay_lines(scale):
 
 @pytest.fixture
 def axes(tmp_path):
-    """Of every figure by its name, of a model at two lengths, of which the longer counts, and of strict CoCA."""
+    """Of every figure by its name, of a model at two lengths, of which the longer counts, and of
+    strict CoCA.
+    """
     directory = tmp_path / "run"
     short, long, coca = (
         row(model, length=length, value=0.5, task="boundary")
         for model, length in (("llama", 256), ("llama", 512), ("coca", 512))
     )
     coca["coca_constraint"] = "strict"
-    raws = [(short, PAIRS[:1], 99.0), (long, PAIRS, 2.0), (coca, [(0, 0, 0.0, None), (1, 2, 350.0, 8.0)], 3.0)]
+    raws = [
+        (short, PAIRS[:1], 99.0),
+        (long, PAIRS, 2.0),
+        (coca, [(0, 0, 0.0, None), (1, 2, 350.0, 8.0)], 3.0),
+    ]
     rows = [
-        with_raw(directory, "decay", with_raw(directory, "angles", made, angle_lines(pairs)), decay_lines(scale))
+        with_raw(
+            directory,
+            "decay",
+            with_raw(directory, "angles", made, angle_lines(pairs)),
+            decay_lines(scale),
+        )
         for made, pairs, scale in raws
     ]
     figures = read_page([write_rows(directory, *rows)]).figures()
@@ -72,7 +85,11 @@ def axes(tmp_path):
 
 def drawn(axes):
     """The points of each line by its name."""
-    return {line.get_label(): line.get_xydata().tolist() for line in axes.lines if not line.get_label().startswith("_")}
+    return {
+        line.get_label(): line.get_xydata().tolist()
+        for line in axes.lines
+        if not line.get_label().startswith("_")
+    }
 
 
 def test_the_histogram_of_angles_has_the_share_of_each_bin_from_edge_to_edge(axes):
@@ -84,7 +101,13 @@ def test_the_histogram_of_angles_has_the_share_of_each_bin_from_edge_to_edge(axe
         share = sum(low <= angle < low + 10 for angle in angles) / len(angles)
         expected += [[low, share], [low + 10, share]]
     assert curves["llama"] == [pytest.approx(point) for point in expected]
-    assert curves["coca"][:3] + curves["coca"][-2:] == [[0, 0.5], [10, 0.5], [10, 0], [350, 0.5], [360, 0.5]]
+    assert curves["coca"][:3] + curves["coca"][-2:] == [
+        [0, 0.5],
+        [10, 0.5],
+        [10, 0],
+        [350, 0.5],
+        [360, 0.5],
+    ]
     assert axes["boundary-angle"].get_xscale() == "linear"
 
 
@@ -110,4 +133,8 @@ def test_the_heat_map_has_the_share_of_scenario_d_by_layer_and_head(axes):
     expected = [[1 / 3, 1], [1, 2 / 3], [0, 1]]  # heads down, layers across
     np.testing.assert_allclose(mesh.get_array().reshape(HEADS, LAYERS), expected)
     (mesh,) = axes["boundary-layers-of-2"].collections
-    assert mesh.get_array().reshape(HEADS, LAYERS).filled(-1).tolist() == [[0, -1], [-1, -1], [-1, 1]]
+    assert mesh.get_array().reshape(HEADS, LAYERS).filled(-1).tolist() == [
+        [0, -1],
+        [-1, -1],
+        [-1, 1],
+    ]

@@ -10,14 +10,18 @@ from tests.report.made import row, write_rows
 
 WIDTHS = [1280, 390]
 SCHEMES = ["light", "dark"]
-RESULTS = Path(__file__).parents[2] / "docs/results/recovery/report.html"
-COLORS = "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector('text')).fill]"
+RESULTS = Path(__file__).parents[2] / "docs/results/recovery"
+COLORS = """[
+  getComputedStyle(document.body).backgroundColor,
+  getComputedStyle(document.querySelector('text')).fill
+]"""
 COLORS_OF = {
     "light": ["rgb(255, 255, 255)", "rgb(27, 27, 27)"],
     "dark": ["rgb(22, 22, 22)", "rgb(236, 236, 236)"],
 }
 
-# Contrast as WCAG 2 defines it, of every text against the nearest opaque colour behind it, and of every drawn line.
+# Contrast as WCAG 2 defines it, of every text and every drawn line against the nearest opaque
+# colour behind it
 CONTRASTS = """
 () => {
   const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
@@ -28,7 +32,8 @@ CONTRASTS = """
   const light = color => rgb(color).slice(0, 3).map(v => v / 255)
     .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
     .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-  const contrast = (a, b) => (Math.max(light(a), light(b)) + 0.05) / (Math.min(light(a), light(b)) + 0.05);
+  const contrast = (a, b) =>
+    (Math.max(light(a), light(b)) + 0.05) / (Math.min(light(a), light(b)) + 0.05);
   const behind = element => {
     for (let at = element; at; at = at.parentElement) {
       const color = getComputedStyle(at).backgroundColor;
@@ -43,21 +48,52 @@ CONTRASTS = """
     if (!walker.currentNode.data.trim() || element.closest('style')) continue;
     const inSvg = element.closest('svg');
     const style = getComputedStyle(element);
-    if (inSvg && ['rgb(0, 0, 0)', 'rgb(254, 254, 254)'].includes(style.fill)) continue;  // on the cell of a heat map
-    found.push(['text', walker.currentNode.data.trim(), contrast(inSvg ? style.fill : style.color, behind(element))]);
+    const onHeatMap = ['rgb(0, 0, 0)', 'rgb(254, 254, 254)'].includes(style.fill);
+    if (inSvg && onHeatMap) continue;
+    const color = inSvg ? style.fill : style.color;
+    found.push(['text', walker.currentNode.data.trim(), contrast(color, behind(element))]);
   }
   for (const path of document.querySelectorAll('.legend svg path')) {
     const style = getComputedStyle(path);
-    if (style.stroke !== 'none') found.push(['line', style.stroke, contrast(style.stroke, behind(path))]);
+    if (style.stroke === 'none') continue;
+    found.push(['line', style.stroke, contrast(style.stroke, behind(path))]);
   }
   return found;
 }
 """
+# Texts of a drawing that stick out of it
+OUTSIDE = """
+svg => {
+  const frame = svg.getBoundingClientRect();
+  return [...svg.querySelectorAll('text')].filter(text => {
+    const box = text.getBoundingClientRect();
+    return box.left < frame.left - 4 || box.right > frame.right + 4;
+  }).map(text => text.textContent);
+}
+"""
+# Markers and clips that are referred to and not inside this very drawing
+LOST = """
+svg => [...svg.querySelectorAll('use')].filter(e => !svg.querySelector(e.href.baseVal)).length
+"""
+SHARED_IDS = """
+(() => {
+  const elements = [...document.querySelectorAll('[id]')].filter(e => !e.closest('.legend'));
+  const ids = elements.map(e => e.id);
+  return ids.filter((id, place) => ids.indexOf(id) !== place);
+})()
+"""
+
+
+@pytest.fixture(scope="module")
+def results_html(tmp_path_factory):
+    return write_report([RESULTS], tmp_path_factory.mktemp("results"))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_page_opens_without_errors_and_asks_nobody_for_anything(open_page, report_html, width, scheme):
+def test_the_page_opens_without_errors_and_asks_nobody_for_anything(
+    open_page, report_html, width, scheme
+):
     page = open_page(report_html, width, scheme)
     assert page.said == []
     assert page.requests == [report_html.as_uri()]
@@ -72,15 +108,19 @@ def test_every_figure_is_drawn_inside_its_frame(open_page, report_html):
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_page_of_results_in_this_repository_is_whole_at_any_width_in_light_and_dark(open_page, width, scheme):
-    page = open_page(RESULTS, width, scheme)
+def test_a_page_of_results_in_this_repository_is_whole_at_any_width_in_light_and_dark(
+    open_page, results_html, width, scheme
+):
+    page = open_page(results_html, width, scheme)
     assert page.said == []
-    assert page.requests == [RESULTS.as_uri()]
+    assert page.requests == [results_html.as_uri()]
     assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
     assert page.evaluate(COLORS) == COLORS_OF[scheme]
-    weak = [entry for entry in page.evaluate(CONTRASTS) if entry[2] < (3 if entry[0] == "line" else 4.5)]
+    weak = [
+        entry for entry in page.evaluate(CONTRASTS) if entry[2] < (3 if entry[0] == "line" else 4.5)
+    ]
     assert weak == []
-    check_figures(page, RESULTS)
+    check_figures(page, results_html)
 
 
 def check_figures(page, html):
@@ -88,7 +128,8 @@ def check_figures(page, html):
     names = [path.stem for path in html.parent.glob("*.png")]
     assert names
     figures = {
-        figure.get_attribute("id").removeprefix("figure-"): figure for figure in page.query_selector_all("figure")
+        figure.get_attribute("id").removeprefix("figure-"): figure
+        for figure in page.query_selector_all("figure")
     }
     assert sorted(figures) == sorted(names)
     for name, figure in figures.items():
@@ -96,30 +137,25 @@ def check_figures(page, html):
         box = svg.bounding_box()
         assert box["width"] > 300, name
         assert box["height"] > 100, name
-        drawn = svg.evaluate("svg => [...svg.querySelectorAll('path, use')].filter(e => e.getBBox().width).length")
-        assert drawn > 10, name
-        # every marker and clip that is referred to is there, and inside this very drawing
-        lost = "svg => [...svg.querySelectorAll('use')].filter(e => !svg.querySelector(e.href.baseVal)).length"
-        assert svg.evaluate(lost) == 0, name
-        outside = svg.evaluate(
-            "svg => { const f = svg.getBoundingClientRect(); return [...svg.querySelectorAll('text')].filter(e => {"
-            "const b = e.getBoundingClientRect(); return b.left < f.left - 4 || b.right > f.right + 4 })"
-            ".map(e => e.textContent) }"
+        drawn = svg.evaluate(
+            "svg => [...svg.querySelectorAll('path, use')].filter(e => e.getBBox().width).length"
         )
-        assert outside == [], name
+        assert drawn > 10, name
+        assert svg.evaluate(LOST) == 0, name
+        assert svg.evaluate(OUTSIDE) == [], name
 
 
-def test_a_figure_has_words_for_whoever_cannot_see_it_and_ids_are_not_shared(open_page, report_html):
+def test_a_figure_has_words_for_readers_who_cannot_see_it_and_ids_are_not_shared(
+    open_page, report_html
+):
     page = open_page(report_html)
-    labels = page.evaluate("[...document.querySelectorAll('figure > svg')].map(e => e.getAttribute('aria-label'))")
+    labels = page.evaluate(
+        "[...document.querySelectorAll('figure > svg')].map(e => e.getAttribute('aria-label'))"
+    )
     assert len(labels) > 10
     assert all(len(label) > 30 for label in labels)
     assert any("LLaMA-7B: 8.00 at 512, none at 8192." in label for label in labels)
-    shared = page.evaluate(
-        "(() => { const ids = [...document.querySelectorAll('[id]')].filter(e => !e.closest('.legend')).map(e => e.id);"
-        "return ids.filter((id, place) => ids.indexOf(id) !== place) })()"
-    )
-    assert shared == []
+    assert page.evaluate(SHARED_IDS) == []
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -140,20 +176,33 @@ def test_dark_mode_is_dark_and_the_figures_follow(open_page, report_html):
 def test_text_of_figures_is_readable_on_a_telephone(open_page, report_html):
     page = open_page(report_html, 390)
     smallest = page.evaluate(
-        "Math.min(...[...document.querySelectorAll('figure > svg')].map(svg => svg.getBoundingClientRect().width"
-        " / svg.viewBox.baseVal.width * Math.min(...[...svg.querySelectorAll('text')].map(e =>"
-        " parseFloat(getComputedStyle(e).fontSize)))))"
+        "Math.min(...[...document.querySelectorAll('figure > svg')].map(svg => "
+        "svg.getBoundingClientRect().width / svg.viewBox.baseVal.width * "
+        "Math.min(...[...svg.querySelectorAll('text')].map(e => "
+        "parseFloat(getComputedStyle(e).fontSize)))))"
     )
     assert smallest > 8  # CSS pixels, the marks of trained lengths; the axes have 10.5
 
 
 EDGES = {
     "one model, one length, one number": [row()],
-    "no number at all": [row(value=None, error="OOM: at batch size 1"), row(length=1024, value=None, error="OOM: too")],
-    "twelve models": [row(f"model {n}", length=length, value=7.0 + n) for n in range(12) for length in (512, 1024)],
-    "names as hostile as names can be": [row("</svg><script>alert(1)</script>&\"'", value=8.0), row("$x_1$ \\frac{")],
+    "no number at all": [
+        row(value=None, error="OOM: at batch size 1"),
+        row(length=1024, value=None, error="OOM: too"),
+    ],
+    "twelve models": [
+        row(f"model {n}", length=length, value=7.0 + n) for n in range(12) for length in (512, 1024)
+    ],
+    "names as hostile as names can be": [
+        row("</svg><script>alert(1)</script>&\"'", value=8.0),
+        row("$x_1$ \\frac{"),
+    ],
     "a name without end": [row("a" * 300, value=8.0), row("b" * 300, value=9.0)],
-    "values near and far": [row(value=1.0), row(length=1024, value=1e300), row(length=4096, value=1.0001)],
+    "values near and far": [
+        row(value=1.0),
+        row(length=1024, value=1e300),
+        row(length=4096, value=1.0001),
+    ],
 }
 
 
@@ -167,12 +216,17 @@ def test_rows_at_the_edge_make_a_page_that_holds(open_page, tmp_path, edge):
     assert figure.query_selector("svg").bounding_box()["height"] > 100
     names = dict.fromkeys(row["model"] for row in EDGES[edge])
     assert len(page.query_selector_all(".legend li")) == (len(names) if len(names) > 1 else 0)
-    assert [page.inner_text(f"#perplexity tbody tr:nth-child({n}) th") for n in range(1, len(names) + 1)] == [*names]
+    assert [
+        page.inner_text(f"#perplexity tbody tr:nth-child({n}) th") for n in range(1, len(names) + 1)
+    ] == [*names]
 
 
 def test_nothing_in_the_file_could_be_fetched(report_html):
     text = report_html.read_text()
-    assert set(re.findall(r"https?://[\w./]+", text)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert set(re.findall(r"https?://[\w./]+", text)) <= {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
     assert "<script" not in text
     assert "@import" not in text
     assert "url(" not in re.sub(r"url\(#\w+\)", "", text)

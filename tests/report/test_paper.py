@@ -22,13 +22,24 @@ from coca_hf.train.recipe import load_recipe
 
 PAPER = Path(__file__).parents[2] / "scripts" / "paper"
 tables = sorted(path.stem for path in PAPER.glob("*.yaml") if path.stem not in ("models", "scales"))
-models, scales = (yaml.safe_load((PAPER / f"{name}.yaml").read_text()) for name in ("models", "scales"))
+models, scales = (
+    yaml.safe_load((PAPER / f"{name}.yaml").read_text()) for name in ("models", "scales")
+)
 
 
 @functools.cache
 def commands(name, scale):
     finished = subprocess.run(
-        [sys.executable, PAPER / "make.py", name, "--scale", scale, "--out", "/nowhere", "--dry-run"],
+        [
+            sys.executable,
+            PAPER / "make.py",
+            name,
+            "--scale",
+            scale,
+            "--out",
+            "/nowhere",
+            "--dry-run",
+        ],
         capture_output=True,
         text=True,
         check=True,
@@ -38,7 +49,11 @@ def commands(name, scale):
 
 COMMANDS = {
     name: typer.main.get_command(commands.app)
-    for name, commands in {"coca-convert": convert, "coca-train": train, "coca-eval": evaluate}.items()
+    for name, commands in {
+        "coca-convert": convert,
+        "coca-train": train,
+        "coca-eval": evaluate,
+    }.items()
 }
 REPOSITORY = PAPER.parents[1]
 
@@ -54,7 +69,9 @@ def parsed(words):
 
 
 def launched(words):
-    """A command as it runs on one process: without `accelerate launch`, whose own options are read on the way."""
+    """A command as it runs on one process: without `accelerate launch`, whose own options are read
+    on the way.
+    """
     if words[0] != "accelerate":
         return words
     options = launch_command_parser().parse_args(words[2:])
@@ -79,7 +96,8 @@ def test_a_table_is_made_of_the_three_commands_and_ends_in_its_page(name, scale)
     assert len(trained) == len(set(trained))  # each model once
     measured = [words for words in run[:-1] if words[0] == "coca-eval"]
     assert len(measured) == sum(
-        len(step["models"]) for step in yaml.safe_load((PAPER / f"{name}.yaml").read_text())["measure"]
+        len(step["models"])
+        for step in yaml.safe_load((PAPER / f"{name}.yaml").read_text())["measure"]
     )
     assert not Path("/nowhere").exists()
 
@@ -112,13 +130,21 @@ def test_every_command_line_is_understood_and_its_files_are_in_the_repository(sc
 
 def test_a_line_that_is_not_understood_would_be_seen():
     with pytest.raises(Exception, match="No such option: --case"):
-        parsed(["coca-eval", "passkey", "model", "--lengths", "512", "--out", "rows", "--case", "20"])
+        parsed(
+            ["coca-eval", "passkey", "model", "--lengths", "512", "--out", "rows", "--case", "20"]
+        )
 
 
-@pytest.mark.parametrize("model", [name for name, plan in models.items() if plan.get("kind") == "from-scratch"])
+@pytest.mark.parametrize(
+    "model", [name for name, plan in models.items() if plan.get("kind") == "from-scratch"]
+)
 def test_a_model_from_scratch_has_the_heads_of_its_own_width(model, tiny_llama_dir):
-    """64 dimensions of 16 heads make 1024, and not the 128 of a LLaMA-7B, whose config is the default."""
-    config = start_config(load_recipe(PAPER.parents[1] / models[model]["recipe"], [f"tokenizer={tiny_llama_dir}"]))
+    """64 dimensions of 16 heads make 1024, and not the 128 of a LLaMA-7B, whose config is the
+    default.
+    """
+    config = start_config(
+        load_recipe(PAPER.parents[1] / models[model]["recipe"], [f"tokenizer={tiny_llama_dir}"])
+    )
     assert (config.hidden_size, config.num_attention_heads, config.head_dim) == (1024, 16, 64)
 
 
@@ -134,19 +160,24 @@ def test_a_recipe_takes_the_settings_of_a_scale(model, scale):
     changed = scales[scale]["train"][plan["kind"]]
     assert recipe.data.seq_len == changed.get("data.seq_len", recipe.data.seq_len)
     assert [source.path for source in recipe.data.sources] == [
-        source["path"] for source in changed.get("data.sources", recipe.to_dict()["data"]["sources"])
+        source["path"]
+        for source in changed.get("data.sources", recipe.to_dict()["data"]["sources"])
     ]
 
 
 def test_a_scale_of_its_own_says_what_a_step_takes():
-    """Otherwise it would take what the recipe says for 32 GPUs, and one GPU would accumulate that."""
+    """Otherwise one GPU would accumulate what the recipe says for 32 GPUs."""
     own = {name: scale["train"] for name, scale in scales.items() if name != "paper"}
     assert own
-    assert all("training.global_batch_size" in train for kinds in own.values() for train in kinds.values())
+    assert all(
+        "training.global_batch_size" in train for kinds in own.values() for train in kinds.values()
+    )
 
 
 class World:
-    """Runs the commands of make.py on names: each asks for what it reads, and makes what it would make."""
+    """Runs the commands of make.py on names: each asks for what it reads, and makes what it would
+    make.
+    """
 
     def __init__(self):
         self.batches, self.dtypes = [], set()
@@ -181,7 +212,9 @@ class World:
         layout = yaml.safe_load((REPOSITORY / words[words.index("--config_file") + 1]).read_text())
         processes = layout["num_processes"]
         assert layout["num_machines"] == 1, "waits for machines that are not there"
-        assert Path(f"{recipe.data.seq_len} tokens for {processes}").is_dir(), "nobody prepared the blocks"
+        assert Path(f"{recipe.data.seq_len} tokens for {processes}").is_dir(), (
+            "nobody prepared the blocks"
+        )
         batch = recipe.options(stages[0])["per_device_train_batch_size"]
         blocks = processes * batch * recipe.accumulation(stages[0], processes)
         self.batches.append((recipe.data.seq_len, blocks))
@@ -196,7 +229,9 @@ class World:
 
 @pytest.mark.parametrize("name", tables)
 def test_a_table_at_the_scale_of_the_paper_completes_on_one_machine(name, tmp_path, monkeypatch):
-    """Each command finds what it reads, and each step has the paper's tokens, whatever the number of GPUs."""
+    """Each command finds what it reads, and each step has the paper's tokens, whatever the number
+    of GPUs.
+    """
     world = World()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "run", world.run)

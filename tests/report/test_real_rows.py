@@ -5,11 +5,20 @@ import sys
 import pytest
 
 from coca_cli import main
-from coca_hf.report.document import markdown
-from coca_hf.report.page import read_page
+from coca_hf.page import markdown
+from coca_hf.report import read_page
 
 TASKS = {
-    "perplexity": ("--lengths", "32,64", "--stride", 32, "--rope", "default,dynamic:4", "--data", "BOOKS"),
+    "perplexity": (
+        "--lengths",
+        "32,64",
+        "--stride",
+        32,
+        "--rope",
+        "default,dynamic:4",
+        "--data",
+        "BOOKS",
+    ),
     "position-loss": ("--lengths", 96, "--bucket", 16, "--data", "BOOKS"),
     "passkey": ("--lengths", 256, "--cases", 4, "--new-tokens", 2),
     "boundary": ("--lengths", 96, "--pairs", 50, "--data", "BOOKS"),
@@ -22,13 +31,17 @@ def real_page(tiny_llama_dir, tiny_coca_dir, tmp_path_factory):
     directory = tmp_path_factory.mktemp("real")
     (directory / "books").mkdir()
     for name in ("austen", "bronte", "conrad"):
-        (directory / "books" / f"{name}.txt").write_text(f"{name} wrote of sea voyages, one ball and no trains. " * 5)
+        (directory / "books" / f"{name}.txt").write_text(
+            f"{name} wrote of sea voyages, one ball and no trains. " * 5
+        )
     places = {"BOOKS": directory / "books"}
     with pytest.MonkeyPatch.context() as patch:
         for model in (tiny_llama_dir, tiny_coca_dir):
             for task, options in TASKS.items():
                 words = ["coca-eval", task, model, *(places.get(word, word) for word in options)]
-                patch.setattr(sys, "argv", [str(word) for word in [*words, "--out", directory / "rows"]])
+                patch.setattr(
+                    sys, "argv", [str(word) for word in [*words, "--out", directory / "rows"]]
+                )
                 with pytest.raises(SystemExit) as exit_info:
                     main.evaluate()
                 assert not exit_info.value.code
@@ -37,13 +50,27 @@ def real_page(tiny_llama_dir, tiny_coca_dir, tmp_path_factory):
 
 def test_every_task_has_its_section_and_every_figure_can_be_drawn(real_page):
     assert [section.title for section in real_page.parts] == [
-        *("Models", "Perplexity", "Loss by position", "Passkey retrieval", "Rotary boundaries", "Speed and memory"),
+        *(
+            "Models",
+            "Perplexity",
+            "Loss by position",
+            "Passkey retrieval",
+            "Rotary boundaries",
+            "Speed and memory",
+        ),
         "How each number was made",
     ]
     names = [figure.name for figure in real_page.figures()]
     assert names == [
         *("perplexity", "position-loss", "passkey", "passkey-beyond", "passkey-distance"),
-        *("boundary-angle", "boundary-tau", "boundary-decay", "boundary-layers-of-1", "boundary-layers-of-2", "speed"),
+        *(
+            "boundary-angle",
+            "boundary-tau",
+            "boundary-decay",
+            "boundary-layers-of-1",
+            "boundary-layers-of-2",
+            "speed",
+        ),
     ]
     for figure in real_page.figures():
         drawn = figure.draw(5.0, figure.height, True)
@@ -53,12 +80,18 @@ def test_every_task_has_its_section_and_every_figure_can_be_drawn(real_page):
 def test_slack_is_explained_on_the_page_and_has_no_bound_of_decay(real_page):
     page = markdown(real_page)
     assert page.count("The score of a CoCA-slack model has two parts") == 1
-    shares = {line.split(" | ")[0]: line.split(" | ")[2:] for line in page.splitlines() if " | 96 | 0.000 | " in line}
+    shares = {
+        line.split(" | ")[0]: line.split(" | ")[2:]
+        for line in page.splitlines()
+        if " | 96 | 0.000 | " in line
+    }
     assert shares["| tiny-llama"][-1] == "0.000 |"
     assert 0.2 < float(shares["| tiny-coca"][-1].strip("| ")) < 0.8
     (decay,) = (figure for figure in real_page.figures() if figure.name == "boundary-decay")
     (axes,) = decay.draw(5.0, decay.height, True).axes
-    assert {line.get_label() for line in axes.lines if not line.get_label().startswith("_")} == {"tiny-llama"}
+    assert {line.get_label() for line in axes.lines if not line.get_label().startswith("_")} == {
+        "tiny-llama"
+    }
 
 
 def test_a_real_page_has_all_raw_results_and_no_heat_map_of_one_share(real_page):

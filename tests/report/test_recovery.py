@@ -6,8 +6,8 @@ import math
 import pytest
 
 from coca_hf import CocaError
-from coca_hf.report.document import Grid
-from coca_hf.report.page import write_report
+from coca_hf.page import Grid
+from coca_hf.report import write_report
 from coca_hf.report.recovery import read_recovery, recovery
 from tests.report.made import row, write_rows
 
@@ -20,12 +20,24 @@ def out(tmp_path):
     for number, (stage, (before, after)) in enumerate(losses.items()):
         (directory / stage).mkdir(parents=True)
         lines = [{"step": 0, "held_out_loss": before, "tokens_seen": number * 100}]
-        lines.append({"step": 5, "loss": before - 0.5, "learning_rate": 0.1, "tokens_seen": number * 100 + 50})
+        lines.append(
+            {
+                "step": 5,
+                "loss": before - 0.5,
+                "learning_rate": 0.1,
+                "tokens_seen": number * 100 + 50,
+            }
+        )
         if after:
             lines.append({"step": 10, "held_out_loss": after, "tokens_seen": number * 100 + 100})
-            record = {"tokens_seen": number * 100 + 100, "held_out": {"before": before, "after": after}}
+            record = {
+                "tokens_seen": number * 100 + 100,
+                "held_out": {"before": before, "after": after},
+            }
             (directory / stage / "training.json").write_text(json.dumps(record))
-        (directory / stage / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (directory / stage / "log.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
     (directory / "recipe.yaml").write_text("model: x\n")
     return directory
 
@@ -48,15 +60,27 @@ def test_the_table_has_loss_and_perplexity_of_complete_stages(out):
 
 def test_the_curve_has_every_loss_and_names_where_stages_begin(out):
     (figure,) = recovery([read_recovery(out)]).figures()
-    lines = {line.get_label(): line.get_xydata().tolist() for line in figure.draw(5, 3, True).axes[0].lines}
+    lines = {
+        line.get_label(): line.get_xydata().tolist()
+        for line in figure.draw(5, 3, True).axes[0].lines
+    }
     assert lines["run, held out"] == [[0, 9], [100, 5], [100, 5], [200, 4], [200, 4]]
     assert lines["run, training"] == [[50, 8.5], [150, 4.5], [250, 3.5]]
-    assert [text.get_text() for text in figure.draw(5, 3, True).axes[0].texts] == ["k", "qkv", "full"]
+    assert [text.get_text() for text in figure.draw(5, 3, True).axes[0].texts] == [
+        "k",
+        "qkv",
+        "full",
+    ]
 
 
 def test_of_a_mixed_objective_the_loss_of_the_language_model_is_drawn(out):
     with (out / "10-full/log.jsonl").open("a") as log:
-        log.write(json.dumps({"step": 7, "loss": 2.0, "loss_lm": 3.0, "loss_distill": 1.0, "tokens_seen": 260}) + "\n")
+        log.write(
+            json.dumps(
+                {"step": 7, "loss": 2.0, "loss_lm": 3.0, "loss_distill": 1.0, "tokens_seen": 260}
+            )
+            + "\n"
+        )
     assert read_recovery(out).stages[2].training == [(250, None, 3.5), (260, None, 3.0)]
 
 
@@ -75,11 +99,17 @@ def test_against_seconds_the_calibration_and_the_stages_before_count(out):
         log.write_text("".join(json.dumps(line) + "\n" for line in lines))
         if seconds:
             record = json.loads((out / directory / "training.json").read_text())
-            (out / directory / "training.json").write_text(json.dumps(record | {"seconds": seconds}))
-    (out / "1-k/conversion.json").write_text(json.dumps({"calibration": {"seconds": 300.0, "tokens": 1}}))
+            (out / directory / "training.json").write_text(
+                json.dumps(record | {"seconds": seconds})
+            )
+    (out / "1-k/conversion.json").write_text(
+        json.dumps({"calibration": {"seconds": 300.0, "tokens": 1}})
+    )
     _, figure = recovery([read_recovery(out)]).figures()
     assert figure.name == "recovery-seconds"
-    lines = {line.get_label(): list(line.get_xdata()) for line in figure.draw(5, 3, True).axes[0].lines}
+    lines = {
+        line.get_label(): list(line.get_xdata()) for line in figure.draw(5, 3, True).axes[0].lines
+    }
     assert lines["run, held out"] == [300, 320, 361, 381, 392]
     assert lines["run, training"] == [310, 371, 402]
     (out / "1-k/conversion.json").write_text("{")
@@ -95,7 +125,9 @@ def test_of_many_runs_only_the_held_out_losses_are_drawn(out):
 
 def test_without_held_out_blocks_there_is_the_loss_in_training_alone(out):
     for log in out.glob("*/log.jsonl"):
-        log.write_text("".join(line + "\n" for line in log.read_text().splitlines() if "held_out" not in line))
+        log.write_text(
+            "".join(line + "\n" for line in log.read_text().splitlines() if "held_out" not in line)
+        )
     for record in out.glob("*/training.json"):
         record.write_text(json.dumps({"tokens_seen": 100, "held_out": None}))
     section = recovery([read_recovery(out)])

@@ -6,11 +6,13 @@ import struct
 import pytest
 
 from coca_hf.errors import CocaError
-from coca_hf.report import write_report
-from coca_hf.report.document import markdown
-from coca_hf.report.page import read_page, tables_markdown
-from coca_hf.report.plots import COLORS, Heat, Key, heat_figure
-from coca_hf.report.rows import read_tables
+from coca_hf.evaluate.measurements import MEASUREMENTS
+from coca_hf.evaluate.row import Count, Identity, Row, Setting
+from coca_hf.evaluate.tables import Measurement
+from coca_hf.page import markdown
+from coca_hf.plots import COLORS, Heat, Key, heat_figure
+from coca_hf.report import read_page, tables_markdown, write_report
+from coca_hf.report.read import read_tables
 from tests.report.made import row, with_raw, write_rows
 
 
@@ -27,7 +29,10 @@ def png_size(path):
 
 def test_the_page_holds_every_value_by_model_rope_and_length(tmp_path):
     original = write_rows(
-        tmp_path / "a", row(value=7.256), row(length=4096, value=96731.2), row(length=1024, value=7.0)
+        tmp_path / "a",
+        row(value=7.256),
+        row(length=4096, value=96731.2),
+        row(length=1024, value=7.0),
     )
     coca = write_rows(
         tmp_path / "b",
@@ -44,15 +49,25 @@ def test_the_page_holds_every_value_by_model_rope_and_length(tmp_path):
         "| coca + dynamic:4 |  | 8.25 |  |\n"
     ) in page
     assert "| model | 4096 |\n| --- | ---: |\n| coca + dynamic:4 | 0.81 |" in page
-    assert "| llama | llama | float32 | 2,048 |  |\n| coca | CoCA, slack | float32 | 2,048 | 123,904 |" in page
+    assert (
+        "| llama | llama | float32 | 2,048 |  |\n| coca | CoCA, slack | float32 | 2,048 | 123,904 |"
+        in page
+    )
     assert "](perplexity.png)" in page
     assert "](passkey.png)" in page
 
 
 def test_the_page_says_how_each_number_was_made(tmp_path):
-    gpu = {"device": "NVIDIA H200", "commit": "77ed9d2", "command": "coca-eval perplexity llama --stride 999"}
+    gpu = {
+        "device": "NVIDIA H200",
+        "commit": "77ed9d2",
+        "command": "coca-eval perplexity llama --stride 999",
+    }
     run = write_rows(
-        tmp_path / "a", row(length=128, stride=128), row(**gpu), row(length=320, value=1.0, task="passkey")
+        tmp_path / "a",
+        row(length=128, stride=128),
+        row(**gpu),
+        row(length=320, value=1.0, task="passkey"),
     )
     page = markdown_of([run])
     making = page[page.index("## How each number was made") :]
@@ -63,7 +78,8 @@ def test_the_page_says_how_each_number_was_made(tmp_path):
         "- [1] cpu (x86\\_64, 2 threads); torch 2.13.0, python 3.11.7",
         "- [2] NVIDIA H200; torch 2.13.0, python 3.11.7, commit 77ed9d2",
         "<summary>Perplexity: books, 2 documents, stride 256</summary>",
-        "<summary>Passkey retrieval: 100 cases per length, uniform depth, 64 new tokens, seed 0</summary>",
+        "<summary>Passkey retrieval: 100 cases per length, uniform depth, 64 new tokens, seed "
+        "0</summary>",
         "- emma.txt\n- persuasion.txt",
         "coca-eval perplexity llama --stride 999\n",
         "- llama: /models/llama",
@@ -108,7 +124,9 @@ def test_every_figure_is_a_png_for_a_paper_and_stands_in_the_markdown(report_htm
 def test_numbers_drawn_from_raw_files_are_those_of_the_files(tmp_path):
     """Shares by distance and the scenarios, against counting by hand."""
     cases = [(4, True), (5, False), (8, True), (300, False), (512, True), (513, False)]
-    lines = [{"depth": 0.5, "distance": distance, "correct": correct} for distance, correct in cases]
+    lines = [
+        {"depth": 0.5, "distance": distance, "correct": correct} for distance, correct in cases
+    ]
     (tmp_path / "a").mkdir()
     found = with_raw(tmp_path / "a", "cases", row(length=1024, value=0.5, task="passkey"), lines)
     run = write_rows(tmp_path / "a", found, row(length=512, value=0.25, task="boundary"))
@@ -136,7 +154,10 @@ def test_contexts_and_perplexities_are_on_log_axes_and_published_curves_dashed(t
 @pytest.mark.parametrize("marked", [True, False])
 def test_twice_as_many_models_as_colours_look_different(marked):
     looks = [Key("model", color=number, marked=marked).look for number in range(2 * len(COLORS))]
-    seen = {(look["color"], look["marker"], look.get("markerfacecolor") if look["marker"] else None) for look in looks}
+    seen = {
+        (look["color"], look["marker"], look.get("markerfacecolor") if look["marker"] else None)
+        for look in looks
+    }
     assert len(seen) == len(looks)
 
 
@@ -144,7 +165,11 @@ def test_a_cell_of_a_heat_map_says_its_share():
     heat = Heat("a model", ["512", "1024"], ["0.0", "0.5"], [[1.0, 0.25], [None, 0.5]])
     axes = heat_figure(heat, "context", "depth")(5, 3, False).axes[0]
     cells = {tuple(map(int, text.get_position())): text.get_text() for text in axes.texts}
-    assert {cell: text for cell, text in cells.items() if text} == {(0, 0): "1.00", (1, 0): "0.25", (1, 1): "0.50"}
+    assert {cell: text for cell, text in cells.items() if text} == {
+        (0, 0): "1.00",
+        (1, 0): "0.25",
+        (1, 1): "0.50",
+    }
 
 
 def cells_of(figure):
@@ -153,7 +178,9 @@ def cells_of(figure):
     texts = {tuple(map(int, text.get_position()[::-1])): text.get_text() for text in axes.texts}
     lines = sorted({line for line, _ in texts})
     names = [label.get_text() for label in axes.get_yticklabels()]
-    return names, [[text for place, text in sorted(texts.items()) if place[0] == line] for line in lines]
+    return names, [
+        [text for place, text in sorted(texts.items()) if place[0] == line] for line in lines
+    ]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +192,9 @@ def cells_of(figure):
     ],
 )
 def test_a_grid_of_depths_is_a_heat_map_with_a_line_for_each(tmp_path, depths, names):
-    """Prompts of five sentences of filler, so that the points of a grid of 11 come to lie on six depths only."""
+    """Prompts of five sentences of filler, so that the points of a grid of 11 come to lie on six
+    depths only.
+    """
     (tmp_path / "a").mkdir()
     rows = []
     for shift, length in enumerate((512, 1024)):
@@ -177,17 +206,31 @@ def test_a_grid_of_depths_is_a_heat_map_with_a_line_for_each(tmp_path, depths, n
         made = row(length=length, value=0.5, task="passkey", depths=depths)
         rows.append(with_raw(tmp_path / "a", "cases", made, cases))
     run = write_rows(tmp_path / "a", *rows)
-    figure = next(figure for figure in read_page([run]).figures() if figure.name.startswith("passkey-depth"))
+    figure = next(
+        figure for figure in read_page([run]).figures() if figure.name.startswith("passkey-depth")
+    )
     shares = [[f"{(point + shift) % 5 / 4:.2f}" for shift in (0, 1)] for point in range(depths)]
     assert cells_of(figure) == (names, shares)
 
 
 def test_depths_that_were_drawn_are_a_heat_map_of_fifths(tmp_path):
     (tmp_path / "a").mkdir()
-    cases = [(0.0, True), (0.19, False), (0.2, True), (0.41, False), (0.79, False), (0.81, True), (1.0, False)]
+    cases = [
+        (0.0, True),
+        (0.19, False),
+        (0.2, True),
+        (0.41, False),
+        (0.79, False),
+        (0.81, True),
+        (1.0, False),
+    ]
     lines = [{"depth": depth, "distance": 9, "correct": correct} for depth, correct in cases]
-    run = write_rows(tmp_path / "a", with_raw(tmp_path / "a", "cases", row(value=0.4, task="passkey"), lines))
-    figure = next(figure for figure in read_page([run]).figures() if figure.name.startswith("passkey-depth"))
+    run = write_rows(
+        tmp_path / "a", with_raw(tmp_path / "a", "cases", row(value=0.4, task="passkey"), lines)
+    )
+    figure = next(
+        figure for figure in read_page([run]).figures() if figure.name.startswith("passkey-depth")
+    )
     assert cells_of(figure) == (
         ["0-20%", "20-40%", "40-60%", "60-80%", "80-100%"],
         [["0.50"], ["1.00"], ["0.00"], ["0.00"], ["0.50"]],
@@ -195,22 +238,36 @@ def test_depths_that_were_drawn_are_a_heat_map_of_fifths(tmp_path):
 
 
 def test_passkeys_inside_and_beyond_the_trained_length_are_told_apart(tmp_path):
-    """The paper's figure 4, by hand: the model trained at 256 has its border there, the other at 2048."""
+    """The paper's figure 4, by hand: the model trained at 256 has its border there, the other at
+    2048.
+    """
     cases = [(200, True), (256, True), (257, False), (900, False), (1000, True)]
-    lines = [{"depth": 0.5, "distance": distance, "correct": correct} for distance, correct in cases]
+    lines = [
+        {"depth": 0.5, "distance": distance, "correct": correct} for distance, correct in cases
+    ]
     (tmp_path / "a").mkdir()
     rows = [
         with_raw(
-            tmp_path / "a", "cases", row(model, length=1024, value=0.6, task="passkey", trained_seq_len=own), lines
+            tmp_path / "a",
+            "cases",
+            row(model, length=1024, value=0.6, task="passkey", trained_seq_len=own),
+            lines,
         )
         for model, own in (("llama", None), ("coca", 256))
     ]
     run = write_rows(tmp_path / "a", *rows)
     page = markdown_of([run]).replace("\N{NO-BREAK SPACE}", " ")
-    assert "| inside the trained length | 1024 |\n| --- | ---: |\n| llama | 0.60 of 5 |\n| coca | 1.00 of 2 |" in page
+    assert (
+        "| inside the trained length | 1024 |\n| --- | ---: |\n| llama | 0.60 of 5 |\n| coca | "
+        "1.00 of 2 |" in page
+    )
     assert "| beyond the trained length | 1024 |\n| --- | ---: |\n| coca | 0.33 of 3 |" in page
     figures = {figure.name: figure for figure in read_page([run]).figures()}
-    (line,) = [line for line in figures["passkey-beyond"].draw(5, 3, True).axes[0].lines if line.get_label() == "coca"]
+    (line,) = [
+        line
+        for line in figures["passkey-beyond"].draw(5, 3, True).axes[0].lines
+        if line.get_label() == "coca"
+    ]
     assert line.get_xydata().tolist() == [[1024, pytest.approx(1 / 3)]]
 
 
@@ -232,12 +289,16 @@ def test_a_heat_map_of_one_share_alone_is_a_sentence(tmp_path):
 def test_without_a_passkey_beyond_the_trained_length_there_is_nothing_to_tell_apart(tmp_path):
     (tmp_path / "a").mkdir()
     lines = [{"depth": 0.5, "distance": 300, "correct": True}]
-    run = write_rows(tmp_path / "a", with_raw(tmp_path / "a", "cases", row(value=1.0, task="passkey"), lines))
+    run = write_rows(
+        tmp_path / "a", with_raw(tmp_path / "a", "cases", row(value=1.0, task="passkey"), lines)
+    )
     assert "passkey-inside" not in markdown_of([run])
 
 
 def test_the_band_is_from_the_tenth_to_the_ninetieth_percentile_of_documents(tmp_path):
-    """Eleven documents of several windows, of losses per token 1.0, 1.1, ... 2.0, or twice that; at 1024 only one."""
+    """Eleven documents of several windows, of losses per token 1.0, 1.1, ... 2.0, or twice that; at
+    1024 only one.
+    """
     (tmp_path / "a").mkdir()
     rows = []
     for length, factor, documents in ((512, 1, 11), (1024, 1, 1), (2048, 2, 11)):
@@ -250,8 +311,15 @@ def test_the_band_is_from_the_tenth_to_the_ninetieth_percentile_of_documents(tmp
     (figure,) = read_page([write_rows(tmp_path / "a", *rows)]).figures()
     (band,) = figure.draw(5, 3, True).axes[0].collections
     (outline,) = band.get_paths()
-    expected = [(512, math.exp(1.1)), (512, math.exp(1.9)), (2048, math.exp(2.2)), (2048, math.exp(3.8))]
-    assert sorted({tuple(point) for point in outline.vertices.tolist()}) == [pytest.approx(end) for end in expected]
+    expected = [
+        (512, math.exp(1.1)),
+        (512, math.exp(1.9)),
+        (2048, math.exp(2.2)),
+        (2048, math.exp(3.8)),
+    ]
+    assert sorted({tuple(point) for point in outline.vertices.tolist()}) == [
+        pytest.approx(end) for end in expected
+    ]
     assert "Shaded: from the 10th to the 90th percentile of the documents." in figure.caption
 
 
@@ -282,12 +350,17 @@ def test_trained_lengths_far_beyond_the_plot_are_named_at_its_edge(tmp_path):
 def test_published_curves_are_drawn_when_asked_for_only(tmp_path):
     run = write_rows(tmp_path / "a", row(), row(length=1024, value=0.5, task="passkey"))
     page = markdown_of([run], ["llama-7b"])
-    assert "| paper: LLaMA-7B + dynamic NTK & CoCA | 9.91 | 8.49 | 8.27 | 8.61 | 9.56 | 11.10 | 13.98 |" in page
+    assert (
+        "| paper: LLaMA-7B + dynamic NTK & CoCA | 9.91 | 8.49 | 8.27 | 8.61 | 9.56 | 11.10 | "
+        "13.98 |" in page
+    )
     assert "| paper: LLaMA-7B + CoCA | 1.00 | 1.00 | 1.00 | 0.71 | 0.28 | 0.11 | 0.10 |" in page
     assert "arXiv 2309.08646" in page
     assert "shapes can be compared, values cannot" in page
     assert "paper: " not in markdown_of([run])
-    with pytest.raises(CocaError, match="--paper: got 'llama', expected one of 350m, llama-7b, pi-32k"):
+    with pytest.raises(
+        CocaError, match="--paper: got 'llama', expected one of 350m, llama-7b, pi-32k"
+    ):
         write_report([run], tmp_path / "page", ["llama"])
 
 
@@ -301,7 +374,9 @@ def test_raw_files_that_were_left_behind_are_named(tmp_path):
 
 def test_out_of_memory_is_told_apart_and_a_ratio_and_an_error_stand_by_their_values(tmp_path):
     slow = row("coca", length=512, value=0.5, task="speed") | {"ratio": 1.25, "baseline": "llama"}
-    oom = row("coca", length=1024, value=None, task="speed", error="OOM: at batch size 1") | {"peak_bytes": None}
+    oom = row("coca", length=1024, value=None, task="speed", error="OOM: at batch size 1") | {
+        "peak_bytes": None
+    }
     run = write_rows(tmp_path / "a", slow, oom, row(length=None, value=0.4321, task="tasks"))
     page = markdown_of([run]).replace("\N{NO-BREAK SPACE}", " ")
     assert "| coca | 0.5 s (1.25 x) | OOM |" in page
@@ -314,7 +389,9 @@ def test_tables_for_a_model_card_are_those_of_the_page(tmp_path):
     markdown = tables_markdown([run])
     assert markdown.startswith("Perplexity: books, 2 documents, stride 256. Sliding window")
     assert "| model | 512 |\n| --- | ---: |\n| llama | 7.50 |" in markdown
-    assert markdown.endswith("2026-01-02 on cpu (x86\\_64, 2 threads); torch 2.13.0, python 3.11.7.")
+    assert markdown.endswith(
+        "2026-01-02 on cpu (x86\\_64, 2 threads); torch 2.13.0, python 3.11.7."
+    )
 
 
 def test_a_value_that_is_none_is_explained_and_the_rest_is_shown(tmp_path):
@@ -330,16 +407,23 @@ def test_a_value_that_is_none_is_explained_and_the_rest_is_shown(tmp_path):
 
 
 def test_the_latest_of_two_rows_of_one_measurement_counts_whatever_the_order(tmp_path):
-    old, new = row(value=9.0, date="2026-01-01T00:00:00+00:00"), row(value=8.0, date="2026-01-03T00:00:00+00:00")
+    old, new = (
+        row(value=9.0, date="2026-01-01T00:00:00+00:00"),
+        row(value=8.0, date="2026-01-03T00:00:00+00:00"),
+    )
     first, second = write_rows(tmp_path / "a", new, old), write_rows(tmp_path / "b", old)
     for runs in ([first], [first, second], [second, first]):
         (table,) = read_tables(runs)
         assert [found["value"] for found in table.rows] == [8.0]
 
 
-@pytest.mark.parametrize("change", [{"data": "other"}, {"asked_stride": 64}, {"document_names": ["emma.txt"]}])
+@pytest.mark.parametrize(
+    "change", [{"data": "other"}, {"asked_stride": 64}, {"document_names": ["emma.txt"]}]
+)
 def test_numbers_made_with_other_settings_stand_in_another_table(tmp_path, change):
-    tables = read_tables([write_rows(tmp_path / "a", row(value=8.0), row("coca", value=9.0, **change))])
+    tables = read_tables(
+        [write_rows(tmp_path / "a", row(value=8.0), row("coca", value=9.0, **change))]
+    )
     assert [[found["value"] for found in table.rows] for table in tables] == [[8.0], [9.0]]
 
 
@@ -384,11 +468,24 @@ def test_rows_of_several_states_of_a_model_or_a_text_are_told_of(tmp_path):
     same = [row(length=length, fingerprint="f", data_hash="t") for length in (256, 512)]
     assert "states of" not in markdown_of([write_rows(tmp_path / "same", *same)])
     model = markdown_of(
-        [write_rows(tmp_path / "model", *same, row(length=512, fingerprint="g", data_hash="t", **later))]
+        [
+            write_rows(
+                tmp_path / "model", *same, row(length=512, fingerprint="g", data_hash="t", **later)
+            )
+        ]
     )
-    assert "llama: its rows are of 2 states of its files; of each measurement the latest row is shown" in model
+    assert (
+        "llama: its rows are of 2 states of its files; of each measurement the latest row is shown"
+        in model
+    )
     assert "its documents" not in model
-    text = markdown_of([write_rows(tmp_path / "text", *same, row(length=512, fingerprint="f", data_hash="u", **later))])
+    text = markdown_of(
+        [
+            write_rows(
+                tmp_path / "text", *same, row(length=512, fingerprint="f", data_hash="u", **later)
+            )
+        ]
+    )
     assert "llama: its rows are of 2 states of its documents" in text
     assert "its files" not in text
 
@@ -422,18 +519,45 @@ def test_a_page_replaces_its_predecessor_and_leaves_nothing_else_behind(tmp_path
             json.dumps(row() | {"length": "x"}) + "\n",
             "line 1: got a row with length 'x', no value of coca-eval's; delete it",
         ),
-        (json.dumps(row()).replace("7.25", "NaN") + "\n", "line 1: got no row of coca-eval; delete the line"),
-        (json.dumps(row(document_names=5)) + "\n", "line 1: got a row with document_names 5, no value of coca-eval's"),
-        (json.dumps(row(document_names=[5])) + "\n", "line 1: got a row with document_names [5], no value"),
-        (json.dumps(row(raw={"windows": None})) + "\n", "line 1: got a row with raw {'windows': None}, no value"),
+        (
+            json.dumps(row()).replace("7.25", "NaN") + "\n",
+            "line 1: got no row of coca-eval; delete the line",
+        ),
+        (
+            json.dumps(row(document_names=5)) + "\n",
+            "line 1: got a row with document_names 5, no value of coca-eval's",
+        ),
+        (
+            json.dumps(row(document_names=[5])) + "\n",
+            "line 1: got a row with document_names [5], no value",
+        ),
+        (
+            json.dumps(row(raw={"windows": None})) + "\n",
+            "line 1: got a row with raw {'windows': None}, no value",
+        ),
         (json.dumps(row(length=0)) + "\n", "line 1: got a row with length 0, no value"),
         (json.dumps(row(length=None)) + "\n", "line 1: got a row with length None, no value"),
-        (json.dumps(row(length=10**30)) + "\n", "line 1: got a row with length 1000000000000000000000000000000, no"),
+        (
+            json.dumps(row(length=10**30)) + "\n",
+            "line 1: got a row with length 1000000000000000000000000000000, no",
+        ),
         (json.dumps(row(value=-3.0)) + "\n", "line 1: got a row with value -3.0, no value"),
-        (json.dumps(row(depths=0, task="passkey", value=0.5)) + "\n", "line 1: got a row with depths 0, no value"),
-        (json.dumps(row(value=2.0, task="passkey")) + "\n", "line 1: got a row with value 2.0, no value"),
-        (json.dumps(row()).replace("7.25", "1e999") + "\n", "line 1: got no row of coca-eval; delete the line"),
-        (json.dumps(row(raw={"windows": "x" * 400})) + "\n", "line 1: got a row with raw {'windows': 'xxx"),
+        (
+            json.dumps(row(depths=0, task="passkey", value=0.5)) + "\n",
+            "line 1: got a row with depths 0, no value",
+        ),
+        (
+            json.dumps(row(value=2.0, task="passkey")) + "\n",
+            "line 1: got a row with value 2.0, no value",
+        ),
+        (
+            json.dumps(row()).replace("7.25", "1e999") + "\n",
+            "line 1: got no row of coca-eval; delete the line",
+        ),
+        (
+            json.dumps(row(raw={"windows": "x" * 400})) + "\n",
+            "line 1: got a row with raw {'windows': 'xxx",
+        ),
         (json.dumps(row(tokens="many")) + "\n", "line 1: got a row with tokens 'many', no value"),
         (json.dumps(row("half \ud83d")) + "\n", "line 1: got no row of coca-eval; delete the line"),
         (json.dumps([row()]) + "\n", "line 1: got no row of coca-eval; delete the line"),
@@ -467,8 +591,8 @@ def test_a_raw_file_with_other_columns_is_refused_by_name(tmp_path, line):
         write_report([run], tmp_path / "page")
     (file,) = run.glob("perplexity-windows/*.parquet")
     assert str(error.value) == (
-        f"{file}: got no parquet file with columns document, tokens, nll as coca-eval writes them; delete it and its "
-        f"row, and measure again"
+        f"{file}: got no parquet file with columns document, tokens, nll as coca-eval writes "
+        f"them; delete it and its row, and measure again"
     )
 
 
@@ -481,8 +605,15 @@ def test_a_raw_file_that_is_no_parquet_is_refused_by_name(tmp_path):
 
 
 def test_a_boundary_row_that_is_an_error_has_no_shares_and_is_explained(tmp_path):
-    made = row(length=512, value=None, task="boundary", error="7 products of queries and keys are not finite")
-    run = write_rows(tmp_path / "a", {name: value for name, value in made.items() if "share" not in name})
+    made = row(
+        length=512,
+        value=None,
+        task="boundary",
+        error="7 products of queries and keys are not finite",
+    )
+    run = write_rows(
+        tmp_path / "a", {name: value for name, value in made.items() if "share" not in name}
+    )
     page = markdown_of([run])
     assert "| llama | 512 |  |  |  |  |  |  |" in page
     assert "- no value for llama at 512: 7 products of queries and keys are not finite" in page
@@ -491,20 +622,31 @@ def test_a_boundary_row_that_is_an_error_has_no_shares_and_is_explained(tmp_path
 def test_a_bound_of_decay_is_drawn_for_strict_and_not_for_slack(tmp_path):
     (tmp_path / "a").mkdir()
     lines = [{"distance": distance, "bound_rope": 9.0, "bound_coca": 5.0} for distance in (1, 4)]
-    made = [row(f"coca-{kind}", value=0.0, task="boundary", coca_constraint=kind) for kind in ("slack", "strict")]
+    made = [
+        row(f"coca-{kind}", value=0.0, task="boundary", coca_constraint=kind)
+        for kind in ("slack", "strict")
+    ]
     made = [with_raw(tmp_path / "a", "decay", one, lines) for one in made]
     (figure,) = read_page([write_rows(tmp_path / "a", *made)]).figures()
     (axes,) = figure.draw(5, 3, True).axes
-    curves = {line.get_label(): line.get_ydata().tolist() for line in axes.lines if line.get_label()[0] != "_"}
+    curves = {
+        line.get_label(): line.get_ydata().tolist()
+        for line in axes.lines
+        if line.get_label()[0] != "_"
+    }
     assert curves == {"coca-strict": [5.0, 5.0]}
 
 
 def test_an_out_that_is_a_file_is_refused(tmp_path):
     run = write_rows(tmp_path / "a", row())
-    with pytest.raises(CocaError, match=r"--out .*rows\.jsonl: the page cannot be written there \(.* File exists"):
+    with pytest.raises(
+        CocaError, match=r"--out .*rows\.jsonl: the page cannot be written there \(.* File exists"
+    ):
         write_report([run], run / "rows.jsonl")
     (tmp_path / "out" / "report.md").mkdir(parents=True)
-    with pytest.raises(CocaError, match=r"--out .*out: the page cannot be written there \(.* Is a directory"):
+    with pytest.raises(
+        CocaError, match=r"--out .*out: the page cannot be written there \(.* Is a directory"
+    ):
         write_report([run], tmp_path / "out")
 
 
@@ -518,17 +660,57 @@ def test_a_command_with_a_code_fence_and_a_name_with_a_link_stay_what_they_are(t
     assert r"![x]\(https://example.org/seen.png)" in page
 
 
-@pytest.mark.parametrize(("task", "field"), [("copying", "nll_first"), ("recall", "nll"), ("attention-maps", "sink")])
+@pytest.mark.parametrize(
+    ("task", "field"), [("copying", "nll_first"), ("recall", "nll"), ("attention-maps", "sink")]
+)
 def test_a_number_that_is_shown_beside_a_value_has_to_be_there(tmp_path, task, field):
     whole = row(task=task, value=0.5)
-    for number, broken in enumerate(({key: whole[key] for key in whole if key != field}, whole | {field: None})):
+    for number, broken in enumerate(
+        ({key: whole[key] for key in whole if key != field}, whole | {field: None})
+    ):
         run = write_rows(tmp_path / str(number), broken)
         with pytest.raises(CocaError, match=f"rows.jsonl, line 1: got a row with(out)? {field}"):
             read_page([run])
-    failed = write_rows(tmp_path / "failed", whole | {"value": None, field: None, "error": "the model's loss is nan"})
+    failed = write_rows(
+        tmp_path / "failed",
+        whole | {"value": None, field: None, "error": "the model's loss is nan"},
+    )
     assert "the model's loss is nan" in markdown_of([failed])
 
 
 def test_a_title_that_folds_is_no_html(tmp_path):
     run = write_rows(tmp_path / "a", row(data="my_books/<img src=x>"))
     assert "<summary>Perplexity: my_books/&lt;img src=x&gt;, 2 documents" in markdown_of([run])
+
+
+def test_a_new_measurement_is_one_row_type_and_one_measurement(tmp_path, monkeypatch):
+    class WordsRow(Row):
+        length: Identity[Count]
+        value: float | None
+        language: Setting[str]
+
+    words = Measurement(
+        task="words",
+        title="Words",
+        explanation="More is better.",
+        row=WordsRow,
+        settings=lambda row: f"in {row['language']}",
+        cell=lambda row: f"{row['value']:.0f} words",
+        parts=lambda tables: [table.grid() for table in tables],
+    )
+    monkeypatch.setitem(MEASUREMENTS, "words", words)
+    made = row() | {"task": "words", "value": 417.2, "language": "Latin"}
+    run = write_rows(tmp_path / "a", made, made | {"language": "Greek", "value": 4.0})
+    page = markdown_of([run])
+    section = page[page.index("## Words") : page.index("## How each")]
+    assert "More is better.\n\n| model | 512 |\n| --- | ---: |\n| llama | 417 words |" in section
+    assert "| llama | 4 words |" in section
+    assert "<summary>Words: in Greek</summary>" in page
+    with pytest.raises(CocaError, match="line 1: got a row without language; delete it"):
+        read_page([write_rows(tmp_path / "b", row() | {"task": "words"})])
+
+
+def test_attention_maps_without_a_value_are_explained(tmp_path):
+    failed = {"value": None, "sink": None, "baseline_sink": None, "error": "OOM: 24 GiB"}
+    run = write_rows(tmp_path / "a", row(task="attention-maps") | failed)
+    assert "- no value for llama at 512: OOM: 24 GiB" in markdown_of([run])

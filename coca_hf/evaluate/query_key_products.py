@@ -1,19 +1,20 @@
-"""The products of queries and keys that a model's attention really computes, before they are rotated.
+"""The products of queries and keys in a model's attention, before they are rotated.
 
 The score of query m and key n, before it is divided by sqrt(d), is
 
     a(m, n) = Re sum_j [h_j exp(i (m - n) theta_j) + g_j exp(i (m + n) theta_j)]
 
-A plain model has h_j = q_j conj(k_j) and no g. CoCA's fold is linear in cosine and sine of the query's angle, and in
-those of the key's, so what it makes of angle 0 and of a quarter turn gives both at every position. By eq. 17, strict
-should come to h_j = t_j |q_j|^2 and g_j = 0. Slack, with q_j = (a, b), has
+A plain model has h_j = q_j conj(k_j) and no g. CoCA's fold is linear in cosine and sine of the
+query's angle, and in those of the key's, so what it makes of angle 0 and of a quarter turn gives
+both at every position. By eq. 17, strict should come to h_j = t_j |q_j|^2 and g_j = 0. Slack, with
+q_j = (a, b), has
 
     h_j = t_j / 2 ((a + b)^2 + i (b^2 - a^2))        g_j = t_j / 2 ((a - b)^2 - i (b^2 - a^2))
 
 which the constraint of eq. 11, a = b, would make strict's.
 
-Letters: b batch, h query heads, g key/value heads, m query positions, n key positions, d head dimension, j rotary
-pairs, p pairs (m, n) of positions.
+Letters: b batch, h query heads, g key/value heads, m query positions, n key positions, d head
+dimension, j rotary pairs, p pairs (m, n) of positions.
 """
 
 import itertools
@@ -35,23 +36,34 @@ Products = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def frequencies(model: Any) -> Tensor:
-    """The angle per position of every rotary pair, (j,) float64. Raises CocaError where there is none."""
+    """The angle per position of every rotary pair, (j,) float64.
+
+    Raises CocaError where there is no rotary embedding, or several kinds.
+    """
     found = [rotary.inv_freq for _, _, rotary in rotary_modules(model)]
     if not found:
-        raise CocaError(f"{type(model).__name__}: got no rotary embedding, or several kinds, expected one (RoPE)")
+        raise CocaError(
+            f"{type(model).__name__}: got no rotary embedding, or several kinds, expected one "
+            f"(RoPE)"
+        )
     return found[0].double()
 
 
 @contextmanager
-def visiting_products(model: Any, theta: Tensor, visit: Callable[[int, Products], None]) -> Iterator[None]:
-    """While it lasts, every attention layer of `model` hands its number and its products to `visit`.
+def visiting_products(
+    model: Any, theta: Tensor, visit: Callable[[int, Products], None]
+) -> Iterator[None]:
+    """Call `visit` with its number and products for every attention layer that runs inside.
 
-    theta: radians per position of every rotary pair, (j,); pairs that are not turned are left out. Rows of a batch but
-    the first are not looked at. A plain model's q and k are those that its modelling file hands to its own
-    `apply_rotary_pos_emb`, which all families call by that name: after biases, norms and whatever else comes before.
-    CoCA's q and t are those that its attention hands to `rotated`.
+    theta: radians per position of every rotary pair, (j,); pairs that are not turned are left out.
+    Rows of a batch but the first are not looked at. A plain model's q and k are those that its
+    modelling file hands to its own `apply_rotary_pos_emb`, which all families call by that name:
+    after biases, norms and whatever else comes before. CoCA's q and t are those that its attention
+    hands to `rotated`.
     """
-    if attentions := [module for module in model.modules() if isinstance(module, attention.CocaAttention)]:
+    if attentions := [
+        module for module in model.modules() if isinstance(module, attention.CocaAttention)
+    ]:
         with _visiting_coca(attentions, len(theta), visit):
             yield
         return
@@ -59,17 +71,23 @@ def visiting_products(model: Any, theta: Tensor, visit: Callable[[int, Products]
     rotate = getattr(modelling, "apply_rotary_pos_emb", None)
     if rotate is None:
         raise CocaError(
-            f"{type(model).__name__}: got a model whose file has no apply_rotary_pos_emb, expected one with RoPE as in "
-            f"transformers' LLaMA, Mistral, Qwen or GPT-NeoX"
+            f"{type(model).__name__}: got a model whose file has no apply_rotary_pos_emb, "
+            f"expected one with RoPE as in transformers' LLaMA, Mistral, Qwen or GPT-NeoX"
         )
     layers = itertools.count()
 
-    def seen(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        real, imag = rotary_pairs(lambda x: rotate(x, x, cos[:, :2], sin[:, :2], *args, **kwargs)[0], q, theta)
+    def seen(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        real, imag = rotary_pairs(
+            lambda x: rotate(x, x, cos[:, :2], sin[:, :2], *args, **kwargs)[0], q, theta
+        )
 
         def products(m: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
             query, key = _of_heads(q, k, m, n)
-            h = torch.complex(query[..., real], query[..., imag]) * torch.complex(key[..., real], -key[..., imag])
+            h = torch.complex(query[..., real], query[..., imag]) * torch.complex(
+                key[..., real], -key[..., imag]
+            )
             return h, torch.zeros_like(h)
 
         visit(next(layers), products)
@@ -82,11 +100,14 @@ def visiting_products(model: Any, theta: Tensor, visit: Callable[[int, Products]
         modelling.apply_rotary_pos_emb = rotate  # type: ignore[attr-defined]
 
 
-def rotary_pairs(turn: Callable[[Tensor], Tensor], q: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:
-    """The dimensions of a head that a rotation turns into each other: first and second of every pair, each (j,).
+def rotary_pairs(
+    turn: Callable[[Tensor], Tensor], q: Tensor, theta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The first and second dimensions of a head's rotary pairs, each (j,).
 
-    Found by turning unit vectors to position 1, so whatever the layout (halves, neighbours, a part of the head), they
-    are the pairs that the model turns. turn: rotates (1, h, 2, d), at positions 0 and 1. q: (b, h, m, d).
+    Found by turning unit vectors to position 1, so whatever the layout (halves, neighbours, a part
+    of the head), they are the pairs that the model turns. turn: rotates (1, h, 2, d), at positions
+    0 and 1. q: (b, h, m, d).
 
     Raises CocaError where what it does is no rotation of pairs by `theta`.
     """
@@ -100,8 +121,9 @@ def rotary_pairs(turn: Callable[[Tensor], Tensor], q: Tensor, theta: Tensor) -> 
     angle = torch.atan2(turned[first, second], turned[first, first])
     if len(first) != len(theta) or not torch.allclose(angle, theta, rtol=0.02):
         raise CocaError(
-            f"got an apply_rotary_pos_emb that turns {len(first)} pairs of {d} dimensions, expected {len(theta)} pairs "
-            f"by the angles of the rotary embedding; coca-eval boundary does not understand this model's rotation"
+            f"got an apply_rotary_pos_emb that turns {len(first)} pairs of {d} dimensions, "
+            f"expected {len(theta)} pairs by the angles of the rotary embedding; coca-eval "
+            f"boundary does not understand this model's rotation"
         )
     return first, second
 
@@ -110,9 +132,11 @@ def rotary_pairs(turn: Callable[[Tensor], Tensor], q: Tensor, theta: Tensor) -> 
 def _visiting_coca(
     attentions: list[attention.CocaAttention], turned: int, visit: Callable[[int, Products], None]
 ) -> Iterator[None]:
-    """The same for CoCA, of whose pairs the first `turned` are turned. RoPE in kept layers is linear, too."""
+    """The same for CoCA, whose first `turned` pairs are rotated. RoPE in kept layers is linear."""
 
-    def seen(layer: attention.CocaAttention, q: Tensor, t: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def seen(
+        layer: attention.CocaAttention, q: Tensor, t: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
         one, zero = torch.ones_like(cos), torch.zeros_like(cos)
         rotated = partial(type(layer).rotated, layer, q, t)
         folds = rotated(one, zero), rotated(zero, one)
@@ -141,6 +165,9 @@ def _visiting_coca(
 
 
 def _of_heads(q: Tensor, k: Tensor, m: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries at positions m and keys at n of the first row, a key for each query head, in float32: both (h, p, d)."""
+    """Queries at positions m and keys at n of the first row, both (h, p, d) in float32.
+
+    Every query head has its key.
+    """
     query, key = q[0, :, m].float(), k[0, :, n].float()
     return query, key.repeat_interleave(len(query) // len(key), dim=0)

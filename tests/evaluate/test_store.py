@@ -5,62 +5,80 @@ import pyarrow.parquet as pq
 import pytest
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.rows import RowStore
-from coca_hf.report.rows import read_tables
+from coca_hf.evaluate.passkey import PasskeyRow
+from coca_hf.evaluate.perplexity import PerplexityRow
+from coca_hf.evaluate.store import RowStore
+from coca_hf.report.read import read_tables
 from tests.report import made
 
-ROW = {"model": "a", "fingerprint": "f", "task": "passkey", "rope": "default", "length": 512, "seed": 0, "value": 0.25}
+ROW = {
+    "model": "a",
+    "fingerprint": "f",
+    "task": "passkey",
+    "rope": "default",
+    "length": 512,
+    "seed": 0,
+    "value": 0.25,
+}
 
 
 def test_a_row_is_found_by_its_settings_in_a_later_run(tmp_path):
-    row = RowStore(tmp_path).append(ROW)
+    row = RowStore(tmp_path).append(PasskeyRow, ROW)
     store = RowStore(tmp_path)
     settings = {key: value for key, value in ROW.items() if key != "value"}
-    assert store.find(settings | {"batch_size": 7}) == row
-    for change in ({"length": 513}, {"rope": "linear:2"}, {"fingerprint": "g"}, {"new_tokens": 3}, {"model": "b"}):
-        assert store.find(settings | change) is None
+    assert store.find(PasskeyRow, settings | {"batch_size": 7}) == row
+    for change in (
+        {"length": 513},
+        {"rope": "linear:2"},
+        {"fingerprint": "g"},
+        {"new_tokens": 3},
+        {"model": "b"},
+    ):
+        assert store.find(PasskeyRow, settings | change) is None
 
 
 @pytest.mark.parametrize("kept_bytes", [1, 40, -1])
 def test_a_last_line_that_a_kill_cut_short_is_dropped_and_the_file_goes_on(tmp_path, kept_bytes):
     path = tmp_path / "rows.jsonl"
-    RowStore(tmp_path).append(ROW)
+    RowStore(tmp_path).append(PasskeyRow, ROW)
     whole = path.read_bytes()
     path.write_bytes(whole + json.dumps(ROW | {"length": 1024}).encode()[:kept_bytes])
     store = RowStore(tmp_path)
     assert path.read_bytes() == whole
-    assert store.find(ROW | {"length": 1024}) is None
-    store.append(ROW | {"length": 2048})
+    assert store.find(PasskeyRow, ROW | {"length": 1024}) is None
+    store.append(PasskeyRow, ROW | {"length": 2048})
     assert [json.loads(line)["length"] for line in path.read_text().splitlines()] == [512, 2048]
 
 
 def test_a_last_row_without_the_end_of_its_line_is_kept(tmp_path):
     path = tmp_path / "rows.jsonl"
-    row = RowStore(tmp_path).append(ROW)
+    row = RowStore(tmp_path).append(PasskeyRow, ROW)
     path.write_text(path.read_text().rstrip("\n"))
     store = RowStore(tmp_path)
-    assert store.find(ROW) == row
-    store.append(ROW | {"length": 2048})
+    assert store.find(PasskeyRow, ROW) == row
+    store.append(PasskeyRow, ROW | {"length": 2048})
     assert [json.loads(line)["length"] for line in path.read_text().splitlines()] == [512, 2048]
 
 
 def test_raw_tables_carry_the_rows_id_and_are_read_together(tmp_path):
     store = RowStore(tmp_path)
-    first = store.append(ROW, {"cases": [{"case": 0}, {"case": 1}], "empty": []})
-    second = store.append(ROW | {"length": 1024}, {"cases": [{"case": 0}]})
+    first = store.append(PasskeyRow, ROW, {"cases": [{"case": 0}, {"case": 1}], "empty": []})
+    second = store.append(PasskeyRow, ROW | {"length": 1024}, {"cases": [{"case": 0}]})
     assert first["raw"] == {"cases": f"passkey-cases/{first['row_id']}.parquet"}
     together = pq.read_table(tmp_path / "passkey-cases").to_pylist()
     assert sorted((line["row_id"] == first["row_id"], line["case"]) for line in together) == [
         *((False, 0), (True, 0), (True, 1))
     ]
     assert second["row_id"] != first["row_id"]
-    assert RowStore(tmp_path).find(ROW) == first
+    assert RowStore(tmp_path).find(PasskeyRow, ROW) == first
 
 
 ODD = [*(json.dumps(ROW | {"value": value}) for value in ("7", [1])), '{"a": 1}', "\udcff"]
 
 
-@pytest.mark.parametrize("line", ["not json", "[1, 2]", "[]", '[["task", 1]]', "7", "[" * 9999, *ODD])
+@pytest.mark.parametrize(
+    "line", ["not json", "[1, 2]", "[]", '[["task", 1]]', "7", "[" * 9999, *ODD]
+)
 def test_a_whole_line_that_is_no_row_is_refused_by_number_and_kept(tmp_path, line):
     path = tmp_path / "rows.jsonl"
     path.write_bytes((json.dumps(ROW) + f"\n{line}\n").encode(errors="surrogateescape"))
@@ -71,20 +89,25 @@ def test_a_whole_line_that_is_no_row_is_refused_by_number_and_kept(tmp_path, lin
 
 def test_rows_that_cannot_be_read_are_one_line(tmp_path):
     (tmp_path / "rows.jsonl").mkdir()
-    with pytest.raises(CocaError, match=r"rows\.jsonl: got Is a directory, expected the rows of coca-eval or nothing"):
+    with pytest.raises(
+        CocaError,
+        match=r"rows\.jsonl: got Is a directory, expected the rows of coca-eval or nothing",
+    ):
         RowStore(tmp_path)
 
 
 def test_out_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "out").write_text("")
-    with pytest.raises(CocaError, match=r"--out .*out: got File exists, expected a directory or a free name"):
+    with pytest.raises(
+        CocaError, match=r"--out .*out: got File exists, expected a directory or a free name"
+    ):
         RowStore(tmp_path / "out")
 
 
 def test_a_table_that_is_being_written_is_no_part_of_its_directory(tmp_path, monkeypatch):
     """Nor is one that a killed run has left; one whose disk was full goes."""
     store, seen = RowStore(tmp_path), []
-    store.append(ROW, {"cases": [{"case": 7}]})
+    store.append(PasskeyRow, ROW, {"cases": [{"case": 7}]})
 
     def full(partial, path):
         seen.extend(pq.read_table(path.parent).to_pylist())
@@ -93,16 +116,31 @@ def test_a_table_that_is_being_written_is_no_part_of_its_directory(tmp_path, mon
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(CocaError, match=r"a row cannot be written .*No space left on device"):
-        store.append(ROW | {"length": 1024}, {"cases": [{"case": 8}]})
+        store.append(PasskeyRow, ROW | {"length": 1024}, {"cases": [{"case": 8}]})
     assert [line["case"] for line in seen] == [7]
     assert len(list((tmp_path / "passkey-cases").iterdir())) == 1
 
 
-@pytest.mark.parametrize("dates", [("2026-01-03", "2026-01-01"), ("2026-01-01", "2026-01-03"), ("2026-01-02",) * 2])
+@pytest.mark.parametrize(
+    "dates", [("2026-01-03", "2026-01-01"), ("2026-01-01", "2026-01-03"), ("2026-01-02",) * 2]
+)
 def test_the_page_and_a_later_run_take_the_same_of_two_rows_of_one_measurement(tmp_path, dates):
     """The later, wherever it stands; of one second, the last."""
-    rows = [made.row(value=value, date=f"{date}T00:00:00+00:00") for value, date in zip((8, 9), dates, strict=True)]
+    rows = [
+        made.row(value=value, date=f"{date}T00:00:00+00:00")
+        for value, date in zip((8, 9), dates, strict=True)
+    ]
     made.write_rows(tmp_path, *rows)
     (table,) = read_tables([tmp_path])
-    assert [row["value"] for row in table.rows] == [RowStore(tmp_path).find(rows[0])["value"]]
+    assert [row["value"] for row in table.rows] == [
+        RowStore(tmp_path).find(PerplexityRow, rows[0])["value"]
+    ]
     assert table.rows[0]["value"] == (8 if dates[0] > dates[1] else 9)
+
+
+def test_documents_are_the_same_where_their_tokens_are(tmp_path):
+    """Wherever they are read from, as when a relative path leads there from another directory."""
+    row = made.row(data="../books", data_hash="t")
+    store = RowStore(made.write_rows(tmp_path, row))
+    assert store.find(PerplexityRow, row | {"data": "books"}) == row
+    assert store.find(PerplexityRow, row | {"data_hash": "u"}) is None

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM, T5Config, dynamic_module_utils
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.load import load_subject, warn_small_tokenizer
-from coca_hf.evaluate.rows import subject_settings
+from coca_hf.evaluate.loaded_model import load_model, warn_small_tokenizer
+from coca_hf.evaluate.store import about_model
 
 
 @pytest.fixture
@@ -20,12 +20,14 @@ def checkpoint(tiny_llama_dir, tmp_path):
 
 
 def test_a_model_is_called_by_its_directory_or_as_asked(checkpoint):
-    subject = load_subject(str(checkpoint) + "/")
-    assert (subject.name, subject.path, subject.tokens_seen) == ("copy", str(checkpoint), None)
-    assert load_subject(str(checkpoint), name="mine").name == "mine"
+    loaded = load_model(str(checkpoint) + "/")
+    assert (loaded.name, loaded.path, loaded.tokens_seen) == ("copy", str(checkpoint), None)
+    assert load_model(str(checkpoint), name="mine").name == "mine"
 
 
-def test_a_model_on_the_hub_is_that_of_its_revision_and_has_its_commit(checkpoint, tmp_path, monkeypatch):
+def test_a_model_on_the_hub_is_that_of_its_revision_and_has_its_commit(
+    checkpoint, tmp_path, monkeypatch
+):
     """Two commits of one repository, as the hub's cache keeps them."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     repo, commits = tmp_path / "models--somebody--tiny", {"main": "1" * 40, "step-7": "2" * 40}
@@ -35,144 +37,184 @@ def test_a_model_on_the_hub_is_that_of_its_revision_and_has_its_commit(checkpoin
         shutil.copytree(checkpoint, repo / "snapshots" / commit)
     later = repo / "snapshots" / commits["step-7"] / "model.safetensors"
     weights = load_file(later)
-    save_file(weights | {"lm_head.weight": weights["lm_head.weight"] + 1}, later, metadata={"format": "pt"})
-    main, step = load_subject("somebody/tiny"), load_subject("somebody/tiny", revision="step-7")
+    save_file(
+        weights | {"lm_head.weight": weights["lm_head.weight"] + 1},
+        later,
+        metadata={"format": "pt"},
+    )
+    main, step = load_model("somebody/tiny"), load_model("somebody/tiny", revision="step-7")
     assert (main.name, main.commit) == ("tiny", commits["main"])
     assert (step.name, step.commit) == ("tiny@step-7", commits["step-7"])
     torch.testing.assert_close(step.model.lm_head.weight, main.model.lm_head.weight + 1)
     assert main.fingerprint != step.fingerprint
-    assert subject_settings(step)["model_commit"] == commits["step-7"]
+    assert about_model(step)["model_commit"] == commits["step-7"]
 
 
 def test_a_revision_of_a_directory_is_refused(checkpoint):
-    with pytest.raises(CocaError, match=r"--revision: got 'v1' for the directory .*copy, expected it for a hub id"):
-        load_subject(str(checkpoint), revision="v1")
-    assert load_subject(str(checkpoint)).commit is None
+    with pytest.raises(
+        CocaError, match=r"--revision: got 'v1' for the directory .*copy, expected it for a hub id"
+    ):
+        load_model(str(checkpoint), revision="v1")
+    assert load_model(str(checkpoint)).commit is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_weights_come_in_the_dtype_asked_for(checkpoint, dtype):
-    model = load_subject(str(checkpoint), dtype).model
+    model = load_model(str(checkpoint), dtype).model
     assert model.dtype == getattr(torch, dtype)
     assert not model.training
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
 def test_the_fingerprint_changes_with_the_weights_only(checkpoint):
-    before = load_subject(str(checkpoint)).fingerprint
+    before = load_model(str(checkpoint)).fingerprint
     (checkpoint / "rows.jsonl").write_text("{}\n")
-    assert load_subject(str(checkpoint)).fingerprint == before
+    assert load_model(str(checkpoint)).fingerprint == before
     weights = load_file(checkpoint / "model.safetensors")
     weights["lm_head.weight"] += 1
     save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
-    assert load_subject(str(checkpoint)).fingerprint != before
+    assert load_model(str(checkpoint)).fingerprint != before
 
 
 def test_tokens_seen_are_read_from_the_training_record(checkpoint):
     (checkpoint / "conversion.json").write_text("{}")
-    assert load_subject(str(checkpoint)).tokens_seen == 0
+    assert load_model(str(checkpoint)).tokens_seen == 0
     (checkpoint / "training.json").write_text(json.dumps({"tokens_seen": 123_904}))
-    assert load_subject(str(checkpoint)).tokens_seen == 123_904
-    assert load_subject(str(checkpoint)).trained_seq_len is None
+    assert load_model(str(checkpoint)).tokens_seen == 123_904
+    assert load_model(str(checkpoint)).trained_seq_len is None
     stages = [{"seq_len": 96}, {"seq_len": 160}]
-    (checkpoint / "training.json").write_text(json.dumps({"tokens_seen": 123_904, "stages": stages}))
-    assert load_subject(str(checkpoint)).trained_seq_len == 160
+    (checkpoint / "training.json").write_text(
+        json.dumps({"tokens_seen": 123_904, "stages": stages})
+    )
+    assert load_model(str(checkpoint)).trained_seq_len == 160
     for damaged in ('{"tokens": 3}', '{"tokens_seen": 1e999}', "{", "[]", "[" * 9999):
         (checkpoint / "training.json").write_text(damaged)
-        with pytest.raises(CocaError, match=r"training\.json: got no whole number under 'tokens_seen'"):
-            load_subject(str(checkpoint))
+        with pytest.raises(
+            CocaError, match=r"training\.json: got no whole number under 'tokens_seen'"
+        ):
+            load_model(str(checkpoint))
 
 
 @pytest.mark.parametrize(
     ("path", "message"),
     [
         ("./nowhere", "./nowhere: no such directory, expected a model directory or a hub id"),
-        ("nobody/nothing-here", "nobody/nothing-here: no such directory here, and as a hub id it cannot be read"),
+        (
+            "nobody/nothing-here",
+            "nobody/nothing-here: no such directory here, and as a hub id it cannot be read",
+        ),
     ],
 )
 def test_a_model_that_is_nowhere_is_refused(path, message):
     with pytest.raises(CocaError, match=message) as error:
-        load_subject(path)
+        load_model(path)
     assert "\n" not in str(error.value)
 
 
 def test_an_adapter_alone_is_refused_with_what_to_do(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(CocaError, match=r"got an adapter of peft, expected a whole model; merge it .*merge_and_unload"):
-        load_subject(str(tmp_path))
+    with pytest.raises(
+        CocaError,
+        match=r"got an adapter of peft, expected a whole model; merge it .*merge_and_unload",
+    ):
+        load_model(str(tmp_path))
 
 
 def test_an_empty_name_is_refused():
-    with pytest.raises(CocaError, match="got an empty name of a model, expected a model directory or a hub id"):
-        load_subject("")
+    with pytest.raises(
+        CocaError, match="got an empty name of a model, expected a model directory or a hub id"
+    ):
+        load_model("")
 
 
 def test_a_config_of_which_transformers_makes_no_model_is_not_called_bad_weights(checkpoint):
     config = json.loads((checkpoint / "config.json").read_text())
-    config |= {"head_dim": 2, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+    config |= {
+        "head_dim": 2,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    }
     (checkpoint / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CocaError, match=r"transformers makes no model of its config\.json \(ZeroDivisionError"):
-        load_subject(str(checkpoint))
+    with pytest.raises(
+        CocaError, match=r"transformers makes no model of its config\.json \(ZeroDivisionError"
+    ):
+        load_model(str(checkpoint))
 
 
 def test_a_directory_without_config_is_refused(tmp_path):
     with pytest.raises(CocaError, match=r"got no config\.json there"):
-        load_subject(str(tmp_path))
+        load_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["{", '{"model_type": "nonsense"}'])
 def test_a_config_that_cannot_be_read_is_refused(checkpoint, text):
     (checkpoint / "config.json").write_text(text)
     with pytest.raises(CocaError, match=r"copy: its config\.json cannot be read \(") as error:
-        load_subject(str(checkpoint))
+        load_model(str(checkpoint))
     assert "\n" not in str(error.value)
 
 
 def test_a_model_that_is_no_causal_language_model_is_refused(tmp_path):
     T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path / "t5")
-    with pytest.raises(CocaError, match="got T5ForConditionalGeneration, expected a causal language model"):
-        load_subject(str(tmp_path / "t5"))
-    bert = BertConfig(hidden_size=12, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=30)
+    with pytest.raises(
+        CocaError, match="got T5ForConditionalGeneration, expected a causal language model"
+    ):
+        load_model(str(tmp_path / "t5"))
+    bert = BertConfig(
+        hidden_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        vocab_size=30,
+    )
     BertForMaskedLM(bert).save_pretrained(tmp_path / "bert")
     with pytest.raises(CocaError, match="got BertForMaskedLM, expected a causal language model"):
-        load_subject(str(tmp_path / "bert"))
+        load_model(str(tmp_path / "bert"))
 
 
 def test_weights_cut_short_are_refused(checkpoint):
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(CocaError, match=r"copy: its weights cannot be loaded \(SafetensorError"):
-        load_subject(str(checkpoint))
+        load_model(str(checkpoint))
 
 
 def test_weights_without_a_tensor_are_refused_by_name(checkpoint):
     weights = load_file(checkpoint / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CocaError, match=r"weights without model\.layers\.1\.mlp\.up_proj\.weight \(1 missing in all\)"):
-        load_subject(str(checkpoint))
+    with pytest.raises(
+        CocaError,
+        match=r"weights without model\.layers\.1\.mlp\.up_proj\.weight \(1 missing in all\)",
+    ):
+        load_model(str(checkpoint))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_hidden_layers": 2}, r"weights with model\.layers\.2\..* \(9 such in all\), which LlamaForCausalLM with"),
-        ({"vocab_size": 100}, r"got lm_head\.weight of shape \[259, 48\], expected \[100, 48\] by its config"),
+        (
+            {"num_hidden_layers": 2},
+            r"weights with model\.layers\.2\..* \(9 such in all\), which LlamaForCausalLM with",
+        ),
+        (
+            {"vocab_size": 100},
+            r"got lm_head\.weight of shape \[259, 48\], expected \[100, 48\] by its config",
+        ),
     ],
 )
 def test_weights_of_another_config_are_refused_by_name(checkpoint, change, message):
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(CocaError, match=message):
-        load_subject(str(checkpoint))
+        load_model(str(checkpoint))
 
 
 def test_what_old_checkpoints_hold_besides_is_passed_over(checkpoint):
-    plain = load_subject(str(checkpoint)).model
+    plain = load_model(str(checkpoint)).model
     weights = load_file(checkpoint / "model.safetensors")
     weights["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
-    model = load_subject(str(checkpoint)).model
+    model = load_model(str(checkpoint)).model
     ids = torch.arange(8)[None]
     assert torch.equal(model(ids).logits, plain(ids).logits)
 
@@ -180,21 +222,36 @@ def test_what_old_checkpoints_hold_besides_is_passed_over(checkpoint):
 def test_a_directory_without_tokenizer_is_refused(checkpoint):
     for file in checkpoint.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(CocaError, match=r"got no tokenizer that can be loaded, .* copy tokenizer\.json") as error:
-        load_subject(str(checkpoint))
+    with pytest.raises(
+        CocaError, match=r"got no tokenizer that can be loaded, .* copy tokenizer\.json"
+    ) as error:
+        load_model(str(checkpoint))
     assert "\n" not in str(error.value)
 
 
 def test_a_tokenizer_far_smaller_than_the_embedding_is_warned_of_and_padding_is_not(tiny_llama_dir):
-    subject = load_subject(str(tiny_llama_dir))
-    for rows, warned in [(259, False), (320, False), (259 + 1024, False), (259 + 1025, True), (49_152, True)]:
-        subject.model.set_input_embeddings(nn.Embedding(rows, 2))
-        assert (warn_small_tokenizer(subject) is not None) == warned
-    assert "got a tokenizer of 259 tokens for an embedding of 49,152 rows; is it" in warn_small_tokenizer(subject)
-    subject.model.set_input_embeddings(nn.Embedding(51_200, 2))
-    for tokens, warned in [(50_295, False), (46_080, False), (46_079, True)]:  # phi-2's, and a tenth fewer
-        subject.tokenizer = range(tokens)
-        assert (warn_small_tokenizer(subject) is not None) == warned
+    loaded = load_model(str(tiny_llama_dir))
+    for rows, warned in [
+        (259, False),
+        (320, False),
+        (259 + 1024, False),
+        (259 + 1025, True),
+        (49_152, True),
+    ]:
+        loaded.model.set_input_embeddings(nn.Embedding(rows, 2))
+        assert (warn_small_tokenizer(loaded) is not None) == warned
+    assert (
+        "got a tokenizer of 259 tokens for an embedding of 49,152 rows; is it"
+        in warn_small_tokenizer(loaded)
+    )
+    loaded.model.set_input_embeddings(nn.Embedding(51_200, 2))
+    for tokens, warned in [
+        (50_295, False),
+        (46_080, False),
+        (46_079, True),
+    ]:  # phi-2's, and a tenth fewer
+        loaded.tokenizer = range(tokens)
+        assert (warn_small_tokenizer(loaded) is not None) == warned
 
 
 OWN_CODE = """
@@ -217,26 +274,40 @@ class HalfForCausalLM(LlamaForCausalLM):
 
 @pytest.fixture
 def half(checkpoint, tmp_path, monkeypatch):
-    """The tiny LLaMA as a model that only the code beside it knows: its logits are half of LLaMA's."""
+    """The tiny LLaMA as a model that only the code beside it knows: half of LLaMA's logits."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     (checkpoint / "half.py").write_text(OWN_CODE)
     config = json.loads((checkpoint / "config.json").read_text())
     config |= {"model_type": "half-llama", "architectures": ["HalfForCausalLM"]}
-    config["auto_map"] = {"AutoConfig": "half.HalfConfig", "AutoModelForCausalLM": "half.HalfForCausalLM"}
+    config["auto_map"] = {
+        "AutoConfig": "half.HalfConfig",
+        "AutoModelForCausalLM": "half.HalfForCausalLM",
+    }
     (checkpoint / "config.json").write_text(json.dumps(config))
     return checkpoint
 
 
 def test_a_model_with_code_of_its_own_runs_it_where_that_is_trusted(half, tiny_llama_dir):
-    subject, plain = load_subject(str(half), trust_remote_code=True), load_subject(str(tiny_llama_dir))
+    loaded, plain = load_model(str(half), trust_remote_code=True), load_model(str(tiny_llama_dir))
     ids = torch.arange(8)[None]
-    assert torch.equal(subject.model(ids).logits, plain.model(ids).logits / 2)
+    assert torch.equal(loaded.model(ids).logits, plain.model(ids).logits / 2)
     (half / "half.py").write_text(OWN_CODE + "\n")
-    assert load_subject(str(half), trust_remote_code=True).fingerprint != subject.fingerprint
+    assert load_model(str(half), trust_remote_code=True).fingerprint != loaded.fingerprint
 
 
 def test_coca_eval_trusts_code_where_it_is_told_to_also_the_baselines(half, tmp_path, coca_eval):
-    arguments = ("speed", half, "--baseline", half, "--baseline-name", "same", "--modes", "prefill", "--lengths", 16)
+    arguments = (
+        "speed",
+        half,
+        "--baseline",
+        half,
+        "--baseline-name",
+        "same",
+        "--modes",
+        "prefill",
+        "--lengths",
+        16,
+    )
     arguments += ("--repeats", 1, "--out", tmp_path / "out")
     code, _, stderr = coca_eval(*arguments)
     assert (code, stderr.count("\n"), "add --trust-remote-code\n" in stderr) == (2, 1, True)
@@ -246,24 +317,36 @@ def test_coca_eval_trusts_code_where_it_is_told_to_also_the_baselines(half, tmp_
 
 @pytest.mark.parametrize("model_type", ["half-llama", "llama"])
 def test_code_that_is_not_trusted_is_refused_with_what_to_do(half, model_type):
-    """Also where transformers knows the type: its own class is not the one that config.json names."""
+    """Also where transformers knows the type but has another class for it than config.json."""
     config = json.loads((half / "config.json").read_text())
     (half / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
     with pytest.raises(
-        CocaError, match=r"copy: got a model that needs the code it carries; .* add --trust-remote-code$"
+        CocaError,
+        match=r"copy: got a model that needs the code it carries; .* add --trust-remote-code$",
     ):
-        load_subject(str(half))
+        load_model(str(half))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda code: f"{code}\nprint(rotation)\n", "half.py, line 17: NameError: name 'rotation' is not defined"),
-        (lambda code: f"{code}\ndef rotate(:\n", "half.py: SyntaxError: invalid syntax (half.py, line 17)"),
-        (lambda code: f"from .other import x\n{code}", "other.py'"),
-        (lambda code: code.replace("HalfForCausalLM", "Other"), "half' has no attribute 'HalfForCausalLM'"),
         (
-            lambda code: code.replace("def forward", "def __init__(self, config):\n        1 / 0\n\n    def forward"),
+            lambda code: f"{code}\nprint(rotation)\n",
+            "half.py, line 17: NameError: name 'rotation' is not defined",
+        ),
+        (
+            lambda code: f"{code}\ndef rotate(:\n",
+            "half.py: SyntaxError: invalid syntax (half.py, line 17)",
+        ),
+        (lambda code: f"from .other import x\n{code}", "other.py'"),
+        (
+            lambda code: code.replace("HalfForCausalLM", "Other"),
+            "half' has no attribute 'HalfForCausalLM'",
+        ),
+        (
+            lambda code: code.replace(
+                "def forward", "def __init__(self, config):\n        1 / 0\n\n    def forward"
+            ),
             "half.py, line 13: Zero",
         ),
     ],
@@ -271,7 +354,7 @@ def test_code_that_is_not_trusted_is_refused_with_what_to_do(half, model_type):
 def test_code_that_is_broken_is_named_with_its_file_and_its_error(half, change, message):
     (half / "half.py").write_text(change(OWN_CODE))
     with pytest.raises(CocaError) as error:
-        load_subject(str(half), trust_remote_code=True)
+        load_model(str(half), trust_remote_code=True)
     assert str(error.value).startswith(f"{half}: the code that it carries cannot be run (")
     assert message in str(error.value)
     assert str(error.value).endswith("; repair that code, or ask who wrote it")
@@ -282,9 +365,11 @@ def test_a_tokenizer_with_code_of_its_own_is_refused_with_what_to_do(checkpoint)
     config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
     (checkpoint / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(CocaError, match="needs the code it carries"):
-        load_subject(str(checkpoint))
+        load_model(str(checkpoint))
 
 
 def test_an_unknown_dtype_is_refused(checkpoint):
-    with pytest.raises(CocaError, match="--dtype: got 'int4', expected one of auto, float32, bfloat16, float16"):
-        load_subject(str(checkpoint), "int4")
+    with pytest.raises(
+        CocaError, match="--dtype: got 'int4', expected one of auto, float32, bfloat16, float16"
+    ):
+        load_model(str(checkpoint), "int4")

@@ -17,12 +17,17 @@ from transformers import (
 from transformers.models.llama import modeling_llama
 
 from coca_hf import CocaError, patch_
-from coca_hf.evaluate.products import frequencies, visiting_products
+from coca_hf.evaluate.query_key_products import frequencies, visiting_products
 from coca_hf.models import attention
 from tests.conftest import TINY
 
 SIZE = {"vocab_size": 53, "initializer_range": 0.4}
-NEOX = {"hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 40}
+NEOX = {
+    "hidden_size": 48,
+    "num_attention_heads": 3,
+    "num_hidden_layers": 2,
+    "intermediate_size": 40,
+}
 CONFIGS = {
     "llama": LlamaConfig(**TINY, **SIZE),
     "mistral": MistralConfig(**TINY, **SIZE, sliding_window=None),
@@ -36,7 +41,9 @@ CONFIGS = {
 @pytest.mark.parametrize("family", CONFIGS)
 @torch.no_grad()
 def test_products_give_the_scores_that_attention_really_has(family):
-    """a(m, n) = sum_j |h_j| cos(Theta_j + (m - n) theta_j), plus what unturned dimensions add, is softmax's input."""
+    """a(m, n) = sum_j |h_j| cos(Theta_j + (m - n) theta_j), plus what unturned dimensions add, is
+    softmax's input.
+    """
     torch.manual_seed(1)
     config = CONFIGS[family]
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -46,7 +53,9 @@ def test_products_give_the_scores_that_attention_really_has(family):
     ids = torch.randint(53, (1, 11), generator=torch.Generator().manual_seed(2))
     m, n = torch.tril_indices(11, 11).unbind()
     products = {}
-    with visiting_products(model, frequencies(model), lambda layer, of: products.update({layer: of(m, n)})):
+    with visiting_products(
+        model, frequencies(model), lambda layer, of: products.update({layer: of(m, n)})
+    ):
         attentions = model(ids, output_attentions=True).attentions
     assert sorted(products) == list(range(config.num_hidden_layers))
     for layer, weights in enumerate(attentions):
@@ -67,7 +76,9 @@ def test_products_give_the_scores_that_attention_really_has(family):
 @pytest.mark.parametrize("family", ["llama", "qwen3, norms", "gpt_neox, partial"])
 @torch.no_grad()
 def test_products_of_coca_give_the_scores_that_its_attention_really_has(family, constraint):
-    """Strict by h_j alone; slack by g_j too, which go by m + n. Unturned pairs are pairs of angle zero."""
+    """Strict by h_j alone; slack by g_j too, which go by m + n. Unturned pairs are pairs of angle
+    zero.
+    """
     torch.manual_seed(1)
     config = CONFIGS[family]
     model = patch_(AutoModelForCausalLM.from_config(config), constraint, keep_layers=[1]).eval()
@@ -88,7 +99,9 @@ def test_products_of_coca_give_the_scores_that_its_attention_really_has(family, 
             assert g.abs().max() < 1e-6 * h.abs().max()
         else:
             assert bool(g.any()) == bool(h.imag.any()) == (constraint == "slack")
-        parts = h * torch.exp(1j * (m - n)[:, None] * theta) + g * torch.exp(1j * (m + n)[:, None] * theta)
+        parts = h * torch.exp(1j * (m - n)[:, None] * theta) + g * torch.exp(
+            1j * (m + n)[:, None] * theta
+        )
         scores = torch.full(weights.shape[1:], -math.inf, dtype=torch.float64)
         scores[:, m, n] = parts.real.sum(-1) * d**-0.5
         assert scores[:, m, n].std() > 0.05  # or else every softmax is alike
@@ -105,7 +118,9 @@ def test_a_key_that_is_not_collinear_with_the_query_shows_as_an_angle(coca, monk
     monkeypatch.setitem(attention.FOLDS, "cpu", wrong)
     found = []
     same = torch.arange(9)
-    with visiting_products(coca.model, frequencies(coca.model), lambda layer, of: found.append(of(same, same))):
+    with visiting_products(
+        coca.model, frequencies(coca.model), lambda layer, of: found.append(of(same, same))
+    ):
         coca.model(same[None])
     assert len(found) == 3
     for h, _ in found:
@@ -140,7 +155,9 @@ def test_the_model_is_as_it_was_afterwards(llama, coca):
 def test_a_rotation_by_other_angles_is_refused_and_the_model_keeps_its_own(llama):
     rotate = modeling_llama.apply_rotary_pos_emb
     with (
-        pytest.raises(CocaError, match="turns 4 pairs of 8 dimensions, expected 4 pairs by the angles"),
+        pytest.raises(
+            CocaError, match="turns 4 pairs of 8 dimensions, expected 4 pairs by the angles"
+        ),
         visiting_products(llama.model, frequencies(llama.model) * 2, lambda layer, h: None),
     ):
         llama.model(torch.arange(9)[None])

@@ -7,11 +7,11 @@ import pytest
 from rich.console import Console
 
 from coca_hf.evaluate.rope import Rope
-from coca_hf.evaluate.rows import RowStore
-from coca_hf.evaluate.show import progress_on, results_table, show_value
 from coca_hf.evaluate.speed import speed_rows
+from coca_hf.evaluate.store import RowStore
 from coca_hf.evaluate.tasks import task_rows
-from tests.test_lm_eval import expected, subject, task_dir  # noqa: F401
+from coca_hf.evaluate.terminal import progress_on, results_table
+from tests.test_lm_eval import expected, loaded, task_dir  # noqa: F401
 
 DEFAULT = [Rope("default")]
 LOG = r"(.*): (\d+ of \d+ .*?)(?:, about \d+ s left)?\n"
@@ -39,55 +39,71 @@ def settings(length, **others):
 
 def test_off_a_terminal_each_row_is_a_line_with_the_time_that_the_others_take_by_their_lengths(log):
     clock, rows = Clock(), [settings(length) for length in (100, 300, 2000, 200_000)]
-    with progress_on(log, clock) as track:
-        track.begin(rows, len(rows))
+    with progress_on(log, clock) as progress:
+        progress.begin(rows, len(rows))
         for seconds, row in zip((2, 6, 32, 9000), rows, strict=True):
-            assert list(track([7, 8], "batches of a row")) == [7, 8]
+            assert list(progress([7, 8], "batches of a row")) == [7, 8]
             clock.seconds += seconds
-            track.finish(row)
+            progress.finish(row)
     assert log.file.getvalue().splitlines() == [
-        "passkey  dynamic:4  100: 1 of 4 rows, about 67 min left",  # 2 s for 100 tokens, 202,300 left
+        "passkey  dynamic:4  100: 1 of 4 rows, about 67 min left",  # 2 s for 100, 202,300 left
         "passkey  dynamic:4  300: 2 of 4 rows, about 67 min left",  # 8 s for 400, 202,000 left
-        "passkey  dynamic:4  2000: 3 of 4 rows, about 56 min left",  # 40 s for 2,400, 200,000 left
+        "passkey  dynamic:4  2000: 3 of 4 rows, about 56 min left",  # 40 s for 2,400; 200,000
         "passkey  dynamic:4  200000: 4 of 4 rows",
     ]
 
 
 @pytest.mark.parametrize(
-    ("seconds", "left"), [(3, "3 s"), (99, "99 s"), (100, "2 min"), (5400, "90 min"), (7200, "2 h"), (360_000, "100 h")]
+    ("seconds", "left"),
+    [(3, "3 s"), (99, "99 s"), (100, "2 min"), (5400, "90 min"), (7200, "2 h"), (360_000, "100 h")],
 )
 def test_the_time_left_is_in_the_unit_that_a_person_would_say(log, seconds, left):
     clock = Clock()
-    with progress_on(log, clock) as track:
-        track.begin([settings(64), settings(None)], 2)  # without a length, that of the model's training counts
+    with progress_on(log, clock) as progress:
+        # Without a length, that of the model's training counts
+        progress.begin([settings(64), settings(None)], 2)
         clock.seconds += seconds
-        track.finish(settings(64))
+        progress.finish(settings(64))
     assert log.file.getvalue() == f"passkey  dynamic:4  64: 1 of 2 rows, about {left} left\n"
 
 
 def test_rows_of_an_earlier_run_count_as_done_and_not_as_time(log):
     clock = Clock()
-    with progress_on(log, clock) as track:
-        track.begin([settings(500), settings(1000)], 9)
+    with progress_on(log, clock) as progress:
+        progress.begin([settings(500), settings(1000)], 9)
         clock.seconds += 30
-        track.finish(settings(500))
+        progress.finish(settings(500))
     assert log.file.getvalue() == "passkey  dynamic:4  500: 8 of 9 rows, about 60 s left\n"
 
 
 def test_a_terminal_has_a_bar_over_rows_beside_that_of_each():
-    clock, console = Clock(), Console(file=io.StringIO(), force_terminal=True, force_interactive=True, width=120)
-    with progress_on(console, clock) as track:
-        track.begin([settings(100), settings(300)], 5)
-        assert list(track([5, 6, 7], "passkey  [x]")) == [5, 6, 7]
+    clock, console = (
+        Clock(),
+        Console(file=io.StringIO(), force_terminal=True, force_interactive=True, width=120),
+    )
+    with progress_on(console, clock) as progress:
+        progress.begin([settings(100), settings(300)], 5)
+        assert list(progress([5, 6, 7], "passkey  [x]")) == [5, 6, 7]
         clock.seconds += 50
-        track.finish(settings(100))
+        progress.finish(settings(100))
     drawn = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())
     assert re.search(r"rows +\S+ 4/5 +0:00:50 +left +about 2 min *\n", drawn)
     assert re.search(r"passkey  \[x\] +\S+ 3/3 +0:00:00 +left +0:00:00", drawn)
 
 
-def test_a_command_tells_its_log_of_every_row_that_it_makes(tiny_llama_dir, books, tmp_path, coca_eval):
-    arguments = ("perplexity", tiny_llama_dir, "--data", books, "--out", tmp_path, "--rope", "default,linear:4")
+def test_a_command_tells_its_log_of_every_row_that_it_makes(
+    tiny_llama_dir, books, tmp_path, coca_eval
+):
+    arguments = (
+        "perplexity",
+        tiny_llama_dir,
+        "--data",
+        books,
+        "--out",
+        tmp_path,
+        "--rope",
+        "default,linear:4",
+    )
     _, _, stderr = coca_eval(*arguments, "--lengths", 60)
     assert re.findall(LOG, stderr) == [
         ("perplexity  default  60", "1 of 2 rows"),
@@ -102,13 +118,17 @@ def test_a_command_tells_its_log_of_every_row_that_it_makes(tiny_llama_dir, book
 
 
 def test_models_in_turns_and_benchmarks_are_counted_as_such(llama, coca, task_dir, tmp_path, log):  # noqa: F811
-    with progress_on(log) as track:
-        options = {"modes": ["prefill", "decode"], "repeats": 1, "warmup": 0, "track": track}
+    with progress_on(log) as progress:
+        options = {"modes": ["prefill", "decode"], "repeats": 1, "warmup": 0, "progress": progress}
         list(speed_rows(coca, [16], DEFAULT, RowStore(tmp_path), llama, **options))
         list(speed_rows(coca, [16, 24], DEFAULT, RowStore(tmp_path), llama, **options))
-        options = {"include_path": str(task_dir), "track": track}
+        options = {"include_path": str(task_dir), "progress": progress}
         list(task_rows(coca, ["coca_answer"], DEFAULT, RowStore(tmp_path), **options))
-        list(task_rows(coca, ["coca_answer", "coca_likelihood"], DEFAULT, RowStore(tmp_path), **options))
+        list(
+            task_rows(
+                coca, ["coca_answer", "coca_likelihood"], DEFAULT, RowStore(tmp_path), **options
+            )
+        )
     assert re.findall(LOG, log.file.getvalue()) == [
         ("speed  prefill  default  16", "1 of 2 pairs of rows"),
         ("speed  decode  default  16", "2 of 2 pairs of rows"),
@@ -120,22 +140,44 @@ def test_models_in_turns_and_benchmarks_are_counted_as_such(llama, coca, task_di
 
 
 def test_the_table_tells_filters_and_models_of_one_name_apart_and_has_no_minus_zero(log):
-    row = {"task": "tasks", "rope": "default", "length": None, "model": "m", "benchmark": "sums", "metric": "match"}
+    row = {
+        "task": "tasks",
+        "rope": "default",
+        "length": None,
+        "model": "m",
+        "benchmark": "sums",
+        "metric": "match",
+    }
+    row |= {"error": None, "stderr": None}
     rows = [
         row | {"model_path": path, "filter": name, "value": value}
-        for path, name, value in [("a/m", "strict", 0.25), ("a/m", "flexible", 0.5), ("b/m", "strict", -1e-9)]
+        for path, name, value in [
+            ("a/m", "strict", 0.25),
+            ("a/m", "flexible", 0.5),
+            ("b/m", "strict", -1e-9),
+        ]
     ]
     log.width = 200
     log.print(results_table(rows))
-    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in log.file.getvalue().splitlines()]
+    lines = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in log.file.getvalue().splitlines()
+    ]
     assert [cells for cells in lines if cells] == [
-        ["a/m", "default", "sums", "match", "strict", "0.25"],
-        ["a/m", "default", "sums", "match", "flexible", "0.50"],
-        ["b/m", "default", "sums", "match", "strict", "0.00"],
+        ["a/m", "default", "sums", "match", "strict", "0.250"],
+        ["a/m", "default", "sums", "match", "flexible", "0.500"],
+        ["b/m", "default", "sums", "match", "strict", "0.000"],
     ]
 
 
-def test_answers_that_were_scored_show_their_nats():
-    assert show_value({"task": "passkey", "value": 0.85, "nats_per_digit": 0.314}) == "0.85 (0.31 nats)"
-    assert show_value({"task": "passkey", "value": 0.85}) == "0.85"
-    assert show_value({"task": "recall", "value": 1.0, "nll": 0.085}) == "1.00 (0.09 nats)"
+def test_answers_that_were_scored_show_their_nats_and_errors_their_reason(log):
+    row = {"task": "passkey", "rope": "default", "model": "m", "model_path": "m", "error": None}
+    rows = [
+        row | {"length": 512, "value": 0.85, "nats_per_digit": 0.314},
+        row | {"length": 1024, "value": None, "error": "the model's logits are NaN"},
+    ]
+    log.width = 200
+    log.print(results_table(rows))
+    text = log.file.getvalue().replace("\N{NO-BREAK SPACE}", " ")
+    assert "passkey by context length" in text
+    assert "│ 0.85 (0.31) │ the model's logits are NaN │" in text

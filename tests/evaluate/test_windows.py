@@ -9,9 +9,9 @@ from torch import nn
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.perplexity import perplexity_rows
 from coca_hf.evaluate.rope import Rope
-from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import draw_sample
-from coca_hf.evaluate.variants import VARIANTS, check_variant
+from coca_hf.evaluate.store import RowStore
+from coca_hf.evaluate.windows import VARIANTS, check_variant
 
 
 @torch.no_grad()
@@ -25,7 +25,9 @@ def yarn(model, texts, bos, max_length, sliding_window, truncate):
         done = 0
         for begin in range(0, len(ids), sliding_window):
             end = min(begin + room, len(ids))
-            window = ids[begin:end] if bos is None else torch.cat((torch.tensor([bos]), ids[begin:end]))
+            window = (
+                ids[begin:end] if bos is None else torch.cat((torch.tensor([bos]), ids[begin:end]))
+            )
             labels = window.clone()
             labels[: max(len(window) - (end - done), 0)] = -100
             losses.append(model(window[None], labels=labels[None]).loss)
@@ -37,17 +39,23 @@ def yarn(model, texts, bos, max_length, sliding_window, truncate):
 
 @torch.no_grad()
 def longlora(model, texts, seq_len, sliding_window):
-    """Mean of the losses that transformers gives for whole windows of the stream, the last one left out."""
+    """Mean of the losses that transformers gives for whole windows of the stream, the last one left
+    out.
+    """
     stream = torch.cat(texts)
     begins = list(range(0, len(stream) - seq_len, sliding_window))[:-1]
     windows = [stream[None, begin : begin + seq_len] for begin in begins]
     return 2.71828 ** torch.stack([model(x, labels=x).loss for x in windows]).double().mean().item()
 
 
-def value(subject, books, out, variant, length, stride, **options):
-    sample = draw_sample(subject, str(books), length, special_tokens=VARIANTS[variant].special_tokens)
+def value(loaded, books, out, variant, length, stride, **options):
+    sample = draw_sample(
+        loaded, str(books), length, special_tokens=VARIANTS[variant].special_tokens
+    )
     store = RowStore(out)
-    (row,) = perplexity_rows(subject, sample, [length], stride, [Rope("default")], store, variant=variant, **options)
+    (row,) = perplexity_rows(
+        loaded, sample, [length], stride, [Rope("default")], store, variant=variant, **options
+    )
     return row["value"]
 
 
@@ -67,13 +75,16 @@ def test_yarn(llama, books, texts, tmp_path, length, stride, truncate, bos):
         llama.tokenizer.bos_token = None
     variant = "yarn-truncate" if truncate else "yarn"
     got = value(llama, books, tmp_path / "out", variant, length, min(stride, length), batch_size=3)
-    expected = yarn(llama.model, texts, llama.tokenizer.bos_token_id, length, min(stride, length), truncate)
+    expected = yarn(
+        llama.model, texts, llama.tokenizer.bos_token_id, length, min(stride, length), truncate
+    )
     assert got == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(("length", "stride"), [(50, 16), (64, 64), (331, 100)])
 def test_longlora(llama, books, texts, tmp_path, length, stride):
-    (books / "austen.txt").write_text((books / "austen.txt").read_text() * 2)  # a document of 420 tokens
+    # A document of 420 tokens
+    (books / "austen.txt").write_text((books / "austen.txt").read_text() * 2)
     texts[0] = torch.cat((texts[0], texts[0]))
     for name in ("bronte.txt", "conrad.txt"):
         (books / name).write_text((books / name).read_text() * 2)
@@ -83,13 +94,17 @@ def test_longlora(llama, books, texts, tmp_path, length, stride):
 
 
 def test_variants_are_rows_of_their_own_and_their_values_differ(llama, books, tmp_path):
-    values = {variant: value(llama, books, tmp_path / "out", variant, 60, 20) for variant in VARIANTS}
+    values = {
+        variant: value(llama, books, tmp_path / "out", variant, 60, 20) for variant in VARIANTS
+    }
     assert len(set(values.values())) == 4
-    assert len(set(RowStore(tmp_path / "out")._rows)) == 4
+    assert len({row["row_id"] for row in RowStore(tmp_path / "out")._rows}) == 4
 
 
 def test_lm_evals_rolling_perplexity_is_the_sliding_one_of_disjoint_windows(llama, tmp_path):
-    """With the token for the beginning in the text, a stride of the length, and documents of whole windows."""
+    """With the token for the beginning in the text, a stride of the length, and documents of whole
+    windows.
+    """
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
@@ -106,17 +121,26 @@ def test_lm_evals_rolling_perplexity_is_the_sliding_one_of_disjoint_windows(llam
 def test_a_stream_too_short_for_longlora_is_refused(llama, books, tmp_path):
     for name in ("bronte.txt", "conrad.txt"):
         (books / name).unlink()
-    with pytest.raises(CocaError, match="longlora: got 210 tokens in all documents together, expected more than 220"):
+    with pytest.raises(
+        CocaError,
+        match="longlora: got 210 tokens in all documents together, expected more than 220",
+    ):
         value(llama, books, tmp_path / "out", "longlora", 200, 20)
 
 
 def test_an_unknown_variant_is_refused_with_those_there_are():
-    with pytest.raises(CocaError, match="--variant: got 'proof', expected one of sliding, yarn, yarn-tr"):
+    with pytest.raises(
+        CocaError, match="--variant: got 'proof', expected one of sliding, yarn, yarn-tr"
+    ):
         check_variant("proof")
 
 
-def test_a_uniform_models_perplexity_is_its_vocabulary_size_under_every_variant(llama, books, tmp_path):
+def test_a_uniform_models_perplexity_is_its_vocabulary_size_under_every_variant(
+    llama, books, tmp_path
+):
     nn.init.zeros_(llama.model.lm_head.weight)
     for variant in VARIANTS:
         expected = llama.model.config.vocab_size
-        assert value(llama, books, tmp_path / "out", variant, 60, 20) == pytest.approx(expected, rel=3e-5)
+        assert value(llama, books, tmp_path / "out", variant, 60, 20) == pytest.approx(
+            expected, rel=3e-5
+        )

@@ -1,4 +1,4 @@
-"""Figures: lines against length, heat maps, histograms; as PNG for a paper and as SVG that takes a page's colours."""
+"""Figures (curves and heat maps) as PNG for a paper and as SVG that takes a page's colours."""
 
 import io
 import math
@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from PIL import Image
 
-# After Okabe and Ito, for all eyes; three of them darker, so that every one has a contrast of 3 on white.
+# After Okabe and Ito, for all eyes; three are darker, so that all have a contrast of 3 on white
 COLORS = ("#0072b2", "#d55e00", "#009068", "#b8578f", "#2e8bc0", "#a87000", "#444444")
 DASHES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D")
@@ -43,12 +43,15 @@ STYLE: Any = {
     "svg.fonttype": "none",
 }
 
-Draw = Callable[[float, float, bool], Figure]  # width, height in inches, whether the legend is inside
+# Width and height in inches, and whether the legend is inside
+Draw = Callable[[float, float, bool], Figure]
 
 
 @dataclass(frozen=True)
 class Key:
-    """How a line looks: the number of its model, of its RoPE setting, or of the published curve that it is."""
+    """How a line looks: the number of its model, of its RoPE setting, or of the published curve
+    that it is.
+    """
 
     label: str
     color: int = 0
@@ -58,10 +61,18 @@ class Key:
 
     @property
     def look(self) -> dict[str, Any]:
-        """Colour tells models apart, dashes and markers their RoPE settings; from the eighth model on, hollow ones."""
+        """Colour tells models apart, dashes and markers their RoPE settings; from the eighth model
+        on, hollow ones.
+        """
         if self.published:
             marker = PUBLISHED_MARKERS[self.style % len(PUBLISHED_MARKERS)]
-            return {"color": MUTED, "linestyle": (0, (2, 2)), "marker": marker, "linewidth": 1.2, "markersize": 4.5}
+            return {
+                "color": MUTED,
+                "linestyle": (0, (2, 2)),
+                "marker": marker,
+                "linewidth": 1.2,
+                "markersize": 4.5,
+            }
         hollow = self.color >= len(COLORS)
         return {
             "color": COLORS[self.color % len(COLORS)],
@@ -74,7 +85,9 @@ class Key:
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over `xs`; None where there is none. `band`: the low and the high end of the spread at each x."""
+    """Values over `xs`; None where there is none. `band`: the low and the high end of the spread at
+    each x.
+    """
 
     key: Key
     xs: list[float]
@@ -94,8 +107,9 @@ def line_figure(
 ) -> Draw:
     """A function that draws `curves` at a size in inches, with or without a legend inside.
 
-    y_scale: log, linear, zero (linear from 0) or share (0 to 1). ticks: of the x axis, by default every x there is. A
-    value that is None is a cross at the upper edge. borders: places on the x axis, and what begins there.
+    y_scale: log, linear, zero (linear from 0) or share (0 to 1). ticks: of the x axis, by default
+    every x there is. A value that is None is a cross at the upper edge. borders: places on the x
+    axis, and what begins there.
     """
     xs = ticks or sorted({x for curve in curves for x in curve.xs})
     xs = xs[(len(xs) - 1) % 2 :: 2] if len(xs) > 9 else xs  # so that they do not touch
@@ -104,7 +118,8 @@ def line_figure(
         with matplotlib.rc_context(STYLE):
             figure = _figure(width, height, legend)
             axes = figure.subplots()
-            shade = min(0.15, 0.4 / max(sum(any(curve.band or []) for curve in curves), 1))  # of all together
+            banded = sum(any(curve.band or []) for curve in curves)
+            shade = min(0.15, 0.4 / max(banded, 1))
             lines = [_draw_curve(axes, curve, shade) for curve in curves]
             axes.set_ylabel(y_label)
             axes.set_xlabel(x_label)
@@ -142,7 +157,9 @@ class Heat:
 
 
 def heat_figure(heat: Heat, x_label: str, y_label: str, top: float = 1) -> Draw:
-    """A function that draws shares from 0 to `top`: a number in every cell, or a scale where cells are many."""
+    """A function that draws shares from 0 to `top`: a number in every cell, or a scale where cells
+    are many.
+    """
     numbers = len(heat.lines) * len(heat.columns) <= 100
 
     def draw(width: float, height: float, legend: bool) -> Figure:
@@ -165,27 +182,34 @@ def to_png(figure: Figure) -> bytes:
     with matplotlib.rc_context(STYLE):
         figure.savefig(drawn, format="png", dpi=200)
     with Image.open(drawn) as image:
-        image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(png, "PNG", optimize=True, dpi=(200, 200))
+        palette = image.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+        palette.save(png, "PNG", optimize=True, dpi=(200, 200))
     return png.getvalue()
 
 
 def to_svg(figure: Figure, name: str, alt: str) -> str:
-    """For a page: text stays text, and every colour of this file becomes the page's own variable of that name.
+    """For a page: text stays text, and every colour of this file becomes the page's own variable of
+    that name.
 
     name: unique on the page; it keeps the ids inside the drawing apart.
     """
     file = io.StringIO()
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        figure.savefig(
+            file,
+            format="svg",
+            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
+        )
     svg = file.getvalue()[file.getvalue().index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)  # of groups; what is referred to has a hash for an id
+    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)  # of groups; references use hashes
     for color, css_name in CSS_NAMES.items():
         svg = svg.replace(color, f"var(--{css_name})")
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font: \1px var(--font)", svg)
-    _, width, height = re.search(r'<svg[^>]*viewBox="(0 0) ([\d.]+) ([\d.]+)"', svg).groups()  # type: ignore[union-attr]
+    box = re.search(r'<svg[^>]*viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
+    assert box
     opening = (
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{_attribute(alt)}" '
+        f'<svg viewBox="0 0 {box[1]} {box[2]}" role="img" aria-label="{_attribute(alt)}" '
         f'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
     )
     return opening + svg[svg.index(">") + 1 :]
@@ -201,16 +225,25 @@ def key_svg(key: Key) -> str:
         axes.axis("off")
         axes.plot([0, 1, 2], [0, 0, 0], markevery=[1], **look)
         axes.set_xlim(0, 2)
-        return to_svg(figure, f"key-{key}", "").replace('role="img" aria-label=""', 'aria-hidden="true"')
+        svg = to_svg(figure, f"key-{key}", "")
+        return svg.replace('role="img" aria-label=""', 'aria-hidden="true"')
 
 
 def _draw_curve(axes: Axes, curve: Curve, shade: float) -> Any:
     values = [math.nan if value is None or value > FAR else value for value in curve.values]
     look = curve.key.look
-    (line,) = axes.plot(curve.xs, values, label=_plain(curve.key.label), clip_on=False, zorder=3, **look)
+    label = _plain(curve.key.label)
+    (line,) = axes.plot(curve.xs, values, label=label, clip_on=False, zorder=3, **look)
     missing = [x for x, value in zip(curve.xs, values, strict=True) if math.isnan(value)]
-    cross = {"color": look["color"], "marker": "x", "linestyle": "none", "clip_on": False, "zorder": 4}
-    axes.plot(missing, [1.0] * len(missing), transform=axes.get_xaxis_transform(), label="_", **cross)
+    cross = {
+        "color": look["color"],
+        "marker": "x",
+        "linestyle": "none",
+        "clip_on": False,
+        "zorder": 4,
+    }
+    edge = axes.get_xaxis_transform()
+    axes.plot(missing, [1.0] * len(missing), transform=edge, label="_", **cross)
     spread = [(x, *ends) for x, ends in zip(curve.xs, curve.band or [], strict=False) if ends]
     if spread:
         xs, low, high = zip(*spread, strict=True)
@@ -226,7 +259,15 @@ def _draw_heat(axes: Axes, heat: Heat, top: float, numbers: bool) -> Any:
         for x, share in enumerate(line):
             if share is not None:
                 shade = "#000000" if share > top / 2 else "#fefefe"
-                axes.text(x + 0.5, y + 0.5, f"{share:.2f}", ha="center", va="center", fontsize=8.5, color=shade)
+                axes.text(
+                    x + 0.5,
+                    y + 0.5,
+                    f"{share:.2f}",
+                    ha="center",
+                    va="center",
+                    fontsize=8.5,
+                    color=shade,
+                )
     axes.set_title(_plain(heat.title), fontsize=10.5, loc="left")
     for axis, names in ((axes.xaxis, heat.columns), (axes.yaxis, heat.lines)):
         step = -(-len(names) // 12)  # so that names do not touch
@@ -238,15 +279,19 @@ def _draw_heat(axes: Axes, heat: Heat, top: float, numbers: bool) -> Any:
 
 
 def _figure(width: float, height: float, opaque: bool) -> Figure:
-    return Figure(figsize=(width, height), layout="constrained", facecolor=PAPER if opaque else "none")
+    facecolor = PAPER if opaque else "none"
+    return Figure(figsize=(width, height), layout="constrained", facecolor=facecolor)
 
 
 def _mark_trained_lengths(axes: Axes, ticks: list[float], lengths: list[int], at_top: bool) -> None:
-    """A dashed line at each trained length on the plot or within an octave of it; an arrow's word for longer ones."""
+    """A dashed line at each trained length on the plot or within an octave of it; an arrow's word
+    for longer ones.
+    """
     first, last = ticks[0], ticks[-1]
     for length in lengths:
-        if first / 2 <= length <= last * 2:  # its name stands left of the line, but at the left edge inside
-            _mark(axes, length, f"trained at {_short(length)}", 1 if length <= first else -1, at_top)
+        if first / 2 <= length <= last * 2:
+            side = 1 if length <= first else -1  # at the left edge, its name stands inside
+            _mark(axes, length, f"trained at {_short(length)}", side, at_top)
     if beyond := [length for length in lengths if length > last * 2]:
         text = f"trained at {', '.join(map(_short, beyond))} \N{RIGHTWARDS ARROW}"
         axes.set_title(text, loc="right", fontsize=8.5, color=MUTED)

@@ -1,0 +1,301 @@
+"""Any causal language model, CoCA or not, with its tokenizer and what a row must say about it."""
+
+import ast
+import hashlib
+import json
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
+from transformers.utils.hub import cached_file, extract_commit_hash
+from transformers.utils.logging import disable_progress_bar
+
+from coca_hf.errors import CocaError, first_line
+from coca_hf.evaluate.batches import processes
+from coca_hf.weights import is_derived
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass
+class LoadedModel:
+    """A model under measurement.
+
+    path: as the user gave it. fingerprint: changes when the model's files do. tokens_seen: in CoCA
+    training; None for a model that coca_hf did not make. trained_seq_len: tokens in a block of the
+    last stage of that training. commit: of a model on the hub.
+    """
+
+    model: Any
+    tokenizer: Any
+    name: str
+    path: str
+    fingerprint: str
+    tokens_seen: int | None = None
+    trained_seq_len: int | None = None
+    commit: str | None = None
+
+
+def load_model(
+    path: str,
+    dtype: str = "auto",
+    name: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Load the causal language model and the tokenizer of a directory or hub id.
+
+    The model is on the GPU where there is one.
+
+    dtype: one of `DTYPES`; `auto` is the checkpoint's own. name: how rows call it, by default the
+    directory's name. revision: of a hub id, a commit, branch or tag, by default the main branch.
+    trust_remote_code: run the code that it carries, where neither transformers nor coca_hf has the
+    model.
+
+    Raises CocaError where there is no model, or a directory where `revision` is given, it is no
+    causal language model, it needs code of its own that is not trusted, its weights are unreadable
+    or not those of its config, or it has no tokenizer.
+    """
+    if dtype not in DTYPES:
+        raise CocaError(f"--dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
+    if revision and Path(path).exists():
+        raise CocaError(
+            f"--revision: got {revision!r} for the directory {path}, expected it for a hub id; "
+            f"leave it out"
+        )
+    disable_progress_bar()
+    config, commit = _load_config(path, revision or "main", trust_remote_code)
+    at = commit or revision or "main"  # a branch may move meanwhile
+    model = _load_weights(path, config, dtype, at, trust_remote_code)
+    tokens_seen, trained_seq_len = _training(Path(path))
+    return LoadedModel(
+        model=model.eval().to(processes().device),
+        tokenizer=_load_tokenizer(path, at, trust_remote_code),
+        name=name or Path(path).resolve().name + (f"@{revision}" if revision else ""),
+        path=str(Path(path)) if Path(path).is_dir() else path,  # without a slash at its end
+        fingerprint=_fingerprint(path, commit, trust_remote_code),
+        tokens_seen=tokens_seen,
+        trained_seq_len=trained_seq_len,
+        commit=commit,
+    )
+
+
+def check_vocabulary(loaded: LoadedModel, token_ids: torch.Tensor, where: str) -> None:
+    """Raise CocaError where `token_ids` (any shape) holds an id that the model does not embed.
+
+    where: what the ids were made from.
+    """
+    vocab_size = loaded.model.get_input_embeddings().weight.shape[0]
+    largest = int(token_ids.max())
+    if largest >= vocab_size:
+        raise CocaError(
+            f"{where}: got token id {largest} from the tokenizer of {loaded.path}, expected ids "
+            f"below the model's vocabulary of {vocab_size}; the tokenizer belongs to another model"
+        )
+
+
+def warn_small_tokenizer(loaded: LoadedModel) -> str | None:
+    """One line where the tokenizer has too few tokens for the model's embedding; None otherwise.
+
+    Embeddings are padded to multiples of up to 1,024 rows; of published models the most is 905 of
+    phi-2's 51,200. So a warning is for more than that, and more than a tenth of the rows.
+    """
+    rows, tokens = loaded.model.get_input_embeddings().weight.shape[0], len(loaded.tokenizer)
+    if rows - tokens <= max(1024, rows // 10):
+        return None
+    return (
+        f"{loaded.path}: got a tokenizer of {tokens:,} tokens for an embedding of {rows:,} rows; "
+        f"is it this model's? with another's every number is wrong"
+    )
+
+
+def _load_config(path: str, revision: str, trust_remote_code: bool) -> tuple[Any, str | None]:
+    """The config, and the commit on the hub that it is of."""
+    if not path.strip():
+        raise CocaError(
+            "got an empty name of a model, expected a model directory or a hub id as owner/name"
+        )
+    if (Path(path) / "adapter_config.json").is_file() and not (
+        Path(path) / "config.json"
+    ).is_file():
+        raise CocaError(
+            f"{path}: got an adapter of peft, expected a whole model; merge it into its base model "
+            f"(merge_and_unload) and save that with the tokenizer"
+        )
+    if Path(path).exists() and not (Path(path) / "config.json").is_file():
+        raise CocaError(
+            f"{path}: got no config.json there, expected a model directory as save_pretrained "
+            f"writes it"
+        )
+    if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
+        raise CocaError(
+            f"{path}: no such directory, expected a model directory or a hub id as owner/name"
+        )
+    try:
+        config = AutoConfig.from_pretrained(
+            path, revision=revision, trust_remote_code=trust_remote_code
+        )
+        return config, extract_commit_hash(
+            cached_file(path, "config.json", revision=revision), None
+        )
+    except Exception as error:  # transformers raises what its readers raise
+        _check_own_code(path, error)
+        found = (
+            "its config.json"
+            if Path(path).exists()
+            else "no such directory here, and as a hub id it"
+        )
+        raise CocaError(f"{path}: {found} cannot be read ({first_line(error)})") from error
+
+
+def _check_own_code(path: str, error: Exception) -> None:
+    """Raise CocaError where the code that a model carries is not trusted, or is broken."""
+    if "trust_remote_code=True" in str(error):
+        raise CocaError(f"{path}: {_OWN_CODE}") from None
+    frames = traceback.extract_tb(error.__traceback__)
+    cache = dynamic_module_utils.HF_MODULES_CACHE  # that code runs from there
+    ran = [
+        f"{Path(frame.filename).name}, line {frame.lineno}: "
+        for frame in frames
+        if cache in frame.filename
+    ]
+    if ran or any(frame.filename == dynamic_module_utils.__file__ for frame in frames):
+        found = (
+            f"{ran[-1]}{first_line(error)}"
+            if ran
+            else _syntax_error(Path(path)) or first_line(error)
+        )
+        raise CocaError(
+            f"{path}: the code that it carries cannot be run ({found}); repair that code, or ask "
+            f"who wrote it"
+        ) from error
+
+
+def _syntax_error(directory: Path) -> str | None:
+    """The first in the code of a directory; transformers' own error does not say the file."""
+    for file in sorted(directory.glob("*.py")):
+        try:
+            ast.parse(file.read_bytes(), file.name)
+        except (SyntaxError, ValueError) as error:
+            return f"{file.name}: {first_line(error)}"
+    return None
+
+
+_OWN_CODE = (
+    "got a model that needs the code it carries; read that code, and if you trust it, add "
+    "--trust-remote-code"
+)
+
+
+def _load_weights(
+    path: str, config: Any, dtype: str, revision: str, trust_remote_code: bool
+) -> Any:
+    expected = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    found = getattr(config, "architectures", None) or []
+    carries_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if not (carries_code and trust_remote_code) and (
+        expected is None or (found and expected.__name__ not in found)
+    ):
+        if carries_code:
+            raise CocaError(f"{path}: {_OWN_CODE}")
+        raise CocaError(
+            f"{path}: got {', '.join(found) or config.model_type}, expected a causal language model"
+            + (f" ({expected.__name__})" if expected else "")
+        )
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
+        )
+    except Exception as error:  # and so do safetensors, torch and pickle
+        _check_own_code(path, error)
+        # Errors of these kinds do not come from reading files
+        if isinstance(error, ArithmeticError | AttributeError | KeyError | TypeError):
+            raise CocaError(
+                f"{path}: transformers makes no model of its config.json ({first_line(error)})"
+            ) from error
+        raise CocaError(
+            f"{path}: its weights cannot be loaded ({first_line(error)}); save or convert it again"
+        ) from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise CocaError(
+            f"{path}: got weights without {missing[0]} ({len(missing)} missing in all), expected "
+            f"every tensor of {type(model).__name__}; save or convert it again"
+        )
+    for name, stored, wanted in sorted(info["mismatched_keys"]):
+        raise CocaError(
+            f"{path}: got {name} of shape {list(stored)}, expected {list(wanted)} by its "
+            f"config.json; are they of one model?"
+        )
+    unused = sorted(name for name in info["unexpected_keys"] if not is_derived(name, config))
+    if unused:
+        raise CocaError(
+            f"{path}: got weights with {unused[0]} ({len(unused)} such in all), which "
+            f"{type(model).__name__} with this config.json does not use; are they of one model?"
+        )
+    return model
+
+
+def _load_tokenizer(path: str, revision: str, trust_remote_code: bool) -> Any:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:
+        _check_own_code(path, error)
+        raise CocaError(
+            f"{path}: got no tokenizer that can be loaded, expected one beside the model; copy "
+            f"tokenizer.json and tokenizer_config.json of the original model there "
+            f"({first_line(error)})"
+        ) from error
+    # Texts may be longer than those that the model was trained on
+    tokenizer.model_max_length = int(1e30)
+    return tokenizer
+
+
+def _fingerprint(path: str, commit: str | None, trust_remote_code: bool) -> str:
+    """Sixteen hex digits of names, sizes and times of files, or of a hub id and its commit."""
+    directory = Path(path)
+    if directory.is_dir():
+        patterns = (
+            "config.json",
+            "*.safetensors",
+            "*.bin",
+            "tokenizer*",
+            *["*.py"] * trust_remote_code,
+        )
+        files = sorted(file for pattern in patterns for file in directory.glob(pattern))
+        text = json.dumps(
+            [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        )
+    else:
+        text = f"{path}@{commit}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _training(directory: Path) -> tuple[int | None, int | None]:
+    """Tokens seen and block length of the last stage of coca-train; 0 tokens if only converted."""
+    record = directory / "training.json"
+    if not record.is_file():
+        return (0 if (directory / "conversion.json").is_file() else None), None
+    try:
+        facts = json.loads(record.read_text(encoding="utf-8"))
+        tokens_seen = int(facts["tokens_seen"])
+        stages = facts.get("stages") or [{}]
+        seq_len = stages[-1].get("seq_len") or facts.get("recipe", {}).get("data", {}).get(
+            "seq_len"
+        )
+        return tokens_seen, seq_len
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        raise CocaError(
+            f"{record}: got no whole number under 'tokens_seen', expected one; delete or repair it"
+        ) from None

@@ -1,0 +1,254 @@
+"""Rows on disk, kept when a run is killed:
+
+    OUT/rows.jsonl                              a line for each row
+    OUT/perplexity-windows/<row_id>.parquet     what its value was made of; the row's `raw` names it
+
+A row is written after its raw tables, so a row on disk is complete. Besides the fields of its type
+(see `row.py`) a row has `row_id`, sixteen hex digits of what is measured, which is also a column of
+its raw tables; `processes`; and `batch_size`, sequences at a time, where the measurement takes
+several: halved where memory ran out, and no part of what is measured.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime, timezone
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from coca_hf.checkout import commit
+from coca_hf.errors import CocaError, one_line
+from coca_hf.evaluate.batches import Watch, processes
+from coca_hf.evaluate.loaded_model import LoadedModel
+from coca_hf.evaluate.rope import Rope, trained_length
+from coca_hf.evaluate.row import IDENTITY, fields, identity, latest, read_rows, relative
+
+Raw = Mapping[str, list[dict]]  # lines of a raw table, by its name
+PACKAGES = (
+    *("coca-hf", "torch", "transformers", "tokenizers", "accelerate", "datasets"),
+    *("numpy", "pyarrow"),
+)
+
+
+class Progress:
+    """How far a run is. This one is silent; `terminal.progress_on` shows it."""
+
+    def __call__(self, items: list, description: str) -> Iterable:
+        """The items of a loop within a row."""
+        return items
+
+    def begin(self, missing: list[dict], asked: int, noun: str = "rows") -> None:
+        """Of `asked` rows, those with the settings `missing` are about to be made.
+
+        noun: what is counted, if not rows.
+        """
+
+    def finish(self, settings: dict) -> None:
+        """The row of these settings is made."""
+
+
+SILENT = Progress()
+
+
+class RowStore:
+    """The rows of a directory. Opening it drops a last line that a kill cut short.
+
+    Only the main process writes. Of rows of one measurement the `latest` counts. Where memory ran
+    out, the row does not count, so that it is measured again.
+
+    Raises CocaError where the directory cannot be made or a line is no row.
+    """
+
+    def __init__(self, out_dir: Path):
+        self.out_dir = out_dir
+        with processes().main_process_first():
+            try:
+                out_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                problem = f"got {error.strerror}, expected a directory or a free name"
+                raise CocaError(f"--out {out_dir}: {problem}") from None
+            self._rows = _read_and_repair(out_dir / "rows.jsonl")
+
+    def find(self, row_type: Any, settings: dict) -> dict | None:
+        """The row already measured with these settings, or None."""
+        return self._found(row_type, settings["task"]).get(identity(row_type, settings))
+
+    def find_all(self, row_type: Any, settings: dict, but: tuple[str, ...]) -> list[dict]:
+        """The rows that have these settings in all of their identity except the fields `but`."""
+        names = [name for name in fields(row_type, IDENTITY) if name not in but]
+        rows = self._found(row_type, settings["task"]).values()
+        return [row for row in rows if all(row.get(name) == settings.get(name) for name in names)]
+
+    def append(self, row_type: Any, row: dict, raw: Raw | None = None) -> dict:
+        """Write `row` after its raw tables. Returns the row with its `row_id` and `raw`.
+
+        Raises CocaError where it cannot be written.
+        """
+        row_id = hashlib.sha256(identity(row_type, row).encode()).hexdigest()[:16]
+        tables = {name: lines for name, lines in (raw or {}).items() if lines}
+        paths = {name: f"{row['task']}-{name}/{row_id}.parquet" for name in tables}
+        row = row | {"row_id": row_id, "raw": paths}
+        if processes().is_main_process:
+            try:
+                for name, lines in tables.items():
+                    _write_table(self.out_dir / paths[name], row_id, lines)
+                _append(self.out_dir / "rows.jsonl", row)
+            except OSError as error:
+                raise CocaError(
+                    f"{self.out_dir}: a row cannot be written ({one_line(error)}); make room and "
+                    f"run the same command again: the rows before it are kept"
+                ) from error
+        self._rows.append(row)
+        return row
+
+    def _found(self, row_type: Any, task: str) -> dict[str, dict]:
+        of_task = (row for row in self._rows if row["task"] == task)
+        rows = latest(of_task, partial(identity, row_type))
+        return {
+            key: row for key, row in rows.items() if not str(row.get("error")).startswith("OOM")
+        }
+
+
+def rows_over(
+    row_type: Any,
+    settings: dict,
+    ropes: list[Rope],
+    lengths: list[int],
+    store: RowStore,
+    measure: Callable[[Rope, int, Watch], tuple[dict, Raw]],
+    progress: Progress,
+) -> Iterator[dict]:
+    """Yield a row for every RoPE setting and length; measure those that `store` does not have.
+
+    settings: what the rows say besides `rope` and `length`. measure: returns the results of a row
+    and its raw tables, and shows its loop through the given callback.
+    """
+    asked = [
+        (rope, settings | {"rope": str(rope), "length": length})
+        for rope, length in itertools.product(ropes, lengths)
+    ]
+    missing = [one for _, one in asked if store.find(row_type, one) is None]
+    progress.begin(missing, len(asked))
+    for rope, of_row in asked:
+        row = store.find(row_type, of_row)
+        if row is None:
+            began = time.perf_counter()
+            length = of_row["length"]
+            watch = partial(progress, description=f"{settings['task']}  {rope}  {length}")
+            results, raw = measure(rope, length, watch)
+            made = {"seconds": round(time.perf_counter() - began, 3), "date": now()}
+            row = store.append(row_type, of_row | results | made, raw)
+            progress.finish(of_row)
+        yield row
+
+
+def about_model(loaded: LoadedModel) -> dict:
+    """What a row says about its model, machine and versions."""
+    model = loaded.model
+    return {
+        "model": loaded.name,
+        "model_path": relative(loaded.path),
+        "fingerprint": loaded.fingerprint,
+        "model_type": model.config.model_type,
+        "coca_constraint": getattr(model.config, "coca_constraint", None),
+        "coca_kept_layers": getattr(model.config, "coca_kept_layers", None),
+        "trained_length": trained_length(model.config),
+        "model_commit": loaded.commit,
+        "trained_seq_len": loaded.trained_seq_len,
+        "tokens_seen": loaded.tokens_seen,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": _device_name(model.device),
+        "processes": processes().num_processes,
+        "versions": _packages() | {"python": platform.python_version(), "cuda": torch.version.cuda},
+        "commit": commit(),
+        "command": command_line(),
+    }
+
+
+def command_line() -> str:
+    """The command that runs, with `relative` paths."""
+    words = []
+    for word in sys.argv[1:]:
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        words.append(option + equals + relative(value))
+    return shlex.join([Path(sys.argv[0]).name, *words])
+
+
+def made_otherwise(rows: list[dict]) -> str | None:
+    """One line about rows of other versions of `PACKAGES` or another commit; None without such."""
+    here = _packages() | {"coca-hf commit": commit()}
+    others = []
+    for row in rows:
+        made = row.get("versions", {}) | {"coca-hf commit": row.get("commit")}
+        differ = [name for name in here if made.get(name) != here[name]]
+        others.append([f"{name} {made.get(name) or 'unknown'}" for name in differ])
+    count = sum(map(bool, others))
+    if not count:
+        return None
+    were, found = "row was" if count == 1 else "rows were", dict.fromkeys(itertools.chain(*others))
+    remedy = "delete such rows from rows.jsonl to measure them again"
+    return f"{count} {were} made before, with {', '.join(found)}; {remedy}"
+
+
+def now() -> str:
+    """The time in UTC, to the second, as rows write it."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _packages() -> dict[str, str]:
+    return {name: version(name) for name in PACKAGES}
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({platform.machine()}, {torch.get_num_threads()} threads)"
+
+
+def _read_and_repair(path: Path) -> list[dict]:
+    """The rows of a file, which then ends with a whole line."""
+    if not path.exists():
+        return []
+    try:
+        rows, unfinished = read_rows(path)
+        if unfinished:
+            os.truncate(path, path.stat().st_size - len(unfinished))
+        elif rows and not path.read_bytes().endswith(b"\n"):  # some editors take it off
+            with path.open("ab") as file:
+                file.write(b"\n")
+    except OSError as error:
+        problem = f"got {error.strerror}, expected the rows of coca-eval or nothing"
+        raise CocaError(f"{path}: {problem}") from None
+    return rows
+
+
+def _append(path: Path, row: dict) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_table(path: Path, row_id: str, lines: list[dict]) -> None:
+    """So that a reader, and a run that is killed, finds the whole file or none."""
+    path.parent.mkdir(exist_ok=True)
+    unfinished = path.with_name(f".{path.stem}.{os.getpid()}.partial")  # hidden from readers
+    try:
+        pq.write_table(
+            pa.Table.from_pylist([{"row_id": row_id} | line for line in lines]), unfinished
+        )
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)

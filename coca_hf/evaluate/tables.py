@@ -1,0 +1,263 @@
+"""What becomes of rows: a table of each measurement, figures against length, and cells in words.
+
+Every measurement describes itself by a `Measurement`, beside the function that yields its rows.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow
+from pyarrow.parquet import read_table
+
+from coca_hf.errors import CocaError
+from coca_hf.evaluate.row import label, last_trained_length
+from coca_hf.page import Bullets, Figure, Grid, Part
+from coca_hf.plots import FAR, Curve, Key, line_figure
+
+NBSP = "\N{NO-BREAK SPACE}"
+FLOAT, INT, FLAG = pyarrow.float64(), pyarrow.int64(), pyarrow.bool_()
+Spread = Callable[["Table", dict], tuple[float, float] | None]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How the rows of a task are read and shown.
+
+    row: the type of its rows. raw: the columns that the page reads, by raw table. settings: what
+    the rows of a table share, in words. cell: the value of a row, which it has. parts: of the
+    section on the page, from all its tables.
+    """
+
+    task: str
+    title: str
+    explanation: str
+    row: Any
+    settings: Callable[[dict], str]
+    cell: Callable[[dict], str]
+    parts: Callable[[list["Table"]], list[Part]]
+    raw: dict[str, dict[str, pyarrow.DataType]] = field(default_factory=dict)
+
+    def show(self, row: dict) -> str:
+        """The value of a row as a table has it."""
+        if row["value"] is not None:
+            return re.sub(r"^-(0\.0+)(?!\d)", r"\1", self.cell(row))  # no minus zero
+        return "OOM" if (row.get("error") or "").startswith("OOM") else "none"
+
+
+@dataclass
+class Table:
+    """Rows of one measurement with the same settings, whose values can be compared.
+
+    number: 1 for the first table of its measurement. published: values by length, by the name of a
+    published curve that stands beside them.
+    """
+
+    measurement: Measurement
+    rows: list[dict]
+    number: int = 1
+    published: dict[str, dict[int, float | None]] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> str:
+        """What the rows share, in words."""
+        return self.measurement.settings(self.rows[0])
+
+    @property
+    def lengths(self) -> list[int]:
+        """In tokens, without the null of rows that have no length."""
+        return sorted({row["length"] for row in self.rows if row["length"] is not None})
+
+    @property
+    def trained_lengths(self) -> list[int]:
+        """In tokens, of all models that say theirs."""
+        return sorted({length for row in self.rows if (length := last_trained_length(row))})
+
+    @property
+    def series(self) -> dict[str, list[dict]]:
+        """The rows of each line of the table by its label, in order of length.
+
+        The label is model and RoPE setting. Where two lines have the same one, the path and dtype
+        of their models tell them apart.
+        """
+        lines: dict[tuple, list[dict]] = {}
+        for row in self.rows:
+            lines.setdefault((label(row), row["model_path"], row["dtype"]), []).append(row)
+        count = Counter(name for name, _, _ in lines)
+        return {
+            name if count[name] == 1 else f"{name} ({path}, {dtype})": sorted(rows, key=_length)
+            for (name, path, dtype), rows in lines.items()
+        }
+
+    @property
+    def longest(self) -> dict[str, dict]:
+        """The row of the longest length of every line."""
+        return {name: rows[-1] for name, rows in self.series.items()}
+
+    def named(self, name: str) -> str:
+        """The name of a figure, unique among those of all tables."""
+        return name if self.number == 1 else f"{name}-{self.number}"
+
+    def keys(self, marked: bool = True) -> dict[str, Key]:
+        """How each line looks: colour tells models apart, dashes and markers RoPE settings."""
+        models = list(dict.fromkeys((row["model"], row["model_path"]) for row in self.rows))
+        ropes = list(dict.fromkeys(["default", *(row["rope"] for row in self.rows)]))
+        return {
+            name: Key(
+                name,
+                models.index((row["model"], row["model_path"])),
+                ropes.index(row["rope"]),
+                marked=marked,
+            )
+            for name, row in self.longest.items()
+        }
+
+    def curves(self, spread: Spread | None = None) -> list[Curve]:
+        """The values of each line against length. spread: the band of a row."""
+        keys = self.keys()
+        return [
+            Curve(
+                keys[name],
+                [row["length"] for row in rows],
+                [row["value"] for row in rows],
+                [spread(self, row) for row in rows] if spread else None,
+            )
+            for name, rows in self.series.items()
+        ]
+
+    def grid(self) -> Grid:
+        """Model and RoPE setting against length, then the published values."""
+        lengths = sorted({*self.lengths, *(n for line in self.published.values() for n in line)})
+        lines = []
+        for name, rows in self.series.items():
+            cells = {row["length"]: self.measurement.show(row) for row in rows}
+            lines.append([name, *(cells.get(length, "") for length in lengths)])
+        for name, values in self.published.items():
+            cells = {n: self.measurement.show({"value": value}) for n, value in values.items()}
+            lines.append([f"paper: {name}", *(cells.get(length, "") for length in lengths)])
+        muted = frozenset(range(len(self.series), len(lines)))
+        return Grid(["model", *map(str, lengths)], lines, numbers_from=1, muted=muted)
+
+    def missing(self) -> list[Part]:
+        """Why rows have no value."""
+        reasons = [
+            f"no value for {name} at {row['length']}: {row['error']}"
+            for name, rows in self.series.items()
+            for row in rows
+            if row["value"] is None
+        ]
+        return [Bullets(reasons)] if reasons else []
+
+    def in_words(self) -> str:
+        """The ends of every line, for readers who cannot see it."""
+        show = self.measurement.show
+        return " ".join(
+            f"{name}: {show(rows[0])} at {rows[0]['length']}"
+            + (f", {show(rows[-1])} at {rows[-1]['length']}." if len(rows) > 1 else ".")
+            for name, rows in self.series.items()
+        )
+
+    def read_raw(self, row: dict, name: str) -> list[dict] | None:
+        """The lines of a raw table of a row; None where its file is not there.
+
+        Raises CocaError where the file lacks columns that the measurement declares.
+        """
+        path, columns = row["raw"].get(name), self.measurement.raw[name]
+        if path is None or not path.is_file():
+            return None
+        try:
+            schema = pyarrow.schema(
+                [pyarrow.field(*one, nullable=False) for one in columns.items()]
+            )
+            return read_table(path).select(schema.names).cast(schema).to_pylist()
+        except (ValueError, OSError, KeyError, NotImplementedError) as error:  # pyarrow's errors
+            raise CocaError(
+                f"{path}: got no parquet file with columns {', '.join(columns)} as coca-eval "
+                f"writes them; delete it and its row, and measure again"
+            ) from error
+
+    def raw_of_longest(self, name: str) -> dict[str, list[dict]]:
+        """The lines of a raw table for every line of the table, at its longest length."""
+        found = {line: self.read_raw(row, name) for line, row in self.longest.items()}
+        return {line: some for line, some in found.items() if some}
+
+
+def text_settings(row: dict) -> str:
+    """The documents of a row in words: where they are from, their number and their cut."""
+    count = len(row["document_names"])
+    cut = f" cut to {row['max_tokens']} tokens" if row["max_tokens"] else ""
+    return f"{data_of(row)}, {count} document{'s' * (count > 1)}{cut}"
+
+
+def data_of(row: dict) -> str:
+    """The source of documents; for a data set on the hub, with the subset and revision."""
+    asked = {"subset": row.get("subset"), "revision": row.get("data_revision")}
+    return ", ".join([row["data"], *(f"{name} {value}" for name, value in asked.items() if value)])
+
+
+def perplexity_cell(row: dict) -> str:
+    """Two decimal places; three digits from 10,000 on."""
+    return f"{row['value']:.2f}" if row["value"] < 1e4 else f"{row['value']:.3g}"
+
+
+def share_cell(row: dict) -> str:
+    """Two decimal places."""
+    return f"{row['value']:.2f}"
+
+
+def curve_figure(
+    name: str, alt: str, caption: str, curves: list[Curve], y_label: str, **options: Any
+) -> Figure:
+    """`curves` as `line_figure` draws them, with their legend. options: of `line_figure`."""
+    draw = line_figure(curves, y_label, **options)
+    return Figure(name, alt, caption, draw, [curve.key for curve in curves])
+
+
+def against_layer(curves: list[Curve], y_label: str, name: str, alt: str, caption: str) -> Figure:
+    """A figure of values by layer."""
+    last = int(max(x for curve in curves for x in curve.xs))
+    ticks = [*range(0, last + 1, max(1, last // 6))]
+    axes = {"x_label": "layer", "x_scale": "linear", "y_scale": "linear", "ticks": ticks}
+    return curve_figure(name, alt, caption, curves, y_label, **axes)
+
+
+def against_length(
+    table: Table, y_label: str, y_scale: str, spread: Spread | None = None
+) -> list[Part]:
+    """Figure and grid of values against length, with published curves and reasons for missing ones.
+
+    y_scale: as `line_figure` takes it. spread: the band of a row.
+    """
+    curves = table.curves(spread)
+    for style, (name, values) in enumerate(table.published.items()):
+        known = {length: value for length, value in values.items() if value is not None}
+        key = Key(f"paper: {name}", style=style, published=True)
+        curves.append(Curve(key, [*known], [*known.values()]))
+    caption = f"{table.measurement.title} against context length"
+    notes = []
+    if any(ends for curve in curves for ends in curve.band or []):
+        notes.append(" Shaded: from the 10th to the 90th percentile of the documents.")
+    if any(row["value"] is None or row["value"] > FAR for row in table.rows):
+        notes.append(" A cross at the upper edge: no value, or one beyond the page.")
+    if len(table.trained_lengths) > 1:
+        lengths = {
+            row["model"]: length for row in table.rows if (length := last_trained_length(row))
+        }
+        said = ", ".join(f"{length} ({model})" for model, length in lengths.items())
+        notes.append(f" Trained at: {said}.")
+    figure = curve_figure(
+        table.named(table.measurement.task),
+        f"{caption}. {table.in_words()}",
+        f"{caption}: {table.settings}.{''.join(notes)}",
+        curves,
+        y_label,
+        y_scale=y_scale,
+        trained_lengths=table.trained_lengths,
+    )
+    return [figure, table.grid(), *table.missing()]
+
+
+def _length(row: dict) -> int:
+    return row["length"] or 0  # benchmarks of lm-eval have none

@@ -1,0 +1,74 @@
+"""The rows of several runs as tables of rows whose values can be compared."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from coca_hf.errors import CocaError
+from coca_hf.evaluate.measurements import MEASUREMENTS
+from coca_hf.evaluate.row import check_row, label, latest, read_rows, shared
+from coca_hf.evaluate.tables import Table
+
+
+def read_tables(runs: Sequence[Path]) -> list[Table]:
+    """The tables of the directories `runs`, in the order of `MEASUREMENTS`.
+
+    Of rows that measure the same, the latest counts. Rows get `model_states` and `text_states`: the
+    fingerprints of the model of this name and path, and the hashes of the documents of this table
+    that it was measured on, in all rows. There is one of each, unless files have changed. The `raw`
+    of a row becomes paths, whose files may be absent.
+
+    Raises CocaError where a directory has no rows, or a line is no row.
+    """
+    rows = [row for run in runs for row in sorted(_read(run), key=lambda row: row["date"])]
+    models: dict[tuple, set] = {}
+    texts: dict[tuple, set] = {}
+    for row in rows:
+        model = row["model"], row["model_path"]
+        row["model_states"] = models.setdefault(model, set())
+        row["text_states"] = texts.setdefault((model, _table_of(row)), set())
+        row["model_states"].add(row.get("fingerprint"))
+        row["text_states"].add(row.get("data_hash"))
+    found = latest(rows, _measured)
+    # A benchmark that fails has a row without a metric. Once it is answered, it has one for each.
+    answered = {
+        _measured(row | {"metric": None, "filter": None}): row["date"]
+        for row in found.values()
+        if row.get("metric")
+    }
+    tables: dict[tuple, list[dict]] = {}
+    for measured, row in found.items():
+        if measured not in answered or row["date"] > answered[measured]:
+            tables.setdefault(_table_of(row), []).append(row)
+    return [
+        Table(measurement, of_table, number)
+        for task, measurement in MEASUREMENTS.items()
+        for number, of_table in enumerate(
+            (rows for (task_of, _), rows in tables.items() if task_of == task), 1
+        )
+    ]
+
+
+def _table_of(row: dict) -> tuple:
+    return row["task"], shared(MEASUREMENTS[row["task"]].row, row)
+
+
+def _measured(row: dict) -> tuple:
+    """What rows that measure the same have in common."""
+    return label(row), row["model_path"], row["dtype"], row["length"], _table_of(row)
+
+
+def _read(run: Path) -> list[dict]:
+    """The rows of a directory, checked, with paths in `raw`."""
+    path = run / "rows.jsonl"
+    if not path.is_file():
+        raise CocaError(f"{run}: got no rows.jsonl there, expected the --out of coca-eval")
+    rows, _ = read_rows(path)
+    if not rows:
+        raise CocaError(f"{path}: got no rows, expected at least one; run coca-eval first")
+    for line_number, row in enumerate(rows, 1):
+        where = f"{path}, line {line_number}"
+        if row["task"] not in MEASUREMENTS:
+            raise CocaError(f"{where}: got no row of coca-eval; delete the line")
+        check_row(row, MEASUREMENTS[row["task"]].row, where)
+        row["raw"] = {name: run / file for name, file in row["raw"].items()}
+    return rows
