@@ -79,7 +79,7 @@ def test_the_base_has_at_most_nine_dependencies_and_patches_converts_and_generat
     [
         ("train", ["RECIPE"], "accelerate", "train"),
         ("evaluate", ["perplexity", "MODEL", "--data", "TEXT", "--lengths", "8", "--out", "OUT"], "accelerate", "eval"),
-        ("evaluate", ["report", "OUT", "--out", "PAGE"], "matplotlib", "report"),
+        ("evaluate", ["report", "OUT", "--out", "PAGE"], "accelerate", "eval"),
         ("convert", ["MODEL", "DST", "--calibrate", "TEXT"], "pyarrow", "text"),
     ],
 )
