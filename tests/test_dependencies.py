@@ -89,7 +89,7 @@ def test_a_missing_extra_is_one_line_with_the_command_that_installs_it(
     (tmp_path / "text.parquet").write_bytes(b"PAR1")
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows/rows.jsonl").touch()
-    recipe = ROOT / "recipes/quickstart.yaml"
+    recipe = ROOT / "recipes/recover.yaml"
     places = {"MODEL": tiny_llama_dir, "TEXT": tmp_path / "text.parquet", "DST": tmp_path / "converted"}
     places |= {"OUT": tmp_path / "rows", "PAGE": tmp_path / "page", "RECIPE": recipe}
     code = f"from coca_cli.main import {command}\n{command}()"

@@ -68,12 +68,12 @@ def test_slurm_queues_up_again_on_75_alone_unless_cancelled_and_always_resumes(
     slurm |= {"SLURM_CPUS_PER_TASK": 3, "CODE": code, "STATE": state}
     environment = {**os.environ, "PATH": f"{stand_ins}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT)}
     environment |= {name: str(value) for name, value in slurm.items()}
-    script = [str(CLUSTER / "slurm.sh"), "recipes/quickstart.yaml", "model=a b"]
+    script = [str(CLUSTER / "slurm.sh"), "recipes/recover.yaml", "model=a b"]
     result = subprocess.run(script, env=environment, capture_output=True, text=True)
     assert result.returncode == code, result.stderr
     (tmp_path / "scontrol.log").touch()
     assert (tmp_path / "scontrol.log").read_text() == requeued
-    asked = "-m coca_hf.train recipes/quickstart.yaml model=a b --resume"
+    asked = "-m coca_hf.train recipes/recover.yaml model=a b --resume"
     assert (tmp_path / "python.log").read_text() == f"0/2 0 first 2 {asked}\n1/2 1 first 2 {asked}\n"
 
 
