@@ -2,12 +2,12 @@
 take hours.
 """
 
-import json
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from safetensors.torch import load_file
 from typer.main import get_command
 
@@ -18,29 +18,35 @@ from tests.report.made import BOOKS, row, with_raw, write_rows
 
 SCRIPTS = Path(__file__).parents[1] / "scripts" / "recovery"
 RUN = runpy.run_path(str(SCRIPTS / "run.py"))
-PLAN = RUN["PLAN"]
+PLANS = {file.stem: yaml.safe_load(file.read_text()) for file in sorted(SCRIPTS.glob("*s.yaml"))}
+RUNS = [(plan, name) for plan in PLANS for name in PLANS[plan]["runs"]]
+TASKS = [(plan, *task) for plan in PLANS for task in PLANS[plan]["evaluate"]]
 
 
-@pytest.mark.parametrize("name", PLAN["runs"])
-def test_every_run_starts_somewhere_and_its_recipe_is_one(name):
-    run = PLAN["runs"][name]
-    assert run["start"] in PLAN["starts"]
-    if "stages" in run:
-        settings = {"stages": run["stages"], "model": "start", **run.get("settings", {})}
-        changes = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-        recipe = load_recipe(SCRIPTS / "recipe.yaml", changes)
-        assert sum(recipe.options(stage)["max_steps"] for stage in recipe.stages) == 21
-        assert any(stage.needs_teacher for stage in recipe.stages) == ("distilled" in name)
+@pytest.mark.parametrize(("plan", "name"), RUNS, ids=str)
+def test_every_run_starts_somewhere_and_its_recipe_is_one(plan, name, monkeypatch, tmp_path):
+    run, commands = PLANS[plan]["runs"][name], []
+    assert run["start"] in PLANS[plan]["starts"]
+    if not run.keys() & {"stages", "settings"}:
+        return
+    (tmp_path / "1-stage").mkdir()
+    (tmp_path / "1-stage/training.json").touch()
+    monkeypatch.setitem(RUN["train"].__globals__, "run", lambda *words: commands.append(words))
+    assert RUN["train"](PLANS[plan], run, Path("start"), 3, tmp_path) == tmp_path / "1-stage"
+    _, recipe, *changes = commands[0][: commands[0].index("--out")]
+    recipe = load_recipe(SCRIPTS.parents[1] / recipe, changes)
+    assert (recipe.model, recipe.data.seed) == ("start", 3)
+    steps = run.get("settings", {}).get("stages.recover.max_steps", 21)
+    assert sum(recipe.options(stage)["max_steps"] for stage in recipe.stages) == steps
+    learns_from_original = "distilled" in name or "recovered" in name
+    assert any(stage.needs_teacher for stage in recipe.stages) == learns_from_original
 
 
-TASKS = [task for task, _ in PLAN["evaluate"]]
-
-
-@pytest.mark.parametrize(("task", "options"), PLAN["evaluate"], ids=TASKS)
-def test_every_measurement_is_one_of_coca_eval(task, options):
+@pytest.mark.parametrize(("plan", "task", "options"), TASKS, ids=str)
+def test_every_measurement_is_one_of_coca_eval(plan, task, options):
     parameters = get_command(app).commands[task].params
     known = {word for parameter in parameters for word in parameter.opts}
-    assert {f"--{key}" for key in options} <= known
+    assert {RUN["option"](*pair)[0] for pair in options.items()} <= known
 
 
 def test_a_copy_is_the_fold_of_the_keys_without_its_scale(tiny_llama_dir, tiny_coca_dir, tmp_path):

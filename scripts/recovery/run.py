@@ -1,8 +1,12 @@
-"""Ways from SmolLM2-135M to a CoCA model at one small budget, and what each brings back: run.py [NAME...]
+"""Ways from SmolLM2-135M to a CoCA model, and what each brings back: run.py [--plan PLAN] [NAME...]
 
-runs.yaml beside this file names the runs: where each starts, how it trains, with which seeds. All train on the same
-text in the same order (by seed), and all are measured alike. Every step is a coca-convert, coca-train or coca-eval
-command, printed before it runs. Run it again: what is done is skipped, a killed run continues.
+A plan names the runs: where each starts, how it trains, with which seeds. All train on the same
+text in the same order (by seed), and all are measured alike. Every step is a coca-convert,
+coca-train or coca-eval command, printed before it runs. Run it again: what is done is skipped, and
+a killed run continues. The plans beside this file:
+
+    runs.yaml     issue 7: ways to low perplexity, compared on 21,504 tokens
+    lookups.yaml  issue 19: the use of context, with all layers converted and with some kept
 
     OUT/starts/…          converted checkpoints
     OUT/trained/NAME-…    what coca-train makes of them
@@ -22,28 +26,33 @@ import yaml
 from coca_cli.main import evaluate as run_coca_eval
 
 HERE = Path(__file__).parent
-PLAN = yaml.safe_load((HERE / "runs.yaml").read_text(encoding="utf-8"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", choices=[[], *PLAN["runs"]], help="all by default")
-    parser.add_argument("--out", type=Path, default=Path("runs/recovery"))
-    parser.add_argument("--seeds", type=int, default=100, help="at most so many of a run's")
+    parser.add_argument("names", nargs="*", help="all by default")
+    parser.add_argument("--plan", type=Path, default=HERE / "runs.yaml")
+    parser.add_argument("--out", type=Path, help="by default runs/ and the name in the plan")
+    parser.add_argument("--seeds", type=int, default=100, help="the most of any run")
     options = parser.parse_args()
-    for line in PLAN["prepare"]:
+    plan = yaml.safe_load(options.plan.read_text(encoding="utf-8"))
+    if unknown := set(options.names) - set(plan["runs"]):
+        parser.error(f"NAME: got {', '.join(unknown)}, expected some of {', '.join(plan['runs'])}")
+    out = options.out or Path("runs", plan["name"])
+    for line in plan["prepare"]:
         run("bash", "-ec", line)
-    evaluate(PLAN["original"], "original", options.out)
-    for name in options.names or PLAN["runs"]:
-        plan = PLAN["runs"][name]
-        seeds = plan.get("seeds", 1)
+    evaluate(plan, plan["original"], "original", out)
+    for name in options.names or plan["runs"]:
+        of_run = plan["runs"][name]
+        seeds = of_run.get("seeds", 1)
         for seed in range(min(seeds, options.seeds)):
-            checkpoint = convert(plan["start"], options.out / "starts")
-            if "stages" in plan:
-                checkpoint = train(plan, checkpoint, seed, options.out / "trained" / f"{slug(name)}-{seed}")
-            evaluate(checkpoint, name if seeds == 1 else f"{name}, seed {seed}", options.out)
-    trained = sorted((options.out / "trained").glob("[!.]*"))  # no locks
-    coca_eval("report", options.out / "rows", *trained, "--out", options.out / "page")
+            checkpoint = convert(plan, of_run["start"], out / "starts")
+            if "stages" in of_run or "settings" in of_run:
+                directory = out / "trained" / f"{slug(name)}-{seed}"
+                checkpoint = train(plan, of_run, checkpoint, seed, directory)
+            evaluate(plan, checkpoint, name if seeds == 1 else f"{name}, seed {seed}", out)
+    trained = sorted((out / "trained").glob("[!.]*"))  # no locks
+    coca_eval("report", out / "rows", *trained, "--out", out / "page")
 
 
 def run(*command) -> None:
@@ -52,18 +61,22 @@ def run(*command) -> None:
     subprocess.run(words, check=True)
 
 
+def option(name: str, value) -> tuple:
+    return (f"--{name}",) if value is True else (f"--{name}", value)
+
+
 def slug(name: str) -> str:
     return name.replace(", ", "-").replace(" ", "-")
 
 
-def convert(start: str, directory: Path) -> Path:
+def convert(plan: dict, start: str, directory: Path) -> Path:
     """The checkpoint of a start."""
-    options, checkpoint = dict(PLAN["starts"][start]), directory / slug(start)
+    options, checkpoint = dict(plan["starts"][start]), directory / slug(start)
     scaled = options.pop("scaled", True)
     if not checkpoint.exists():
         made = checkpoint if scaled else checkpoint.with_name(f".{checkpoint.name}")
-        words = [word for key, value in options.items() for word in (f"--{key}", value)]
-        run("coca-convert", PLAN["original"], made, *words, "--overwrite")
+        words = [word for pair in options.items() for word in option(*pair)]
+        run("coca-convert", plan["original"], made, *words, "--overwrite")
         if not scaled:
             unscale(made)
             made.rename(checkpoint)
@@ -83,17 +96,18 @@ def unscale(checkpoint: Path) -> None:
     save_file(tensors, file, {"format": "pt"})
 
 
-def train(plan: dict, start: Path, seed: int, out: Path) -> Path:
-    settings = {"model": str(start), "data.seed": seed, "training.seed": seed, "stages": plan["stages"]}
-    settings |= plan.get("settings", {})
+def train(plan: dict, of_run: dict, start: Path, seed: int, out: Path) -> Path:
+    settings = {"model": str(start), "data.seed": seed, "training.seed": seed}
+    settings |= {"stages": of_run["stages"]} if "stages" in of_run else {}
+    settings |= plan.get("settings", {}) | of_run.get("settings", {})
     changes = [f"{key}={json.dumps(value)}" for key, value in settings.items()]  # JSON is YAML
-    run("coca-train", HERE / "recipe.yaml", *changes, "--out", out, "--resume")
+    run("coca-train", plan["recipe"], *changes, "--out", out, "--resume")
     return sorted(path.parent for path in out.glob("*/training.json"))[-1]
 
 
-def evaluate(checkpoint: Path | str, label: str, out: Path) -> None:
-    for task, options in PLAN["evaluate"]:
-        words = [word for key, value in options.items() for word in (f"--{key}", value)]
+def evaluate(plan: dict, checkpoint: Path | str, label: str, out: Path) -> None:
+    for task, options in plan["evaluate"]:
+        words = [word for pair in options.items() for word in option(*pair)]
         coca_eval(task, checkpoint, *words, "--name", label, "--out", out / "rows")
 
 
