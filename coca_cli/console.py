@@ -10,7 +10,9 @@ console = PlainConsole(stderr=True, soft_wrap=True)
 
 
 class BadOption(ValueError):
-    """What is wrong with options, in one line; CocaError is not to be had before all of coca_hf is imported."""
+    """What is wrong with options, in one line; CocaError is not to be had before all of coca_hf is
+    imported.
+    """
 
 
 def say(text: str) -> None:

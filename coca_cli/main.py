@@ -12,7 +12,8 @@ import typer
 
 from coca_cli.console import BadOption, console
 
-WrongOption: Any = typer.BadParameter.__base__  # of a value, or an option, argument or command that is not there
+# of a value, or an option, argument or command that is not there
+WrongOption: Any = typer.BadParameter.__base__
 
 
 def convert() -> None:
@@ -33,13 +34,16 @@ def run(module: str, extra: str) -> None:
     Bad input, wrong options and a package of an extra that is not installed become one line on
     stderr and exit code 2.
     """
-    gc.set_threshold(10_000)  # objects; the usual 700 make looking for garbage a tenth of the time that imports take
+    # objects; the usual 700 make looking for garbage a tenth of the time that imports take
+    gc.set_threshold(10_000)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of names it will drop: not ours
+    # of names it will drop: not ours
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     try:
         sys.exit(import_module(module).app(standalone_mode=False) or 0)
     except WrongOption as error:
-        if message := _of_option(error):  # typer has printed the help where there is no argument at all
+        # typer has printed the help where there is no argument at all
+        if message := _of_option(error):
             console.print(f"error: {message}", style="red")
         sys.exit(2)
     except ValueError as error:
@@ -62,11 +66,14 @@ def run(module: str, extra: str) -> None:
         )
         sys.exit(2)
     finally:
-        gc.freeze()  # or the collector would go over all that was imported once more, and exiting take a second
+        # or the collector would go over all that was imported once more, and exiting take a second
+        gc.freeze()
 
 
 def _of_option(error: Any) -> str:
-    """What typer says; which number is none, or out of bounds, says pydantic alone, the cause of the error."""
+    """What typer says; which number is none, or out of bounds, says pydantic alone, the cause of
+    the error.
+    """
     _, number, expected = error.message.partition("Input should be ")
     if not number:
         return error.format_message()

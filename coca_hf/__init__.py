@@ -1,4 +1,6 @@
-"""CoCA for Hugging Face models. Importing this registers its models with transformers' Auto classes."""
+"""CoCA for Hugging Face models. Importing this registers its models with transformers' Auto
+classes.
+"""
 
 from importlib.metadata import version
 

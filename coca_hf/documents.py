@@ -1,4 +1,6 @@
-"""Documents from where people keep them: text, JSON lines, parquet and arrow files, and data sets on the hub."""
+"""Documents from where people keep them: text, JSON lines, parquet and arrow files, and data sets
+on the hub.
+"""
 
 import glob
 import itertools
@@ -21,7 +23,9 @@ SUFFIXES = (
 
 
 class Document(NamedTuple):
-    name: str  # the file's name, from the files' common directory where names repeat; of rows with ":row" from 0
+    # the file's name, from the files' common directory where names repeat; of rows with ":row" from
+    # 0
+    name: str
     text: str
     where: str  # as `name`, with the file's path as it was given
 
@@ -36,23 +40,29 @@ def read_documents(
 ) -> Iterator[Document]:
     """Yield the documents of `source` in order, one at a time.
 
-    source: a file, a directory or a glob of .txt (a file is a document), .jsonl, .json, .parquet or .arrow (a row is a
-    document, its text in `column`), .txt and .jsonl also as .gz and .zst; or else the id of a data set on the hub, of
-    which `split` (and `subset`, `revision`) is streamed. With `skip_empty`, rows whose text is null or blank are left
-    out.
+    source: a file, a directory or a glob of .txt (a file is a document), .jsonl, .json, .parquet or
+    .arrow (a row is a document, its text in `column`), .txt and .jsonl also as .gz and .zst; or
+    else the id of a data set on the hub, of which `split` (and `subset`, `revision`) is streamed.
+    With `skip_empty`, rows whose text is null or blank are left out.
 
-    Raises CocaError, with the file's path and the row, where there is nothing to read, a file is binary or damaged, a
-    column is missing, or a text is empty, no text or not UTF-8.
+    Raises CocaError, with the file's path and the row, where there is nothing to read, a file is
+    binary or damaged, a column is missing, or a text is empty, no text or not UTF-8.
     """
     for document in read_all_documents(source, column, split, subset, revision):
         if document.text:
             yield document
         elif not skip_empty:
-            raise CocaError(f"{document.where}: got an empty document, expected text; remove it from the source")
+            raise CocaError(
+                f"{document.where}: got an empty document, expected text; remove it from the source"
+            )
 
 
 def read_all_documents(
-    source: str, column: str = "text", split: str = "train", subset: str | None = None, revision: str | None = None
+    source: str,
+    column: str = "text",
+    split: str = "train",
+    subset: str | None = None,
+    revision: str | None = None,
 ) -> Iterator[Document]:
     """As `read_documents`, with those whose text is null or blank: theirs is ""."""
     files = local_files(source)
@@ -64,7 +74,8 @@ def read_all_documents(
         rows = _read_hub(source, column, split, subset, revision)
     else:
         raise CocaError(
-            f"{source}: got no such file, expected a {', '.join(SUFFIXES)} file, a directory or a glob of them, "
+            f"{source}: got no such file, expected a {', '.join(SUFFIXES)} file, a directory or a "
+            f"glob of them, "
             f"or the id of a data set on the hub"
         )
     for name, where, text in rows:
@@ -72,10 +83,13 @@ def read_all_documents(
             yield Document(name, "", where)
             continue
         if not isinstance(text, str):
-            raise CocaError(f"{where}: got {type(text).__name__} in column {column!r}, expected text")
+            raise CocaError(
+                f"{where}: got {type(text).__name__} in column {column!r}, expected text"
+            )
         if text.count("\0") * 100 > len(text):  # one here and there is in many a source of code
             raise CocaError(
-                f"{where}: got {text.count(chr(0)):,} zero bytes, expected text, not binary data; remove it"
+                f"{where}: got {text.count(chr(0)):,} zero bytes, expected text, not binary data; "
+                f"remove it"
             )
         if not text.isascii():
             _check_characters(where, text)
@@ -87,7 +101,8 @@ def _check_characters(where: str, text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON can write it; tokenizers do not take it
         raise CocaError(
-            f"{where}: got half of a surrogate pair at character {error.start}, expected text that UTF-8 can write; "
+            f"{where}: got half of a surrogate pair at character {error.start}, expected text that "
+            f"UTF-8 can write; "
             f"mend or remove it"
         ) from None
 
@@ -98,7 +113,8 @@ def is_on_hub(source: str) -> bool:
 
 
 def commit_of(source: str, revision: str | None = None) -> str | None:
-    """The commit that a data set on the hub has now, at `revision`; None for local files. In offline mode, `revision`.
+    """The commit that a data set on the hub has now, at `revision`; None for local files. In
+    offline mode, `revision`.
 
     Raises CocaError where the hub does not say.
     """
@@ -115,22 +131,37 @@ def commit_of(source: str, revision: str | None = None) -> str | None:
 
 
 def local_files(source: str) -> list[Path]:
-    """The files that `source` names, in the order they are read; none where it may be a data set on the hub.
+    """The files that `source` names, in the order they are read; none where it may be a data set on
+    the hub.
 
-    Raises CocaError for a directory without a file to read, for a file of another kind, and for an empty name.
+    Raises CocaError for a directory without a file to read, for a file of another kind, and for an
+    empty name.
     """
     if not source.strip():
-        raise CocaError("got an empty name of a source, expected a file, a directory, a glob of them or a hub id")
+        raise CocaError(
+            "got an empty name of a source, expected a file, a directory, a glob of them or a hub "
+            "id"
+        )
     path = Path(source)
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if _suffix(file))
         if not files:
-            raise CocaError(f"{source}: got a directory without {', '.join(SUFFIXES)} files, expected at least one")
+            raise CocaError(
+                f"{source}: got a directory without {', '.join(SUFFIXES)} files, expected at least "
+                f"one"
+            )
         return files
-    files = [path] if path.is_file() else sorted({Path(name) for name in glob.glob(source, recursive=True)})
+    files = (
+        [path]
+        if path.is_file()
+        else sorted({Path(name) for name in glob.glob(source, recursive=True)})
+    )
     for file in files:
         if not _suffix(file):
-            raise CocaError(f"{file}: got a {file.suffix or 'nameless'} file, expected one of {', '.join(SUFFIXES)}")
+            raise CocaError(
+                f"{file}: got a {file.suffix or 'nameless'} file, expected one of "
+                f"{', '.join(SUFFIXES)}"
+            )
     return files
 
 
@@ -158,13 +189,20 @@ def _is_hub_id(source: str) -> bool:
 
 
 def _read_file(file: Path, name: str, column: str) -> Iterator[tuple[str, str, Any]]:
-    """Name, place and content of every row; what stops the reading is named with the row after the last good one."""
+    """Name, place and content of every row; what stops the reading is named with the row after the
+    last good one.
+    """
     kind = _suffix(file).split(".")[1]
     if kind == "txt":
         yield name, str(file), _read_text(file)
         return
     readers: dict[str, Callable[[Path, str], Iterable[Any]]]
-    readers = {"jsonl": _json_lines, "json": _json_rows, "parquet": _parquet_rows, "arrow": _arrow_rows}
+    readers = {
+        "jsonl": _json_lines,
+        "json": _json_rows,
+        "parquet": _parquet_rows,
+        "arrow": _arrow_rows,
+    }
     row_number = 0
     try:
         for text in readers[kind](file, column):
@@ -174,7 +212,8 @@ def _read_file(file: Path, name: str, column: str) -> Iterator[tuple[str, str, A
         raise
     except Exception as error:  # pyarrow, datasets and the decompressors raise what they like
         raise CocaError(
-            f"{file}: row {row_number}: cannot be read as {_suffix(file)} ({first_line(error)}); is the file whole?"
+            f"{file}: row {row_number}: cannot be read as {_suffix(file)} ({first_line(error)}); "
+            f"is the file whole?"
         ) from error
 
 
@@ -184,22 +223,33 @@ def _read_text(file: Path) -> str:
             content = stream.read()
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise CocaError(f"{file}: got bytes that are not UTF-8 at offset {error.start}; convert the file") from None
+        raise CocaError(
+            f"{file}: got bytes that are not UTF-8 at offset {error.start}; convert the file"
+        ) from None
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise CocaError(f"{file}: cannot be read as text ({first_line(error)})") from error
     if "\0" in text:
-        raise CocaError(f"{file}: got a zero byte at offset {content.index(0)}, expected text, not a binary file")
+        raise CocaError(
+            f"{file}: got a zero byte at offset {content.index(0)}, expected text, not a binary "
+            f"file"
+        )
     return text
 
 
 def _open(file: Path):
-    """The file's bytes, decompressed by its suffix. Raises CocaError where the decompressor is not installed."""
+    """The file's bytes, decompressed by its suffix. Raises CocaError where the decompressor is not
+    installed.
+    """
     import fsspec
 
     try:
-        return fsspec.open(str(file), "rb", compression={".gz": "gzip", ".zst": "zstd"}.get(file.suffix)).open()
+        return fsspec.open(
+            str(file), "rb", compression={".gz": "gzip", ".zst": "zstd"}.get(file.suffix)
+        ).open()
     except ValueError as error:
-        raise CocaError(f"{file}: {file.suffix} needs a decompressor: pip install zstandard") from error
+        raise CocaError(
+            f"{file}: {file.suffix} needs a decompressor: pip install zstandard"
+        ) from error
 
 
 def _json_lines(file: Path, column: str) -> Iterator[Any]:
@@ -210,19 +260,24 @@ def _json_lines(file: Path, column: str) -> Iterator[Any]:
                 row = json.loads(line.decode("utf-8"))
             except UnicodeDecodeError as error:
                 raise CocaError(
-                    f"{file}: row {row_number}: got bytes that are not UTF-8 at offset {error.start}; convert the file"
+                    f"{file}: row {row_number}: got bytes that are not UTF-8 at offset "
+                    f"{error.start}; convert the file"
                 ) from None
             except (ValueError, RecursionError) as error:
                 raise CocaError(f"{file}: row {row_number}: not JSON ({error})") from None
             if not isinstance(row, dict):
-                raise CocaError(f"{file}: row {row_number}: got a JSON {type(row).__name__}, expected an object")
+                raise CocaError(
+                    f"{file}: row {row_number}: got a JSON {type(row).__name__}, expected an object"
+                )
             yield _text_of(row, column, str(file), row_number)
 
 
 def _json_rows(file: Path, column: str) -> Iterator[Any]:
     from datasets import load_dataset
 
-    for row_number, row in enumerate(load_dataset("json", data_files=str(file), split="train", streaming=True)):
+    for row_number, row in enumerate(
+        load_dataset("json", data_files=str(file), split="train", streaming=True)
+    ):
         yield _text_of(row, column, str(file), row_number)
 
 
@@ -232,7 +287,8 @@ def _parquet_rows(file: Path, column: str) -> Iterator[Any]:
     with parquet.ParquetFile(file) as table:
         _check_columns(table.schema_arrow.names, column, str(file))
         for batch in table.iter_batches(batch_size=256, columns=[column]):
-            yield from (value.as_py() for value in batch.column(0))  # one by one: an error is of its row
+            # one by one: an error is of its row
+            yield from (value.as_py() for value in batch.column(0))
 
 
 def _arrow_rows(file: Path, column: str) -> Iterator[Any]:
@@ -267,14 +323,16 @@ def _read_hub(
         if row_number < 0:
             raise _unread(dataset_id, error) from error
         raise CocaError(
-            f"{dataset_id}: the hub gave nothing after row {row_number} ({first_line(error)}); when it answers again, "
+            f"{dataset_id}: the hub gave nothing after row {row_number} ({first_line(error)}); "
+            f"when it answers again, "
             f"the same command continues, a training with --resume"
         ) from error
 
 
 def _unread(dataset_id: str, error: Exception) -> CocaError:
     return CocaError(
-        f"{dataset_id}: no such file here, and not readable as a data set on the hub ({first_line(error)})"
+        f"{dataset_id}: no such file here, and not readable as a data set on the hub "
+        f"({first_line(error)})"
     )
 
 
@@ -283,7 +341,12 @@ def _text_of(row: dict, column: str, where: str, row_number: int) -> Any:
     return row[column]
 
 
-def _check_columns(names: Iterable[str], column: str, where: str, row_number: int | None = None) -> None:
+def _check_columns(
+    names: Iterable[str], column: str, where: str, row_number: int | None = None
+) -> None:
     if column not in names:
         row = "" if row_number is None else f" in row {row_number}"
-        raise CocaError(f"{where}: got columns {', '.join(names)}, expected a column {column!r} with the text{row}")
+        raise CocaError(
+            f"{where}: got columns {', '.join(names)}, expected a column {column!r} with the "
+            f"text{row}"
+        )

@@ -7,10 +7,11 @@ LONGEST = 1000
 
 
 class CocaError(ValueError):
-    """Bad input or surroundings. The message is one line: where, got, expected, remedy. The commands exit with 2.
+    """Bad input or surroundings. The message is one line: where, got, expected, remedy. The
+    commands exit with 2.
 
-    Names and values out of other people's files are part of messages, so line breaks and what else cannot be printed
-    become escapes, and the middle of a very long message is left out.
+    Names and values out of other people's files are part of messages, so line breaks and what else
+    cannot be printed become escapes, and the middle of a very long message is left out.
     """
 
     def __init__(self, message: str):
@@ -33,10 +34,14 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def library_errors(problem: str) -> Iterator[None]:
-    """Turn whatever a library raises into a CocaError that opens with `problem`; a CocaError passes as it is."""
+    """Turn whatever a library raises into a CocaError that opens with `problem`; a CocaError passes
+    as it is.
+    """
     try:
         yield
     except CocaError:
         raise
-    except Exception as error:  # libraries raise anything for files and options that nobody vouches for
+    except (
+        Exception
+    ) as error:  # libraries raise anything for files and options that nobody vouches for
         raise CocaError(f"{problem}: {one_line(error)}") from error

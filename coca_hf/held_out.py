@@ -1,12 +1,13 @@
-"""Which part of a source is kept out of training and calibration, so that the loss on it says something.
+"""Which part of a source is kept out of training and calibration, so that the loss on it says
+something.
 
-Documents are held out by a hash of their text, whatever the seed: every run on a source leaves out the same ones, and
-copies of a document share its fate. Of a large source a hundredth is held out. A small one gives the documents of
-lowest hash, as few as will do; where even that would take more than a tenth of its text, as of a single book, every
-document gives its end.
+Documents are held out by a hash of their text, whatever the seed: every run on a source leaves out
+the same ones, and copies of a document share its fate. Of a large source a hundredth is held out. A
+small one gives the documents of lowest hash, as few as will do; where even that would take more
+than a tenth of its text, as of a single book, every document gives its end.
 
-The blocks are passages of at least `DOCUMENTS` documents, where the source can spare as many: one document, which may
-be in verse, in another language or all tables, says little of the others.
+The blocks are passages of at least `DOCUMENTS` documents, where the source can spare as many: one
+document, which may be in verse, in another language or all tables, says little of the others.
 """
 
 import math
@@ -30,7 +31,9 @@ Place = tuple[str, str, str, str | None, str | None, bool]
 
 
 class HeldOut(NamedTuple):
-    """How a source is split: documents with a hash under `below` are held out, of the others the `tail`, a share."""
+    """How a source is split: documents with a hash under `below` are held out, of the others the
+    `tail`, a share.
+    """
 
     below: int = 0
     tail: float = 0.0
@@ -42,13 +45,16 @@ class HeldOut(NamedTuple):
         return split_at_space(text, self.tail) if self.tail else (text, "")
 
 
-def hold_out(place: Place, encoder: Encoder, seq_len: int, num_blocks: int) -> tuple[HeldOut, Tensor]:
+def hold_out(
+    place: Place, encoder: Encoder, seq_len: int, num_blocks: int
+) -> tuple[HeldOut, Tensor]:
     """Choose what is held out of a source, and pack it into blocks: (blocks, seq_len), int64.
 
     place: the arguments of `read_documents`.
 
-    There are fewer than `num_blocks` blocks, perhaps none, where a tenth of the source has no more. Reads about
-    1,600 documents, a hundred times as many tokens as there are in the blocks, or the source to its end.
+    There are fewer than `num_blocks` blocks, perhaps none, where a tenth of the source has no more.
+    Reads about 1,600 documents, a hundred times as many tokens as there are in the blocks, or the
+    source to its end.
     """
     rule = HeldOut(below=LARGE)
     if num_blocks == 0:
@@ -69,22 +75,30 @@ def hold_out(place: Place, encoder: Encoder, seq_len: int, num_blocks: int) -> t
         return HeldOut(), torch.empty(0, seq_len, dtype=torch.int64)
     rule, passage = _rule_of_small(seen, needed, passage, tokens_per_character(place, encoder))
     held = (rule.split(document.text)[1] for document in read_documents(*place))
-    return rule, _pack([_passage(text, encoder, passage) for text in held if text.strip()], seq_len, num_blocks)
+    return rule, _pack(
+        [_passage(text, encoder, passage) for text in held if text.strip()], seq_len, num_blocks
+    )
 
 
 def shares(weights: list[float], total: int) -> list[int]:
     """`total` dealt out in proportion to `weights`, by largest remainder."""
     exact = [total * weight / sum(weights) for weight in weights]
     dealt = [int(share) for share in exact]
-    for place in sorted(range(len(weights)), key=lambda i: dealt[i] - exact[i])[: total - sum(dealt)]:
+    for place in sorted(range(len(weights)), key=lambda i: dealt[i] - exact[i])[
+        : total - sum(dealt)
+    ]:
         dealt[place] += 1
     return dealt
 
 
-def _rule_of_small(seen: list[tuple[int, int]], needed: int, passage: int, density: float) -> tuple[HeldOut, int]:
-    """The rule, and the tokens of a passage: more than `passage` where the source cannot spare so many documents.
+def _rule_of_small(
+    seen: list[tuple[int, int]], needed: int, passage: int, density: float
+) -> tuple[HeldOut, int]:
+    """The rule, and the tokens of a passage: more than `passage` where the source cannot spare so
+    many documents.
 
-    seen: hash and characters of every document; needed: tokens that fill the blocks; density: tokens per character.
+    seen: hash and characters of every document; needed: tokens that fill the blocks; density:
+    tokens per character.
     """
     most = MOST * sum(characters for _, characters in seen)
     while passage < 2 * needed:
@@ -94,7 +108,8 @@ def _rule_of_small(seen: list[tuple[int, int]], needed: int, passage: int, densi
             if held > most:
                 break
             found += min(characters * density, passage)
-            if found >= 1.1 * needed or (passage >= needed and found >= needed):  # some have fewer than expected
+            # some have fewer than expected
+            if found >= 1.1 * needed or (passage >= needed and found >= needed):
                 return HeldOut(below=key + 1), passage
         passage *= 2
     return HeldOut(tail=min(MOST, needed / density * MOST / most)), needed

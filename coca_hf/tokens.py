@@ -1,4 +1,6 @@
-"""Documents as tokens, in pieces, so that one of any size takes neither its tokens' memory nor a long silence."""
+"""Documents as tokens, in pieces, so that one of any size takes neither its tokens' memory nor a
+long silence.
+"""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -14,7 +16,9 @@ PIECE_CHARACTERS = 2**20  # a call of the tokenizer: about a second, and 250,000
 
 
 class Piece(NamedTuple):
-    """A part of a document's text, and where its source is after it: documents read, characters of the next one."""
+    """A part of a document's text, and where its source is after it: documents read, characters of
+    the next one.
+    """
 
     text: str
     begins: bool
@@ -24,25 +28,35 @@ class Piece(NamedTuple):
 
 
 class Encoder:
-    """Pieces of documents as tokens: a document has the tokenizer's own special tokens, and eos at its end.
+    """Pieces of documents as tokens: a document has the tokenizer's own special tokens, and eos at
+    its end.
 
     Raises CocaError for a tokenizer without an eos token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         if tokenizer.eos_token_id is None:
-            raise CocaError(f"{tokenizer.name_or_path}: the tokenizer has no eos token, expected one to end documents")
+            raise CocaError(
+                f"{tokenizer.name_or_path}: the tokenizer has no eos token, expected one to end "
+                f"documents"
+            )
         self.tokenizer = tokenizer
         probe = tokenizer("a", add_special_tokens=False)["input_ids"]
         with_special = tokenizer("a")["input_ids"]
-        start = next(i for i in range(len(with_special)) if with_special[i : i + len(probe)] == probe)
+        start = next(
+            i for i in range(len(with_special)) if with_special[i : i + len(probe)] == probe
+        )
         self._before, after = with_special[:start], with_special[start + len(probe) :]
-        self._after = after if after[-1:] == [tokenizer.eos_token_id] else [*after, tokenizer.eos_token_id]
+        self._after = (
+            after if after[-1:] == [tokenizer.eos_token_id] else [*after, tokenizer.eos_token_id]
+        )
 
     def __call__(self, pieces: list[Piece]) -> Tensor:
         """The tokens of `pieces`, one after the other, (tokens,), int64."""
         texts = [piece.text for piece in pieces]
-        encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        encoded = self.tokenizer(
+            texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+        )
         tokens: list[int] = []
         for piece, ids in zip(pieces, encoded["input_ids"], strict=True):
             tokens += self._before if piece.begins else []
@@ -57,11 +71,12 @@ class Encoder:
 
 
 def pieces_of(text: str, document: int = 0, character: int = 0) -> Iterator[Piece]:
-    """Cut a document into pieces of at most `PIECE_CHARACTERS`, from `character` on; most documents are one piece.
+    """Cut a document into pieces of at most `PIECE_CHARACTERS`, from `character` on; most documents
+    are one piece.
 
-    A cut comes after the last line break in the second half of a piece, else before the last space there, else where
-    the piece is full. Tokenizers look at the text on both sides of a place, so that a document which is cut may have
-    other tokens right at its cuts than it had in one piece.
+    A cut comes after the last line break in the second half of a piece, else before the last space
+    there, else where the piece is full. Tokenizers look at the text on both sides of a place, so
+    that a document which is cut may have other tokens right at its cuts than it had in one piece.
     """
     while character < len(text):
         end = _cut(text, character)
@@ -72,7 +87,9 @@ def pieces_of(text: str, document: int = 0, character: int = 0) -> Iterator[Piec
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Runs of pieces of at least `PIECE_CHARACTERS` together, which a fast tokenizer takes in parallel."""
+    """Runs of pieces of at least `PIECE_CHARACTERS` together, which a fast tokenizer takes in
+    parallel.
+    """
     batch, characters = [], 0
     for piece in pieces:
         batch.append(piece)
@@ -94,7 +111,9 @@ def _cut(text: str, start: int) -> int:
 
 
 def split_at_space(text: str, share: float) -> tuple[str, str]:
-    """Cut `text` in two at the first white space after its first `1 - share`, or there if none follows."""
+    """Cut `text` in two at the first white space after its first `1 - share`, or there if none
+    follows.
+    """
     place = len(text) - int(len(text) * share)
     space = re.compile(r"\s").search(text, place)
     place = space.start() if space else place

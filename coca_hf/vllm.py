@@ -1,12 +1,16 @@
-"""vLLM's plugin: with coca_hf installed beside it, vLLM serves CoCA checkpoints without `--trust-remote-code`."""
+"""vLLM's plugin: with coca_hf installed beside it, vLLM serves CoCA checkpoints without
+`--trust-remote-code`.
+"""
 
 BACKEND = "vllm.model_executor.models.transformers:TransformersForCausalLM"
 
 
 def register() -> None:
-    """Tell vLLM that its Transformers backend runs CoCA; the entry point `coca` of `vllm.general_plugins`.
+    """Tell vLLM that its Transformers backend runs CoCA; the entry point `coca` of
+    `vllm.general_plugins`.
 
-    vLLM calls it in every process that it starts. `import coca_hf`, which comes before, registers the configuration.
+    vLLM calls it in every process that it starts. `import coca_hf`, which comes before, registers
+    the configuration.
     """
     from vllm import ModelRegistry
 

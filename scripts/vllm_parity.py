@@ -1,14 +1,16 @@
-"""Compare vLLM's OpenAI-compatible server with transformers, on a CPU: greedy tokens and their log probabilities.
+"""Compare vLLM's OpenAI-compatible server with transformers, on a CPU: greedy tokens and their log
+probabilities.
 
     scripts/setup_vllm.sh
     python scripts/vllm_parity.py CHECKPOINT --load plugin          # vLLM finds CoCA by coca_hf's plugin
     python scripts/vllm_parity.py CHECKPOINT --load self-contained  # the code in the checkpoint, coca_hf not imported
     python scripts/vllm_parity.py CHECKPOINT --load plugin --config '{"rope_parameters": {"rope_type": "linear", …}}'
 
-The server answers 20 prompts one after another and then all at once. Both sides are float32, and transformers decodes
-with its cache. Tokens are equal, except that greedy decoding may branch where the two best tokens of transformers are
-within TOLERANCE of each other: a tie that rounding decides. Such a prompt is compared up to there, and counted. Exits
-with 1 where tokens differ otherwise or a log probability by more than TOLERANCE.
+The server answers 20 prompts one after another and then all at once. Both sides are float32, and
+transformers decodes with its cache. Tokens are equal, except that greedy decoding may branch where
+the two best tokens of transformers are
+within TOLERANCE of each other: a tie that rounding decides. Such a prompt is compared up to there,
+and counted. Exits with 1 where tokens differ otherwise or a log probability by more than TOLERANCE.
 """
 
 import argparse
@@ -39,7 +41,8 @@ import coca_hf  # noqa: F401  registers CoCA with transformers
 TOLERANCE = 2e-3  # in log probability
 START_SECONDS = 240
 LONG = (
-    "The committee met on the first Monday of the month, heard the treasurer's account of the winter, and asked why "
+    "The committee met on the first Monday of the month, heard the treasurer's account of the "
+    "winter, and asked why "
     "the roof of the library had not been mended before the rain. Nobody answered. "
 )
 PROMPTS = (
@@ -86,38 +89,64 @@ class Comparison(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        return self.largest_difference <= TOLERANCE and (self.num_equal == self.num_tokens or self.branched_at_a_tie)
+        return self.largest_difference <= TOLERANCE and (
+            self.num_equal == self.num_tokens or self.branched_at_a_tie
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--load", choices=("plugin", "self-contained"), required=True)
     parser.add_argument("--tokens", type=int, default=24, help="new tokens per prompt")
-    parser.add_argument("--config", type=json.loads, default={}, help="JSON that replaces fields of config.json")
+    parser.add_argument(
+        "--config", type=json.loads, default={}, help="JSON that replaces fields of config.json"
+    )
     parser.add_argument("--venv", type=Path, default=Path(__file__).parents[1] / ".venv-vllm")
-    parser.add_argument("--log", type=Path, help="the server's log; by default it is kept only where the server fails")
+    parser.add_argument(
+        "--log",
+        type=Path,
+        help="the server's log; by default it is kept only where the server fails",
+    )
     options = parser.parse_args()
 
     disable_progress_bar()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         checkpoint, log = directory / "checkpoint", options.log or directory / "server.log"
-        prepare(options.checkpoint, checkpoint, options.config, alone=options.load == "self-contained")
+        prepare(
+            options.checkpoint, checkpoint, options.config, alone=options.load == "self-contained"
+        )
         expected, lengths = complete_with_transformers(checkpoint, options.tokens)
-        with server(options.venv, checkpoint, options.load, log, max(lengths) + options.tokens) as url:
+        with server(
+            options.venv, checkpoint, options.load, log, max(lengths) + options.tokens
+        ) as url:
             one_by_one = [complete_with_vllm(url, prompt, options.tokens) for prompt in PROMPTS]
             with ThreadPoolExecutor(len(PROMPTS)) as pool:
-                at_once = list(pool.map(lambda prompt: complete_with_vllm(url, prompt, options.tokens), PROMPTS))
+                at_once = list(
+                    pool.map(
+                        lambda prompt: complete_with_vllm(url, prompt, options.tokens), PROMPTS
+                    )
+                )
         if "Using Transformers modeling backend" not in log.read_text(errors="replace"):
-            sys.exit("error: the server's log does not say that it runs the Transformers backend, which runs CoCA")
-    rounds = {"one by one": compare(expected, one_by_one, lengths), "at once": compare(expected, at_once, lengths)}
+            sys.exit(
+                "error: the server's log does not say that it runs the Transformers backend, which "
+                "runs CoCA"
+            )
+    rounds = {
+        "one by one": compare(expected, one_by_one, lengths),
+        "at once": compare(expected, at_once, lengths),
+    }
     show(rounds)
     sys.exit(not all(line.passed for lines in rounds.values() for line in lines))
 
 
 def prepare(checkpoint: Path, directory: Path, changes: dict, alone: bool) -> None:
-    """Make `directory` the checkpoint with a changed config: by links, and without its code unless it goes `alone`."""
+    """Make `directory` the checkpoint with a changed config: by links, and without its code unless
+    it goes `alone`.
+    """
     directory.mkdir()
     for file in checkpoint.iterdir():
         if file.name != "config.json" and (alone or file.suffix != ".py"):
@@ -129,8 +158,12 @@ def prepare(checkpoint: Path, directory: Path, changes: dict, alone: bool) -> No
 
 
 @torch.no_grad()
-def complete_with_transformers(checkpoint: Path, num_tokens: int) -> tuple[list[Completion], list[int]]:
-    """Greedy completions by `generate`, a prompt at a time, and the number of tokens of every prompt."""
+def complete_with_transformers(
+    checkpoint: Path, num_tokens: int
+) -> tuple[list[Completion], list[int]]:
+    """Greedy completions by `generate`, a prompt at a time, and the number of tokens of every
+    prompt.
+    """
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     model.generation_config.eos_token_id = None  # all completions have the same length
@@ -139,11 +172,17 @@ def complete_with_transformers(checkpoint: Path, num_tokens: int) -> tuple[list[
         inputs = tokenizer(prompt, return_tensors="pt")
         lengths.append(inputs.input_ids.shape[1])
         output = model.generate(
-            **inputs, max_new_tokens=num_tokens, do_sample=False, output_logits=True, return_dict_in_generate=True
+            **inputs,
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
         )
         best = torch.cat(output.logits).log_softmax(-1).topk(2)  # (n, 2)
         gaps = best.values[:, 0] - best.values[:, 1]
-        completions.append(Completion(best.indices[:, 0].tolist(), best.values[:, 0].tolist(), gaps.tolist()))
+        completions.append(
+            Completion(best.indices[:, 0].tolist(), best.values[:, 0].tolist(), gaps.tolist())
+        )
     return completions, lengths
 
 
@@ -160,21 +199,44 @@ def complete_with_vllm(url: str, prompt: str, num_tokens: int) -> Completion:
     }
     body = json.dumps(request).encode()
     headers = {"Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", body, headers), timeout=300) as answer:
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{url}/v1/completions", body, headers), timeout=300
+    ) as answer:
         logprobs = json.load(answer)["choices"][0]["logprobs"]
-    return Completion([int(token.split(":")[1]) for token in logprobs["tokens"]], logprobs["token_logprobs"], [])
+    return Completion(
+        [int(token.split(":")[1]) for token in logprobs["tokens"]], logprobs["token_logprobs"], []
+    )
 
 
 @contextmanager
 def server(venv: Path, checkpoint: Path, load: str, log: Path, max_len: int) -> Iterator[str]:
-    """Run vLLM for `checkpoint` on a free port, for contexts of `max_len` tokens; yields its address."""
+    """Run vLLM for `checkpoint` on a free port, for contexts of `max_len` tokens; yields its
+    address.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
         *(str(venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(checkpoint), "--served-model-name", "coca", "--host", "127.0.0.1", "--port", str(port)),
-        *("--dtype", "float32", "--max-model-len", str(max_len), "--enforce-eager", "--generation-config", "vllm"),
+        *(
+            "--model",
+            str(checkpoint),
+            "--served-model-name",
+            "coca",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+        ),
+        *(
+            "--dtype",
+            "float32",
+            "--max-model-len",
+            str(max_len),
+            "--enforce-eager",
+            "--generation-config",
+            "vllm",
+        ),
         *(("--trust-remote-code",) if load == "self-contained" else ()),
     ]
     environment = os.environ | {
@@ -184,7 +246,9 @@ def server(venv: Path, checkpoint: Path, load: str, log: Path, max_len: int) -> 
         "VLLM_NO_USAGE_STATS": "1",
     }
     with log.open("wb") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=stream, env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=stream, env=environment, start_new_session=True
+        )
     try:
         wait_until_up(process, f"http://127.0.0.1:{port}", log)
         yield f"http://127.0.0.1:{port}"
@@ -193,7 +257,9 @@ def server(venv: Path, checkpoint: Path, load: str, log: Path, max_len: int) -> 
 
 
 def wait_until_up(process: subprocess.Popen, url: str, log: Path) -> None:
-    """Return when the server is healthy; exit with the end of its log where it ends or takes too long."""
+    """Return when the server is healthy; exit with the end of its log where it ends or takes too
+    long.
+    """
     deadline = time.monotonic() + START_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
         try:
@@ -202,7 +268,9 @@ def wait_until_up(process: subprocess.Popen, url: str, log: Path) -> None:
             time.sleep(0.5)
         else:
             return
-    sys.exit(f"error: vLLM did not start; the end of its log:\n{log.read_text(errors='replace')[-6000:]}")
+    sys.exit(
+        f"error: vLLM did not start; the end of its log:\n{log.read_text(errors='replace')[-6000:]}"
+    )
 
 
 def stop(process: subprocess.Popen) -> None:
@@ -217,22 +285,39 @@ def stop(process: subprocess.Popen) -> None:
             continue
 
 
-def compare(expected: list[Completion], got: list[Completion], lengths: list[int]) -> list[Comparison]:
+def compare(
+    expected: list[Completion], got: list[Completion], lengths: list[int]
+) -> list[Comparison]:
     lines = []
-    for prompt, num_prompt_tokens, ours, theirs in zip(PROMPTS, lengths, expected, got, strict=True):
+    for prompt, num_prompt_tokens, ours, theirs in zip(
+        PROMPTS, lengths, expected, got, strict=True
+    ):
         pairs = list(zip(ours.tokens, theirs.tokens, strict=True))
         num_equal = next((place for place, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        differences = [abs(a - b) for a, b in zip(ours.logprobs, theirs.logprobs, strict=True)][:num_equal]
+        differences = [abs(a - b) for a, b in zip(ours.logprobs, theirs.logprobs, strict=True)][
+            :num_equal
+        ]
         # At a branch, only that token's own gap can excuse it.
         gap = min(ours.gaps) if num_equal == len(pairs) else ours.gaps[num_equal]
-        lines.append(Comparison(prompt, num_prompt_tokens, num_equal, len(pairs), max(differences, default=0.0), gap))
+        lines.append(
+            Comparison(
+                prompt, num_prompt_tokens, num_equal, len(pairs), max(differences, default=0.0), gap
+            )
+        )
     return lines
 
 
 def show(rounds: dict[str, list[Comparison]]) -> None:
     """Print a line per prompt, and the worst of all."""
     console = Console(width=110)
-    table = Table("prompt", "tokens", *(f"equal, {name}" for name in rounds), "logprob difference", "smallest gap", "")
+    table = Table(
+        "prompt",
+        "tokens",
+        *(f"equal, {name}" for name in rounds),
+        "logprob difference",
+        "smallest gap",
+        "",
+    )
     for lines in zip(*rounds.values(), strict=True):
         table.add_row(
             repr(lines[0].prompt)[:30].replace("[", "\\["),
@@ -248,7 +333,8 @@ def show(rounds: dict[str, list[Comparison]]) -> None:
     lines = [line for lines in rounds.values() for line in lines]
     console.print(
         f"{sum(line.passed for line in lines)} of {len(lines)} completions equal, "
-        f"{sum(line.passed and line.branched_at_a_tie for line in lines)} of them up to a tie; largest log probability "
+        f"{sum(line.passed and line.branched_at_a_tie for line in lines)} of them up to a tie; "
+        f"largest log probability "
         f"difference {max(line.largest_difference for line in lines):.1e}",
         highlight=False,
     )

@@ -1,4 +1,6 @@
-"""Small real things that many tests start from. Sizes are pairwise different, so that a swapped axis cannot pass."""
+"""Small real things that many tests start from. Sizes are pairwise different, so that a swapped
+axis cannot pass.
+"""
 
 import gc
 import os
@@ -12,7 +14,8 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, whose own functions follow it
+    # before anything imports Triton, whose own functions follow it
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -30,7 +33,8 @@ TINY = {
 }
 
 
-# Files that take longest, the longest first: begun last, one of them would keep the other worker of xdist waiting.
+# Files that take longest, the longest first: begun last, one of them would keep the other worker of
+# xdist waiting.
 LONGEST = (
     "test_real_checkpoint.py",
     "test_vllm.py",
@@ -68,7 +72,9 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Keep what imports made out of every later garbage collection, which took half of a small training run."""
+    """Keep what imports made out of every later garbage collection, which took half of a small
+    training run.
+    """
     gc.collect()
     gc.freeze()
 
@@ -82,13 +88,19 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="</s>"
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="</s>",
     )
 
 
 @pytest.fixture(scope="session")
 def tiny_llama_dir(tmp_path_factory, tiny_tokenizer):
-    """A random LLaMA checkpoint with grouped queries (6 heads, 2 key/value heads, head_dim 8), trained length 64."""
+    """A random LLaMA checkpoint with grouped queries (6 heads, 2 key/value heads, head_dim 8),
+    trained length 64.
+    """
     torch.manual_seed(0)
     directory = tmp_path_factory.mktemp("checkpoints") / "tiny-llama"
     config = LlamaConfig(vocab_size=len(tiny_tokenizer), **TINY, initializer_range=0.2)
@@ -110,8 +122,13 @@ def small_disk(tmp_path):
     """A file system of 6 MB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", disk], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", disk], capture_output=True, check=False
+    )
     if mounted.returncode:
-        pytest.skip("mounting a file system needs root; tests with a limit on the size of files take the same path")
+        pytest.skip(
+            "mounting a file system needs root; tests with a limit on the size of files take the "
+            "same path"
+        )
     yield disk
     subprocess.run(["umount", "--lazy", disk], check=True)  # garbage may hold files open

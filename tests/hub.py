@@ -1,4 +1,6 @@
-"""Stand-ins for the hub's endpoint on this machine: what all of them need, and one that has data sets."""
+"""Stand-ins for the hub's endpoint on this machine: what all of them need, and one that has data
+sets.
+"""
 
 import json
 import re
@@ -34,8 +36,9 @@ class HubHandler(BaseHTTPRequestHandler):
 
 
 class DataSetHub(HubHandler):
-    """One data set, `server.repo`. commits: the files of each of its commits, of which the last is main; without any,
-    the hub is down. lost: a file whose reader gets no answer. asked: the paths of all requests.
+    """One data set, `server.repo`. commits: the files of each of its commits, of which the last is
+    main; without any, the hub is down. lost: a file whose reader gets no answer. asked: the paths
+    of all requests.
     """
 
     def do_GET(self):
@@ -50,7 +53,13 @@ class DataSetHub(HubHandler):
             else:
                 self.send_file(files.get(match[1]), revision)
         elif re.fullmatch(rf"/api/datasets/{server.repo}(/revision/[^/]+)?", path):
-            self.answer({"id": server.repo, "sha": revision, "siblings": [{"rfilename": name} for name in files]})
+            self.answer(
+                {
+                    "id": server.repo,
+                    "sha": revision,
+                    "siblings": [{"rfilename": name} for name in files],
+                }
+            )
         elif re.fullmatch(rf"/api/datasets/{server.repo}/tree/[^/]+(/.*)?", path):
             self.answer([self.entry(name, content) for name, content in files.items()])
         else:
@@ -62,12 +71,20 @@ class DataSetHub(HubHandler):
         asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
         _, files = self.files(self.path)
         assert "/paths-info/" in self.path
-        self.answer([self.entry(name, content) for name, content in files.items() if name.replace("/", "%2F") in asked])
+        self.answer(
+            [
+                self.entry(name, content)
+                for name, content in files.items()
+                if name.replace("/", "%2F") in asked
+            ]
+        )
 
     def files(self, path):
         named = re.search(r"/(?:revision|tree|resolve|paths-info)/([^/]+)", path)
         commits = self.server.commits
-        revision = named[1] if named and named[1] in commits else [*commits, ""][-2 if commits else -1]
+        revision = (
+            named[1] if named and named[1] in commits else [*commits, ""][-2 if commits else -1]
+        )
         return revision, commits.get(revision)
 
     def entry(self, name, content):
@@ -80,7 +97,11 @@ class DataSetHub(HubHandler):
         if given := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             first, last = int(given[1]), min(int(given[2] or last), last)
         part = content[first : last + 1]
-        headers = {"ETag": f'"{hash(content)}"', "X-Repo-Commit": revision, "Accept-Ranges": "bytes"}
+        headers = {
+            "ETag": f'"{hash(content)}"',
+            "X-Repo-Commit": revision,
+            "Accept-Ranges": "bytes",
+        }
         if given:
             headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
         self.send(206 if given else 200, part, **headers)
@@ -101,7 +122,9 @@ def serving(handler):
 
 @contextmanager
 def serving_data_set(repo, files, cache, monkeypatch):
-    """A `DataSetHub` of one commit, bytes by name in `files`, which `datasets` reads in this process."""
+    """A `DataSetHub` of one commit, bytes by name in `files`, which `datasets` reads in this
+    process.
+    """
     with serving(DataSetHub) as server:
         server.repo, server.commits, server.asked, server.lost = repo, {"1" * 40: files}, [], None
         template = server.url + "/{repo_id}/resolve/{revision}/{filename}"

@@ -1,4 +1,6 @@
-"""The benchmarks run, check what they time and say what they were made on; how fast anything is, no test asserts."""
+"""The benchmarks run, check what they time and say what they were made on; how fast anything is, no
+test asserts.
+"""
 
 import importlib
 import json
@@ -27,7 +29,9 @@ SMOKE = {
 
 
 def run(script, *words, monkeypatch):
-    """What a script printed and did as if it were called; in this process, because imports take seconds."""
+    """What a script printed and did as if it were called; in this process, because imports take
+    seconds.
+    """
     monkeypatch.syspath_prepend(BENCH)
     monkeypatch.setattr(sys, "argv", [str(BENCH / f"{script}.py"), *map(str, words)])
     return runpy.run_path(str(BENCH / f"{script}.py"), run_name="__main__")
@@ -39,9 +43,19 @@ def _no_compiler(monkeypatch):
 
 
 @pytest.mark.parametrize("name", SMOKE)
-def test_a_benchmark_checks_its_rivals_and_records_what_it_was_made_on(name, tmp_path, monkeypatch, capsys):
+def test_a_benchmark_checks_its_rivals_and_records_what_it_was_made_on(
+    name, tmp_path, monkeypatch, capsys
+):
     script, *words = name.split()
-    run(script, *words, "--smoke", *SMOKE[name], "--out", tmp_path / "out.json", monkeypatch=monkeypatch)
+    run(
+        script,
+        *words,
+        "--smoke",
+        *SMOKE[name],
+        "--out",
+        tmp_path / "out.json",
+        monkeypatch=monkeypatch,
+    )
     result = json.loads((tmp_path / "out.json").read_text())
     rivals = [row["rival"] for row in result["rows"]]
     assert any("LLaMA" in rival or "YaRN" in rival for rival in rivals)
@@ -61,16 +75,21 @@ def test_plans_are_compared_with_what_coca_train_measures(tmp_path, monkeypatch,
     run("plan", "--smoke", "--out", tmp_path / "out.json", monkeypatch=monkeypatch)
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert len(rows) == 5
-    assert [row["error"] for row in rows] == [row["predicted_bytes"] / row["measured_bytes"] - 1 for row in rows]
+    assert [row["error"] for row in rows] == [
+        row["predicted_bytes"] / row["measured_bytes"] - 1 for row in rows
+    ]
     predicted = [row["predicted_bytes"] for row in rows]
-    assert predicted[1] < predicted[0] < predicted[2]  # checkpointing takes less, training all takes more
+    # checkpointing takes less, training all takes more
+    assert predicted[1] < predicted[0] < predicted[2]
     assert "| all, checkpointing, accumulated |" in capsys.readouterr().out
 
 
 def test_a_rival_that_is_wrong_ends_the_run(monkeypatch):
     from coca_hf.models import attention
 
-    monkeypatch.setitem(attention.FOLDS, "cpu", lambda q, t, cos, sin, constraint: (q, torch.cat((t, t), -1)))
+    monkeypatch.setitem(
+        attention.FOLDS, "cpu", lambda q, t, cos, sin, constraint: (q, torch.cat((t, t), -1))
+    )
     with pytest.raises(SystemExit, match="relative error"):
         run("model", "--smoke", monkeypatch=monkeypatch)
 
@@ -88,16 +107,28 @@ def test_the_floors_are_printed_beside_what_was_measured(tmp_path, monkeypatch, 
 
 def test_the_projection_adds_up_measured_layers(tmp_path, monkeypatch, capsys):
     rows = [
-        {"rival": "CoCA slack", "shape": "llama-7b", "train": stage, "layers": 6, "seconds": seconds}
+        {
+            "rival": "CoCA slack",
+            "shape": "llama-7b",
+            "train": stage,
+            "layers": 6,
+            "seconds": seconds,
+        }
         | {"layer_seconds": 0.1, "batch": 8, "length": 2048}
         for stage, seconds in {"t": 0.8, "qkv": 0.9, "all": 1.0}.items()
     ]
     file = tmp_path / "train-stages.json"
-    result = {"rows": rows, "hardware": {"gpu": "H200"}, "command": "python x", "date": "2026-01-01T00:00:00+00:00"}
+    result = {
+        "rows": rows,
+        "hardware": {"gpu": "H200"},
+        "command": "python x",
+        "date": "2026-01-01T00:00:00+00:00",
+    }
     file.write_text(json.dumps(result))
     run("projection", file, "--overlap", "0", monkeypatch=monkeypatch)
     page = capsys.readouterr().out
-    assert "| 1 | t_proj alone | 3.400 |" in page  # 32 * 0.1, and 0.8 - 6 * 0.1 for what is no layer
+    # 32 * 0.1, and 0.8 - 6 * 0.1 for what is no layer
+    assert "| 1 | t_proj alone | 3.400 |" in page
     communication = 2 * (2 * 6470.1e6 + 268.4e6) * 31 / 32 / 40e9
     assert f"| {communication:.3f} |" in page
     file.write_text(json.dumps(result | {"rows": rows[:2]}))
@@ -111,15 +142,42 @@ def test_what_limits_the_attention_falls_from_the_start_over_the_fit_to_what_is_
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} times {n % 7} is {n * (n % 7)}; " for n in range(400)))
     convert_checkpoint(tiny_llama_dir, tmp_path / "strict", constraint="strict")
-    words = [tiny_llama_dir, tmp_path / "strict", "--text", text, "--layers", 1, "--tokens", 512, 1024, "--passes", 20]
-    run("attention_limits", *words, "--free-steps", 200, "--out", tmp_path / "out.json", monkeypatch=monkeypatch)
+    words = [
+        tiny_llama_dir,
+        tmp_path / "strict",
+        "--text",
+        text,
+        "--layers",
+        1,
+        "--tokens",
+        512,
+        1024,
+        "--passes",
+        20,
+    ]
+    run(
+        "attention_limits",
+        *words,
+        "--free-steps",
+        200,
+        "--out",
+        tmp_path / "out.json",
+        monkeypatch=monkeypatch,
+    )
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     relu, both, more = (
         "512 tokens, ReLU's gradient",
         "512 tokens, and as many repeated",
         "1,024 tokens, and as many repeated",
     )
-    assert [row["fit"] for row in rows] == ["start", relu, "512 tokens", both, more, "free, 200 steps"]
+    assert [row["fit"] for row in rows] == [
+        "start",
+        relu,
+        "512 tokens",
+        both,
+        more,
+        "free, 200 steps",
+    ]
     start, fitted, free = rows[0], rows[-2], rows[-1]
     assert start["held_out"]["all"] > fitted["held_out"]["all"] > 1.5 * free["held_out"]["all"]
     assert rows[1]["held_out"] != rows[2]["held_out"]
@@ -128,13 +186,16 @@ def test_what_limits_the_attention_falls_from_the_start_over_the_fit_to_what_is_
     assert f"| strict | start | {start['held_out']['all']:.2f} |" in capsys.readouterr().out
 
 
-def test_mass_of_lookups_is_that_of_the_token_before_and_of_the_one_after_the_earlier_copy(monkeypatch):
+def test_mass_of_lookups_is_that_of_the_token_before_and_of_the_one_after_the_earlier_copy(
+    monkeypatch,
+):
     monkeypatch.syspath_prepend(BENCH)
     attention_limits = importlib.import_module("attention_limits")
     maps = torch.zeros(2, 3, 8, 8)
     for query in range(8):
         maps[:, 0, query, max(query - 1, 0)] = 1  # the token before
-        maps[:, 1, query, query - 3 if query > 4 else 0] = 1  # of 0 1 2 3 0 1 2 3, the token after the earlier copy
+        # of 0 1 2 3 0 1 2 3, the token after the earlier copy
+        maps[:, 1, query, query - 3 if query > 4 else 0] = 1
         maps[:, 2, query, : query + 1] = 1 / (query + 1)
     found = attention_limits.lookups(maps)
     assert (found["previous"][0], found["induction"][1]) == (1, 1)
@@ -144,7 +205,12 @@ def test_mass_of_lookups_is_that_of_the_token_before_and_of_the_one_after_the_ea
 
 @pytest.mark.parametrize(
     "attention",
-    ["sdpa", pytest.param("flash", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))],
+    [
+        "sdpa",
+        pytest.param(
+            "flash", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+        ),
+    ],
 )
 def test_flash_attention_decodes_as_eager_attention_does_within_the_rounding_of_its_type(
     attention, tmp_path, monkeypatch, capsys
@@ -164,7 +230,18 @@ def test_flash_attention_decodes_as_eager_attention_does_within_the_rounding_of_
 
 
 def test_converting_is_timed_beside_a_copy_and_its_memory_noted(tmp_path, monkeypatch, capsys):
-    words = ["--dir", tmp_path, "--shape", "tiny", "--layers", 1, "--rounds", 1, "--out", tmp_path / "out.json"]
+    words = [
+        "--dir",
+        tmp_path,
+        "--shape",
+        "tiny",
+        "--layers",
+        1,
+        "--rounds",
+        1,
+        "--out",
+        tmp_path / "out.json",
+    ]
     run("convert", *words, monkeypatch=monkeypatch)
     result = json.loads((tmp_path / "out.json").read_text())
     copy, ours = result["rows"]
@@ -196,7 +273,17 @@ def test_what_fails_on_the_gpu_is_named_and_the_rest_is_measured(tmp_path):
     failed = [line for line in finished.stderr.splitlines() if line.startswith("failed")]
     assert [line.split()[2] for line in failed] == ["124", "3"]
     calls = (tmp_path / "calls").read_text()
-    results = ("decode", "tune", "prefill", "prefill-350m", "generate", "train", "train-stages", "evaluate", "plan")
+    results = (
+        "decode",
+        "tune",
+        "prefill",
+        "prefill-350m",
+        "generate",
+        "train",
+        "train-stages",
+        "evaluate",
+        "plan",
+    )
     assert all(f"--out {tmp_path}/out/{name}.json" in calls for name in results)
     assert "floors.py --results" in calls.splitlines()[-1]
 
@@ -214,7 +301,17 @@ def test_what_was_measured_before_a_run_ends_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(decoder.CocaModel, "forward", killed)
     with pytest.raises(KeyboardInterrupt):
         run(
-            "model", "--shape", "tiny", "--lengths", "48", "56", "--repeats", "1", "--out", out, monkeypatch=monkeypatch
+            "model",
+            "--shape",
+            "tiny",
+            "--lengths",
+            "48",
+            "56",
+            "--repeats",
+            "1",
+            "--out",
+            out,
+            monkeypatch=monkeypatch,
         )
     assert {row["length"] for row in json.loads(out.read_text())["rows"]} == {48}
 
@@ -230,7 +327,9 @@ def test_the_plot_is_of_ratios_to_llama(tmp_path, monkeypatch):
 
     results = [
         result("prefill-bench", LLaMA=(1.0, 1.0), slack=(1.01, 1.02)),
-        result("decode-step-bench", **{"LLaMA sdpa": (1.0, 1.0)}, slack=(1.1, 1.4), strict=(1.2, 1.5)),
+        result(
+            "decode-step-bench", **{"LLaMA sdpa": (1.0, 1.0)}, slack=(1.1, 1.4), strict=(1.2, 1.5)
+        ),
     ]
     files = [tmp_path / f"{number}.json" for number in range(2)]
     for file, one in zip(files, results, strict=True):
@@ -244,5 +343,8 @@ def test_the_plot_is_of_ratios_to_llama(tmp_path, monkeypatch):
         "decoding, slack": [1.1, 1.4],
         "decoding, strict": [1.2, 1.5],
     }
-    with pytest.raises(SystemExit, match="got a result of 'train-bench', expected one of prefill-bench, decode-step"):
+    with pytest.raises(
+        SystemExit,
+        match="got a result of 'train-bench', expected one of prefill-bench, decode-step",
+    ):
         found["curves"]([result("train-bench")])

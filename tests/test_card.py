@@ -48,9 +48,20 @@ ROW = {
         "model_path": "/tmp/x",
         "dtype": "float32",
     },
-    **{"trained_length": 64, "coca_constraint": "slack", "tokens_seen": 0, "device": "cpu", "command": "coca-eval"},
+    **{
+        "trained_length": 64,
+        "coca_constraint": "slack",
+        "tokens_seen": 0,
+        "device": "cpu",
+        "command": "coca-eval",
+    },
     **{"versions": {"torch": "2.13.0"}, "cases": 5, "new_tokens": 8, "seed": 0},
-    **{"depths": None, "raw": {"cases": "cases.parquet"}, "trained_seq_len": None, "variant": "paper"},
+    **{
+        "depths": None,
+        "raw": {"cases": "cases.parquet"},
+        "trained_seq_len": None,
+        "variant": "paper",
+    },
 }
 
 
@@ -69,10 +80,15 @@ def checkpoint(tiny_coca_dir, tmp_path):
 
 
 def test_conversion_writes_a_card_that_says_it_is_untrained(tiny_llama_dir, tiny_coca_dir):
-    card, record = card_of(tiny_coca_dir), json.loads((tiny_coca_dir / "conversion.json").read_text())
+    card, record = (
+        card_of(tiny_coca_dir),
+        json.loads((tiny_coca_dir / "conversion.json").read_text()),
+    )
     assert card.data.library_name == "transformers"
     assert card.data.tags == ["coca", "long-context"]
-    assert card.data.get("license") is card.data.get("base_model") is card.data.get("datasets") is None
+    assert (
+        card.data.get("license") is card.data.get("base_model") is card.data.get("datasets") is None
+    )
     assert f"# {tiny_llama_dir.name} with CoCA" in card.text
     assert "has to be trained before the model is useful" in card.text
     assert "Not trained yet." in card.text
@@ -86,7 +102,12 @@ def test_the_licence_of_the_base_is_carried_over_with_its_file(tiny_llama_dir, t
     (source / "README.md").write_text(FRONT_MATTER)
     (source / "LICENSE").write_text("Do no harm.")
     record = convert_checkpoint(source, tmp_path / "coca")
-    carried = {"license": "other", "license_name": "llama3", "license_link": "LICENSE", "language": ["en", "de"]}
+    carried = {
+        "license": "other",
+        "license_name": "llama3",
+        "license_link": "LICENSE",
+        "language": ["en", "de"],
+    }
     assert record["base"] == carried
     card = card_of(tmp_path / "coca")
     assert {key: card.data.get(key) for key in carried} == carried
@@ -148,7 +169,9 @@ def test_the_card_command_adds_measured_tables_and_the_base(checkpoint, tmp_path
 
 def test_a_card_written_by_hand_is_left_as_it_is(checkpoint):
     (checkpoint / "README.md").write_text("By hand.")
-    with pytest.raises(CocaError, match=r"README.md: not written by coca_hf, and left as it is; move it"):
+    with pytest.raises(
+        CocaError, match=r"README.md: not written by coca_hf, and left as it is; move it"
+    ):
         write_card(checkpoint)
     assert (checkpoint / "README.md").read_text() == "By hand."
     (checkpoint / "README.md").write_text(f"{MARK}\nAn older card.")
@@ -166,7 +189,9 @@ def test_a_card_that_is_a_pipe_is_refused_and_does_not_hang(checkpoint):
 
 def test_records_that_are_not_ours_are_refused(checkpoint):
     (checkpoint / "conversion.json").write_text("{}")
-    with pytest.raises(CocaError, match="its records are not what coca-convert and coca-train write"):
+    with pytest.raises(
+        CocaError, match="its records are not what coca-convert and coca-train write"
+    ):
         write_card(checkpoint)
     (checkpoint / "conversion.json").write_text("[]")
     with pytest.raises(CocaError, match=r"conversion.json: got a list, expected a JSON object"):
@@ -175,5 +200,7 @@ def test_records_that_are_not_ours_are_refused(checkpoint):
     with pytest.raises(CocaError, match=r"conversion.json: not JSON"):
         write_card(checkpoint)
     (checkpoint / "conversion.json").unlink()
-    with pytest.raises(CocaError, match=r"conversion.json: no such file, expected a checkpoint that coca-convert"):
+    with pytest.raises(
+        CocaError, match=r"conversion.json: no such file, expected a checkpoint that coca-convert"
+    ):
         write_card(checkpoint)

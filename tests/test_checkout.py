@@ -12,7 +12,9 @@ from coca_hf import checkout
 
 @pytest.fixture
 def git(tmp_path):
-    """A directory with a copy of checkout.py in a package, and git in it; nothing is a repository yet."""
+    """A directory with a copy of checkout.py in a package, and git in it; nothing is a repository
+    yet.
+    """
     (tmp_path / "site" / "coca_hf").mkdir(parents=True)
     shutil.copy(checkout.__file__, tmp_path / "site" / "coca_hf")
 
@@ -26,7 +28,9 @@ def git(tmp_path):
 
 
 def commit_in(tmp_path):
-    spec = importlib.util.spec_from_file_location("copied", tmp_path / "site" / "coca_hf" / "checkout.py")
+    spec = importlib.util.spec_from_file_location(
+        "copied", tmp_path / "site" / "coca_hf" / "checkout.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.commit()

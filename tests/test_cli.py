@@ -23,7 +23,11 @@ def run(command, *arguments):
     code = RUN.format(slow=SLOW, command=command, function=function)
     wide = os.environ | {"COLUMNS": "200"}
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=wide, timeout=60
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        env=wide,
+        timeout=60,
     )
     *printed, imported = done.stdout.splitlines()
     assert imported.strip() == "imported:"
@@ -31,7 +35,9 @@ def run(command, *arguments):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("coca-convert",), ("coca-train",), ("coca-eval",), ("coca-eval", "perplexity")], ids=" ".join
+    "arguments",
+    [("coca-convert",), ("coca-train",), ("coca-eval",), ("coca-eval", "perplexity")],
+    ids=" ".join,
 )
 def test_help_imports_nothing_that_takes_seconds(arguments):
     code, printed, _ = run(*arguments, "--help")
@@ -40,27 +46,44 @@ def test_help_imports_nothing_that_takes_seconds(arguments):
 
 
 WRONG = [
-    (("coca-convert", "a", "b", "--constraint", "loose"), "'loose' is not one of 'slack', 'strict'"),
+    (
+        ("coca-convert", "a", "b", "--constraint", "loose"),
+        "'loose' is not one of 'slack', 'strict'",
+    ),
     (
         ("coca-convert", "a", "b", "--calibrate-tokens", "0"),
         "--calibrate-tokens: got 0, expected greater than or equal to 1",
     ),
-    (("coca-convert", "a", "b", "--ntk-factor", "x"), "--ntk-factor: got x, expected a valid number"),
+    (
+        ("coca-convert", "a", "b", "--ntk-factor", "x"),
+        "--ntk-factor: got x, expected a valid number",
+    ),
     (("coca-convert", "a"), "Missing argument 'dst'"),
     (("coca-train", "a.yaml", "--stages", "k"), "No such option: --stages"),
     (("coca-eval", "perplexi"), "No such command 'perplexi'. Did you mean 'perplexity'?"),
     ((*PERPLEXITY, "--stride", "0"), "--stride: got 0, expected greater than or equal to 1"),
     ((*PERPLEXITY, "--stride", "1.5"), "--stride: got 1.5, expected a valid integer"),
     ((*PERPLEXITY, "--seed", "-1"), "--seed: got -1, expected greater than or equal to 0"),
-    (("coca-eval", "passkey", "a", "--depths", "1001"), "--depths: got 1001, expected less than or equal to 1000"),
+    (
+        ("coca-eval", "passkey", "a", "--depths", "1001"),
+        "--depths: got 1001, expected less than or equal to 1000",
+    ),
     ((*PERPLEXITY, "--stride"), "Option '--stride' requires an argument"),
     (PERPLEXITY, "--data, --preset: got both or neither"),
-    (("coca-eval", "passkey", "a", "--lengths", "x", "--out", "b"), "--lengths: got 'x', expected whole numbers"),
-    (("coca-eval", "tasks", "a", "--out", "b"), "--tasks, --ruler: got neither, expected at least one of them"),
+    (
+        ("coca-eval", "passkey", "a", "--lengths", "x", "--out", "b"),
+        "--lengths: got 'x', expected whole numbers",
+    ),
+    (
+        ("coca-eval", "tasks", "a", "--out", "b"),
+        "--tasks, --ruler: got neither, expected at least one of them",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
+@pytest.mark.parametrize(
+    ("arguments", "message"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG]
+)
 def test_a_wrong_option_is_refused_in_one_line_before_anything_is_imported(arguments, message):
     code, _, printed = run(*arguments)
     assert code == 2
@@ -82,7 +105,9 @@ def test_coca_eval_without_arguments_prints_its_help_alone():
 
 
 def test_what_is_installed_exists():
-    scripts = [point for point in entry_points(group="console_scripts") if point.name.startswith("coca-")]
+    scripts = [
+        point for point in entry_points(group="console_scripts") if point.name.startswith("coca-")
+    ]
     assert {point.name for point in scripts} == {"coca-convert", "coca-train", "coca-eval"}
     for point in scripts:
         assert callable(point.load())

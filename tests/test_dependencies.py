@@ -65,7 +65,9 @@ def _run(site, code, *arguments):
     )
 
 
-def test_the_base_has_at_most_nine_dependencies_and_patches_converts_and_generates(base_site, tiny_llama_dir, tmp_path):
+def test_the_base_has_at_most_nine_dependencies_and_patches_converts_and_generates(
+    base_site, tiny_llama_dir, tmp_path
+):
     assert len(base_requirements()) <= 9
     for name in ("datasets", "matplotlib", "accelerate", "pyarrow", "tensorboard"):
         assert not (base_site / name).exists()
@@ -78,7 +80,12 @@ def test_the_base_has_at_most_nine_dependencies_and_patches_converts_and_generat
     ("command", "arguments", "module", "extra"),
     [
         ("train", ["RECIPE"], "accelerate", "train"),
-        ("evaluate", ["perplexity", "MODEL", "--data", "TEXT", "--lengths", "8", "--out", "OUT"], "accelerate", "eval"),
+        (
+            "evaluate",
+            ["perplexity", "MODEL", "--data", "TEXT", "--lengths", "8", "--out", "OUT"],
+            "accelerate",
+            "eval",
+        ),
         ("evaluate", ["report", "OUT", "--out", "PAGE"], "accelerate", "eval"),
         ("convert", ["MODEL", "DST", "--calibrate", "TEXT"], "pyarrow", "text"),
     ],
@@ -90,9 +97,15 @@ def test_a_missing_extra_is_one_line_with_the_command_that_installs_it(
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows/rows.jsonl").touch()
     recipe = ROOT / "recipes/recover.yaml"
-    places = {"MODEL": tiny_llama_dir, "TEXT": tmp_path / "text.parquet", "DST": tmp_path / "converted"}
+    places = {
+        "MODEL": tiny_llama_dir,
+        "TEXT": tmp_path / "text.parquet",
+        "DST": tmp_path / "converted",
+    }
     places |= {"OUT": tmp_path / "rows", "PAGE": tmp_path / "page", "RECIPE": recipe}
     code = f"from coca_cli.main import {command}\n{command}()"
     done = _run(base_site, code, *(places.get(argument, argument) for argument in arguments))
     assert done.returncode == 2
-    assert done.stderr == (f"error: this needs {module}, which is not installed: pip install 'coca-hf[{extra}]'\n")
+    assert done.stderr == (
+        f"error: this needs {module}, which is not installed: pip install 'coca-hf[{extra}]'\n"
+    )

@@ -45,7 +45,9 @@ FILES = ["a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "stream.arrow", "file.a
 @pytest.mark.parametrize("name", FILES)
 def test_rows_are_documents_in_every_format(tmp_path, name):
     write(tmp_path / name, ROWS)
-    expected = [Document(f"{name}:{row}", text, f"{tmp_path / name}:{row}") for row, text in enumerate(ROWS)]
+    expected = [
+        Document(f"{name}:{row}", text, f"{tmp_path / name}:{row}") for row, text in enumerate(ROWS)
+    ]
     assert list(read_documents(str(tmp_path / name))) == expected
 
 
@@ -53,14 +55,20 @@ def test_a_text_file_is_a_document_also_compressed_and_a_directory_is_all_its_fi
     (tmp_path / "b.txt").write_text("zwei ß")
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one"))
     (tmp_path / "notes.md").write_text("not read")
-    expected = [Document(name, text, str(tmp_path / name)) for name, text in (("a.txt.gz", "one"), ("b.txt", "zwei ß"))]
+    expected = [
+        Document(name, text, str(tmp_path / name))
+        for name, text in (("a.txt.gz", "one"), ("b.txt", "zwei ß"))
+    ]
     assert list(read_documents(str(tmp_path))) == expected
 
 
 BAD_ROWS = {
     "null": ([*ROWS, None], "{name}:3: got an empty document"),
     "blank": ([*ROWS, " \n"], "{name}:3: got an empty document, expected text; remove it"),
-    "binary": ([*ROWS, "MZ\0\1" * 9], "{name}:3: got 9 zero bytes, expected text, not binary data; remove it"),
+    "binary": (
+        [*ROWS, "MZ\0\1" * 9],
+        "{name}:3: got 9 zero bytes, expected text, not binary data; remove it",
+    ),
     "numbers": ([1, 2], "{name}:0: got int in column 'text', expected text"),
 }
 
@@ -101,26 +109,34 @@ def test_equal_file_names_become_paths_and_others_stay(tmp_path):
 def test_a_row_of_parquet_that_is_not_utf_8_is_named(tmp_path):
     bad = pyarrow.array([b"one", b"two", b"\xff\xfe"]).view(pyarrow.string())
     parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "a.parquet")
-    with pytest.raises(CocaError, match=r"a\.parquet: row 2: cannot be read as \.parquet \(UnicodeDecodeError: "):
+    with pytest.raises(
+        CocaError, match=r"a\.parquet: row 2: cannot be read as \.parquet \(UnicodeDecodeError: "
+    ):
         list(read_documents(str(tmp_path / "a.parquet")))
 
 
 def test_half_a_surrogate_pair_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "caf\\u00e9"}\n{"text": "ab\\ud800c"}\n')
-    with pytest.raises(CocaError, match=r"a\.jsonl:1: got half of a surrogate pair at character 2, expected text"):
+    with pytest.raises(
+        CocaError, match=r"a\.jsonl:1: got half of a surrogate pair at character 2, expected text"
+    ):
         list(read_documents(str(tmp_path / "a.jsonl")))
 
 
 def test_rows_without_text_are_left_out_where_that_is_asked_for(tmp_path):
     write(tmp_path / "a.jsonl", ["one", None, " ", "two"])
-    texts = [document.text for document in read_documents(str(tmp_path / "a.jsonl"), skip_empty=True)]
+    texts = [
+        document.text for document in read_documents(str(tmp_path / "a.jsonl"), skip_empty=True)
+    ]
     assert texts == ["one", "two"]
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path, name):
     write(tmp_path / name, ROWS)
-    with pytest.raises(CocaError, match=rf"{name}: got columns .*text.*, expected a column 'content'"):
+    with pytest.raises(
+        CocaError, match=rf"{name}: got columns .*text.*, expected a column 'content'"
+    ):
         list(read_documents(str(tmp_path / name), column="content"))
 
 
@@ -130,19 +146,37 @@ def damaged(content: bytes) -> bytes:
 
 BAD_FILES = {
     "binary.txt": (b"MZ\0\1", r"binary\.txt: got a zero byte at offset 2, expected text"),
-    "latin.txt": ("naïve".encode("latin-1"), r"latin\.txt: got bytes that are not UTF-8 at offset 2"),
-    "latin.jsonl": (lines(ROWS) + b'{"text": "na\xefve"}\n', r"latin\.jsonl: row 3: got bytes that are not UTF-8"),
+    "latin.txt": (
+        "naïve".encode("latin-1"),
+        r"latin\.txt: got bytes that are not UTF-8 at offset 2",
+    ),
+    "latin.jsonl": (
+        lines(ROWS) + b'{"text": "na\xefve"}\n',
+        r"latin\.jsonl: row 3: got bytes that are not UTF-8",
+    ),
     "half.jsonl": (lines(ROWS)[:-9], r"half\.jsonl: row 2: not JSON"),
-    "list.jsonl": (lines(ROWS) + b"[1]\n", r"list\.jsonl: row 3: got a JSON list, expected an object"),
+    "list.jsonl": (
+        lines(ROWS) + b"[1]\n",
+        r"list\.jsonl: row 3: got a JSON list, expected an object",
+    ),
     "deep.jsonl": (b"[" * 100_000, r"deep\.jsonl: row 0: not JSON"),
-    "half.txt.gz": (damaged(gzip.compress(os.urandom(900))), r"half\.txt\.gz: cannot be read as text \(EOFError"),
+    "half.txt.gz": (
+        damaged(gzip.compress(os.urandom(900))),
+        r"half\.txt\.gz: cannot be read as text \(EOFError",
+    ),
     "half.jsonl.gz": (
         damaged(gzip.compress(lines([os.urandom(90).hex() for _ in range(90)]))),
         r"half\.jsonl\.gz: row \d\d: cannot be read as \.jsonl\.gz \(EOFError.*is the file whole",
     ),
     "none.jsonl.gz": (b"plain", r"none\.jsonl\.gz: row 0: cannot be read as .*BadGzipFile"),
-    "half.parquet": (b"PAR1 and no more", r"half\.parquet: row 0: cannot be read as \.parquet \(ArrowInvalid"),
-    "half.arrow": (b"ARROW1 and no more", r"half\.arrow: row 0: cannot be read as \.arrow \(ArrowInvalid"),
+    "half.parquet": (
+        b"PAR1 and no more",
+        r"half\.parquet: row 0: cannot be read as \.parquet \(ArrowInvalid",
+    ),
+    "half.arrow": (
+        b"ARROW1 and no more",
+        r"half\.arrow: row 0: cannot be read as \.arrow \(ArrowInvalid",
+    ),
     "a.docx": (b"", r"a\.docx: got a \.docx file, expected one of \.txt"),
 }
 
@@ -167,7 +201,9 @@ def test_zstandard_without_its_package_says_what_to_install(tmp_path):
     if "zstd" in available_compressions():
         pytest.skip("zstandard is installed")
     (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
-    with pytest.raises(CocaError, match=r"a\.jsonl\.zst: \.zst needs a decompressor: pip install zstandard"):
+    with pytest.raises(
+        CocaError, match=r"a\.jsonl\.zst: \.zst needs a decompressor: pip install zstandard"
+    ):
         list(read_documents(str(tmp_path / "a.jsonl.zst")))
 
 

@@ -43,8 +43,15 @@ class Hub(HubHandler):
         elif re.fullmatch(rf"/api/models/{REPO}/preupload/.+", self.path):
             self.answer({"files": [self.how_to_upload(file) for file in json.loads(body)["files"]]})
         elif self.path == f"/{REPO}.git/info/lfs/objects/batch":
-            self.answer({"transfer": "basic", "objects": [self.lfs(item) for item in json.loads(body)["objects"]]})
-        elif match := re.fullmatch(rf"/api/models/{REPO}/commit/([^?]+)(\?create_pr=1)?", self.path):
+            self.answer(
+                {
+                    "transfer": "basic",
+                    "objects": [self.lfs(item) for item in json.loads(body)["objects"]],
+                }
+            )
+        elif match := re.fullmatch(
+            rf"/api/models/{REPO}/commit/([^?]+)(\?create_pr=1)?", self.path
+        ):
             files = hub.branches.setdefault("refs/pr/1", {}) if match[2] else hub.branches[match[1]]
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
@@ -67,14 +74,29 @@ class Hub(HubHandler):
 
     def do_GET(self):
         match = re.fullmatch(rf"/{REPO}/resolve/([^/]+)/(.+)", self.path)
-        content = self.server.branches.get(match[1].replace(COMMIT, "main"), {}).get(match[2]) if match else None
+        content = (
+            self.server.branches.get(match[1].replace(COMMIT, "main"), {}).get(match[2])
+            if match
+            else None
+        )
         if re.fullmatch(rf"/api/models/{REPO}/tree/(?:main|{COMMIT})(\?.*)?", self.path):
             files = self.server.files.items()
-            self.answer([{"type": "file", "path": name, "size": len(content), "oid": ""} for name, content in files])
+            self.answer(
+                [
+                    {"type": "file", "path": name, "size": len(content), "oid": ""}
+                    for name, content in files
+                ]
+            )
         elif "/tree/" in self.path:
             self.refuse()
         elif self.path.startswith(f"/api/models/{REPO}"):
-            self.answer({"id": REPO, "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.server.files]})
+            self.answer(
+                {
+                    "id": REPO,
+                    "sha": COMMIT,
+                    "siblings": [{"rfilename": name} for name in self.server.files],
+                }
+            )
         elif content is None:
             self.refuse()
         else:
@@ -110,7 +132,9 @@ class Hub(HubHandler):
 
 @pytest.fixture(scope="module")
 def finished_dir(tiny_llama_dir, tmp_path_factory):
-    """A checkpoint that was converted from a base with a licence, has been trained, and was measured."""
+    """A checkpoint that was converted from a base with a licence, has been trained, and was
+    measured.
+    """
     directory = tmp_path_factory.mktemp("hub")
     base = shutil.copytree(tiny_llama_dir, directory / "base")
     (base / "README.md").write_text(FRONT_MATTER)
@@ -118,7 +142,14 @@ def finished_dir(tiny_llama_dir, tmp_path_factory):
     convert_checkpoint(base, directory / "coca")
     (directory / "coca" / "training.json").write_text(json.dumps(TRAINING))
     write_rows(directory)
-    options = ["card", str(directory / "coca"), "--rows", str(directory), "--base-model", "owner/model"]
+    options = [
+        "card",
+        str(directory / "coca"),
+        "--rows",
+        str(directory),
+        "--base-model",
+        "owner/model",
+    ]
     assert CliRunner().invoke(evaluate_app, options).exit_code == 0
     return directory / "coca"
 
@@ -141,7 +172,9 @@ def run(hub, home, *command, cwd=None):
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
-    finished = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, check=False)
+    finished = subprocess.run(
+        command, env=environment, cwd=cwd, capture_output=True, text=True, check=False
+    )
     assert finished.returncode == 0, f"{finished.stderr[-3000:]}\nrefused: {hub.refused}"
     return finished.stdout.splitlines()[-1] if finished.stdout else ""
 
@@ -174,16 +207,28 @@ def test_a_checkpoint_goes_up_whole_with_its_card_and_comes_down_without_coca_hf
     assert hub.created[0]["name"] == REPO.split("/")[1]
     code = {path.name for path in finished_dir.glob("*.py")}
     assert {"attention.py", "llama.py", "rotary.py"} <= code
-    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} | code <= {*hub.files}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} | code <= {
+        *hub.files
+    }
     assert hub.files["LICENSE"] == (finished_dir / "LICENSE").read_bytes()
     for name in ("conversion.json", "training.json"):
-        assert json.loads(hub.files[name]).keys() == json.loads((finished_dir / name).read_text()).keys()
+        assert (
+            json.loads(hub.files[name]).keys()
+            == json.loads((finished_dir / name).read_text()).keys()
+        )
     assert len(json.loads(hub.files["config.json"])["auto_map"]) == 3
 
-    pushed, written = ModelCard(hub.files["README.md"].decode()), ModelCard.load(finished_dir / "README.md")
+    pushed, written = (
+        ModelCard(hub.files["README.md"].decode()),
+        ModelCard.load(finished_dir / "README.md"),
+    )
     assert pushed.data.to_dict() == written.data.to_dict()
     assert pushed.text.strip() == written.text.strip()
-    assert (pushed.data.license, pushed.data.license_name, pushed.data.license_link) == ("other", "llama3", "LICENSE")
+    assert (pushed.data.license, pushed.data.license_name, pushed.data.license_link) == (
+        "other",
+        "llama3",
+        "LICENSE",
+    )
     assert (pushed.data.base_model, pushed.data.datasets) == ("owner/model", ["owner/books"])
     assert "Tokens seen in CoCA training: 41." in pushed.text
     assert "| tiny | 0.60 | 0.40 |" in pushed.text
@@ -209,7 +254,9 @@ def test_an_upload_names_no_path_of_this_machine(hub, finished_dir, tmp_path):
         assert str(finished_dir.parent).encode() not in content, name
         assert b"/home/me" not in content, name
     assert json.loads(hub.files["conversion.json"])["source"] == "base"
-    paths = [source["path"] for source in json.loads(hub.files["training.json"])["stages"][0]["sources"]]
+    paths = [
+        source["path"] for source in json.loads(hub.files["training.json"])["stages"][0]["sources"]
+    ]
     assert paths == ["owner/books", "code.jsonl"]
 
 
@@ -239,7 +286,17 @@ def test_a_model_from_no_coca_checkpoint_is_sent_without_files_of_other_director
     for name in ("README.md", "LICENSE", "NOTICE", "conversion.json"):
         (original / name).write_text("a secret" if name != "conversion.json" else '{"a": "secret"}')
     name_or_path = str(original) if came_from else ""
-    run(hub, tmp_path, sys.executable, "-c", PUSH_OTHERS, str(tiny_llama_dir), REPO, name_or_path, cwd=original)
+    run(
+        hub,
+        tmp_path,
+        sys.executable,
+        "-c",
+        PUSH_OTHERS,
+        str(tiny_llama_dir),
+        REPO,
+        name_or_path,
+        cwd=original,
+    )
     assert "model.safetensors" in hub.files
     assert b"automatically generated" in hub.files["README.md"]
     assert not {"LICENSE", "NOTICE", "conversion.json"} & set(hub.files)
@@ -270,7 +327,9 @@ def test_a_branch_gets_the_card_and_keeps_one_that_was_edited(hub, finished_dir,
 
 
 def test_a_pull_request_gets_no_card_and_no_records(hub, finished_dir, tmp_path):
-    push = PUSH.partition("AutoTokenizer.from")[0].replace("sys.argv[2]", "sys.argv[2], create_pr=True")
+    push = PUSH.partition("AutoTokenizer.from")[0].replace(
+        "sys.argv[2]", "sys.argv[2], create_pr=True"
+    )
     run(hub, tmp_path, sys.executable, "-c", push, str(finished_dir), REPO)
     assert hub.files == {}
     assert "model.safetensors" in hub.branches["refs/pr/1"]

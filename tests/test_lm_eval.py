@@ -1,4 +1,6 @@
-"""lm-eval on a CoCA checkpoint: in this process, and by its command on a self-contained directory without coca_hf."""
+"""lm-eval on a CoCA checkpoint: in this process, and by its command on a self-contained directory
+without coca_hf.
+"""
 
 import json
 import math
@@ -11,13 +13,20 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-PAIRS = [("two and two", " make four"), ("the cat sat on", " the mat"), ("a b c d", " e"), ("1 2 3 4 5", " 6 7")]
+PAIRS = [
+    ("two and two", " make four"),
+    ("the cat sat on", " the mat"),
+    ("a b c d", " e"),
+    ("1 2 3 4 5", " 6 7"),
+]
 NEW_TOKENS = 7
 
 
 @pytest.fixture(scope="module")
 def loaded(tiny_coca_dir):
-    return AutoModelForCausalLM.from_pretrained(tiny_coca_dir), AutoTokenizer.from_pretrained(tiny_coca_dir)
+    return AutoModelForCausalLM.from_pretrained(tiny_coca_dir), AutoTokenizer.from_pretrained(
+        tiny_coca_dir
+    )
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +40,10 @@ def expected(loaded):
             logprobs = model(torch.cat((head, tail))[None]).logits[0].log_softmax(-1)
         total += logprobs[len(head) - 1 : -1].gather(1, tail[:, None]).sum().item()
         output = model.generate(
-            head[None], attention_mask=torch.ones_like(head[None]), max_new_tokens=NEW_TOKENS, do_sample=False
+            head[None],
+            attention_mask=torch.ones_like(head[None]),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
         )
         answers.append(tokenizer.decode(output[0, len(head) :], skip_special_tokens=True))
     return {"perplexity": math.exp(-total / len(PAIRS)), "answers": answers}
@@ -58,13 +70,21 @@ def task_dir(tmp_path_factory, expected):
         "coca_likelihood": {
             "output_type": "loglikelihood",
             "doc_to_target": "{{target}}",
-            "metric_list": [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}],
+            "metric_list": [
+                {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}
+            ],
         },
         "coca_answer": {
             "output_type": "generate_until",
             "doc_to_target": "{{answer}}",
-            "generation_kwargs": {"until": ["\u00ff no such text"], "max_gen_toks": NEW_TOKENS, "do_sample": False},
-            "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+            "generation_kwargs": {
+                "until": ["\u00ff no such text"],
+                "max_gen_toks": NEW_TOKENS,
+                "do_sample": False,
+            },
+            "metric_list": [
+                {"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}
+            ],
         },
     }
     for name, task in tasks.items():
@@ -74,7 +94,10 @@ def task_dir(tmp_path_factory, expected):
 
 def values(results):
     """Perplexity of the first task, and share of right answers of the second."""
-    return [results["coca_likelihood"]["perplexity,none"], results["coca_answer"]["exact_match,none"]]
+    return [
+        results["coca_likelihood"]["perplexity,none"],
+        results["coca_answer"]["exact_match,none"],
+    ]
 
 
 def test_in_process_it_measures_what_the_model_says(loaded, task_dir, expected):
@@ -89,19 +112,37 @@ def test_in_process_it_measures_what_the_model_says(loaded, task_dir, expected):
         task_manager=TaskManager(include_path=str(task_dir), include_defaults=False),
         bootstrap_iters=0,
     )
-    assert values(output["results"]) == pytest.approx([expected["perplexity"], 1 - 1 / len(PAIRS)], rel=1e-4)
+    assert values(output["results"]) == pytest.approx(
+        [expected["perplexity"], 1 - 1 / len(PAIRS)], rel=1e-4
+    )
 
 
-def test_its_command_runs_a_self_contained_directory_without_coca_hf(tiny_coca_dir, task_dir, expected, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['coca_hf'] = None  # importing it fails\n")
+def test_its_command_runs_a_self_contained_directory_without_coca_hf(
+    tiny_coca_dir, task_dir, expected, tmp_path
+):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.modules['coca_hf'] = None  # importing it fails\n"
+    )
     finished = subprocess.run(
         [
-            *(sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--device", "cpu", "--batch_size", "3"),
+            *(
+                sys.executable,
+                "-m",
+                "lm_eval",
+                "run",
+                "--model",
+                "hf",
+                "--device",
+                "cpu",
+                "--batch_size",
+                "3",
+            ),
             *("--model_args", f"pretrained={tiny_coca_dir},trust_remote_code=True,dtype=float32"),
             *("--tasks", "coca_likelihood,coca_answer", "--include_path", str(task_dir)),
             *("--output_path", str(tmp_path / "results")),
         ],
-        env=os.environ | {"PYTHONPATH": str(tmp_path), "HF_MODULES_CACHE": str(tmp_path / "modules")},
+        env=os.environ
+        | {"PYTHONPATH": str(tmp_path), "HF_MODULES_CACHE": str(tmp_path / "modules")},
         capture_output=True,
         text=True,
         check=False,

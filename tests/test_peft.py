@@ -1,8 +1,16 @@
-"""LoRA adapters on CoCA's projections, by peft: trained, saved, loaded, merged into a plain CoCA checkpoint."""
+"""LoRA adapters on CoCA's projections, by peft: trained, saved, loaded, merged into a plain CoCA
+checkpoint.
+"""
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from peft import (
+    AutoPeftModelForCausalLM,
+    LoraConfig,
+    PeftModel,
+    get_peft_model,
+    prepare_model_for_kbit_training,
+)
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from coca_hf import CocaLlamaForCausalLM
@@ -35,19 +43,28 @@ def trained(tiny_coca_dir):
 
 def test_training_moves_the_adapters_of_every_target_and_nothing_else(trained):
     model, before = trained
-    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    moved = {
+        name
+        for name, parameter in model.named_parameters()
+        if not torch.equal(parameter, before[name])
+    }
     adapters = {name for name in before if "lora_" in name}
     assert moved == adapters
     assert len(adapters) == 3 * len(TARGETS) * 2
     assert all(any(f".{target}.lora_A" in name for name in adapters) for target in TARGETS)
 
 
-def test_a_saved_adapter_loads_from_its_directory_and_over_its_base(trained, tiny_coca_dir, tmp_path):
+def test_a_saved_adapter_loads_from_its_directory_and_over_its_base(
+    trained, tiny_coca_dir, tmp_path
+):
     model, _ = trained
     model.save_pretrained(tmp_path)
     base = AutoModelForCausalLM.from_pretrained(tiny_coca_dir)
     untouched = logits(base)
-    for loaded in (AutoPeftModelForCausalLM.from_pretrained(tmp_path), PeftModel.from_pretrained(base, tmp_path)):
+    for loaded in (
+        AutoPeftModelForCausalLM.from_pretrained(tmp_path),
+        PeftModel.from_pretrained(base, tmp_path),
+    ):
         assert isinstance(loaded.get_base_model(), CocaLlamaForCausalLM)
         assert torch.equal(logits(loaded), logits(model))
     assert (logits(model) - untouched).abs().max() > 0.1
@@ -59,12 +76,19 @@ def test_a_merged_model_is_a_plain_coca_checkpoint_with_equal_logits_and_tokens(
     model.save_pretrained(tmp_path / "adapter")
     merged = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
-    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", output_loading_info=True
+    )
     assert type(loaded) is CocaLlamaForCausalLM
     assert not any(report.values())
     assert not any("lora" in name for name, _ in loaded.named_parameters())
     assert (logits(loaded) - expected).abs().max() < 1e-5 * expected.abs().max()
-    prompt = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "max_new_tokens": 9, "do_sample": False}
+    prompt = {
+        "input_ids": IDS,
+        "attention_mask": torch.ones_like(IDS),
+        "max_new_tokens": 9,
+        "do_sample": False,
+    }
     assert torch.equal(loaded.generate(**prompt), model.generate(**prompt))
 
 
@@ -101,4 +125,5 @@ def test_qlora_trains_over_four_bits_and_merges_into_the_full_model(tiny_coca_di
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert type(plain) is CocaLlamaForCausalLM
     with torch.no_grad():
-        assert plain(IDS, labels=IDS).loss.item() < before - 0.1  # what was learnt over four bits holds over all
+        # what was learnt over four bits holds over all
+        assert plain(IDS, labels=IDS).loss.item() < before - 0.1

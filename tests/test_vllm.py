@@ -1,4 +1,6 @@
-"""vLLM's OpenAI-compatible server gives transformers' tokens: `scripts/vllm_parity.py`, on small random checkpoints."""
+"""vLLM's OpenAI-compatible server gives transformers' tokens: `scripts/vllm_parity.py`, on small
+random checkpoints.
+"""
 
 import subprocess
 import sys
@@ -13,13 +15,20 @@ ROOT = Path(__file__).parents[1]
 VENV = ROOT / ".venv-vllm"
 pytestmark = [
     pytest.mark.real,
-    pytest.mark.skipif(not (VENV / "installed").exists(), reason="scripts/setup_vllm.sh makes .venv-vllm"),
+    pytest.mark.skipif(
+        not (VENV / "installed").exists(), reason="scripts/setup_vllm.sh makes .venv-vllm"
+    ),
 ]
 
 
 # head_dim 32 is the least that vLLM's attention for CPUs takes.
 SIZES = {"hidden_size": 192, "num_attention_heads": 6, "max_position_embeddings": 1024}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
 
 
 @pytest.mark.parametrize(
@@ -35,10 +44,20 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 def test_the_server_gives_the_tokens_and_logprobs_of_transformers(
     load, constraint, case, changes, tiny_tokenizer, tmp_path
 ):
-    stock_model(case, vocab_size=len(tiny_tokenizer), **SIZES, **changes).save_pretrained(tmp_path / "stock")
+    stock_model(case, vocab_size=len(tiny_tokenizer), **SIZES, **changes).save_pretrained(
+        tmp_path / "stock"
+    )
     tiny_tokenizer.save_pretrained(tmp_path / "stock")
     convert_checkpoint(tmp_path / "stock", tmp_path / "coca", constraint)
-    command = [sys.executable, ROOT / "scripts" / "vllm_parity.py", tmp_path / "coca", "--load", load, "--venv", VENV]
+    command = [
+        sys.executable,
+        ROOT / "scripts" / "vllm_parity.py",
+        tmp_path / "coca",
+        "--load",
+        load,
+        "--venv",
+        VENV,
+    ]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stdout[-6000:] + finished.stderr[-3000:]
     assert "40 of 40 completions equal" in finished.stdout

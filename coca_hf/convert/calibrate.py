@@ -1,22 +1,29 @@
-"""A start from activations: fit W_Q and W_T of every layer to the original's attention (`--calibrate`).
+"""A start from activations: fit W_Q and W_T of every layer to the original's attention
+(`--calibrate`).
 
-Layer by layer, on the hidden states that the original has there, Adam minimises over W_Q and W_T (and their biases)
+Layer by layer, on the hidden states that the original has there, Adam minimises over W_Q and W_T
+(and their biases)
 
     mean over queries m of  w_m KL(original's map || CoCA's map),      w_m proportional to (m + 1)^(-1/2)
 
-Fitting the outputs instead leaves most of the error (LoLCATs, arXiv 2410.10254, starts linear attention so). The
-weights guard the first few tokens: a CoCA score is largest at distance 0, and a second token that attends to itself
-looks like the first one, which some MLP then makes another attention sink of. No gradient passes from layer to layer:
-every layer sees what the original's sees, so that none has to make up for the others.
+Fitting the outputs instead leaves most of the error (LoLCATs, arXiv 2410.10254, starts linear
+attention so). The
+weights guard the first few tokens: a CoCA score is largest at distance 0, and a second token that
+attends to itself looks like the first one, which some MLP then makes another attention sink of. No
+gradient passes from layer to layer: every layer sees what the original's sees, so that none has to
+make up for the others.
 
-Blocks have thousands of keys, because the competition of many keys is not learnt among few. Maps of all their queries
-would not fit into memory. A step makes those of a few queries again, from the original's own queries and keys, and
-draws the queries in proportion to w_m, so that none is computed to count little (`Strata`). The gradient of KL by
-CoCA's scores is the difference of the two maps: nothing else is differentiated through a map.
+Blocks have thousands of keys, because the competition of many keys is not learnt among few. Maps of
+all their queries would not fit into memory. A step makes those of a few queries again, from the
+original's own queries and keys, and draws the queries in proportion to w_m, so that none is
+computed to count little (`Strata`). The gradient of KL by CoCA's scores is the difference of the
+two maps: nothing else is differentiated through a map.
 
-With the gradient of ReLU half of the coefficients soon are negative for every token, and stay so: `Keys`.
+With the gradient of ReLU half of the coefficients soon are negative for every token, and stay so:
+`Keys`.
 
-Letters: see `models/attention.py`; n_b blocks of text. Memory is n_b m (2 hidden + (h + g) d) * 4 bytes and a layer.
+Letters: see `models/attention.py`; n_b blocks of text. Memory is n_b m (2 hidden + (h + g) d) * 4
+bytes and a layer.
 """
 
 import copy
@@ -51,20 +58,25 @@ WARMUP_STEPS = 10
 LEAK = 0.1  # of the gradient that reaches a coefficient below zero
 BATCH_TOKENS = 4096  # of a forward
 MEASURED_QUERIES = 256  # of a held-out block
-ATTENTION = "coca_calibration"  # of transformers' attention functions, the one that notes queries and keys
+# of transformers' attention functions, the one that notes queries and keys
+ATTENTION = "coca_calibration"
 
 Report = Callable[[int, int], None]  # layers done, layers in all
 
 
 class LayerFit(NamedTuple):
-    """What a layer came to: KL(original's map || CoCA's), nats, mean over heads and held-out queries."""
+    """What a layer came to: KL(original's map || CoCA's), nats, mean over heads and held-out
+    queries.
+    """
 
     kl_start: float
     kl_fitted: float
 
 
 class Calibration(NamedTuple):
-    """The fitted tensors by name in the CoCA model, float32, and what they are worth on held-out text."""
+    """The fitted tensors by name in the CoCA model, float32, and what they are worth on held-out
+    text.
+    """
 
     tensors: dict[str, Tensor]
     layers: list[LayerFit]
@@ -114,13 +126,15 @@ def calibrate(
     device: str | None = None,
     report: Report = lambda done, total: None,
 ) -> Calibration:
-    """Fit the queries and coefficients of `coca`, which `patch_` or a conversion made of `original`, layer by layer.
+    """Fit the queries and coefficients of `coca`, which `patch_` or a conversion made of
+    `original`, layer by layer.
 
-    blocks: (n_b, m) token ids to fit on; held_out: (n, m) others, to measure on. finished: a directory where every
-    layer's tensors are kept when it is done, and taken from if they were made with the same `settings`. seed: of the
-    order of the blocks. passes: over the blocks, by default `default_passes`. device: by default the GPU, where there
-    is one. Layers that keep the original's attention stay as they are, and so do both models; on one machine and number
-    of threads the same arguments give the same bits.
+    blocks: (n_b, m) token ids to fit on; held_out: (n, m) others, to measure on. finished: a
+    directory where every layer's tensors are kept when it is done, and taken from if they were made
+    with the same `settings`. seed: of the order of the blocks. passes: over the blocks, by default
+    `default_passes`. device: by default the GPU, where there is one. Layers that keep the
+    original's attention stay as they are, and so do both models; on one machine and number of
+    threads the same arguments give the same bits.
     """
     device = device or default_device()
     passes = passes or default_passes(len(blocks))
@@ -138,7 +152,9 @@ def calibrate(
     finished.mkdir(exist_ok=True)
     for number, (theirs, ours) in enumerate(zip(base.layers, coca.model.layers, strict=True)):
         start: Any
-        theirs, start = (copy.deepcopy(layer).to(device, torch.float32).eval() for layer in (theirs, ours))
+        theirs, start = (
+            copy.deepcopy(layer).to(device, torch.float32).eval() for layer in (theirs, ours)
+        )
         fitted = copy.deepcopy(start)
         attention = fitted.self_attn
         seen = run_original_(theirs, states, positions, angles)
@@ -151,8 +167,12 @@ def calibrate(
             else:
                 attention.load_state_dict(kept, strict=False)
             prefix = f"model.layers.{number}.self_attn."
-            tensors |= {prefix + name: tensor.cpu() for name, tensor in _fitted_tensors(attention).items()}
-            before, after = (divergences(one, seen_held_out).mean() for one in (start.self_attn, attention))
+            tensors |= {
+                prefix + name: tensor.cpu() for name, tensor in _fitted_tensors(attention).items()
+            }
+            before, after = (
+                divergences(one, seen_held_out).mean() for one in (start.self_attn, attention)
+            )
             layers.append(LayerFit(before.item(), after.item()))
         else:
             layers.append(LayerFit(0.0, 0.0))
@@ -160,7 +180,9 @@ def calibrate(
             _run_coca_(layer, streams[name], in_order, angles)
         del seen
         report(number + 1, len(base.layers))
-    perplexity = {name: _perplexity(coca, stream, held_out.to(device)) for name, stream in streams.items()}
+    perplexity = {
+        name: _perplexity(coca, stream, held_out.to(device)) for name, stream in streams.items()
+    }
     return Calibration(tensors, layers, perplexity)
 
 
@@ -168,23 +190,35 @@ class Angles:
     """cos and sin of positions (b, m), as both models have them."""
 
     def __init__(self, base: nn.Module, coca: CocaForCausalLM, device: str):
-        rotary: list[Any] = [copy.deepcopy(module).to(device) for module in (base.rotary_emb, coca.model.rotary_emb)]
-        self.original, self.coca = (functools.partial(module, torch.zeros(1, device=device)) for module in rotary)
+        rotary: list[Any] = [
+            copy.deepcopy(module).to(device) for module in (base.rotary_emb, coca.model.rotary_emb)
+        ]
+        self.original, self.coca = (
+            functools.partial(module, torch.zeros(1, device=device)) for module in rotary
+        )
 
 
-def attend_and_note(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **kwargs):
-    """Causal attention; leaves the rotated queries and keys in `module.noted`. As transformers calls it."""
+def attend_and_note(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **kwargs
+):
+    """Causal attention; leaves the rotated queries and keys in `module.noted`. As transformers
+    calls it.
+    """
     module.noted = ((query * scaling).transpose(1, 2), key)
     groups = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
-    return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling).transpose(1, 2), None
+    return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling).transpose(
+        1, 2
+    ), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend_and_note)
 
 
 def _storage(coca: CocaForCausalLM, blocks: Tensor, device: str) -> str:
-    """Where hidden states and what a layer makes of them are kept: on the GPU if they take at most half of it."""
+    """Where hidden states and what a layer makes of them are kept: on the GPU if they take at most
+    half of it.
+    """
     if not device.startswith("cuda"):
         return device
     config = coca.config
@@ -200,15 +234,21 @@ def _batches(states: Tensor) -> Iterator[slice]:
 
 @torch.no_grad()
 def run_original_(layer: Any, states: Tensor, positions: Tensor, angles: Angles) -> Seen:
-    """Put `states`, (n_b, m, hidden), through `layer`, whose attention function is changed. positions: (n_b, m)."""
+    """Put `states`, (n_b, m, hidden), through `layer`, whose attention function is changed.
+    positions: (n_b, m).
+    """
     attention = layer.self_attn if hasattr(layer, "self_attn") else layer.attention
     attention.config._attn_implementation = ATTENTION
     kept: list[Tensor] = []
     for some in _batches(states):
         batch, at = states[some].to(positions.device), positions[some]
-        after = layer(batch, attention_mask=None, position_ids=at, position_embeddings=angles.original(at))
+        after = layer(
+            batch, attention_mask=None, position_ids=at, position_embeddings=angles.original(at)
+        )
         noted = layer.input_layernorm(batch), *attention.noted
-        kept = kept or [torch.empty(len(states), *part.shape[1:], device=states.device) for part in noted]
+        kept = kept or [
+            torch.empty(len(states), *part.shape[1:], device=states.device) for part in noted
+        ]
         for whole, part in zip(kept, noted, strict=True):
             whole[some] = part
         states[some] = after
@@ -219,7 +259,9 @@ def run_original_(layer: Any, states: Tensor, positions: Tensor, angles: Angles)
 def _run_coca_(layer: Any, states: Tensor, positions: Tensor, angles: Angles) -> None:
     layer.self_attn.config._attn_implementation = ATTENTION
     for some in _batches(states):
-        states[some] = layer(states[some], attention_mask=None, position_embeddings=angles.coca(positions[some]))
+        states[some] = layer(
+            states[some], attention_mask=None, position_embeddings=angles.coca(positions[some])
+        )
 
 
 def fit(attention: CocaAttention, seen: Seen, passes: int, seed: int) -> None:
@@ -240,7 +282,9 @@ def fit(attention: CocaAttention, seen: Seen, passes: int, seed: int) -> None:
     rate = RELATIVE_RATE * attention.q_proj.weight.square().mean().sqrt().item()
     optimizer = torch.optim.Adam(parameters, betas=BETAS, fused=True)
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / WARMUP_STEPS) * (1 - step / steps)
+        optimizer.param_groups[0]["lr"] = (
+            rate * min(1.0, (step + 1) / WARMUP_STEPS) * (1 - step / steps)
+        )
         backward(attention, seen, blocks[step], rows[step], parts)
         optimizer.step()
         optimizer.zero_grad()
@@ -248,7 +292,9 @@ def fit(attention: CocaAttention, seen: Seen, passes: int, seed: int) -> None:
 
 
 class Strata:
-    """The rows of a block in strata of equal weight w_m. The first row, which has itself only, has none."""
+    """The rows of a block in strata of equal weight w_m. The first row, which has itself only, has
+    none.
+    """
 
     def __init__(self, length: int):
         self.number, self.length = min(QUERIES, length), length
@@ -258,7 +304,9 @@ class Strata:
 
     def draw(self, *visits: int, generator: torch.Generator) -> Tensor:
         """A row of every stratum, (*visits, r), rising."""
-        return self._row(torch.arange(self.number) + torch.rand(*visits, self.number, generator=generator))
+        return self._row(
+            torch.arange(self.number) + torch.rand(*visits, self.number, generator=generator)
+        )
 
     def parts(self, number: int) -> Iterator[tuple[slice, int]]:
         """The strata in so many parts, each with how many keys its last row sees at most."""
@@ -272,16 +320,22 @@ class Strata:
 
 
 def backward(
-    attention: CocaAttention, seen: Seen, blocks: Tensor, rows: Tensor, parts: list[tuple[slice, int]]
+    attention: CocaAttention,
+    seen: Seen,
+    blocks: Tensor,
+    rows: Tensor,
+    parts: list[tuple[slice, int]],
 ) -> None:
     """Accumulate the gradients of the mean of KL(original's map || CoCA's).
 
-    blocks: (b,); rows: of each, (b, r); parts: slices of r, each with how many keys its queries see at most.
+    blocks: (b,); rows: of each, (b, r); parts: slices of r, each with how many keys its queries see
+    at most.
     """
     device = attention.q_proj.weight.device
     their_query = seen.queries[blocks[:, None], rows].transpose(1, 2).to(device)
     inputs, their_key, cos, sin = (
-        part.index_select(0, blocks).to(device) for part in (seen.inputs, seen.keys, seen.cos, seen.sin)
+        part.index_select(0, blocks).to(device)
+        for part in (seen.inputs, seen.keys, seen.cos, seen.sin)
     )
     rows = rows.to(device)
     query, key = fold(attention, inputs, (cos, sin), rows)
@@ -291,7 +345,9 @@ def backward(
             hidden = later_keys(rows[:, part], visible)
             some_query, some_key = query[:, :, part], key[:, :, :visible]
             gradient = scores(some_query, some_key).add_(hidden).softmax(-1)
-            gradient -= scores(their_query[:, :, part], their_key[:, :, :visible]).add_(hidden).softmax(-1)
+            gradient -= (
+                scores(their_query[:, :, part], their_key[:, :, :visible]).add_(hidden).softmax(-1)
+            )
             gradient = by_group(gradient, key.shape[1])
             to_query[:, :, part] = (gradient @ some_key).view(some_query.shape)
             to_key[:, :, :visible] += gradient.mT @ by_group(some_query, key.shape[1])
@@ -302,8 +358,16 @@ def backward(
 def fold(
     attention: CocaAttention, inputs: Tensor, angles: tuple[Tensor, Tensor], rows: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """CoCA's query of the rows (b, r), scaled, (b, h, r, d), and all keys, (b, g, n, d). angles: cos, sin (b, n, j)."""
-    return folded(attention, attention.queries(_take(inputs, rows)), attention.coefficients(inputs), angles, rows)
+    """CoCA's query of the rows (b, r), scaled, (b, h, r, d), and all keys, (b, g, n, d). angles:
+    cos, sin (b, n, j).
+    """
+    return folded(
+        attention,
+        attention.queries(_take(inputs, rows)),
+        attention.coefficients(inputs),
+        angles,
+        rows,
+    )
 
 
 def folded(
@@ -333,7 +397,9 @@ def by_group(x: Tensor, groups: int) -> Tensor:
 
 
 def later_keys(rows: Tensor, length: int) -> Tensor:
-    """What hides from the queries in rows (b, r) the keys after them, added to scores: (b, 1, r, n)."""
+    """What hides from the queries in rows (b, r) the keys after them, added to scores: (b, 1, r,
+    n).
+    """
     later = torch.arange(length, device=rows.device) > rows[:, None, :, None]
     return later * torch.finfo(torch.float32).min
 
@@ -359,7 +425,9 @@ class Keys(torch.autograd.Function):
 
 @torch.no_grad()
 def divergences(attention: CocaAttention, seen: Seen) -> Tensor:
-    """KL(original's map || CoCA's) in nats of every head, (h,): mean over blocks and queries, evenly chosen of many."""
+    """KL(original's map || CoCA's) in nats of every head, (h,): mean over blocks and queries,
+    evenly chosen of many.
+    """
     device, length = attention.q_proj.weight.device, seen.inputs.shape[1]
     rows = torch.arange(length - 1, -1, -math.ceil(length / MEASURED_QUERIES), device=device)[None]
     found = []
@@ -374,7 +442,9 @@ def divergences(attention: CocaAttention, seen: Seen) -> Tensor:
 
 def _fitted_tensors(attention: CocaAttention) -> dict[str, Tensor]:
     tensors = attention.state_dict()
-    return {name: tensor for name, tensor in tensors.items() if name.startswith(("q_proj.", "t_proj."))}
+    return {
+        name: tensor for name, tensor in tensors.items() if name.startswith(("q_proj.", "t_proj."))
+    }
 
 
 def _save(tensors: dict[str, Tensor], file: Path, settings: str) -> None:
@@ -406,10 +476,15 @@ def _hash(tensors: dict[str, Tensor]) -> str:
 
 @torch.no_grad()
 def _perplexity(coca: CocaForCausalLM, states: Tensor, token_ids: Tensor) -> float:
-    """Of hidden states after the last layer, (n, m, hidden): the norm and the head are the same in both models."""
+    """Of hidden states after the last layer, (n, m, hidden): the norm and the head are the same in
+    both models.
+    """
     norm, head = (
-        copy.deepcopy(part).to(states.device, torch.float32) for part in (coca.model.norm, coca.get_output_embeddings())
+        copy.deepcopy(part).to(states.device, torch.float32)
+        for part in (coca.model.norm, coca.get_output_embeddings())
     )
-    pairs = zip(states[:, :-1].flatten(0, 1).split(512), token_ids[:, 1:].flatten().split(512), strict=True)
+    pairs = zip(
+        states[:, :-1].flatten(0, 1).split(512), token_ids[:, 1:].flatten().split(512), strict=True
+    )
     losses = [cross_entropy(head(norm(row)), ids, reduction="sum").item() for row, ids in pairs]
     return math.exp(sum(losses) / token_ids[:, 1:].numel())

@@ -1,9 +1,10 @@
 """The blocks of tokens that calibration fits on, and their positions.
 
 Text alone seldom asks heads to look something up (previous-token and induction heads: see
-docs/results/attention-limits.md), so as many blocks again repeat passages (`repeated_blocks`). Blocks stand for longer
-texts: between their pieces positions are left out, up to as many as the original was trained on (`skipped_positions`),
-or the model would know no longer distances.
+docs/results/attention-limits.md), so as many blocks again repeat passages (`repeated_blocks`).
+Blocks stand for longer
+texts: between their pieces positions are left out, up to as many as the original was trained on
+(`skipped_positions`), or the model would know no longer distances.
 """
 
 import itertools
@@ -41,13 +42,15 @@ def calibration_blocks(
     block_tokens: int,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Blocks to fit on, (n_b, m), from all over the text, and (n, m) of what coca-train holds out of it: token ids.
+    """Blocks to fit on, (n_b, m), from all over the text, and (n, m) of what coca-train holds out
+    of it: token ids.
 
-    place: the arguments of `read_documents`; of a data set on the hub the first `HUB_CHARACTERS` are
-    read. num_tokens: to fit on, in blocks of `block_tokens`, or fewer where the model is for fewer. A
-    block that reaches the end of a document goes on with the next one.
+    place: the arguments of `read_documents`; of a data set on the hub the first `HUB_CHARACTERS`
+    are read. num_tokens: to fit on, in blocks of `block_tokens`, or fewer where the model is for
+    fewer. A block that reaches the end of a document goes on with the next one.
 
-    Raises CocaError where there is too little text, or the tokenizer has words that the model does not know.
+    Raises CocaError where there is too little text, or the tokenizer has words that the model does
+    not know.
     """
     length = min(block_tokens, reach(config))
     wanted = max(1, num_tokens // length)
@@ -58,17 +61,21 @@ def calibration_blocks(
     tokens = int(characters * tokens_per_character(place, encoder)) if characters else 0
     if not len(held_out) or tokens < wanted * length:
         raise CocaError(
-            f"--calibrate {place[0]}: got {len(held_out)} blocks of {length} tokens to hold out, and about "
-            f"{tokens:,} tokens to fit on, expected at least 1 and {wanted * length:,}; give more text, or a smaller "
+            f"--calibrate {place[0]}: got {len(held_out)} blocks of {length} tokens to hold out, "
+            f"and about "
+            f"{tokens:,} tokens to fit on, expected at least 1 and {wanted * length:,}; give more "
+            f"text, or a smaller "
             f"--calibrate-tokens or --calibrate-block"
         )
     draw = random.Random(seed)
     starts = [int((number + draw.random()) / wanted * characters) for number in range(wanted)]
-    twice = itertools.chain(_texts(place, rule), _texts(place, rule))  # the last block may go on at the beginning
+    # the last block may go on at the beginning
+    twice = itertools.chain(_texts(place, rule), _texts(place, rule))
     blocks = torch.stack(list(_blocks(twice, starts, encoder, length)))
     if (largest := max(blocks.max(), held_out.max())) >= config.vocab_size:
         raise CocaError(
-            f"--calibrate {place[0]}: got token id {largest} from the tokenizer, expected ids below the model's "
+            f"--calibrate {place[0]}: got token id {largest} from the tokenizer, expected ids "
+            f"below the model's "
             f"vocabulary of {config.vocab_size}; the tokenizer belongs to another model"
         )
     return blocks, held_out
@@ -85,8 +92,12 @@ def _texts(place: Place, rule: HeldOut) -> Iterator[str]:
             return
 
 
-def _blocks(texts: Iterator[str], starts: list[int], encoder: Encoder, length: int) -> Iterator[Tensor]:
-    """Of `starts`, rising, places among the characters of `texts`: the next `length` tokens from each, in words."""
+def _blocks(
+    texts: Iterator[str], starts: list[int], encoder: Encoder, length: int
+) -> Iterator[Tensor]:
+    """Of `starts`, rising, places among the characters of `texts`: the next `length` tokens from
+    each, in words.
+    """
     ahead, before = deque(starts), 0
     open_blocks: list[Tensor] = []
     for text in texts:
@@ -116,8 +127,9 @@ def repeated_blocks(
 ) -> Tensor:
     """As many blocks, (n_b, m), with a passage that repeats, in turn from `blocks` and random.
 
-    A passage has 16 tokens to half a block, and every other one at most 128; a random one is drawn from all tokens but
-    the special ones. Two blocks in four it fills; in the others it stands twice, in a block of text.
+    A passage has 16 tokens to half a block, and every other one at most 128; a random one is drawn
+    from all tokens but the special ones. Two blocks in four it fills; in the others it stands
+    twice, in a block of text.
     """
     rng = random.Random(f"repeated {seed}")
     tokens, length = blocks.flatten(), blocks.shape[1]
@@ -144,10 +156,13 @@ def repeated_blocks(
 
 
 def reach(config: PreTrainedConfig) -> int:
-    """How many positions every layer of the original attends over, with the angles of its trained length."""
+    """How many positions every layer of the original attends over, with the angles of its trained
+    length.
+    """
     rope = config.rope_parameters
     reached = [config.max_position_embeddings]
-    if rope["rope_type"] in ("default", *LENGTH_DEPENDENT_ROPE_TYPES):  # default: an NTK base is baked in
+    # default: an NTK base is baked in
+    if rope["rope_type"] in ("default", *LENGTH_DEPENDENT_ROPE_TYPES):
         reached.append(rope.get("original_max_position_embeddings"))
     if "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"]):
         reached.append(getattr(config, "sliding_window", None))
@@ -155,11 +170,13 @@ def reach(config: PreTrainedConfig) -> int:
 
 
 def skipped_positions(num_blocks: int, length: int, reach: int, seed: int = 0) -> Tensor:
-    """Positions of the tokens of every block, (n_b, m): at a few random places of a block some are left out.
+    """Positions of the tokens of every block, (n_b, m): at a few random places of a block some are
+    left out.
 
-    As in PoSE (arXiv 2309.10400). How many are left out at a place is uniform, up to an equal share of what a block is
-    shorter than `reach`. A log-uniform number, most of them small, left maps 3 to 10% nearer to the original's inside
-    blocks of 2,048, and 1.5 to 2 times as far from them from there to 8,192 (SmolLM2-135M, layers 4 and 11).
+    As in PoSE (arXiv 2309.10400). How many are left out at a place is uniform, up to an equal share
+    of what a block is shorter than `reach`. A log-uniform number, most of them small, left maps 3
+    to 10% nearer to the original's inside blocks of 2,048, and 1.5 to 2 times as far from them from
+    there to 8,192 (SmolLM2-135M, layers 4 and 11).
     """
     draw = torch.Generator().manual_seed(seed)
     skips = min(SKIPS, length // TOKENS_A_SKIP)

@@ -24,9 +24,11 @@ DECODERS: dict[str, Callable] = {}  # by type of device: `decode.decode_attentio
 
 
 def register() -> None:
-    """Make the attention `coca` known to transformers and, where PyTorch is built for GPUs, the kernels to the models.
+    """Make the attention `coca` known to transformers and, where PyTorch is built for GPUs, the
+    kernels to the models.
 
-    Whether there is a GPU is not asked: that would start its driver, and a process that forks later could not use it.
+    Whether there is a GPU is not asked: that would start its driver, and a process that forks later
+    could not use it.
     """
     AttentionInterface.register("coca", coca_attention_forward)
     AttentionMaskInterface.register("coca", sdpa_mask)
@@ -48,17 +50,24 @@ def coca_attention_forward(
     past_key_values=None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Attention of transformers' interface. key: (b, g, n, d), or t, (b, g, n, j), as half-width caches hand it out."""
+    """Attention of transformers' interface. key: (b, g, n, d), or t, (b, g, n, j), as half-width
+    caches hand it out.
+    """
     if key.shape[-1] < query.shape[-1]:
         decode = DECODERS.get(query.device.type)
         if decode is not None and _can_decode(query, attention_mask):
-            angles, strict = past_key_values.angles_of(key), module.config.coca_constraint == "strict"
+            angles, strict = (
+                past_key_values.angles_of(key),
+                module.config.coca_constraint == "strict",
+            )
             output = decode(query, key, value, *angles, attention_mask, scaling, strict)
             return output.transpose(1, 2), None  # (b, 1, h, d)
         key = past_key_values.keys_of(key)
     if _is_token(query, attention_mask):
         return _attend_together(query, key, value, attention_mask, scaling), None
-    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, scaling=scaling, **kwargs
+    )
 
 
 def _can_decode(query: Tensor, mask: Tensor | None) -> bool:
@@ -69,11 +78,18 @@ def _can_decode(query: Tensor, mask: Tensor | None) -> bool:
 
 def _is_token(query: Tensor, mask: Tensor | None) -> bool:
     """Whether it is one new token, without gradient, and a mask that all heads share."""
-    return query.shape[-2] == 1 and not torch.is_grad_enabled() and (mask is None or mask.shape[1] == 1)
+    return (
+        query.shape[-2] == 1
+        and not torch.is_grad_enabled()
+        and (mask is None or mask.shape[1] == 1)
+    )
 
 
-def _attend_together(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """One token's attention, (b, 1, h, d): heads that share keys as rows of one product, so that a CPU reads them once.
+def _attend_together(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+) -> Tensor:
+    """One token's attention, (b, 1, h, d): heads that share keys as rows of one product, so that a
+    CPU reads them once.
 
     query: (b, h, 1, d); key, value: (b, g, n, d); mask: (b or 1, 1, 1, n) or None.
     """

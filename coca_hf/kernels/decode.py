@@ -1,16 +1,18 @@
-"""Attention of one new token from the half-width cache: keys are never made, in memory or in registers.
+"""Attention of one new token from the half-width cache: keys are never made, in memory or in
+registers.
 
-A score is linear in t, with weights that depend on the key's angles and on the query alone (q', k' of
-`models/attention.py`, written out over pairs j):
+A score is linear in t, with weights that depend on the key's angles and on the query alone (q', k'
+of `models/attention.py`, written out over pairs j):
 
     score(n) = sum_j t_nj (a_j cos_nj + b_j sin_nj)    slack  a = q'_j + q'_(j + d/2), b = q'_(j + d/2) - q'_j
                                                        strict a = q'_j,               b = q'_(j + d/2)
 
-so a program reads t, values and angles once and computes on ordinary floating-point units: with one query a head,
-tensor cores would multiply mostly zeros. Keys are cut into splits, so that a single sequence fills the GPU; a program
-takes one split of HEADS key/value heads, which share their angles. Each of its KEYS slots keeps a softmax of its own,
-over every KEYS-th key, so nothing is exchanged between threads until the end of the split. A second kernel joins the
-splits. Everything is summed in fp32. Letters: see `models/attention.py`.
+so a program reads t, values and angles once and computes on ordinary floating-point units: with one
+query a head, tensor cores would multiply mostly zeros. Keys are cut into splits, so that a single
+sequence fills the GPU; a program takes one split of HEADS key/value heads, which share their
+angles. Each of its KEYS slots keeps a softmax of its own, over every KEYS-th key, so nothing is
+exchanged between threads until the end of the split. A second kernel joins the splits. Everything
+is summed in fp32. Letters: see `models/attention.py`.
 """
 
 import torch
@@ -23,18 +25,29 @@ GROUPS = 4  # query heads that share a key/value head in a program, at most
 SUMS_PER_THREAD = 32  # sums of values in the registers of a thread
 WARPS = 4
 PROGRAMS_PER_PROCESSOR = 8
-JOINED = 64  # splits that a thread block joins at a time; hundreds at once would not fit into its registers
+# splits that a thread block joins at a time; hundreds at once would not fit into its registers
+JOINED = 64
 LOG2_E = 1.4426950408889634
 
 
 @torch.library.custom_op("coca::decode", mutates_args=())
 def decode_attention(
-    query: Tensor, t: Tensor, value: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, scaling: float, strict: bool
+    query: Tensor,
+    t: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    strict: bool,
 ) -> Tensor:
-    """`softmax(query . coca_key(t, cos, sin) * scaling) value`, (b, h, 1, d), in the dtype of the query; no gradient.
+    """`softmax(query . coca_key(t, cos, sin) * scaling) value`, (b, h, 1, d), in the dtype of the
+    query; no gradient.
 
-    query: (b, h, 1, d), folded; t: (b, g, n, j), after its ReLU; value: (b, g, n, d); cos, sin: (b or 1, 1, n, j);
-    mask: (b or 1, 1, 1, n), True where attention is allowed, or None. Any strides. fp16, bf16 or fp32.
+    query: (b, h, 1, d), folded; t: (b, g, n, j), after its ReLU; value: (b, g, n, d); cos, sin: (b
+    or 1, 1, n, j);
+    mask: (b or 1, 1, 1, n), True where attention is allowed, or None. Any strides. fp16, bf16 or
+    fp32.
     """
     batch, heads, _, head_dim = query.shape
     kv_heads, length, pairs = t.shape[1:]
@@ -108,7 +121,10 @@ def _split_kernel(
     query_ptr += b * query_b + query_head * query_h
     of_query = group_there & pair_there
     with_cos = tl.load(query_ptr + pair * query_d, mask=of_query, other=0.0).to(tl.float32) * scale
-    with_sin = tl.load(query_ptr + (pair + PAIRS) * query_d, mask=of_query, other=0.0).to(tl.float32) * scale
+    with_sin = (
+        tl.load(query_ptr + (pair + PAIRS) * query_d, mask=of_query, other=0.0).to(tl.float32)
+        * scale
+    )
     if not STRICT:
         with_cos, with_sin = with_cos + with_sin, with_sin - with_cos
 
@@ -126,8 +142,12 @@ def _split_kernel(
         there = key < length
         cos = tl.load(cos_ptr + key * cos_n, mask=there & pair_there, other=0.0).to(tl.float32)
         sin = tl.load(sin_ptr + key * sin_n, mask=there & pair_there, other=0.0).to(tl.float32)
-        t = tl.load(t_ptr + key * t_n, mask=there & head_there & pair_there, other=0.0).to(tl.float32)
-        value = tl.load(value_ptr + key * value_n, mask=there & head_there & dim_there, other=0.0).to(tl.float32)
+        t = tl.load(t_ptr + key * t_n, mask=there & head_there & pair_there, other=0.0).to(
+            tl.float32
+        )
+        value = tl.load(
+            value_ptr + key * value_n, mask=there & head_there & dim_there, other=0.0
+        ).to(tl.float32)
         if MASKED:
             there &= tl.load(mask_ptr + key * mask_n, mask=there, other=0) != 0
 
@@ -162,9 +182,13 @@ def _join_kernel(
     sums = tl.zeros((BLOCK_SPLITS, BLOCK_DIM), tl.float32)
     for start in range(0, splits, BLOCK_SPLITS):
         split = start + slot
-        log_sum = tl.load(log_sum_ptr + row * splits + split, mask=split < splits, other=float("-inf"))
+        log_sum = tl.load(
+            log_sum_ptr + row * splits + split, mask=split < splits, other=float("-inf")
+        )
         there = (split < splits) & (dim < HEAD_DIM)
-        partial = tl.load(partial_ptr + (row * splits + split) * HEAD_DIM + dim, mask=there, other=0.0)
+        partial = tl.load(
+            partial_ptr + (row * splits + split) * HEAD_DIM + dim, mask=there, other=0.0
+        )
         above = tl.maximum(greatest, log_sum)
         origin = tl.where(above == float("-inf"), 0.0, above)
         weights, fade = tl.exp2(log_sum - origin), tl.exp2(greatest - origin)
@@ -176,4 +200,8 @@ def _join_kernel(
     fade = tl.exp2(greatest - tl.where(above == float("-inf"), 0.0, above))
     total = tl.sum(total * fade, axis=0, keep_dims=True)
     output = tl.sum(sums * fade, axis=0, keep_dims=True) / tl.where(total == 0, 1.0, total)
-    tl.store(output_ptr + row * HEAD_DIM + dim, output.to(output_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
+    tl.store(
+        output_ptr + row * HEAD_DIM + dim,
+        output.to(output_ptr.dtype.element_ty),
+        mask=dim < HEAD_DIM,
+    )

@@ -1,7 +1,8 @@
-"""`models.attention.plain_fold` as one Triton kernel, forward and backward: each number is read once and written once.
+"""`models.attention.plain_fold` as one Triton kernel, forward and backward: each number is read
+once and written once.
 
-A row is one head of one token, of the query or of t; a program computes BLOCK_ROWS of them, in fp32 (fp64 for fp64),
-and rounds once. Letters: see `models/attention.py`.
+A row is one head of one token, of the query or of t; a program computes BLOCK_ROWS of them, in fp32
+(fp64 for fp64), and rounds once. Letters: see `models/attention.py`.
 """
 
 import torch
@@ -15,10 +16,14 @@ TILE = 4096  # numbers that a program holds of each half
 SCALE = tl.constexpr(QUERY_SCALE)
 
 
-def fused_fold(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> tuple[Tensor, Tensor]:
-    """`plain_fold`: same arguments, same results to rounding, gradients of q and t. The last axis has any stride.
+def fused_fold(
+    q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str
+) -> tuple[Tensor, Tensor]:
+    """`plain_fold`: same arguments, same results to rounding, gradients of q and t. The last axis
+    has any stride.
 
-    Raises ValueError in backward where cos or sin need a gradient, which `CocaRotaryEmbedding` never asks for.
+    Raises ValueError in backward where cos or sin need a gradient, which `CocaRotaryEmbedding`
+    never asks for.
     """
     return _fold(q, t, cos, sin, constraint == "strict")
 
@@ -37,7 +42,13 @@ def _(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, strict: bool) -> tuple[Ten
 
 @torch.library.custom_op("coca::fold_backward", mutates_args=())
 def _fold_backward(
-    grad_query: Tensor, grad_key: Tensor, q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, strict: bool
+    grad_query: Tensor,
+    grad_key: Tensor,
+    q: Tensor,
+    t: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    strict: bool,
 ) -> tuple[Tensor, Tensor]:
     grad_q, grad_t = _like_tokens(q, q.shape[-1]), _like_tokens(t, t.shape[-1])
     _launch(_fold_backward_kernel, (q, grad_query, grad_q), (t, grad_key, grad_t), cos, sin, strict)
@@ -51,7 +62,9 @@ def _(grad_query, grad_key, q, t, cos, sin, strict):
 
 def _save(ctx, inputs, output) -> None:
     if ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
-        raise ValueError("coca fold: got angles that need a gradient, expected constants; use plain_fold")
+        raise ValueError(
+            "coca fold: got angles that need a gradient, expected constants; use plain_fold"
+        )
     *tensors, ctx.strict = inputs
     ctx.save_for_backward(*tensors)
 
@@ -69,8 +82,17 @@ def _like_tokens(x: Tensor, width: int) -> Tensor:
     return x.new_empty(batch, length, heads, width).transpose(1, 2)
 
 
-def _launch(kernel, of_query: tuple[Tensor, ...], of_t: tuple[Tensor, ...], cos: Tensor, sin: Tensor, strict: bool):
-    """Run `kernel` over the rows of the query's tensors, then over those of t's; the last of each is written."""
+def _launch(
+    kernel,
+    of_query: tuple[Tensor, ...],
+    of_t: tuple[Tensor, ...],
+    cos: Tensor,
+    sin: Tensor,
+    strict: bool,
+):
+    """Run `kernel` over the rows of the query's tensors, then over those of t's; the last of each
+    is written.
+    """
     q, t = of_query[0], of_t[0]
     batch, heads, length, head_dim = q.shape
     pairs = head_dim // 2
@@ -119,7 +141,9 @@ def _fold_kernel(
 ):  # fmt: skip
     block = tl.program_id(0)
     if block < query_blocks:
-        b, h, m, pair, inside = _rows(block, query_rows, length, QUERY_HEADS, PAIRS, BLOCK_ROWS, BLOCK_PAIRS)
+        b, h, m, pair, inside = _rows(
+            block, query_rows, length, QUERY_HEADS, PAIRS, BLOCK_ROWS, BLOCK_PAIRS
+        )
         cos = _load(cos_ptr, b * cos_b + m * cos_m, pair * cos_d, inside, COMPUTE)
         sin = _load(sin_ptr, b * sin_b + m * sin_m, pair * sin_d, inside, COMPUTE)
         row = b * q_b + h * q_h + m * q_m
@@ -134,7 +158,9 @@ def _fold_kernel(
         _store(query_ptr, row, pair * query_d, first * SCALE, inside)
         _store(query_ptr, row, (pair + PAIRS) * query_d, second * SCALE, inside)
     else:
-        b, h, m, pair, inside = _rows(block - query_blocks, t_rows, length, T_HEADS, PAIRS, BLOCK_ROWS, BLOCK_PAIRS)
+        b, h, m, pair, inside = _rows(
+            block - query_blocks, t_rows, length, T_HEADS, PAIRS, BLOCK_ROWS, BLOCK_PAIRS
+        )
         cos = _load(cos_ptr, b * cos_b + m * cos_m, pair * cos_d, inside, COMPUTE)
         sin = _load(sin_ptr, b * sin_b + m * sin_m, pair * sin_d, inside, COMPUTE)
         t = _load(t_ptr, b * t_b + h * t_h + m * t_m, pair * t_d, inside, COMPUTE)
@@ -160,7 +186,9 @@ def _fold_backward_kernel(
 ):  # fmt: skip
     block = tl.program_id(0)
     if block < query_blocks:
-        b, h, m, pair, inside = _rows(block, query_rows, length, QUERY_HEADS, PAIRS, BLOCK_ROWS, BLOCK_PAIRS)
+        b, h, m, pair, inside = _rows(
+            block, query_rows, length, QUERY_HEADS, PAIRS, BLOCK_ROWS, BLOCK_PAIRS
+        )
         cos = _load(cos_ptr, b * cos_b + m * cos_m, pair * cos_d, inside, COMPUTE)
         sin = _load(sin_ptr, b * sin_b + m * sin_m, pair * sin_d, inside, COMPUTE)
         row = b * q_b + h * q_h + m * q_m
@@ -180,7 +208,9 @@ def _fold_backward_kernel(
         _store(grad_q_ptr, row, pair * grad_q_d, grad_real, inside)
         _store(grad_q_ptr, row, (pair + PAIRS) * grad_q_d, grad_imag, inside)
     else:
-        b, h, m, pair, inside = _rows(block - query_blocks, t_rows, length, T_HEADS, PAIRS, BLOCK_ROWS, BLOCK_PAIRS)
+        b, h, m, pair, inside = _rows(
+            block - query_blocks, t_rows, length, T_HEADS, PAIRS, BLOCK_ROWS, BLOCK_PAIRS
+        )
         cos = _load(cos_ptr, b * cos_b + m * cos_m, pair * cos_d, inside, COMPUTE)
         sin = _load(sin_ptr, b * sin_b + m * sin_m, pair * sin_d, inside, COMPUTE)
         t = _load(t_ptr, b * t_b + h * t_h + m * t_m, pair * t_d, inside, COMPUTE)
@@ -200,7 +230,9 @@ def _rows(
     block, rows, length,
     HEADS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Batch, head and token of a block's rows, (rows, 1), its pairs, (1, pairs), and which of both there are."""
+    """Batch, head and token of a block's rows, (rows, 1), its pairs, (1, pairs), and which of both
+    there are.
+    """
     row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     pair = tl.arange(0, BLOCK_PAIRS)[None, :]
     token = row // HEADS

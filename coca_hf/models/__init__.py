@@ -1,1 +1,3 @@
-"""What a CoCA model is. The modules here are flat siblings, because some of them travel inside checkpoints."""
+"""What a CoCA model is. The modules here are flat siblings, because some of them travel inside
+checkpoints.
+"""

@@ -1,9 +1,10 @@
-"""LLaMA without rotation, with ALiBi: the paper's third baseline from scratch (its tables 1 and 2). Not CoCA.
+"""LLaMA without rotation, with ALiBi: the paper's third baseline from scratch (its tables 1 and 2).
+Not CoCA.
 
-A head adds a penalty to its scores that grows with the distance: `-slope (m - n)` (Press et al., arXiv 2108.12409).
-The bias goes into the attention mask, so that blocks, cache and generation are LLaMA's own; rotation by angle zero
-takes the place of its rotary embedding. Attention by eager or sdpa, which take a bias as it is. Letters: see
-`attention.py`.
+A head adds a penalty to its scores that grows with the distance: `-slope (m - n)` (Press et al.,
+arXiv 2108.12409). The bias goes into the attention mask, so that blocks, cache and generation are
+LLaMA's own; rotation by angle zero takes the place of its rotary embedding. Attention by eager or
+sdpa, which take a bias as it is. Letters: see `attention.py`.
 """
 
 import math
@@ -33,14 +34,15 @@ def alibi_slopes(num_heads: int) -> Tensor:
 def alibi_mask(mask: Tensor, past_len: int | Tensor, dtype: torch.dtype, num_heads: int) -> Tensor:
     """`-slope (m - n)` where `mask` allows attention, and the lowest number elsewhere.
 
-    mask: (b, 1, m, n), True where attention is allowed, or 0 there and the lowest number elsewhere; the first query
-    stands at index `past_len`. Distances are counted in the row as it is: padding lies outside, so it changes none.
-    Returns (b, h, m, n).
+    mask: (b, 1, m, n), True where attention is allowed, or 0 there and the lowest number elsewhere;
+    the first query stands at index `past_len`. Distances are counted in the row as it is: padding
+    lies outside, so it changes none. Returns (b, h, m, n).
     """
     new_len, total_len = mask.shape[-2:]
     query_index = past_len + torch.arange(new_len, device=mask.device)
     distance = query_index[:, None] - torch.arange(total_len, device=mask.device)  # (m, n)
-    bias = (-alibi_slopes(num_heads).to(mask.device)[:, None, None] * distance).to(dtype)  # (h, m, n)
+    # (h, m, n)
+    bias = (-alibi_slopes(num_heads).to(mask.device)[:, None, None] * distance).to(dtype)
     lowest = torch.finfo(dtype).min
     if mask.dtype == torch.bool:
         return torch.where(mask, bias, lowest)
@@ -52,7 +54,8 @@ class AlibiLlamaConfig(LlamaConfig):
     """`LlamaConfig` without `rope_parameters`."""
 
     model_type = "alibi_llama"
-    _auto_class = "AutoConfig"  # save_pretrained copies this file, as register_for_auto_class makes it do
+    # save_pretrained copies this file, as register_for_auto_class makes it do
+    _auto_class = "AutoConfig"
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -85,11 +88,14 @@ class AlibiLlamaPreTrainedModel(LlamaPreTrainedModel):
 
 class AlibiLlamaModel(AlibiLlamaPreTrainedModel, LlamaModel):
     def __init__(self, config: AlibiLlamaConfig):
-        PreTrainedModel.__init__(self, config)  # not LlamaModel's: it would build a rotary embedding
+        # not LlamaModel's: it would build a rotary embedding
+        PreTrainedModel.__init__(self, config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
-        self.layers = nn.ModuleList([LlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList(
+            [LlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers)]
+        )
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = NoRotation(config.head_dim)
         self.gradient_checkpointing = False
@@ -104,7 +110,9 @@ class AlibiLlamaModel(AlibiLlamaPreTrainedModel, LlamaModel):
         inputs_embeds: Tensor | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        """As `LlamaModel.forward`, which takes a mask of four dimensions as it is: here, the one with the bias."""
+        """As `LlamaModel.forward`, which takes a mask of four dimensions as it is: here, the one
+        with the bias.
+        """
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         mask = create_causal_mask(
@@ -117,7 +125,9 @@ class AlibiLlamaModel(AlibiLlamaPreTrainedModel, LlamaModel):
         )
         past_len = past_key_values.get_seq_length() if past_key_values is not None else 0
         return super().forward(
-            attention_mask=alibi_mask(mask, past_len, inputs_embeds.dtype, self.config.num_attention_heads),
+            attention_mask=alibi_mask(
+                mask, past_len, inputs_embeds.dtype, self.config.num_attention_heads
+            ),
             position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
@@ -129,7 +139,8 @@ class AlibiLlamaForCausalLM(AlibiLlamaPreTrainedModel, LlamaForCausalLM):
     """`LlamaForCausalLM` over `AlibiLlamaModel`; `forward` and the sharding plans are inherited."""
 
     def __init__(self, config: AlibiLlamaConfig):
-        PreTrainedModel.__init__(self, config)  # not LlamaForCausalLM's: it would build a LlamaModel
+        # not LlamaForCausalLM's: it would build a LlamaModel
+        PreTrainedModel.__init__(self, config)
         self.model = AlibiLlamaModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -1,21 +1,22 @@
-"""Collinear Constrained Attention as ordinary attention on a folded query and key (CoCA, arXiv 2309.08646).
+"""Collinear Constrained Attention as ordinary attention on a folded query and key (CoCA, arXiv
+2309.08646).
 
 Letters used in every tensor file of this package:
     b batch, h query heads, g key/value heads (h = g * groups), m query positions, n key positions,
     d head dimension, j rotary pairs (d = 2j).
 
-Pair j of a head is `(x[j], x[j + d/2])`, the Hugging Face layout. `R_p` rotates every pair by its angle at position p.
-The two forms of CoCA are different functions, and both are plain dot products of a query and a key that are each
-computed once per token:
+Pair j of a head is `(x[j], x[j + d/2])`, the Hugging Face layout. `R_p` rotates every pair by its
+angle at position p. The two forms of CoCA are different functions, and both are plain dot products
+of a query and a key that are each computed once per token:
 
     slack   a(m, n) = <R_m q, q o R_n [t, t]>                 query  q o R_m q       key  R_n [t, t]
     strict  a(m, n) = sum_j t_j |q_j|^2 cos((m - n) theta_j)  query  R_m [|q|^2, 0]  key  R_n [t, 0]
 
-so any attention that takes a query, a key and a value (SDPA, FlashAttention, FlexAttention, paged attention) computes
-CoCA as it stands. Strict depends on m - n only; slack depends on m and n.
+so any attention that takes a query, a key and a value (SDPA, FlashAttention, FlexAttention, paged
+attention) computes CoCA as it stands. Strict depends on m - n only; slack depends on m and n.
 
-Both square the query, which overflows in float16 where a number of it is above 181. The folded query is therefore
-multiplied by `QUERY_SCALE`, and `CocaAttention.scaling` divides by it.
+Both square the query, which overflows in float16 where a number of it is above 181. The folded
+query is therefore multiplied by `QUERY_SCALE`, and `CocaAttention.scaling` divides by it.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,8 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-QUERY_SCALE = 2.0**-4  # exact in every dtype, and its root as well; 1 / sqrt(d) of the widest heads in use, d = 256
+# exact in every dtype, and its root as well; 1 / sqrt(d) of the widest heads in use, d = 256
+QUERY_SCALE = 2.0**-4
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -34,7 +36,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x: (..., m, d); cos, sin: broadcastable to (..., m, j). Returns (..., m, d).
     """
     real, imag = x.chunk(2, dim=-1)
-    # Over whole rows of d and in place: halves of rows, and memory that is new, are what a CPU is slow at
+    # Over whole rows of d and in place: halves of rows, and memory that is new, are what a CPU is
+    # slow at
     swapped = _row(imag, real).to(torch.promote_types(x.dtype, cos.dtype))
     return swapped.mul_(_row(-sin, sin)).addcmul_(x, _row(cos, cos))
 
@@ -44,15 +47,18 @@ def _row(first: Tensor, second: Tensor) -> Tensor:
 
 
 def coca_query(q: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
-    """Fold the query's own rotation into it: a dot product with `coca_key` is `QUERY_SCALE` times the CoCA score.
+    """Fold the query's own rotation into it: a dot product with `coca_key` is `QUERY_SCALE` times
+    the CoCA score.
 
-    slack: `q o R_m q` (eq. 10 without the constraint of eq. 11); strict: `R_m [|q|^2, 0]` (eq. 9, closed form eq. 17).
+    slack: `q o R_m q` (eq. 10 without the constraint of eq. 11); strict: `R_m [|q|^2, 0]` (eq. 9,
+    closed form eq. 17).
 
     q: (b, h, m, d); cos, sin: (b, 1, m, j). Returns (b, h, m, d).
     """
     q = q * QUERY_SCALE**0.5  # before it is squared
     if constraint == "slack":
-        return rotate(q, cos, sin) * q  # in this order: memory is laid out as that of the first, (b, h, m, d)
+        # in this order: memory is laid out as that of the first, (b, h, m, d)
+        return rotate(q, cos, sin) * q
     real, imag = q.chunk(2, dim=-1)
     energy = real.square() + imag.square()
     return _row(energy, energy) * _row(cos, sin)
@@ -61,8 +67,8 @@ def coca_query(q: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
 def coca_key(t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
     """Rotate the collinear coefficients into the key of a plain dot product.
 
-    slack: `R_n [t, t]`; strict: `R_n [t, 0]`. There is one coefficient per pair, and ReLU makes it non-negative (eq. 6
-    and 7).
+    slack: `R_n [t, t]`; strict: `R_n [t, 0]`. There is one coefficient per pair, and ReLU makes it
+    non-negative (eq. 6 and 7).
 
     t: (b, g, n, j), before the ReLU; cos, sin: (b, 1, n, j). Returns (b, g, n, d).
     """
@@ -79,12 +85,17 @@ def turn(t: Tensor, turns: Tensor) -> Tensor:
     return (turns * t.unsqueeze(-2)).flatten(-2)
 
 
-def plain_fold(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> tuple[Tensor, Tensor]:
-    """Query (b, h, m, d) and key (b, g, m, d) of ordinary attention; arguments as `coca_query` and `coca_key` take."""
+def plain_fold(
+    q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str
+) -> tuple[Tensor, Tensor]:
+    """Query (b, h, m, d) and key (b, g, m, d) of ordinary attention; arguments as `coca_query` and
+    `coca_key` take.
+    """
     return coca_query(q, cos, sin, constraint), coca_key(t, cos, sin, constraint)
 
 
-FOLDS: dict[str, Callable] = {}  # by type of device: what computes the same faster, as coca_hf.kernels has it
+# by type of device: what computes the same faster, as coca_hf.kernels has it
+FOLDS: dict[str, Callable] = {}
 
 
 def fold(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> tuple[Tensor, Tensor]:
@@ -93,7 +104,9 @@ def fold(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> tup
 
 
 def layer_types(config) -> list[str]:
-    """`full_attention` or `sliding_attention` of every layer, by the rule that transformers' caches follow."""
+    """`full_attention` or `sliding_attention` of every layer, by the rule that transformers' caches
+    follow.
+    """
     if getattr(config, "layer_types", None):
         return config.layer_types
     sliding = getattr(config, "sliding_window", None) is not None
@@ -107,18 +120,21 @@ def by_head(x: Tensor, width: int) -> Tensor:
     """
     if x.shape[-1] % width:
         raise ValueError(
-            f"tensor parallelism left {x.shape[-1]} rows of a projection to this process, and a head has {width}; load "
+            f"tensor parallelism left {x.shape[-1]} rows of a projection to this process, and a "
+            f"head has {width}; load "
             f"on a number of processes that divides num_attention_heads and num_key_value_heads"
         )
     return x.view(*x.shape[:-1], -1, width).transpose(1, 2)
 
 
 class CocaAttention(nn.Module):
-    """Causal self-attention whose key is collinear with the query (section 2.3); takes the place of `LlamaAttention`.
+    """Causal self-attention whose key is collinear with the query (section 2.3); takes the place of
+    `LlamaAttention`.
 
-    `t_proj` has half the rows of the `k_proj` it replaces, one coefficient per rotary pair. The paper's full-width
-    projection, averaged over each pair, is the same function: the mean is linear, so it folds into the weight.
-    A family that makes queries or coefficients in another way overrides `queries` or `coefficients`.
+    `t_proj` has half the rows of the `k_proj` it replaces, one coefficient per rotary pair. The
+    paper's full-width projection, averaged over each pair, is the same function: the mean is
+    linear, so it folds into the weight. A family that makes queries or coefficients in another way
+    overrides `queries` or `coefficients`.
     """
 
     def __init__(self, config, layer_idx: int):
@@ -130,16 +146,24 @@ class CocaAttention(nn.Module):
         self.scaling = self.head_dim**-0.5 / QUERY_SCALE
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
-        self.sliding_window = config.sliding_window if layer_types(config)[layer_idx] == "sliding_attention" else None
+        self.sliding_window = (
+            config.sliding_window if layer_types(config)[layer_idx] == "sliding_attention" else None
+        )
 
-        hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        hidden, heads, kv_heads = (
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+        )
         self.q_proj = nn.Linear(hidden, heads * self.head_dim, bias=config.attention_bias)
         self.t_proj = nn.Linear(hidden, kv_heads * self.head_dim // 2, bias=config.attention_bias)
         self.v_proj = nn.Linear(hidden, kv_heads * self.head_dim, bias=config.attention_bias)
         self.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=config.attention_bias)
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (b, h, m, d), coefficients t (b, g, m, j), before their ReLU, and values (b, g, m, d)."""
+        """Queries (b, h, m, d), coefficients t (b, g, m, j), before their ReLU, and values (b, g,
+        m, d).
+        """
         value = by_head(self.v_proj(hidden_states), self.head_dim)
         return self.queries(hidden_states), self.coefficients(hidden_states), value
 
@@ -161,7 +185,9 @@ class CocaAttention(nn.Module):
         past_key_values=None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden_states: (b, m, hidden); position_embeddings: cos and sin, each (b, m, j). Returns (b, m, hidden)."""
+        """hidden_states: (b, m, hidden); position_embeddings: cos and sin, each (b, m, j). Returns
+        (b, m, hidden).
+        """
         leading = hidden_states.shape[:-1]
         q, t, value = self.project(hidden_states)
         cos, sin = (part.unsqueeze(1) for part in position_embeddings)
@@ -169,9 +195,12 @@ class CocaAttention(nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx, t=t, angles=(cos, sin))
 
-        # vLLM reads this source: one call, to a local assigned from get_interface, with scaling=self.scaling.
-        # The cache is for the attention `coca` of coca_hf.kernels, which makes keys from t; the others ignore it.
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        # vLLM reads this source: one call, to a local assigned from get_interface, with
+        # scaling=self.scaling. The cache is for the attention `coca` of coca_hf.kernels, which
+        # makes keys from t; the others ignore it.
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
         output, weights = attend(
             self,
             query,
@@ -190,7 +219,8 @@ class CocaAttention(nn.Module):
 class KeptAttention(CocaAttention):
     """The original's own attention, with rotary embedding, in a layer of `config.coca_kept_layers`.
 
-    In the place of the coefficients t come keys (b, g, m, d), which caches hold rotated and at full width.
+    In the place of the coefficients t come keys (b, g, m, d), which caches hold rotated and at full
+    width.
     """
 
     def __init__(self, config, layer_idx: int):

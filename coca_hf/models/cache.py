@@ -1,7 +1,7 @@
 """The half-width key cache: the coefficients t are stored, and turned into keys when they are read.
 
-A key follows from its t, which is half as wide, and from its position's angles, which all layers share. Keys and values
-together then take 75% of what LLaMA's take. Letters: see `attention.py`.
+A key follows from its t, which is half as wide, and from its position's angles, which all layers
+share. Keys and values together then take 75% of what LLaMA's take. Letters: see `attention.py`.
 """
 
 import weakref
@@ -10,7 +10,14 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticCache, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    StaticCache,
+    StaticLayer,
+)
 
 from .attention import turn, turns
 
@@ -20,8 +27,9 @@ ROOM = 256  # tokens
 class HalfWidth(Cache):
     """A cache whose layers hold t (b, g, n, j), after its ReLU, in place of keys (b, g, n, d).
 
-    Behind the model's own, `layers` gets one for every device that the model is on, with the angles of all positions,
-    cos and sin (b, 1, n, j): whatever is done to the cache (reorder, crop, repeat, select, reset) is done to them.
+    Behind the model's own, `layers` gets one for every device that the model is on, with the angles
+    of all positions, cos and sin (b, 1, n, j): whatever is done to the cache (reorder, crop,
+    repeat, select, reset) is done to them.
     """
 
     def hold_angles(self, config, new_layer: Callable[[], CacheLayerMixin]) -> None:
@@ -30,13 +38,21 @@ class HalfWidth(Cache):
         self.first_layers: dict[torch.device, int] = {}
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, t: Tensor, angles: tuple[Tensor, Tensor]
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args,
+        t: Tensor,
+        angles: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Store the new `t` (b, g, m, j) and `value_states` (b, g, m, d); return all keys and values of the layer.
+        """Store the new `t` (b, g, m, j) and `value_states` (b, g, m, d); return all keys and
+        values of the layer.
 
-        angles: cos and sin of the new positions, (b or 1, 1, m, j). key_states: the keys they make, (b, g, m, d).
-        For the attention `coca`, which makes its own keys, all t instead of all keys. A kept layer, whose t are keys,
-        (b, g, m, d), before their rotation, has its `key_states` stored as they are.
+        angles: cos and sin of the new positions, (b or 1, 1, m, j). key_states: the keys they make,
+        (b, g, m, d). For the attention `coca`, which makes its own keys, all t instead of all keys.
+        A kept layer, whose t are keys, (b, g, m, d), before their rotation, has its `key_states`
+        stored as they are.
         """
         if self.first_layers.setdefault(t.device, layer_idx) == layer_idx:
             if t.device not in self.angles:
@@ -61,7 +77,9 @@ class HalfWidth(Cache):
         return turns(held.keys, held.values, self.config.coca_constraint)
 
     def angles_of(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, each (b, 1, n, j), of all `t` of a layer: the last n where a window slides."""
+        """Cosines and sines, each (b, 1, n, j), of all `t` of a layer: the last n where a window
+        slides.
+        """
         held, n = self.angles[t.device], t.shape[-2]
         return held.keys[..., -n:, :], held.values[..., -n:, :]
 
@@ -76,7 +94,8 @@ class CocaCache(HalfWidth, DynamicCache):
                 RoomyLayer() if type(layer) is DynamicLayer else layer for layer in self.layers
             ]
         self.hold_angles(config, RoomyLayer)
-        self.turned: dict[torch.device, tuple[Tensor, Tensor]] = {}  # what `turns` were made of, and they
+        # what `turns` were made of, and they
+        self.turned: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def turns(self, device: torch.device) -> Tensor:
         """Made once for all layers of a device."""
@@ -86,12 +105,16 @@ class CocaCache(HalfWidth, DynamicCache):
         return self.turned[device][1]
 
     def prefetch(self, layer_idx: int, *args, **kwargs) -> None:
-        """Fetch a layer that was offloaded; after the last comes the first, not the angles, which are never away."""
+        """Fetch a layer that was offloaded; after the last comes the first, not the angles, which
+        are never away.
+        """
         super().prefetch(layer_idx % (len(self.layers) - len(self.angles)), *args, **kwargs)
 
 
 class RoomyLayer(DynamicLayer):
-    """A `DynamicLayer` that writes a new token behind the others, where the stock one copies them all to add it."""
+    """A `DynamicLayer` that writes a new token behind the others, where the stock one copies them
+    all to add it.
+    """
 
     keys: Tensor
     values: Tensor
@@ -100,7 +123,9 @@ class RoomyLayer(DynamicLayer):
         super().lazy_initialization(*args)
         self.of_keys, self.of_values = Room(), Room()
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return super().update(key_states, value_states)
         self.keys = self.of_keys.append(self.keys, key_states)
@@ -113,13 +138,16 @@ class Room:
 
     def __init__(self):
         self.capacity = 0  # tokens
-        self.filled: Callable[[], Tensor | None] = lambda: None  # a weak reference: memory goes with the layer's tensor
+        # a weak reference: memory goes with the layer's tensor
+        self.filled: Callable[[], Tensor | None] = lambda: None
 
     def __reduce__(self):
         return Room, ()  # a copy of a cache has no room yet
 
     def append(self, held: Tensor, new: Tensor) -> Tensor:
-        """`torch.cat((held, new), -2)`; all is copied once in `ROOM` tokens, and where beams, say, replaced `held`."""
+        """`torch.cat((held, new), -2)`; all is copied once in `ROOM` tokens, and where beams, say,
+        replaced `held`.
+        """
         b, g, n, width = held.shape
         length = n + new.shape[-2]
         mine = self.filled() is held and held.is_inference() <= torch.is_inference_mode_enabled()
@@ -135,10 +163,15 @@ class Room:
 
 
 class CocaStaticCache(HalfWidth, StaticCache):
-    """A `StaticCache` of half-width keys, for models without sliding windows; decoding gives the same tokens."""
+    """A `StaticCache` of half-width keys, for models without sliding windows; decoding gives the
+    same tokens.
+    """
 
     def __init__(self, config, max_cache_len: int, **kwargs):
         super().__init__(config=config, max_cache_len=max_cache_len, **kwargs)
         if any(self.is_sliding):
-            raise ValueError("CocaStaticCache: got a model with sliding windows, expected one without; use StaticCache")
+            raise ValueError(
+                "CocaStaticCache: got a model with sliding windows, expected one without; use "
+                "StaticCache"
+            )
         self.hold_angles(config, partial(StaticLayer, max_cache_len))

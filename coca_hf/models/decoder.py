@@ -1,9 +1,10 @@
 """What every CoCA family shares: the configuration's own fields, the stack of layers, generation.
 
-transformers derives its Mistral, Qwen2 and Qwen3 from its LLaMA; here, too, the shell of every family (embedding, final
-norm, language head, loss, flags) is LLaMA's. A family's file adds its configuration, its attention and its layer. The
-families' files and this one travel inside checkpoints, so that those load with `trust_remote_code=True` without
-coca_hf. Letters: see `attention.py`.
+transformers derives its Mistral, Qwen2 and Qwen3 from its LLaMA; here, too, the shell of every
+family (embedding, final norm, language head, loss, flags) is LLaMA's. A family's file adds its
+configuration, its attention and its layer. The families' files and this one travel inside
+checkpoints, so that those load with `trust_remote_code=True` without coca_hf. Letters: see
+`attention.py`.
 """
 
 import inspect
@@ -29,18 +30,23 @@ from .cache import CocaCache, CocaStaticCache
 from .hub import PushesItsCard
 from .rotary import LENGTH_DEPENDENT_ROPE_TYPES, CocaRotaryEmbedding, one_row_error, rotary_dim
 
-MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+MASKS = {
+    "full_attention": create_causal_mask,
+    "sliding_attention": create_sliding_window_causal_mask,
+}
 
 
 class CocaConfig(PreTrainedConfig):
     """`coca_constraint`: `"slack"` (the paper's main results) or `"strict"` (its section 4.4).
 
-    `coca_kept_layers`: numbers, from 0, of the layers that keep the original's attention (`KeptAttention`).
+    `coca_kept_layers`: numbers, from 0, of the layers that keep the original's attention
+    (`KeptAttention`).
 
     Comes after the family's own configuration among the bases, so that the family's defaults win.
     """
 
-    _auto_class = "AutoConfig"  # save_pretrained copies the modelling files, as register_for_auto_class makes it do
+    # save_pretrained copies the modelling files, as register_for_auto_class makes it do
+    _auto_class = "AutoConfig"
 
     coca_constraint: Literal["slack", "strict"] = "slack"
     coca_kept_layers: list[int] = field(default_factory=list)
@@ -52,7 +58,10 @@ class CocaConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         if self.coca_kept_layers:
             self.base_model_tp_plan = kept_plan(self.base_model_tp_plan)  # type: ignore[has-type]
-        file, family = self.model_type.removeprefix("coca_"), type(self).__name__.removesuffix("Config")
+        file, family = (
+            self.model_type.removeprefix("coca_"),
+            type(self).__name__.removesuffix("Config"),
+        )
         self.auto_map = {
             "AutoConfig": f"{file}.{family}Config",
             "AutoModel": f"{file}.{family}Model",  # vLLM's Transformers backend asks for this one
@@ -60,42 +69,71 @@ class CocaConfig(PreTrainedConfig):
         }
 
     def validate_sizes(self):
-        """Called by `@strict`. Raises ValueError for a model without numbers, and for heads that cannot be grouped."""
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+        """Called by `@strict`. Raises ValueError for a model without numbers, and for heads that
+        cannot be grouped.
+        """
+        sizes = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+        )
         for name in (*sizes, "head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_attention_heads is {self.num_attention_heads}, expected a multiple of num_key_value_heads, which "
+                f"num_attention_heads is {self.num_attention_heads}, expected a multiple of "
+                f"num_key_value_heads, which "
                 f"is {self.num_key_value_heads}"
             )
 
     def validate_kept_layers(self):
-        """Called by `@strict`. Raises ValueError for layers that are not there, and for one that is named twice."""
+        """Called by `@strict`. Raises ValueError for layers that are not there, and for one that is
+        named twice.
+        """
         kept, last = self.coca_kept_layers, self.num_hidden_layers - 1
         if len(set(kept)) < len(kept) or not all(0 <= layer <= last for layer in kept):
-            raise ValueError(f"coca_kept_layers is {kept}, expected different numbers of layers, from 0 to {last}")
+            raise ValueError(
+                f"coca_kept_layers is {kept}, expected different numbers of layers, from 0 to "
+                f"{last}"
+            )
 
     def validate_pairs(self):
-        """Called by `@strict`. Raises ValueError where dimensions that rotation turns do not make pairs."""
+        """Called by `@strict`. Raises ValueError where dimensions that rotation turns do not make
+        pairs.
+        """
         if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}, expected an even number: rotary embedding turns pairs")
+            raise ValueError(
+                f"head_dim is {self.head_dim}, expected an even number: rotary embedding turns "
+                f"pairs"
+            )
         if rotary_dim(self) % 2:
             raise ValueError(
                 f"head_dim {self.head_dim} * partial_rotary_factor "
-                f"{self.rope_parameters['partial_rotary_factor']} is {rotary_dim(self)}, expected an even number"
+                f"{self.rope_parameters['partial_rotary_factor']} is {rotary_dim(self)}, expected "
+                f"an even number"
             )
 
 
 def t_plan(plan: Mapping[str, str]) -> dict[str, str]:
     """A family's tensor-parallel plan, with `t_proj` in the place of `k_proj` and of its norm."""
-    return {name.replace("k_proj", "t_proj"): style for name, style in plan.items() if "k_norm" not in name}
+    return {
+        name.replace("k_proj", "t_proj"): style
+        for name, style in plan.items()
+        if "k_norm" not in name
+    }
 
 
 def kept_plan(plan: Mapping[str, str]) -> dict[str, str]:
-    """A CoCA model's tensor-parallel plan, with the keys of kept layers and their norms beside what it has."""
-    keys = {name.replace("t_proj", "k_proj").replace("q_norm", "k_norm"): style for name, style in plan.items()}
+    """A CoCA model's tensor-parallel plan, with the keys of kept layers and their norms beside what
+    it has.
+    """
+    keys = {
+        name.replace("t_proj", "k_proj").replace("q_norm", "k_norm"): style
+        for name, style in plan.items()
+    }
     return {**plan, **keys}
 
 
@@ -108,10 +146,13 @@ class CocaDecoderLayer(LlamaDecoderLayer):
     norm_class: type[nn.Module] = LlamaRMSNorm
 
     def __init__(self, config: CocaConfig, layer_idx: int):
-        GradientCheckpointingLayer.__init__(self)  # not LlamaDecoderLayer's: it would build the attention twice
+        # not LlamaDecoderLayer's: it would build the attention twice
+        GradientCheckpointingLayer.__init__(self)
         self.hidden_size = config.hidden_size
         is_kept = layer_idx in config.coca_kept_layers
-        self.self_attn = (self.kept_attention_class if is_kept else self.attention_class)(config, layer_idx)
+        self.self_attn = (self.kept_attention_class if is_kept else self.attention_class)(
+            config, layer_idx
+        )
         self.mlp = self.mlp_class(config)
         self.input_layernorm = self.norm_class(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = self.norm_class(config.hidden_size, eps=config.rms_norm_eps)
@@ -139,7 +180,9 @@ class CocaModel(CocaPreTrainedModel):
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
-        self.layers = nn.ModuleList([self.layer_class(config, i) for i in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList(
+            [self.layer_class(config, i) for i in range(config.num_hidden_layers)]
+        )
         self.norm = self.last_norm(config)
         self.rotary_emb = CocaRotaryEmbedding(config)
         self.gradient_checkpointing = False
@@ -163,16 +206,21 @@ class CocaModel(CocaPreTrainedModel):
         left_padding: Tensor | int | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        """As `LlamaModel.forward`, with `rope_length`: the total length that fixes the angles of dynamic NTK, longrope.
+        """As `LlamaModel.forward`, with `rope_length`: the total length that fixes the angles of
+        dynamic NTK, longrope.
 
-        Where `position_ids` is absent it is counted from a 2-d `attention_mask`, because the slack score depends on
-        absolute positions: padding must not move them. Under dynamic NTK and longrope a cache keeps the `rope_length`
-        it was begun with; ValueError for another one, or where none was planned (`planned_length`). A row that is
-        padded on the left has its padding less: `left_padding`, (b,), counted from a 2-d mask by default.
+        Where `position_ids` is absent it is counted from a 2-d `attention_mask`, because the slack
+        score depends on
+        absolute positions: padding must not move them. Under dynamic NTK and longrope a cache keeps
+        the `rope_length` it was begun with; ValueError for another one, or where none was planned
+        (`planned_length`). A row that is
+        padded on the left has its padding less: `left_padding`, (b,), counted from a 2-d mask by
+        default.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(
-                f"{type(self).__name__}.forward: got both or neither, expected one of input_ids and inputs_embeds"
+                f"{type(self).__name__}.forward: got both or neither, expected one of input_ids "
+                f"and inputs_embeds"
             )
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
@@ -180,10 +228,14 @@ class CocaModel(CocaPreTrainedModel):
             past_key_values = CocaCache(self.config)
         if past_key_values is not None and self.rotary_emb.rope_type in LENGTH_DEPENDENT_ROPE_TYPES:
             new_len = inputs_embeds.shape[1] if position_ids is None else None
-            rope_length = planned_length(past_key_values, rope_length, new_len, self.rotary_emb.trained_len())
+            rope_length = planned_length(
+                past_key_values, rope_length, new_len, self.rotary_emb.trained_len()
+            )
         own_length: Tensor | int | None = rope_length
         if rope_length is not None:
-            own_length = rope_length - (padding_on_the_left(attention_mask) if left_padding is None else left_padding)
+            own_length = rope_length - (
+                padding_on_the_left(attention_mask) if left_padding is None else left_padding
+            )
         if position_ids is None:
             past_len = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = positions(inputs_embeds, attention_mask, past_len)
@@ -202,7 +254,9 @@ class CocaModel(CocaPreTrainedModel):
                 use_cache=use_cache,
                 **kwargs,
             )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values
+        )
 
     def before_layers(self, inputs_embeds: Tensor) -> Tensor:
         """What a family does to the embeddings, (b, m, hidden); nothing unless it says so."""
@@ -228,7 +282,9 @@ class CocaModel(CocaPreTrainedModel):
         return {kind: MASKS[kind](**arguments) for kind in set(layer_types(self.config))}
 
 
-def positions(inputs_embeds: Tensor, attention_mask: Tensor | dict[str, Tensor] | None, past_len: int) -> Tensor:
+def positions(
+    inputs_embeds: Tensor, attention_mask: Tensor | dict[str, Tensor] | None, past_len: int
+) -> Tensor:
     """Positions of the new tokens, (b or 1, m): tokens before them in the row, padding not counted."""
     new_len = inputs_embeds.shape[1]
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
@@ -243,17 +299,22 @@ def padding_on_the_left(attention_mask: Tensor | dict[str, Tensor] | None) -> Te
     return 0
 
 
-def planned_length(cache: Cache, asked: int | None, new_len: int | None, trained_len: int) -> int | None:
-    """The `rope_length` of the next tokens of `cache`, which is noted on it: keys that are there keep their angles.
+def planned_length(
+    cache: Cache, asked: int | None, new_len: int | None, trained_len: int
+) -> int | None:
+    """The `rope_length` of the next tokens of `cache`, which is noted on it: keys that are there
+    keep their angles.
 
-    asked: the caller's, if any. new_len: how many tokens come; None where only the caller knows their positions.
-    Up to the trained length every plan has the same angles, so that none is shorter, and a cache without one holds it.
+    asked: the caller's, if any. new_len: how many tokens come; None where only the caller knows
+    their positions. Up to the trained length every plan has the same angles, so that none is
+    shorter, and a cache without one holds it.
 
     Raises ValueError where the keys that are there have other angles, or nobody knows which.
     """
     noted = getattr(cache, "rope_length", None)
     asked = None if asked is None else max(asked, trained_len)
-    if asked is not None and asked == noted:  # first: a compiled graph would break at the length of a static cache
+    # first: a compiled graph would break at the length of a static cache
+    if asked is not None and asked == noted:
         return asked
     total_len = None if new_len is None else int(cache.get_seq_length()) + new_len
     if not cache.get_seq_length():
@@ -262,32 +323,40 @@ def planned_length(cache: Cache, asked: int | None, new_len: int | None, trained
         return cache.rope_length
     if noted is None:
         raise ValueError(
-            "past_key_values: got keys whose rotary angles were not planned, and this RoPE type has them depend on the "
-            "total length; start again without the old cache, with rope_length=(tokens in all) from the first call on"
+            "past_key_values: got keys whose rotary angles were not planned, and this RoPE type "
+            "has them depend on the "
+            "total length; start again without the old cache, with rope_length=(tokens in all) "
+            "from the first call on"
         )
     wanted = asked if asked is not None else total_len
     if wanted is not None and (asked is not None or wanted > noted):
         raise ValueError(
-            f"past_key_values: got {wanted} tokens in all, but the rotary angles were planned for {noted}; start again "
+            f"past_key_values: got {wanted} tokens in all, but the rotary angles were planned for "
+            f"{noted}; start again "
             f"without the old cache, with rope_length={wanted}"
         )
     return noted
 
 
 class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
-    """`LlamaForCausalLM` over a model of `model_class`; `forward` and the sharding plans are inherited."""
+    """`LlamaForCausalLM` over a model of `model_class`; `forward` and the sharding plans are
+    inherited.
+    """
 
     model_class: type[CocaModel]
 
     def __init__(self, config: CocaConfig):
-        PreTrainedModel.__init__(self, config)  # not LlamaForCausalLM's: it would build a LlamaModel
+        # not LlamaForCausalLM's: it would build a LlamaModel
+        PreTrainedModel.__init__(self, config)
         self.model = self.model_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     def init_continuous_batching(self, *args, **kwargs):
-        """As transformers'. Raises ValueError for a RoPE type whose angles depend on each sequence's length."""
+        """As transformers'. Raises ValueError for a RoPE type whose angles depend on each
+        sequence's length.
+        """
         rope_type = self.config.rope_parameters["rope_type"]
         if rope_type in LENGTH_DEPENDENT_ROPE_TYPES:
             raise ValueError(one_row_error("continuous batching", rope_type))
@@ -297,7 +366,8 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
         self,
         input_ids: Tensor,
         *args,
-        inputs_embeds: Tensor | None = None,  # named, as rope_length is, because generate reads this signature
+        # named, as rope_length is, because generate reads this signature
+        inputs_embeds: Tensor | None = None,
         attention_mask: Tensor | None = None,
         rope_length: int | None = None,
         **kwargs,
@@ -306,17 +376,22 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
         kwargs |= {"inputs_embeds": inputs_embeds, "attention_mask": attention_mask}
         inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
         if rope_length is not None:  # counted here: of the masks of a static cache it cannot be
-            inputs |= {"rope_length": rope_length, "left_padding": padding_on_the_left(attention_mask)}
+            inputs |= {
+                "rope_length": rope_length,
+                "left_padding": padding_on_the_left(attention_mask),
+            }
         return inputs
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
-        """Half-width keys unless another cache is asked for; the angles fixed for the whole generation.
+        """Half-width keys unless another cache is asked for; the angles fixed for the whole
+        generation.
 
-        Cached keys keep the angles they were made with, so these are those of `rope_length`, the planned total length:
-        the one passed to `generate`, that of the cache passed to it, or prompt and new tokens. Raises ValueError where
-        more is asked for than was planned, and for a cache that was made without a plan.
+        Cached keys keep the angles they were made with, so these are those of `rope_length`, the
+        planned total length: the one passed to `generate`, that of the cache passed to it, or
+        prompt and new tokens. Raises ValueError where more is asked for than was planned, and for a
+        cache that was made without a plan.
         """
         given = model_kwargs.get("past_key_values")
         super()._prepare_cache_for_generation(
@@ -324,12 +399,16 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
         )
         cache = model_kwargs.get("past_key_values")
         if type(cache) is DynamicCache and given is None:
-            cache = model_kwargs["past_key_values"] = CocaCache(self.config, offloading=cache.offloading)
+            cache = model_kwargs["past_key_values"] = CocaCache(
+                self.config, offloading=cache.offloading
+            )
             if generation_config.is_assistant:  # as super does to the cache that this one replaces
                 cache.activate_past_recording()
         fresh = type(cache) is StaticCache and given is None and not cache.is_initialized
         if fresh and not cache.offloading and not any(cache.is_sliding):
-            cache = model_kwargs["past_key_values"] = CocaStaticCache(self.config, cache.layers[0].max_cache_len)
+            cache = model_kwargs["past_key_values"] = CocaStaticCache(
+                self.config, cache.layers[0].max_cache_len
+            )
         if self.config.rope_parameters["rope_type"] not in LENGTH_DEPENDENT_ROPE_TYPES:
             return
         total_len = max_cache_length + 1  # not max_length, which leaves out inputs_embeds
@@ -340,18 +419,23 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
         planned = model_kwargs["rope_length"] = max(planned or total_len, trained_len)
         if total_len > planned:
             raise ValueError(
-                f"generate: got {total_len} tokens in all, but the rotary angles were planned for {planned}; start "
+                f"generate: got {total_len} tokens in all, but the rotary angles were planned for "
+                f"{planned}; start "
                 f"again without the old cache, with rope_length={total_len}"
             )
         if cache is not None:
             cache.rope_length = planned
 
     def _get_candidate_generator(self, *args, model_kwargs, assistant_model=None, **kwargs):
-        """As transformers', which hands what `generate` got on to the assistant: a plain one takes no `rope_length`."""
+        """As transformers', which hands what `generate` got on to the assistant: a plain one takes
+        no `rope_length`.
+        """
         if assistant_model is not None:
             understood = inspect.signature(assistant_model.prepare_inputs_for_generation).parameters
             if "rope_length" not in understood:
-                model_kwargs = {name: value for name, value in model_kwargs.items() if name != "rope_length"}
+                model_kwargs = {
+                    name: value for name, value in model_kwargs.items() if name != "rope_length"
+                }
         return super()._get_candidate_generator(
             *args, model_kwargs=model_kwargs, assistant_model=assistant_model, **kwargs
         )

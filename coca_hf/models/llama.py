@@ -1,9 +1,18 @@
-"""LLaMA with Collinear Constrained Attention. Everything that is not attention, rotation or cache is LLaMA's own."""
+"""LLaMA with Collinear Constrained Attention. Everything that is not attention, rotation or cache
+is LLaMA's own.
+"""
 
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
-from .decoder import CocaConfig, CocaDecoderLayer, CocaForCausalLM, CocaModel, CocaPreTrainedModel, t_plan
+from .decoder import (
+    CocaConfig,
+    CocaDecoderLayer,
+    CocaForCausalLM,
+    CocaModel,
+    CocaPreTrainedModel,
+    t_plan,
+)
 
 
 @strict

@@ -1,10 +1,19 @@
-"""Mistral with Collinear Constrained Attention; its sliding window cuts CoCA's scores as it cuts Mistral's own."""
+"""Mistral with Collinear Constrained Attention; its sliding window cuts CoCA's scores as it cuts
+Mistral's own.
+"""
 
 from huggingface_hub.dataclasses import strict
 from transformers import MistralConfig
 from transformers.models.mistral.modeling_mistral import MistralMLP, MistralRMSNorm
 
-from .decoder import CocaConfig, CocaDecoderLayer, CocaForCausalLM, CocaModel, CocaPreTrainedModel, t_plan
+from .decoder import (
+    CocaConfig,
+    CocaDecoderLayer,
+    CocaForCausalLM,
+    CocaModel,
+    CocaPreTrainedModel,
+    t_plan,
+)
 
 
 @strict

@@ -1,4 +1,6 @@
-"""Qwen2 and Qwen2.5 with Collinear Constrained Attention: biases on q, t and v, and sliding windows by layer."""
+"""Qwen2 and Qwen2.5 with Collinear Constrained Attention: biases on q, t and v, and sliding windows
+by layer.
+"""
 
 from huggingface_hub.dataclasses import strict
 from torch import nn
@@ -6,7 +8,14 @@ from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
 
 from .attention import CocaAttention, KeptAttention
-from .decoder import CocaConfig, CocaDecoderLayer, CocaForCausalLM, CocaModel, CocaPreTrainedModel, t_plan
+from .decoder import (
+    CocaConfig,
+    CocaDecoderLayer,
+    CocaForCausalLM,
+    CocaModel,
+    CocaPreTrainedModel,
+    t_plan,
+)
 
 
 @strict
@@ -25,7 +34,9 @@ class CocaQwen2Config(Qwen2Config, CocaConfig):
 class CocaQwen2Attention(CocaAttention):
     def __init__(self, config: CocaQwen2Config, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(
+            config.num_attention_heads * self.head_dim, config.hidden_size, bias=False
+        )
 
 
 class KeptQwen2Attention(KeptAttention, CocaQwen2Attention):

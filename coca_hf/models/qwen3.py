@@ -1,14 +1,17 @@
-"""Qwen3 with Collinear Constrained Attention: the query keeps its per-head norm, the coefficients have none.
+"""Qwen3 with Collinear Constrained Attention: the query keeps its per-head norm, the coefficients
+have none.
 
-Qwen3 divides the query and the key of every head by their root mean square over d, so that scores stay bounded however
-the projections grow; signs then tell keys apart. CoCA's coefficients have none: how much a token is attended to is in
-how large its t are, and a norm over them would take just that away. So the key norm goes, its weight into W_T:
+Qwen3 divides the query and the key of every head by their root mean square over d, so that scores
+stay bounded however the projections grow; signs then tell keys apart. CoCA's coefficients have
+none: how much a token is attended to is in how large its t are, and a norm over them would take
+just that away. So the key norm goes, its weight into W_T:
 
     t = ReLU(W_T x),  W_T = scale * fold(key norm's weight o W_K)
 
-Measured on a small Qwen3 (scripts/bench/qwen3_norm.py at f3ddbd4, docs/results/qwen3-norm.json; 2 seeds, perplexity per
-byte after 200 steps, the original 4.18 / 4.21): no norm 4.72 / 4.51 (slack) and 4.44 / 4.18 (strict); RMSNorm of t
-before the ReLU 5.12 / 4.83 and 4.54 / 4.38; after it 5.05 / 4.91 and 4.49 / 4.35.
+Measured on a small Qwen3 (scripts/bench/qwen3_norm.py at f3ddbd4, docs/results/qwen3-norm.json; 2
+seeds, perplexity per byte after 200 steps, the original 4.18 / 4.21): no norm 4.72 / 4.51 (slack)
+and 4.44 / 4.18 (strict); RMSNorm of t before the ReLU 5.12 / 4.83 and 4.54 / 4.38; after it 5.05 /
+4.91 and 4.49 / 4.35.
 """
 
 from huggingface_hub.dataclasses import strict
@@ -17,7 +20,14 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from .attention import CocaAttention, KeptAttention
-from .decoder import CocaConfig, CocaDecoderLayer, CocaForCausalLM, CocaModel, CocaPreTrainedModel, t_plan
+from .decoder import (
+    CocaConfig,
+    CocaDecoderLayer,
+    CocaForCausalLM,
+    CocaModel,
+    CocaPreTrainedModel,
+    t_plan,
+)
 
 
 @strict

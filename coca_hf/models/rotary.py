@@ -1,7 +1,9 @@
-"""Rotary position angles, as a function of the positions at hand and nothing else. Letters: see `attention.py`.
+"""Rotary position angles, as a function of the positions at hand and nothing else. Letters: see
+`attention.py`.
 
-The stock module keeps the base of the longest sequence it has seen, so that a short prompt after a long one, or beside
-one in its batch, gets the wrong angles. Here every sequence has the base of its own length, packed in one row or not.
+The stock module keeps the base of the longest sequence it has seen, so that a short prompt after a
+long one, or beside one in its batch, gets the wrong angles. Here every sequence has the base of its
+own length, packed in one row or not.
 """
 
 import torch
@@ -15,11 +17,13 @@ LENGTH_DEPENDENT_ROPE_TYPES = ("dynamic", "longrope")  # a cache holds only unde
 
 
 def ntk_base(base: float, factor: float, seq_len, trained_len: int, head_dim: int):
-    """The rotary base of dynamic NTK for a sequence of `seq_len` tokens; `base` itself up to the trained length.
+    """The rotary base of dynamic NTK for a sequence of `seq_len` tokens; `base` itself up to the
+    trained length.
 
-    base * (factor * seq_len / trained_len - (factor - 1)) ^ (d / (d - 2)), the form that transformers and the paper's
-    released code use. `seq_len` and the result are numbers, or tensors of one shape. Where d is 2, `base` itself: the
-    angle of a single pair is that of position, whatever the base.
+    base * (factor * seq_len / trained_len - (factor - 1)) ^ (d / (d - 2)), the form that
+    transformers and the paper's released code use. `seq_len` and the result are numbers, or tensors
+    of one shape. Where d is 2, `base` itself: the angle of a single pair is that of position,
+    whatever the base.
     """
     stretch = factor * seq_len / trained_len - (factor - 1)
     stretch = stretch.clamp(min=1.0) if isinstance(stretch, Tensor) else max(stretch, 1.0)
@@ -27,12 +31,16 @@ def ntk_base(base: float, factor: float, seq_len, trained_len: int, head_dim: in
 
 
 def rotary_dim(config) -> int:
-    """How many of a head's dimensions are turned; fewer than `head_dim` where rotation is partial (GPT-NeoX)."""
+    """How many of a head's dimensions are turned; fewer than `head_dim` where rotation is partial
+    (GPT-NeoX).
+    """
     return int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
 
 
 def sequence_lengths(position_ids: Tensor) -> Tensor:
-    """Of every token, (b, m), the length of its sequence: the last position + 1; a row where they fall has several."""
+    """Of every token, (b, m), the length of its sequence: the last position + 1; a row where they
+    fall has several.
+    """
     sequence = (position_ids.diff(dim=-1, prepend=position_ids[:, :1]) < 0).cumsum(-1)
     last = torch.zeros_like(position_ids).scatter_reduce(-1, sequence, position_ids, "amax")
     return last.gather(-1, sequence) + 1
@@ -41,8 +49,10 @@ def sequence_lengths(position_ids: Tensor) -> Tensor:
 def one_row_error(engine: str, rope_type: str) -> str:
     """Why an engine that computes many sequences as one row cannot run a RoPE type, and what to do."""
     return (
-        f"config.rope_parameters: got rope_type {rope_type!r}, whose angles depend on each sequence's length; {engine} "
-        f"computes many sequences as one row; bake one base in with coca-convert SRC DST --ntk-length L"
+        f"config.rope_parameters: got rope_type {rope_type!r}, whose angles depend on each "
+        f"sequence's length; {engine} "
+        f"computes many sequences as one row; bake one base in with coca-convert SRC DST "
+        f"--ntk-length L"
     )
 
 
@@ -51,8 +61,8 @@ class CocaRotaryEmbedding(nn.Module):
 
     Where rotation is partial, the pairs that are not turned come last, with cos 1 and sin 0.
 
-    Raises ValueError for another type, and under vLLM, which computes many sequences as one row, for one whose angles
-    depend on a row's length.
+    Raises ValueError for another type, and under vLLM, which computes many sequences as one row,
+    for one whose angles depend on a row's length.
     """
 
     inv_freq: Tensor
@@ -74,7 +84,9 @@ class CocaRotaryEmbedding(nn.Module):
             self.register_buffer(name, inv_freq, persistent=False)  # (turned pairs,)
 
     def _apply(self, fn, recurse: bool = True):
-        """Move with the model, but stay float32: in 16 bits, as of `model.half()`, far positions have other angles."""
+        """Move with the model, but stay float32: in 16 bits, as of `model.half()`, far positions
+        have other angles.
+        """
         before = dict(self.named_buffers())
         super()._apply(fn, recurse)
         for name, buffer in before.items():
@@ -84,7 +96,9 @@ class CocaRotaryEmbedding(nn.Module):
         return self
 
     def initial_buffers(self) -> dict[str, Tensor]:
-        """The angle per position of every turned pair, at the trained length; for longrope past it, too."""
+        """The angle per position of every turned pair, at the trained length; for longrope past it,
+        too.
+        """
         buffers = {"inv_freq": self._rope()[0]}
         if self.rope_type == "longrope":
             buffers["long_inv_freq"] = self._rope(seq_len=self.trained_len() + 1)[0]
@@ -107,8 +121,9 @@ class CocaRotaryEmbedding(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each (b, m, j), in the dtype of `x`.
 
-        position_ids: (b, m). rope_length: for decoding with a cache, the length that fixes the base of dynamic NTK, or
-        the factors of longrope, for all rows or, (b,), for each; by default each sequence's last position + 1.
+        position_ids: (b, m). rope_length: for decoding with a cache, the length that fixes the base
+        of dynamic NTK, or the factors of longrope, for all rows or, (b,), for each; by default each
+        sequence's last position + 1.
         """
         inv_freq = self.inv_freq.float()
         if self.rope_type in LENGTH_DEPENDENT_ROPE_TYPES:
@@ -116,7 +131,9 @@ class CocaRotaryEmbedding(nn.Module):
                 seq_len = sequence_lengths(position_ids)
             else:
                 seq_len = torch.as_tensor(rope_length, device=position_ids.device).reshape(-1, 1)
-            by_length = self._dynamic_inv_freq if self.rope_type == "dynamic" else self._longrope_inv_freq
+            by_length = (
+                self._dynamic_inv_freq if self.rope_type == "dynamic" else self._longrope_inv_freq
+            )
             inv_freq = by_length(seq_len)  # (b or 1, m or 1, turned pairs)
         angles = position_ids[..., None].float() * inv_freq  # (b, m, turned pairs)
         cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
@@ -126,8 +143,11 @@ class CocaRotaryEmbedding(nn.Module):
     def _dynamic_inv_freq(self, seq_len: Tensor) -> Tensor:
         """seq_len: (b or 1, m or 1). Returns (b or 1, m or 1, turned pairs)."""
         rope, turned = self.config.rope_parameters, rotary_dim(self.config)
-        precise = torch.float32 if seq_len.device.type == "mps" else torch.float64  # MPS has no float64
-        base = ntk_base(rope["rope_theta"], rope["factor"], seq_len.to(precise), self.trained_len(), turned).float()
+        # MPS has no float64
+        precise = torch.float32 if seq_len.device.type == "mps" else torch.float64
+        base = ntk_base(
+            rope["rope_theta"], rope["factor"], seq_len.to(precise), self.trained_len(), turned
+        ).float()
         exponent = torch.arange(0, turned, 2, device=seq_len.device).float() / turned
         return 1.0 / base[..., None] ** exponent
 

@@ -1,12 +1,14 @@
-"""Attention alone, from projections to output: CoCA in every form that this machine has, beside LLaMA's.
+"""Attention alone, from projections to output: CoCA in every form that this machine has, beside
+LLaMA's.
 
     python scripts/bench/attention.py --graph --lengths 2048 8192 32768 --out docs/results/attention.json
     python scripts/bench/attention.py --mode forward --lengths 512 1024 2048 4096 8192 16384 32768 65536 131072
     python scripts/bench/attention.py --mode fold                                 # rotation and fold alone
 
-`contraction` is the released code's arithmetic: scores of three operands by opt_einsum (coca_hf/models/reference.py), a
-mask, softmax in fp32, a product with the values. `plain`, `compiled` (torch.compile) and `fused` (Triton, GPU) are ways
-to fold; what attends is SDPA as PyTorch chooses, or one of its kernels by name. One layer's heads, batch 1.
+`contraction` is the released code's arithmetic: scores of three operands by opt_einsum
+(coca_hf/models/reference.py), a mask, softmax in fp32, a product with the values. `plain`,
+`compiled` (torch.compile) and `fused` (Triton, GPU) are ways to fold; what attends is SDPA as
+PyTorch chooses, or one of its kernels by name. One layer's heads, batch 1.
 """
 
 import contextlib
@@ -31,14 +33,23 @@ KERNELS = {
 
 
 def main() -> None:
-    parser = measure.arguments(__doc__, "llama-7b" if DEVICE == "cuda" else "smollm2-135m", [2048, 8192, 32768])
-    parser.add_argument(
-        "--mode", choices=["both", "forward", "fold"], default="both", help="both: forward and backward"
+    parser = measure.arguments(
+        __doc__, "llama-7b" if DEVICE == "cuda" else "smollm2-135m", [2048, 8192, 32768]
     )
     parser.add_argument(
-        "--graph", action="store_true", help="on a GPU: replay CUDA graphs, so that launching costs nothing"
+        "--mode",
+        choices=["both", "forward", "fold"],
+        default="both",
+        help="both: forward and backward",
     )
-    parser.add_argument("--only", nargs="+", default=[""], help="rivals whose names contain one of these")
+    parser.add_argument(
+        "--graph",
+        action="store_true",
+        help="on a GPU: replay CUDA graphs, so that launching costs nothing",
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="rivals whose names contain one of these"
+    )
     options = parse(parser)
     rows: list[dict] = []
     for length in options.lengths:
@@ -49,8 +60,18 @@ def main() -> None:
         ["rival", "length", "ms", "CPU ms", "GiB added", "x contraction", "x LLaMA", "error"],
         [
             [
-                *(row["rival"], row["length"], scaled(row["seconds"], 1e3), scaled(row["cpu_seconds"], 1e3)),
-                *(scaled(row["peak_bytes"], 2**-30), row["over_contraction"], row["over_llama"], row["error"]),
+                *(
+                    row["rival"],
+                    row["length"],
+                    scaled(row["seconds"], 1e3),
+                    scaled(row["cpu_seconds"], 1e3),
+                ),
+                *(
+                    scaled(row["peak_bytes"], 2**-30),
+                    row["over_contraction"],
+                    row["over_llama"],
+                    row["error"],
+                ),
             ]
             for row in rows
         ],
@@ -70,22 +91,33 @@ def measure_length(length: int, options) -> list[dict]:
     learns = options.mode == "both"
 
     def projected(count: int, width: int) -> list[Tensor]:
-        made = [torch.randn(1, length, count, width, device=DEVICE, dtype=options.dtype) for _ in range(sets)]
+        made = [
+            torch.randn(1, length, count, width, device=DEVICE, dtype=options.dtype)
+            for _ in range(sets)
+        ]
         return [x.transpose(1, 2).requires_grad_(learns) for x in made]
 
     q, v = projected(heads, head_dim), projected(kv_heads, head_dim)
     k, t = projected(kv_heads, head_dim), projected(kv_heads, head_dim // 2)
-    gradients = [torch.randn(1, heads, length, head_dim, device=DEVICE, dtype=options.dtype) for _ in range(sets)]
+    gradients = [
+        torch.randn(1, heads, length, head_dim, device=DEVICE, dtype=options.dtype)
+        for _ in range(sets)
+    ]
     pairs = torch.arange(0, head_dim, 2, device=DEVICE) / head_dim
     angle = torch.arange(length, device=DEVICE)[:, None] * 10000.0**-pairs
     cos, sin = (x.to(options.dtype)[None, None] for x in (angle.cos(), angle.sin()))  # (1, 1, m, j)
-    whole_cos, whole_sin = (torch.cat((x, x), -1)[0] for x in (cos, sin))  # (1, m, d), as LLaMA takes them
+    # (1, m, d), as LLaMA takes them
+    whole_cos, whole_sin = (torch.cat((x, x), -1)[0] for x in (cos, sin))
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, kernel: str, scaling: float = head_dim**-0.5) -> Tensor:
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, kernel: str, scaling: float = head_dim**-0.5
+    ) -> Tensor:
         chosen = sdpa_kernel(KERNELS[kernel]) if kernel in KERNELS else contextlib.nullcontext()
         grouped = {"enable_gqa": True} if heads != kv_heads else {}
         with chosen:
-            return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, **grouped)
+            return scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scaling, **grouped
+            )
 
     def llama(i: int, kernel: str) -> Tensor:
         query, key = apply_rotary_pos_emb(q[i], k[i], whole_cos, whole_sin)
@@ -105,7 +137,10 @@ def measure_length(length: int, options) -> list[dict]:
         return weights @ repeat_kv(v[i], heads // kv_heads)
 
     torch.compiler.reset()
-    folds = {"plain": plain_fold, "compiled": torch.compile(plain_fold, fullgraph=True, dynamic=False)}
+    folds = {
+        "plain": plain_fold,
+        "compiled": torch.compile(plain_fold, fullgraph=True, dynamic=False),
+    }
     if DEVICE in FOLDS:
         folds["fused"] = FOLDS[DEVICE]
     forwards = {}
@@ -113,13 +148,24 @@ def measure_length(length: int, options) -> list[dict]:
         forwards["LLaMA rotation"] = lambda i: llama(i, "none")
     else:
         forwards["contraction"] = contraction
-        forwards |= {f"LLaMA {kernel}": lambda i, kernel=kernel: llama(i, kernel) for kernel in ["sdpa", *KERNELS]}
+        forwards |= {
+            f"LLaMA {kernel}": lambda i, kernel=kernel: llama(i, kernel)
+            for kernel in ["sdpa", *KERNELS]
+        }
     for constraint in ("slack", "strict"):
         for name, fold in folds.items():
-            for kernel in ["none"] if options.mode == "fold" else ["sdpa", *KERNELS] if name == "plain" else ["sdpa"]:
+            for kernel in (
+                ["none"]
+                if options.mode == "fold"
+                else ["sdpa", *KERNELS]
+                if name == "plain"
+                else ["sdpa"]
+            ):
                 label = f"CoCA {constraint} {name}" + ("" if kernel == "none" else f" {kernel}")
                 forwards[label] = lambda i, *rest, f=fold, c=constraint, k=kernel: coca(i, f, c, k)
-    forwards = {name: f for name, f in forwards.items() if any(part in name for part in options.only)}
+    forwards = {
+        name: f for name, f in forwards.items() if any(part in name for part in options.only)
+    }
 
     def runs(forward):
         def run(i: int) -> None:
@@ -144,7 +190,11 @@ def measure_length(length: int, options) -> list[dict]:
         usable[name] = forward
     errors = {name: check_small(name, folds, options) for name in usable}
     results = compare(
-        {name: runs(f) for name, f in usable.items()}, options.repeats, options.warmup, sets, options.graph
+        {name: runs(f) for name, f in usable.items()},
+        options.repeats,
+        options.warmup,
+        sets,
+        options.graph,
     )
 
     def over(name: str, other: str) -> float | None:
@@ -154,7 +204,13 @@ def measure_length(length: int, options) -> list[dict]:
     against = "LLaMA rotation" if options.mode == "fold" else "LLaMA sdpa"
     return [
         {
-            **{"rival": name, "shape": options.shape, "mode": options.mode, "length": length, "sets": sets},
+            **{
+                "rival": name,
+                "shape": options.shape,
+                "mode": options.mode,
+                "length": length,
+                "sets": sets,
+            },
             **result,
             **{"over_contraction": over(name, "contraction"), "over_llama": over(name, against)},
             "relative_error": errors[name],
@@ -164,7 +220,9 @@ def measure_length(length: int, options) -> list[dict]:
 
 
 def check_small(name: str, folds: dict, options) -> float | None:
-    """The relative error of a fold's scores, against the contraction in float64, at a length where that is quick."""
+    """The relative error of a fold's scores, against the contraction in float64, at a length where
+    that is quick.
+    """
     if not name.startswith("CoCA"):
         return None
     _, constraint, fold, *_ = name.split()

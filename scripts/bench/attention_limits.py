@@ -1,17 +1,20 @@
-"""How much of the original's attention CoCA can take over, and what limits it: gradient, text, steps or the form.
+"""How much of the original's attention CoCA can take over, and what limits it: gradient, text,
+steps or the form.
 
     python scripts/bench/attention_limits.py quickstart/original CONVERTED... --text TEXT --out docs/results/limits.json
 
-CONVERTED: of `coca-convert`, uncalibrated, one a constraint. In a few layers, on the hidden states that the original's
-layers see, it measures the divergence of CoCA's attention maps from the original's on held-out blocks: of the start; of
-W_Q and W_T fitted as `--calibrate` does (`fit` of coca_hf/convert/calibrate.py), with ReLU's own gradient or with
-`Keys`, on text alone or with as many repeated blocks, and on more of both; and of `free` queries and
-coefficients, trained for every token of the held-out blocks by itself: what no text and no projection could surpass.
-By what the original's heads do with more than half of their mass.
+CONVERTED: of `coca-convert`, uncalibrated, one a constraint. In a few layers, on the hidden states
+that the original's layers see, it measures the divergence of CoCA's attention maps from the
+original's on held-out blocks: of the start; of W_Q and W_T fitted as `--calibrate` does (`fit` of
+coca_hf/convert/calibrate.py), with ReLU's own gradient or with `Keys`, on text alone or with as
+many repeated blocks, and on more of both; and of `free` queries and coefficients, trained for every
+token of the held-out blocks by itself: what no text and no projection could surpass. By what the
+original's heads do with more than half of their mass.
 
-`dead`: share of coefficients that are zero for every token of the fitted text. `previous`, `induction`: what the heads
-that give 0.4 or more of their mass to the token before, or to the token after the earlier copy of theirs, give it on
-random sequences of half a block, twice. Prints a table, writes JSON.
+`dead`: share of coefficients that are zero for every token of the fitted text. `previous`,
+`induction`: what the heads that give 0.4 or more of their mass to the token before, or to the token
+after the earlier copy of theirs, give it on random sequences of half a block, twice. Prints a
+table, writes JSON.
 """
 
 import argparse
@@ -59,7 +62,9 @@ def main() -> None:
     parser.add_argument("converted", nargs="+")
     parser.add_argument("--text", required=True)
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 11, 17])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 65536], help="of text, rising")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[16384, 65536], help="of text, rising"
+    )
     parser.add_argument("--passes", type=int, default=10)
     parser.add_argument("--free-steps", type=int, default=600)
     parser.add_argument("--free-blocks", type=int, default=2)
@@ -68,16 +73,23 @@ def main() -> None:
     original = AutoModelForCausalLM.from_pretrained(options.original, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(options.original)
     place = options.text, "text", "train", None, None, True
-    text, held_out = calibration_blocks(place, tokenizer, original.config, max(options.tokens), BLOCK_TOKENS)
+    text, held_out = calibration_blocks(
+        place, tokenizer, original.config, max(options.tokens), BLOCK_TOKENS
+    )
     repeated = repeated_blocks(text, tokenizer, original.config)
     passages = torch.randint(
-        text.max() + 1, (LOOKUP_BLOCKS, text.shape[1] // 2), generator=torch.Generator().manual_seed(0)
+        text.max() + 1,
+        (LOOKUP_BLOCKS, text.shape[1] // 2),
+        generator=torch.Generator().manual_seed(0),
     )
     parts = [held_out, passages.repeat(1, 2), text, repeated]
     in_order = torch.arange(text.shape[1]).expand(len(held_out) + LOOKUP_BLOCKS, -1)
     skipping = skipped_positions(2 * len(text), text.shape[1], reach(original.config))
     positions = torch.cat((in_order, skipping))
-    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in options.converted]
+    models = [
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in options.converted
+    ]
     angles = Angles(original.model, models[0], "cpu")
     rows: list[dict] = []
     with torch.no_grad():
@@ -86,16 +98,27 @@ def main() -> None:
         seen = run_original_(layer, states, positions, angles)
         if number in options.layers:
             split = [
-                Seen(*both) for both in zip(*(part.split([len(ids) for ids in parts]) for part in seen), strict=True)
+                Seen(*both)
+                for both in zip(
+                    *(part.split([len(ids) for ids in parts]) for part in seen), strict=True
+                )
             ]
             for model in models:
                 attention: Any = model.model.layers[number].self_attn
                 for row in measured(attention, *split, options):
-                    rows.append({"layer": number, "constraint": model.config.coca_constraint, **row})
+                    rows.append(
+                        {"layer": number, "constraint": model.config.coca_constraint, **row}
+                    )
                     print(rows[-1], file=sys.stderr, flush=True)
     show(rows)
     write(
-        {"task": "attention-limits", "block_tokens": text.shape[1], "passes": options.passes, "rows": rows}, options.out
+        {
+            "task": "attention-limits",
+            "block_tokens": text.shape[1],
+            "passes": options.passes,
+            "rows": rows,
+        },
+        options.out,
     )
 
 
@@ -119,12 +142,17 @@ def measured(
             "held_out": by_kind(divergences(attention, held_out), kinds),
             "dead": dead(attention, text),
             **{kind: [found[kind][head] for head in heads(wanted[kind])] for kind in LOOKUPS},
-            **{f"{kind}_original": [wanted[kind][head] for head in heads(wanted[kind])] for kind in LOOKUPS},
+            **{
+                f"{kind}_original": [wanted[kind][head] for head in heads(wanted[kind])]
+                for kind in LOOKUPS
+            },
         }
 
     yield row("start", start)
     for tokens in options.tokens:
-        some, more = (Seen(*(part[: tokens // part.shape[1]] for part in seen)) for seen in (text, repeated))
+        some, more = (
+            Seen(*(part[: tokens // part.shape[1]] for part in seen)) for seen in (text, repeated)
+        )
         both = Seen(*(torch.cat(parts) for parts in zip(some, more, strict=True)))
         fits = [("and as many repeated", both, LEAK)]
         if tokens == options.tokens[0]:
@@ -149,7 +177,9 @@ def log_maps(attention: CocaAttention, q: Tensor, t: Tensor, seen: Seen) -> Tens
 def maps_of(seen: Seen) -> Tensor:
     """The original's, (b, h, m, n)."""
     rows = torch.arange(seen.inputs.shape[1]).expand(len(seen.inputs), -1)
-    return (scores(seen.queries.transpose(1, 2), seen.keys) + later_keys(rows, rows.shape[1])).softmax(-1)
+    return (
+        scores(seen.queries.transpose(1, 2), seen.keys) + later_keys(rows, rows.shape[1])
+    ).softmax(-1)
 
 
 def divergence_of_heads(log_maps: Tensor, maps: Tensor) -> Tensor:
@@ -158,7 +188,9 @@ def divergence_of_heads(log_maps: Tensor, maps: Tensor) -> Tensor:
 
 
 def lookups(maps: Tensor) -> dict[str, list[float]]:
-    """Mass of every head, of maps (b, h, m, n) on sequences whose second half is their first: mean over queries."""
+    """Mass of every head, of maps (b, h, m, n) on sequences whose second half is their first: mean
+    over queries.
+    """
     half = maps.shape[-1] // 2
     later = torch.arange(half + 1, 2 * half)
     return {
@@ -177,10 +209,13 @@ def dead(attention: CocaAttention, text: Seen) -> float:
 
 
 def free_divergences(attention: CocaAttention, seen: Seen, steps: int) -> Tensor:
-    """Of every head, (h,): with queries and coefficients of their own for every token, from those of `attention`."""
+    """Of every head, (h,): with queries and coefficients of their own for every token, from those
+    of `attention`.
+    """
     with torch.no_grad():
         q, t = attention.queries(seen.inputs), attention.coefficients(seen.inputs).relu()
-    q, t = q.requires_grad_(True), (t + 0.05 * t.mean()).requires_grad_(True)  # above zero, where ReLU has a gradient
+    # above zero, where ReLU has a gradient
+    q, t = q.requires_grad_(True), (t + 0.05 * t.mean()).requires_grad_(True)
     optimizer = torch.optim.Adam(
         [{"params": [x], "lr": 0.03 * x.detach().square().mean().sqrt().item()} for x in (q, t)]
     )
@@ -199,27 +234,42 @@ def kinds_of_heads(maps: Tensor) -> list[str]:
     """What each head gives more than half of its mass, mean over queries from the second on."""
     first = maps[:, :, 1:, 0].mean((0, 2))
     before = maps[:, :, 1:].diagonal(dim1=2, dim2=3).mean((0, 2))
-    return [KINDS[0 if a > 0.5 else 1 if b > 0.5 else 2] for a, b in zip(first, before, strict=True)]
+    return [
+        KINDS[0 if a > 0.5 else 1 if b > 0.5 else 2] for a, b in zip(first, before, strict=True)
+    ]
 
 
 def by_kind(divergence: Tensor, kinds: list[str]) -> dict[str, float]:
-    of = {kind: [value for value, own in zip(divergence.tolist(), kinds, strict=True) if own == kind] for kind in KINDS}
+    of = {
+        kind: [value for value, own in zip(divergence.tolist(), kinds, strict=True) if own == kind]
+        for kind in KINDS
+    }
     found = {kind: sum(values) / len(values) for kind, values in of.items() if values}
     return {"all": divergence.mean().item(), **found}
 
 
 def show(rows: list[dict]) -> None:
-    """Held-out divergence, mean over the layers that have such heads, and what lookups give, mean over their heads."""
+    """Held-out divergence, mean over the layers that have such heads, and what lookups give, mean
+    over their heads.
+    """
     names = ["all heads", *KINDS, "dead", *LOOKUPS]
     print(f"| constraint | fit | {' | '.join(names)} |\n|---|---|" + "---:|" * len(names))
     for constraint, name in dict.fromkeys((row["constraint"], row["fit"]) for row in rows):
         same = [row for row in rows if (row["constraint"], row["fit"]) == (constraint, name)]
-        values = [[row["held_out"][kind] for row in same if kind in row["held_out"]] for kind in ("all", *KINDS)]
+        values = [
+            [row["held_out"][kind] for row in same if kind in row["held_out"]]
+            for kind in ("all", *KINDS)
+        ]
         values += [[row["dead"] for row in same if "dead" in row]]
         values += [[mass for row in same for mass in row.get(kind, [])] for kind in LOOKUPS]
         print(f"| {constraint} | {name} | {' | '.join(mean(found) for found in values)} |")
-    originals = [mean([mass for row in rows for mass in row.get(f"{kind}_original", [])]) for kind in LOOKUPS]
-    print("of the original: " + ", ".join(f"{kind} {mass}" for kind, mass in zip(LOOKUPS, originals, strict=True)))
+    originals = [
+        mean([mass for row in rows for mass in row.get(f"{kind}_original", [])]) for kind in LOOKUPS
+    ]
+    print(
+        "of the original: "
+        + ", ".join(f"{kind} {mass}" for kind, mass in zip(LOOKUPS, originals, strict=True))
+    )
 
 
 def mean(values: list[float]) -> str:

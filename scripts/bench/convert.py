@@ -1,10 +1,12 @@
-"""Conversion at full size against `cp -r`: wall time and peak memory on a synthetic LLaMA-7B-shaped fp16 checkpoint.
+"""Conversion at full size against `cp -r`: wall time and peak memory on a synthetic LLaMA-7B-shaped
+fp16 checkpoint.
 
     python scripts/bench/convert.py --out docs/results/convert-7b.json  # needs 28 GB of disk
 
-Every round copies and converts once, in turn; the source is dropped from the page cache before each, and each is timed
-until its files are on the disk (`sync`). Memory: `rss` is the peak resident set of the whole process, `anonymous` the
-peak of what is not backed by a file. Prints a table, writes JSON, and removes what it made.
+Every round copies and converts once, in turn; the source is dropped from the page cache before
+each, and each is timed until its files are on the disk (`sync`). Memory: `rss` is the peak resident
+set of the whole process, `anonymous` the peak of what is not backed by a file. Prints a table,
+writes JSON, and removes what it made.
 """
 
 import argparse
@@ -28,7 +30,12 @@ BLOCK_NUMBERS = 1 << 25
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dir", type=Path, default=Path("."), help="on the disk to measure; files go in a new folder")
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        default=Path("."),
+        help="on the disk to measure; files go in a new folder",
+    )
     parser.add_argument("--shape", choices=SHAPES, default="llama-7b")
     parser.add_argument("--layers", type=int, help="in place of the shape's")
     parser.add_argument("--rounds", type=int, default=2)
@@ -60,13 +67,18 @@ def measure(folder: Path, options: argparse.Namespace) -> dict:
             print(rows[-1], file=sys.stderr)
             shutil.rmtree(command[3] if name == "cp -r" else folder / "coca")
             os.sync()
-    seconds = {name: [row["seconds"] for row in rows if row["command"] == name] for name in commands}
+    seconds = {
+        name: [row["seconds"] for row in rows if row["command"] == name] for name in commands
+    }
     peaks = [row for row in rows if row["command"] == "coca-convert"]
     return {
         "task": "convert-bench",
         "source_bytes": num_bytes,
         "rows": rows,
-        "ratio_by_round": [ours / copy for ours, copy in zip(seconds["coca-convert"], seconds["cp -r"], strict=True)],
+        "ratio_by_round": [
+            ours / copy
+            for ours, copy in zip(seconds["coca-convert"], seconds["cp -r"], strict=True)
+        ],
         "peak_rss_bytes": max(row["rss_bytes"] for row in peaks),
         "peak_anonymous_bytes": max(row["anonymous_bytes"] for row in peaks),
         "hardware": {
@@ -78,7 +90,9 @@ def measure(folder: Path, options: argparse.Namespace) -> dict:
 
 
 def make_source(directory: Path, config: LlamaConfig, shard_bytes: int = 5_000_000_000) -> int:
-    """Write a checkpoint of finite random fp16 numbers below 2, in shards; returns the bytes of its tensors."""
+    """Write a checkpoint of finite random fp16 numbers below 2, in shards; returns the bytes of its
+    tensors.
+    """
     directory.mkdir()
     config.dtype = "float16"
     config.architectures = ["LlamaForCausalLM"]
@@ -87,7 +101,10 @@ def make_source(directory: Path, config: LlamaConfig, shard_bytes: int = 5_000_0
     data = memoryview(random).cast("B")
     shards: list[dict[str, tuple]] = [{}]
     with torch.device("meta"):
-        shapes = {name: tuple(tensor.shape) for name, tensor in LlamaForCausalLM(config).state_dict().items()}
+        shapes = {
+            name: tuple(tensor.shape)
+            for name, tensor in LlamaForCausalLM(config).state_dict().items()
+        }
     for name, shape in shapes.items():
         if sum(2 * int(np.prod(other)) for other in shards[-1].values()) > shard_bytes:
             shards.append({})
@@ -124,7 +141,9 @@ def forget(directory: Path) -> None:
 
 
 def run(command: list[str]) -> dict:
-    """Seconds until a command has ended and the disk has everything; its peak memory and its processor time."""
+    """Seconds until a command has ended and the disk has everything; its peak memory and its
+    processor time.
+    """
     start, anonymous = time.perf_counter(), 0
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     while True:
@@ -156,12 +175,16 @@ def anonymous_bytes(pid: int) -> int:
 
 
 def show(result: dict) -> None:
-    print("| round | command | seconds, sync included | user | system | peak RSS | peak anonymous |")
+    print(
+        "| round | command | seconds, sync included | user | system | peak RSS | peak anonymous |"
+    )
     print("|---|---|---:|---:|---:|---:|---:|")
     for row in result["rows"]:
         print(
-            f"| {row['round']} | {row['command']} | {row['seconds']:.1f} | {row['user_seconds']:.1f} "
-            f"| {row['system_seconds']:.1f} | {row['rss_bytes'] / 1e9:.2f} GB | {row['anonymous_bytes'] / 1e9:.2f} GB |"
+            f"| {row['round']} | {row['command']} | {row['seconds']:.1f} | "
+            f"{row['user_seconds']:.1f} "
+            f"| {row['system_seconds']:.1f} | {row['rss_bytes'] / 1e9:.2f} GB | "
+            f"{row['anonymous_bytes'] / 1e9:.2f} GB |"
         )
     print(f"ratio by round: {', '.join(f'{ratio:.2f}' for ratio in result['ratio_by_round'])}")
 

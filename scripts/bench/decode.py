@@ -1,4 +1,5 @@
-"""Decoding: attention of one token from the cache, whole generations, and the cache's bytes, CoCA beside HF's LLaMA.
+"""Decoding: attention of one token from the cache, whole generations, and the cache's bytes, CoCA
+beside HF's LLaMA.
 
     python scripts/bench/decode.py --lengths 8192 32768 131072 --batches 1 8 32 --out docs/results/decode.json
     python scripts/bench/decode.py --what generate --lengths 32768 --out docs/results/generate.json
@@ -24,7 +25,18 @@ from multiprocessing import get_context
 
 import measure
 import torch
-from measure import DEVICE, check, clear, compare, make_model, parse, record, relative_error, sets_for, show
+from measure import (
+    DEVICE,
+    check,
+    clear,
+    compare,
+    make_model,
+    parse,
+    record,
+    relative_error,
+    sets_for,
+    show,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
@@ -41,8 +53,12 @@ KERNELS = {
 
 
 def main() -> None:
-    parser = measure.arguments(__doc__, "llama-7b" if DEVICE == "cuda" else "smollm2-135m", [8192, 32768], repeats=20)
-    parser.add_argument("--what", choices=["attention", "step", "generate", "tune"], default="attention")
+    parser = measure.arguments(
+        __doc__, "llama-7b" if DEVICE == "cuda" else "smollm2-135m", [8192, 32768], repeats=20
+    )
+    parser.add_argument(
+        "--what", choices=["attention", "step", "generate", "tune"], default="attention"
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[1])
     parser.add_argument("--constraint", choices=["slack", "strict"], default="slack")
     parser.add_argument("--layers", type=int, help="of step and generate: fewer than the shape has")
@@ -52,19 +68,35 @@ def main() -> None:
         options.batches, options.new_tokens = [2], 4
     rows: list[dict] = []
     if options.what != "tune":
-        rows += [{"rival": name, "cache_bytes_per_token": size} for name, size in cache_bytes(options).items()]
+        rows += [
+            {"rival": name, "cache_bytes_per_token": size}
+            for name, size in cache_bytes(options).items()
+        ]
     run = {"attention": attention, "step": step, "generate": generate, "tune": tune}[options.what]
     for length, batch in itertools.product(options.lengths, options.batches):
         rows += run(length, batch, options)
-        record(f"decode-{options.what}-bench", rows, options)  # what is measured stays, whatever ends the run
+        # what is measured stays, whatever ends the run
+        record(f"decode-{options.what}-bench", rows, options)
     show(
         f"{options.what}, {options.shape}, {options.dtype}",
-        ["rival", "length", "batch", "us a token", "GB/s", "x LLaMA's fastest", "cache bytes a token", "error"],
+        [
+            "rival",
+            "length",
+            "batch",
+            "us a token",
+            "GB/s",
+            "x LLaMA's fastest",
+            "cache bytes a token",
+            "error",
+        ],
         [
             [
                 *(row["rival"], row.get("length"), row.get("batch")),
                 row["seconds"] * 1e6 if row.get("seconds") else None,
-                *(row.get(key) for key in ("gb_per_second", "over_llama", "cache_bytes_per_token", "error")),
+                *(
+                    row.get(key)
+                    for key in ("gb_per_second", "over_llama", "cache_bytes_per_token", "error")
+                ),
             ]
             for row in rows
         ],
@@ -88,7 +120,11 @@ def attention(length: int, batch: int, options) -> list[dict]:
 
     def llama(kernel):
         def run(i: int):
-            with sdpa_kernel(KERNELS[kernel]) if kernel in KERNELS else sdpa_kernel(list(KERNELS.values())):
+            with (
+                sdpa_kernel(KERNELS[kernel])
+                if kernel in KERNELS
+                else sdpa_kernel(list(KERNELS.values()))
+            ):
                 return scaled_dot_product_attention(q[i], k[i], v[i], scale=scaling, **grouped)
 
         return run
@@ -98,22 +134,33 @@ def attention(length: int, batch: int, options) -> list[dict]:
         return scaled_dot_product_attention(q[i], key, v[i], scale=scaling, **grouped)
 
     rivals = {f"LLaMA {kernel}": llama(kernel) for kernel in KERNELS}
-    rivals["LLaMA sdpa"] = lambda i: scaled_dot_product_attention(q[i], k[i], v[i], scale=scaling, **grouped)
+    rivals["LLaMA sdpa"] = lambda i: scaled_dot_product_attention(
+        q[i], k[i], v[i], scale=scaling, **grouped
+    )
     if DEVICE == "cuda":
         torch.compiler.reset()
         flex = torch.compile(flex_attention, dynamic=False)
-        rivals["LLaMA flex"] = lambda i: flex(q[i], k[i], v[i], scale=scaling, enable_gqa=heads != kv_heads)
+        rivals["LLaMA flex"] = lambda i: flex(
+            q[i], k[i], v[i], scale=scaling, enable_gqa=heads != kv_heads
+        )
     rivals[f"CoCA {options.constraint} plain"] = plain
     if DEVICE in DECODERS:
         fused = DECODERS[DEVICE]
         rivals[f"CoCA {options.constraint} fused"] = lambda i: fused(
             q[i], t[i], v[i], cos[i], sin[i], None, scaling, strict
         )
-    errors = {name: decode_error(name, rival, (q, k, t, v, cos, sin), options) for name, rival in rivals.items()}
+    errors = {
+        name: decode_error(name, rival, (q, k, t, v, cos, sin), options)
+        for name, rival in rivals.items()
+    }
     rivals = {name: rival for name, rival in rivals.items() if errors[name] is not None}
     with torch.no_grad():
         results = compare(rivals, options.repeats, options.warmup, sets, graph=True)
-    measured = [one["seconds"] for name, one in results.items() if name.startswith("LLaMA") and one["seconds"]]
+    measured = [
+        one["seconds"]
+        for name, one in results.items()
+        if name.startswith("LLaMA") and one["seconds"]
+    ]
     fastest = min(measured, default=None)
     rows = []
     for name, result in results.items():
@@ -121,8 +168,15 @@ def attention(length: int, batch: int, options) -> list[dict]:
         seconds = result["seconds"]
         rows.append(
             {
-                **{"rival": name, "shape": options.shape, "length": length, "batch": batch, **result},
-                "gb_per_second": num_bytes / seconds / 1e9 if seconds else None,  # of the cache, read once
+                **{
+                    "rival": name,
+                    "shape": options.shape,
+                    "length": length,
+                    "batch": batch,
+                    **result,
+                },
+                # of the cache, read once
+                "gb_per_second": num_bytes / seconds / 1e9 if seconds else None,
                 "over_llama": fastest / seconds if seconds and fastest else None,
                 "relative_error": errors[name],
             }
@@ -132,7 +186,9 @@ def attention(length: int, batch: int, options) -> list[dict]:
 
 def inputs(batch, heads, kv_heads, length, head_dim, sets, dtype) -> list[list[torch.Tensor]]:
     def made(count: int, n: int, width: int) -> list[torch.Tensor]:
-        return [torch.randn(batch, count, n, width, device=DEVICE, dtype=dtype) for _ in range(sets)]
+        return [
+            torch.randn(batch, count, n, width, device=DEVICE, dtype=dtype) for _ in range(sets)
+        ]
 
     def coefficients() -> list[torch.Tensor]:
         return [x.relu_() for x in made(kv_heads, length, head_dim // 2)]  # as the cache holds them
@@ -151,7 +207,9 @@ def inputs(batch, heads, kv_heads, length, head_dim, sets, dtype) -> list[list[t
 
 
 def decode_error(name: str, rival, tensors, options) -> float | None:
-    """Against attention in float64, of the first row and key/value head; None where PyTorch has no such kernel here."""
+    """Against attention in float64, of the first row and key/value head; None where PyTorch has no
+    such kernel here.
+    """
     try:
         with torch.no_grad():
             got = rival(0)
@@ -187,7 +245,9 @@ def step(length: int, batch: int, options) -> list[dict]:
             cache = model(token, use_cache=True).past_key_values
             for layer in cache.layers:
                 layer.keys, layer.values = (
-                    torch.randn(*x.shape[:2], length, x.shape[-1], device=DEVICE, dtype=options.dtype).relu()
+                    torch.randn(
+                        *x.shape[:2], length, x.shape[-1], device=DEVICE, dtype=options.dtype
+                    ).relu()
                     for x in (layer.keys, layer.values)
                 )
         models[f"{name} {backend}"] = model
@@ -197,7 +257,10 @@ def step(length: int, batch: int, options) -> list[dict]:
                 model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
         steps[f"{name} {backend}"] = run
-    errors = {name: None if "LLaMA" in name else generate_error(model, options.dtype) for name, model in models.items()}
+    errors = {
+        name: None if "LLaMA" in name else generate_error(model, options.dtype)
+        for name, model in models.items()
+    }
     results = compare(steps, options.repeats, options.warmup)
 
     def over(name: str, clock: str) -> float | None:
@@ -225,7 +288,9 @@ TUNED = {  # constants of coca_hf/kernels/decode.py
 
 
 def tune(length: int, batch: int, options) -> list[dict]:
-    """The kernel at all sizes of its programs, the fastest first; the best belongs into coca_hf/kernels/decode.py."""
+    """The kernel at all sizes of its programs, the fastest first; the best belongs into
+    coca_hf/kernels/decode.py.
+    """
     if DEVICE != "cuda":
         raise SystemExit("decode.py --what tune: got no GPU, expected one")
     compile_all(options.shape, options.dtype, options.constraint)
@@ -251,10 +316,16 @@ def use(configuration: tuple) -> dict[str, int]:
 
 @functools.cache
 def compile_all(*options) -> None:
-    """Fill Triton's cache on the disk, in as many processes as there are cores: its compiler runs on one."""
+    """Fill Triton's cache on the disk, in as many processes as there are cores: its compiler runs
+    on one.
+    """
     *choices, programs = TUNED.values()
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_one, itertools.product(*choices, programs[:1]), itertools.repeat(options)))
+        list(
+            pool.map(
+                compile_one, itertools.product(*choices, programs[:1]), itertools.repeat(options)
+            )
+        )
 
 
 def compile_one(configuration: tuple, options: tuple) -> None:
@@ -270,7 +341,9 @@ def one_token(shape: str, dtype, constraint: str, length: int, batch: int, sets:
     q, _, t, v, cos, sin = inputs(batch, heads, kv_heads, length, head_dim, sets, dtype)
 
     def run(i: int):
-        return DECODERS[DEVICE](q[i], t[i], v[i], cos[i], sin[i], None, head_dim**-0.5, constraint == "strict")
+        return DECODERS[DEVICE](
+            q[i], t[i], v[i], cos[i], sin[i], None, head_dim**-0.5, constraint == "strict"
+        )
 
     return run
 
@@ -280,7 +353,10 @@ def time_kernel(length: int, batch: int, options) -> dict:
     with torch.no_grad():
         (result,) = compare({"kernel": run}, options.repeats, 2, 4, graph=True).values()
     fields = measure.SHAPES[options.shape]
-    kv_heads, head_dim = fields["num_key_value_heads"], fields["hidden_size"] // fields["num_attention_heads"]
+    kv_heads, head_dim = (
+        fields["num_key_value_heads"],
+        fields["hidden_size"] // fields["num_attention_heads"],
+    )
     num_bytes = batch * length * head_dim * options.dtype.itemsize * (3 * kv_heads // 2 + 1)
     return {**result, "gb_per_second": num_bytes / result["seconds"] / 1e9}
 
@@ -314,7 +390,12 @@ def generate(length: int, batch: int, options) -> list[dict]:
         assert output.shape[1] == length + options.new_tokens == length + len(clock.ticks) - 1
         rows.append(
             {
-                **{"rival": f"{name} {backend}", "shape": options.shape, "length": length, "batch": batch},
+                **{
+                    "rival": f"{name} {backend}",
+                    "shape": options.shape,
+                    "length": length,
+                    "batch": batch,
+                },
                 **{"layers": model.config.num_hidden_layers, "new_tokens": options.new_tokens},
                 "seconds": statistics.median(times[2:]),
                 "whole_seconds": statistics.median(whole[2:]),
@@ -343,7 +424,9 @@ class Clock(BaseStreamer):
 
 
 def generate_error(model, dtype: torch.dtype) -> float:
-    """The logits of a last token that attends from the cache, against those of the whole sequence at once."""
+    """The logits of a last token that attends from the cache, against those of the whole sequence
+    at once.
+    """
     ids = torch.randint(97, (1, 40), device=DEVICE)
     with torch.no_grad():
         expected = model(ids, use_cache=False, logits_to_keep=1).logits
@@ -353,14 +436,19 @@ def generate_error(model, dtype: torch.dtype) -> float:
 
 
 def cache_bytes(options) -> dict[str, float]:
-    """Bytes of keys and values for a token, in all layers, counted in the cache of two layers that read 50 tokens."""
+    """Bytes of keys and values for a token, in all layers, counted in the cache of two layers that
+    read 50 tokens.
+    """
     counted, layers = {}, measure.SHAPES[options.shape]["num_hidden_layers"]
     for name in ("LLaMA", f"CoCA {options.constraint}"):
         model = make_model(name, options.shape, options.dtype, num_hidden_layers=2)
         with torch.no_grad():
-            cache = model(torch.zeros(1, 50, dtype=torch.int64, device=DEVICE), use_cache=True).past_key_values
+            cache = model(
+                torch.zeros(1, 50, dtype=torch.int64, device=DEVICE), use_cache=True
+            ).past_key_values
         per_layer = [(layer.keys.nbytes + layer.values.nbytes) / 50 for layer in cache.layers]
-        counted[f"cache of {name}"] = layers * per_layer[0] + sum(per_layer[2:])  # CoCA's last: angles, for all layers
+        # CoCA's last: angles, for all layers
+        counted[f"cache of {name}"] = layers * per_layer[0] + sum(per_layer[2:])
         del model
         clear()
     return counted

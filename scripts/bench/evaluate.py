@@ -1,12 +1,14 @@
-"""Perplexity over long documents: tokens/s of `coca-eval perplexity` beside the arithmetic of YaRN's script.
+"""Perplexity over long documents: tokens/s of `coca-eval perplexity` beside the arithmetic of
+YaRN's script.
 
     python scripts/bench/evaluate.py --out docs/results/evaluate.json                 # documents and windows of 32k
     python scripts/bench/evaluate.py --model DIR --lengths 2048 --documents 2 --tokens 8192 --threads 2
 
-Both score the same windows (the first of a document all its tokens, later ones the last `stride`) of the same model,
-and must find the same perplexity. YaRN's script asks the model for its loss with -100 before the scored tokens: logits
-of every position, in fp32, shifted. Ours asks for the logits of scored positions and adds up their losses in pieces.
-Random tokens unless `--model` is a checkpoint; then `documents` of its own ids, as random.
+Both score the same windows (the first of a document all its tokens, later ones the last `stride`)
+of the same model, and must find the same perplexity. YaRN's script asks the model for its loss with
+-100 before the scored tokens: logits of every position, in fp32, shifted. Ours asks for the logits
+of scored positions and adds up their losses in pieces. Random tokens unless `--model` is a
+checkpoint; then `documents` of its own ids, as random.
 """
 
 import math
@@ -21,18 +23,26 @@ from coca_hf.evaluate.windows import VARIANTS, Window
 
 
 def main() -> None:
-    parser = measure.arguments(__doc__, "350m" if DEVICE == "cuda" else "smollm2-135m", [32768], repeats=3, warmup=1)
+    parser = measure.arguments(
+        __doc__, "350m" if DEVICE == "cuda" else "smollm2-135m", [32768], repeats=3, warmup=1
+    )
     parser.add_argument("--model", help="a checkpoint, instead of random weights of the shape")
     parser.add_argument("--documents", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=32768 + 1024, help="of a document")
     parser.add_argument("--stride", type=int, default=256, help="256 is the script's default")
-    parser.add_argument("--batch", type=int, default=1, help="windows at a time, of ours; the script has one")
+    parser.add_argument(
+        "--batch", type=int, default=1, help="windows at a time, of ours; the script has one"
+    )
     parser.add_argument("--attention", default="sdpa")
     options = parse(parser)
     if options.smoke:
         options.tokens, options.stride, options.model = 90, 16, None
     if options.model:
-        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(DEVICE).eval()
+        model = (
+            AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
+            .to(DEVICE)
+            .eval()
+        )
         model.set_attn_implementation(options.attention)
     else:
         model = make_model("CoCA slack", options.shape, options.dtype, options.attention)
@@ -43,11 +53,35 @@ def main() -> None:
         record("evaluate-bench", rows, options)  # what is measured stays, whatever ends the run
     show(
         f"perplexity, {options.model or options.shape}, documents of {options.tokens}, stride {options.stride}",
-        ["rival", "length", "s", "CPU s", "scored tokens/s", "x YaRN's", "x, CPU time", "perplexity", "GiB added"],
+        [
+            "rival",
+            "length",
+            "s",
+            "CPU s",
+            "scored tokens/s",
+            "x YaRN's",
+            "x, CPU time",
+            "perplexity",
+            "GiB added",
+        ],
         [
             [
-                *(row[key] for key in ("rival", "length", "seconds", "cpu_seconds", "tokens_per_second", "over_yarn")),
-                *(row["over_yarn_cpu"], row["perplexity"], row["peak_bytes"] and row["peak_bytes"] / 2**30),
+                *(
+                    row[key]
+                    for key in (
+                        "rival",
+                        "length",
+                        "seconds",
+                        "cpu_seconds",
+                        "tokens_per_second",
+                        "over_yarn",
+                    )
+                ),
+                *(
+                    row["over_yarn_cpu"],
+                    row["perplexity"],
+                    row["peak_bytes"] and row["peak_bytes"] / 2**30,
+                ),
             ]
             for row in rows
         ],
@@ -87,10 +121,19 @@ def measure_length(model, documents: list[torch.Tensor], length: int, options) -
                 "stride": options.stride,
                 "batch": options.batch,
             },
-            **{"windows": len(windows), "scored_tokens": scored, **result, "perplexity": perplexity.get(name)},
+            **{
+                "windows": len(windows),
+                "scored_tokens": scored,
+                **result,
+                "perplexity": perplexity.get(name),
+            },
             "tokens_per_second": scored / result["seconds"] if result["seconds"] else None,
-            "over_yarn": baseline["seconds"] / result["seconds"] if baseline["seconds"] and result["seconds"] else None,
-            "over_yarn_cpu": baseline["cpu_seconds"] / result["cpu_seconds"] if baseline["cpu_seconds"] else None,
+            "over_yarn": baseline["seconds"] / result["seconds"]
+            if baseline["seconds"] and result["seconds"]
+            else None,
+            "over_yarn_cpu": baseline["cpu_seconds"] / result["cpu_seconds"]
+            if baseline["cpu_seconds"]
+            else None,
         }
         for name, result in results.items()
     ]
@@ -98,8 +141,12 @@ def measure_length(model, documents: list[torch.Tensor], length: int, options) -
 
 @torch.no_grad()
 def yarn_loss(model, documents: list[torch.Tensor], window: Window) -> float:
-    """The mean loss of a window's scored tokens, as eval/perplexity.py of jquesnelle/yarn has the model compute it."""
-    ids = documents[window.document][window.start : window.start + window.input_len + 1][None].to(model.device)
+    """The mean loss of a window's scored tokens, as eval/perplexity.py of jquesnelle/yarn has the
+    model compute it.
+    """
+    ids = documents[window.document][window.start : window.start + window.input_len + 1][None].to(
+        model.device
+    )
     labels = ids.clone()
     labels[:, : -window.scored_len] = -100
     return model(ids, labels=labels, use_cache=False).loss.item()

@@ -1,10 +1,11 @@
-"""FlashAttention 2, 3, 4, FlexAttention and SDPA against eager attention, in half precision: logits, and decoding.
+"""FlashAttention 2, 3, 4, FlexAttention and SDPA against eager attention, in half precision:
+logits, and decoding.
 
     python scripts/bench/flash.py --out docs/results/flash.json  # on a GPU, with flash-attn, flash-attn-3, flash-attn-4
 
-Rows of different lengths, padded on the left; slack and strict. Packages that are not installed are named and left out.
-Prints a table, writes JSON with versions, and ends with an error where a result is further from eager attention than
-the type's rounding allows.
+Rows of different lengths, padded on the left; slack and strict. Packages that are not installed are
+named and left out. Prints a table, writes JSON with versions, and ends with an error where a result
+is further from eager attention than the type's rounding allows.
 """
 
 import argparse
@@ -53,9 +54,13 @@ def main() -> None:
 @torch.no_grad()
 def errors(attention: str, constraint: str, dtype: torch.dtype) -> dict[str, float]:
     """Relative errors of the logits of all tokens, and of those decoded with a cache."""
-    model = make_model(f"CoCA {constraint}", "tiny", dtype, "eager", initializer_range=0.06, **SHAPE)
+    model = make_model(
+        f"CoCA {constraint}", "tiny", dtype, "eager", initializer_range=0.06, **SHAPE
+    )
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, model.config.vocab_size, (len(LENGTHS), max(LENGTHS)), generator=generator).to(DEVICE)
+    ids = torch.randint(
+        0, model.config.vocab_size, (len(LENGTHS), max(LENGTHS)), generator=generator
+    ).to(DEVICE)
     first = max(LENGTHS) - torch.tensor(LENGTHS, device=DEVICE)[:, None]
     mask = (torch.arange(max(LENGTHS), device=DEVICE) >= first).long()
     expected = model(ids, attention_mask=mask, use_cache=False).logits
@@ -65,17 +70,27 @@ def errors(attention: str, constraint: str, dtype: torch.dtype) -> dict[str, flo
         "logits": relative_error(logits[mask.bool()], expected[mask.bool()]),
         "decoding": relative_error(decoded(model, ids, mask), expected[:, -DECODED:]),
     }
-    return {what: check(f"{attention}, {constraint}, {what}", error, dtype) for what, error in found.items()}
+    return {
+        what: check(f"{attention}, {constraint}, {what}", error, dtype)
+        for what, error in found.items()
+    }
 
 
 def decoded(model, ids: Tensor, mask: Tensor) -> Tensor:
-    """Logits of the last `DECODED` tokens, each from the cache of those before it: (b, n, vocabulary)."""
+    """Logits of the last `DECODED` tokens, each from the cache of those before it: (b, n,
+    vocabulary).
+    """
     begun = ids.shape[1] - DECODED
     output = model(ids[:, :begun], attention_mask=mask[:, :begun], use_cache=True)
     steps = []
     for end in range(begun + 1, ids.shape[1] + 1):
         cache = output.past_key_values
-        output = model(ids[:, end - 1 : end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+        output = model(
+            ids[:, end - 1 : end],
+            attention_mask=mask[:, :end],
+            past_key_values=cache,
+            use_cache=True,
+        )
         steps.append(output.logits)
     return torch.cat(steps, dim=1)
 

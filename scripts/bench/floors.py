@@ -1,11 +1,13 @@
-"""Bytes and operations of every row of docs/performance.md, and the least time that they take on an H200.
+"""Bytes and operations of every row of docs/performance.md, and the least time that they take on an
+H200.
 
     python scripts/bench/floors.py --results docs/results/h200   # the page's table, as Markdown
 
-A floor is the larger of the bytes that must move through memory (inputs read once, outputs written once) over 4.8 TB/s
-and the multiplications and additions of matrix products over 989 TFLOPS, dense bf16: the vendor's numbers
-(nvidia.com/en-us/data-center/h200). `predicted` is the other's floor over CoCA's. What was measured comes from the
-results of the other benchmarks in this folder, where they are.
+A floor is the larger of the bytes that must move through memory (inputs read once, outputs written
+once) over 4.8 TB/s and the multiplications and additions of matrix products over 989 TFLOPS, dense
+bf16: the vendor's numbers (nvidia.com/en-us/data-center/h200). `predicted` is the other's floor
+over CoCA's. What was measured comes from the results of the other benchmarks in this folder, where
+they are.
 """
 
 import argparse
@@ -32,7 +34,11 @@ class Shape(NamedTuple):
 
     def layer_weights(self, coca: bool) -> int:
         kv = self.kv_heads * self.dim
-        return 2 * self.hidden**2 + self.hidden * (kv + (kv // 2 if coca else kv)) + 3 * self.hidden * self.mlp
+        return (
+            2 * self.hidden**2
+            + self.hidden * (kv + (kv // 2 if coca else kv))
+            + 3 * self.hidden * self.mlp
+        )
 
 
 LLAMA_7B = Shape(4096, 11008, 32, 32, 32, 32000)
@@ -55,16 +61,19 @@ def floor(num_bytes: float, operations: float) -> float:
 
 
 def attention(shape: Shape, length: int) -> tuple[float, float]:
-    """Forward and backward of a layer's attention from projections on, batch 1: the contraction's floor, and ours.
+    """Forward and backward of a layer's attention from projections on, batch 1: the contraction's
+    floor, and ours.
 
-    Causal attention that skips what is masked: 2 products forward, 5 backward, each h L^2 d operations. Contraction:
-    all L^2, 2 products forward and 4 backward, and what PyTorch's operators read and write of h L^2 numbers: product,
-    scaling, mask, softmax to fp32, cast and product, 22 bytes forward; backward the same and 6 bytes of what was kept.
+    Causal attention that skips what is masked: 2 products forward, 5 backward, each h L^2 d
+    operations. Contraction: all L^2, 2 products forward and 4 backward, and what PyTorch's
+    operators read and write of h L^2 numbers: product, scaling, mask, softmax to fp32, cast and
+    product, 22 bytes forward; backward the same and 6 bytes of what was kept.
     """
     product = shape.heads * length**2 * shape.dim
     tokens = length * shape.dim * BF16
     fold = tokens * (2 * shape.heads + 1.5 * shape.kv_heads)  # q and t read, q' and k' written
-    around = tokens * (2 * shape.heads + 2 * shape.kv_heads)  # query, key, value read, output written
+    # query, key, value read, output written
+    around = tokens * (2 * shape.heads + 2 * shape.kv_heads)
     ours = floor(3 * fold + 3 * around, 7 * product)
     theirs = floor(shape.heads * length**2 * (22 + 22 + 6), 6 * 2 * product)
     return theirs, ours
@@ -78,7 +87,9 @@ def model_operations(shape: Shape, length: int, coca: bool, logits: int) -> floa
 
 
 def decode_bytes(shape: Shape, length: int, coca: bool) -> float:
-    """The cache of a layer, for one row: keys or t, values, and for CoCA the angles, once for all heads."""
+    """The cache of a layer, for one row: keys or t, values, and for CoCA the angles, once for all
+    heads.
+    """
     kv = shape.kv_heads * shape.dim
     return BF16 * length * (kv * 1.5 + shape.dim if coca else kv * 2)
 
@@ -87,7 +98,12 @@ def rows(results: Path) -> list[Row]:
     made = []
     for length, goal in ((2048, ">= 5x"), (8192, ">= 10x"), (32768, "it runs out of memory")):
         theirs, ours = attention(LLAMA_7B, length)
-        found = lookup(results / "attention.json", "over_contraction", rival="CoCA slack fused sdpa", length=length)
+        found = lookup(
+            results / "attention.json",
+            "over_contraction",
+            rival="CoCA slack fused sdpa",
+            length=length,
+        )
         out = lookup(results / "attention.json", "error", rival="contraction", length=length)
         measured = "it did, we do not" if out == "OOM" else found
         what = f"attention forward + backward, {length // 1024}k"
@@ -97,21 +113,55 @@ def rows(results: Path) -> list[Row]:
     linear = [6 * LLAMA_7B.layer_weights(coca) * length for coca in (False, True)]
     training = [linear[coca] + 7 * LLAMA_7B.hidden * length**2 for coca in (False, True)]
     theirs, ours = (floor(0, operations) for operations in training)
-    found = lookup(results / "train.json", "over_llama", rival="CoCA slack", train="all", length=length)
-    made.append(Row("training step, 7B layer, 2k", "HF LLaMA", ">= 1.03x", theirs, ours, theirs / ours, found))
+    found = lookup(
+        results / "train.json", "over_llama", rival="CoCA slack", train="all", length=length
+    )
+    made.append(
+        Row(
+            "training step, 7B layer, 2k",
+            "HF LLaMA",
+            ">= 1.03x",
+            theirs,
+            ours,
+            theirs / ours,
+            found,
+        )
+    )
 
     for length in (2048, 8192, 32768):
-        theirs, ours = (floor(0, model_operations(LLAMA_7B, length, coca, 1)) for coca in (False, True))
+        theirs, ours = (
+            floor(0, model_operations(LLAMA_7B, length, coca, 1)) for coca in (False, True)
+        )
         found = lookup(results / "prefill.json", "over_llama", rival="CoCA slack", length=length)
-        made.append(Row(f"prefill, 7B, {length // 1024}k", "HF LLaMA", ">= 1.03x", theirs, ours, theirs / ours, found))
+        made.append(
+            Row(
+                f"prefill, 7B, {length // 1024}k",
+                "HF LLaMA",
+                ">= 1.03x",
+                theirs,
+                ours,
+                theirs / ours,
+                found,
+            )
+        )
 
     for length in (8192, 32768, 131072):
         for batch in (1, 8, 32):
-            theirs, ours = (floor(batch * decode_bytes(LLAMA_7B, length, coca), 0) for coca in (False, True))
+            theirs, ours = (
+                floor(batch * decode_bytes(LLAMA_7B, length, coca), 0) for coca in (False, True)
+            )
             goal = ">= 1.25x" if length == 32768 else ""
-            found = lookup(results / "decode.json", "over_llama", rival="CoCA slack fused", length=length, batch=batch)
+            found = lookup(
+                results / "decode.json",
+                "over_llama",
+                rival="CoCA slack fused",
+                length=length,
+                batch=batch,
+            )
             what = f"decode attention, 7B layer, {length // 1024}k, batch {batch}"
-            made.append(Row(what, "fastest of HF LLaMA's", goal, theirs, ours, theirs / ours, found))
+            made.append(
+                Row(what, "fastest of HF LLaMA's", goal, theirs, ours, theirs / ours, found)
+            )
 
     length = 32768
     whole = [
@@ -121,19 +171,42 @@ def rows(results: Path) -> list[Row]:
     ]
     theirs, ours = (floor(num_bytes, 0) for num_bytes in whole)
     found = lookup(results / "generate.json", "over_llama", rival="CoCA slack coca", length=length)
-    made.append(Row("a new token, 7B, 32k, compiled", "HF LLaMA", ">= 1.10x", theirs, ours, theirs / ours, found))
+    made.append(
+        Row(
+            "a new token, 7B, 32k, compiled",
+            "HF LLaMA",
+            ">= 1.10x",
+            theirs,
+            ours,
+            theirs / ours,
+            found,
+        )
+    )
 
     length, stride = 32768, 256
     windows = -(-(length + 1024 - length) // stride) + 1
-    asked = [windows * length, length + (windows - 1) * stride]  # logits: of every position, of those that are scored
+    # logits: of every position, of those that are scored
+    asked = [windows * length, length + (windows - 1) * stride]
     operations = [
-        windows * model_operations(M350, length, True, 0) + 2 * M350.hidden * M350.vocab * logits for logits in asked
+        windows * model_operations(M350, length, True, 0) + 2 * M350.hidden * M350.vocab * logits
+        for logits in asked
     ]
-    # fp32 logits of every position: the cast, the log-softmax and the loss read or write them five times
+    # fp32 logits of every position: the cast, the log-softmax and the loss read or write them five
+    # times
     num_bytes = [logits * M350.vocab * (BF16 + 5 * 4) for logits in asked]
     theirs, ours = (o / RATE + n / BANDWIDTH for o, n in zip(operations, num_bytes, strict=True))
     found = lookup(results / "evaluate.json", "over_yarn", rival="coca-eval", length=length)
-    made.append(Row("perplexity, 350M, 32k documents", "YaRN's script", ">= 1.5x", theirs, ours, theirs / ours, found))
+    made.append(
+        Row(
+            "perplexity, 350M, 32k documents",
+            "YaRN's script",
+            ">= 1.5x",
+            theirs,
+            ours,
+            theirs / ours,
+            found,
+        )
+    )
     return made
 
 
@@ -154,7 +227,8 @@ def table(made: list[Row]) -> str:
         "|---|---|---|---:|---:|---:|---:|",
     ]
     lines += [
-        f"| {row.what} | {row.against} | {row.goal} | {duration(row.theirs)} | {duration(row.ours)} "
+        f"| {row.what} | {row.against} | {row.goal} | {duration(row.theirs)} | "
+        f"{duration(row.ours)} "
         f"| {row.predicted:.2f}x | {row.measured} |"
         for row in made
     ]
@@ -169,7 +243,10 @@ def duration(seconds: float) -> str:
 def others() -> list[tuple[str, str]]:
     """The rows that are no times on an H200."""
     cache = [LLAMA_7B.layers * decode_bytes(LLAMA_7B, 1, False)]
-    cache.append(LLAMA_7B.layers * (decode_bytes(LLAMA_7B, 1, True) - BF16 * LLAMA_7B.dim) + BF16 * LLAMA_7B.dim)
+    cache.append(
+        LLAMA_7B.layers * (decode_bytes(LLAMA_7B, 1, True) - BF16 * LLAMA_7B.dim)
+        + BF16 * LLAMA_7B.dim
+    )
     length = 32768
     weights = BF16 * (M350.layers * M350.layer_weights(True) + M350.hidden * M350.vocab)
     held = BF16 * length * (2 * M350.hidden + 3 * M350.mlp)  # residual, normed, and the MLP's three

@@ -1,4 +1,6 @@
-"""What the benchmarks of speed share: shapes, rivals timed in turns, and the record that each run leaves."""
+"""What the benchmarks of speed share: shapes, rivals timed in turns, and the record that each run
+leaves.
+"""
 
 import argparse
 import contextlib
@@ -26,22 +28,43 @@ from coca_hf.models import attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CACHE_BYTES = 128 << 20  # above the L2 of an H200 (60 MB) and most processors' last level
-LIMITS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # of the relative error of an output
+# of the relative error of an output
+LIMITS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 SHAPES = {
     "llama-7b": {
-        **{"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "vocab_size": 32000},
+        **{
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "vocab_size": 32000,
+        },
         **{"num_attention_heads": 32, "num_key_value_heads": 32},
     },
     "llama-3-8b": {
-        **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256},
+        **{
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "vocab_size": 128256,
+        },
         **{"num_attention_heads": 32, "num_key_value_heads": 8},
     },
     "350m": {  # recipes/from-scratch-350m
-        **{"hidden_size": 1024, "intermediate_size": 2736, "num_hidden_layers": 24, "vocab_size": 50277},
+        **{
+            "hidden_size": 1024,
+            "intermediate_size": 2736,
+            "num_hidden_layers": 24,
+            "vocab_size": 50277,
+        },
         **{"num_attention_heads": 16, "num_key_value_heads": 16, "tie_word_embeddings": True},
     },
     "smollm2-135m": {
-        **{"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152},
+        **{
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "vocab_size": 49152,
+        },
         **{"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
     },
     "tiny": {
@@ -51,7 +74,9 @@ SHAPES = {
 }
 
 
-def arguments(description: str, shape: str, lengths: list[int], **defaults: Any) -> argparse.ArgumentParser:
+def arguments(
+    description: str, shape: str, lengths: list[int], **defaults: Any
+) -> argparse.ArgumentParser:
     """The options that all benchmarks have; `defaults` are of `--repeats` and `--warmup`."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default=shape)
@@ -60,7 +85,9 @@ def arguments(description: str, shape: str, lengths: list[int], **defaults: Any)
     parser.add_argument("--repeats", type=int, default=defaults.get("repeats", 10))
     parser.add_argument("--warmup", type=int, default=defaults.get("warmup", 3))
     parser.add_argument("--threads", type=int, help="of the CPU")
-    parser.add_argument("--smoke", action="store_true", help="the tiny shape, one repeat: only whether it runs")
+    parser.add_argument(
+        "--smoke", action="store_true", help="the tiny shape, one repeat: only whether it runs"
+    )
     parser.add_argument("--out", type=Path, help="JSON")
     return parser
 
@@ -108,27 +135,44 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 def check(what: str, error: float, dtype: torch.dtype, factor: float = 1.0) -> float:
     """Raises SystemExit where a result is wrong: its speed would say nothing."""
     if not error <= factor * LIMITS[dtype]:
-        raise SystemExit(f"{what}: got a relative error of {error:.2e}, expected at most {factor * LIMITS[dtype]:.0e}")
+        raise SystemExit(
+            f"{what}: got a relative error of {error:.2e}, expected at most "
+            f"{factor * LIMITS[dtype]:.0e}"
+        )
     return error
 
 
 def sets_for(num_bytes: int) -> int:
-    """How many sets of inputs of this size go around before the cache has the first again; at most 16."""
+    """How many sets of inputs of this size go around before the cache has the first again; at most
+    16.
+    """
     return max(1, min(16, -(-2 * CACHE_BYTES // max(num_bytes, 1))))
 
 
 def compare(
-    rivals: dict[str, Callable[[int], Any]], repeats: int, warmup: int, sets: int = 1, graph: bool = False
+    rivals: dict[str, Callable[[int], Any]],
+    repeats: int,
+    warmup: int,
+    sets: int = 1,
+    graph: bool = False,
 ) -> dict[str, dict]:
     """Time `rivals` in turns, so that what else the machine does meets all of them.
 
-    A rival is called with the number of the inputs' set, which goes around. `graph`: on a GPU, a CUDA graph of all sets
-    is replayed, so that launching costs nothing. Returns by name: seconds (median), cpu_seconds (median, of the whole
-    process; CPU only), runs (seconds, in order), peak_bytes (what a run added to the GPU's memory, or a warm-up run to
-    that of the process), error (memory that ran out, or null).
+    A rival is called with the number of the inputs' set, which goes around. `graph`: on a GPU, a
+    CUDA graph of all sets is replayed, so that launching costs nothing. Returns by name: seconds
+    (median), cpu_seconds (median, of the whole process; CPU only), runs (seconds, in order),
+    peak_bytes (what a run added to the GPU's memory, or a warm-up run to that of the process),
+    error (memory that ran out, or null).
     """
     results: dict[str, dict] = {
-        name: {"seconds": None, "cpu_seconds": None, "runs": [], "cpu_runs": [], "peak_bytes": None, "error": None}
+        name: {
+            "seconds": None,
+            "cpu_seconds": None,
+            "runs": [],
+            "cpu_runs": [],
+            "peak_bytes": None,
+            "error": None,
+        }
         for name in rivals
     }
     graphs: dict[str, Any] = {}
@@ -140,7 +184,9 @@ def compare(
             try:
                 if graph and DEVICE == "cuda" and number == warmup:
                     graphs[name] = _graph(rival, sets)
-                seconds, cpu_seconds, peak = _time(rival, number % sets, graphs.get(name), number < warmup)
+                seconds, cpu_seconds, peak = _time(
+                    rival, number % sets, graphs.get(name), number < warmup
+                )
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as failure:
                 if not _is_memory(failure):
                     raise
@@ -163,7 +209,9 @@ def compare(
     return results
 
 
-def _time(rival: Callable[[int], Any], number: int, graph: Any, warm_up: bool) -> tuple[float, float, int | None]:
+def _time(
+    rival: Callable[[int], Any], number: int, graph: Any, warm_up: bool
+) -> tuple[float, float, int | None]:
     if DEVICE == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -173,7 +221,11 @@ def _time(rival: Callable[[int], Any], number: int, graph: Any, warm_up: bool) -
         graph.replay() if graph else rival(number)
         end.record()
         torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1000, 0.0, None if graph else torch.cuda.max_memory_allocated() - before
+        return (
+            begin.elapsed_time(end) / 1000,
+            0.0,
+            None if graph else torch.cuda.max_memory_allocated() - before,
+        )
     gc.collect()
     before = None
     if warm_up and sys.platform == "linux":
@@ -196,7 +248,9 @@ def _graph(rival: Callable[[int], Any], sets: int) -> Any:
 
 def _is_memory(failure: BaseException) -> bool:
     words = ("out of memory", "can't allocate memory", "not enough memory")
-    return isinstance(failure, (torch.OutOfMemoryError, MemoryError)) or any(w in str(failure).lower() for w in words)
+    return isinstance(failure, (torch.OutOfMemoryError, MemoryError)) or any(
+        w in str(failure).lower() for w in words
+    )
 
 
 def clear() -> None:
@@ -208,7 +262,13 @@ def clear() -> None:
 def record(task: str, rows: Sequence[dict], options: argparse.Namespace) -> None:
     """Write the rows of a run of speed, where `--out` asks for it."""
     dtype = str(options.dtype).removeprefix("torch.")
-    result = {"task": task, "dtype": dtype, "repeats": options.repeats, "warmup": options.warmup, "rows": list(rows)}
+    result = {
+        "task": task,
+        "dtype": dtype,
+        "repeats": options.repeats,
+        "warmup": options.warmup,
+        "rows": list(rows),
+    }
     write(result, options.out)
 
 

@@ -1,27 +1,42 @@
-"""Prefill: one forward of the whole model over a prompt, logits of the last token, CoCA beside HF's LLaMA.
+"""Prefill: one forward of the whole model over a prompt, logits of the last token, CoCA beside HF's
+LLaMA.
 
     python scripts/bench/model.py --lengths 2048 8192 32768 --out docs/results/prefill.json
     python scripts/bench/model.py --shape 350m --lengths 32768                     # peak memory; the paper: about 60 GB
     python scripts/bench/model.py --shape smollm2-135m --lengths 2048 --threads 2  # on a CPU
 
-Random weights: the time does not depend on them. The same attention backend for all, by `--attention`. `peak` is all
-that is allocated on the GPU while the model runs, its weights included. Before it is timed, CoCA is compared with
-itself by the three-operand contraction, over a short prompt, in float32: whether a function is right does not depend on
-the rounding of 32 random layers.
+Random weights: the time does not depend on them. The same attention backend for all, by
+`--attention`. `peak` is all that is allocated on the GPU while the model runs, its weights
+included. Before it is timed, CoCA is compared with itself by the three-operand contraction, over a
+short prompt, in float32: whether a function is right does not depend on the rounding of 32 random
+layers.
 """
 
 import copy
 
 import measure
 import torch
-from measure import DEVICE, check, clear, compare, make_model, parse, plain_folds, record, relative_error, show
+from measure import (
+    DEVICE,
+    check,
+    clear,
+    compare,
+    make_model,
+    parse,
+    plain_folds,
+    record,
+    relative_error,
+    show,
+)
 
 from coca_hf.models.attention import FOLDS
 from coca_hf.models.reference import use_reference_
 
 
 def main() -> None:
-    parser = measure.arguments(__doc__, "llama-7b" if DEVICE == "cuda" else "smollm2-135m", [2048, 8192, 32768])
+    parser = measure.arguments(
+        __doc__, "llama-7b" if DEVICE == "cuda" else "smollm2-135m", [2048, 8192, 32768]
+    )
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--attention", default="sdpa", help="of transformers")
     parser.add_argument("--compile", action="store_true", help="torch.compile both")
@@ -29,7 +44,10 @@ def main() -> None:
     options = parse(parser)
     names = ["LLaMA", *(f"CoCA {constraint}" for constraint in options.constraints)]
     fields = {"num_hidden_layers": options.layers} if options.layers else {}
-    models = {name: make_model(name, options.shape, options.dtype, options.attention, **fields) for name in names}
+    models = {
+        name: make_model(name, options.shape, options.dtype, options.attention, **fields)
+        for name in names
+    }
     errors = {name: check_model(name, model) for name, model in models.items() if name != "LLaMA"}
     rows: list[dict] = []
     for length in options.lengths:
@@ -40,7 +58,17 @@ def main() -> None:
         ["rival", "length", "s", "CPU s", "tokens/s", "x LLaMA", "x LLaMA, CPU time", "peak GiB"],
         [
             [
-                *(row[key] for key in ("rival", "length", "seconds", "cpu_seconds", "tokens_per_second", "over_llama")),
+                *(
+                    row[key]
+                    for key in (
+                        "rival",
+                        "length",
+                        "seconds",
+                        "cpu_seconds",
+                        "tokens_per_second",
+                        "over_llama",
+                    )
+                ),
                 *(row["over_llama_cpu"], row["total_bytes"] and row["total_bytes"] / 2**30),
             ]
             for row in rows
@@ -91,10 +119,17 @@ def measure_length(length: int, models: dict, errors: dict, options) -> list[dic
         }
         rows.append(
             {
-                **{"rival": name, "shape": options.shape, "layers": model.config.num_hidden_layers, "length": length},
+                **{
+                    "rival": name,
+                    "shape": options.shape,
+                    "layers": model.config.num_hidden_layers,
+                    "length": length,
+                },
                 **{"attention": options.attention, "compiled": options.compile, **result},
                 "tokens_per_second": length / result["seconds"] if result["seconds"] else None,
-                "total_bytes": weights + result["peak_bytes"] if result["peak_bytes"] is not None else None,
+                "total_bytes": weights + result["peak_bytes"]
+                if result["peak_bytes"] is not None
+                else None,
                 **{"over_llama": ratio["seconds"], "over_llama_cpu": ratio["cpu_seconds"]},
                 "relative_error": errors.get(name.removesuffix(" plain")),
             }

@@ -1,8 +1,10 @@
-"""The peak of memory that `coca-train --plan` predicts, against the one that coca-train measures on this machine's GPU.
+"""The peak of memory that `coca-train --plan` predicts, against the one that coca-train measures on
+this machine's GPU.
 
     python scripts/bench/plan.py --out docs/results/plan.json  # one GPU of 24 GB or more
 
-Every setting is a recipe of one stage and two steps, from random weights. Prints a table, writes JSON.
+Every setting is a recipe of one stage and two steps, from random weights. Prints a table, writes
+JSON.
 """
 
 import argparse
@@ -31,11 +33,15 @@ SETTINGS = {  # what is trained, batch, accumulation, checkpointing
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seq-len", type=int, default=2048)
-    parser.add_argument("--smoke", action="store_true", help="the tiny shape, on any machine: only whether it runs")
+    parser.add_argument(
+        "--smoke", action="store_true", help="the tiny shape, on any machine: only whether it runs"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if DEVICE == "cpu" and not options.smoke:
-        raise SystemExit("scripts/bench/plan.py: got no GPU, expected one to measure on; --smoke needs none")
+        raise SystemExit(
+            "scripts/bench/plan.py: got no GPU, expected one to measure on; --smoke needs none"
+        )
     shape, seq_len = ("tiny", 48) if options.smoke else ("smollm2-135m", options.seq_len)
     with tempfile.TemporaryDirectory() as folder:
         write_inputs(Path(folder), seq_len)
@@ -48,12 +54,16 @@ def write_inputs(folder: Path, seq_len: int) -> None:
     """A tokenizer of one word, and a text of it that is long enough for every setting."""
     tokenizer = Tokenizer(models.WordLevel({"</s>": 0, "word": 1}, unk_token="word"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder / "tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(
+        folder / "tokenizer"
+    )
     (folder / "text.txt").write_text("word " * 20 * seq_len)
 
 
 def compare(folder: Path, name: str, shape: str, seq_len: int) -> dict:
-    """What the plan says of a setting, and what the log of its run does: the most that tensors took, on a GPU."""
+    """What the plan says of a setting, and what the log of its run does: the most that tensors
+    took, on a GPU.
+    """
     recipe = make_recipe(folder, name, shape, seq_len)
     predicted = plan_recipe(recipe).stages[0].memory.peak
     clear()
@@ -75,7 +85,11 @@ def make_recipe(folder: Path, name: str, shape: str, seq_len: int) -> Recipe:
     return Recipe.model_validate(
         {
             "tokenizer": str(folder / "tokenizer"),
-            "config": {"model_type": "coca_llama", **SHAPES[shape], "max_position_embeddings": seq_len},
+            "config": {
+                "model_type": "coca_llama",
+                **SHAPES[shape],
+                "max_position_embeddings": seq_len,
+            },
             "data": {
                 "seq_len": seq_len,
                 "held_out_blocks": 0,
@@ -102,7 +116,10 @@ def show(rows: list[dict]) -> None:
     print("|---|---:|---:|---:|---:|")
     for row in rows:
         sizes = [row[key] / GIB for key in ("predicted_bytes", "measured_bytes", "reserved_bytes")]
-        print(f"| {row['setting']} | {sizes[0]:.2f} GiB | {sizes[1]:.2f} | {row['error']:+.1%} | {sizes[2]:.2f} |")
+        print(
+            f"| {row['setting']} | {sizes[0]:.2f} GiB | {sizes[1]:.2f} | {row['error']:+.1%} | "
+            f"{sizes[2]:.2f} |"
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Draw speed against length, CoCA beside LLaMA, from results of model.py and `decode.py --what step`.
+"""Draw speed against length, CoCA beside LLaMA, from results of model.py and `decode.py --what
+step`.
 
     python scripts/bench/plot.py docs/results/prefill-cpu.json docs/results/decode-cpu.json --out docs/speed-cpu.png
 
-The paper's figure of speed, remade as a ratio: tokens/s over LLaMA's in the same run. Several results of one kind are
-drawn as one curve.
+The paper's figure of speed, remade as a ratio: tokens/s over LLaMA's in the same run. Several
+results of one kind are drawn as one curve.
 """
 
 import argparse
@@ -30,16 +31,24 @@ def curves(results: list[dict]) -> list[Curve]:
     points: dict[tuple[str, str], dict[int, float]] = {}
     for result in results:
         if result["task"] not in KINDS:
-            raise SystemExit(f"plot.py: got a result of {result['task']!r}, expected one of {', '.join(KINDS)}")
+            raise SystemExit(
+                f"plot.py: got a result of {result['task']!r}, expected one of {', '.join(KINDS)}"
+            )
         for row in result["rows"]:
             if row.get("over_llama"):
-                points.setdefault((row["rival"], KINDS[result["task"]]), {})[row["length"]] = row["over_llama"]
+                points.setdefault((row["rival"], KINDS[result["task"]]), {})[row["length"]] = row[
+                    "over_llama"
+                ]
     lengths = sorted({length for values in points.values() for length in values})
     rivals = list(dict.fromkeys(rival for rival, _ in points if not rival.startswith("LLaMA")))
     drawn = [Curve(Key("LLaMA", color=6, marked=False), lengths, [1.0] * len(lengths))]
     for (rival, kind), values in sorted(points.items()):
         if rival in rivals:
-            key = Key(f"{kind}, {rival}", color=rivals.index(rival), style=list(KINDS.values()).index(kind))
+            key = Key(
+                f"{kind}, {rival}",
+                color=rivals.index(rival),
+                style=list(KINDS.values()).index(kind),
+            )
             drawn.append(Curve(key, sorted(values), [values[length] for length in sorted(values)]))
     return drawn
 

@@ -1,10 +1,11 @@
-"""Project the paper's fine-tune of LLaMA-7B (three stages, 32 GPUs) from a training step measured on one GPU.
+"""Project the paper's fine-tune of LLaMA-7B (three stages, 32 GPUs) from a training step measured
+on one GPU.
 
     python scripts/bench/train.py --batch 8 --checkpointing --train t qkv all --out docs/results/train-stages.json
     python scripts/bench/projection.py docs/results/train-stages.json > docs/projection.md
 
-What is measured: the seconds that a layer adds to a step, from two depths, and the rest (embedding, head, loss). What
-is assumed is printed with the result.
+What is measured: the seconds that a layer adds to a step, from two depths, and the rest (embedding,
+head, loss). What is assumed is printed with the result.
 """
 
 import argparse
@@ -20,8 +21,15 @@ STAGES = {"t": "t_proj alone", "qkv": "q, t and v", "all": "everything"}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, help="of train.py, all three stages")
-    parser.add_argument("--network", type=float, default=40.0, help="GB/s into and out of a GPU between machines")
-    parser.add_argument("--overlap", type=float, default=1.0, help="share of the communication that hides behind work")
+    parser.add_argument(
+        "--network", type=float, default=40.0, help="GB/s into and out of a GPU between machines"
+    )
+    parser.add_argument(
+        "--overlap",
+        type=float,
+        default=1.0,
+        help="share of the communication that hides behind work",
+    )
     options = parser.parse_args()
     result = json.loads(options.results.read_text())
     print(page(result, options.network, options.overlap))
@@ -30,9 +38,14 @@ def main() -> None:
 def page(result: dict, network: float, overlap: float) -> str:
     """Raises SystemExit where the results are not of LLaMA-7B's shape, or lack a stage."""
     by_stage = {row["train"]: row for row in result["rows"] if row["rival"].startswith("CoCA")}
-    missing = [stage for stage in STAGES if stage not in by_stage or by_stage[stage]["shape"] != "llama-7b"]
+    missing = [
+        stage for stage in STAGES if stage not in by_stage or by_stage[stage]["shape"] != "llama-7b"
+    ]
     if missing:
-        raise SystemExit(f"projection.py: got no row of llama-7b that trains {missing[0]!r}, expected t, qkv and all")
+        raise SystemExit(
+            f"projection.py: got no row of llama-7b that trains {missing[0]!r}, expected t, qkv "
+            f"and all"
+        )
     parameters = LAYERS * LAYER_PARAMETERS + OTHER_PARAMETERS
     lines = [
         "# The 7B three-stage run on 32 GPUs, projected",
@@ -48,13 +61,20 @@ def page(result: dict, network: float, overlap: float) -> str:
         row = by_stage[stage]
         rest = row["seconds"] - row["layers"] * row["layer_seconds"]
         work = LAYERS * row["layer_seconds"] + rest
-        learning = {"t": LAYERS * 4096 * 2048, "qkv": LAYERS * 4096 * (2 * 4096 + 2048), "all": parameters}[stage]
+        learning = {
+            "t": LAYERS * 4096 * 2048,
+            "qkv": LAYERS * 4096 * (2 * 4096 + 2048),
+            "all": parameters,
+        }[stage]
         # gathered forward, and again backward; gradients of what learns scattered once; bf16 all
         communication = 2 * (2 * parameters + learning) * (GPUS - 1) / GPUS / (network * 1e9)
         hidden = min(communication * overlap, work)
         hours = STEPS * (work + communication - hidden) / 3600
         total += hours
-        lines.append(f"| {number} | {learns} | {work:.3f} | {communication:.3f} | {hours:.1f} | {GPUS * hours:,.0f} |")
+        lines.append(
+            f"| {number} | {learns} | {work:.3f} | {communication:.3f} | {hours:.1f} | "
+            f"{GPUS * hours:,.0f} |"
+        )
     lines += [
         "",
         f"In all {total:.1f} hours, {GPUS * total:,.0f} GPU hours. Assumed:",

@@ -1,11 +1,13 @@
-"""A training step (forward, backward, AdamW) of some layers of a shape, CoCA beside HF's LLaMA, same options.
+"""A training step (forward, backward, AdamW) of some layers of a shape, CoCA beside HF's LLaMA,
+same options.
 
     python scripts/bench/train.py --out docs/results/train.json                 # layers of LLaMA-7B's shape
     python scripts/bench/train.py --train t qkv all --batch 8 --checkpointing   # the stages of the paper's recipe
 
-`--train`: what learns. In LLaMA k_proj stands for t_proj. Losses of CoCA with the plain fold and with this machine's
-fastest are compared first, and its gradients. The head and the loss are left out of `layer_seconds`, which
-projection.py adds up: it is the difference between two depths, per layer.
+`--train`: what learns. In LLaMA k_proj stands for t_proj. Losses of CoCA with the plain fold and
+with this machine's fastest are compared first, and its gradients. The head and the loss are left
+out of `layer_seconds`, which projection.py adds up: it is the difference between two depths, per
+layer.
 """
 
 import copy
@@ -13,14 +15,27 @@ import itertools
 
 import measure
 import torch
-from measure import DEVICE, check, clear, compare, make_model, parse, plain_folds, record, relative_error, show
+from measure import (
+    DEVICE,
+    check,
+    clear,
+    compare,
+    make_model,
+    parse,
+    plain_folds,
+    record,
+    relative_error,
+    show,
+)
 
 TRAINED = {"t": ("t_proj", "k_proj"), "qkv": ("q_proj", "t_proj", "k_proj", "v_proj"), "all": ("",)}
 
 
 def main() -> None:
     parser = measure.arguments(__doc__, "llama-7b" if DEVICE == "cuda" else "smollm2-135m", [2048])
-    parser.add_argument("--layers", type=int, nargs=2, default=[2, 6], help="two depths; the rows are of the second")
+    parser.add_argument(
+        "--layers", type=int, nargs=2, default=[2, 6], help="two depths; the rows are of the second"
+    )
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--train", nargs="+", choices=TRAINED, default=["all"])
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
@@ -37,8 +52,18 @@ def main() -> None:
         ["rival", "learns", "length", "s", "tokens/s", "x LLaMA", "s per layer", "GiB added"],
         [
             [
-                *(row["rival"], row["train"], row["length"], row["seconds"], row["tokens_per_second"]),
-                *(row["over_llama"], row["layer_seconds"], row["peak_bytes"] and row["peak_bytes"] / 2**30),
+                *(
+                    row["rival"],
+                    row["train"],
+                    row["length"],
+                    row["seconds"],
+                    row["tokens_per_second"],
+                ),
+                *(
+                    row["over_llama"],
+                    row["layer_seconds"],
+                    row["peak_bytes"] and row["peak_bytes"] / 2**30,
+                ),
             ]
             for row in rows
         ],
@@ -67,12 +92,28 @@ def measure_step(length: int, what: str, options) -> list[dict]:
     extra = options.layers[1] - options.layers[0]
     return [
         {
-            **{"rival": name, "shape": options.shape, "train": what, "length": length, "batch": options.batch},
-            **{"layers": options.layers[1], "checkpointing": options.checkpointing, "compiled": options.compile},
+            **{
+                "rival": name,
+                "shape": options.shape,
+                "train": what,
+                "length": length,
+                "batch": options.batch,
+            },
+            **{
+                "layers": options.layers[1],
+                "checkpointing": options.checkpointing,
+                "compiled": options.compile,
+            },
             **result,
-            "tokens_per_second": options.batch * length / result["seconds"] if result["seconds"] else None,
-            "over_llama": deep["LLaMA"]["seconds"] / result["seconds"] if result["seconds"] else None,
-            "layer_seconds": (result["seconds"] - shallow[name]["seconds"]) / extra if result["seconds"] else None,
+            "tokens_per_second": options.batch * length / result["seconds"]
+            if result["seconds"]
+            else None,
+            "over_llama": deep["LLaMA"]["seconds"] / result["seconds"]
+            if result["seconds"]
+            else None,
+            "layer_seconds": (result["seconds"] - shallow[name]["seconds"]) / extra
+            if result["seconds"]
+            else None,
             "relative_error": None if name == "LLaMA" else error,
         }
         for name, result in deep.items()
@@ -93,7 +134,9 @@ def step_of(model, ids: list[torch.Tensor], options):
 
 
 def check_gradients(model, ids: torch.Tensor) -> float:
-    """The relative error of all gradients together, this machine's fold against the plain one, in float32."""
+    """The relative error of all gradients together, this machine's fold against the plain one, in
+    float32.
+    """
     exact = copy.deepcopy(model).float()
 
     def gradients() -> torch.Tensor:

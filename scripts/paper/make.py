@@ -1,9 +1,10 @@
-"""A table or figure of the paper, from training recipe to page: scripts/paper/make.py table-1 --scale small
+"""A table or figure of the paper, from training recipe to page: scripts/paper/make.py table-1
+--scale small
 
-NAME.yaml beside this file says what is measured on which models, models.yaml how the models are made, scales.yaml how
-large (and that counts where both set an option). Every step is a coca-convert, coca-train or coca-eval command,
-printed before it runs. Run it again: finished steps are skipped, a killed one continues. Models are shared between
-tables of one scale.
+NAME.yaml beside this file says what is measured on which models, models.yaml how the models are
+made, scales.yaml how large (and that counts where both set an option). Every step is a
+coca-convert, coca-train or coca-eval command, printed before it runs. Run it again: finished steps
+are skipped, a killed one continues. Models are shared between tables of one scale.
 """
 
 import argparse
@@ -38,7 +39,15 @@ def main() -> None:
             for key, name in step.get("beside", {}).items():
                 others |= {key: work.model(name), f"{key}-name": work.label(name)}
             work.run(
-                *("coca-eval", step["task"], work.model(model), "--name", work.label(model), "--out", page / "rows"),
+                *(
+                    "coca-eval",
+                    step["task"],
+                    work.model(model),
+                    "--name",
+                    work.label(model),
+                    "--out",
+                    page / "rows",
+                ),
                 *(text for key, value in (chosen | others).items() for text in option(key, value)),
             )
     paper = ["--paper", table["paper"]] if "paper" in table and scale["published"] else []

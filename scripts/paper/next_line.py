@@ -1,7 +1,7 @@
 """Four lines of a play and four that may come next, one of which does: next_line.py PLAYS OUT.jsonl
 
-A task for `tasks/next_line.yaml`: benchmarks of lm-eval are on the hub, and a model that has seen minutes of
-Shakespeare knows nothing of them.
+A task for `tasks/next_line.yaml`: benchmarks of lm-eval are on the hub, and a model that has seen
+minutes of Shakespeare knows nothing of them.
 """
 
 import json
@@ -20,7 +20,9 @@ if not out.exists():
             right, *wrong = lines[first + 4], *rng.sample(lines, 3)
             answer = rng.randrange(4)
             choices = [*wrong[:answer], right, *wrong[answer:]]
-            cases.append({"lines": "\n".join(lines[first : first + 4]), "choices": choices, "answer": answer})
+            cases.append(
+                {"lines": "\n".join(lines[first : first + 4]), "choices": choices, "answer": answer}
+            )
     rng.shuffle(cases)
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_name(f".{out.name}")

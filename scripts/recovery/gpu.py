@@ -10,9 +10,9 @@ Ways, each from the same original, measured by the same rows (OUT/eval, for `coc
     paper stages  the paper's three stages from the scaled copy, one third of the time each: W_T, then W_Q, W_T and W_V,
                   then all, on ordinary text by the loss of the next token, learning rate 1e-4
 
-Time bounds training, so the learning rate follows the share of it that is spent. OUT/<way>.jsonl has the losses and
-what they cost. Weights are float32, products bfloat16. The loop is the least that uses a whole GPU for a small model;
-recipes/recover.yaml is the same for `coca-train`.
+Time bounds training, so the learning rate follows the share of it that is spent. OUT/<way>.jsonl
+has the losses and what they cost. Weights are float32, products bfloat16. The loop is the least
+that uses a whole GPU for a small model; recipes/recover.yaml is the same for `coca-train`.
 """
 
 import argparse
@@ -47,9 +47,13 @@ LAYERS_OF_STAGE = {"k": ("t_proj",), "qkv": ("q_proj", "t_proj", "v_proj"), "ful
 
 
 class Batches(IterableDataset):
-    """Token ids (b, n) and which of them are answers, (b, n), for every step; the same from any number of workers."""
+    """Token ids (b, n) and which of them are answers, (b, n), for every step; the same from any
+    number of workers.
+    """
 
-    def __init__(self, documents: list[Tensor], tokenizer, tokens_a_step: int, lookups: bool, seed: int):
+    def __init__(
+        self, documents: list[Tensor], tokenizer, tokens_a_step: int, lookups: bool, seed: int
+    ):
         self.documents, self.tokens_a_step, self.seed = documents, tokens_a_step, seed
         self.maker = Lookups(tokenizer) if lookups else None
 
@@ -58,7 +62,10 @@ class Batches(IterableDataset):
         first, apart = (worker.id, worker.num_workers) if worker else (0, 1)
         for step in count(first, apart):
             length = LENGTHS[step % len(LENGTHS)]
-            rows = [self.row(length, step, number) for number in range(max(1, self.tokens_a_step // length))]
+            rows = [
+                self.row(length, step, number)
+                for number in range(max(1, self.tokens_a_step // length))
+            ]
             ids, answers = zip(*rows, strict=True)
             yield torch.tensor(ids), torch.tensor(answers)
 
@@ -81,7 +88,9 @@ def main() -> None:
     parser.add_argument("--text", required=True)
     parser.add_argument("--novels", required=True)
     parser.add_argument("--ways", nargs="+", default=["distilled", "paper stages"])
-    parser.add_argument("--seconds", type=float, default=150.0, help="of training, calibration apart")
+    parser.add_argument(
+        "--seconds", type=float, default=150.0, help="of training, calibration apart"
+    )
     parser.add_argument("--constraint", default="slack")
     parser.add_argument("--keep-layers", type=int, nargs="*", default=[])
     parser.add_argument("--calibrate-tokens", type=int, default=524288)
@@ -99,7 +108,11 @@ def main() -> None:
         directory = options.out / way.replace(" ", "-")
         record = convert(way, directory, options)
         note(
-            way, options, event="converted", seconds=time.perf_counter() - began, calibration=record.get("calibration")
+            way,
+            options,
+            event="converted",
+            seconds=time.perf_counter() - began,
+            calibration=record.get("calibration"),
         )
         train(way, directory, options)
         note(way, options, event="trained", seconds=time.perf_counter() - began)
@@ -107,7 +120,11 @@ def main() -> None:
 
 
 def convert(way: str, directory: Path, options) -> dict:
-    calibration = {"calibrate_on": options.text, "calibrate_tokens": options.calibrate_tokens, "device": DEVICE}
+    calibration = {
+        "calibrate_on": options.text,
+        "calibrate_tokens": options.calibrate_tokens,
+        "device": DEVICE,
+    }
     return convert_checkpoint(
         str(options.original),
         directory,
@@ -123,26 +140,48 @@ def train(way: str, directory: Path, options) -> None:
     tokenizer = AutoTokenizer.from_pretrained(directory)
     texts = (document.text for document in read_documents(options.text, skip_empty=True))
     documents = [torch.tensor(ids) for ids in tokenizer(list(texts), verbose=False)["input_ids"]]
-    student = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(DEVICE).train()
+    student = (
+        AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(DEVICE).train()
+    )
     if way == "distilled":
-        teacher = AutoModelForCausalLM.from_pretrained(options.original, dtype=torch.bfloat16).to(DEVICE).eval()
+        teacher = (
+            AutoModelForCausalLM.from_pretrained(options.original, dtype=torch.bfloat16)
+            .to(DEVICE)
+            .eval()
+        )
         stages, rate, last_rate = ["full"], options.rate, 0.0
     else:
         teacher = None
         stages, rate, last_rate = ["k", "qkv", "full"], 1e-4, 1e-5
     dataset = Batches(documents, tokenizer, options.tokens_a_step, way == "distilled", options.seed)
-    batches = iter(DataLoader(dataset, batch_size=None, num_workers=options.workers, pin_memory=DEVICE == "cuda"))
+    batches = iter(
+        DataLoader(
+            dataset, batch_size=None, num_workers=options.workers, pin_memory=DEVICE == "cuda"
+        )
+    )
     next(batches)  # the workers are up before the clock starts
     for stage in stages:
         for name, parameter in student.named_parameters():
             parameter.requires_grad_(any(part in name for part in LAYERS_OF_STAGE[stage]))
-        train_stage(way, stage, student, teacher, batches, rate, last_rate, options.seconds / len(stages), options)
+        train_stage(
+            way,
+            stage,
+            student,
+            teacher,
+            batches,
+            rate,
+            last_rate,
+            options.seconds / len(stages),
+            options,
+        )
     student.save_pretrained(directory)
 
 
 def train_stage(way, stage, student, teacher, batches, rate, last_rate, seconds, options) -> None:
     learning = [p for p in student.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(learning, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(
+        learning, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+    )
     began, tokens, sums = time.perf_counter(), 0, torch.zeros(2, device=DEVICE)
     for step in count(1):
         spent = (time.perf_counter() - began) / seconds
@@ -158,7 +197,13 @@ def train_stage(way, stage, student, teacher, batches, rate, last_rate, seconds,
         if step % 50 == 0:
             loss, at_answers = (sums / 50).tolist()  # waits for the GPU, so that the clock is right
             sums.zero_()
-            seen = {"stage": stage, "step": step, "tokens": tokens, "loss": loss, "answers": at_answers}
+            seen = {
+                "stage": stage,
+                "step": step,
+                "tokens": tokens,
+                "loss": loss,
+                "answers": at_answers,
+            }
             note(way, options, **seen, norm=norm.item(), seconds=time.perf_counter() - began)
     note(way, options, stage=stage, step=step, tokens=tokens, seconds=time.perf_counter() - began)
 
@@ -166,8 +211,9 @@ def train_stage(way, stage, student, teacher, batches, rate, last_rate, seconds,
 def step_gradients(student, teacher, ids: Tensor, answers: Tensor) -> Tensor:
     """Accumulate the gradients of the mean loss, and of that of answers again; returns both means.
 
-    The loss of a token is KL(teacher || student) of its prediction, or without a teacher the cross-entropy. Logits are
-    made a chunk at a time, and their gradient at once: that of both losses is the difference of two distributions.
+    The loss of a token is KL(teacher || student) of its prediction, or without a teacher the
+    cross-entropy. Logits are made a chunk at a time, and their gradient at once: that of both
+    losses is the difference of two distributions.
     """
     embedding = student.get_input_embeddings().weight  # tied to the head
     with torch.autocast(DEVICE, torch.bfloat16):
@@ -188,7 +234,9 @@ def step_gradients(student, teacher, ids: Tensor, answers: Tensor) -> Tensor:
             gradient = log_ours.exp()
             if teacher is None:
                 losses[part] = -log_ours.gather(1, targets[part, None])[:, 0]
-                gradient.scatter_add_(1, targets[part, None], torch.full_like(gradient[:, :1], -1.0))
+                gradient.scatter_add_(
+                    1, targets[part, None], torch.full_like(gradient[:, :1], -1.0)
+                )
             else:
                 log_theirs = (theirs[part] @ their_head.T).float().log_softmax(-1)
                 their_share = log_theirs.exp()
@@ -208,8 +256,14 @@ def measure(directory: Path, name: str, options) -> None:
     """Lookups of 20 cases and perplexity by position, on novels that nothing was fitted on."""
     began = time.perf_counter()
     loaded = load_model(str(directory), dtype="float32", name=name)
-    store, ropes, length = RowStore(options.out / "eval"), parse_ropes("default"), options.measured_length
-    passages = draw_sample(loaded, options.novels, max(options.lengths), documents=20, special_tokens=False)
+    store, ropes, length = (
+        RowStore(options.out / "eval"),
+        parse_ropes("default"),
+        options.measured_length,
+    )
+    passages = draw_sample(
+        loaded, options.novels, max(options.lengths), documents=20, special_tokens=False
+    )
     whole = {"documents": 12, "skip_short": True, "max_tokens": length + 1}
     common = (options.lengths, ropes, store)
     rows = [
@@ -217,11 +271,17 @@ def measure(directory: Path, name: str, options) -> None:
         *copying_rows(loaded, *common, num_cases=20, sample=passages),
         *recall_rows(loaded, *common, num_cases=20),
         *passkey_rows(loaded, *common, num_cases=20, variant="landmark"),
-        *position_rows(loaded, draw_sample(loaded, options.novels, length, **whole), [length], ropes, store),
+        *position_rows(
+            loaded, draw_sample(loaded, options.novels, length, **whole), [length], ropes, store
+        ),
     ]
     for row in rows:
         keys = ("task", "data", "length", "value", "nll", "nats_per_digit", "ranges", "error")
-        print(name, json.dumps({key: row[key] for key in keys if row.get(key) is not None}), flush=True)
+        print(
+            name,
+            json.dumps({key: row[key] for key in keys if row.get(key) is not None}),
+            flush=True,
+        )
     print(f"{name} measured in {time.perf_counter() - began:.0f} s", flush=True)
 
 

@@ -84,14 +84,18 @@ def convert(plan: dict, start: str, directory: Path) -> Path:
 
 
 def unscale(checkpoint: Path) -> None:
-    """Make the start of W_T the fold of W_K as it is: the copy that coca-convert scales, because it saturates."""
+    """Make the start of W_T the fold of W_K as it is: the copy that coca-convert scales, because it
+    saturates.
+    """
     from safetensors.torch import load_file, save_file
 
     scales = json.loads((checkpoint / "conversion.json").read_text())["start"]["scales"]
     file = checkpoint / "model.safetensors"
     tensors = load_file(file)
     for layer, of_heads in enumerate(scales):
-        heads = tensors[f"model.layers.{layer}.self_attn.t_proj.weight"].unflatten(0, (len(of_heads), -1))
+        heads = tensors[f"model.layers.{layer}.self_attn.t_proj.weight"].unflatten(
+            0, (len(of_heads), -1)
+        )
         heads /= heads.new_tensor(of_heads)[:, None, None]
     save_file(tensors, file, {"format": "pt"})
 

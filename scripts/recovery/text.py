@@ -1,7 +1,8 @@
-"""Text to calibrate on, three quarters books and a quarter Python: text.py BOOKS.parquet CODE.jsonl OUT.jsonl
+"""Text to calibrate on, three quarters books and a quarter Python: text.py BOOKS.parquet CODE.jsonl
+OUT.jsonl
 
-A passage from the middle of every book and as many from source files, in turn, so that a reader of the first few has
-both.
+A passage from the middle of every book and as many from source files, in turn, so that a reader of
+the first few has both.
 """
 
 import itertools

@@ -37,7 +37,9 @@ from tests.models.families import CASES, WINDOW, stock_model
 
 
 def blocks_of(number, length=WINDOW, vocab_size=89, seed=0):
-    return torch.randint(1, vocab_size, (number, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        1, vocab_size, (number, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def perplexity(model, ids):
@@ -50,7 +52,9 @@ def bits_of(model):
 
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
 @pytest.mark.parametrize("case", CASES)
-def test_attention_comes_nearer_and_perplexities_are_those_of_the_models(case, constraint, tmp_path):
+def test_attention_comes_nearer_and_perplexities_are_those_of_the_models(
+    case, constraint, tmp_path
+):
     original, ids = stock_model(case), blocks_of(24)
     coca = patch_(copy.copy(original), constraint).eval()
     before = bits_of(original) | {f"coca.{name}": tensor for name, tensor in bits_of(coca).items()}
@@ -83,8 +87,11 @@ def test_divergence_is_that_of_the_two_models_maps(tmp_path):
     original, ids = stock_model("llama"), blocks_of(60, length=20)  # more than a batch
     coca = patch_(copy.copy(original), "slack").eval()
     result = calibrate(original, coca, ids, ids, tmp_path / "layers", passes=1)
-    coca.set_attn_implementation("eager")  # of the first layer alone, both models see the same inputs
-    ours, theirs = (model(ids, output_attentions=True).attentions[0].double() for model in (coca, original))
+    # of the first layer alone, both models see the same inputs
+    coca.set_attn_implementation("eager")
+    ours, theirs = (
+        model(ids, output_attentions=True).attentions[0].double() for model in (coca, original)
+    )
     expected = (torch.xlogy(theirs, theirs) - torch.xlogy(theirs, ours)).sum(-1).mean().item()
     assert result.layers[0].kl_start == pytest.approx(expected, rel=1e-5)
 
@@ -107,7 +114,9 @@ def test_gradients_are_those_of_the_divergence_of_the_models_maps(case):
     for model in (coca, original):
         model.set_attn_implementation("eager")
     ours, theirs = (
-        model(ids, position_ids=positions, output_attentions=True).attentions[0][blocks[:, None], :, rows]
+        model(ids, position_ids=positions, output_attentions=True).attentions[0][
+            blocks[:, None], :, rows
+        ]
         for model in (coca, original)
     )
     (-theirs.detach() * ours.clamp(min=1e-30).log()).sum(-1).mean().backward()
@@ -125,12 +134,19 @@ def test_queries_are_drawn_by_their_weights_and_see_no_more_keys_than_their_part
     expected[0] = 0
     found = rows.flatten().bincount(minlength=length) / rows.numel()
     bins = torch.arange(length) * 5 // length
-    sums = [torch.zeros(5).index_add_(0, bins, weights) for weights in (found, expected / expected.sum())]
+    sums = [
+        torch.zeros(5).index_add_(0, bins, weights)
+        for weights in (found, expected / expected.sum())
+    ]
     torch.testing.assert_close(sums[0], sums[1], rtol=0.02, atol=0.002)
     for number in (1, 4):
         parts = list(strata.parts(number))
         assert torch.equal(torch.cat([rows[..., part] for part, _ in parts], -1), rows)
-        assert all(rows[..., part].max() < visible <= length for part, visible in parts if part.stop > part.start)
+        assert all(
+            rows[..., part].max() < visible <= length
+            for part, visible in parts
+            if part.stop > part.start
+        )
 
 
 def test_positions_leave_some_out_at_a_few_places_and_stay_within_reach():
@@ -145,7 +161,9 @@ def test_positions_leave_some_out_at_a_few_places_and_stay_within_reach():
     left_out = steps[steps > 1] - 1
     assert 400 < left_out.median() < 600
     for length, reached in ((256, 256), (256, 64), (31, 8192)):
-        assert torch.equal(skipped_positions(2, length, reached), torch.arange(length).expand(2, -1))
+        assert torch.equal(
+            skipped_positions(2, length, reached), torch.arange(length).expand(2, -1)
+        )
 
 
 @pytest.mark.parametrize(
@@ -163,7 +181,9 @@ def test_positions_leave_some_out_at_a_few_places_and_stay_within_reach():
     ],
 )
 def test_reach_is_where_the_original_has_the_angles_that_it_has_anywhere(fields, expected):
-    rope = {key: value for key, value in fields.items() if key not in ("sliding_window", "layer_types")}
+    rope = {
+        key: value for key, value in fields.items() if key not in ("sliding_window", "layer_types")
+    }
     config = Qwen3Config(
         max_position_embeddings=4096,
         num_hidden_layers=2,
@@ -180,14 +200,18 @@ def test_coefficients_that_are_negative_for_every_token_come_back():
     coca = patch_(copy.copy(original), "strict").eval()
     angles = Angles(original.model, coca, "cpu")
     positions = torch.arange(WINDOW).expand(24, -1)
-    layer, states = copy.deepcopy(original.model.layers[0]), original.model.embed_tokens(ids).detach()
+    layer, states = (
+        copy.deepcopy(original.model.layers[0]),
+        original.model.embed_tokens(ids).detach(),
+    )
     seen = run_original_(layer, states, positions, angles)
     attention = coca.model.layers[0].self_attn
     nn.init.constant_(attention.t_proj.bias, -2)
     assert attention.coefficients(seen.inputs).max() < 0
     before = divergences(attention, seen).mean()
     fit(attention, seen, passes=10, seed=0)
-    assert (attention.coefficients(seen.inputs) > 0).any((0, 2)).float().mean() > 0.8  # of the pairs, of some token
+    # of the pairs, of some token
+    assert (attention.coefficients(seen.inputs) > 0).any((0, 2)).float().mean() > 0.8
     assert divergences(attention, seen).mean() < 0.9 * before
 
 
@@ -239,7 +263,9 @@ def weights(directory):
     return load_file(directory / "model.safetensors")
 
 
-def test_checkpoint_differs_in_queries_and_coefficients_only_and_says_what_was_done(tiny_llama_dir, text, tmp_path):
+def test_checkpoint_differs_in_queries_and_coefficients_only_and_says_what_was_done(
+    tiny_llama_dir, text, tmp_path
+):
     record = convert(tiny_llama_dir, tmp_path / "calibrated", text)
     convert_checkpoint(tiny_llama_dir, tmp_path / "plain")
     ours, plain = weights(tmp_path / "calibrated"), weights(tmp_path / "plain")
@@ -247,25 +273,47 @@ def test_checkpoint_differs_in_queries_and_coefficients_only_and_says_what_was_d
     assert changed == {name for name in plain if "q_proj" in name or "t_proj" in name}
     assert record == json.loads((tmp_path / "calibrated" / "conversion.json").read_text())
     facts = record["calibration"]
-    assert (facts["tokens"], facts["repeated_tokens"], facts["block_tokens"], facts["reach"]) == (256, 256, 64, 64)
+    assert (facts["tokens"], facts["repeated_tokens"], facts["block_tokens"], facts["reach"]) == (
+        256,
+        256,
+        64,
+        64,
+    )
     assert (facts["held_out_tokens"], facts["seed"]) == (512, 0)
     assert facts["text"] == str(text)
     assert len(facts["attention_kl"]) == 3
     assert all(layer["kl_fitted"] < layer["kl_start"] for layer in facts["attention_kl"])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "calibrated")
-    assert torch.equal(model.model.layers[1].self_attn.q_proj.weight, ours["model.layers.1.self_attn.q_proj.weight"])
+    assert torch.equal(
+        model.model.layers[1].self_attn.q_proj.weight,
+        ours["model.layers.1.self_attn.q_proj.weight"],
+    )
     values = facts["perplexity"]
     line = f"{values['start']:.4g} before, {values['calibrated']:.4g} after, {values['original']:.4g} of the original"
     assert line in (tmp_path / "calibrated" / "README.md").read_text()
-    assert record["source_xxh3_128"] == json.loads((tmp_path / "plain/conversion.json").read_text())["source_xxh3_128"]
+    assert (
+        record["source_xxh3_128"]
+        == json.loads((tmp_path / "plain/conversion.json").read_text())["source_xxh3_128"]
+    )
 
 
-def test_a_calibrated_checkpoint_has_the_sources_queries_and_keys_in_kept_layers(tiny_llama_dir, text, tmp_path):
-    convert_checkpoint(tiny_llama_dir, tmp_path / "dst", calibrate_on=str(text), calibrate_tokens=640, keep_layers=[1])
+def test_a_calibrated_checkpoint_has_the_sources_queries_and_keys_in_kept_layers(
+    tiny_llama_dir, text, tmp_path
+):
+    convert_checkpoint(
+        tiny_llama_dir,
+        tmp_path / "dst",
+        calibrate_on=str(text),
+        calibrate_tokens=640,
+        keep_layers=[1],
+    )
     before, after = (load_file(d / "model.safetensors") for d in (tiny_llama_dir, tmp_path / "dst"))
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if "layers.1." in name)
+    assert all(
+        torch.equal(after[name], tensor) for name, tensor in before.items() if "layers.1." in name
+    )
     assert not torch.equal(
-        after["model.layers.0.self_attn.q_proj.weight"], before["model.layers.0.self_attn.q_proj.weight"]
+        after["model.layers.0.self_attn.q_proj.weight"],
+        before["model.layers.0.self_attn.q_proj.weight"],
     )
 
 
@@ -304,7 +352,9 @@ def test_a_baked_ntk_base_changes_neither_blocks_nor_positions(tiny_llama_dir, t
 
 
 @pytest.mark.parametrize("change", ["seed", "text", "source"])
-def test_layers_of_another_seed_text_or_source_are_not_taken(tiny_llama_dir, text, tmp_path, change):
+def test_layers_of_another_seed_text_or_source_are_not_taken(
+    tiny_llama_dir, text, tmp_path, change
+):
     source = tmp_path / "source"
     shutil.copytree(tiny_llama_dir, source)
 
@@ -336,7 +386,9 @@ def interrupted(*arguments, **options):
 
 @pytest.fixture
 def fits(monkeypatch):
-    """How many layers were fitted, and not taken from what an interrupted run had left: one entry each."""
+    """How many layers were fitted, and not taken from what an interrupted run had left: one entry
+    each.
+    """
     found = []
 
     def counted(attention, *arguments):
@@ -357,7 +409,9 @@ def test_other_shards_do_not_refit_and_other_settings_do(tiny_llama_dir, text, t
     assert fits == [0, 0, 1, 2]
 
 
-def test_layers_outlive_a_refusal_that_comes_after_them(tiny_llama_dir, text, tmp_path, fits, monkeypatch):
+def test_layers_outlive_a_refusal_that_comes_after_them(
+    tiny_llama_dir, text, tmp_path, fits, monkeypatch
+):
     def refuse(writer):
         raise CocaError("a fitted tensor that float16 cannot hold")
 
@@ -370,7 +424,9 @@ def test_layers_outlive_a_refusal_that_comes_after_them(tiny_llama_dir, text, tm
     assert [path.name for path in tmp_path.iterdir() if "dst" in path.name] == ["dst"]
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-100], lambda data: b"", lambda data: data[:-1] + b"?"])
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-100], lambda data: b"", lambda data: data[:-1] + b"?"]
+)
 def test_a_damaged_layer_is_fitted_again(damage, tiny_llama_dir, text, tmp_path, fits):
     interrupted(tiny_llama_dir, tmp_path / "dst", text)
     kept = tmp_path / ".dst.incomplete" / "calibrated" / "layer-00000.safetensors"
@@ -380,7 +436,9 @@ def test_a_damaged_layer_is_fitted_again(damage, tiny_llama_dir, text, tmp_path,
 
 
 @pytest.mark.parametrize("changed", ["calibrate.py", "attention.py", "rotary.py"])
-def test_a_layer_of_other_code_is_fitted_again(tiny_llama_dir, text, tmp_path, fits, monkeypatch, changed):
+def test_a_layer_of_other_code_is_fitted_again(
+    tiny_llama_dir, text, tmp_path, fits, monkeypatch, changed
+):
     interrupted(tiny_llama_dir, tmp_path / "dst", text)
     folders = [shutil.copytree(folder, tmp_path / folder.name) for folder in CODE]
     file = next(path for folder in folders for path in folder.glob(changed))
@@ -390,38 +448,53 @@ def test_a_layer_of_other_code_is_fitted_again(tiny_llama_dir, text, tmp_path, f
     assert fits == [0, 0, 1, 2]
 
 
-def test_a_copied_tensor_that_the_type_cannot_hold_is_refused_before_any_layer(tiny_llama_dir, text, tmp_path, fits):
+def test_a_copied_tensor_that_the_type_cannot_hold_is_refused_before_any_layer(
+    tiny_llama_dir, text, tmp_path, fits
+):
     source = tmp_path / "source"
     shutil.copytree(tiny_llama_dir, source)
     tensors = weights(source)
     tensors["model.layers.2.mlp.up_proj.weight"][3, 4] = 1e5
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CocaError, match=r"layers\.2\.mlp\.up_proj\.weight: got numbers up to 100000"):
+    with pytest.raises(
+        CocaError, match=r"layers\.2\.mlp\.up_proj\.weight: got numbers up to 100000"
+    ):
         convert(source, tmp_path / "dst", text, dtype="float16")
     assert fits == []
 
 
-def test_a_bias_of_queries_that_float16_cannot_square_is_refused_before_any_layer(tiny_llama_dir, text, tmp_path, fits):
+def test_a_bias_of_queries_that_float16_cannot_square_is_refused_before_any_layer(
+    tiny_llama_dir, text, tmp_path, fits
+):
     source = tmp_path / "source"
     shutil.copytree(tiny_llama_dir, source)
     config = AutoConfig.from_pretrained(source, attention_bias=True)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float16)
     nn.init.constant_(model.model.layers[2].self_attn.q_proj.bias, 1040)
     model.save_pretrained(source)
-    with pytest.raises(CocaError, match=r"layers\.2\.self_attn\.q_proj\.bias: got numbers up to 1040"):
+    with pytest.raises(
+        CocaError, match=r"layers\.2\.self_attn\.q_proj\.bias: got numbers up to 1040"
+    ):
         convert(source, tmp_path / "dst", text)
     assert fits == []
 
 
 @pytest.fixture
 def neox_source(tiny_tokenizer, tmp_path):
-    """`neox_source(dtype, change_)`: a GPT-NeoX checkpoint whose second layer's fused projection `change_` edits."""
+    """`neox_source(dtype, change_)`: a GPT-NeoX checkpoint whose second layer's fused projection
+    `change_` edits.
+    """
 
     def save(dtype, change_):
         model = stock_model("neox-partial", vocab_size=len(tiny_tokenizer)).to(dtype)
         projection = model.gpt_neox.layers[1].attention.query_key_value
         with torch.no_grad():
-            change_(*(part.data.unflatten(0, (3, 3, 32)) for part in (projection.weight, projection.bias)))
+            change_(
+                *(
+                    part.data.unflatten(0, (3, 3, 32))
+                    for part in (projection.weight, projection.bias)
+                )
+            )
         model.save_pretrained(tmp_path / "source")
         tiny_tokenizer.save_pretrained(tmp_path / "source")
         return tmp_path / "source"
@@ -434,8 +507,14 @@ def neox_source(tiny_tokenizer, tmp_path):
     [
         (lambda weight, bias: bias[1, 0, 5].fill_(1040), "q_proj.bias: got numbers up to 1040"),
         (lambda weight, bias: bias[1, 2, 5].fill_(1e5), "v_proj.bias: got numbers up to 100000"),
-        (lambda weight, bias: weight[1, 2, 5].fill_(1e5), "v_proj.weight: got numbers up to 100000"),
-        (lambda weight, bias: weight[2, 1].fill_(torch.nan), "source: layer 1: queries or keys are zero"),
+        (
+            lambda weight, bias: weight[1, 2, 5].fill_(1e5),
+            "v_proj.weight: got numbers up to 100000",
+        ),
+        (
+            lambda weight, bias: weight[2, 1].fill_(torch.nan),
+            "source: layer 1: queries or keys are zero",
+        ),
     ],
     ids=["query bias", "value bias", "value weight", "key"],
 )
@@ -448,20 +527,32 @@ def test_what_gpt_neox_has_in_one_tensor_is_checked_before_any_layer(
     assert fits == []
 
 
-def test_a_bias_that_float16_cannot_square_is_calibrated_for_another_dtype(neox_source, text, tmp_path):
+def test_a_bias_that_float16_cannot_square_is_calibrated_for_another_dtype(
+    neox_source, text, tmp_path
+):
     source = neox_source(torch.float16, lambda weight, bias: bias[1, 0, 5].fill_(1040))
     convert(source, tmp_path / "dst", text, dtype="float32", calibrate_passes=1)
     assert weights(tmp_path / "dst")["model.layers.1.self_attn.q_proj.bias"].abs().max() > 1000
 
 
-def test_fields_that_are_left_out_are_left_out_of_the_model_that_is_calibrated(tiny_llama_dir, text, tmp_path):
+def test_fields_that_are_left_out_are_left_out_of_the_model_that_is_calibrated(
+    tiny_llama_dir, text, tmp_path
+):
     source = tmp_path / "source"
     shutil.copytree(tiny_llama_dir, source)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"seq_len": 5, "neuron_cores": 2}))
-    convert(source, tmp_path / "dst", text, calibrate_passes=1, ignore_fields=["seq_len", "neuron_cores"])
+    convert(
+        source,
+        tmp_path / "dst",
+        text,
+        calibrate_passes=1,
+        ignore_fields=["seq_len", "neuron_cores"],
+    )
     convert(tiny_llama_dir, tmp_path / "plain", text, calibrate_passes=1)
-    assert (tmp_path / "dst" / "config.json").read_bytes() == (tmp_path / "plain" / "config.json").read_bytes()
+    assert (tmp_path / "dst" / "config.json").read_bytes() == (
+        tmp_path / "plain" / "config.json"
+    ).read_bytes()
     got, expected = weights(tmp_path / "dst"), weights(tmp_path / "plain")
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
 
@@ -471,30 +562,45 @@ def rows_of(path, rows, column="text"):
     return str(path), column, "train", None, None, True
 
 
-def test_blocks_come_from_all_files_and_from_no_copy_of_a_held_out_document(tiny_llama_dir, tmp_path):
-    config, tokenizer = AutoConfig.from_pretrained(tiny_llama_dir), AutoTokenizer.from_pretrained(tiny_llama_dir)
+def test_blocks_come_from_all_files_and_from_no_copy_of_a_held_out_document(
+    tiny_llama_dir, tmp_path
+):
+    config, tokenizer = (
+        AutoConfig.from_pretrained(tiny_llama_dir),
+        AutoTokenizer.from_pretrained(tiny_llama_dir),
+    )
     draw = random.Random(5)
     for name, letters in (("a", "abcdefgh"), ("b", "stuvwxyz")):
         rows = ["".join(draw.choices(letters, k=150)) for _ in range(150)]
         rows_of(tmp_path / f"{name}.jsonl", rows + rows)
     place = str(tmp_path / "*.jsonl"), "text", "train", None, None, True
-    blocks, held_out = calibration_blocks(place, tokenizer, config, num_tokens=40 * 32, block_tokens=32)
+    blocks, held_out = calibration_blocks(
+        place, tokenizer, config, num_tokens=40 * 32, block_tokens=32
+    )
     assert blocks.shape == (40, 32)
     assert held_out.shape == (8, 32)
     text = "\n".join(tokenizer.decode(block) for block in blocks)
     of_a, of_b = (sum(letter in letters for letter in text) for letters in ("abcdefgh", "stuvwxyz"))
     assert 0.7 < of_a / of_b < 1.4
-    grams = [{tuple(row[i : i + 12].tolist()) for row in part for i in range(21)} for part in (blocks, held_out)]
+    grams = [
+        {tuple(row[i : i + 12].tolist()) for row in part for i in range(21)}
+        for part in (blocks, held_out)
+    ]
     assert not grams[0] & grams[1]
     again = calibration_blocks(place, tokenizer, config, num_tokens=40 * 32, block_tokens=32)
-    other = calibration_blocks(place, tokenizer, config, num_tokens=40 * 32, block_tokens=32, seed=1)
+    other = calibration_blocks(
+        place, tokenizer, config, num_tokens=40 * 32, block_tokens=32, seed=1
+    )
     assert torch.equal(again[0], blocks)
     assert not torch.equal(other[0], blocks)
     assert torch.equal(other[1], held_out)
 
 
 def test_short_texts_of_another_column_are_joined_with_the_end_token(tiny_llama_dir, tmp_path):
-    config, tokenizer = AutoConfig.from_pretrained(tiny_llama_dir), AutoTokenizer.from_pretrained(tiny_llama_dir)
+    config, tokenizer = (
+        AutoConfig.from_pretrained(tiny_llama_dir),
+        AutoTokenizer.from_pretrained(tiny_llama_dir),
+    )
     rows = [f"row {number} of chat" for number in range(400)]
     place = rows_of(tmp_path / "chat.jsonl", rows, "answer")
     blocks, _ = calibration_blocks(place, tokenizer, config, num_tokens=640, block_tokens=64)
@@ -505,7 +611,9 @@ def test_short_texts_of_another_column_are_joined_with_the_end_token(tiny_llama_
         assert whole in rows
 
 
-def test_command_prints_what_it_was_worth_or_one_line_of_error(tiny_llama_dir, text, tmp_path, monkeypatch, capsys):
+def test_command_prints_what_it_was_worth_or_one_line_of_error(
+    tiny_llama_dir, text, tmp_path, monkeypatch, capsys
+):
     def command(*arguments):
         monkeypatch.setattr("sys.argv", ["coca-convert", str(tiny_llama_dir), *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
@@ -513,7 +621,9 @@ def test_command_prints_what_it_was_worth_or_one_line_of_error(tiny_llama_dir, t
         return ended.value.code, capsys.readouterr().err
 
     code, printed = command(tmp_path / "dst", "--calibrate", text, "--calibrate-tokens", 256)
-    values = json.loads((tmp_path / "dst" / "conversion.json").read_text())["calibration"]["perplexity"]
+    values = json.loads((tmp_path / "dst" / "conversion.json").read_text())["calibration"][
+        "perplexity"
+    ]
     assert code == 0
     assert f"{values['start']:,.4g} before, {values['calibrated']:,.4g} after" in printed
     code, printed = command(tmp_path / "other", "--calibrate", text, "--calibrate-tokens", 10**6)
@@ -521,9 +631,13 @@ def test_command_prints_what_it_was_worth_or_one_line_of_error(tiny_llama_dir, t
     assert "give more text, or a smaller --calibrate-tokens" in printed
 
 
-def test_too_little_text_and_what_is_coca_already_are_refused(tiny_llama_dir, tiny_coca_dir, text, tmp_path):
+def test_too_little_text_and_what_is_coca_already_are_refused(
+    tiny_llama_dir, tiny_coca_dir, text, tmp_path
+):
     (tmp_path / "short.txt").write_text("too short")
-    with pytest.raises(CocaError, match=r"got 0 blocks of 64 tokens to hold out, and about 9 tokens to"):
+    with pytest.raises(
+        CocaError, match=r"got 0 blocks of 64 tokens to hold out, and about 9 tokens to"
+    ):
         convert(tiny_llama_dir, tmp_path / "dst", tmp_path / "short.txt")
     with pytest.raises(CocaError, match=r"--device: got 'gpu', expected cpu, or cuda"):
         convert(tiny_llama_dir, tmp_path / "dst", text, device="gpu")

@@ -1,4 +1,6 @@
-"""A LLaMA checkpoint becomes a CoCA checkpoint that loads anywhere, with the weights that it should have."""
+"""A LLaMA checkpoint becomes a CoCA checkpoint that loads anywhere, with the weights that it should
+have.
+"""
 
 import copy
 import json
@@ -30,7 +32,9 @@ IDS = torch.arange(60).view(2, 30) * 5 % 251
 
 def llama(**fields):
     torch.manual_seed(1)
-    return LlamaForCausalLM(LlamaConfig(**(TINY | {"vocab_size": 259, "initializer_range": 0.2} | fields))).eval()
+    return LlamaForCausalLM(
+        LlamaConfig(**(TINY | {"vocab_size": 259, "initializer_range": 0.2} | fields))
+    ).eval()
 
 
 def saved(model, directory, **options):
@@ -53,13 +57,20 @@ def saved(model, directory, **options):
     ],
     ids=["gqa", "mha", "mqa-tied", "biases", "head_dim"],
 )
-def test_converted_checkpoint_loads_clean_and_equals_the_patched_model(tmp_path, constraint, fields):
+def test_converted_checkpoint_loads_clean_and_equals_the_patched_model(
+    tmp_path, constraint, fields
+):
     model = llama(**fields)
     saved(model, tmp_path / "src")
     convert_checkpoint(tmp_path / "src", tmp_path / "dst", constraint)
-    converted, info = AutoModelForCausalLM.from_pretrained(tmp_path / "dst", output_loading_info=True)
+    converted, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "dst", output_loading_info=True
+    )
     assert type(converted) is CocaLlamaForCausalLM
-    assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
+    assert not any(
+        info[problem]
+        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+    )
     assert converted.config.coca_constraint == constraint
 
     patched = patch_(model, constraint)
@@ -78,11 +89,16 @@ def test_every_weight_but_k_proj_is_carried_over_bit_for_bit(tiny_llama_dir, tin
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_start_bounds_the_scores_by_the_originals_bound_and_comes_close_to_it(constraint, bias):
-    """The worst input is looked for by gradient ascent on the scores themselves: none exceeds the bound."""
+    """The worst input is looked for by gradient ascent on the scores themselves: none exceeds the
+    bound.
+    """
     config = CocaLlamaConfig(**(TINY | {"coca_constraint": constraint}))
     d, g, groups = config.head_dim, 2, 3
     generator = torch.Generator().manual_seed(9)
-    weights = {name: torch.randn(rows, 48, generator=generator) for name, rows in (("q", 6 * d), ("k", g * d))}
+    weights = {
+        name: torch.randn(rows, 48, generator=generator)
+        for name, rows in (("q", 6 * d), ("k", g * d))
+    }
     weights["norm"] = torch.rand(48, generator=generator) + 0.5
     if bias:
         weights |= {
@@ -90,7 +106,11 @@ def test_start_bounds_the_scores_by_the_originals_bound_and_comes_close_to_it(co
             "k_bias": torch.randn(g * d, generator=generator),
         }
     w_t = initial_t(weights["k"], initial_scales(weights, config), g)
-    b_t = initial_t(weights["k_bias"], initial_scales(weights, config), g) if bias else torch.zeros(g * d // 2)
+    b_t = (
+        initial_t(weights["k_bias"], initial_scales(weights, config), g)
+        if bias
+        else torch.zeros(g * d // 2)
+    )
     b_q = weights.get("q_bias", torch.zeros(6 * d))
     for head in range(g):
         rows, half = slice(head * d, (head + 1) * d), slice(head * d // 2, (head + 1) * d // 2)
@@ -99,10 +119,17 @@ def test_start_bounds_the_scores_by_the_originals_bound_and_comes_close_to_it(co
         if bias:
             query_heads = torch.cat((query_heads, b_q.view(g, groups, d, 1)[head]), dim=-1)
             key = torch.cat((key, weights["k_bias"][rows, None]), dim=-1)
-        original = 48 * max(torch.linalg.matrix_norm(q, 2) for q in query_heads) * torch.linalg.matrix_norm(key, 2)
+        original = (
+            48
+            * max(torch.linalg.matrix_norm(q, 2) for q in query_heads)
+            * torch.linalg.matrix_norm(key, 2)
+        )
         largest = 0.0
         for group in range(groups):
-            x, angle = torch.randn(2, 64, 48, generator=generator), 6.3 * torch.rand(2, 64, d // 2, generator=generator)
+            x, angle = (
+                torch.randn(2, 64, 48, generator=generator),
+                6.3 * torch.rand(2, 64, d // 2, generator=generator),
+            )
             x.requires_grad_(), angle.requires_grad_()
             optimizer = torch.optim.Adam([x, angle], lr=0.1)
             for _ in range(80):
@@ -111,7 +138,9 @@ def test_start_bounds_the_scores_by_the_originals_bound_and_comes_close_to_it(co
                 q = unit[0] @ weights["q"][query_rows].T + b_q[query_rows]
                 t = (unit[1] @ w_t[half].T + b_t[half]).relu()
                 query = coca_query(q, angle[0].cos(), angle[0].sin(), constraint)
-                scores = (query * coca_key(t, angle[1].cos(), angle[1].sin(), constraint)).sum(-1) / QUERY_SCALE
+                scores = (query * coca_key(t, angle[1].cos(), angle[1].sin(), constraint)).sum(
+                    -1
+                ) / QUERY_SCALE
                 optimizer.zero_grad()
                 (-scores.sum()).backward()
                 optimizer.step()
@@ -124,7 +153,10 @@ def test_sharded_source_gives_the_same_model(tmp_path, tiny_llama_dir, tiny_coca
     saved(model, tmp_path / "src", max_shard_size="50KB")
     assert len(list((tmp_path / "src").glob("*.safetensors"))) > 3
     convert_checkpoint(tmp_path / "src", tmp_path / "dst")
-    got, expected = (load_file(directory / "model.safetensors") for directory in (tmp_path / "dst", tiny_coca_dir))
+    got, expected = (
+        load_file(directory / "model.safetensors")
+        for directory in (tmp_path / "dst", tiny_coca_dir)
+    )
     assert all(torch.equal(got[name], expected[name]) for name in expected)
     assert got.keys() == expected.keys()
 
@@ -137,41 +169,58 @@ def test_max_shard_size_is_honoured_and_the_shards_load(tmp_path, tiny_llama_dir
         tensors = load_file(shard)
         assert sum(tensor.nbytes for tensor in tensors.values()) <= 50_000 or len(tensors) == 1
     assert (
-        json.loads((tmp_path / "dst" / "model.safetensors.index.json").read_text())["metadata"]["total_size"] > 50_000
+        json.loads((tmp_path / "dst" / "model.safetensors.index.json").read_text())["metadata"][
+            "total_size"
+        ]
+        > 50_000
     )
     got = AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
-    assert torch.equal(got(IDS).logits, AutoModelForCausalLM.from_pretrained(tiny_coca_dir)(IDS).logits)
+    assert torch.equal(
+        got(IDS).logits, AutoModelForCausalLM.from_pretrained(tiny_coca_dir)(IDS).logits
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_the_start_is_the_scaled_mean_of_pairs_and_leaves_the_keys_as_they_are(dtype):
-    k, scales = torch.randn(2 * 8, 5, generator=torch.Generator().manual_seed(0)).to(dtype), torch.tensor([0.3, 2.0])
+    k, scales = (
+        torch.randn(2 * 8, 5, generator=torch.Generator().manual_seed(0)).to(dtype),
+        torch.tensor([0.3, 2.0]),
+    )
     before, heads = k.clone(), k.double().view(2, 2, 4, 5)
     expected = (heads[:, 0] + heads[:, 1]) / 2 * scales.double()[:, None, None]
     torch.testing.assert_close(
-        initial_t(k, scales, 2), expected.flatten(0, 1).to(torch.promote_types(dtype, torch.float32))
+        initial_t(k, scales, 2),
+        expected.flatten(0, 1).to(torch.promote_types(dtype, torch.float32)),
     )
     assert torch.equal(k, before)
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.float16), ("bfloat16", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [("auto", torch.float16), ("bfloat16", torch.bfloat16)]
+)
 def test_dtype_is_the_sources_or_the_one_asked_for(tmp_path, dtype, expected):
     saved(llama().half(), tmp_path / "src")
     record = convert_checkpoint(tmp_path / "src", tmp_path / "dst", dtype=dtype)
-    assert {tensor.dtype for tensor in load_file(tmp_path / "dst" / "model.safetensors").values()} == {expected}
+    assert {
+        tensor.dtype for tensor in load_file(tmp_path / "dst" / "model.safetensors").values()
+    } == {expected}
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "dst").dtype == expected
     assert record["dtype"] == str(expected).removeprefix("torch.")
 
 
 def stored_with(directory, **fields):
-    """Change the weights of a checkpoint: a tensor for a name with __ in place of dots, None to drop it."""
+    """Change the weights of a checkpoint: a tensor for a name with __ in place of dots, None to
+    drop it.
+    """
     weights = load_file(directory / "model.safetensors")
     weights |= {name.replace("__", "."): tensor for name, tensor in fields.items()}
     weights = {name: tensor for name, tensor in weights.items() if tensor is not None}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(("stated", "expected"), [("bfloat16", "bfloat16"), ("float64", "float16"), (None, "float16")])
+@pytest.mark.parametrize(
+    ("stated", "expected"), [("bfloat16", "bfloat16"), ("float64", "float16"), (None, "float16")]
+)
 def test_dtype_of_mixed_weights_is_the_stated_one_or_that_of_most_bytes(tmp_path, stated, expected):
     """The first tensor, the embedding, is float32; the last norm is bfloat16; all else is float16."""
     source = saved(llama(intermediate_size=400).half(), tmp_path / "src")
@@ -185,7 +234,10 @@ def test_dtype_of_mixed_weights_is_the_stated_one_or_that_of_most_bytes(tmp_path
     (source / "config.json").write_text(json.dumps(config | {"dtype": stated}))
     assert convert_checkpoint(source, tmp_path / "dst")["dtype"] == expected
     assert AutoConfig.from_pretrained(tmp_path / "dst").dtype == getattr(torch, expected)
-    assert load_file(tmp_path / "dst" / "model.safetensors")["model.embed_tokens.weight"].dtype == torch.float32
+    assert (
+        load_file(tmp_path / "dst" / "model.safetensors")["model.embed_tokens.weight"].dtype
+        == torch.float32
+    )
 
 
 def test_a_dtype_too_narrow_for_the_numbers_is_refused_by_tensor(tmp_path):
@@ -194,13 +246,16 @@ def test_a_dtype_too_narrow_for_the_numbers_is_refused_by_tensor(tmp_path):
     weights = load_file(source / "model.safetensors")
     weights[down][3, 5] = 1e5
     stored_with(source, **{down: weights[down]})
-    with pytest.raises(CocaError, match=rf"tensor {down}: got numbers up to 100000, which in float16 are infinite"):
+    with pytest.raises(
+        CocaError, match=rf"tensor {down}: got numbers up to 100000, which in float16 are infinite"
+    ):
         convert_checkpoint(source, tmp_path / "dst", dtype="float16")
     convert_checkpoint(source, tmp_path / "bfloat16", dtype="bfloat16")
     weights[down][3, 5] = float("inf")  # was not made by the conversion
     stored_with(source, **{down: weights[down], key: weights[key] * 1e-12})
     with pytest.raises(
-        CocaError, match=r"layers.2.self_attn.t_proj.weight: .* which in float16 are zero or nearly so; expected"
+        CocaError,
+        match=r"layers.2.self_attn.t_proj.weight: .* which in float16 are zero or nearly so; expected",
     ):
         convert_checkpoint(source, tmp_path / "dst", dtype="float16")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bfloat16", "src"]
@@ -223,7 +278,8 @@ def test_a_bias_of_queries_whose_square_float16_cannot_hold_is_refused(tmp_path,
     with pytest.raises(CocaError, match=refusal):
         patch_(model)
     assert type(model) is LlamaForCausalLM
-    convert_checkpoint(source, tmp_path / "kept", dtype="float16", keep_layers=[1])  # which squares nothing
+    # which squares nothing
+    convert_checkpoint(source, tmp_path / "kept", dtype="float16", keep_layers=[1])
     patch_(copy.deepcopy(model), keep_layers=[1])
     with pytest.raises(CocaError, match=refusal):
         convert_checkpoint(source, tmp_path / "dst", dtype="float16", keep_layers=[0])
@@ -231,9 +287,13 @@ def test_a_bias_of_queries_whose_square_float16_cannot_hold_is_refused(tmp_path,
     convert_checkpoint(source, tmp_path / "bfloat16", dtype="bfloat16")
 
 
-@pytest.mark.parametrize("heads", [slice(0, 8), slice(8, 16), slice(0, 16)], ids=["first", "second", "both"])
+@pytest.mark.parametrize(
+    "heads", [slice(0, 8), slice(8, 16), slice(0, 16)], ids=["first", "second", "both"]
+)
 def test_a_start_too_small_for_float16_is_refused_there_and_written_in_float32(tmp_path, heads):
-    """Keys of 2e-5 and queries of 20: numbers that float16 has, and a scale that takes W_T below its smallest."""
+    """Keys of 2e-5 and queries of 20: numbers that float16 has, and a scale that takes W_T below
+    its smallest.
+    """
     model = llama()
     attention = model.model.layers[1].self_attn
     with torch.no_grad():
@@ -244,10 +304,14 @@ def test_a_start_too_small_for_float16_is_refused_there_and_written_in_float32(t
         lambda: convert_checkpoint(source, tmp_path / "dst"),
         lambda: patch_(LlamaForCausalLM.from_pretrained(source, dtype=torch.float16)),
     ):
-        with pytest.raises(CocaError, match=rf"{name}: got numbers .* in float16 are zero or nearly so; expected"):
+        with pytest.raises(
+            CocaError, match=rf"{name}: got numbers .* in float16 are zero or nearly so; expected"
+        ):
             refused()
     record = convert_checkpoint(source, tmp_path / "dst", dtype="float32")
-    weights, made = (load_file(directory / "model.safetensors") for directory in (source, tmp_path / "dst"))
+    weights, made = (
+        load_file(directory / "model.safetensors") for directory in (source, tmp_path / "dst")
+    )
     keys = weights[name.replace("t_proj", "k_proj")].double().view(2, 2, 4, 48)
     expected = keys.mean(1) * torch.tensor(record["start"]["scales"][1])[:, None, None]
     assert expected.flatten(0, 1)[slice(heads.start // 2, heads.stop // 2)].abs().max() < 1e-6
@@ -261,10 +325,20 @@ def test_a_start_too_small_for_float16_is_refused_there_and_written_in_float32(t
 @pytest.mark.parametrize("head", ["other", "equal", "absent"])
 def test_a_head_of_its_own_is_kept_although_the_config_calls_it_tied(tmp_path, family, head):
     fields = {"tie_word_embeddings": True, "vocab_size": 259, "initializer_range": 0.2}
-    shape = {name: value for name, value in TINY.items() if name not in ("num_key_value_heads", "rms_norm_eps")}
-    stock = GPTNeoXForCausalLM(GPTNeoXConfig(**shape, **fields, rotary_pct=0.5)) if family == "gpt_neox" else None
+    shape = {
+        name: value
+        for name, value in TINY.items()
+        if name not in ("num_key_value_heads", "rms_norm_eps")
+    }
+    stock = (
+        GPTNeoXForCausalLM(GPTNeoXConfig(**shape, **fields, rotary_pct=0.5))
+        if family == "gpt_neox"
+        else None
+    )
     source = saved(stock or llama(tie_word_embeddings=True), tmp_path / "src")
-    embedding = next(t for name, t in load_file(source / "model.safetensors").items() if "embed" in name)
+    embedding = next(
+        t for name, t in load_file(source / "model.safetensors").items() if "embed" in name
+    )
     stored = {"other": torch.randn(259, 48), "equal": embedding.clone(), "absent": None}[head]
     stored_with(source, lm_head__weight=stored)
     convert_checkpoint(source, tmp_path / "dst")
@@ -291,7 +365,8 @@ def test_released_full_width_layout_is_folded_and_gives_its_logits(tmp_path, cas
     record = convert_checkpoint(tmp_path / "src", tmp_path / "dst")
     assert "released" in record["source_format"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
-    assert (model(golden["input_ids"]).logits - golden["logits"]).abs().max() < 2e-5  # see test_golden
+    # see test_golden
+    assert (model(golden["input_ids"]).logits - golden["logits"]).abs().max() < 2e-5
 
 
 def test_record_says_what_was_converted_and_by_which_rule(tiny_llama_dir, tiny_coca_dir):
@@ -301,12 +376,19 @@ def test_record_says_what_was_converted_and_by_which_rule(tiny_llama_dir, tiny_c
     total = sum(count.values())
     assert record["source"] == str(tiny_llama_dir)
     tensors = load_file(tiny_llama_dir / "model.safetensors")
-    hashes = {name: xxhash.xxh3_128_hexdigest(tensors[name].numpy().tobytes()) for name in sorted(tensors)}
+    hashes = {
+        name: xxhash.xxh3_128_hexdigest(tensors[name].numpy().tobytes()) for name in sorted(tensors)
+    }
     assert record["source_xxh3_128"] == xxhash.xxh3_128_hexdigest(json.dumps(hashes).encode())
     assert record["parameters"]["after"] == total == record["parameters"]["before"] - 3 * 2 * 4 * 48
     t_share = sum(n for name, n in count.items() if "t_proj" in name) / total
     assert record["trainable_fraction"]["k"] == pytest.approx(t_share)
-    qtv = sum(n for name, n in count.items() if any(p in name for p in ("q_proj", "t_proj", "v_proj"))) / total
+    qtv = (
+        sum(
+            n for name, n in count.items() if any(p in name for p in ("q_proj", "t_proj", "v_proj"))
+        )
+        / total
+    )
     assert record["trainable_fraction"]["qkv"] == pytest.approx(qtv)
     assert record["kv_cache_bytes_per_token"]["before"] == 3 * 2 * 2 * 8 * 4
     assert [len(scales) for scales in record["start"]["scales"]] == [2, 2, 2]
@@ -346,14 +428,22 @@ def test_loads_and_saves_without_coca_hf_by_its_own_code(tmp_path, tiny_coca_dir
 
 
 def test_stock_llama_refuses_a_coca_checkpoint_loudly(tiny_coca_dir):
-    """Not by name without coca_hf; forced into LLaMA's class, every key projection is reported missing."""
+    """Not by name without coca_hf; forced into LLaMA's class, every key projection is reported
+    missing.
+    """
     probe = f"from transformers import AutoModelForCausalLM as A; A.from_pretrained({str(tiny_coca_dir)!r})"
-    finished = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False, input="n\n")
+    finished = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=False, input="n\n"
+    )
     assert finished.returncode != 0
     assert "trust_remote_code=True" in finished.stderr
     _, info = LlamaForCausalLM.from_pretrained(tiny_coca_dir, output_loading_info=True)
-    assert {f"model.layers.{i}.self_attn.k_proj.weight" for i in range(3)} <= set(info["missing_keys"])
-    assert {f"model.layers.{i}.self_attn.t_proj.weight" for i in range(3)} <= set(info["unexpected_keys"])
+    assert {f"model.layers.{i}.self_attn.k_proj.weight" for i in range(3)} <= set(
+        info["missing_keys"]
+    )
+    assert {f"model.layers.{i}.self_attn.t_proj.weight" for i in range(3)} <= set(
+        info["unexpected_keys"]
+    )
 
 
 def test_config_survives_a_round_trip_with_its_three_auto_classes(tmp_path, tiny_coca_dir):

@@ -1,4 +1,6 @@
-"""Conversion replaces and removes nothing but the checkpoint that it was told to replace, as it was at the start."""
+"""Conversion replaces and removes nothing but the checkpoint that it was told to replace, as it was
+at the start.
+"""
 
 import itertools
 import json
@@ -32,7 +34,11 @@ def write(path, text):
 
 
 def files_of(directory):
-    return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+    return {
+        str(file.relative_to(directory)): file.read_bytes()
+        for file in directory.rglob("*")
+        if file.is_file()
+    }
 
 
 @pytest.fixture
@@ -47,7 +53,10 @@ APPEARS = {
     "a checkpoint": lambda dst: write(dst / "config.json", "theirs"),
     "a directory": lambda dst: write(dst / "letters" / "a.txt", "theirs"),
     "a file": lambda dst: write(dst, "theirs"),
-    "a link": lambda dst: [write(dst.parent / "elsewhere" / "a.txt", "theirs"), dst.symlink_to("elsewhere")],
+    "a link": lambda dst: [
+        write(dst.parent / "elsewhere" / "a.txt", "theirs"),
+        dst.symlink_to("elsewhere"),
+    ],
 }
 
 
@@ -57,8 +66,12 @@ def test_what_appears_at_the_destination_meanwhile_is_kept_and_the_rerun_goes_on
     tiny_llama_dir, tmp_path, appear, overwrite
 ):
     dst = tmp_path / "dst"
-    with pytest.raises(CocaError, match=r"dst: not written: something appeared there .* the same command continues"):
-        convert_checkpoint(tiny_llama_dir, dst, overwrite=overwrite, progress=once(lambda: appear(dst)))
+    with pytest.raises(
+        CocaError, match=r"dst: not written: something appeared there .* the same command continues"
+    ):
+        convert_checkpoint(
+            tiny_llama_dir, dst, overwrite=overwrite, progress=once(lambda: appear(dst))
+        )
     assert "theirs" in {file.read_text() for file in (dst, *dst.rglob("*")) if file.is_file()}
     dst.rename(tmp_path / "theirs")
     weights = (tmp_path / ".dst.incomplete" / "checkpoint" / "model.safetensors").stat()
@@ -87,7 +100,10 @@ def test_overwrite_keeps_a_checkpoint_that_changed_meanwhile(tiny_llama_dir, old
         change(old)
         changed.update(files_of(old))
 
-    with pytest.raises(CocaError, match="the checkpoint there changed meanwhile, and is left as it is; what is fini"):
+    with pytest.raises(
+        CocaError,
+        match="the checkpoint there changed meanwhile, and is left as it is; what is fini",
+    ):
         convert_checkpoint(tiny_llama_dir, old, overwrite=True, progress=once(act))
     assert files_of(old) == changed
     assert b"theirs" in changed.values()
@@ -96,14 +112,18 @@ def test_overwrite_keeps_a_checkpoint_that_changed_meanwhile(tiny_llama_dir, old
     assert [file.name for file in old.parent.iterdir()] == ["dst"]
 
 
-def test_what_takes_the_place_of_a_checkpoint_that_is_being_replaced_is_kept_beside_it(tiny_llama_dir, tmp_path, old):
+def test_what_takes_the_place_of_a_checkpoint_that_is_being_replaced_is_kept_beside_it(
+    tiny_llama_dir, tmp_path, old
+):
     """The state that a kill between the two renames leaves, and a third party since."""
     staging = tmp_path / ".dst.incomplete"
     (staging / "checkpoint").mkdir(parents=True)
     old.rename(staging / "replaced")
     write(old / "config.json", "theirs")
     for overwrite in (False, True):
-        with pytest.raises(CocaError, match=r"dst: appeared while .* is kept in .*replaced; move one of them"):
+        with pytest.raises(
+            CocaError, match=r"dst: appeared while .* is kept in .*replaced; move one of them"
+        ):
             convert_checkpoint(tiny_llama_dir, old, overwrite=overwrite)
         assert (old / "config.json").read_text() == "theirs"
         assert (staging / "replaced" / "config.json").read_text() == "old"
@@ -113,7 +133,9 @@ def test_what_takes_the_place_of_a_checkpoint_that_is_being_replaced_is_kept_bes
     assert (old / "config.json").read_text() == "old"
 
 
-def test_what_is_left_of_a_replaced_checkpoint_is_removed_by_the_next_run(tiny_llama_dir, tmp_path, old):
+def test_what_is_left_of_a_replaced_checkpoint_is_removed_by_the_next_run(
+    tiny_llama_dir, tmp_path, old
+):
     """The state that a kill after the second rename leaves."""
     shutil.copytree(old, tmp_path / ".dst.incomplete" / "replaced")
     convert_checkpoint(tiny_llama_dir, old, overwrite=True)
@@ -122,14 +144,22 @@ def test_what_is_left_of_a_replaced_checkpoint_is_removed_by_the_next_run(tiny_l
 
 PLACES = {
     "an empty directory": (lambda dst: dst.mkdir(), {}, "exists and is left as it is"),
-    "a file": (lambda dst: dst.touch(), {"overwrite": True}, "replaces a checkpoint directory only"),
+    "a file": (
+        lambda dst: dst.touch(),
+        {"overwrite": True},
+        "replaces a checkpoint directory only",
+    ),
     "a link": (lambda dst: dst.symlink_to("source"), {"overwrite": True}, "is the source itself"),
     "a link elsewhere": (
         lambda dst: [write(dst.parent / "other" / "config.json", "old"), dst.symlink_to("other")],
         {"overwrite": True},
         "dst: is a link to other; name the directory itself",
     ),
-    "a dangling link": (lambda dst: dst.symlink_to("nowhere"), {"overwrite": True}, "dst: is a link to nowhere"),
+    "a dangling link": (
+        lambda dst: dst.symlink_to("nowhere"),
+        {"overwrite": True},
+        "dst: is a link to nowhere",
+    ),
 }
 
 
@@ -147,7 +177,9 @@ def test_a_destination_that_cannot_be_replaced_is_refused_before_the_source_is_o
 
 
 @pytest.mark.parametrize("name", ["dst", "a b\\c"])
-def test_a_mount_point_is_refused_before_the_source_is_opened(tmp_path, tiny_llama_dir, monkeypatch, name):
+def test_a_mount_point_is_refused_before_the_source_is_opened(
+    tmp_path, tiny_llama_dir, monkeypatch, name
+):
     dst = tmp_path / name
     write(dst / "config.json", "old")
     mounted = subprocess.run(["mount", "--bind", dst, dst], capture_output=True, check=False)
@@ -195,7 +227,8 @@ def link_shard(kind):
         shutil.copyfile(shard, victim / "a.safetensors")
         shard.unlink()
         kind(victim / "a.safetensors", shard)
-        with (victim / "a.safetensors").open("ab") as file:  # damaged: made again, at the same place
+        # damaged: made again, at the same place
+        with (victim / "a.safetensors").open("ab") as file:
             file.write(b"mine")
 
     return link
@@ -203,7 +236,9 @@ def link_shard(kind):
 
 def link_file(kind):
     def link(path, victim):
-        shutil.copyfile(path, victim / "a.txt") if path.exists() else (victim / "a.txt").write_text("mine")
+        shutil.copyfile(path, victim / "a.txt") if path.exists() else (victim / "a.txt").write_text(
+            "mine"
+        )
         path.unlink(missing_ok=True)
         kind(victim / "a.txt", path)
 
@@ -233,7 +268,9 @@ def test_a_staging_directory_with_a_link_in_it_is_refused_and_what_it_leads_to_k
     write(victim / "b.safetensors", "mine")
     prepare(interrupted / name, victim)
     before = files_of(victim)
-    with pytest.raises(CocaError, match=r"is in the way, expected what coca-convert makes there; remove it"):
+    with pytest.raises(
+        CocaError, match=r"is in the way, expected what coca-convert makes there; remove it"
+    ):
         convert_checkpoint(tiny_llama_dir, tmp_path / "dst", max_shard_size="20KB")
     assert files_of(victim) == before
     assert not (tmp_path / "dst").exists()
@@ -253,7 +290,9 @@ def test_the_staging_directory_is_for_its_owner_alone_and_the_destination_for_wh
 
 
 @pytest.mark.parametrize("dst", ["", ".", "..", "x/.."])
-def test_a_destination_without_a_name_of_its_own_is_refused(tiny_llama_dir, tmp_path, monkeypatch, dst):
+def test_a_destination_without_a_name_of_its_own_is_refused(
+    tiny_llama_dir, tmp_path, monkeypatch, dst
+):
     write(tmp_path / "config.json", "old")
     (tmp_path / "x").mkdir()
     monkeypatch.chdir(tmp_path / "x")
@@ -262,7 +301,9 @@ def test_a_destination_without_a_name_of_its_own_is_refused(tiny_llama_dir, tmp_
     assert (tmp_path / "config.json").read_text() == "old"
 
 
-def test_a_conversion_that_is_refused_leaves_no_directory_on_the_way_to_its_destination(tiny_llama_dir, tmp_path):
+def test_a_conversion_that_is_refused_leaves_no_directory_on_the_way_to_its_destination(
+    tiny_llama_dir, tmp_path
+):
     with pytest.raises(CocaError, match="no such directory"):
         convert_checkpoint("no/such/source", tmp_path / "a" / "b" / "dst")
     assert not list(tmp_path.iterdir())
@@ -270,32 +311,45 @@ def test_a_conversion_that_is_refused_leaves_no_directory_on_the_way_to_its_dest
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["dst"]
 
 
-def test_a_source_in_the_staging_directory_of_its_destination_is_refused(tiny_llama_dir, tmp_path, interrupted):
+def test_a_source_in_the_staging_directory_of_its_destination_is_refused(
+    tiny_llama_dir, tmp_path, interrupted
+):
     before = files_of(interrupted)
     with pytest.raises(CocaError, match=r"\.dst\.incomplete: is the source itself or holds it"):
         convert_checkpoint(interrupted / "checkpoint", tmp_path / "dst")
     assert files_of(interrupted) == before
 
 
-def test_a_replaced_checkpoint_that_cannot_be_removed_does_not_undo_the_new_one(tiny_llama_dir, old, monkeypatch):
+def test_a_replaced_checkpoint_that_cannot_be_removed_does_not_undo_the_new_one(
+    tiny_llama_dir, old, monkeypatch
+):
     def refuse(path, *args, **options):
         raise PermissionError(13, "Permission denied", str(path))
 
     remove = shutil.rmtree
-    monkeypatch.setattr(shutil, "rmtree", lambda path: (refuse if path.name == "replaced" else remove)(path))
-    with pytest.raises(CocaError, match=r"dst: is written; but what is left .* cannot be removed: .*replaced"):
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda path: (refuse if path.name == "replaced" else remove)(path)
+    )
+    with pytest.raises(
+        CocaError, match=r"dst: is written; but what is left .* cannot be removed: .*replaced"
+    ):
         convert_checkpoint(tiny_llama_dir, old, overwrite=True)
     assert json.loads((old / "config.json").read_text())["model_type"] == "coca_llama"
 
 
 def convert_killed(src, dst, number):
-    """Convert, but for a SIGKILL just before the `number`th time that something at or beside `dst` is touched."""
+    """Convert, but for a SIGKILL just before the `number`th time that something at or beside `dst`
+    is touched.
+    """
     events, places = itertools.count(1), (str(dst), f".{dst.name}.incomplete")
 
     def hook(event, args):
         if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"):
             paths = [os.fsdecode(arg) for arg in args if isinstance(arg, (str, bytes, os.PathLike))]
-            if any(path == places[0] or places[1] in path for path in paths) and next(events) == number:
+            if (
+                any(path == places[0] or places[1] in path for path in paths)
+                and next(events) == number
+            ):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)

@@ -1,4 +1,6 @@
-"""A checkpoint of every family becomes a CoCA checkpoint that loads anywhere, and is what its weights say it is."""
+"""A checkpoint of every family becomes a CoCA checkpoint that loads anywhere, and is what its
+weights say it is.
+"""
 
 import json
 import shutil
@@ -14,7 +16,16 @@ import coca_hf
 from coca_hf import AlibiLlamaConfig, AlibiLlamaForCausalLM, CocaError, convert_checkpoint, patch_
 from coca_hf.convert.config import FAMILIES
 from coca_hf.models.attention import QUERY_SCALE, coca_key, coca_query
-from tests.models.families import CASES, SHAPE, carry_t_, key_rows, pairs, reference_logits, stock_model, tokens
+from tests.models.families import (
+    CASES,
+    SHAPE,
+    carry_t_,
+    key_rows,
+    pairs,
+    reference_logits,
+    stock_model,
+    tokens,
+)
 from tests.models.test_golden import GOLDEN
 
 EVERY_CASE = pytest.mark.parametrize("case", CASES)
@@ -22,7 +33,9 @@ EVERY_CASE = pytest.mark.parametrize("case", CASES)
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
-    """`converted(case, constraint)`: directories of the source and of what it became, and the record."""
+    """`converted(case, constraint)`: directories of the source and of what it became, and the
+    record.
+    """
     made = {}
 
     def convert(case, constraint="slack"):
@@ -38,10 +51,15 @@ def converted(tmp_path_factory):
 
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
 @EVERY_CASE
-def test_converted_checkpoint_loads_clean_and_gives_the_logits_of_the_reference(converted, case, constraint):
+def test_converted_checkpoint_loads_clean_and_gives_the_logits_of_the_reference(
+    converted, case, constraint
+):
     src, dst, record = converted(case, constraint)
     model, info = AutoModelForCausalLM.from_pretrained(dst, output_loading_info=True)
-    assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
+    assert not any(
+        info[problem]
+        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+    )
     assert type(model) is FAMILIES[CASES[case][0]].coca_causal_lm
     assert model.config.coca_constraint == constraint
     assert sum(p.numel() for p in model.parameters()) == record["parameters"]["after"]
@@ -56,7 +74,9 @@ def test_converted_checkpoint_loads_clean_and_gives_the_logits_of_the_reference(
             if stock.config.model_type == "qwen3":
                 k_norm = stock.model.layers[layer].self_attn.k_norm.weight.data
                 rows = rows * k_norm.view(1, -1, *[1] * (rows.dim() - 2))
-            folded = (rows[:, first] + rows[:, second]) / 2 * scales.view(-1, *[1] * (rows.dim() - 1))
+            folded = (
+                (rows[:, first] + rows[:, second]) / 2 * scales.view(-1, *[1] * (rows.dim() - 1))
+            )
             torch.testing.assert_close(getattr(attention.t_proj, name).data, folded.flatten(0, 1))
     ids, mask = tokens(), torch.ones(2, 23, dtype=torch.long)
     expected = reference_logits(carry_t_(stock, model).double(), constraint, ids, mask)
@@ -70,16 +90,22 @@ def test_patched_model_equals_the_converted_checkpoint(converted, case):
     before = dict(model.named_parameters())
     patched = patch_(model, "strict")
     assert patched is model
-    assert torch.equal(patched(tokens()).logits, AutoModelForCausalLM.from_pretrained(dst)(tokens()).logits)
+    assert torch.equal(
+        patched(tokens()).logits, AutoModelForCausalLM.from_pretrained(dst)(tokens()).logits
+    )
     kept = {id(parameter) for parameter in patched.parameters()}
     replaced = ("k_proj", "k_norm", "query_key_value")
-    assert all((id(p) in kept) != any(part in name for part in replaced) for name, p in before.items())
+    assert all(
+        (id(p) in kept) != any(part in name for part in replaced) for name, p in before.items()
+    )
 
 
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
 @pytest.mark.parametrize("case", ["qwen2", "qwen3", "neox-partial"])
 def test_start_bounds_the_scores_by_the_originals_bound(converted, case, constraint):
-    """The worst input of layer 0 is looked for by gradient ascent on the scores themselves: none exceeds the bound."""
+    """The worst input of layer 0 is looked for by gradient ascent on the scores themselves: none
+    exceeds the bound.
+    """
     src, dst, _ = converted(case, constraint)
     model = AutoModelForCausalLM.from_pretrained(dst).requires_grad_(False)
     stock = AutoModelForCausalLM.from_pretrained(src)
@@ -87,20 +113,26 @@ def test_start_bounds_the_scores_by_the_originals_bound(converted, case, constra
     hidden, d = model.config.hidden_size, layer.self_attn.head_dim
     generator = torch.Generator().manual_seed(9)
     heads = model.config.num_attention_heads
-    x = torch.randn(2, heads, 64, hidden, generator=generator).requires_grad_()  # every head looks for its own
+    # every head looks for its own
+    x = torch.randn(2, heads, 64, hidden, generator=generator).requires_grad_()
     angle = torch.randn(2, heads, 1, 64, d // 2, generator=generator).requires_grad_()
     optimizer = torch.optim.Adam([x, angle], lr=0.1)
     for _ in range(150):
-        q, t, _ = zip(*(layer.self_attn.project(layer.input_layernorm(side)) for side in x), strict=True)
+        q, t, _ = zip(
+            *(layer.self_attn.project(layer.input_layernorm(side)) for side in x), strict=True
+        )
         query = coca_query(q[0], angle[0].cos(), angle[0].sin(), constraint)
-        key = coca_key(t[1], angle[1].cos(), angle[1].sin(), constraint).repeat_interleave(heads // g, dim=1)
+        key = coca_key(t[1], angle[1].cos(), angle[1].sin(), constraint).repeat_interleave(
+            heads // g, dim=1
+        )
         scores = (query * key).sum(-1).diagonal() / QUERY_SCALE  # (64, h)
         optimizer.zero_grad()
         (-scores.sum()).backward()
         optimizer.step()
     largest = scores.detach().amax(0).unflatten(0, (g, -1)).amax(1)  # (g,)
     ratio = largest / original_bounds(stock, g, d)
-    assert (ratio <= 1.05).all()  # a bias is a column for an input of 1, on top of the sqrt(hidden) of the norm
+    # a bias is a column for an input of 1, on top of the sqrt(hidden) of the norm
+    assert (ratio <= 1.05).all()
     assert (ratio > 0.1).all()  # a start 10 times too small, or one that is 0, would show
 
 
@@ -116,7 +148,10 @@ def original_bounds(stock, g, d):
         fused = layer.attention.query_key_value
         weights = fused.weight.data.unflatten(0, (g, 3, d)).unbind(1)[:2]
         biases = fused.bias.data.unflatten(0, (g, 3, d)).unbind(1)[:2]
-        biases = [bias + weight @ layer.input_layernorm.bias.data for weight, bias in zip(weights, biases, strict=True)]
+        biases = [
+            bias + weight @ layer.input_layernorm.bias.data
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
     else:
         layer = stock.model.layers[0]
         projections = layer.self_attn.q_proj, layer.self_attn.k_proj
@@ -149,7 +184,9 @@ for source in sys.argv[1:]:
 
 def test_loads_and_saves_without_coca_hf_by_its_own_code(tmp_path, converted):
     cases = ["mistral-window", "qwen2-window", "qwen3-window", "neox-partial"]
-    directories = [tmp_path / f"{case}-{constraint}" for case in cases for constraint in ("slack", "strict")]
+    directories = [
+        tmp_path / f"{case}-{constraint}" for case in cases for constraint in ("slack", "strict")
+    ]
     for directory in directories:
         shutil.copytree(converted(*directory.name.rsplit("-", 1))[1], directory)
     AlibiLlamaForCausalLM(AlibiLlamaConfig(**SHAPE)).save_pretrained(tmp_path / "alibi")
@@ -179,9 +216,14 @@ def test_released_gpt_neox_is_folded_and_gives_its_logits_loss_and_gradient(tmp_
     output.loss.backward()
     assert (output.loss - golden["loss"]).abs() < 1e-5
     # The released projection has both rows of a pair; each gets half of the folded row's gradient.
-    q, t, v = golden["grad.layers.0.query_key_value"].unflatten(0, (3, 3, 2, 8)).unbind(1)  # (h, halves, j, hidden)
+    # (h, halves, j, hidden)
+    q, t, v = golden["grad.layers.0.query_key_value"].unflatten(0, (3, 3, 2, 8)).unbind(1)
     attention = model.model.layers[0].self_attn
-    for projection, released in (("q", q.flatten(0, 2)), ("t", t.sum(1).flatten(0, 1)), ("v", v.flatten(0, 2))):
+    for projection, released in (
+        ("q", q.flatten(0, 2)),
+        ("t", t.sum(1).flatten(0, 1)),
+        ("v", v.flatten(0, 2)),
+    ):
         gradient = getattr(attention, f"{projection}_proj").weight.grad
         assert released.abs().max() > 1e-3
         assert (gradient - released).abs().max() < 1e-5
@@ -191,7 +233,8 @@ def write_golden(directory, case, **fields):
     golden = load_file(GOLDEN / f"{case}.safetensors")
     directory.mkdir()
     weights = {name[2:]: tensor for name, tensor in golden.items() if name.startswith("w.")}
-    weights["gpt_neox.layers.0.attention.rotary_emb.inv_freq"] = torch.ones(8)  # the released code stores this one
+    # the released code stores this one
+    weights["gpt_neox.layers.0.attention.rotary_emb.inv_freq"] = torch.ones(8)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((GOLDEN / "configs.json").read_text())[case]
     (directory / "config.json").write_text(json.dumps(config | fields))
@@ -200,7 +243,11 @@ def write_golden(directory, case, **fields):
 @pytest.mark.parametrize(
     ("fields", "constraint", "message"),
     [
-        ({"rotary_pct": 0.5}, "slack", "got rotary_pct 0.5 in the released CoCA layout, expected 1"),
+        (
+            {"rotary_pct": 0.5},
+            "slack",
+            "got rotary_pct 0.5 in the released CoCA layout, expected 1",
+        ),
         ({}, "strict", "got the released CoCA layout, which is slack, expected --constraint slack"),
     ],
 )
@@ -249,12 +296,18 @@ def test_the_350m_configuration_of_the_paper_is_understood():
 @pytest.mark.real
 @torch.no_grad()
 def test_the_released_350m_converts_and_gives_the_logits_of_the_released_arithmetic(tmp_path):
-    """Random weights, half precision as released, all of the configuration but its vocabulary: 89 of 100,864 tokens."""
+    """Random weights, half precision as released, all of the configuration but its vocabulary: 89
+    of 100,864 tokens.
+    """
     config, source = PAPER_350M | {"vocab_size": 89}, tmp_path / "src"
     with torch.device("meta"):
-        shapes = {n: p.shape for n, p in GPTNeoXForCausalLM(GPTNeoXConfig(**config)).state_dict().items()}
+        shapes = {
+            n: p.shape for n, p in GPTNeoXForCausalLM(GPTNeoXConfig(**config)).state_dict().items()
+        }
     generator = torch.Generator().manual_seed(5)
-    weights = {name: torch.randn(shape, generator=generator).mul_(0.05) for name, shape in shapes.items()}
+    weights = {
+        name: torch.randn(shape, generator=generator).mul_(0.05) for name, shape in shapes.items()
+    }
     weights = {name: (1 + w if "norm.weight" in name else w).half() for name, w in weights.items()}
     for layer in range(24):
         weights[f"gpt_neox.layers.{layer}.attention.rotary_emb.inv_freq"] = torch.ones(32)
@@ -266,12 +319,19 @@ def test_the_released_350m_converts_and_gives_the_logits_of_the_released_arithme
 
     ids, mask = tokens(1, 13), torch.ones(1, 13, dtype=torch.long)
     got = AutoModelForCausalLM.from_pretrained(tmp_path / "dst", dtype=torch.float32)(ids).logits
-    stock = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+    stock = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, attn_implementation="eager"
+    )
     first, second = pairs(stock.config)
     for layer in range(24):
-        for rows in key_rows(stock, layer).values():  # the released code averages both rows of a pair
-            rows[:, first] = rows[:, second] = ((rows[:, first] + rows[:, second]) / 2).half().float()
-    expected, other = (reference_logits(stock, constraint, ids, mask) for constraint in ("slack", "strict"))
+        # the released code averages both rows of a pair
+        for rows in key_rows(stock, layer).values():
+            rows[:, first] = rows[:, second] = (
+                ((rows[:, first] + rows[:, second]) / 2).half().float()
+            )
+    expected, other = (
+        reference_logits(stock, constraint, ids, mask) for constraint in ("slack", "strict")
+    )
     assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
     assert (got - other).abs().max() > 1e-2 * expected.abs().max()
     shutil.rmtree(source), shutil.rmtree(tmp_path / "dst")  # 1.2 GB, which pytest would keep
@@ -280,22 +340,58 @@ def test_the_released_350m_converts_and_gives_the_logits_of_the_released_arithme
 @pytest.mark.parametrize(
     ("case", "fields", "message"),
     [
-        ("mistral", {"model_type": "mixtral"}, "got model_type 'mixtral', supported: 'llama', 'mistral', 'qwen2', 'qw"),
+        (
+            "mistral",
+            {"model_type": "mixtral"},
+            "got model_type 'mixtral', supported: 'llama', 'mistral', 'qwen2', 'qw",
+        ),
         ("mistral", {"model_type": "coca_mistral"}, "got a CoCA checkpoint already"),
-        ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types=.* is not understood for 'mistral'"),
-        ("llama", {"sliding_window": 7}, "for 'llama'; supported: a window of mistral, qwen2, qwen3"),
-        ("qwen2", {"use_mrope": True}, "use_mrope=True is not .* 'qwen2'; supported: one position to a token"),
-        ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention' is not supported with CoCA; suppor"),
+        (
+            "mistral",
+            {"layer_types": ["full_attention"] * 3},
+            "layer_types=.* is not understood for 'mistral'",
+        ),
+        (
+            "llama",
+            {"sliding_window": 7},
+            "for 'llama'; supported: a window of mistral, qwen2, qwen3",
+        ),
+        (
+            "qwen2",
+            {"use_mrope": True},
+            "use_mrope=True is not .* 'qwen2'; supported: one position to a token",
+        ),
+        (
+            "qwen2",
+            {"layer_types": ["chunked_attention"] * 3},
+            "'chunked_attention' is not supported with CoCA; suppor",
+        ),
         ("qwen3", {"num_experts": 4}, "num_experts=4 is not understood for 'qwen3'"),
         (
             "qwen3",
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.43}},
+            {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.43,
+                }
+            },
             "partial_rotary_factor 0.43 is not supported with CoCA for 'qwen3'; supported: 1, or less of gpt_neox",
         ),
-        ("neox-partial", {"quantization_config": {"bits": 4}}, "is not .*; supported: plain float.*; load it deq"),
         (
             "neox-partial",
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.3}},
+            {"quantization_config": {"bits": 4}},
+            "is not .*; supported: plain float.*; load it deq",
+        ),
+        (
+            "neox-partial",
+            {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.3,
+                }
+            },
             r"head_dim 32 \* partial_rotary_factor 0.3 is 9, expected an even number",
         ),
     ],

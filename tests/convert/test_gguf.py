@@ -1,4 +1,6 @@
-"""GGUF files of every family that transformers reads, written as llama.cpp's own converter writes them."""
+"""GGUF files of every family that transformers reads, written as llama.cpp's own converter writes
+them.
+"""
 
 import re
 
@@ -35,7 +37,9 @@ CASES = {
 def model(case, tiny_tokenizer):
     family = case if case in FAMILIES else "llama"
     fields = SHAPE | CASES[case][1] | {"vocab_size": len(tiny_tokenizer) + 1}
-    config = FAMILIES[family].config(**{name: value for name, value in fields.items() if value is not ...})
+    config = FAMILIES[family].config(
+        **{name: value for name, value in fields.items() if value is not ...}
+    )
     torch.manual_seed(4)
     model = FAMILIES[family].causal_lm(config)
     for parameter in model.parameters():
@@ -57,10 +61,13 @@ def write_gguf(file, model, arch, tokenizer, change=lambda writer: None):
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_count(getattr(config, "head_dim", 8))
-    vocab = [*sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get), "ab"]  # a file needs at least one merge
+    # a file needs at least one merge
+    vocab = [*sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get), "ab"]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(vocab)
-    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(vocab) - 3))
+    writer.add_token_types(
+        [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(vocab) - 3)
+    )
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
@@ -68,10 +75,15 @@ def write_gguf(file, model, arch, tokenizer, change=lambda writer: None):
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
+            name.split(".")[-2]
+        )
         if arch == "llama" and heads:  # llama.cpp turns neighbouring numbers, not halves
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(tensor.numpy()))
+        writer.add_tensor(
+            names.get_name(name, try_suffixes=(".weight", ".bias")),
+            np.ascontiguousarray(tensor.numpy()),
+        )
     change(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -80,13 +92,17 @@ def write_gguf(file, model, arch, tokenizer, change=lambda writer: None):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_gguf_file_converts_to_the_weights_of_its_safetensors_original(case, model, tiny_tokenizer, tmp_path):
+def test_a_gguf_file_converts_to_the_weights_of_its_safetensors_original(
+    case, model, tiny_tokenizer, tmp_path
+):
     model.save_pretrained(tmp_path / "original")
     write_gguf(tmp_path / "model.gguf", model, CASES[case][0], tiny_tokenizer)
     convert_checkpoint(tmp_path / "original", tmp_path / "expected", max_shard_size="100KB")
     record = convert_checkpoint(tmp_path / "model.gguf", tmp_path / "dst")
     assert record["source_format"] == "gguf"
-    made, expected = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("dst", "expected"))
+    made, expected = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("dst", "expected")
+    )
     assert type(made) is FAMILIES[CASES[case][0]].coca_causal_lm
     assert made.state_dict().keys() == expected.state_dict().keys()
     for name, tensor in expected.state_dict().items():
@@ -94,12 +110,19 @@ def test_a_gguf_file_converts_to_the_weights_of_its_safetensors_original(case, m
     ids = torch.arange(50)[None]
     assert torch.equal(made(ids).logits, expected(ids).logits)
     text = "Ay, but to die, and go we know not where"
-    assert AutoTokenizer.from_pretrained(tmp_path / "dst")(text).input_ids[-5:] == tiny_tokenizer(text).input_ids[-5:]
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "dst")(text).input_ids[-5:]
+        == tiny_tokenizer(text).input_ids[-5:]
+    )
 
 
 CHANGES = {
-    "rope_freqs.weight": lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(4, np.float32)),
-    "llama.rope.scaling.type='yarn'": lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN),
+    "rope_freqs.weight": lambda writer: writer.add_tensor(
+        "rope_freqs.weight", np.ones(4, np.float32)
+    ),
+    "llama.rope.scaling.type='yarn'": lambda writer: writer.add_rope_scaling_type(
+        gguf.RopeScalingType.YARN
+    ),
     "llama.attention.sliding_window=7": lambda writer: writer.add_sliding_window(7),
     "": lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.NONE),
 }
@@ -107,11 +130,15 @@ CHANGES = {
 
 @pytest.mark.parametrize("case", ["llama"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_transformers_would_pass_over_is_refused_by_name(case, change, model, tiny_tokenizer, tmp_path):
+def test_what_transformers_would_pass_over_is_refused_by_name(
+    case, change, model, tiny_tokenizer, tmp_path
+):
     write_gguf(tmp_path / "model.gguf", model, "llama", tiny_tokenizer, CHANGES[change])
     if not change:
         convert_checkpoint(tmp_path / "model.gguf", tmp_path / "dst")
         return
-    with pytest.raises(CocaError, match=rf"model\.gguf: got {re.escape(change)}, which transformers' reader"):
+    with pytest.raises(
+        CocaError, match=rf"model\.gguf: got {re.escape(change)}, which transformers' reader"
+    ):
         convert_checkpoint(tmp_path / "model.gguf", tmp_path / "dst")
     assert [file.name for file in tmp_path.iterdir()] == ["model.gguf"]

@@ -1,4 +1,6 @@
-"""Checkpoints made to do harm: always one clear line, never a file outside the destination, a hang or a traceback."""
+"""Checkpoints made to do harm: always one clear line, never a file outside the destination, a hang
+or a traceback.
+"""
 
 import json
 import os
@@ -49,7 +51,9 @@ def refusal(source, **options):
 
 
 def outcome(source, dst):
-    """None for a conversion that succeeds, and is removed, else its message; any other exception goes through."""
+    """None for a conversion that succeeds, and is removed, else its message; any other exception
+    goes through.
+    """
     try:
         convert_checkpoint(source, dst)
     except CocaError as error:
@@ -76,7 +80,9 @@ def change_entry(**changes):
     def change(file):
         text, data = read_header(file)
         header = json.loads(text)
-        header[K0] = {name: value for name, value in (header[K0] | changes).items() if value is not ...}
+        header[K0] = {
+            name: value for name, value in (header[K0] | changes).items() if value is not ...
+        }
         write_header(file, header, data)
 
     return change
@@ -104,14 +110,26 @@ HEADERS = {
         raw(lambda h, d: struct.pack("<Q", 10**9) + h + d),
         "its header claims 1000000000 bytes",
     ),
-    "length of all ones": (raw(lambda h, d: b"\xff" * 8 + h + d), "its header claims 18446744073709551615 bytes"),
-    "not an object": (lambda f: write_header(f, [1], b""), "its header is a list, expected an object"),
+    "length of all ones": (
+        raw(lambda h, d: b"\xff" * 8 + h + d),
+        "its header claims 18446744073709551615 bytes",
+    ),
+    "not an object": (
+        lambda f: write_header(f, [1], b""),
+        "its header is a list, expected an object",
+    ),
     "not UTF-8": (lambda f: write_header(f, b'{"\xff": 1}', b""), "its header is not JSON"),
     "deeply nested": (lambda f: write_header(f, b"[" * 100_000, b""), "its header is not JSON"),
-    "duplicate tensor": (lambda f: write_header(f, b'{"a": 1, "a": 2}', b""), "the key 'a' comes twice"),
+    "duplicate tensor": (
+        lambda f: write_header(f, b'{"a": 1, "a": 2}', b""),
+        "the key 'a' comes twice",
+    ),
     "overlap": (overlap, "begins at byte"),
     "data missing": (raw(lambda h, d: struct.pack("<Q", len(h)) + h + d[:-4]), "from its header"),
-    "data too long": (raw(lambda h, d: struct.pack("<Q", len(h)) + h + d + b"x"), "from its header"),
+    "data too long": (
+        raw(lambda h, d: struct.pack("<Q", len(h)) + h + d + b"x"),
+        "from its header",
+    ),
     "shape and offsets differ": (change_entry(shape=[12, 25]), "expected 1200 from its shape"),
     "negative size": (change_entry(shape=[-12, -24]), "are not lists of whole numbers"),
     "fractional size": (change_entry(shape=[12.0, 24]), "are not lists of whole numbers"),
@@ -125,7 +143,10 @@ HEADERS = {
     "unknown type": (change_entry(dtype="F7"), "got dtype 'F7', expected one of"),
     "type is a list": (change_entry(dtype=["F32"]), "got dtype ['F32'], expected one of"),
     "no type": (change_entry(dtype=...), "expected exactly dtype, shape and data_offsets"),
-    "more than expected": (change_entry(code="import os"), "expected exactly dtype, shape and data_offsets"),
+    "more than expected": (
+        change_entry(code="import os"),
+        "expected exactly dtype, shape and data_offsets",
+    ),
 }
 
 
@@ -147,7 +168,9 @@ def test_the_undamaged_header_converts(source, tmp_path):
 
 
 def mutated(random, header):
-    """The header with one to three changes: bytes, digits, pieces cut, doubled or replaced by other JSON."""
+    """The header with one to three changes: bytes, digits, pieces cut, doubled or replaced by other
+    JSON.
+    """
     text = bytearray(header)
     for _ in range(random.randint(1, 3)):
         start = random.randrange(len(text))
@@ -165,10 +188,14 @@ def mutated(random, header):
             digits = [i for i, byte in enumerate(text) if chr(byte).isdigit()]
             text[random.choice(digits)] = ord(random.choice("0123456789-.eE"))
         elif kind == 5:
-            value = random.choice([b"null", b"-1", b"1e400", b"[]", b"{}", b'"\\ud800"', b"NaN", b"9" * 5000, b"true"])
+            value = random.choice(
+                [b"null", b"-1", b"1e400", b"[]", b"{}", b'"\\ud800"', b"NaN", b"9" * 5000, b"true"]
+            )
             text[start:end] = value
         else:
-            text[start:start] = random.choice([b"[" * 3000, b'"__metadata__":{},', b'"a\\nb\\u001b[31m":', b" " * 99])
+            text[start:start] = random.choice(
+                [b"[" * 3000, b'"__metadata__":{},', b'"a\\nb\\u001b[31m":', b" " * 99]
+            )
         if not text:
             break
     return bytes(text)
@@ -190,7 +217,23 @@ def test_a_thousand_mutated_headers_are_refused_in_one_line_or_convert(source, t
     assert refused > 900
 
 
-CONFIG_VALUES = [None, True, -1, 0, 1, 10**12, 2**70, 1e300, "", "x" * 5000, "a\nb\x1b[31m", [], [1], {}, {"a": {}}]
+CONFIG_VALUES = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    10**12,
+    2**70,
+    1e300,
+    "",
+    "x" * 5000,
+    "a\nb\x1b[31m",
+    [],
+    [1],
+    {},
+    {"a": {}},
+]
 
 
 @pytest.mark.timeout(90)
@@ -207,19 +250,33 @@ def test_any_value_in_any_field_of_the_config_is_refused_in_one_line_or_converts
 
 @pytest.mark.parametrize(
     "name",
-    ["..", ".", "", "../secret", "a/../../secret", "/etc/passwd", "sub/a.safetensors", "a.safetensors/", "a\0b"],
+    [
+        "..",
+        ".",
+        "",
+        "../secret",
+        "a/../../secret",
+        "/etc/passwd",
+        "sub/a.safetensors",
+        "a.safetensors/",
+        "a\0b",
+    ],
 )
 def test_index_that_names_a_file_elsewhere_is_refused(source, tmp_path, name):
     shutil.copyfile(source / "model.safetensors", tmp_path / "secret")
     index(source, {K0: name})
-    assert f"got the file name {name!r}, expected a file in the directory itself".replace("\\", "") in refusal(
-        source
-    ).replace("\\", "")
+    assert f"got the file name {name!r}, expected a file in the directory itself".replace(
+        "\\", ""
+    ) in refusal(source).replace("\\", "")
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "tokenizer.json", "generation_config.json"]
+)
 @pytest.mark.parametrize("chained", [False, True])
-def test_link_out_of_the_checkpoint_is_refused_and_its_target_not_copied(source, tmp_path, name, chained):
+def test_link_out_of_the_checkpoint_is_refused_and_its_target_not_copied(
+    source, tmp_path, name, chained
+):
     target = tmp_path / "secret"
     shutil.copyfile(source / name, target) if (source / name).exists() else target.write_text("{}")
     (source / name).unlink(missing_ok=True)
@@ -227,7 +284,10 @@ def test_link_out_of_the_checkpoint_is_refused_and_its_target_not_copied(source,
         (source / "hop").symlink_to(target)
         target = source / "hop"
     (source / name).symlink_to(target)
-    assert f"{source / name}: is a link to {tmp_path / 'secret'}, outside the checkpoint" in refusal(source)
+    assert (
+        f"{source / name}: is a link to {tmp_path / 'secret'}, outside the checkpoint"
+        in refusal(source)
+    )
 
 
 def test_links_within_the_checkpoint_and_a_link_to_the_checkpoint_are_fine(source, tmp_path):
@@ -253,7 +313,9 @@ def as_hub_cache(source, root):
 def test_links_of_a_hub_cache_are_fine(source, tmp_path):
     convert_checkpoint(as_hub_cache(source, tmp_path), tmp_path / "dst")
     convert_checkpoint(source, tmp_path / "direct")
-    assert (tmp_path / "dst/model.safetensors").read_bytes() == (tmp_path / "direct/model.safetensors").read_bytes()
+    assert (tmp_path / "dst/model.safetensors").read_bytes() == (
+        tmp_path / "direct/model.safetensors"
+    ).read_bytes()
 
 
 def test_link_to_the_blobs_of_another_repository_is_refused(source, tmp_path):
@@ -281,7 +343,9 @@ def test_pipe_in_the_place_of_a_file_is_refused_and_does_not_hang(source, name):
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("make", [os.mkfifo, lambda file: file.symlink_to(file.parent.parent / "secret")])
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, lambda file: file.symlink_to(file.parent.parent / "secret")]
+)
 def test_a_card_that_is_a_pipe_or_lies_elsewhere_declares_nothing(source, tmp_path, make):
     (tmp_path / "secret").write_text("---\nlicense: secret\n---\n")
     make(source / "README.md")
@@ -296,7 +360,9 @@ def test_duplicate_key_is_refused(source, name):
         key = "hidden_size"
     else:
         index(source, {})
-        (source / name).write_text(f'{{"weight_map": {{"{K0}": "a.safetensors", "{K0}": "b.safetensors"}}}}')
+        (source / name).write_text(
+            f'{{"weight_map": {{"{K0}": "a.safetensors", "{K0}": "b.safetensors"}}}}'
+        )
         key = K0
     assert f"{source / name}: not JSON (the key '{key}' comes twice)" in refusal(source)
 
@@ -324,7 +390,9 @@ def test_names_that_would_break_a_line_or_colour_a_terminal_are_escaped(source):
     write_header(source / "model.safetensors", header, data)
     assert K0 in refusal(source)
     header[K0] = header.pop("x\n\x1b[31mok: \ud800")
-    header |= {"x\n\x1b[31mok: \ud800": {"dtype": "F32", "shape": [0], "data_offsets": [len(data)] * 2}}
+    header |= {
+        "x\n\x1b[31mok: \ud800": {"dtype": "F32", "shape": [0], "data_offsets": [len(data)] * 2}
+    }
     write_header(source / "model.safetensors", header, data)
     assert r"tensor x\n\x1b[31mok: \ud800 is not understood" in refusal(source)
 
@@ -337,7 +405,12 @@ def test_code_that_a_checkpoint_names_is_neither_run_nor_copied(source, tmp_path
     marker = tmp_path / "ran"
     for name in ("evil.py", "llama.py", "attention.py", "tokenization_evil.py"):
         (source / name).write_text(CODE.format(str(marker)))
-    named = {"auto_map": {"AutoModelForCausalLM": "evil.Model", "AutoTokenizer": ["evil.Tokenizer", None]}}
+    named = {
+        "auto_map": {
+            "AutoModelForCausalLM": "evil.Model",
+            "AutoTokenizer": ["evil.Tokenizer", None],
+        }
+    }
     if file == "config.json":
         edit_config(source, **named)
         assert "auto_map names the checkpoint's own code, which is never run" in refusal(source)
@@ -360,7 +433,9 @@ def test_code_beside_a_coca_source_is_neither_run_nor_copied(source, tmp_path):
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("token_id", [2**24 + 1, 2**31, 2**63])
-def test_a_token_id_beyond_any_vocabulary_does_not_keep_the_conversion_busy(source, tmp_path, tiny_tokenizer, token_id):
+def test_a_token_id_beyond_any_vocabulary_does_not_keep_the_conversion_busy(
+    source, tmp_path, tiny_tokenizer, token_id
+):
     tiny_tokenizer.save_pretrained(source)
     content = json.loads((source / "tokenizer.json").read_text())
     content["model"]["vocab"]["<s>"] = token_id
@@ -368,7 +443,9 @@ def test_a_token_id_beyond_any_vocabulary_does_not_keep_the_conversion_busy(sour
     begun = time.monotonic()
     convert_checkpoint(source, tmp_path / "dst")
     assert time.monotonic() - begun < 20
-    assert (tmp_path / "dst" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    assert (tmp_path / "dst" / "tokenizer.json").read_bytes() == (
+        source / "tokenizer.json"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -386,6 +463,10 @@ def test_sizes_are_read(text, size):
     assert parse_size(text, "--memory") == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "0", "-5GB", "5 giga", "1e9", "0.1", "5GB5", "nan", "9" * 40, "٣GB"])
+@pytest.mark.parametrize(
+    "text", ["", "GB", "0", "-5GB", "5 giga", "1e9", "0.1", "5GB5", "nan", "9" * 40, "٣GB"]
+)
 def test_other_sizes_are_refused(source, text):
-    assert f"--max-shard-size: got {text!r}, expected a size as in 500MB" in refusal(source, max_shard_size=text)
+    assert f"--max-shard-size: got {text!r}, expected a size as in 500MB" in refusal(
+        source, max_shard_size=text
+    )

@@ -1,4 +1,6 @@
-"""A source on the hub: what is downloaded, and what repositories without weights that we read are called."""
+"""A source on the hub: what is downloaded, and what repositories without weights that we read are
+called.
+"""
 
 import json
 import re
@@ -14,21 +16,38 @@ REPO, OLD, NEW = "owner/model", "1" * 40, "2" * 40
 
 
 class ModelHub(HubHandler):
-    """One repository, `REPO`. commits: name and bytes of the files of each commit; main is the last of them."""
+    """One repository, `REPO`. commits: name and bytes of the files of each commit; main is the last
+    of them.
+    """
 
     def do_GET(self):
         path, commits = unquote(self.path.partition("?")[0]), self.server.commits
-        found = re.fullmatch(rf"(?:/api/models)?/{REPO}(?:/(?:revision|tree|resolve)/([^/]+))?(?:/(.+))?", path)
+        found = re.fullmatch(
+            rf"(?:/api/models)?/{REPO}(?:/(?:revision|tree|resolve)/([^/]+))?(?:/(.+))?", path
+        )
         commit = {"main": NEW, None: NEW, "v1": OLD}.get(found[1], found[1]) if found else None
         if commit not in commits:
-            self.send(404, b"{}", **{"X-Error-Code": "RevisionNotFound" if found else "RepoNotFound"})
+            self.send(
+                404, b"{}", **{"X-Error-Code": "RevisionNotFound" if found else "RepoNotFound"}
+            )
         elif "/resolve/" in path:
             self.send_file(found[2], commits[commit].get(found[2]), commit)
         elif "/tree/" in path:
             files = commits[commit].items()
-            self.answer([{"type": "file", "path": name, "size": len(data), "oid": name} for name, data in files])
+            self.answer(
+                [
+                    {"type": "file", "path": name, "size": len(data), "oid": name}
+                    for name, data in files
+                ]
+            )
         else:
-            self.answer({"id": REPO, "sha": commit, "siblings": [{"rfilename": name} for name in commits[commit]]})
+            self.answer(
+                {
+                    "id": REPO,
+                    "sha": commit,
+                    "siblings": [{"rfilename": name} for name in commits[commit]],
+                }
+            )
 
     do_HEAD = do_GET
 
@@ -37,14 +56,20 @@ class ModelHub(HubHandler):
             return self.send_missing()
         if self.command == "GET":
             self.server.downloaded.append(name)
-        self.send(200, content, **{"ETag": f'"{hash(content)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"})
+        self.send(
+            200,
+            content,
+            **{"ETag": f'"{hash(content)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"},
+        )
 
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch, tiny_llama_dir):
     """The hub of this process; its one repository is `tiny_llama_dir`."""
     with serving(ModelHub) as server:
-        files = {file.name: file.read_bytes() for file in tiny_llama_dir.iterdir() if file.is_file()}
+        files = {
+            file.name: file.read_bytes() for file in tiny_llama_dir.iterdir() if file.is_file()
+        }
         server.commits, server.downloaded = {OLD: files, NEW: files}, []
         template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
         for name, value in [
@@ -58,9 +83,26 @@ def hub(tmp_path, monkeypatch, tiny_llama_dir):
 
 
 UNREAD = (
-    *("consolidated.safetensors", "original/consolidated.00.pth", "original/tokenizer.model", "onnx/model.onnx"),
-    *("onnx/model.safetensors", "checkpoint-5/model.safetensors", "pytorch_model.bin", "model.fp16.safetensors"),
-    *("onnx/config.json", "onnx/tokenizer.json", "tf_model.h5", "modeling_evil.py", "optimizer.pt", "q4.gguf"),
+    *(
+        "consolidated.safetensors",
+        "original/consolidated.00.pth",
+        "original/tokenizer.model",
+        "onnx/model.onnx",
+    ),
+    *(
+        "onnx/model.safetensors",
+        "checkpoint-5/model.safetensors",
+        "pytorch_model.bin",
+        "model.fp16.safetensors",
+    ),
+    *(
+        "onnx/config.json",
+        "onnx/tokenizer.json",
+        "tf_model.h5",
+        "modeling_evil.py",
+        "optimizer.pt",
+        "q4.gguf",
+    ),
 )
 
 
@@ -68,9 +110,15 @@ UNREAD = (
 def test_what_is_read_is_downloaded_and_no_more(hub, tmp_path, tiny_llama_dir, sharded):
     files = hub.commits[NEW]
     expected = set(files) | {"LICENSE", "additional_chat_templates/rag.jinja"}
-    files |= {"LICENSE": b"mine", "additional_chat_templates/rag.jinja": b"rag", **dict.fromkeys(UNREAD, b"x")}
+    files |= {
+        "LICENSE": b"mine",
+        "additional_chat_templates/rag.jinja": b"rag",
+        **dict.fromkeys(UNREAD, b"x"),
+    }
     if sharded:
-        names = json.loads(files["model.safetensors"][8:].partition(b"}}")[0] + b"}}").keys() - {"__metadata__"}
+        names = json.loads(files["model.safetensors"][8:].partition(b"}}")[0] + b"}}").keys() - {
+            "__metadata__"
+        }
         files["weights[1].safetensors"] = files.pop("model.safetensors")
         index = {"weight_map": dict.fromkeys(names, "weights[1].safetensors")}
         files["model.safetensors.index.json"] = json.dumps(index).encode()
@@ -92,7 +140,9 @@ def test_a_revision_is_the_one_that_is_converted_and_recorded(hub, tmp_path, con
         code, _ = convert(REPO, tmp_path / "dst", "--revision", revision, "--overwrite")
         assert code == 0
         assert (tmp_path / "dst" / "LICENSE").read_bytes() == b"old"
-        assert json.loads((tmp_path / "dst" / "conversion.json").read_text())["source_commit"] == OLD
+        assert (
+            json.loads((tmp_path / "dst" / "conversion.json").read_text())["source_commit"] == OLD
+        )
     code, printed = convert(REPO, tmp_path / "other", "--revision", "v2")
     assert (code, printed.count("\n")) == (2, 1)
     assert "owner/model: no such directory, and not on the hub within reach" in printed
@@ -108,19 +158,30 @@ def test_what_was_downloaded_before_is_enough_without_the_hub(hub, tmp_path, mon
 
 
 REPOSITORIES = {
-    "pickles": ({"pytorch_model.bin": b"x", "training_args.bin": b"x"}, "got only pickled weights (pytorch_model.bin)"),
+    "pickles": (
+        {"pytorch_model.bin": b"x", "training_args.bin": b"x"},
+        "got only pickled weights (pytorch_model.bin)",
+    ),
     "adapter": (
-        {"adapter_config.json": b'{"base_model_name_or_path": "owner/base"}', "adapter_model.safetensors": b"x"},
+        {
+            "adapter_config.json": b'{"base_model_name_or_path": "owner/base"}',
+            "adapter_model.safetensors": b"x",
+        },
         "got an adapter of owner/base, expected a whole model",
     ),
     "GGUF": ({"q4.gguf": b"x", "q8.gguf": b"x"}, "hf download owner/model q4.gguf --local-dir DIR"),
-    "Mistral's layout": ({"params.json": b"x", "consolidated.safetensors": b"x"}, "Mistral's own code (params.json)"),
+    "Mistral's layout": (
+        {"params.json": b"x", "consolidated.safetensors": b"x"},
+        "Mistral's own code (params.json)",
+    ),
     "nothing": ({"notes.txt": b"x"}, "got no weights, expected model.safetensors"),
 }
 
 
 @pytest.mark.parametrize(("files", "message"), REPOSITORIES.values(), ids=REPOSITORIES.keys())
-def test_a_repository_without_weights_that_we_read_is_called_what_it_is(hub, tmp_path, files, message):
+def test_a_repository_without_weights_that_we_read_is_called_what_it_is(
+    hub, tmp_path, files, message
+):
     del hub.commits[NEW]["model.safetensors"]
     hub.commits[NEW] |= files
     with pytest.raises(CocaError, match=re.escape(message)):

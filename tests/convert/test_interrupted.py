@@ -1,4 +1,6 @@
-"""Killed, out of disk, raced: the destination is absent or complete, and the next run goes on from what is finished."""
+"""Killed, out of disk, raced: the destination is absent or complete, and the next run goes on from
+what is finished.
+"""
 
 import json
 import multiprocessing
@@ -54,7 +56,8 @@ def weights_of(directory):
 def staged(dst):
     """The finished shards in the staging directory of `dst`, with what tells a file from its copy.
 
-    A kill between the last rename and the cleaning up leaves a manifest without them: they are in `dst`.
+    A kill between the last rename and the cleaning up leaves a manifest without them: they are in
+    `dst`.
     """
     manifest = dst.parent / f".{dst.name}.incomplete" / "manifest.jsonl"
     if not manifest.exists() or not (manifest.parent / "checkpoint").is_dir():
@@ -144,11 +147,17 @@ def convert_killed(src, dst, num_bytes):
 
 @pytest.mark.real
 @pytest.mark.timeout(60)
-def test_five_times_killed_after_a_shard_was_finished_it_goes_on_from_there_each_time(source, expected, tmp_path):
-    """Of 3.4 MB three shards are written at once, of at most 0.4 MB each: after 2 MB at least two are finished."""
+def test_five_times_killed_after_a_shard_was_finished_it_goes_on_from_there_each_time(
+    source, expected, tmp_path
+):
+    """Of 3.4 MB three shards are written at once, of at most 0.4 MB each: after 2 MB at least two
+    are finished.
+    """
     dst, moment = tmp_path / "dst", random.Random(8)
     for _ in range(5):
-        process = PROCESSES.Process(target=convert_killed, args=(source, dst, moment.uniform(2e6, 3.3e6)))
+        process = PROCESSES.Process(
+            target=convert_killed, args=(source, dst, moment.uniform(2e6, 3.3e6))
+        )
         process.start()
         process.join()
         assert process.exitcode == -signal.SIGKILL
@@ -169,7 +178,10 @@ def test_of_two_conversions_at_once_one_wins_and_the_other_says_so(source, expec
     for _ in range(4):
         result = PROCESSES.Queue()
         started = [PROCESSES.Event() for _ in range(2)]
-        processes = [PROCESSES.Process(target=convert_reporting, args=(source, dst, e, result)) for e in started]
+        processes = [
+            PROCESSES.Process(target=convert_reporting, args=(source, dst, e, result))
+            for e in started
+        ]
         for process in processes:
             process.start()
         answers = sorted(result.get(timeout=30) for _ in processes)
@@ -185,7 +197,9 @@ def test_of_two_conversions_at_once_one_wins_and_the_other_says_so(source, expec
 
 @pytest.mark.real
 @pytest.mark.timeout(60)
-def test_second_command_while_the_first_writes_ends_with_code_2_and_leaves_the_first_alone(source, expected, tmp_path):
+def test_second_command_while_the_first_writes_ends_with_code_2_and_leaves_the_first_alone(
+    source, expected, tmp_path
+):
     dst = tmp_path / "dst"
     answers = []
 
@@ -209,7 +223,10 @@ def test_rerun_keeps_the_finished_shards_and_gives_the_same_files(source, expect
     record = convert_checkpoint(source, dst, **SHARDS)
     assert kept(dst, before)
     assert weights_of(dst) == expected
-    assert record["start"] == json.loads((source.parent / "expected" / "conversion.json").read_text())["start"]
+    assert (
+        record["start"]
+        == json.loads((source.parent / "expected" / "conversion.json").read_text())["start"]
+    )
     assert [file.name for file in tmp_path.iterdir()] == ["dst"]
 
 
@@ -223,13 +240,18 @@ def test_rerun_keeps_shards_of_another_type_than_the_source(source, tmp_path):
 
 
 def hashes_of(weights):
-    return {name: xxhash.xxh3_128_hexdigest(tensor.numpy().tobytes()) for name, tensor in weights.items()}
+    return {
+        name: xxhash.xxh3_128_hexdigest(tensor.numpy().tobytes())
+        for name, tensor in weights.items()
+    }
 
 
 def test_manifest_has_the_hash_of_every_tensor_that_was_read_and_written(source, tmp_path):
     interrupted(source, tmp_path / "dst")
     manifest = tmp_path / ".dst.incomplete" / "manifest.jsonl"
-    of_source = hashes_of({n: t for file in source.glob("*.safetensors") for n, t in load_file(file).items()})
+    of_source = hashes_of(
+        {n: t for file in source.glob("*.safetensors") for n, t in load_file(file).items()}
+    )
     made = 0
     for line in map(json.loads, manifest.read_text().splitlines()[1:]):
         written = hashes_of(load_file(manifest.parent / "checkpoint" / line["shard"]))
@@ -238,7 +260,9 @@ def test_manifest_has_the_hash_of_every_tensor_that_was_read_and_written(source,
         copied = {name for name in written if "t_proj" not in name}
         assert copied <= line["read"].keys()
         for name in written.keys() - copied:
-            assert {name.replace("t_proj", part) for part in ("q_proj", "k_proj")} <= line["read"].keys()
+            assert {name.replace("t_proj", part) for part in ("q_proj", "k_proj")} <= line[
+                "read"
+            ].keys()
             made += 1
     assert made
 
@@ -268,7 +292,9 @@ def test_rerun_makes_a_damaged_shard_again_and_keeps_the_others(source, expected
     assert weights_of(dst) == expected
 
 
-def test_progress_counts_every_byte_once_and_comes_from_one_thread_at_a_time(source, expected, tmp_path):
+def test_progress_counts_every_byte_once_and_comes_from_one_thread_at_a_time(
+    source, expected, tmp_path
+):
     steps, inside = [(0, 0)], Lock()
 
     def progress(done, total):
@@ -298,11 +324,15 @@ def test_threads_of_torch_are_as_many_as_before(source, tmp_path, stopped):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("manifest", ["", "{", '{"made_from": "x"}\n', "[]\n[]\n", "\xff\n", "whole, then cut"])
+@pytest.mark.parametrize(
+    "manifest", ["", "{", '{"made_from": "x"}\n', "[]\n[]\n", "\xff\n", "whole, then cut"]
+)
 def test_rerun_with_a_damaged_manifest_gives_the_same_files(source, expected, tmp_path, manifest):
     interrupted(source, tmp_path / "dst")
     file = tmp_path / ".dst.incomplete" / "manifest.jsonl"
-    file.write_text(file.read_text()[:-7] if manifest == "whole, then cut" else manifest, encoding="latin-1")
+    file.write_text(
+        file.read_text()[:-7] if manifest == "whole, then cut" else manifest, encoding="latin-1"
+    )
     convert_checkpoint(source, tmp_path / "dst", **SHARDS)
     assert weights_of(tmp_path / "dst") == expected
 
@@ -323,7 +353,9 @@ def test_rerun_with_a_damaged_manifest_gives_the_same_files(source, expected, tm
     ],
     ids=str,
 )
-def test_rerun_with_a_manifest_of_wrong_values_gives_the_same_files(source, expected, tmp_path, changed):
+def test_rerun_with_a_manifest_of_wrong_values_gives_the_same_files(
+    source, expected, tmp_path, changed
+):
     interrupted(source, tmp_path / "dst")
     file = tmp_path / ".dst.incomplete" / "manifest.jsonl"
     first, second, *others = file.read_text().splitlines()
@@ -348,7 +380,9 @@ def test_rerun_starts_over_when_a_number_of_the_source_or_an_option_is_another(s
         assert weights_of(dst) == weights_of(tmp_path / "fresh")
 
 
-def test_source_shard_that_vanished_is_named_and_the_rerun_goes_on_when_it_is_back(source, expected, tmp_path):
+def test_source_shard_that_vanished_is_named_and_the_rerun_goes_on_when_it_is_back(
+    source, expected, tmp_path
+):
     copy, dst = shutil.copytree(source, tmp_path / "copy"), tmp_path / "dst"
     before = interrupted(copy, dst)
     shard = sorted(copy.glob("*.safetensors"))[-1]
@@ -369,20 +403,30 @@ def test_source_that_is_deleted_while_it_is_read_is_read_to_its_end(source, expe
     assert weights_of(dst) == expected
 
 
-def test_source_that_shrinks_while_it_is_read_is_an_error_that_keeps_what_is_finished(source, tmp_path):
+def test_source_that_shrinks_while_it_is_read_is_an_error_that_keeps_what_is_finished(
+    source, tmp_path
+):
     copy, dst = shutil.copytree(source, tmp_path / "copy"), tmp_path / "dst"
     shard = sorted(copy.glob("*.safetensors"))[-1]
-    with pytest.raises(CocaError, match=f"{shard.name} became shorter while it was read; what is finished is kept"):
-        convert_checkpoint(copy, dst, **SHARDS, progress=stop_after(1_000_000, lambda: os.truncate(shard, 100)))
+    with pytest.raises(
+        CocaError, match=f"{shard.name} became shorter while it was read; what is finished is kept"
+    ):
+        convert_checkpoint(
+            copy, dst, **SHARDS, progress=stop_after(1_000_000, lambda: os.truncate(shard, 100))
+        )
     assert not dst.exists()
     assert staged(dst)
 
 
 def test_file_size_limit_is_one_line_and_the_rerun_goes_on(source, expected, tmp_path):
     dst, limits = tmp_path / "dst", resource.getrlimit(resource.RLIMIT_FSIZE)
-    limit = stop_after(2_000_000, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1])))
+    limit = stop_after(
+        2_000_000, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    )
     try:
-        with pytest.raises(CocaError, match=r"not written: .*File too large.*the same command continues"):
+        with pytest.raises(
+            CocaError, match=r"not written: .*File too large.*the same command continues"
+        ):
             convert_checkpoint(source, dst, **SHARDS, progress=limit)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -401,8 +445,12 @@ def fill(disk):
 
 def test_disk_that_fills_up_is_one_line_and_the_rerun_goes_on(source, expected, small_disk):
     dst = small_disk / "dst"
-    with pytest.raises(CocaError, match="disk full while writing; free some space; what is finished is kept"):
-        convert_checkpoint(source, dst, **SHARDS, progress=stop_after(2_000_000, lambda: fill(small_disk)))
+    with pytest.raises(
+        CocaError, match="disk full while writing; free some space; what is finished is kept"
+    ):
+        convert_checkpoint(
+            source, dst, **SHARDS, progress=stop_after(2_000_000, lambda: fill(small_disk))
+        )
     before = staged(dst)
     assert len(before) >= 3
     assert not dst.exists()
@@ -418,20 +466,28 @@ def test_overwrite_that_fails_keeps_the_old_checkpoint(source, small_disk):
     dst.mkdir()
     (dst / "config.json").write_text("{}")
     with pytest.raises(CocaError, match="disk full while writing"):
-        convert_checkpoint(source, dst, overwrite=True, progress=stop_after(2_000_000, lambda: fill(small_disk)))
+        convert_checkpoint(
+            source, dst, overwrite=True, progress=stop_after(2_000_000, lambda: fill(small_disk))
+        )
     assert (dst / "config.json").read_text() == "{}"
     assert sorted(file.name for file in small_disk.iterdir()) == ["dst", "filler"]
 
 
 def test_disk_that_is_too_small_is_refused_before_anything_is_written(source, small_disk):
     (small_disk / "filler").write_bytes(bytes(5_000_000))
-    with pytest.raises(CocaError, match=r"disk full: \d+\.\d\d MB free, expected \d+\.\d\d MB; free some or"):
+    with pytest.raises(
+        CocaError, match=r"disk full: \d+\.\d\d MB free, expected \d+\.\d\d MB; free some or"
+    ):
         convert_checkpoint(source, small_disk / "dst")
     assert [file.name for file in small_disk.iterdir()] == ["filler"]
 
 
-def test_kill_between_the_two_renames_of_an_overwrite_loses_neither_checkpoint(source, expected, tmp_path):
-    """The state that such a kill leaves, made by hand: the old one moved away, the new one complete but in staging."""
+def test_kill_between_the_two_renames_of_an_overwrite_loses_neither_checkpoint(
+    source, expected, tmp_path
+):
+    """The state that such a kill leaves, made by hand: the old one moved away, the new one complete
+    but in staging.
+    """
     dst = tmp_path / "dst"
     before = interrupted(source, dst)
     replaced = tmp_path / ".dst.incomplete" / "replaced"
@@ -458,7 +514,9 @@ def test_bad_weights_found_late_leave_nothing(source, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["copy"]
 
 
-@pytest.mark.parametrize("make", [lambda p, t: p.symlink_to(t), lambda p, t: p.write_text("")], ids=["link", "file"])
+@pytest.mark.parametrize(
+    "make", [lambda p, t: p.symlink_to(t), lambda p, t: p.write_text("")], ids=["link", "file"]
+)
 def test_what_is_in_the_place_of_the_staging_directory_is_left_alone(source, tmp_path, make):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -1,4 +1,6 @@
-"""`--keep-layers`: the tensors of kept layers are the source's own, and whatever tells of the model tells of them."""
+"""`--keep-layers`: the tensors of kept layers are the source's own, and whatever tells of the model
+tells of them.
+"""
 
 import copy
 import json
@@ -25,7 +27,9 @@ EVERY_CASE = pytest.mark.parametrize("case", CASES)
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
-    """`converted(case)`: directories of the source and of what it became with layers 0 and 2 kept, and the record."""
+    """`converted(case)`: directories of the source and of what it became with layers 0 and 2 kept,
+    and the record.
+    """
     made = {}
 
     def convert(case):
@@ -43,9 +47,16 @@ def converted(tmp_path_factory):
 def test_kept_layers_have_the_sources_tensors_and_the_checkpoint_loads_clean(converted, case):
     src, dst, record = converted(case)
     model, info = AutoModelForCausalLM.from_pretrained(dst, output_loading_info=True)
-    assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
+    assert not any(
+        info[problem]
+        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+    )
     assert model.config.coca_kept_layers == record["kept_layers"] == [0, 2]
-    assert [isinstance(layer.self_attn, KeptAttention) for layer in model.model.layers] == [True, False, True]
+    assert [isinstance(layer.self_attn, KeptAttention) for layer in model.model.layers] == [
+        True,
+        False,
+        True,
+    ]
     assert [scales is None for scales in record["start"]["scales"]] == [True, False, True]
     assert sum(p.numel() for p in model.parameters()) == record["parameters"]["after"]
     patched = patch_(AutoModelForCausalLM.from_pretrained(src), keep_layers=[0, 2])
@@ -55,13 +66,21 @@ def test_kept_layers_have_the_sources_tensors_and_the_checkpoint_loads_clean(con
         assert {name for name in after if "k_proj" in name or "k_norm" in name} == {
             name for name in before if ("k_proj" in name or "k_norm" in name) and ".1." not in name
         }
-        assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if ".1.self_attn.k_" not in name)
+        assert all(
+            torch.equal(after[name], tensor)
+            for name, tensor in before.items()
+            if ".1.self_attn.k_" not in name
+        )
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2-window", "neox-partial"])
 def test_the_bytes_that_inspect_and_the_record_tell_are_those_of_the_cache(converted, case):
     _, dst, record = converted(case)
-    facts, model, ids = inspect_checkpoint(dst), AutoModelForCausalLM.from_pretrained(dst), tokens(1, 5)
+    facts, model, ids = (
+        inspect_checkpoint(dst),
+        AutoModelForCausalLM.from_pretrained(dst),
+        tokens(1, 5),
+    )
     cache = model(ids, use_cache=True).past_key_values
     assert facts["kv_bytes_per_token"] + facts["kv_bytes_fixed"] // 7 == (
         sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values)) // 5
@@ -80,7 +99,10 @@ def test_the_card_names_the_kept_layers(converted):
 
 
 def test_loads_and_saves_without_coca_hf_by_its_own_code(converted, tmp_path):
-    directories = [tmp_path / case for case in ("mistral-window", "qwen2-window", "qwen3-window", "neox-partial")]
+    directories = [
+        tmp_path / case
+        for case in ("mistral-window", "qwen2-window", "qwen3-window", "neox-partial")
+    ]
     for directory in directories:
         shutil.copytree(converted(directory.name)[1], directory)
     command = [sys.executable, "-c", LOAD_WITHOUT_COCA_HF, *map(str, directories)]
@@ -99,14 +121,19 @@ def test_a_longer_ntk_base_keeps_the_kept_layers_and_turns_them_too(converted, c
     src, dst, _ = converted(case)
     record = convert_checkpoint(dst, tmp_path / "from-coca", ntk_length=160)
     convert_checkpoint(src, tmp_path / "from-src", ntk_length=160, keep_layers=[0, 2])
-    once, twice = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("from-src", "from-coca"))
+    once, twice = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("from-src", "from-coca")
+    )
     assert twice.config.coca_kept_layers == record["kept_layers"] == [0, 2]
     assert torch.equal(once(tokens()).logits, twice(tokens()).logits)
     unbaked = AutoModelForCausalLM.from_pretrained(dst)
     for attention in (unbaked.model.layers[1].self_attn, twice.model.layers[1].self_attn):
-        torch.nn.init.zeros_(attention.o_proj.weight)  # what is left of positions is that of the kept layers
+        # what is left of positions is that of the kept layers
+        torch.nn.init.zeros_(attention.o_proj.weight)
     assert (unbaked(tokens()).logits - twice(tokens()).logits).abs().max() > 1e-2
-    with pytest.raises(CocaError, match=r"--keep-layers: got \[1\], expected \[0, 2\], the source's"):
+    with pytest.raises(
+        CocaError, match=r"--keep-layers: got \[1\], expected \[0, 2\], the source's"
+    ):
         convert_checkpoint(dst, tmp_path / "other", ntk_length=160, keep_layers=[1])
 
 
@@ -121,7 +148,9 @@ def test_layers_that_are_not_there_are_refused(layers, tiny_llama_dir, tmp_path)
 
 def test_the_released_layout_has_no_keys_to_keep(tmp_path):
     write_golden(tmp_path / "src", "neox")
-    with pytest.raises(CocaError, match="--keep-layers: got the released CoCA layout, which has no keys"):
+    with pytest.raises(
+        CocaError, match="--keep-layers: got the released CoCA layout, which has no keys"
+    ):
         convert_checkpoint(tmp_path / "src", tmp_path / "dst", released=True, keep_layers=[0])
 
 
@@ -165,9 +194,20 @@ def test_auto_keeps_the_fewest_layers_that_do_half_of_the_harm():
 
 
 @pytest.mark.parametrize("given", ["1", "auto"])
-def test_the_command_keeps_the_layers_whose_calibrated_conversion_harms_most(given, tiny_llama_dir, tmp_path, convert):
-    (tmp_path / "text.txt").write_text("".join(f"{n} times {n % 7} is {n * (n % 7)}; " for n in range(400)))
-    options = ["--calibrate", tmp_path / "text.txt", "--calibrate-tokens", 256, "--calibrate-passes", 3]
+def test_the_command_keeps_the_layers_whose_calibrated_conversion_harms_most(
+    given, tiny_llama_dir, tmp_path, convert
+):
+    (tmp_path / "text.txt").write_text(
+        "".join(f"{n} times {n % 7} is {n * (n % 7)}; " for n in range(400))
+    )
+    options = [
+        "--calibrate",
+        tmp_path / "text.txt",
+        "--calibrate-tokens",
+        256,
+        "--calibrate-passes",
+        3,
+    ]
     code, _ = convert(tiny_llama_dir, tmp_path / "dst", *options, "--keep-layers", given)
     assert code == 0
     record = json.loads((tmp_path / "dst" / "conversion.json").read_text())
@@ -184,7 +224,11 @@ def test_the_command_keeps_the_layers_whose_calibrated_conversion_harms_most(giv
 @pytest.mark.parametrize(
     ("given", "calibrate", "message"),
     [
-        ("1", False, "--keep-layers: got 1 without --calibrate, which measures the harm of layers; pass --calibrate"),
+        (
+            "1",
+            False,
+            "--keep-layers: got 1 without --calibrate, which measures the harm of layers; pass --calibrate",
+        ),
         ("auto", False, "--keep-layers: got auto without --calibrate"),
         ("0", True, "--keep-layers: got 0, expected auto, a number from 1, or a list of layers"),
         ("4", True, "--keep-layers: got 4, expected at most the model's 3 layers"),
@@ -209,12 +253,19 @@ def test_the_command_refuses_what_is_no_list_of_layers_in_one_line(given, tiny_l
 
 
 def test_so_many_layers_are_those_that_coca_eval_layers_ranks_first(tmp_path):
-    rows = [{"task": "layers", "order": [0, 1, 2]}, {"task": "passkey"}, {"task": "layers", "order": [2, 0, 1]}]
+    rows = [
+        {"task": "layers", "order": [0, 1, 2]},
+        {"task": "passkey"},
+        {"task": "layers", "order": [2, 0, 1]},
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert _layers(f"2:{tmp_path}") == [2, 0]
     for given, message in (
         (f"4:{tmp_path}", "got 4 of the 3 layers that .* ranks, expected fewer"),
-        (f"2:{tmp_path / 'nothing'}", "got no ranking in .*nothing, expected the --out of coca-eval layers"),
+        (
+            f"2:{tmp_path / 'nothing'}",
+            "got no ranking in .*nothing, expected the --out of coca-eval layers",
+        ),
     ):
         with pytest.raises(BadOption, match=message):
             _layers(given)
@@ -228,5 +279,10 @@ def test_the_command_keeps_layers_and_says_so(tiny_llama_dir, tmp_path):
     finished = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "original attention    kept in layers 0, 2" in finished.stderr
     assert json.loads((tmp_path / "dst" / "config.json").read_text())["coca_kept_layers"] == [0, 2]
-    subprocess.run([*command[:2], tmp_path / "one", "--keep-layers", "2,"], capture_output=True, text=True, check=True)
+    subprocess.run(
+        [*command[:2], tmp_path / "one", "--keep-layers", "2,"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert json.loads((tmp_path / "one" / "config.json").read_text())["coca_kept_layers"] == [2]

@@ -20,17 +20,26 @@ def anonymous_bytes():
 
 def convert_watched(src, dst, peak):
     seen = []
-    convert_checkpoint(src, dst, max_shard_size="5MB", progress=lambda *_: seen.append(anonymous_bytes()))
+    convert_checkpoint(
+        src, dst, max_shard_size="5MB", progress=lambda *_: seen.append(anonymous_bytes())
+    )
     peak.put(max(seen))
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says what a process holds")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="Linux says what a process holds"
+)
 def test_memory_does_not_grow_with_the_number_of_layers(tmp_path):
     peaks, sizes = [], []
     for num_layers in (8, 32):
         src, dst = tmp_path / f"src-{num_layers}", tmp_path / f"dst-{num_layers}"
         config = LlamaConfig(
-            **{"vocab_size": 300, "hidden_size": 256, "intermediate_size": 1000, "num_hidden_layers": num_layers},
+            **{
+                "vocab_size": 300,
+                "hidden_size": 256,
+                "intermediate_size": 1000,
+                "num_hidden_layers": num_layers,
+            },
             **{"num_attention_heads": 8, "num_key_value_heads": 4},
         )
         torch.manual_seed(2)

@@ -20,9 +20,9 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 5000.0, "factor": 3.0}
 
 def saved(directory, **fields):
     torch.manual_seed(2)
-    LlamaForCausalLM(LlamaConfig(**(TINY | {"vocab_size": 101, "initializer_range": 0.2} | fields))).save_pretrained(
-        directory
-    )
+    LlamaForCausalLM(
+        LlamaConfig(**(TINY | {"vocab_size": 101, "initializer_range": 0.2} | fields))
+    ).save_pretrained(directory)
     return directory
 
 
@@ -40,7 +40,9 @@ def test_logits_equal_dynamic_ntk_for_that_length_at_every_position(tmp_path, co
     convert_checkpoint(tmp_path / "src", tmp_path / "from-llama", constraint, ntk_length=length)
     expected = logits(tmp_path / "dynamic", length, rope_length=length)
     for name in ("from-coca", "from-llama"):
-        assert (logits(tmp_path / name, length) - expected).abs().max() < 2e-4 * expected.abs().max()
+        assert (
+            logits(tmp_path / name, length) - expected
+        ).abs().max() < 2e-4 * expected.abs().max()
     unscaled = logits(tmp_path / "dynamic", length, rope_length=64)
     assert (unscaled - expected).abs().max() > 1e-2 * expected.abs().max()
 
@@ -48,7 +50,9 @@ def test_logits_equal_dynamic_ntk_for_that_length_at_every_position(tmp_path, co
 @pytest.mark.parametrize("factor", [None, 2.0])
 def test_plain_rope_takes_length_over_trained_length_as_factor_or_the_given_one(tmp_path, factor):
     saved(tmp_path / "src", rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
-    record = convert_checkpoint(tmp_path / "src", tmp_path / "dst", ntk_length=256, ntk_factor=factor)
+    record = convert_checkpoint(
+        tmp_path / "src", tmp_path / "dst", ntk_length=256, ntk_factor=factor
+    )
     dynamic = DYNAMIC | {"factor": factor or 4.0}
     base = ntk_base(5000.0, dynamic["factor"], 256, 64, 8)
     assert record["rope"] == {
@@ -73,7 +77,9 @@ def test_plain_rope_takes_length_over_trained_length_as_factor_or_the_given_one(
 def test_weights_of_a_coca_source_are_copied_unchanged_in_any_shards(tmp_path):
     saved(tmp_path / "src", tie_word_embeddings=True, attention_bias=True)
     convert_checkpoint(tmp_path / "src", tmp_path / "coca", "strict")
-    record = convert_checkpoint(tmp_path / "coca", tmp_path / "dst", ntk_length=100, max_shard_size="40KB")
+    record = convert_checkpoint(
+        tmp_path / "coca", tmp_path / "dst", ntk_length=100, max_shard_size="40KB"
+    )
     before = load_file(tmp_path / "coca" / "model.safetensors")
     shards = sorted((tmp_path / "dst").glob("*.safetensors"))
     after = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
@@ -88,16 +94,23 @@ def test_weights_of_a_coca_source_are_copied_unchanged_in_any_shards(tmp_path):
 def test_tokenizer_length_training_record_and_trained_length_come_along(tmp_path, tiny_coca_dir):
     source = tmp_path / "src"
     convert_checkpoint(tiny_coca_dir.parent / "tiny-llama", source)
-    tokenizer = json.loads((source / "tokenizer_config.json").read_text()) | {"model_max_length": 64}
+    tokenizer = json.loads((source / "tokenizer_config.json").read_text()) | {
+        "model_max_length": 64
+    }
     (source / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     (source / "training.json").write_text('{"tokens_seen": 7, "versions": {}}')
     convert_checkpoint(source, tmp_path / "dst", ntk_length=128)
     assert AutoTokenizer.from_pretrained(tmp_path / "dst").model_max_length == 128
-    assert json.loads((tmp_path / "dst" / "training.json").read_text()) == {"tokens_seen": 7, "versions": {}}
+    assert json.loads((tmp_path / "dst" / "training.json").read_text()) == {
+        "tokens_seen": 7,
+        "versions": {},
+    }
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dst")
     assert trained_length(model.config) == 64
     assert warn_beyond_trained(model, parse_ropes("default"), [128]) is None
-    assert "lengths 129 are beyond the 128 tokens" in warn_beyond_trained(model, parse_ropes("default"), [129])
+    assert "lengths 129 are beyond the 128 tokens" in warn_beyond_trained(
+        model, parse_ropes("default"), [129]
+    )
     with pytest.raises(CocaError, match="has a RoPE base made for 128 tokens already"):
         check_rope(model, parse_ropes("dynamic:2")[0])
 
@@ -105,21 +118,43 @@ def test_tokenizer_length_training_record_and_trained_length_come_along(tmp_path
 def test_loading_an_export_warns_of_nothing(tmp_path, tiny_coca_dir):
     convert_checkpoint(tiny_coca_dir, tmp_path / "dst", ntk_length=128)
     load = "import coca_hf, sys, transformers; transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])"
-    environment = {"TRANSFORMERS_VERBOSITY": "warning", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {
+        "TRANSFORMERS_VERBOSITY": "warning",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     command = [sys.executable, "-c", load, str(tmp_path / "dst")]
-    finished = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | environment)
+    finished = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=os.environ | environment
+    )
     assert "rope_parameters" not in finished.stderr + finished.stdout
 
 
 @pytest.mark.parametrize(
     ("fields", "options", "message"),
     [
-        ({}, {"ntk_length": 64}, "--ntk-length: got 64, expected more than the 64 tokens of training"),
+        (
+            {},
+            {"ntk_length": 64},
+            "--ntk-length: got 64, expected more than the 64 tokens of training",
+        ),
         ({}, {"ntk_length": 0}, "--ntk-length: got 0, expected the total number of tokens"),
         ({}, {"ntk_length": 128, "ntk_factor": 0.5}, "--ntk-factor: got 0.5, expected at least 1"),
-        ({}, {"ntk_length": 128, "ntk_factor": float("nan")}, "--ntk-factor: got nan, expected at least 1"),
-        ({}, {"ntk_factor": 2.0}, "--ntk-factor: got 2.0, expected at least 1, together with --ntk-length"),
-        ({}, {"ntk_length": 128, "ntk_factor": 1e308}, "got 128 and factor 1e+308, whose base is beyond float32"),
+        (
+            {},
+            {"ntk_length": 128, "ntk_factor": float("nan")},
+            "--ntk-factor: got nan, expected at least 1",
+        ),
+        (
+            {},
+            {"ntk_factor": 2.0},
+            "--ntk-factor: got 2.0, expected at least 1, together with --ntk-length",
+        ),
+        (
+            {},
+            {"ntk_length": 128, "ntk_factor": 1e308},
+            "got 128 and factor 1e+308, whose base is beyond float32",
+        ),
         ({}, {"ntk_length": 10**400}, "whose base is beyond float32"),
         (
             {"head_dim": 2},
@@ -151,17 +186,31 @@ def damaged(directory, **fields):
     [
         ({}, {}, "got a CoCA checkpoint already"),
         ({}, {"constraint": "strict"}, "--constraint: got strict, expected slack, the source's"),
-        ({"model_type": "coca_x"}, {}, "got model_type 'coca_x', which this version of coca_hf does not have"),
+        (
+            {"model_type": "coca_x"},
+            {},
+            "got model_type 'coca_x', which this version of coca_hf does not have",
+        ),
         ({"rope_thetas": 5}, {}, "rope_thetas=5 is not understood"),
         ({"hidden_size": "big"}, {}, "hidden_size"),
-        ({"intermediate_size": 81}, {}, "mlp.gate_proj.weight has shape (80, 48), expected (81, 48) from config.json"),
+        (
+            {"intermediate_size": 81},
+            {},
+            "mlp.gate_proj.weight has shape (80, 48), expected (81, 48) from config.json",
+        ),
         ({"num_hidden_layers": 2}, {}, "tensor model.layers.2."),
         ({"num_hidden_layers": 4}, {}, "is missing (and 8 more); is the checkpoint complete?"),
-        ({"num_hidden_layers": 10**9}, {}, "got num_hidden_layers=1000000000, expected no more layers than"),
+        (
+            {"num_hidden_layers": 10**9},
+            {},
+            "got num_hidden_layers=1000000000, expected no more layers than",
+        ),
         ({"vocab_size": 2**62}, {}, "config.json makes no model"),
     ],
 )
-def test_coca_source_that_is_not_understood_is_refused(tmp_path, tiny_coca_dir, damage, options, message):
+def test_coca_source_that_is_not_understood_is_refused(
+    tmp_path, tiny_coca_dir, damage, options, message
+):
     directory = tmp_path / "src"
     convert_checkpoint(tiny_coca_dir.parent / "tiny-llama", directory)
     damaged(directory, **damage)

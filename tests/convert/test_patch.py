@@ -8,7 +8,12 @@ from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
 
 import coca_hf
 from coca_hf import CocaError, CocaLlamaForCausalLM, patch_, unpatch_
@@ -41,7 +46,9 @@ def test_patched_model_saves_generates_and_trains(tmp_path, tiny_llama_dir, tiny
 
 
 def test_patch_keeps_dtype_training_mode_and_attention_backend(tiny_llama_dir):
-    model = LlamaForCausalLM.from_pretrained(tiny_llama_dir, dtype=torch.bfloat16, attn_implementation="eager").train()
+    model = LlamaForCausalLM.from_pretrained(
+        tiny_llama_dir, dtype=torch.bfloat16, attn_implementation="eager"
+    ).train()
     patch_(model, "strict")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.training
@@ -63,10 +70,22 @@ def test_another_model_of_the_process_is_left_alone(tiny_llama_dir):
     ("make", "message"),
     [
         (lambda d: patch_(LlamaForCausalLM.from_pretrained(d)), "got a CoCA model already"),
-        (lambda d: LlamaForSequenceClassification.from_pretrained(d), "got LlamaForSequenceClassification, expected"),
-        (lambda d: torch.compile(LlamaForCausalLM.from_pretrained(d)), "got OptimizedModule, expected"),
-        (lambda d: get_peft_model(LlamaForCausalLM.from_pretrained(d), LORA), "got PeftModelForCausalLM, expected"),
-        (lambda d: inject_adapter_in_model(LORA, LlamaForCausalLM.from_pretrained(d)), "q_proj.weight is missing"),
+        (
+            lambda d: LlamaForSequenceClassification.from_pretrained(d),
+            "got LlamaForSequenceClassification, expected",
+        ),
+        (
+            lambda d: torch.compile(LlamaForCausalLM.from_pretrained(d)),
+            "got OptimizedModule, expected",
+        ),
+        (
+            lambda d: get_peft_model(LlamaForCausalLM.from_pretrained(d), LORA),
+            "got PeftModelForCausalLM, expected",
+        ),
+        (
+            lambda d: inject_adapter_in_model(LORA, LlamaForCausalLM.from_pretrained(d)),
+            "q_proj.weight is missing",
+        ),
     ],
 )
 def test_what_is_not_a_plain_llama_is_refused(tiny_llama_dir, make, message):
@@ -83,7 +102,9 @@ def test_what_is_compiled_in_place_or_has_another_forward_is_refused(tiny_llama_
         module.compile()
     else:
         module.forward = torch.compile(module.forward)
-    with pytest.raises(CocaError, match=f"patch_: {part or 'the model'} is compiled or has a forward of its own"):
+    with pytest.raises(
+        CocaError, match=f"patch_: {part or 'the model'} is compiled or has a forward of its own"
+    ):
         patch_(model)
     assert type(model) is LlamaForCausalLM
 
@@ -97,7 +118,9 @@ def test_a_quantized_model_is_refused(tiny_llama_dir):
         patch_(model)
 
 
-def test_a_config_that_coca_does_not_support_is_refused_and_the_model_left_as_it_was(tiny_llama_dir):
+def test_a_config_that_coca_does_not_support_is_refused_and_the_model_left_as_it_was(
+    tiny_llama_dir,
+):
     model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
     model.config.rope_parameters = {"rope_type": "proportional", "rope_theta": 1e4, "factor": 2.0}
     with pytest.raises(CocaError, match="proportional"):
@@ -107,24 +130,35 @@ def test_a_config_that_coca_does_not_support_is_refused_and_the_model_left_as_it
     assert CocaLlamaForCausalLM is not type(model)
 
 
-def test_a_field_that_is_not_understood_can_be_ignored_and_the_message_names_the_argument(tiny_llama_dir):
+def test_a_field_that_is_not_understood_can_be_ignored_and_the_message_names_the_argument(
+    tiny_llama_dir,
+):
     model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
     model.config.seq_len = 5
     message = r"patch_: model.config: seq_len=5 is not understood.*; ignore_fields=\['seq_len'\] leaves it out"
     with pytest.raises(CocaError, match=message):
         patch_(model)
-    for field, problem in (("hidden_size", "a field that changes the model"), ("seq_lem", "no such field")):
-        with pytest.raises(CocaError, match=rf"patch_: model.config: ignore_fields=\['{field}'\]: got {problem}"):
+    for field, problem in (
+        ("hidden_size", "a field that changes the model"),
+        ("seq_lem", "no such field"),
+    ):
+        with pytest.raises(
+            CocaError, match=rf"patch_: model.config: ignore_fields=\['{field}'\]: got {problem}"
+        ):
             patch_(model, ignore_fields=[field])
     assert type(model) is LlamaForCausalLM
     assert not hasattr(patch_(model, ignore_fields=["seq_len"]).config, "seq_len")
 
 
-def test_hooks_and_weights_that_are_elsewhere_are_refused_and_the_model_left_as_it_was(tiny_llama_dir):
+def test_hooks_and_weights_that_are_elsewhere_are_refused_and_the_model_left_as_it_was(
+    tiny_llama_dir,
+):
     ids = torch.arange(20)[None]
     for where, hook in {
         "the model": lambda m: m.register_forward_hook(lambda *_: None),
-        "model.layers.1.mlp": lambda m: m.model.layers[1].mlp.register_forward_pre_hook(lambda *_: None),
+        "model.layers.1.mlp": lambda m: m.model.layers[1].mlp.register_forward_pre_hook(
+            lambda *_: None
+        ),
         "model.norm": lambda m: m.model.norm.register_full_backward_hook(lambda *_: None),
     }.items():
         model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
@@ -157,7 +191,11 @@ def test_gradient_checkpointing_and_inputs_that_require_gradients_stay_on(tiny_l
     assert model.model.layers[0].self_attn.t_proj.weight.grad.abs().max() > 0
     model.disable_input_require_grads()
     assert not model.get_input_embeddings()(ids).requires_grad
-    assert not patch_(LlamaForCausalLM.from_pretrained(tiny_llama_dir)).model.layers[0].gradient_checkpointing
+    assert (
+        not patch_(LlamaForCausalLM.from_pretrained(tiny_llama_dir))
+        .model.layers[0]
+        .gradient_checkpointing
+    )
 
 
 @pytest.mark.parametrize("sizes", [[300], [300, 259]])
@@ -176,7 +214,9 @@ def test_unpatch_restores_the_original_exactly(tiny_llama_dir):
     untouched, ids = copy.deepcopy(model), torch.arange(20)[None]
     before = dict(model.named_parameters())
     patch_(model, keep_original=True)
-    assert set(model.state_dict()) == {name.replace("k_proj", "t_proj") for name in untouched.state_dict()}
+    assert set(model.state_dict()) == {
+        name.replace("k_proj", "t_proj") for name in untouched.state_dict()
+    }
     model.train()
     assert unpatch_(model) is model
     assert type(model) is LlamaForCausalLM
@@ -207,7 +247,9 @@ def test_unpatch_restores_every_family_exactly(case):
 
 
 @pytest.mark.parametrize(("case", "is_shared"), [("qwen2", True), ("neox-partial", False)])
-def test_unpatch_keeps_what_was_done_to_queries_and_values_where_they_are_projections_of_their_own(case, is_shared):
+def test_unpatch_keeps_what_was_done_to_queries_and_values_where_they_are_projections_of_their_own(
+    case, is_shared
+):
     model, ids = stock_model(case), tokens()
     before = model(ids).logits
     patch_(model, keep_original=True)
@@ -218,14 +260,18 @@ def test_unpatch_keeps_what_was_done_to_queries_and_values_where_they_are_projec
 
 def test_unpatch_needs_the_original(tiny_llama_dir):
     model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
-    with pytest.raises(CocaError, match="got LlamaForCausalLM, expected a model that patch_ changed"):
+    with pytest.raises(
+        CocaError, match="got LlamaForCausalLM, expected a model that patch_ changed"
+    ):
         unpatch_(model)
     with pytest.raises(CocaError, match="got a model without its original projections"):
         unpatch_(patch_(model))
 
 
 def test_a_sharded_model_is_refused(tiny_llama_dir, tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     try:
         model = fully_shard(LlamaForCausalLM.from_pretrained(tiny_llama_dir))
         with pytest.raises(CocaError, match="got FSDPLlamaForCausalLM, expected"):

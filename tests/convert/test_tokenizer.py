@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Regex, Tokenizer, pre_tokenizers
-from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoTokenizer,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from coca_hf import CocaError, convert_checkpoint
 from tests.conftest import TINY
@@ -46,7 +52,9 @@ def edit(file, **fields):
 def test_all_chat_templates_come_along(source, tmp_path):
     folder = source / "additional_chat_templates"
     folder.mkdir()
-    (source / "chat_template.jinja").write_text("{% for m in messages %}<s>{{ m.content }}{% endfor %}")
+    (source / "chat_template.jinja").write_text(
+        "{% for m in messages %}<s>{{ m.content }}{% endfor %}"
+    )
     (folder / "rag.jinja").write_text("rag: {% for m in messages %}{{ m.content }}</s>{% endfor %}")
     (folder / "tool_use.jinja").write_text("tool: {{ messages[0].content }}")
     (folder / "notes.txt").write_text("not a template")
@@ -57,7 +65,11 @@ def test_all_chat_templates_come_along(source, tmp_path):
         name: tokenizer.apply_chat_template(CHAT, chat_template=name, tokenize=False)
         for name in tokenizer.chat_template
     }
-    assert chats == {"default": "<s>Who?<s>I.", "rag": "rag: Who?</s>I.</s>", "tool_use": "tool: Who?"}
+    assert chats == {
+        "default": "<s>Who?<s>I.",
+        "rag": "rag: Who?</s>I.</s>",
+        "tool_use": "tool: Who?",
+    }
     assert not (tmp_path / "dst" / "additional_chat_templates" / "notes.txt").exists()
 
 
@@ -65,16 +77,28 @@ def test_links_of_additional_chat_templates_out_of_the_checkpoint_are_refused(so
     (tmp_path / "secret.jinja").write_text("secret")
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "rag.jinja").symlink_to(tmp_path / "secret.jinja")
-    with pytest.raises(CocaError, match=r"rag\.jinja: is a link to .*secret\.jinja, outside the checkpoint"):
+    with pytest.raises(
+        CocaError, match=r"rag\.jinja: is a link to .*secret\.jinja, outside the checkpoint"
+    ):
         convert_checkpoint(source, tmp_path / "dst")
     shutil.rmtree(source / "additional_chat_templates")
     (source / "additional_chat_templates").symlink_to(tmp_path)
-    with pytest.raises(CocaError, match=r"secret\.jinja: is a link to .*secret\.jinja, outside the checkpoint"):
+    with pytest.raises(
+        CocaError, match=r"secret\.jinja: is a link to .*secret\.jinja, outside the checkpoint"
+    ):
         convert_checkpoint(source, tmp_path / "dst")
 
 
 @pytest.mark.parametrize(
-    "name", ["vocab.txt", "spiece.model", "tokenizer.model.v3", "tekken.json", "qwen.tiktoken", "tokenizer.4.0.json"]
+    "name",
+    [
+        "vocab.txt",
+        "spiece.model",
+        "tokenizer.model.v3",
+        "tekken.json",
+        "qwen.tiktoken",
+        "tokenizer.4.0.json",
+    ],
 )
 def test_files_of_other_tokenizers_come_along(source, tmp_path, name):
     (source / name).write_bytes(b"\x00mine")
@@ -85,12 +109,16 @@ def test_files_of_other_tokenizers_come_along(source, tmp_path, name):
 
 
 def test_a_tokenizer_whose_class_follows_from_the_model_type_stays_the_same(source, tmp_path):
-    """As in distilled Qwen2 models whose tokenizer calls itself LLaMA's: transformers takes Qwen2's, by model_type."""
+    """As in distilled Qwen2 models whose tokenizer calls itself LLaMA's: transformers takes
+    Qwen2's, by model_type.
+    """
     fields = TINY | {"vocab_size": 259}
     Qwen2ForCausalLM(Qwen2Config(**fields)).save_pretrained(source)
     edit(source / "tokenizer_config.json", tokenizer_class="LlamaTokenizerFast")
     convert_checkpoint(source, tmp_path / "dst")
-    assert assert_same_tokenizer(source, tmp_path / "dst").__class__.__name__.startswith("Qwen2Tokenizer")
+    assert assert_same_tokenizer(source, tmp_path / "dst").__class__.__name__.startswith(
+        "Qwen2Tokenizer"
+    )
 
 
 def test_a_tokenizer_without_a_config_stays_the_same(source, tmp_path):
@@ -108,21 +136,29 @@ def test_a_class_that_config_json_names_stays_the_same(source, tmp_path):
 
 @pytest.mark.parametrize("fix", [True, False, None])
 def test_the_mended_regular_expression_of_mistral_stays_mended(source, tmp_path, convert, fix):
-    """The library mends it in large vocabularies where config.json names a version before 5 and a Mistral type."""
-    MistralForCausalLM(MistralConfig(**(TINY | {"num_hidden_layers": 1}), vocab_size=259)).save_pretrained(source)
+    """The library mends it in large vocabularies where config.json names a version before 5 and a
+    Mistral type.
+    """
+    MistralForCausalLM(
+        MistralConfig(**(TINY | {"num_hidden_layers": 1}), vocab_size=259)
+    ).save_pretrained(source)
     edit(source / "config.json", transformers_version="4.50.0")
     content = json.loads((source / "tokenizer.json").read_text())
     content["model"]["vocab"] |= {f"token {number}": number for number in range(259, 100_100)}
     tokenizer = Tokenizer.from_str(json.dumps(content))
     split = pre_tokenizers.Split(Regex(r"[a-z]+|[^a-z]"), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
     tokenizer.save(str(source / "tokenizer.json"))
     if fix is not None:
         edit(source / "tokenizer_config.json", fix_mistral_regex=fix)
     code, printed = convert(source, tmp_path / "dst")
     assert code == 0
     ours = assert_same_tokenizer(source, tmp_path / "dst")
-    first = json.loads(ours.backend_tokenizer.to_str())["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+    first = json.loads(ours.backend_tokenizer.to_str())["pre_tokenizer"]["pretokenizers"][0][
+        "pattern"
+    ]["Regex"]
     assert ("a-z" not in first) is bool(fix)
     assert ("fix_mistral_regex has no effect on" in printed) is (fix is not True)
 
@@ -139,7 +175,9 @@ def test_two_tokens_with_one_id_are_kept(source, tmp_path):
     (source / "tokenizer.json").write_text(json.dumps(content))
     for number in range(5):  # which of the two is written is random
         convert_checkpoint(source, tmp_path / f"dst{number}")
-        assert (tmp_path / f"dst{number}" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+        assert (tmp_path / f"dst{number}" / "tokenizer.json").read_bytes() == (
+            source / "tokenizer.json"
+        ).read_bytes()
 
 
 def test_a_source_that_is_deleted_meanwhile_still_gives_its_tokenizer(source, tmp_path):
@@ -149,5 +187,7 @@ def test_a_source_that_is_deleted_meanwhile_still_gives_its_tokenizer(source, tm
         shutil.rmtree(source, ignore_errors=True)
 
     convert_checkpoint(source, tmp_path / "dst", progress=delete)
-    assert {file.name for file in (tmp_path / "dst").iterdir()} == {f.name for f in (tmp_path / "expected").iterdir()}
+    assert {file.name for file in (tmp_path / "dst").iterdir()} == {
+        f.name for f in (tmp_path / "expected").iterdir()
+    }
     assert_same_tokenizer(tmp_path / "expected", tmp_path / "dst")

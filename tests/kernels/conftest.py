@@ -21,7 +21,9 @@ def _the_interpreter_multiplies_bfloat16(monkeypatch):
     def widened(handle):
         if str(handle.dtype.scalar) != "bf16":
             return handle
-        return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), interpreter.tl.float32)
+        return interpreter.TensorHandle(
+            (handle.data.astype(np.uint32) << 16).view(np.float32), interpreter.tl.float32
+        )
 
     multiply = interpreter.InterpreterBuilder.create_dot
     monkeypatch.setattr(

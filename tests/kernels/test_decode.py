@@ -18,7 +18,9 @@ LIMITS = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
 
 def inputs(b, h, g, n, d, dtype=torch.float32, seed=0):
-    """A query, the cache (t after its ReLU, values as projected, angles of every row), a mask with holes."""
+    """A query, the cache (t after its ReLU, values as projected, angles of every row), a mask with
+    holes.
+    """
     generator = torch.Generator().manual_seed(seed)
     query = 3 * torch.randn(b, h, 1, d, generator=generator)
     t = torch.randn(b, g, n, d // 2, generator=generator).relu()
@@ -34,8 +36,12 @@ def check(query, t, value, cos, sin, mask, strict):
     scaling = query.shape[-1] ** -0.5
     got = decode_attention(query, t, value, cos, sin, mask, scaling, strict)
     key = coca_key(t.double(), cos.double(), sin.double(), "strict" if strict else "slack")
-    key, wide = (x.double().repeat_interleave(query.shape[1] // t.shape[1], dim=1) for x in (key, value))
-    expected = scaled_dot_product_attention(query.double(), key, wide, attn_mask=mask, scale=scaling)
+    key, wide = (
+        x.double().repeat_interleave(query.shape[1] // t.shape[1], dim=1) for x in (key, value)
+    )
+    expected = scaled_dot_product_attention(
+        query.double(), key, wide, attn_mask=mask, scale=scaling
+    )
     assert got.dtype == query.dtype
     assert got.shape == expected.shape
     assert (got.double() - expected).norm() <= LIMITS[query.dtype] * expected.norm()
@@ -79,7 +85,15 @@ def test_any_strides():
     query, t, value, cos, sin, mask = inputs(2, 6, 3, 40, 16)
     longer = torch.nn.functional.pad(t, (0, 0, 5, 9))[..., 5:-9, :]
     spread = torch.stack((value, value), dim=-1).flatten(-2)[..., ::2]
-    check(query.transpose(1, 2).contiguous().transpose(1, 2), longer, spread, cos, sin.mT.contiguous().mT, mask, False)
+    check(
+        query.transpose(1, 2).contiguous().transpose(1, 2),
+        longer,
+        spread,
+        cos,
+        sin.mT.contiguous().mT,
+        mask,
+        False,
+    )
     check(query, t, value, cos, sin, mask.repeat(1, 1, 1, 2)[..., ::2], True)
 
 
@@ -97,7 +111,9 @@ def test_the_operator_is_what_torch_compile_expects():
 
 @pytest.fixture
 def decoded(monkeypatch):
-    """The kernel, put in its place for this machine; the lengths of the caches that it attended from."""
+    """The kernel, put in its place for this machine; the lengths of the caches that it attended
+    from.
+    """
     lengths = []
 
     def counted(query, t, *rest):
@@ -122,14 +138,19 @@ def test_a_model_decodes_with_it_as_near_the_truth_as_with_sdpa(decoded):
         with torch.no_grad():
             for start, end in [(0, 30), *((i, i + 1) for i in range(30, 34))]:
                 chunk, seen = ids[:, start:end].to(DEVICE), mask[:, :end].to(DEVICE)
-                logits.append(each(chunk, attention_mask=seen, past_key_values=cache).logits[:, -1:])
-        errors[attention] = ((torch.cat(logits[1:], 1).cpu().double() - truth).norm() / truth.norm()).item()
+                logits.append(
+                    each(chunk, attention_mask=seen, past_key_values=cache).logits[:, -1:]
+                )
+        errors[attention] = (
+            (torch.cat(logits[1:], 1).cpu().double() - truth).norm() / truth.norm()
+        ).item()
     assert decoded == [length for length in range(31, 35) for _ in range(3)]
     assert errors["coca"] < 1.3 * errors["sdpa"]
 
 
 def test_a_static_cache_decodes_with_it_in_one_graph(decoded, monkeypatch):
-    monkeypatch.setattr(kernels, "_can_decode", lambda query, mask: query.shape[-2] == 1)  # float32 here, to compare
+    # float32 here, to compare
+    monkeypatch.setattr(kernels, "_can_decode", lambda query, mask: query.shape[-2] == 1)
     monkeypatch.setitem(kernels.DECODERS, DEVICE, decode_attention)
     model, ids = tiny_model().to(DEVICE), tokens(1, 14).to(DEVICE)
     expected = model(ids).logits[:, 10:]

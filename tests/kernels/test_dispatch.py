@@ -46,9 +46,12 @@ def test_the_attention_coca_trains_as_sdpa_does():
 
 
 @pytest.mark.parametrize(
-    ("cuda", "triton", "chosen"), [("13.0", True, True), ("13.0", False, False), (None, True, False)]
+    ("cuda", "triton", "chosen"),
+    [("13.0", True, True), ("13.0", False, False), (None, True, False)],
 )
-def test_kernels_are_chosen_where_pytorch_is_built_for_gpus_and_triton_is_there(cuda, triton, chosen, monkeypatch):
+def test_kernels_are_chosen_where_pytorch_is_built_for_gpus_and_triton_is_there(
+    cuda, triton, chosen, monkeypatch
+):
     pytest.importorskip("triton")
     for table in (FOLDS, kernels.DECODERS):
         monkeypatch.delitem(table, "cuda", raising=False)
@@ -66,8 +69,11 @@ def test_kernels_are_chosen_where_pytorch_is_built_for_gpus_and_triton_is_there(
 
 def test_import_coca_hf_starts_no_gpu_driver_and_needs_no_triton():
     program = (
-        "import sys; sys.modules['triton'] = None; import coca_hf, torch; assert not torch.cuda.is_initialized()\n"
+        "import sys; sys.modules['triton'] = None; import coca_hf, torch; assert not "
+        "torch.cuda.is_initialized()\n"
         "assert coca_hf.models.attention.FOLDS == {} or torch.version.cuda"
     )
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    finished = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert finished.returncode == 0, finished.stderr[-2000:]

@@ -1,4 +1,6 @@
-"""The fused fold against the plain one in float64: forward, both gradients, any shape, layout and dtype."""
+"""The fused fold against the plain one in float64: forward, both gradients, any shape, layout and
+dtype.
+"""
 
 import copy
 import random
@@ -17,7 +19,9 @@ LAYOUTS = {
     "contiguous": lambda x: x.contiguous(),
     "as projected": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "every second number": lambda x: torch.stack((x, x + 1), dim=-1).flatten(-2)[..., ::2],
-    "inside a larger one": lambda x: torch.nn.functional.pad(x, (3, 2, 1, 4))[..., 1 : 1 + x.shape[2], 3:-2],
+    "inside a larger one": lambda x: torch.nn.functional.pad(x, (3, 2, 1, 4))[
+        ..., 1 : 1 + x.shape[2], 3:-2
+    ],
     "heads of one fused projection": lambda x: (
         torch.cat((x, x), 1).transpose(1, 2).contiguous().transpose(1, 2)[:, x.shape[1] :]
     ),
@@ -36,7 +40,9 @@ def results(fold, q, t, cos, sin, constraint):
     """Query, key, and the gradients of q and t under weights that tell all numbers apart."""
     q, t = (x.detach().requires_grad_() for x in (q, t))
     outputs = fold(q, t, cos, sin, constraint)
-    weights = [torch.linspace(-1, 2, x.numel(), device=x.device).view(x.shape).to(x.dtype) for x in outputs]
+    weights = [
+        torch.linspace(-1, 2, x.numel(), device=x.device).view(x.shape).to(x.dtype) for x in outputs
+    ]
     gradients = torch.autograd.grad(outputs, (q, t), weights)
     return [x.detach() for x in (*outputs, *gradients)]
 
@@ -87,7 +93,9 @@ def test_more_rows_than_a_program_takes():
     check(*inputs(1, 3, 2, 200, 128), "slack")
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 2, 5, 8), (2, 4, 2, 0, 8), (1, 0, 2, 5, 8), (1, 4, 0, 5, 8)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(0, 4, 2, 5, 8), (2, 4, 2, 0, 8), (1, 0, 2, 5, 8), (1, 4, 0, 5, 8)], ids=str
+)
 def test_nothing_to_fold(shape):
     check(*inputs(*shape), "slack")
 
@@ -147,12 +155,16 @@ def test_a_model_has_the_logits_gradients_and_tokens_of_the_plain_fold(constrain
 def test_a_model_compiles_to_one_graph_around_it(monkeypatch):
     monkeypatch.setitem(FOLDS, DEVICE, fused_fold)
     model, ids = tiny_model().to(DEVICE), tokens().to(DEVICE)
-    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager", dynamic=False)
+    compiled = torch.compile(
+        copy.deepcopy(model), fullgraph=True, backend="aot_eager", dynamic=False
+    )
     runs = []
     for each in (model, compiled):
         output = each(ids, labels=ids, use_cache=False)
         output.loss.backward()
-        runs.append((output.logits.detach(), torch.cat([p.grad.flatten() for p in each.parameters()])))
+        runs.append(
+            (output.logits.detach(), torch.cat([p.grad.flatten() for p in each.parameters()]))
+        )
     for got, expected in zip(*runs, strict=True):
         assert (got - expected).norm() < 1e-5 * expected.norm()
 

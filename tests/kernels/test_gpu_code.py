@@ -1,4 +1,6 @@
-"""The kernels compile to machine code for GPUs that this machine has not, without what would make them slow there."""
+"""The kernels compile to machine code for GPUs that this machine has not, without what would make
+them slow there.
+"""
 
 import json
 import os
@@ -7,8 +9,8 @@ import sys
 
 import pytest
 
-# The arguments that are not compile-time constants are typed by their names: pointers, numbers, and strides, of which
-# the last axis's is 1, as they are where models call.
+# The arguments that are not compile-time constants are typed by their names: pointers, numbers, and
+# strides, of which the last axis's is 1, as they are where models call.
 COMPILE = """
 import json, sys
 import triton
@@ -66,7 +68,11 @@ def found(tmp_path_factory):
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     environment.pop("TRITON_INTERPRET", None)
     finished = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", COMPILE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
     return json.loads(finished.stdout.splitlines()[-1])
@@ -84,5 +90,8 @@ def test_the_fold_reads_16_bytes_at_a_time(found):
 
 
 def test_decoding_reads_t_and_values_16_bytes_at_a_time(found):
-    loads = 4 * 8 * (64 + 128) // (32 * 4 * 8)  # of a thread: keys, heads, numbers over threads and numbers in 16 bytes
-    assert all(one["wide loads"] == loads for name, one in found.items() if name.startswith("_split"))
+    # of a thread: keys, heads, numbers over threads and numbers in 16 bytes
+    loads = 4 * 8 * (64 + 128) // (32 * 4 * 8)
+    assert all(
+        one["wide loads"] == loads for name, one in found.items() if name.startswith("_split")
+    )

@@ -1,8 +1,9 @@
-"""Every family at tiny size, and its independent reference: transformers' own model with only its scores replaced.
+"""Every family at tiny size, and its independent reference: transformers' own model with only its
+scores replaced.
 
-The stock model runs as it is, with projections, norms, masks and residuals of its own. Its keys are made to carry the
-coefficients, each written to both rows of its pair; its attention function, which is handed rotated queries and keys,
-turns them back and contracts three operands.
+The stock model runs as it is, with projections, norms, masks and residuals of its own. Its keys are
+made to carry the coefficients, each written to both rows of its pair; its attention function, which
+is handed rotated queries and keys, turns them back and contracts three operands.
 """
 
 import importlib
@@ -49,7 +50,10 @@ CASES = {
     "mistral": ("mistral", {"head_dim": 14, "sliding_window": None}),
     "mistral-window": ("mistral", {"head_dim": 14, "sliding_window": WINDOW}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen2-window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
     "qwen3": ("qwen3", {"head_dim": 14, "tie_word_embeddings": True}),
     "qwen3-window": (
         "qwen3",
@@ -61,23 +65,33 @@ CASES = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
-    "neox-partial": ("gpt_neox", NEOX | {"rotary_pct": 0.375, "use_parallel_residual": True}),  # 12 of 32 are turned
+    # 12 of 32 are turned
+    "neox-partial": ("gpt_neox", NEOX | {"rotary_pct": 0.375, "use_parallel_residual": True}),
     "neox-sequential": ("gpt_neox", NEOX | {"rotary_pct": 1.0, "use_parallel_residual": False}),
-    "neox-no-bias": ("gpt_neox", NEOX | {"rotary_pct": 0.25, "attention_bias": False, "rotary_emb_base": 500}),
+    "neox-no-bias": (
+        "gpt_neox",
+        NEOX | {"rotary_pct": 0.25, "attention_bias": False, "rotary_emb_base": 500},
+    ),
 }
 
 
 def stock_config(case, **changes):
-    """Transformers' own configuration, eager, because the reference takes the place of eager attention."""
+    """Transformers' own configuration, eager, because the reference takes the place of eager
+    attention.
+    """
     family, fields = CASES[case]
     fields = {name: value for name, value in (SHAPE | fields | changes).items() if value is not ...}
     return CONFIG_MAPPING[family](**fields, attn_implementation="eager")
 
 
 def stock_model(case, **changes):
-    """Random weights, biases and norms included: none is 0 or 1, where it could be left out and nobody would see."""
+    """Random weights, biases and norms included: none is 0 or 1, where it could be left out and
+    nobody would see.
+    """
     torch.manual_seed(6)
-    model = AutoModelForCausalLM.from_config(stock_config(case, **changes), attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(
+        stock_config(case, **changes), attn_implementation="eager"
+    ).eval()
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.3)
@@ -90,7 +104,9 @@ def turned_dims(config):
 
 
 def pairs(config):
-    """Where the family keeps the first and the second of every pair of a head: two index lists of length j."""
+    """Where the family keeps the first and the second of every pair of a head: two index lists of
+    length j.
+    """
     head_dim, turned = turned_dims(config)
     first = [*range(turned // 2), *range(turned, (turned + head_dim) // 2)]
     second = [*range(turned // 2, turned), *range((turned + head_dim) // 2, head_dim)]
@@ -103,18 +119,27 @@ def key_rows(stock, layer):
     head_dim, _ = turned_dims(config)
     if config.model_type == "gpt_neox":
         fused = stock.gpt_neox.layers[layer].attention.query_key_value
-        return {name: p.data.unflatten(0, (-1, 3, head_dim))[:, 1] for name, p in fused.named_parameters()}
+        return {
+            name: p.data.unflatten(0, (-1, 3, head_dim))[:, 1]
+            for name, p in fused.named_parameters()
+        }
     projection = stock.model.layers[layer].self_attn.k_proj
     return {name: p.data.unflatten(0, (-1, head_dim)) for name, p in projection.named_parameters()}
 
 
 def carry_t_(stock, coca):
-    """Write the coefficients' projections of `coca` to both rows of their pairs in the stock model's keys."""
+    """Write the coefficients' projections of `coca` to both rows of their pairs in the stock
+    model's keys.
+    """
     first, second = pairs(stock.config)
     for layer, coca_layer in enumerate(coca.model.layers):
         attention = coca_layer.self_attn
         for name, rows in key_rows(stock, layer).items():
-            t = getattr(attention.t_proj, name).data.unflatten(0, (rows.shape[0], -1)).to(rows.dtype)
+            t = (
+                getattr(attention.t_proj, name)
+                .data.unflatten(0, (rows.shape[0], -1))
+                .to(rows.dtype)
+            )
             rows[:, first], rows[:, second] = t, t
         if stock.config.model_type == "qwen3":
             stock.model.layers[layer].self_attn.k_norm = torch.nn.Identity()
@@ -122,7 +147,9 @@ def carry_t_(stock, coca):
 
 
 def reference_logits(stock, constraint, ids, mask):
-    """Logits of a stock model whose keys carry coefficients, with CoCA's scores in the place of its own."""
+    """Logits of a stock model whose keys carry coefficients, with CoCA's scores in the place of its
+    own.
+    """
     position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
     base = stock.base_model
     first, second = pairs(stock.config)
@@ -138,7 +165,8 @@ def reference_logits(stock, constraint, ids, mask):
             real, imag = rotated[..., first], rotated[..., second]
             length = cos.square() + sin.square()
             turned_back += [(real * cos + imag * sin) / length, (imag * cos - real * sin) / length]
-        assert (turned_back[2] - turned_back[3]).abs().max() < 1e-4  # both rows of a pair carry one coefficient
+        # both rows of a pair carry one coefficient
+        assert (turned_back[2] - turned_back[3]).abs().max() < 1e-4
         q, t = torch.cat(turned_back[:2], dim=-1), turned_back[2].relu()
         scores = coca_scores(q, t, cos, sin, constraint) * scaling
         weights = (scores + attention_mask).softmax(-1)
@@ -146,12 +174,16 @@ def reference_logits(stock, constraint, ids, mask):
         return (weights @ value).transpose(1, 2).contiguous(), weights
 
     with pytest.MonkeyPatch.context() as replaced:
-        replaced.setattr(importlib.import_module(type(stock).__module__), "eager_attention_forward", attend)
+        replaced.setattr(
+            importlib.import_module(type(stock).__module__), "eager_attention_forward", attend
+        )
         return stock(ids, attention_mask=mask, position_ids=position_ids, use_cache=False).logits
 
 
 def coca_model(case, constraint, **options):
-    """The CoCA model of a stock model, patched (so with the start), and with other t weights than the start's."""
+    """The CoCA model of a stock model, patched (so with the start), and with other t weights than
+    the start's.
+    """
     model = coca_hf.patch_(stock_model(case), constraint)
     generator = torch.Generator().manual_seed(4)
     for layer in model.model.layers:

@@ -9,7 +9,8 @@ from coca_hf import AlibiLlamaConfig, AlibiLlamaForCausalLM
 from coca_hf.models.alibi import alibi_slopes
 from tests.models.families import SHAPE, tokens
 
-BACKENDS = {"eager": (torch.float32, 2e-5), "sdpa": (torch.float64, 1e-5)}  # LLaMA's norms compute in fp32
+# LLaMA's norms compute in fp32
+BACKENDS = {"eager": (torch.float32, 2e-5), "sdpa": (torch.float64, 1e-5)}
 
 
 def alibi_model(heads=6, **fields):
@@ -20,20 +21,27 @@ def alibi_model(heads=6, **fields):
 
 @pytest.mark.parametrize("heads", [1, 2, 6, 8, 12, 20])
 def test_slopes_are_blooms(heads):
-    bloom = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]  # what a step of one adds
+    # what a step of one adds
+    bloom = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
     torch.testing.assert_close(alibi_slopes(heads), bloom)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("heads", [6, 4])
 def test_logits_are_those_of_llamas_blocks_with_blooms_bias(heads, backend, monkeypatch):
-    """The reference: a stock LLaMA with no angles, whose scores get BLOOM's bias, which counts from the row's start."""
+    """The reference: a stock LLaMA with no angles, whose scores get BLOOM's bias, which counts from
+    the row's start.
+    """
     dtype, limit = BACKENDS[backend]
     model = alibi_model(heads, num_key_value_heads=2, attn_implementation=backend).to(dtype)
     ids = tokens()
     mask = torch.ones_like(ids)
     mask[1, :6] = 0
-    fields = model.config.to_dict() | {"rope_parameters": None, "model_type": "llama", "auto_map": None}
+    fields = model.config.to_dict() | {
+        "rope_parameters": None,
+        "model_type": "llama",
+        "auto_map": None,
+    }
     stock = LlamaForCausalLM(LlamaConfig(**fields)).to(dtype).eval()
     stock.load_state_dict(model.state_dict())
     bias = build_alibi_tensor(mask, heads, dtype).view(2, heads, 1, 23)
@@ -61,7 +69,9 @@ def test_cache_padding_and_static_cache_give_the_tokens_of_no_cache(backend):
     mask = (ids != 0).long()
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=13, use_cache=False)
     assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=13), expected)
-    static = model.generate(ids, attention_mask=mask, max_new_tokens=13, cache_implementation="static")
+    static = model.generate(
+        ids, attention_mask=mask, max_new_tokens=13, cache_implementation="static"
+    )
     assert torch.equal(static, expected)
     alone = model.generate(short, max_new_tokens=13, use_cache=False)
     assert torch.equal(expected[0, 11:], alone[0, 6:])
@@ -70,11 +80,16 @@ def test_cache_padding_and_static_cache_give_the_tokens_of_no_cache(backend):
 
 def test_scores_fall_with_distance_and_nothing_else_knows_positions():
     model, ids = alibi_model().double(), tokens(1)
-    assert torch.equal(model(ids, position_ids=torch.arange(23)[None] + 50).logits, model(ids).logits)
+    assert torch.equal(
+        model(ids, position_ids=torch.arange(23)[None] + 50).logits, model(ids).logits
+    )
     model.set_attn_implementation("eager")
-    same = model.float()(torch.full((1, 9), 5), output_attentions=True).attentions[0][0]  # one token, nine times
+    # one token, nine times
+    same = model.float()(torch.full((1, 9), 5), output_attentions=True).attentions[0][0]
     ratio = same[:, 8, 1:] / same[:, 8, :-1]
-    torch.testing.assert_close(ratio, alibi_slopes(6).exp()[:, None].expand(6, 8), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        ratio, alibi_slopes(6).exp()[:, None].expand(6, 8), rtol=1e-4, atol=0
+    )
 
 
 def test_trains_saves_and_loads_by_the_auto_classes(tmp_path):

@@ -60,8 +60,13 @@ def test_strict_reference_is_the_closed_form_of_eq_17():
     inv_freq = 10000.0 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
     cosine = (distance[..., None] * inv_freq).cos()  # (m, n, j)
     energy = q[..., : D // 2] ** 2 + q[..., D // 2 :] ** 2
-    expected = torch.einsum("bhmj,bhnj,mnj->bhmn", energy, t.relu().repeat_interleave(2, dim=1), cosine)
-    assert relative_error(contracted_scores(q, t, *angles(torch.arange(M)), "strict"), expected) < 1e-12
+    expected = torch.einsum(
+        "bhmj,bhnj,mnj->bhmn", energy, t.relu().repeat_interleave(2, dim=1), cosine
+    )
+    assert (
+        relative_error(contracted_scores(q, t, *angles(torch.arange(M)), "strict"), expected)
+        < 1e-12
+    )
 
 
 def test_slack_reference_is_eq_10_term_by_term():
@@ -93,7 +98,12 @@ def test_query_and_key_of_a_pair_are_collinear_before_rotation():
     q, t = random_inputs(5, 5)
     q = torch.cat((q[..., : D // 2], q[..., : D // 2]), dim=-1)
     position = angles(torch.arange(M))
-    assert relative_error(folded_scores(q, t, *position, "slack"), folded_scores(q, t, *position, "strict")) < 1e-12
+    assert (
+        relative_error(
+            folded_scores(q, t, *position, "slack"), folded_scores(q, t, *position, "strict")
+        )
+        < 1e-12
+    )
 
 
 def test_rotate_turns_by_the_sum_of_angles():
@@ -106,8 +116,14 @@ def test_rotate_turns_by_the_sum_of_angles():
 @pytest.mark.parametrize("longest", [0.1, 30.0, 1000.0])
 def test_pairs_of_queries_up_to_1000_long_are_folded_in_float16(constraint, longest):
     generator = torch.Generator().manual_seed(5)
-    length, direction, angle = torch.rand(3, 2000, 1, 1, 1, dtype=torch.float64, generator=generator)
-    q = longest * length.sqrt() * torch.cat(((6.3 * direction).cos(), (6.3 * direction).sin()), dim=-1)
+    length, direction, angle = torch.rand(
+        3, 2000, 1, 1, 1, dtype=torch.float64, generator=generator
+    )
+    q = (
+        longest
+        * length.sqrt()
+        * torch.cat(((6.3 * direction).cos(), (6.3 * direction).sin()), dim=-1)
+    )
     q, cos, sin = (x.half() for x in (q, (6.3 * angle).cos(), (6.3 * angle).sin()))
     got = coca_query(q, cos, sin, constraint).double()
     expected = coca_query(*(x.double() for x in (q, cos, sin)), constraint)

@@ -15,10 +15,14 @@ from tests.models.families import coca_model, stock_model
 from tests.models.test_llama import tiny_model, tokens
 
 
-@pytest.mark.skipif(shutil.which("c++") is None, reason="torch compiles flex_attention with a C++ compiler")
+@pytest.mark.skipif(
+    shutil.which("c++") is None, reason="torch compiles flex_attention with a C++ compiler"
+)
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
 def test_flex_attention_gives_the_logits_of_eager(constraint):
-    model = tiny_model(constraint, hidden_size=96, initializer_range=0.1, attn_implementation="eager")
+    model = tiny_model(
+        constraint, hidden_size=96, initializer_range=0.1, attn_implementation="eager"
+    )
     ids = tokens()
     mask = torch.ones_like(ids)
     mask[1, :6] = 0
@@ -35,14 +39,22 @@ def test_continuous_batching_gives_the_tokens_of_generate(constraint):
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (5, 19, 11)]
     config = GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=-1, pad_token_id=0)
     results = model.generate_batch(prompts, generation_config=config, progress_bar=False)
-    got = [result.generated_tokens for result in sorted(results.values(), key=lambda result: result.request_id)]
-    expected = [model.generate(torch.tensor([p]), max_new_tokens=9, do_sample=False)[0, len(p) :] for p in prompts]
+    got = [
+        result.generated_tokens
+        for result in sorted(results.values(), key=lambda result: result.request_id)
+    ]
+    expected = [
+        model.generate(torch.tensor([p]), max_new_tokens=9, do_sample=False)[0, len(p) :]
+        for p in prompts
+    ]
     assert sorted(got) == sorted(x.tolist() for x in expected)
 
 
 def test_many_sequences_in_one_row_are_refused_where_the_base_depends_on_the_sequence():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    with pytest.raises(ValueError, match="continuous batching computes many sequences as one row; bake one base in"):
+    with pytest.raises(
+        ValueError, match="continuous batching computes many sequences as one row; bake one base in"
+    ):
         tiny_model(rope_parameters=rope).generate_batch([[1, 2, 3]])
     config = CocaLlamaConfig(rope_parameters=rope)
     config._attn_implementation = "vllm"  # what vLLM sets before it builds the model
@@ -96,7 +108,13 @@ def test_loaded_over_two_processes_it_has_the_logits_gradients_and_tokens_of_one
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        f"--master-port={port}",
+    ]
     finished = subprocess.run(
         [*command, tmp_path / "distributed.py", tmp_path, kind, *families],
         capture_output=True,
@@ -133,8 +151,12 @@ def test_heads_that_tensor_parallelism_split_are_refused_in_one_line():
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention", "coca"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
-def test_half_precision_on_a_gpu_is_near_the_logits_of_a_cpu_in_float32(constraint, dtype, attention):
-    model = tiny_model(constraint, hidden_size=192, initializer_range=0.05, attn_implementation="eager")
+def test_half_precision_on_a_gpu_is_near_the_logits_of_a_cpu_in_float32(
+    constraint, dtype, attention
+):
+    model = tiny_model(
+        constraint, hidden_size=192, initializer_range=0.05, attn_implementation="eager"
+    )
     ids, mask = tokens(2, 40), torch.ones(2, 40, dtype=torch.long)
     mask[1, :6] = 0
     with torch.no_grad():
@@ -158,7 +180,11 @@ def test_a_model_half_on_a_gpu_and_half_on_the_cpu_generates_the_same_tokens(att
         "model.norm": "cpu",
         "lm_head": "cpu",
     }
-    places |= {f"model.layers.{number}": "cpu" for number in range(1, model.config.num_hidden_layers)}
-    split = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, attn_implementation=attention)
+    places |= {
+        f"model.layers.{number}": "cpu" for number in range(1, model.config.num_hidden_layers)
+    }
+    split = AutoModelForCausalLM.from_pretrained(
+        tmp_path, device_map=places, attn_implementation=attention
+    )
     got = split.generate(ids.cuda(), max_new_tokens=12, do_sample=False)
     assert torch.equal(got.cpu(), expected)

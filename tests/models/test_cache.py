@@ -1,4 +1,6 @@
-"""The half-width key cache: three quarters of the bytes, the tokens of the standard cache in every way of decoding."""
+"""The half-width key cache: three quarters of the bytes, the tokens of the standard cache in every
+way of decoding.
+"""
 
 import copy
 import pickle
@@ -27,7 +29,8 @@ def test_keys_and_values_take_three_quarters_of_the_bytes(kv_heads):
     for cache in (half, full):
         model(ids, past_key_values=cache)
     assert bytes_of(half, 3) == 0.75 * bytes_of(full, 3)
-    assert bytes_of(full, 3) == 2 * 3 * 2 * kv_heads * 23 * 8 * 4  # k and v, layers, rows, heads, tokens, d, bytes
+    # k and v, layers, rows, heads, tokens, d, bytes
+    assert bytes_of(full, 3) == 2 * 3 * 2 * kv_heads * 23 * 8 * 4
     (angles,) = half.angles.values()
     assert angles.keys.shape == angles.values.shape == (2, 1, 23, 4)
 
@@ -37,7 +40,9 @@ def test_forward_and_generate_use_it_unless_another_is_asked_for():
     assert isinstance(model(ids, use_cache=True).past_key_values, CocaCache)
 
     def cache_of(**arguments):
-        return model.generate(ids, max_new_tokens=3, return_dict_in_generate=True, **arguments).past_key_values
+        return model.generate(
+            ids, max_new_tokens=3, return_dict_in_generate=True, **arguments
+        ).past_key_values
 
     assert isinstance(cache_of(), CocaCache)
     assert isinstance(cache_of(cache_implementation="static"), StaticCache)
@@ -64,7 +69,8 @@ def test_every_way_of_decoding_gives_the_tokens_of_the_standard_cache(constraint
     if mode.get("assistant"):
         assistant = copy.deepcopy(model)
         with torch.no_grad():
-            assistant.model.layers[2].mlp.down_proj.weight.mul_(0.7)  # agrees with the model, but not always
+            # agrees with the model, but not always
+            assistant.model.layers[2].mlp.down_proj.weight.mul_(0.7)
         mode = {"assistant_model": assistant, "do_sample": False}
     prompt = tokens(1, 9).repeat(1, 2)
 
@@ -114,8 +120,11 @@ def test_what_is_done_to_the_cache_is_done_to_the_angles(operation, constraint):
             cache.reorder_cache(rows)
         else:
             cache.reset()
-        past = cache.get_seq_length()  # after a reset: whether zeros are part of it, transformers' versions differ in
-        logits.append(model(ids[rows, past:], attention_mask=mask[rows], past_key_values=cache).logits)
+        # after a reset: whether zeros are part of it, transformers' versions differ in
+        past = cache.get_seq_length()
+        logits.append(
+            model(ids[rows, past:], attention_mask=mask[rows], past_key_values=cache).logits
+        )
     torch.testing.assert_close(*logits, rtol=0, atol=1e-11)
 
 
@@ -127,10 +136,15 @@ def test_new_tokens_are_written_behind_the_others_without_copying_them():
         model(ids[:, :20], past_key_values=cache)
         for i in range(20, 23):
             got.append(model(ids[:, i : i + 1], past_key_values=cache).logits)
-            places.add(tuple(x.data_ptr() for layer in cache.layers for x in (layer.keys, layer.values)))
+            places.add(
+                tuple(x.data_ptr() for layer in cache.layers for x in (layer.keys, layer.values))
+            )
     assert len(places) == 1
     rows, kv_heads, pairs, num_bytes = 2, 2, 4, 8
-    assert cache.layers[0].keys.untyped_storage().nbytes() == rows * kv_heads * (21 + ROOM) * pairs * num_bytes
+    assert (
+        cache.layers[0].keys.untyped_storage().nbytes()
+        == rows * kv_heads * (21 + ROOM) * pairs * num_bytes
+    )
     torch.testing.assert_close(torch.cat(got, dim=1), expected, rtol=0, atol=1e-11)
 
 
@@ -194,7 +208,9 @@ def test_static_cache_decodes_compiled_as_one_graph(kind, constraint):
 
 def test_a_static_cache_of_half_width_keys_refuses_windows():
     config = coca_model("mistral-window", "slack").config
-    with pytest.raises(ValueError, match="CocaStaticCache: got a model with sliding windows, expected one without"):
+    with pytest.raises(
+        ValueError, match="CocaStaticCache: got a model with sliding windows, expected one without"
+    ):
         CocaStaticCache(config, max_cache_len=16)
 
 
@@ -207,14 +223,21 @@ def on_two_devices(model, second):
 
 @pytest.mark.parametrize(
     ("case", "make_cache"),
-    [("llama", CocaCache), ("mistral-window", CocaCache), ("llama", partial(CocaStaticCache, max_cache_len=16))],
+    [
+        ("llama", CocaCache),
+        ("mistral-window", CocaCache),
+        ("llama", partial(CocaStaticCache, max_cache_len=16)),
+    ],
     ids=["llama", "mistral-window", "static"],
 )
 @pytest.mark.parametrize("backend", ["sdpa", "coca"])
 @torch.no_grad()
 def test_every_device_of_a_model_has_the_angles_of_its_keys(backend, case, make_cache):
     """The device `meta` has no numbers, and refuses those of another device."""
-    model, ids = on_two_devices(coca_model(case, "slack", attn_implementation=backend), "meta"), tokens(2, 9)
+    model, ids = (
+        on_two_devices(coca_model(case, "slack", attn_implementation=backend), "meta"),
+        tokens(2, 9),
+    )
     cache = make_cache(model.config)
     model(ids, past_key_values=cache)
     logits = model(ids[:, :1], position_ids=torch.tensor([[9]]), past_key_values=cache).logits
@@ -229,7 +252,9 @@ def test_every_device_of_a_model_has_the_angles_of_its_keys(backend, case, make_
 def test_a_model_on_two_devices_generates_what_it_does_on_one(mode, backend):
     model, ids = coca_model("llama", "slack", attn_implementation=backend).double(), tokens(2, 9)
     expected = model.generate(ids, max_new_tokens=12, **mode)
-    assert torch.equal(on_two_devices(model, "cuda:0").generate(ids, max_new_tokens=12, **mode).cpu(), expected)
+    assert torch.equal(
+        on_two_devices(model, "cuda:0").generate(ids, max_new_tokens=12, **mode).cpu(), expected
+    )
 
 
 class FakeStream:
@@ -264,7 +289,11 @@ def test_an_offloaded_cache_has_every_layer_back_before_it_is_used(monkeypatch):
     monkeypatch.setattr(DynamicLayer, "offload", offload)
     monkeypatch.setattr(DynamicLayer, "prefetch", prefetch)
     output = model.generate(
-        ids, max_new_tokens=6, do_sample=False, cache_implementation="offloaded", return_dict_in_generate=True
+        ids,
+        max_new_tokens=6,
+        do_sample=False,
+        cache_implementation="offloaded",
+        return_dict_in_generate=True,
     )
     assert torch.equal(output.sequences, expected)
     assert isinstance(output.past_key_values, CocaCache)
@@ -279,6 +308,10 @@ def test_an_offloaded_cache_on_a_gpu_gives_the_tokens_of_the_standard_one(implem
         ids, max_new_tokens=20, do_sample=False, past_key_values=DynamicCache(config=model.config)
     )
     output = model.generate(
-        ids, max_new_tokens=20, do_sample=False, cache_implementation=implementation, disable_compile=True
+        ids,
+        max_new_tokens=20,
+        do_sample=False,
+        cache_implementation=implementation,
+        disable_compile=True,
     )  # PyTorch 2.11 crashes where it compiles the streams of a static offloaded cache, LLaMA's too
     assert torch.equal(output, expected)

@@ -1,4 +1,6 @@
-"""Every family's CoCA is its own transformers model with other scores, on every path that people take."""
+"""Every family's CoCA is its own transformers model with other scores, on every path that people
+take.
+"""
 
 import copy
 import itertools
@@ -21,7 +23,8 @@ from tests.models.families import (
     tokens,
 )
 
-# transformers' eager attention takes the softmax in fp32, and its RMS norms compute in fp32 whatever the model's dtype.
+# transformers' eager attention takes the softmax in fp32, and its RMS norms compute in fp32
+# whatever the model's dtype.
 BACKENDS = {"eager": (torch.float32, 1e-4), "sdpa": (torch.float64, 1e-5)}
 CONSTRAINTS = pytest.mark.parametrize("constraint", ["slack", "strict"])
 EVERY_CASE = pytest.mark.parametrize("case", CASES)
@@ -37,7 +40,10 @@ def test_logits_are_those_of_the_stock_model_with_contracted_scores(case, backen
     ids = tokens()
     mask = torch.ones_like(ids)
     mask[1, :6] = 0
-    got, expected = model(ids, attention_mask=mask).logits, reference_logits(stock, constraint, ids, mask)
+    got, expected = (
+        model(ids, attention_mask=mask).logits,
+        reference_logits(stock, constraint, ids, mask),
+    )
     assert expected[mask.bool()].std() > 0.1
     assert (got - expected)[mask.bool()].abs().max() < limit
     other = "strict" if constraint == "slack" else "slack"
@@ -60,7 +66,9 @@ def test_cached_decoding_with_left_padding_gives_the_tokens_of_no_cache(case, co
     short, long = tokens(1, 6), tokens(1, 11, seed=8)
     ids = torch.cat((torch.nn.functional.pad(short, (5, 0)), long))
     mask = (ids != 0).long()
-    cached = model.generate(ids, attention_mask=mask, max_new_tokens=13, return_dict_in_generate=True)
+    cached = model.generate(
+        ids, attention_mask=mask, max_new_tokens=13, return_dict_in_generate=True
+    )
     assert isinstance(cached.past_key_values, CocaCache)
     plain = model.generate(ids, attention_mask=mask, max_new_tokens=13, use_cache=False)
     assert torch.equal(cached.sequences, plain)
@@ -85,7 +93,8 @@ def test_an_assistant_goes_on_beyond_its_window(case):
     model = coca_model(case, "slack").double()
     assistant = copy.deepcopy(model)
     with torch.no_grad():
-        assistant.model.layers[2].mlp.down_proj.weight.mul_(0.7)  # agrees with the model, but not always
+        # agrees with the model, but not always
+        assistant.model.layers[2].mlp.down_proj.weight.mul_(0.7)
     prompt = tokens(1, 9).repeat(1, 2)
     expected = model.generate(prompt, max_new_tokens=20, do_sample=False)
     got = model.generate(prompt, max_new_tokens=20, do_sample=False, assistant_model=assistant)
@@ -113,14 +122,18 @@ def test_a_window_forgets_what_lies_behind_it_in_model_and_cache(case):
 
 
 def test_pairs_that_are_not_turned_do_not_depend_on_positions():
-    """With nothing but them (the turned part of the queries is zero), slack too is the same at shifted positions."""
+    """With nothing but them (the turned part of the queries is zero), slack too is the same at
+    shifted positions.
+    """
     model, ids = coca_model("neox-partial", "slack").double(), tokens()
     for layer in model.model.layers:
         q_proj = layer.self_attn.q_proj
         for parameter in q_proj.parameters():
             heads = parameter.data.unflatten(0, (3, 2, 16))
             heads[:, :, :6] = 0  # the first 6 pairs are the turned ones
-    here, there = (model(ids, position_ids=torch.arange(23)[None] + shift).logits for shift in (0, 1000))
+    here, there = (
+        model(ids, position_ids=torch.arange(23)[None] + shift).logits for shift in (0, 1000)
+    )
     assert (here - there).abs().max() < 1e-5
     assert here.std() > 0.1
 
@@ -151,7 +164,10 @@ def test_fresh_models_train_record_and_compile(case):
     """From a configuration alone: every parameter gets a gradient, and the whole is one graph."""
     config = coca_model(case, "slack").config
     torch.manual_seed(3)
-    model, ids = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval(), tokens()
+    model, ids = (
+        AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval(),
+        tokens(),
+    )
     output = model(ids, labels=ids, output_attentions=True, output_hidden_states=True)
     output.loss.backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
@@ -159,7 +175,9 @@ def test_fresh_models_train_record_and_compile(case):
     assert len(output.hidden_states) == 4
     model.set_attn_implementation("sdpa")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(ids, use_cache=False).logits, output.logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        compiled(ids, use_cache=False).logits, output.logits, atol=1e-4, rtol=1e-4
+    )
 
 
 def test_dropout_of_gpt_neox_is_applied_in_training_only():

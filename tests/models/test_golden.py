@@ -12,8 +12,9 @@ from coca_hf.convert.initialise import fold_pairs
 
 GOLDEN = Path(__file__).parent / "golden"
 
-# The golden numbers were computed in fp32, with t averaged after its projection; exact arithmetic is up to 9.2e-6 away
-# from them. So 1e-5 is asked of fp64, and fp32 is given its own rounding on top.
+# The golden numbers were computed in fp32, with t averaged after its projection; exact arithmetic
+# is up to 9.2e-6 away from them. So 1e-5 is asked of fp64, and fp32 is given its own rounding on
+# top.
 LOGITS_LIMIT = {torch.float64: 1e-5, torch.float32: 2e-5}
 
 
@@ -26,8 +27,12 @@ def test_logits_loss_and_gradient_of_the_released_code(case, backend, dtype):
     golden = load_file(GOLDEN / f"{case}.safetensors")
     model = CocaLlamaForCausalLM(CocaLlamaConfig(**fields, attn_implementation=backend)).to(dtype)
     kv_heads = model.config.num_key_value_heads
-    weights = {name[2:]: tensor.to(dtype) for name, tensor in golden.items() if name.startswith("w.")}
-    folded = {name: fold_pairs(w, kv_heads) if "t_proj" in name else w for name, w in weights.items()}
+    weights = {
+        name[2:]: tensor.to(dtype) for name, tensor in golden.items() if name.startswith("w.")
+    }
+    folded = {
+        name: fold_pairs(w, kv_heads) if "t_proj" in name else w for name, w in weights.items()
+    }
     model.load_state_dict(folded)
 
     output = model(golden["input_ids"], labels=golden["input_ids"])

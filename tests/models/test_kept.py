@@ -1,4 +1,6 @@
-"""Layers that keep the original's attention: exactly the original's, on every path that people take, beside CoCA's."""
+"""Layers that keep the original's attention: exactly the original's, on every path that people
+take, beside CoCA's.
+"""
 
 import copy
 import itertools
@@ -22,7 +24,9 @@ CONSTRAINTS = pytest.mark.parametrize("constraint", ["slack", "strict"])
 
 
 def kept_model(case, keep_layers, constraint="slack", attn_implementation="sdpa", **changes):
-    """`stock_model(case)`, patched but for `keep_layers`, with coefficients that all differ from zero and the start."""
+    """`stock_model(case)`, patched but for `keep_layers`, with coefficients that all differ from
+    zero and the start.
+    """
     model = patch_(stock_model(case, **changes), constraint, keep_layers=keep_layers)
     generator = torch.Generator().manual_seed(4)
     for layer in model.model.layers:
@@ -47,7 +51,9 @@ def test_a_model_that_keeps_all_layers_is_the_original(case):
     assert expected[mask.bool()].std() > 0.1
     assert (got - expected)[mask.bool()].abs().max() < 1e-6
     prompt = tokens(1, 9)
-    expected, got = (model.generate(prompt, max_new_tokens=20, do_sample=False) for model in (stock, kept))
+    expected, got = (
+        model.generate(prompt, max_new_tokens=20, do_sample=False) for model in (stock, kept)
+    )
     assert torch.equal(got, expected)
     assert len(got[0, 9:].unique()) > 3
 
@@ -55,7 +61,9 @@ def test_a_model_that_keeps_all_layers_is_the_original(case):
 @CONSTRAINTS
 @EVERY_CASE
 def test_a_mix_is_the_original_and_the_converted_model_layer_by_layer(case, constraint):
-    """Layers 0 and 2 of the original and layer 1 of the model with all layers converted, run by hand, one by one."""
+    """Layers 0 and 2 of the original and layer 1 of the model with all layers converted, run by
+    hand, one by one.
+    """
     stock, mixed = stock_model(case).double(), kept_model(case, [0, 2], constraint).double()
     converted = patch_(copy.deepcopy(stock), constraint)
     converted.model.layers[1].load_state_dict(mixed.model.layers[1].state_dict())
@@ -71,7 +79,9 @@ def test_a_mix_is_the_original_and_the_converted_model_layer_by_layer(case, cons
     layers = [base.layers[0], converted.model.layers[1], base.layers[2]]
     for number, (layer, angles) in enumerate(zip(layers, (full, half, full), strict=True)):
         mask = masks[kinds[number]]
-        states = layer(states, attention_mask=mask, position_ids=positions, position_embeddings=angles)
+        states = layer(
+            states, attention_mask=mask, position_ids=positions, position_embeddings=angles
+        )
     expected = stock.get_output_embeddings()(converted.model.norm(states))
     got = mixed(ids).logits
     assert (got - expected).abs().max() < 1e-6
@@ -82,11 +92,15 @@ def test_a_mix_is_the_original_and_the_converted_model_layer_by_layer(case, cons
 @pytest.mark.parametrize("keep_layers", [[0], [1, 2]])
 @pytest.mark.parametrize("kind", [CocaCache, DynamicCache, CocaStaticCache, StaticCache])
 @EVERY_CASE
-def test_cached_decoding_in_pieces_equals_the_full_forward_at_every_position(case, kind, keep_layers):
+def test_cached_decoding_in_pieces_equals_the_full_forward_at_every_position(
+    case, kind, keep_layers
+):
     model, ids = kept_model(case, keep_layers).double(), tokens()
     if "window" in case and "Static" in kind.__name__:
         pytest.skip("CocaStaticCache is for models without windows")
-    cache = kind(config=model.config, **({"max_cache_len": 23} if "Static" in kind.__name__ else {}))
+    cache = kind(
+        config=model.config, **({"max_cache_len": 23} if "Static" in kind.__name__ else {})
+    )
     cuts = (0, 4, 10, 11, 12, 15, 23)
     pieces = [model(ids[:, a:b], past_key_values=cache).logits for a, b in itertools.pairwise(cuts)]
     assert (torch.cat(pieces, dim=1) - model(ids).logits).abs().max() < 1e-5
@@ -96,7 +110,8 @@ def test_the_cache_holds_half_width_keys_where_coca_is_and_full_ones_where_not()
     model, ids = kept_model("llama", [1]), tokens()
     cache = CocaCache(model.config)
     model(ids, past_key_values=cache)
-    assert [layer.keys.shape[-1] for layer in cache.layers] == [4, 8, 4, 4]  # the last are the angles
+    # the last are the angles
+    assert [layer.keys.shape[-1] for layer in cache.layers] == [4, 8, 4, 4]
     assert [layer.values.shape[-1] for layer in cache.layers[:3]] == [8, 8, 8]
 
 
@@ -115,7 +130,9 @@ def test_every_way_of_decoding_gives_the_tokens_of_the_standard_cache(mode, atte
     """Layer 0, from which a half-width cache has its angles, is kept."""
     model, prompt = tiny_model(coca_kept_layers=[0]).double(), tokens(1, 9).repeat(1, 2)
     plain = {} if "cache_implementation" in mode else mode
-    expected = model.generate(prompt, max_new_tokens=20, past_key_values=DynamicCache(config=model.config), **plain)
+    expected = model.generate(
+        prompt, max_new_tokens=20, past_key_values=DynamicCache(config=model.config), **plain
+    )
     model.set_attn_implementation(attention)
     assert torch.equal(model.generate(prompt, max_new_tokens=20, **mode), expected)
     assert len(expected[0, 9:].unique()) > 3
@@ -142,25 +159,38 @@ def test_what_is_done_to_the_cache_is_done_to_keys_of_both_widths(operation):
         else:
             cache.reset()
             past = 0
-        logits.append(model(ids[rows, past:], attention_mask=mask[rows], past_key_values=cache).logits)
+        logits.append(
+            model(ids[rows, past:], attention_mask=mask[rows], past_key_values=cache).logits
+        )
     torch.testing.assert_close(*logits, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("kind", [StaticCache, CocaStaticCache])
 def test_static_cache_decodes_compiled_as_one_graph(kind):
     torch.compiler.reset()
-    model, ids = tiny_model(coca_kept_layers=[0], attn_implementation="sdpa").double(), tokens(1, 12)
+    model, ids = (
+        tiny_model(coca_kept_layers=[0], attn_implementation="sdpa").double(),
+        tokens(1, 12),
+    )
     expected = model(ids).logits[:, 8:]
     cache = kind(config=model.config, max_cache_len=16)
     model(ids[:, :8], past_key_values=cache)
     step = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager", dynamic=False)
-    got = [step(ids[:, i : i + 1], position_ids=torch.tensor([[i]]), past_key_values=cache).logits for i in (8, 9)]
+    got = [
+        step(ids[:, i : i + 1], position_ids=torch.tensor([[i]]), past_key_values=cache).logits
+        for i in (8, 9)
+    ]
     assert (torch.cat(got, dim=1) - expected[:, :2]).abs().max() < 1e-11
 
 
-@pytest.mark.skipif(shutil.which("c++") is None, reason="torch compiles flex_attention with a C++ compiler")
+@pytest.mark.skipif(
+    shutil.which("c++") is None, reason="torch compiles flex_attention with a C++ compiler"
+)
 def test_flex_attention_gives_the_logits_of_eager():
-    model, ids = tiny_model(coca_kept_layers=[1], hidden_size=96, attn_implementation="eager"), tokens()
+    model, ids = (
+        tiny_model(coca_kept_layers=[1], hidden_size=96, attn_implementation="eager"),
+        tokens(),
+    )
     expected = model(ids).logits
     model.set_attn_implementation("flex_attention")
     with torch.no_grad():
@@ -173,7 +203,9 @@ def test_kept_layers_have_the_angles_of_dynamic_ntk_and_of_longer_texts_decode_a
     model = patch_(copy.deepcopy(stock), keep_layers=[0, 1, 2])
     assert (model(ids).logits - stock(ids).logits).abs().max() < 1e-6  # trained on 64
     mixed = kept_model("llama", [1], rope_parameters=rope).double()
-    out = mixed.generate(ids, max_new_tokens=9, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    out = mixed.generate(
+        ids, max_new_tokens=9, do_sample=False, return_dict_in_generate=True, output_logits=True
+    )
     full = mixed(out.sequences, rope_length=105).logits[:, 95:-1]
     assert (torch.stack(out.logits, dim=1) - full).abs().max() < 1e-5
 
@@ -195,14 +227,19 @@ def test_fresh_models_train_record_and_compile(case):
     torch.compiler.reset()
     config = kept_model(case, [1]).config
     torch.manual_seed(3)
-    model, ids = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval(), tokens()
+    model, ids = (
+        AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval(),
+        tokens(),
+    )
     output = model(ids, labels=ids, output_attentions=True)
     output.loss.backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
     assert len(output.attentions) == 3
     model.set_attn_implementation("sdpa")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(ids, use_cache=False).logits, output.logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        compiled(ids, use_cache=False).logits, output.logits, atol=1e-4, rtol=1e-4
+    )
 
 
 @EVERY_CASE
@@ -218,8 +255,12 @@ def test_the_reference_leaves_kept_layers_as_they_are(case):
 def test_adapters_lie_on_the_keys_of_kept_layers_and_on_the_coefficients_of_the_others():
     targets = ["q_proj", "k_proj", "t_proj", "v_proj"]
     model, ids = kept_model("qwen3", [1]), tokens()
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
-    adapters = [name.split(".")[4:7:2] for name, _ in adapted.named_parameters() if "lora_A" in name]
+    adapted = get_peft_model(
+        model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    )
+    adapters = [
+        name.split(".")[4:7:2] for name, _ in adapted.named_parameters() if "lora_A" in name
+    ]
     keys = {layer: name for layer, name in adapters if name in ("k_proj", "t_proj")}
     assert keys == {"0": "t_proj", "1": "k_proj", "2": "t_proj"}
     expected = adapted(ids).logits

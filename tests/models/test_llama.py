@@ -11,7 +11,8 @@ from coca_hf import CocaLlamaConfig, CocaLlamaForCausalLM, CocaLlamaModel
 from coca_hf.models.attention import CocaAttention
 from coca_hf.models.reference import use_reference_
 
-# transformers' eager attention takes the softmax in fp32, where the mask of an fp64 model overflows.
+# transformers' eager attention takes the softmax in fp32, where the mask of an fp64 model
+# overflows.
 BACKENDS = {"eager": (torch.float32, 2e-5), "sdpa": (torch.float64, 1e-11)}
 CASES = [
     pytest.param(constraint, kv_heads, id=f"{constraint}-{name}")
@@ -51,7 +52,10 @@ def test_model_equals_itself_with_the_three_operand_contraction(constraint, kv_h
     ids = tokens()
     mask = torch.ones_like(ids)
     mask[1, :6] = 0
-    got, expected = model(ids, attention_mask=mask).logits, reference(ids, attention_mask=mask).logits
+    got, expected = (
+        model(ids, attention_mask=mask).logits,
+        reference(ids, attention_mask=mask).logits,
+    )
     assert (got - expected)[mask.bool()].abs().max() < limit
     assert expected.std() > 0.1
 
@@ -86,11 +90,16 @@ def test_cached_decoding_equals_the_full_forward_at_every_position(constraint):
     model, ids = tiny_model(constraint).double(), tokens()
     expected = model(ids).logits
     cache = DynamicCache(config=model.config)
-    pieces = [model(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 10), (10, 11), (11, 15), (15, 23))]
+    pieces = [
+        model(ids[:, a:b], past_key_values=cache).logits
+        for a, b in ((0, 10), (10, 11), (11, 15), (15, 23))
+    ]
     assert (torch.cat(pieces, dim=1) - expected).abs().max() < 1e-11
 
 
-@pytest.mark.parametrize("mode", [{"do_sample": False}, {"do_sample": True, "top_k": 20}, {"num_beams": 3}])
+@pytest.mark.parametrize(
+    "mode", [{"do_sample": False}, {"do_sample": True, "top_k": 20}, {"num_beams": 3}]
+)
 def test_generate_gives_the_same_tokens_with_and_without_cache_and_with_left_padding(mode):
     model = tiny_model().double()
     ids = tokens(1, 9)
@@ -147,7 +156,9 @@ def test_declarations_that_sharding_and_serving_read():
 
 
 def test_attentions_and_hidden_states_are_recorded():
-    output = tiny_model(attn_implementation="eager")(tokens(), output_attentions=True, output_hidden_states=True)
+    output = tiny_model(attn_implementation="eager")(
+        tokens(), output_attentions=True, output_hidden_states=True
+    )
     assert len(output.attentions) == 3
     assert output.attentions[0].shape == (2, 6, 23, 23)
     torch.testing.assert_close(output.attentions[1].sum(-1), torch.ones(2, 6, 23))
@@ -177,7 +188,9 @@ def test_config_refuses_values_that_make_no_model(fields, message):
 
 def test_unsupported_rope_type_is_refused_by_name():
     rope = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    with pytest.raises(ValueError, match="'proportional' is not supported with CoCA; supported: default, linear"):
+    with pytest.raises(
+        ValueError, match="'proportional' is not supported with CoCA; supported: default, linear"
+    ):
         tiny_model(rope_parameters=rope)
 
 

@@ -44,11 +44,17 @@ ROPES = {
     },
 }
 
-LONG_FACTORS = {"longrope": {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 5.0]}}  # of a tiny model
+# of a tiny model
+LONG_FACTORS = {"longrope": {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 5.0]}}
 
 
 def config_of(rope):
-    return LlamaConfig(hidden_size=48, num_attention_heads=3, max_position_embeddings=64, rope_parameters=dict(rope))
+    return LlamaConfig(
+        hidden_size=48,
+        num_attention_heads=3,
+        max_position_embeddings=64,
+        rope_parameters=dict(rope),
+    )
 
 
 @pytest.mark.parametrize("length", [40, 150])
@@ -101,7 +107,9 @@ def test_longrope_takes_its_long_factors_from_the_first_token_past_the_trained_l
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
 @pytest.mark.parametrize("rope", ROPES)
 def test_a_sequence_has_its_own_logits_padded_packed_or_alone(rope, constraint):
-    """A row of 10 tokens beside one of 100, where 64 are trained: forward, generate with every cache, and packed."""
+    """A row of 10 tokens beside one of 100, where 64 are trained: forward, generate with every
+    cache, and packed.
+    """
     parameters = ROPES[rope] | LONG_FACTORS.get(rope, {})
     model = tiny_model(constraint, rope_parameters=parameters).double()
     short, long = tokens(1, 100)[:, 90:], tokens(1, 100)
@@ -114,12 +122,23 @@ def test_a_sequence_has_its_own_logits_padded_packed_or_alone(rope, constraint):
     packed = torch.cat((short, long, short), dim=1)
     positions = torch.cat([torch.arange(n) for n in (10, 100, 10)])[None]
     logits = model(packed, position_ids=positions, use_cache=False).logits
-    for part, expected in zip(logits.split((10, 100, 10), dim=1), (alone[0], alone[1], alone[0]), strict=True):
+    for part, expected in zip(
+        logits.split((10, 100, 10), dim=1), (alone[0], alone[1], alone[0]), strict=True
+    ):
         assert (part - expected).abs().max() < 1e-11
 
-    options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    options = {
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
     expected = [torch.stack(model.generate(row, **options).logits) for row in (short, long)]
-    for caching in ({}, {"use_cache": False}, {"cache_implementation": "static", "disable_compile": True}):
+    for caching in (
+        {},
+        {"use_cache": False},
+        {"cache_implementation": "static", "disable_compile": True},
+    ):
         logits = torch.stack(model.generate(ids, attention_mask=mask, **options, **caching).logits)
         assert (logits - torch.cat(expected, dim=1)).abs().max() < 1e-5  # generate hands out fp32
 
@@ -133,7 +152,9 @@ def test_a_cast_of_the_model_rounds_no_frequency(dtype, rope):
     expected = rotary(torch.empty(0, dtype=dtype), positions)
     cast = rotary.to(dtype).to("meta").to_empty(device="cpu")
     assert {buffer.dtype for buffer in cast.buffers()} == {torch.float32}
-    got = CocaRotaryEmbedding(config_of(ROPES[rope])).to("cpu", dtype)(torch.empty(0, dtype=dtype), positions)
+    got = CocaRotaryEmbedding(config_of(ROPES[rope])).to("cpu", dtype)(
+        torch.empty(0, dtype=dtype), positions
+    )
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
@@ -147,23 +168,39 @@ def test_padded_rows_keep_their_angles_in_a_second_turn(rope):
     more, mask = tokens(2, 5), pad(mask, (0, 5), value=1)
     mask[0, 92:] = 0  # padded on the right, too: another count of zeros, the same angles
     logits = model(more, attention_mask=mask, past_key_values=cache).logits
-    expected = model(torch.cat((short, more[:1, :2]), dim=1), rope_length=40, use_cache=False).logits[:, 10:]
+    expected = model(
+        torch.cat((short, more[:1, :2]), dim=1), rope_length=40, use_cache=False
+    ).logits[:, 10:]
     assert (logits[:1, :2] - expected).abs().max() < 1e-11
-    expected = model(torch.cat((long, more[1:]), dim=1), rope_length=120, use_cache=False).logits[:, 90:]
+    expected = model(torch.cat((long, more[1:]), dim=1), rope_length=120, use_cache=False).logits[
+        :, 90:
+    ]
     assert (logits[1:] - expected).abs().max() < 1e-11
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
-@pytest.mark.parametrize(("prompt_len", "total"), [(50, 64), (50, 96), (90, 96), (50, 192), (150, 192)])
+@pytest.mark.parametrize(
+    ("prompt_len", "total"), [(50, 64), (50, 96), (90, 96), (50, 192), (150, 192)]
+)
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
-def test_generation_past_the_trained_length_equals_the_full_forward(constraint, prompt_len, total, rope):
-    """The angles follow from prompt + new tokens, so a cache is exact: at 1, 1.5 and 3 times the 64 tokens trained."""
-    model = tiny_model(constraint, rope_parameters=ROPES[rope] | LONG_FACTORS.get(rope, {})).double()
+def test_generation_past_the_trained_length_equals_the_full_forward(
+    constraint, prompt_len, total, rope
+):
+    """The angles follow from prompt + new tokens, so a cache is exact: at 1, 1.5 and 3 times the 64
+    tokens trained.
+    """
+    model = tiny_model(
+        constraint, rope_parameters=ROPES[rope] | LONG_FACTORS.get(rope, {})
+    ).double()
     prompt = tokens(1, prompt_len)
-    out = model.generate(prompt, max_length=total, return_dict_in_generate=True, output_logits=True, do_sample=False)
+    out = model.generate(
+        prompt, max_length=total, return_dict_in_generate=True, output_logits=True, do_sample=False
+    )
     full = model(out.sequences, rope_length=total).logits[:, prompt_len - 1 : -1]
     assert (torch.stack(out.logits, dim=1) - full).abs().max() < 1e-5  # generate hands out fp32
-    other = model(out.sequences, rope_length=192 if total == 64 else 64).logits[:, prompt_len - 1 : -1]
+    other = model(out.sequences, rope_length=192 if total == 64 else 64).logits[
+        :, prompt_len - 1 : -1
+    ]
     assert (full - other).abs().max() > 1e-3
     cache = model(prompt, rope_length=total, use_cache=True)
     steps = [cache.logits]
@@ -177,11 +214,16 @@ def test_a_dialogue_goes_on_within_its_planned_length_and_is_refused_beyond_it()
     model = tiny_model(rope_parameters=dict(ROPES["dynamic"])).double()
     prompt = tokens(1, 60)
     whole = model.generate(prompt, max_length=100, rope_length=120, do_sample=False)
-    first = model.generate(prompt, max_length=80, rope_length=120, do_sample=False, return_dict_in_generate=True)
-    second = model.generate(first.sequences, past_key_values=first.past_key_values, max_length=100, do_sample=False)
+    first = model.generate(
+        prompt, max_length=80, rope_length=120, do_sample=False, return_dict_in_generate=True
+    )
+    second = model.generate(
+        first.sequences, past_key_values=first.past_key_values, max_length=100, do_sample=False
+    )
     assert torch.equal(second, whole)
     with pytest.raises(
-        ValueError, match="got 130 tokens in all, but the rotary angles were planned for 120; start again"
+        ValueError,
+        match="got 130 tokens in all, but the rotary angles were planned for 120; start again",
     ):
         model.generate(first.sequences, past_key_values=first.past_key_values, max_length=130)
     with pytest.raises(ValueError, match="planned for 70"):
@@ -194,12 +236,19 @@ def test_a_dialogue_within_the_trained_length_needs_no_plan(rope, planned):
     """Up to 64 tokens all plans have the same angles."""
     model = tiny_model(rope_parameters=ROPES[rope] | LONG_FACTORS.get(rope, {})).double()
     prompt = tokens(1, 20)
-    first = model.generate(prompt, max_length=30, rope_length=planned, do_sample=False, return_dict_in_generate=True)
+    first = model.generate(
+        prompt, max_length=30, rope_length=planned, do_sample=False, return_dict_in_generate=True
+    )
     cache = first.past_key_values
-    mask = torch.ones_like(first.sequences)  # which has tokens of padding, that generate would not look at
-    second = model.generate(first.sequences, attention_mask=mask, past_key_values=cache, max_length=64, do_sample=False)
+    # which has tokens of padding, that generate would not look at
+    mask = torch.ones_like(first.sequences)
+    second = model.generate(
+        first.sequences, attention_mask=mask, past_key_values=cache, max_length=64, do_sample=False
+    )
     assert torch.equal(second, model.generate(prompt, max_length=64, do_sample=False))
-    with pytest.raises(ValueError, match="got 65 tokens in all, but the rotary angles were planned for 64"):
+    with pytest.raises(
+        ValueError, match="got 65 tokens in all, but the rotary angles were planned for 64"
+    ):
         model.generate(second, past_key_values=cache, max_length=65)
 
 
@@ -214,19 +263,28 @@ CACHES = {
 def test_a_plan_is_noted_on_any_cache_and_what_breaks_it_is_refused(kind):
     """Two turns over a cache that the user supplies, against one forward under one base."""
     model = tiny_model(rope_parameters=dict(ROPES["dynamic"])).double()
-    prompt, options = tokens(1, 60), {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    prompt, options = (
+        tokens(1, 60),
+        {"do_sample": False, "return_dict_in_generate": True, "output_logits": True},
+    )
     cache = CACHES[kind](model.config)
     first = model.generate(prompt, max_length=80, past_key_values=cache, rope_length=120, **options)
     second = model.generate(first.sequences, max_length=100, past_key_values=cache, **options)
     full = model(second.sequences, rope_length=120, use_cache=False).logits[:, 79:-1]
     assert (torch.stack(second.logits, dim=1) - full).abs().max() < 1e-5
-    with pytest.raises(ValueError, match="got 121 tokens in all, but the rotary angles were planned for 120; start"):
+    with pytest.raises(
+        ValueError, match="got 121 tokens in all, but the rotary angles were planned for 120; start"
+    ):
         model.generate(second.sequences, max_length=121, past_key_values=cache)
-    with pytest.raises(ValueError, match="got 150 tokens in all, but the rotary angles were planned for 120; start"):
+    with pytest.raises(
+        ValueError, match="got 150 tokens in all, but the rotary angles were planned for 120; start"
+    ):
         model.generate(second.sequences, max_length=110, past_key_values=cache, rope_length=150)
     unplanned = CACHES[kind](model.config)
     model.generate(prompt, max_length=80, past_key_values=unplanned)
-    with pytest.raises(ValueError, match="got 90 tokens in all, but the rotary angles were planned for 80; start"):
+    with pytest.raises(
+        ValueError, match="got 90 tokens in all, but the rotary angles were planned for 80; start"
+    ):
         model.generate(tokens(1, 82), max_length=90, past_key_values=unplanned)
 
 
@@ -241,21 +299,30 @@ def test_a_cache_of_forward_goes_on_only_under_one_plan(rope):
     planned = filled(70, rope_length=100)
     expected = model(ids, rope_length=100, use_cache=False).logits[:, 70:]
     assert (model(ids[:, 70:], past_key_values=planned).logits - expected).abs().max() < 1e-11
-    assert model.generate(ids, max_length=100, past_key_values=planned, do_sample=False).shape == (1, 100)
+    assert model.generate(ids, max_length=100, past_key_values=planned, do_sample=False).shape == (
+        1,
+        100,
+    )
     short = filled(40)  # within the 64 tokens trained no plan is needed
     model(ids[:, 40:64], past_key_values=short)
     for use in (
         lambda: model(ids[:, 64:65], past_key_values=short),
         lambda: model.generate(ids[:, :65], max_length=80, past_key_values=filled(40)),
     ):
-        with pytest.raises(ValueError, match="tokens in all, but the rotary angles were planned for 64"):
+        with pytest.raises(
+            ValueError, match="tokens in all, but the rotary angles were planned for 64"
+        ):
             use()
     for use in (
         lambda: model(ids[:, 70:], past_key_values=filled(70)),
         lambda: model.generate(ids, max_length=100, past_key_values=filled(70)),
-        lambda: model(ids[:, 40:41], past_key_values=filled(40, position_ids=torch.arange(50, 90)[None])),
+        lambda: model(
+            ids[:, 40:41], past_key_values=filled(40, position_ids=torch.arange(50, 90)[None])
+        ),
     ):
-        with pytest.raises(ValueError, match=r"not planned.*start again without the old cache, with rope_length="):
+        with pytest.raises(
+            ValueError, match=r"not planned.*start again without the old cache, with rope_length="
+        ):
             use()
 
 
@@ -265,7 +332,9 @@ def test_a_cache_that_is_reset_has_no_plan():
     cache = model(ids[:, :40], use_cache=True).past_key_values
     cache.reset()
     expected = model(ids, use_cache=False, rope_length=100).logits
-    assert (model(ids, past_key_values=cache, rope_length=100).logits - expected).abs().max() < 1e-11
+    assert (
+        model(ids, past_key_values=cache, rope_length=100).logits - expected
+    ).abs().max() < 1e-11
 
 
 def test_a_plain_llama_assists_a_model_of_dynamic_ntk():
@@ -274,22 +343,30 @@ def test_a_plain_llama_assists_a_model_of_dynamic_ntk():
     assistant = LlamaForCausalLM(LlamaConfig(**TINY, vocab_size=model.config.vocab_size)).double()
     options = {"max_new_tokens": 12, "do_sample": False}
     expected = model.generate(tokens(1, 60), **options)
-    assert torch.equal(model.generate(tokens(1, 60), assistant_model=assistant, **options), expected)
+    assert torch.equal(
+        model.generate(tokens(1, 60), assistant_model=assistant, **options), expected
+    )
 
 
 @pytest.mark.parametrize("rope", ["default", "dynamic"])
 def test_generating_from_embeddings_equals_generating_from_their_ids(rope):
     model, ids = tiny_model(rope_parameters=dict(ROPES[rope])).double(), tokens(1, 60)
-    embeddings, options = model.get_input_embeddings()(ids), {"max_new_tokens": 15, "do_sample": False}
+    embeddings, options = (
+        model.get_input_embeddings()(ids),
+        {"max_new_tokens": 15, "do_sample": False},
+    )
     expected = model.generate(ids, **options)[:, 60:]
     assert len(expected[0].unique()) > 3
     for cached in (True, False):
-        assert torch.equal(model.generate(inputs_embeds=embeddings, use_cache=cached, **options), expected)
+        assert torch.equal(
+            model.generate(inputs_embeds=embeddings, use_cache=cached, **options), expected
+        )
 
 
 @pytest.mark.parametrize("rope", ROPES)
 def test_partial_rotation_turns_the_first_pairs_as_transformers_does_and_leaves_the_rest(rope):
-    fields = {"hidden_size": 96, "num_attention_heads": 3, "max_position_embeddings": 64}  # head_dim 32, 16 turned
+    # head_dim 32, 16 turned
+    fields = {"hidden_size": 96, "num_attention_heads": 3, "max_position_embeddings": 64}
     parameters = ROPES[rope] | {"partial_rotary_factor": 0.5}
     positions = torch.arange(150)[None]
     cos, sin = CocaRotaryEmbedding(CocaGPTNeoXConfig(**fields, rope_parameters=dict(parameters)))(
