@@ -45,7 +45,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_hf.convert.calibration_text import reach, skipped_positions
-from coca_hf.files import sync
+from coca_hf.files import replacing
 from coca_hf.models.attention import CocaAttention, coca_query, turn, turns
 from coca_hf.models.decoder import CocaForCausalLM
 
@@ -448,11 +448,8 @@ def _fitted_tensors(attention: CocaAttention) -> dict[str, Tensor]:
 
 
 def _save(tensors: dict[str, Tensor], file: Path, settings: str) -> None:
-    """Under another name first, so that a file that is there is whole."""
-    partial = file.with_suffix(".part")
-    save_file(tensors, partial, metadata={"settings": settings, "hash": _hash(tensors)})
-    sync(partial)
-    partial.rename(file)
+    with replacing(file) as partial:
+        save_file(tensors, partial, metadata={"settings": settings, "hash": _hash(tensors)})
 
 
 def _load(file: Path, settings: str) -> dict[str, Tensor] | None:
