@@ -30,6 +30,7 @@ from torch.utils.data import IterableDataset
 
 from coca_hf.convert.calibration_text import skipped_positions
 from coca_hf.errors import CocaError
+from coca_hf.files import replace_text
 from coca_hf.train.recipe import Data
 
 ANSWER = 2**31  # beside a token that is an answer; more than any token
@@ -206,12 +207,8 @@ def layouts(
 
 
 def save_state(directory: Path, state: dict[str, Any]) -> None:
-    partial = directory / "state.json.partial"
-    with open(partial, "w", encoding="utf-8") as file:
-        json.dump({"xxh3_128": _state_hash(state), "state": state}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, directory / "state.json")
+    kept = {"xxh3_128": _state_hash(state), "state": state}
+    replace_text(directory / "state.json", json.dumps(kept))
 
 
 def _read_state(directory: Path) -> dict[str, Any]:

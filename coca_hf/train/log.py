@@ -18,12 +18,12 @@ import torch
 from accelerate import PartialState
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainingArguments
-from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.trainer_callback import ExportableState
 
 from coca_hf.errors import CocaError, one_line
+from coca_hf.files import append_line, replace_text
 from coca_hf.train.flops import peak_flops
-from coca_hf.train.out import saving_to, write_whole
+from coca_hf.train.out import saving_to
 
 COLUMNS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "memory_bytes", "skipped_steps")
 
@@ -88,15 +88,15 @@ class StageLog(TrainerCallback, ExportableState):
             self._append({"step": state.global_step, **values, **place})
 
     def _append(self, line: dict) -> None:
-        with saving_to(self.path.parent), self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        with saving_to(self.path.parent):
+            append_line(self.path, json.dumps(line))
 
     def _forget_after(self, step: int) -> None:
         """Drop the lines of steps that a killed run did after its last checkpoint; they are about to be done again."""
         lines = self.path.read_text(errors="replace").splitlines() if self.path.exists() and step else []
         kept = [line for line in lines if (done := _step_of(line)) is not None and done <= step]
         with saving_to(self.path.parent):
-            write_whole(self.path, "".join(line + "\n" for line in kept))
+            replace_text(self.path, "".join(line + "\n" for line in kept))
 
 
 def _step_of(line: str) -> int | None:
@@ -123,19 +123,6 @@ def announce(text: str) -> None:
     """Print, in one process of all; PartialState.print does so in one of every machine."""
     if PartialState().is_main_process:
         print(text, flush=True)
-
-
-def check_loggers(arguments: TrainingArguments, where: str) -> None:
-    """Raises CocaError for a logger of `report_to` that is unknown, not installed, or has no project of that name."""
-    try:
-        for make_callback in get_reporting_integration_callbacks(arguments.report_to):
-            make_callback()
-        if "trackio" in arguments.report_to:
-            from trackio.sqlite_storage import SQLiteStorage
-
-            SQLiteStorage.validate_project_name(arguments.project)
-    except (RuntimeError, ValueError, ImportError) as error:
-        raise CocaError(f"{where}.report_to: {one_line(error)}") from error
 
 
 @contextmanager

@@ -5,7 +5,6 @@ import os
 import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
@@ -23,62 +22,12 @@ from transformers import (
     masking_utils,
 )
 
-from coca_hf.errors import CocaError, library_errors, one_line
-from coca_hf.train.context_parallel import check_model_for_context_parallel
+from coca_hf.errors import CocaError, library_errors
 from coca_hf.train.origin import loading, origin
 from coca_hf.train.recipe import Recipe, Stage
 from coca_hf.train.tree import nearest, short
 
 LOAD_IN_ONE_PROCESS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # of Accelerate's configuration
-
-
-def check_model(recipe: Recipe) -> None:
-    """Find out from the config alone whether the model takes a block, and every stage has something to train.
-
-    Raises CocaError where not.
-    """
-    with torch.device("meta"):
-        model = model_from_config(recipe).train()
-        ids = torch.zeros(1, recipe.data.seq_len, dtype=torch.int64)
-        with _building(model.config), shapes_only(model), torch.no_grad():
-            model(input_ids=ids, labels=ids, use_cache=False)
-    for stage in recipe.stages:
-        with torch.device("meta"):
-            model = model_from_config(recipe)
-        stage_model(model, stage)
-
-
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
-    """Raises CocaError where the tokenizer makes tokens of text that the model does not have."""
-    added = set(tokenizer.get_added_vocab()) - {tokenizer.eos_token}  # they may be more, and never come up
-    largest = max(number for word, number in tokenizer.get_vocab().items() if word not in added)
-    if largest >= config.vocab_size:
-        raise CocaError(
-            f"{tokenizer.name_or_path}: got a tokenizer with a token {largest}, expected one below the model's "
-            f"vocab_size, {config.vocab_size}; take the tokenizer that belongs to the model"
-        )
-
-
-def check_kernels(recipe: Recipe) -> None:
-    """Raises CocaError for attention that is unknown, kernels that are not here, and models that cannot be cut."""
-    for stage in recipe.stages:
-        options = recipe.stage_options(stage)
-        attention = options.attn_implementation
-        if options.fused_cross_entropy == "liger" and not (torch.cuda.is_available() and find_spec("liger_kernel")):
-            raise CocaError(
-                f"stages.{stage.name}: fused_cross_entropy liger needs a GPU and `pip install 'coca-hf[liger]'`; "
-                f"fused_cross_entropy: true runs everywhere"
-            )
-        try:
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(start_config(recipe), attn_implementation=attention)
-        except (ImportError, ValueError) as error:
-            raise CocaError(
-                f"stages.{stage.name}: attn_implementation {attention!r} does not run here: "
-                f"{one_line(error)}; sdpa runs everywhere"
-            ) from error
-        if options.context_parallel_size > 1:
-            check_model_for_context_parallel(model, f"stages.{stage.name}")
 
 
 def start_config(recipe: Recipe) -> PreTrainedConfig:
@@ -123,7 +72,7 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
 def model_from_config(recipe: Recipe, attn_implementation: str | None = None) -> PreTrainedModel:
     """The recipe's model in float32, with random weights: from scratch, or for a device that keeps none."""
     config = start_config(recipe)
-    with loading(recipe.start), _building(config):
+    with loading(recipe.start), building(config):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
 
 
@@ -283,5 +232,6 @@ def shapes_only(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-def _building(config: PreTrainedConfig) -> AbstractContextManager[None]:
+def building(config: PreTrainedConfig) -> AbstractContextManager[None]:
+    """Turns what the libraries make of a config's values into one line: a CocaError."""
     return library_errors(f"config: no {type(config).__name__} model can be made of it")

@@ -19,6 +19,7 @@ from transformers.integrations import TensorBoardCallback
 
 from coca_hf.card import write_card
 from coca_hf.errors import CocaError, library_errors, one_line
+from coca_hf.files import remove_unfinished, replace_text
 from coca_hf.models.hub import LICENCE_FILES
 from coca_hf.train.blocks import Blocks, DealtBlocks
 from coca_hf.train.checkpoint import check_room
@@ -37,7 +38,12 @@ from coca_hf.train.model import (
     unfilled_model,
     weights_are_sent_here,
 )
-from coca_hf.train.objectives import Objective, chunk_cross_entropy_, fuse_cross_entropy_, load_teacher
+from coca_hf.train.objectives import (
+    Objective,
+    chunk_cross_entropy_,
+    fuse_cross_entropy_,
+    load_teacher,
+)
 from coca_hf.train.out import (
     PARTIAL,
     RECORD,
@@ -48,7 +54,6 @@ from coca_hf.train.out import (
     reading,
     saving_to,
     weights_hashes,
-    write_whole,
 )
 from coca_hf.train.processes import from_main_process, in_all_processes
 from coca_hf.train.recipe import Recipe
@@ -66,6 +71,7 @@ def run_stage(recipe: Recipe, run: StageRun, state: PartialState, blocks: Blocks
             run.trainer_dir.mkdir(parents=True, exist_ok=True)
             for half_written in (run.directory / PARTIAL, run.trainer_dir / PARTIAL):
                 shutil.rmtree(half_written, ignore_errors=True)
+            remove_unfinished(run.directory)
     state.wait_for_everyone()
 
     options, data = recipe.stage_options(run.stage), recipe.data
@@ -167,7 +173,7 @@ def _stop(run: StageRun, state: PartialState, facts: dict[str, Any], when: str) 
 def note_stop(out_dir: Path, facts: dict[str, Any]) -> None:
     """Note, in the main process, what stopped the run."""
     if PartialState().is_main_process:
-        write_whole(out_dir / STOPPED, json.dumps(facts) + "\n")
+        replace_text(out_dir / STOPPED, json.dumps(facts) + "\n")
 
 
 def _complete(
@@ -196,7 +202,7 @@ def _complete(
                     shutil.rmtree(target)
                 os.replace(path, target)
             partial.rmdir()
-            write_whole(run.directory / RECORD, json.dumps(record, indent=2) + "\n")
+            replace_text(run.directory / RECORD, json.dumps(record, indent=2) + "\n")
             clear_trainer(run)
     state.wait_for_everyone()
 

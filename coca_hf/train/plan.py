@@ -17,7 +17,8 @@ from coca_hf.errors import CocaError
 from coca_hf.train.context_parallel import check_model_for_context_parallel
 from coca_hf.train.flops import PEAK_FLOPS, TokenFlops, count_flops, peak_flops
 from coca_hf.train.memory import CATEGORIES, Memory, Setting, measure, planned_arguments
-from coca_hf.train.model import check_model, count_parameters, model_from_config, stage_model
+from coca_hf.train.model import count_parameters, model_from_config, stage_model
+from coca_hf.train.preflight import check_model
 from coca_hf.train.recipe import Recipe, Stage, check_context_parallel
 
 RESERVE = 0.1  # of a GPU's memory

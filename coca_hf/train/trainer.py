@@ -1,12 +1,10 @@
 """Hugging Face's Trainer for one stage: the paper's schedule, whole checkpoints, bad steps skipped."""
 
-import copy
 import math
 import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate.utils import reduce
@@ -14,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArguments, get_scheduler
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
-from coca_hf.errors import CocaError, one_line
+from coca_hf.errors import CocaError
 from coca_hf.files import sync
 from coca_hf.train.checkpoint import check_room, load_state, save_state, state_bytes
 from coca_hf.train.held_out_loss import held_out_loss
@@ -27,7 +25,6 @@ from coca_hf.train.objectives import Objective
 from coca_hf.train.options import LinearBounds, StageOptions
 from coca_hf.train.out import PARTIAL, reading, saving_to
 from coca_hf.train.stop import StopRequest
-from coca_hf.train.tree import short
 
 RUNNING_SHARE = 0.02  # of a step's loss in the running mean, which so spans about 50 steps
 
@@ -93,7 +90,7 @@ class StageTrainer(Trainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
         """With `linear` and `start_lr` or `end_lr`, `linear_rate` at every step; else Hugging Face's schedule."""
-        if not _has_bounds(self.args):
+        if not has_bounds(self.args):
             return super().create_scheduler(num_training_steps, optimizer)
         bounds = LinearBounds.model_validate(self.args.lr_scheduler_kwargs)
         warmup_steps, peak = self.args.get_warmup_steps(num_training_steps), self.args.learning_rate
@@ -274,33 +271,8 @@ def _number(value: Tensor | float | None) -> float:
     return 0.0 if value is None else float(value)
 
 
-def check_optimizer(arguments: TrainingArguments, where: str) -> None:
-    """Make the optimizer and the schedule of these options, for one number. Raises CocaError where they do not work."""
-    model = nn.Linear(1, 1, bias=False)
-    try:
-        kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
-        without = copy.copy(arguments)
-        without.optim_args = None
-        if arguments.optim_args and Trainer.get_optimizer_cls_and_kwargs(without, model)[1] == options:
-            raise ValueError(f"{_name(arguments.optim)} takes no optim_args")
-        if not options.keys() & {"params", "model", "optimizer_dict"}:  # else it wants the model's own parameters
-            optimizer = kind(model.parameters(), **options)
-            kwargs = None if _has_bounds(arguments) else arguments.lr_scheduler_kwargs
-            warmup_steps = arguments.get_warmup_steps(arguments.max_steps)
-            get_scheduler(arguments.lr_scheduler_type, optimizer, warmup_steps, arguments.max_steps, kwargs)
-    except Exception as error:  # whatever the many optimizers make of their options
-        raise CocaError(
-            f"{where}: optim {_name(arguments.optim)}, optim_args {short(arguments.optim_args)}, lr_scheduler_type "
-            f"{_name(arguments.lr_scheduler_type)}, lr_scheduler_kwargs {short(arguments.lr_scheduler_kwargs)} do not "
-            f"work: {one_line(error)}"
-        ) from error
-
-
-def _name(choice: Any) -> str:
-    return str(getattr(choice, "value", choice))
-
-
-def _has_bounds(arguments: TrainingArguments) -> bool:
+def has_bounds(arguments: TrainingArguments) -> bool:
+    """Whether `linear_rate` is the schedule."""
     return bool(arguments.lr_scheduler_kwargs) and arguments.lr_scheduler_type == "linear"
 
 

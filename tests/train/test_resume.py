@@ -196,7 +196,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_last_checkpoint
 
 def test_an_empty_directory_resumes_to_a_fresh_run(recipe_path, tmp_path):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out/recipe.yaml.partial").write_text("model: half writ")  # killed while it wrote its first file
+    (tmp_path / "out/.recipe.yaml.1.partial").write_text("model: half writ")  # killed while it wrote its first file
     result = run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="k", resume=True)
     assert (result / "training.json").exists()
     assert load_recipe(tmp_path / "out/recipe.yaml") == load_recipe(recipe_path)
