@@ -34,8 +34,8 @@ from coca_hf.held_out import HeldOut, hold_out, shares
 from coca_hf.tokens import Encoder, Piece, batches, pieces_of
 from coca_hf.train.blocks import ANSWER, Blocks, Damaged, GrowingRows, layouts, save_state
 from coca_hf.train.lookups import Lookups
+from coca_hf.train.processes import Stopped
 from coca_hf.train.recipe import Data, Source
-from coca_hf.train.stop import Stopped
 
 LARGE_DOCUMENT = 10_000_000  # characters: a dozen novels
 SHUFFLE_TOKENS = 2**21  # of a source, from which its next block is drawn: 1024 blocks of 2048

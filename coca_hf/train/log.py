@@ -23,7 +23,7 @@ from transformers.trainer_callback import ExportableState
 from coca_hf.errors import CocaError, one_line
 from coca_hf.files import append_line, replace_text
 from coca_hf.train.flops import peak_flops
-from coca_hf.train.out import saving_to
+from coca_hf.train.run_directory import saving_to
 
 COLUMNS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "memory_bytes", "skipped_steps")
 

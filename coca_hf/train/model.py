@@ -1,16 +1,22 @@
-"""The model of a stage: loaded, checked against the recipe, and frozen but for what the stage trains."""
+"""The model of a stage: loaded, with the recipe's config, and frozen but for what the stage trains.
+
+A model, teacher or tokenizer is a directory, or `owner/name` on the hub, with `@revision` if wanted:
+a branch, a tag or a commit. A run reads each at the commit that it has when the run begins.
+"""
 
 import dataclasses
 import os
 import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from accelerate import PartialState, init_empty_weights
 from accelerate.utils import DistributedType
+from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -22,12 +28,38 @@ from transformers import (
     masking_utils,
 )
 
-from coca_hf.errors import CocaError, library_errors
-from coca_hf.train.origin import loading, origin
+from coca_hf.errors import CocaError, library_errors, nearest, short
+from coca_hf.models.hub import CARD, LICENCE_FILES, RECORDS
 from coca_hf.train.recipe import Recipe, Stage
-from coca_hf.train.tree import nearest, short
 
 LOAD_IN_ONE_PROCESS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # of Accelerate's configuration
+
+
+def origin(name: str) -> dict[str, str]:
+    """The arguments of `from_pretrained` that say where to load from."""
+    path, _, revision = name.partition("@")
+    if Path(name).exists() or not revision:
+        return {"pretrained_model_name_or_path": name}
+    return {"pretrained_model_name_or_path": path, "revision": revision}
+
+
+def located(name: str) -> tuple[str, Path]:
+    """`name` at the commit that it is at now, and its directory: of the hub, config, card, records and licence alone.
+
+    Raises CocaError where there is no such model.
+    """
+    if Path(name).exists():
+        return name, Path(name)
+    path, _, revision = name.partition("@")
+    files = ["config.json", "tokenizer_config.json", CARD, *RECORDS, *LICENCE_FILES]
+    with loading(name):
+        directory = Path(snapshot_download(path, revision=revision or None, allow_patterns=files))
+    return f"{path}@{directory.name}", directory
+
+
+def loading(name: str) -> AbstractContextManager[None]:
+    """Turns what the libraries make of a model's files into one line: a CocaError."""
+    return library_errors(f"{name}: cannot be loaded, expected a model directory or hub id")
 
 
 def start_config(recipe: Recipe) -> PreTrainedConfig:

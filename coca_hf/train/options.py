@@ -10,8 +10,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch.utils.checkpoint import checkpoint
 from transformers import TrainingArguments
 
-from coca_hf.train.parts import Part, explain, unknown_key
-from coca_hf.train.tree import short
+from coca_hf.errors import short
+from coca_hf.train.recipe_file import StrictMapping, explain, unknown_key
 
 DEFAULTS = {
     "report_to": ["tensorboard"],
@@ -53,7 +53,7 @@ _LEAST = {
 _OWNED_PREFIXES = {"eval_": _BY_EVAL, "hub_": _BY_HAND, "push_to_hub": _BY_HAND}
 
 
-class StageOptions(Part):
+class StageOptions(StrictMapping):
     """What a recipe may say among the training options beside those of TrainingArguments.
 
     global_batch_size: blocks that an optimizer step takes over all processes; it sets gradient_accumulation_steps, so
@@ -75,7 +75,7 @@ class StageOptions(Part):
     context_parallel_size: int = Field(default=1, ge=1)
 
 
-class LinearBounds(Part):
+class LinearBounds(StrictMapping):
     """`lr_scheduler_kwargs` of a linear schedule: the rates before the warm-up and after the last step."""
 
     start_lr: float = Field(default=0.0, ge=0)

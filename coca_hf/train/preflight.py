@@ -27,7 +27,7 @@ from transformers.integrations import is_tensorboard_available
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
 from coca_hf.documents import local_files
-from coca_hf.errors import CocaError, library_errors, one_line
+from coca_hf.errors import CocaError, library_errors, nearest, one_line, short
 from coca_hf.files import locked
 from coca_hf.train.context_parallel import check_model_for_context_parallel, context_parallel
 from coca_hf.train.data import Corpus, tokenizer_hash
@@ -35,19 +35,18 @@ from coca_hf.train.log import announce
 from coca_hf.train.model import (
     building,
     load_config,
+    located,
     model_from_config,
     shapes_only,
     stage_model,
     start_config,
     start_tokenizer,
 )
-from coca_hf.train.origin import located
-from coca_hf.train.out import StageRun, model_state
 from coca_hf.train.processes import from_main_process
 from coca_hf.train.recipe import Recipe
 from coca_hf.train.resume import begin_out, check_inputs, check_out, noted_commits
+from coca_hf.train.run_directory import ResolvedStage, model_state
 from coca_hf.train.trainer import has_bounds
-from coca_hf.train.tree import nearest, short
 
 MODELS = ("model", "teacher", "tokenizer")  # of a recipe, that may be on the hub
 SHARD = (
@@ -65,7 +64,7 @@ class Checked:
     """
 
     recipe: Recipe
-    stages: list[StageRun]
+    stages: list[ResolvedStage]
     num_blocks: int
     commits: list[str | None]
 
@@ -106,8 +105,8 @@ def preflight(
 def _check_and_begin(
     given: Recipe,
     out_dir: Path,
-    stages: list[StageRun],
-    chosen: list[StageRun],
+    stages: list[ResolvedStage],
+    chosen: list[ResolvedStage],
     num_blocks: int,
     resume: bool,
 ) -> tuple[dict[str, tuple[str, Path]], list[str | None]]:
@@ -116,8 +115,8 @@ def _check_and_begin(
     check_out(given, out_dir, resume)
     check_before(chosen[0])
     for stage in stages:
-        check_loggers(stage.arguments, f"stages.{stage.stage.name}")
-        check_optimizer(stage.arguments, f"stages.{stage.stage.name}")
+        check_loggers(stage.arguments, f"stages.{stage.name}")
+        check_optimizer(stage.arguments, f"stages.{stage.name}")
     # Configs, from the hub if they are there, and models on the meta device
     noted, on_hub = noted_commits(out_dir, len(given.data.sources))
     names = {key: name for key in MODELS if (name := getattr(given, key))}
@@ -152,9 +151,9 @@ def check_launcher() -> None:
             )
 
 
-def resolve_stages(recipe: Recipe, out_dir: Path) -> list[StageRun]:
+def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
     """Every stage with its options in TrainingArguments, which checks how they go together."""
-    stages: list[StageRun] = []
+    stages: list[ResolvedStage] = []
     for number, stage in enumerate(recipe.stages, 1):
         before = stages[-1] if stages else None
         directory = out_dir / f"{number}-{stage.name}"
@@ -190,15 +189,15 @@ def resolve_stages(recipe: Recipe, out_dir: Path) -> list[StageRun]:
         base, base_directory = (
             (str(before.directory), before.directory) if before else (recipe.start, None)
         )
-        stages.append(StageRun(stage, base, base_directory, before, directory, arguments))
+        stages.append(ResolvedStage(stage, base, base_directory, before, directory, arguments))
     return stages
 
 
-def choose_stages(stages: list[StageRun], only: str | None) -> list[StageRun]:
+def choose_stages(stages: list[ResolvedStage], only: str | None) -> list[ResolvedStage]:
     """All stages, or the one of that name. Raises CocaError where there is none."""
-    chosen = [stage for stage in stages if only in (None, stage.stage.name)]
+    chosen = [stage for stage in stages if only in (None, stage.name)]
     if not chosen:
-        names = [stage.stage.name for stage in stages]
+        names = [stage.name for stage in stages]
         raise CocaError(
             f"--stage: got {short(only)}, expected one of {', '.join(names)}; "
             f"nearest: {nearest(only or '', names)}"
@@ -219,12 +218,12 @@ def lock(out_dir: Path, until_the_end: ExitStack) -> None:
         ) from None
 
 
-def check_before(stage: StageRun) -> None:
+def check_before(stage: ResolvedStage) -> None:
     """Raises CocaError where the stage that this one starts from is not complete."""
     if stage.before and not stage.before.is_complete:
         raise CocaError(
-            f"--stage {stage.stage.name}: starts from {stage.before.directory}, which is not "
-            f"complete; run --stage {stage.before.stage.name} first"
+            f"--stage {stage.name}: starts from {stage.before.directory}, which is not "
+            f"complete; run --stage {stage.before.name} first"
         )
 
 
@@ -355,7 +354,7 @@ def _inputs(
     recipe: Recipe,
     corpus: Corpus,
     commits: list[str | None],
-    stages: list[StageRun],
+    stages: list[ResolvedStage],
 ) -> dict[str, Any]:
     """What decides the training and is not in the recipe itself.
 
@@ -377,7 +376,7 @@ def _inputs(
         "tokenizer": tokenizer_hash(corpus.tokenizer),
         **local,
         **({"hub": on_hub} if on_hub else {}),
-        "blocks_per_step": {stage.stage.name: stage.blocks_per_step for stage in stages},
+        "blocks_per_step": {stage.name: stage.blocks_per_step for stage in stages},
     }
 
 

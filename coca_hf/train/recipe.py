@@ -31,15 +31,14 @@ from typing import Any, Literal
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 from transformers import TrainingArguments
 
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, short
 from coca_hf.train.options import DEFAULTS, StageOptions, check_options, checked_training
-from coca_hf.train.parts import Part, explain
-from coca_hf.train.tree import override_, read_tree, short
+from coca_hf.train.recipe_file import StrictMapping, explain, override_, read_tree
 
 OBJECTIVES = ("lm", "distill", "attention-transfer", "attention-maps")
 
 
-class Source(Part):
+class Source(StrictMapping):
     """Documents, or synthetic text, and their share of the tokens among all sources."""
 
     path: str = ""
@@ -82,7 +81,7 @@ class Source(Part):
         return self.path, self.column, self.split, self.subset, self.commit, self.skip_empty
 
 
-class Data(Part):
+class Data(StrictMapping):
     """What is trained on: blocks of `seq_len` tokens, mixed from `sources`; `seed` fixes the order of the blocks.
 
     held_out_blocks: so many are kept out of the training, to measure the loss on. prepared: the directory
@@ -114,7 +113,7 @@ class Data(Part):
         return any(source.synthetic for source in self.sources)
 
 
-class Lora(Part):
+class Lora(StrictMapping):
     """Low-rank adapters of peft (Hu et al., arXiv 2106.09685): rank, scale `alpha / r`, dropout on their input."""
 
     r: int = Field(ge=1)
@@ -125,7 +124,7 @@ class Lora(Part):
 _STAGE_KEYS = ("name", "train", "lora", "objective", "temperature", "answer_weight")  # all else is a training option
 
 
-class Stage(Part):
+class Stage(StrictMapping):
     """One run of the trainer: the parameters that learn, by module name or `all`, and its own training options.
 
     With `lora`, adapters on the linear layers of that name learn instead; `all` means those of the decoder's layers.
@@ -181,7 +180,7 @@ class Stage(Part):
         return checked_training(training, also_known=_STAGE_KEYS)
 
 
-class Recipe(Part):
+class Recipe(StrictMapping):
     """A checked recipe. `to_dict` gives it back in the shape of its file, with every default filled in."""
 
     model: str | None = None

@@ -6,11 +6,11 @@ from typing import Any
 
 import yaml
 
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, short
 from coca_hf.files import remove_unfinished, replace_text
-from coca_hf.train.out import INPUTS, RECIPE, STOPPED, saving_to
 from coca_hf.train.recipe import Recipe
-from coca_hf.train.tree import read_tree, short
+from coca_hf.train.recipe_file import read_tree
+from coca_hf.train.run_directory import INPUTS, RECIPE, STOPPED, saving_to
 from coca_hf.weights import read_json
 
 MOST_CHANGES = 8  # that a message lists

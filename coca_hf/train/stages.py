@@ -3,7 +3,7 @@
 `preflight` refuses what does not work; then the blocks are prepared, and each stage runs in turn.
 From stage to stage go weights, checked by their hashes, and the place in the stream of blocks; each
 stage has an optimizer of its own. Weights are float32 throughout; `bf16: true` computes in bfloat16
-beside them. `out.py` lists what is on disk.
+beside them. `run_directory.py` lists what is on disk.
 """
 
 import gc
@@ -21,16 +21,18 @@ from coca_hf.train.data import Corpus
 from coca_hf.train.log import announce
 from coca_hf.train.model import start_tokenizer
 from coca_hf.train.one_stage import clear_trainer, note_stop, run_stage, stop_before
-from coca_hf.train.out import StageRun
 from coca_hf.train.preflight import Checked, preflight
 from coca_hf.train.processes import (
+    Stopped,
+    StopRequest,
     check_stop,
     from_main_process,
     losing_processes,
     main_process_first,
+    stop_on_signals,
 )
 from coca_hf.train.recipe import Recipe
-from coca_hf.train.stop import Stopped, StopRequest, stop_on_signals
+from coca_hf.train.run_directory import ResolvedStage
 from coca_hf.weights import size_in_words
 
 
@@ -79,14 +81,14 @@ def _run_stages(checked: Checked, stop: StopRequest) -> Path:
     return stages[-1].directory
 
 
-def _prepared(checked: Checked, stage: StageRun, stop: StopRequest) -> Blocks:
+def _prepared(checked: Checked, stage: ResolvedStage, stop: StopRequest) -> Blocks:
     """The training blocks, in every process. Raises Stopped where a signal comes before."""
     corpus = Corpus(checked.recipe.data, start_tokenizer(checked.recipe))
     corpus.pin_(checked.commits)
     try:
         return main_process_first(lambda check: _blocks(corpus, checked.num_blocks, check), stop)
     except Stopped as stopped:
-        note_stop(stage.directory.parent, {"signal": str(stopped), "stage": stage.stage.name})
+        note_stop(stage.directory.parent, {"signal": str(stopped), "stage": stage.name})
         raise Stopped(
             f"{stage.directory}: stopped by {stopped} before it began; the blocks that are "
             f"prepared are kept; continue with --resume"

@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate.utils import reduce
+from accelerate import PartialState
+from accelerate.utils import gather_object, reduce
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -18,13 +19,12 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from coca_hf.errors import CocaError
 from coca_hf.files import sync
-from coca_hf.train.checkpoint import check_room, load_state, save_state, state_bytes
-from coca_hf.train.held_out_loss import held_out_loss
 from coca_hf.train.log import SpeedMeter, StageLog
 from coca_hf.train.objectives import Objective
 from coca_hf.train.options import LinearBounds, StageOptions
-from coca_hf.train.out import PARTIAL, reading, saving_to
-from coca_hf.train.stop import StopRequest
+from coca_hf.train.processes import StopRequest
+from coca_hf.train.run_directory import PARTIAL, reading, saving_to
+from coca_hf.train.training_state import check_room, load_state, save_state, state_bytes
 
 RUNNING_SHARE = 0.02  # of a step's loss in the running mean, which so spans about 50 steps
 
@@ -269,6 +269,28 @@ def _number(value: Tensor | float | None) -> float:
     if isinstance(value, DTensor):
         value = value.full_tensor()
     return 0.0 if value is None else float(value)
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, head: nn.Module, blocks: Tensor, batch_size: int) -> float:
+    """Mean loss, in nats, over every predicted token of `blocks` (num_blocks, seq_len).
+
+    head: the model's, which keeps out of memory in training alone the logits that a fused cross-entropy does not need.
+    Every process calls this with all blocks and computes its share; the number of processes does not change the mean.
+    """
+    state = PartialState()
+    share = blocks[state.process_index :: state.num_processes]
+    most_blocks = -(-len(blocks) // state.num_processes)
+    was_training = model.training
+    model.eval()
+    head.train()
+    total = 0.0
+    for start in range(0, most_blocks, batch_size):  # all as often: where the model is sharded, a forward takes all
+        rows = share[start : start + batch_size]
+        batch = (rows if len(rows) else blocks[:1]).to(state.device)
+        total += model(input_ids=batch, labels=batch, use_cache=False).loss.item() * len(rows)
+    model.train(was_training)
+    return sum(gather_object([total])) / len(blocks)
 
 
 def has_bounds(arguments: TrainingArguments) -> bool:

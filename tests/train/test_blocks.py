@@ -16,9 +16,9 @@ from filelock import FileLock
 from coca_cli import main
 from coca_hf import CocaError, tokens
 from coca_hf.train import data
+from coca_hf.train.processes import EXIT_STOPPED, Stopped
 from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import run_recipe
-from coca_hf.train.stop import EXIT_STOPPED, Stopped
 from tests.train.corpora import make_corpus, tokens_of
 from tests.train.layouts import log_lines
 

@@ -13,9 +13,9 @@ import time
 import pytest
 
 from coca_hf.train import one_stage, preflight, trainer
+from coca_hf.train.processes import EXIT_STOPPED
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
-from coca_hf.train.stop import EXIT_STOPPED
 from coca_hf.train.trainer import StageTrainer
 from tests.train.layouts import FSDP2, Run, launch, log_lines, succeed, warm_server
 

@@ -19,8 +19,8 @@ from transformers import AutoTokenizer, Trainer
 from coca_hf import CocaError
 from coca_hf.train import trainer
 from coca_hf.train.data import Corpus
-from coca_hf.train.out import last_checkpoint
 from coca_hf.train.recipe import Recipe, load_recipe
+from coca_hf.train.run_directory import last_checkpoint
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
 from tests.train.corpora import tokens_of
@@ -210,7 +210,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_found_before_writing(recipe_pat
         calls.append(path)
         return real(path)._replace(free=10**9 if len(calls) < 2 else 20)
 
-    monkeypatch.setattr("coca_hf.train.checkpoint.shutil.disk_usage", usage)
+    monkeypatch.setattr("coca_hf.train.training_state.shutil.disk_usage", usage)
     message = r"1-k/trainer: got 0.00 MB free, expected 0.01 MB for checkpoint-3; what was saved before is untouched"
     with pytest.raises(CocaError, match=message):
         run_recipe(load_recipe(recipe_path), out)

@@ -1,4 +1,4 @@
-"""What a run of a recipe keeps on disk, and when it may go on.
+"""What a run of a recipe keeps on disk.
 
     OUT/recipe.yaml           the recipe, overrides and defaults filled in; can be run again as it is
     OUT/inputs.json           what the recipe's paths held, and the blocks of a step; --resume checks them
@@ -9,7 +9,8 @@
     OUT/tensorboard/1-k/ …    for `tensorboard --logdir OUT`
     OUT/stopped.json          there while a run that a signal stopped waits for --resume; launchers lose its exit code
 
-Files and directories named `partial` are being written; a run that is killed leaves them, and the next one drops them.
+Directories named `partial`, and hidden files with that ending, are being written. A run that is
+killed leaves them, and the next one removes them.
 """
 
 import pickle
@@ -25,10 +26,9 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 from transformers import TrainingArguments
 
-from coca_hf.errors import CocaError, one_line
+from coca_hf.errors import CocaError, one_line, short
 from coca_hf.train.processes import is_lost_process
 from coca_hf.train.recipe import Stage
-from coca_hf.train.tree import short
 from coca_hf.weights import read_json, size_in_words
 
 RECORD = "training.json"
@@ -40,18 +40,23 @@ DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, Ru
 
 
 @dataclass(frozen=True)
-class StageRun:
-    """A stage of a recipe with its place on disk. `base` is the model it starts from: the stage `before`, if any.
+class ResolvedStage:
+    """A stage of a recipe with all that a run adds to it: arguments, start and place on disk.
 
-    base_directory: where the records, the card and the licence of `base` are; None for a model from scratch.
+    base: the model that it starts from, which is the stage `before`, if any. base_directory: where
+    the records, the card and the licence of `base` are; None for a model from scratch.
     """
 
-    stage: Stage
+    of_recipe: Stage
     base: str
     base_directory: Path | None
-    before: "StageRun | None"
+    before: "ResolvedStage | None"
     directory: Path
     arguments: TrainingArguments
+
+    @property
+    def name(self) -> str:
+        return self.of_recipe.name
 
     @property
     def trainer_dir(self) -> Path:
@@ -113,15 +118,15 @@ def reading(checkpoint: Path) -> Iterator[None]:
         ) from error
 
 
-def check_base(run: StageRun) -> None:
-    """Raises CocaError where the weights that `run` starts from are not those that the stage before it wrote."""
-    if run.base_directory is None or not Path(run.base).exists():
+def check_base(stage: ResolvedStage) -> None:
+    """Raises CocaError where the weights that `stage` starts from are not those that the stage before it wrote."""
+    if stage.base_directory is None or not Path(stage.base).exists():
         return  # from scratch; or on the hub, which vouches for its files
-    for name, written in read_record(run.base_directory).get("weights_xxh3_128", {}).items():
-        found = _file_hash(run.base_directory / name)
+    for name, written in read_record(stage.base_directory).get("weights_xxh3_128", {}).items():
+        found = _file_hash(stage.base_directory / name)
         if found != written:
             raise CocaError(
-                f"{run.base_directory / name}: got xxh3_128 {found or 'of no file'}, expected {written} as {RECORD} "
+                f"{stage.base_directory / name}: got xxh3_128 {found or 'of no file'}, expected {written} as {RECORD} "
                 f"beside it says; the file was damaged or replaced: restore it, or train that stage again with another "
                 f"--out"
             )

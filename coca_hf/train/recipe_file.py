@@ -1,15 +1,14 @@
-"""The YAML of a recipe as a tree of mappings, lists and values, and changes to it from the command line."""
+"""A recipe's file: its YAML, overrides of it, and mappings that refuse what they do not know."""
 
-import difflib
 import re
-import reprlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
+from pydantic import BaseModel, ConfigDict, model_validator
 
-from coca_hf.errors import CocaError, one_line
+from coca_hf.errors import CocaError, nearest, one_line, short
 
 
 def read_tree(path: Path) -> dict[str, Any]:
@@ -43,18 +42,40 @@ def override_(tree: dict[str, Any], override: str) -> None:
     _mapping(node, override)[last] = _parse(value, override)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The one of `known` that is spelt most like `name`."""
-    return difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
+class StrictMapping(BaseModel):
+    """A mapping of the recipe that refuses keys it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, given: Any) -> Any:
+        for key in given if isinstance(given, dict) else ():
+            if key not in cls.model_fields:
+                raise ValueError(unknown_key(key, cls.model_fields))
+        return given
 
 
-def short(value: Any) -> str:
-    """What a message says of a value: its `repr`, shortened where it is long."""
-    return _SHORT.repr(value)
+def unknown_key(key: Any, known: Iterable[str]) -> str:
+    return f"unknown key {short(key)}; nearest: {nearest(str(key), known)}"
 
 
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
+def explain(tree: Any, problem: Any) -> str:
+    """One problem that pydantic found, as `where: got, expected`, with stages by name."""
+    steps: list[str] = []
+    node: Any = tree
+    for step in problem["loc"]:
+        node = node[step] if isinstance(node, list) or (isinstance(node, dict) and step in node) else None
+        named = isinstance(step, int) and isinstance(node, dict) and "name" in node
+        steps.append(str(node["name"] if named else step))
+    where = f"{'.'.join(step for step in steps if step != 'training' or steps[0] == 'training')}: " if steps else ""
+    if problem["type"] == "value_error":
+        return where + problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "missing":
+        return f"{where}missing, expected a value"
+    if problem["type"] in ("dict_type", "model_type"):
+        return f"{where}got {short(problem['input'])}, expected a mapping"
+    return f"{where}got {short(problem['input'])}, expected {problem['msg'].removeprefix('Input should be ')}"
 
 
 def _mapping(node: Any, override: str) -> dict[str, Any]:
