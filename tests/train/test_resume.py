@@ -202,6 +202,13 @@ def test_an_empty_directory_resumes_to_a_fresh_run(recipe_path, tmp_path):
     assert load_recipe(tmp_path / "out/recipe.yaml") == load_recipe(recipe_path)
 
 
+def test_an_out_below_a_file_is_refused_in_one_line(recipe_path, tmp_path):
+    (tmp_path / "file").write_text("")
+    message = "file/out: cannot be written: File exists; choose another --out"
+    with pytest.raises(CocaError, match=message):
+        run_recipe(load_recipe(recipe_path), tmp_path / "file/out")
+
+
 def test_a_disk_without_room_for_a_checkpoint_is_found_before_writing(recipe_path, unbroken, tmp_path, monkeypatch):
     out, real = tmp_path / "out", shutil.disk_usage
     calls = []
