@@ -1,4 +1,6 @@
-"""One stage: its model, trained by `StageTrainer` from its last checkpoint on, and made a complete checkpoint."""
+"""One stage: its model, trained by `StageTrainer` from its last checkpoint on, and made a complete
+checkpoint.
+"""
 
 import json
 import os
@@ -63,7 +65,9 @@ from coca_hf.train.training_state import check_room
 CONVERSION_RECORD = "conversion.json"  # written by coca-convert; goes along from stage to stage
 
 
-def run_stage(recipe: Recipe, stage: ResolvedStage, state: PartialState, blocks: Blocks, stop: StopRequest) -> None:
+def run_stage(
+    recipe: Recipe, stage: ResolvedStage, state: PartialState, blocks: Blocks, stop: StopRequest
+) -> None:
     if state.is_main_process:
         check_base(stage)
         with saving_to(stage.directory):
@@ -87,14 +91,22 @@ def run_stage(recipe: Recipe, stage: ResolvedStage, state: PartialState, blocks:
     step, place = _place(checkpoint) if checkpoint else (0, start_place(stage.start_block))
     held_out = blocks.held_out
     group, groups = state.process_index // stage.sharing, state.num_processes // stage.sharing
-    log = StageLog(stage.directory / "log.jsonl", data.seq_len, stage.blocks_per_step, options.held_out_steps, place)
+    log = StageLog(
+        stage.directory / "log.jsonl",
+        data.seq_len,
+        stage.blocks_per_step,
+        options.held_out_steps,
+        place,
+    )
     meter = SpeedMeter(stage.blocks_per_step * data.seq_len, count_flops(model, data.seq_len).model)
     with library_errors(f"stages.{stage.name}: the trainer does not take these options"):
         trainer = StageTrainer(
             model,
             stage.arguments,
             default_data_collator,
-            DealtBlocks(blocks, place["next_block"], stage.arguments.train_batch_size, group, groups),
+            DealtBlocks(
+                blocks, place["next_block"], stage.arguments.train_batch_size, group, groups
+            ),
             callbacks=[log],
             log=log,
             options=options,
@@ -108,9 +120,15 @@ def run_stage(recipe: Recipe, stage: ResolvedStage, state: PartialState, blocks:
 
     tokens = stage.arguments.max_steps * stage.blocks_per_step * data.seq_len
     announce(
-        f"{stage.directory}: trains {trained:,} of {total:,} parameters ({trained / total:.1%}) for "
-        f"{stage.arguments.max_steps:,} steps of {stage.blocks_per_step:,} blocks, {tokens:,} tokens"
-        + ("" if options.global_batch_size else " (other numbers of processes have other steps: set global_batch_size)")
+        f"{stage.directory}: trains {trained:,} of {total:,} parameters ({trained / total:.1%}) "
+        f"for "
+        f"{stage.arguments.max_steps:,} steps of {stage.blocks_per_step:,} blocks, {tokens:,} "
+        f"tokens"
+        + (
+            ""
+            if options.global_batch_size
+            else " (other numbers of processes have other steps: set global_batch_size)"
+        )
         + (f"; continues after step {step:,}" if checkpoint else "")
     )
     try:
@@ -118,7 +136,8 @@ def run_stage(recipe: Recipe, stage: ResolvedStage, state: PartialState, blocks:
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except OSError as error:  # of what logs beside us, such as TensorBoard, on a disk that is full
         raise CocaError(
-            f"{stage.directory}: {one_line(error)}; what was saved before is untouched: continue with --resume"
+            f"{stage.directory}: {one_line(error)}; what was saved before is untouched: continue "
+            f"with --resume"
         ) from error
     if (step := trainer.state.global_step) < stage.arguments.max_steps:
         facts = {"signal": trainer.stopping, "stage": stage.name, "step": step}
@@ -129,41 +148,70 @@ def run_stage(recipe: Recipe, stage: ResolvedStage, state: PartialState, blocks:
     _complete(stage, trainer, tokenizer, record, state)
 
 
-def _load(recipe: Recipe, stage: ResolvedStage) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Objective | None]:
-    """The model that the stage starts from, its tokenizer, and its objective where that is not plain `lm`."""
+def _load(
+    recipe: Recipe, stage: ResolvedStage
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Objective | None]:
+    """The model that the stage starts from, its tokenizer, and its objective where that is not
+    plain `lm`.
+    """
     attention = recipe.stage_options(stage.of_recipe).attn_implementation
     if weights_are_sent_here():
-        base = unfilled_model(load_config(stage.base) if stage.before else start_config(recipe), attention)
+        base = unfilled_model(
+            load_config(stage.base) if stage.before else start_config(recipe), attention
+        )
     else:
-        base = load_model(stage.base, None, attention) if stage.before else start_model(recipe, attention)
+        base = (
+            load_model(stage.base, None, attention)
+            if stage.before
+            else start_model(recipe, attention)
+        )
     tokenizer = load_tokenizer(stage.base) if stage.before else start_tokenizer(recipe)
     if stage.of_recipe.objective == {"lm": 1.0} and not stage.of_recipe.answer_weight:
         return base, tokenizer, None
     teacher = None
     if recipe.teacher and stage.of_recipe.needs_teacher:
-        teacher = load_teacher(recipe.teacher, "eager" if "attention-maps" in stage.of_recipe.objective else None)
-    return base, tokenizer, Objective(stage.of_recipe.objective, teacher, stage.of_recipe.temperature, stage.of_recipe.answer_weight)
+        teacher = load_teacher(
+            recipe.teacher, "eager" if "attention-maps" in stage.of_recipe.objective else None
+        )
+    return (
+        base,
+        tokenizer,
+        Objective(
+            stage.of_recipe.objective,
+            teacher,
+            stage.of_recipe.temperature,
+            stage.of_recipe.answer_weight,
+        ),
+    )
 
 
 def _set_callbacks(trainer: StageTrainer, stage: ResolvedStage) -> None:
-    """Our progress for Hugging Face's; TensorBoard's files beside the stages, which are complete checkpoints."""
+    """Our progress for Hugging Face's; TensorBoard's files beside the stages, which are complete
+    checkpoints.
+    """
     for theirs in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(theirs)
     trainer.add_callback(ProgressLine(stage.directory.name, show=not stage.arguments.disable_tqdm))
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
-            callback.logging_dir = str(stage.directory.parent / "tensorboard" / stage.directory.name)
+            callback.logging_dir = str(
+                stage.directory.parent / "tensorboard" / stage.directory.name
+            )
 
 
 def stop_before(stage: ResolvedStage, state: PartialState, stop: StopRequest) -> None:
-    """Raises Stopped, in every process, where a signal came to one of them while no stage was at work."""
+    """Raises Stopped, in every process, where a signal came to one of them while no stage was at
+    work.
+    """
     asked = [signal for signal in gather_object([stop.came]) if signal]
     if asked:
         _stop(stage, state, {"signal": asked[0], "stage": stage.name}, "before it began")
 
 
 def _stop(stage: ResolvedStage, state: PartialState, facts: dict[str, Any], when: str) -> None:
-    """Leave word for the launcher's script, whose launcher does not hand on exit codes. Raises Stopped."""
+    """Leave word for the launcher's script, whose launcher does not hand on exit codes. Raises
+    Stopped.
+    """
     note_stop(stage.directory.parent, facts)
     state.wait_for_everyone()
     raise Stopped(f"{stage.directory}: stopped by {facts['signal']} {when}; continue with --resume")
@@ -176,15 +224,22 @@ def note_stop(out_dir: Path, facts: dict[str, Any]) -> None:
 
 
 def _complete(
-    stage: ResolvedStage, trainer: StageTrainer, tokenizer: PreTrainedTokenizerBase, record: dict, state: PartialState
+    stage: ResolvedStage,
+    trainer: StageTrainer,
+    tokenizer: PreTrainedTokenizerBase,
+    record: dict,
+    state: PartialState,
 ) -> None:
     """Turn a trained stage into a complete checkpoint; training.json, which says so, comes last."""
     partial = stage.directory / PARTIAL
-    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trainer.model.parameters())
+    num_bytes = sum(
+        parameter.numel() * parameter.element_size() for parameter in trainer.model.parameters()
+    )
     check_room(stage.directory, num_bytes, "the result")
     with saving_to(stage.directory, num_bytes):
         if trainer.is_fsdp_enabled:
-            trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")  # else nothing is saved
+            # Else nothing is saved
+            trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         trainer.save_model(str(partial))
         if state.is_main_process:
             (partial / "training_args.bin").unlink()  # a pickle, and training.json says more
@@ -218,4 +273,6 @@ def _place(checkpoint: Path) -> tuple[int, dict]:
     """Steps done, and `StageLog.place`, as a trainer's checkpoint keeps them."""
     with reading(checkpoint):
         kept = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-        return kept["global_step"], kept["stateful_callbacks"][StageLog.__name__]["attributes"]["place"]
+        return kept["global_step"], kept["stateful_callbacks"][StageLog.__name__]["attributes"][
+            "place"
+        ]

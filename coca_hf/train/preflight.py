@@ -94,9 +94,7 @@ def preflight(
     at_commits = _at(recipe, origins)
     directory = origins["model"][1] if recipe.model else None
     chosen = [
-        stage
-        if stage.before
-        else replace(stage, base=at_commits.start, base_directory=directory)
+        stage if stage.before else replace(stage, base=at_commits.start, base_directory=directory)
         for stage in chosen
     ]
     return Checked(at_commits, chosen, num_blocks, commits)

@@ -35,8 +35,8 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """`came`: the name of the signal that came, or that the launcher has died, which would leave its processes alone to
-    write where the next launch writes; else None.
+    """`came`: the name of the signal that came, or that the launcher has died, which would leave
+    its processes alone to write where the next launch writes; else None.
     """
 
     def __init__(self):
@@ -50,14 +50,18 @@ class StopRequest:
 
 
 def ignore_signals() -> None:
-    """For a process that ends with EXIT_STOPPED: the launcher may end it once more, and so hide that code."""
+    """For a process that ends with EXIT_STOPPED: the launcher may end it once more, and so hide
+    that code.
+    """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Note the signals that ask to stop instead of dying of them. Outside the main thread, none is noted."""
+    """Note the signals that ask to stop instead of dying of them. Outside the main thread, none is
+    noted.
+    """
     request = StopRequest()
 
     def note(number, frame):
@@ -146,7 +150,9 @@ def losing_processes() -> Iterator[None]:
     except (RuntimeError, CheckpointException) as error:
         if not is_lost_process(error):
             raise
-        raise CocaError("another process of this run has ended, see its own message; continue with --resume") from error
+        raise CocaError(
+            "another process of this run has ended, see its own message; continue with --resume"
+        ) from error
 
 
 def check_stop(stop: StopRequest) -> None:
@@ -201,5 +207,6 @@ class _Board:
         except RuntimeError as error:
             check_stop(self._stop)
             raise CocaError(
-                "the process that keeps the others in touch has ended; start the run again with --resume"
+                "the process that keeps the others in touch has ended; start the run again with "
+                "--resume"
             ) from error

@@ -20,7 +20,9 @@ def read_tree(path: Path) -> dict[str, Any]:
         raise CocaError(f"{path}: cannot be read as a recipe: {reason}") from None
     tree = _parse(text, str(path))
     if not isinstance(tree, dict):
-        raise CocaError(f"{path}: got {type(tree).__name__}, expected a recipe: model, data, training, stages")
+        raise CocaError(
+            f"{path}: got {type(tree).__name__}, expected a recipe: model, data, training, stages"
+        )
     return tree
 
 
@@ -38,7 +40,11 @@ def override_(tree: dict[str, Any], override: str) -> None:
     override = override if len(override) <= 200 else f"{override[:200]} ..."  # what messages say
     node: Any = tree
     for step in steps:
-        node = _item(node, step, override) if isinstance(node, list) else _mapping(node, override).setdefault(step, {})
+        node = (
+            _item(node, step, override)
+            if isinstance(node, list)
+            else _mapping(node, override).setdefault(step, {})
+        )
     _mapping(node, override)[last] = _parse(value, override)
 
 
@@ -65,10 +71,18 @@ def explain(tree: Any, problem: Any) -> str:
     steps: list[str] = []
     node: Any = tree
     for step in problem["loc"]:
-        node = node[step] if isinstance(node, list) or (isinstance(node, dict) and step in node) else None
+        node = (
+            node[step]
+            if isinstance(node, list) or (isinstance(node, dict) and step in node)
+            else None
+        )
         named = isinstance(step, int) and isinstance(node, dict) and "name" in node
         steps.append(str(node["name"] if named else step))
-    where = f"{'.'.join(step for step in steps if step != 'training' or steps[0] == 'training')}: " if steps else ""
+    where = (
+        f"{'.'.join(step for step in steps if step != 'training' or steps[0] == 'training')}: "
+        if steps
+        else ""
+    )
     if problem["type"] == "value_error":
         return where + problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "missing":
@@ -81,7 +95,8 @@ def explain(tree: Any, problem: Any) -> str:
 def _mapping(node: Any, override: str) -> dict[str, Any]:
     if not isinstance(node, dict):
         raise CocaError(
-            f"{override}: the path goes through {short(node)}, expected one that leads to a key of the recipe"
+            f"{override}: the path goes through {short(node)}, expected one that leads to a key of "
+            f"the recipe"
         )
     return node
 
@@ -92,7 +107,11 @@ def _item(items: list, step: str, override: str) -> Any:
         for number, item in enumerate(items)
     }
     if step not in names:
-        known = f"expected one of {', '.join(names)}; nearest: {nearest(step, names)}" if names else "the list is empty"
+        known = (
+            f"expected one of {', '.join(names)}; nearest: {nearest(step, names)}"
+            if names
+            else "the list is empty"
+        )
         raise CocaError(f"{override}: got {short(step)}, {known}")
     return names[step]
 
@@ -101,18 +120,26 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.2's numbers and booleans: 1e-4 is a number; no, 1:30 and 2026-11-21 are words."""
 
     yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("bool", "int", "float")]
+        first: [
+            (tag, pattern)
+            for tag, pattern in resolvers
+            if tag.rpartition(":")[2] not in ("bool", "int", "float")
+        ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?((\d[\d_]*\.\d*|\.\d+)([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.(inf|Inf|INF))$|^\.(nan|NaN|NAN)$"),
+    re.compile(
+        r"^[-+]?((\d[\d_]*\.\d*|\.\d+)([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.(inf|Inf|INF))$|^\.(nan|NaN|NAN)$"
+    ),
     list("-+.0123456789"),
 )
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][\d_]*|0x[\da-fA-F]+|0o[0-7]+)$"), list("-+0123456789")
+    "tag:yaml.org,2002:int",
+    re.compile(r"^[-+]?(0|[1-9][\d_]*|0x[\da-fA-F]+|0o[0-7]+)$"),
+    list("-+0123456789"),
 )
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
@@ -121,7 +148,9 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
     for first, resolvers in _Loader.yaml_implicit_resolvers.items()
 }
-_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(cast(Any, node)), 0))
+_Loader.add_constructor(
+    "tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(cast(Any, node)), 0)
+)
 
 
 def _parse(text: str, where: str) -> Any:
@@ -152,7 +181,9 @@ def _refuse_repeated_keys(node: yaml.Node | None, seen: set[int]) -> None:
     seen.add(id(node))
     keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
     for repeated in (key for number, key in enumerate(keys) if key in keys[:number]):
-        raise yaml.constructor.ConstructorError(None, None, f"the key {short(repeated)} stands twice", node.start_mark)
+        raise yaml.constructor.ConstructorError(
+            None, None, f"the key {short(repeated)} stands twice", node.start_mark
+        )
     for child in node.value:
         for part in child if isinstance(child, tuple) else (child,):
             _refuse_repeated_keys(part, seen)

@@ -36,7 +36,16 @@ RECIPE = "recipe.yaml"
 INPUTS = "inputs.json"
 STOPPED = "stopped.json"
 PARTIAL = "partial"
-DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, RuntimeError, pickle.UnpicklingError)
+DAMAGE = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    RuntimeError,
+    pickle.UnpicklingError,
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,8 @@ class ResolvedStage:
         record = read_record(self.before.directory)
         if "end_block" not in record:
             raise CocaError(
-                f"{self.before.directory / RECORD}: got no end_block, expected the record of a stage; train that stage "
+                f"{self.before.directory / RECORD}: got no end_block, expected the record of a "
+                f"stage; train that stage "
                 f"again"
             )
         return record["end_block"]
@@ -83,7 +93,12 @@ class ResolvedStage:
     def blocks_per_step(self) -> int:
         """Blocks that one optimizer step takes, over all processes."""
         arguments = self.arguments
-        return arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size // self.sharing
+        return (
+            arguments.train_batch_size
+            * arguments.gradient_accumulation_steps
+            * arguments.world_size
+            // self.sharing
+        )
 
     @property
     def sharing(self) -> int:
@@ -98,8 +113,12 @@ def model_state(directory: Path) -> dict[str, str | None]:
 
 
 def last_checkpoint(trainer_dir: Path) -> Path | None:
-    """The newest `checkpoint-N` of a stage, or None. All of them are whole: they get their name when they are."""
-    found = [path for path in trainer_dir.glob("checkpoint-*") if path.name.split("-")[1].isdecimal()]
+    """The newest `checkpoint-N` of a stage, or None. All of them are whole: they get their name
+    when they are.
+    """
+    found = [
+        path for path in trainer_dir.glob("checkpoint-*") if path.name.split("-")[1].isdecimal()
+    ]
     return max(found, key=lambda path: int(path.name.split("-")[1]), default=None)
 
 
@@ -113,32 +132,42 @@ def reading(checkpoint: Path) -> Iterator[None]:
     except (*DAMAGE, CheckpointException) as error:
         reason = _reason(error)[:200]
         raise CocaError(
-            f"{checkpoint}: cannot be read ({reason}); delete it: --resume then goes on from the one before it, or "
+            f"{checkpoint}: cannot be read ({reason}); delete it: --resume then goes on from the "
+            f"one before it, or "
             f"starts the stage again"
         ) from error
 
 
 def check_base(stage: ResolvedStage) -> None:
-    """Raises CocaError where the weights that `stage` starts from are not those that the stage before it wrote."""
+    """Raises CocaError where the weights that `stage` starts from are not those that the stage
+    before it wrote.
+    """
     if stage.base_directory is None or not Path(stage.base).exists():
         return  # from scratch; or on the hub, which vouches for its files
     for name, written in read_record(stage.base_directory).get("weights_xxh3_128", {}).items():
         found = _file_hash(stage.base_directory / name)
         if found != written:
             raise CocaError(
-                f"{stage.base_directory / name}: got xxh3_128 {found or 'of no file'}, expected {written} as {RECORD} "
-                f"beside it says; the file was damaged or replaced: restore it, or train that stage again with another "
+                f"{stage.base_directory / name}: got xxh3_128 {found or 'of no file'}, expected "
+                f"{written} as {RECORD} "
+                f"beside it says; the file was damaged or replaced: restore it, or train that "
+                f"stage again with another "
                 f"--out"
             )
 
 
 def read_record(directory: Path) -> dict[str, Any]:
-    """What a checkpoint's training.json says; nothing where there is none. Raises CocaError where it is damaged."""
+    """What a checkpoint's training.json says; nothing where there is none. Raises CocaError where
+    it is damaged.
+    """
     path = directory / RECORD
     record = read_json(path) if path.exists() else {}
     for key, kind in {"end_block": int, "weights_xxh3_128": dict, "stages": list}.items():
         if not isinstance(record.get(key, kind()), kind):
-            raise CocaError(f"{path}: got {key} {short(record[key])}; restore the file, or train that stage again")
+            raise CocaError(
+                f"{path}: got {key} {short(record[key])}; restore the file, or train that stage "
+                f"again"
+            )
     return record
 
 
@@ -161,9 +190,11 @@ def _file_hash(file: Path) -> str | None:
 
 @contextmanager
 def saving_to(directory: Path, num_bytes: int | None = None) -> Iterator[None]:
-    """Turn what a full or read-only disk makes torch, safetensors and Python raise into one line: a CocaError.
+    """Turn what a full or read-only disk makes torch, safetensors and Python raise into one line: a
+    CocaError.
 
-    num_bytes: how much is written in all, for the message; of a disk that is full, torch says something else.
+    num_bytes: how much is written in all, for the message; of a disk that is full, torch says
+    something else.
     """
     try:
         yield
@@ -175,7 +206,8 @@ def saving_to(directory: Path, num_bytes: int | None = None) -> Iterator[None]:
         free = size_in_words(shutil.disk_usage(directory).free) if num_bytes else ""
         needed = f" ({size_in_words(num_bytes)} needed, {free} free)" if num_bytes else ""
         raise CocaError(
-            f"{directory}: cannot be written{needed}: {_reason(error)}; what was saved before is untouched: make room, "
+            f"{directory}: cannot be written{needed}: {_reason(error)}; what was saved before is "
+            f"untouched: make room, "
             f"then continue with --resume"
         ) from error
 

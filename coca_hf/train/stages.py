@@ -62,9 +62,7 @@ def run_recipe(
 
 def _run_stages(checked: Checked, stop: StopRequest) -> Path:
     state, stages = PartialState(), checked.stages
-    complete = from_main_process(
-        lambda: {stage.directory for stage in stages if stage.is_complete}
-    )
+    complete = from_main_process(lambda: {stage.directory for stage in stages if stage.is_complete})
     blocks: Blocks | None = None
     for stage in stages:
         if stage.directory in complete:
@@ -96,7 +94,8 @@ def _prepared(checked: Checked, stage: ResolvedStage, stop: StopRequest) -> Bloc
 
 
 def prepare_recipe(recipe: Recipe, world_size: int) -> tuple[Blocks, int]:
-    """Prepare the blocks that all stages take on so many processes; returns them, and how many that is.
+    """Prepare the blocks that all stages take on so many processes; returns them, and how many that
+    is.
 
     Blocks that are there are checked. Raises CocaError as `Corpus.prepare` does, and Stopped, after
     what is done is on disk, where SIGTERM or SIGUSR1 comes.
@@ -106,13 +105,21 @@ def prepare_recipe(recipe: Recipe, world_size: int) -> tuple[Blocks, int]:
         try:
             return _prepare(corpus, num_blocks, lambda: check_stop(stop)), num_blocks
         except Stopped as stopped:
-            raise Stopped(f"{corpus.directory}: stopped by {stopped}; the same command continues") from None
+            raise Stopped(
+                f"{corpus.directory}: stopped by {stopped}; the same command continues"
+            ) from None
 
 
 def _prepare(corpus: Corpus, num_blocks: int, check: Callable[[], None]) -> Blocks:
     """`Corpus.prepare`, with a progress bar on a terminal."""
     is_shown = PartialState().is_main_process and sys.stderr.isatty()
-    with tqdm(total=num_blocks, desc="preparing blocks", dynamic_ncols=True, leave=False, disable=not is_shown) as bar:
+    with tqdm(
+        total=num_blocks,
+        desc="preparing blocks",
+        dynamic_ncols=True,
+        leave=False,
+        disable=not is_shown,
+    ) as bar:
         return corpus.prepare(num_blocks, lambda done: bar.update(done - bar.n), check)
 
 
@@ -124,7 +131,9 @@ def _blocks(corpus: Corpus, num_blocks: int, check: Callable[[], None]) -> Block
         announce(f"data: preparing {num_blocks:,} blocks in {corpus.directory}")
         blocks = _prepare(corpus, num_blocks, check)
         _name_others(corpus)
-    announce(f"data: {len(blocks):,} blocks, {size_in_words(blocks.num_bytes)}, in {blocks.directory}")
+    announce(
+        f"data: {len(blocks):,} blocks, {size_in_words(blocks.num_bytes)}, in {blocks.directory}"
+    )
     return blocks
 
 
@@ -133,17 +142,20 @@ def _name_others(corpus: Corpus) -> None:
     parent = corpus.directory.parent
     others = [path for path in parent.glob("*/state.json") if path.parent != corpus.directory]
     if others:
-        num_bytes = sum(file.stat().st_size for path in others for file in path.parent.glob("*.bin"))
+        num_bytes = sum(
+            file.stat().st_size for path in others for file in path.parent.glob("*.bin")
+        )
         announce(
-            f"data: {parent} also holds blocks of other recipes or data ({len(others)} directories, "
+            f"data: {parent} also holds blocks of other recipes or data ({len(others)} "
+            f"directories, "
             f"{size_in_words(num_bytes)}); delete those that no run needs"
         )
 
 
 @contextmanager
 def _own_accelerator() -> Iterator[None]:
-    """Let a stage choose its precision and be sharded: accelerate keeps both in globals, and a second one under FSDP
-    would not shard at all.
+    """Let a stage choose its precision and be sharded: accelerate keeps both in globals, and a
+    second one under FSDP would not shard at all.
     """
     AcceleratorState._reset_state()
     launched_as = PartialState().distributed_type

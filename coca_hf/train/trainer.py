@@ -38,12 +38,13 @@ def sharded_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
 
 
 class StageTrainer(Trainer):
-    """A Trainer whose `checkpoint-N` directories are always whole, and any layout of processes resumes from them.
+    """A Trainer whose `checkpoint-N` directories are always whole, and any layout of processes
+    resumes from them.
 
-    log: the stage's, whose `place` goes into checkpoints; options: the recipe's own; meter: of its speed; held_out:
-    blocks (num_blocks, seq_len), may be none; stop: asks for a checkpoint and an end after the current step; sources:
-    gives the sources of a range of blocks of the stream, in words; objective: where something else than the text's next
-    token is learned.
+    log: the stage's, whose `place` goes into checkpoints; options: the recipe's own; meter: of its
+    speed; held_out: blocks (num_blocks, seq_len), may be none; stop: asks for a checkpoint and an
+    end after the current step; sources: gives the sources of a range of blocks of the stream, in
+    words; objective: where something else than the text's next token is learned.
     """
 
     def __init__(
@@ -59,8 +60,12 @@ class StageTrainer(Trainer):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        if self.accelerator.is_fsdp2 and (policy := self.accelerator.state.fsdp_plugin.mixed_precision_policy):
-            self.accelerator.state.fsdp_plugin.mixed_precision_policy = sharded_precision(policy.param_dtype)
+        if self.accelerator.is_fsdp2 and (
+            policy := self.accelerator.state.fsdp_plugin.mixed_precision_policy
+        ):
+            self.accelerator.state.fsdp_plugin.mixed_precision_policy = sharded_precision(
+                policy.param_dtype
+            )
         self.stage_log, self.options, self.meter = log, options, meter
         self.held_out, self.stop, self.sources, self.objective = held_out, stop, sources, objective
         self.stopping: str | None = None  # the signal, once all processes know of it
@@ -77,9 +82,12 @@ class StageTrainer(Trainer):
         self._random_state_of = resume_from_checkpoint
         return super().train(resume_from_checkpoint, **kwargs)
 
-    def compute_loss(self, model: nn.Module, inputs: dict, return_outputs: bool = False, num_items_in_batch=None):
+    def compute_loss(
+        self, model: nn.Module, inputs: dict, return_outputs: bool = False, num_items_in_batch=None
+    ):
         if self.args.parallelism_config and self.model.config.model_type.startswith("coca_"):
-            inputs = {**inputs, "rope_length": self.stage_log.seq_len}  # this process has a part of the block
+            # This process has a part of the block
+            inputs = {**inputs, "rope_length": self.stage_log.seq_len}
         of_model = {name: tensor for name, tensor in inputs.items() if name != "answers"}
         if self.objective is None:
             return super().compute_loss(model, of_model, return_outputs, num_items_in_batch)
@@ -88,8 +96,12 @@ class StageTrainer(Trainer):
         with self.accelerator.autocast():
             return self.objective(text, model, inputs, accumulated)
 
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
-        """With `linear` and `start_lr` or `end_lr`, `linear_rate` at every step; else Hugging Face's schedule."""
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ):
+        """With `linear` and `start_lr` or `end_lr`, `linear_rate` at every step; else Hugging
+        Face's schedule.
+        """
         if not has_bounds(self.args):
             return super().create_scheduler(num_training_steps, optimizer)
         bounds = LinearBounds.model_validate(self.args.lr_scheduler_kwargs)
@@ -110,11 +122,14 @@ class StageTrainer(Trainer):
         )
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
-        """No batches after the last step: resumed there, Hugging Face's loop would take one step more."""
+        """No batches after the last step: resumed there, Hugging Face's loop would take one step
+        more.
+        """
         if self.state.global_step >= self.state.max_steps:
             return [], None
         samples = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self._random_state_of:  # Hugging Face's loop takes it up only where it skips batches itself
+        # Hugging Face's loop takes it up only where it skips batches itself
+        if self._random_state_of:
             self._load_rng_state(self._random_state_of)
             self._random_state_of = None
         return samples
@@ -127,18 +142,22 @@ class StageTrainer(Trainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._step_loss += loss
         running = self.stage_log.place["running_loss"] or 0.0
-        return loss.nan_to_num(running, running, running)  # else one skipped step would hide the mean of all others
+        # Else one skipped step would hide the mean of all others
+        return loss.nan_to_num(running, running, running)
 
     def _get_grad_norm(self, model, grad_norm=None):
         self._norm = super()._get_grad_norm(model, grad_norm)
         return self._norm
 
     def end_of_backward(self) -> None:
-        """Before every optimizer step: agree with all processes on its loss and on stopping; skip it if it is bad.
+        """Before every optimizer step: agree with all processes on its loss and on stopping; skip
+        it if it is bad.
 
         Raises CocaError after `max_bad_steps` bad ones in a row.
         """
-        mine = torch.stack([self._step_loss, self._step_loss.new_tensor(self.stop.came is not None)])
+        mine = torch.stack(
+            [self._step_loss, self._step_loss.new_tensor(self.stop.came is not None)]
+        )
         total, asked = reduce(mine, "sum").tolist()
         loss = total / self.args.world_size
         self._step_loss = torch.zeros_like(self._step_loss)
@@ -149,7 +168,9 @@ class StageTrainer(Trainer):
         spiked = factor is not None and running is not None and loss > factor * running
         is_finite = math.isfinite(_number(self._norm))
         if math.isfinite(loss) and not spiked and (is_finite or self._scaled_too_high()):
-            place["running_loss"] = loss if running is None else running + RUNNING_SHARE * (loss - running)
+            place["running_loss"] = (
+                loss if running is None else running + RUNNING_SHARE * (loss - running)
+            )
             if is_finite:
                 self._bad_in_a_row = 0
             else:
@@ -162,7 +183,9 @@ class StageTrainer(Trainer):
         self.optimizer.zero_grad(set_to_none=True)
 
     def _scaled_too_high(self) -> bool:
-        """Whether float16's scaler, which skips a step that overflowed and halves its scale, has a scale to halve."""
+        """Whether float16's scaler, which skips a step that overflowed and halves its scale, has a
+        scale to halve.
+        """
         return self.accelerator.scaler is not None and self.accelerator.scaler.get_scale() > 1
 
     def _bad_step(self, loss: float, spiked: bool) -> str:
@@ -174,25 +197,37 @@ class StageTrainer(Trainer):
             what += f", but its gradient's norm is {_number(self._norm)}"
         first, count = place["next_block"], self.stage_log.global_batch
         blocks = f"blocks {first} to {first + count - 1} ({self.sources(first, count)})"
-        most, stage = self.options.max_bad_steps, Path(self.args.output_dir).parent.name.partition("-")[2]
+        most, stage = (
+            self.options.max_bad_steps,
+            Path(self.args.output_dir).parent.name.partition("-")[2],
+        )
         return (
-            f"{self.args.output_dir}: {what}, bad step {self._bad_in_a_row} in a row (max_bad_steps: {most}), on "
-            f"{blocks}; the last checkpoints are kept: skip more with --resume stages.{stage}.max_bad_steps={3 * most} "
-            f"(if that ends here too, the newest checkpoint may be spoilt: delete it), or lower learning_rate (or "
+            f"{self.args.output_dir}: {what}, bad step {self._bad_in_a_row} in a row "
+            f"(max_bad_steps: {most}), on "
+            f"{blocks}; the last checkpoints are kept: skip more with --resume "
+            f"stages.{stage}.max_bad_steps={3 * most} "
+            f"(if that ends here too, the newest checkpoint may be spoilt: delete it), or lower "
+            f"learning_rate (or "
             f"max_grad_norm) and start again with another --out"
         )
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
-        """The held-out loss; Hugging Face's loop asks for it at the start and wherever `StageLog` says."""
+        """The held-out loss; Hugging Face's loop asks for it at the start and wherever `StageLog`
+        says.
+        """
         resumed = self.state.global_step > 0 and not self.control.should_evaluate
         if resumed or not len(self.held_out):
             self.control.should_evaluate = False
             return {}
         with self.stage_log.pause():
             head, batch_size = self.model.get_output_embeddings(), self.args.train_batch_size
-            metrics = {"eval_loss": held_out_loss(self.model_wrapped, head, self.held_out, batch_size)}
+            metrics = {
+                "eval_loss": held_out_loss(self.model_wrapped, head, self.held_out, batch_size)
+            }
         self.log(dict(metrics))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
         self.meter.restart()
         return metrics
 
@@ -210,7 +245,9 @@ class StageTrainer(Trainer):
             super().save_model(output_dir)
 
     def _save_checkpoint(self, model: nn.Module, trial) -> None:
-        """Let the Trainer write all its files under `partial`; then give the directory its name, in one step."""
+        """Let the Trainer write all its files under `partial`; then give the directory its name, in
+        one step.
+        """
         directory = Path(self.args.output_dir)
         name = f"checkpoint-{self.state.global_step}"
         num_bytes = state_bytes(self.model, self.optimizer.optimizer)
@@ -236,7 +273,9 @@ class StageTrainer(Trainer):
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
         """Nothing yet: parameters come with the optimizer's state, when the model is wrapped."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -275,8 +314,9 @@ def _number(value: Tensor | float | None) -> float:
 def held_out_loss(model: nn.Module, head: nn.Module, blocks: Tensor, batch_size: int) -> float:
     """Mean loss, in nats, over every predicted token of `blocks` (num_blocks, seq_len).
 
-    head: the model's, which keeps out of memory in training alone the logits that a fused cross-entropy does not need.
-    Every process calls this with all blocks and computes its share; the number of processes does not change the mean.
+    head: the model's, which keeps out of memory in training alone the logits that a fused
+    cross-entropy does not need. Every process calls this with all blocks and computes its share;
+    the number of processes does not change the mean.
     """
     state = PartialState()
     share = blocks[state.process_index :: state.num_processes]
@@ -285,7 +325,8 @@ def held_out_loss(model: nn.Module, head: nn.Module, blocks: Tensor, batch_size:
     model.eval()
     head.train()
     total = 0.0
-    for start in range(0, most_blocks, batch_size):  # all as often: where the model is sharded, a forward takes all
+    # All as often: where the model is sharded, a forward takes all
+    for start in range(0, most_blocks, batch_size):
         rows = share[start : start + batch_size]
         batch = (rows if len(rows) else blocks[:1]).to(state.device)
         total += model(input_ids=batch, labels=batch, use_cache=False).loss.item() * len(rows)
@@ -298,11 +339,14 @@ def has_bounds(arguments: TrainingArguments) -> bool:
     return bool(arguments.lr_scheduler_kwargs) and arguments.lr_scheduler_type == "linear"
 
 
-def linear_rate(step: int, warmup_steps: int, num_steps: int, peak: float, bounds: LinearBounds) -> float:
-    """The learning rate after `step` steps: from `start_lr` to `peak` over the warm-up, then to `end_lr`, linearly.
+def linear_rate(
+    step: int, warmup_steps: int, num_steps: int, peak: float, bounds: LinearBounds
+) -> float:
+    """The learning rate after `step` steps: from `start_lr` to `peak` over the warm-up, then to
+    `end_lr`, linearly.
 
-    As in Hugging Face's schedules, `peak` is the rate of step `warmup_steps` (counted from 0) and `end_lr` would be
-    that of step `num_steps`, the first one not done.
+    As in Hugging Face's schedules, `peak` is the rate of step `warmup_steps` (counted from 0) and
+    `end_lr` would be that of step `num_steps`, the first one not done.
     """
     if step < warmup_steps:
         return bounds.start_lr + (peak - bounds.start_lr) * step / warmup_steps

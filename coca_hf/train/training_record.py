@@ -19,10 +19,16 @@ PACKAGES = ("coca-hf", "torch", "transformers", "accelerate", "datasets")
 
 
 def make_record(
-    recipe: Recipe, stage: ResolvedStage, log: StageLog, state: TrainerState, parameters: dict, held_out_blocks: int
+    recipe: Recipe,
+    stage: ResolvedStage,
+    log: StageLog,
+    state: TrainerState,
+    parameters: dict,
+    held_out_blocks: int,
 ) -> dict[str, Any]:
     """The record of a trained stage, without the hashes of its files. Losses in nats per token."""
-    losses = [entry["loss"] for entry in state.log_history if "loss" in entry]  # each the mean since the one before
+    # Each the mean since the one before
+    losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
     end_block = stage.start_block + stage.arguments.max_steps * stage.blocks_per_step
     record = {
         "stage": {"name": stage.name, "train": stage.of_recipe.train},
@@ -49,11 +55,18 @@ def _held_out(log: StageLog, seq_len: int, num_blocks: int) -> dict[str, Any] | 
     if not num_blocks:
         return None
     losses = list(log.place["held_out"].values())
-    return {"blocks": num_blocks, "tokens": num_blocks * (seq_len - 1), "before": losses[0], "after": losses[-1]}
+    return {
+        "blocks": num_blocks,
+        "tokens": num_blocks * (seq_len - 1),
+        "before": losses[0],
+        "after": losses[-1],
+    }
 
 
 def _stages_before(stage: ResolvedStage) -> list[dict[str, Any]]:
-    """The stages that the model `stage` starts from has behind it, of this recipe and of those before it."""
+    """The stages that the model `stage` starts from has behind it, of this recipe and of those
+    before it.
+    """
     return read_record(stage.base_directory).get("stages", []) if stage.base_directory else []
 
 
@@ -79,7 +92,11 @@ def _summary(recipe: Recipe, stage: ResolvedStage, record: dict[str, Any]) -> di
 
 def _surroundings(arguments: TrainingArguments) -> dict[str, Any]:
     cuda = arguments.device.type == "cuda"
-    device = torch.cuda.get_device_name(arguments.device) if cuda else f"{platform.machine()}, {os.cpu_count()} cores"
+    device = (
+        torch.cuda.get_device_name(arguments.device)
+        if cuda
+        else f"{platform.machine()}, {os.cpu_count()} cores"
+    )
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "hardware": {"device": device, "processes": arguments.world_size},
@@ -92,7 +109,9 @@ def _surroundings(arguments: TrainingArguments) -> dict[str, Any]:
 
 
 def _version(package: str) -> str | None:
-    """None where it is not installed as a package: what is trained is not lost for a line of its record."""
+    """None where it is not installed as a package: what is trained is not lost for a line of its
+    record.
+    """
     try:
         return version(package)
     except PackageNotFoundError:
