@@ -109,7 +109,7 @@ class Corpus:
         return list(commits)
 
     def has(self, num_blocks: int) -> bool:
-        """Whether so many blocks are prepared, or more."""
+        """Whether at least `num_blocks` blocks are prepared."""
         try:
             return len(self.blocks()) >= num_blocks
         except Damaged:
@@ -328,7 +328,7 @@ class Corpus:
         made: GrowingRows,
         name: str,
     ) -> Iterator[int]:
-        """Makes blocks of lookups; each is fixed by the block of text that it takes and its number."""
+        """Makes blocks of lookups, each fixed by its number and the block of text that it takes."""
         lookups, weights = (
             Lookups(self.tokenizer),
             [self.data.sources[int(number)].weight for number in texts],

@@ -169,7 +169,10 @@ def _change(recipe: Recipe, stage: Stage, setting: Setting, usable: float) -> st
             words = _words(changed_stage is not stage, setting, changed)
             without = f", without {EXCHANGED}" if changed.sharing > setting.sharing else ""
             return f"does not fit; it does with {words} ({memory.peak / GIB:.1f} GiB{without})"
-    return "does not fit, and nothing helps at this global batch; lower data.seq_len or take GPUs with more memory"
+    return (
+        "does not fit, and nothing helps at this global batch; lower data.seq_len or take GPUs "
+        "with more memory"
+    )
 
 
 def _levers(recipe: Recipe, stage: Stage, setting: Setting) -> Iterator[tuple[Stage, Setting]]:
@@ -201,7 +204,7 @@ def _levers(recipe: Recipe, stage: Stage, setting: Setting) -> Iterator[tuple[St
 
 
 def _can_share(recipe: Recipe, stage: Stage, world_size: int, sharing: int) -> bool:
-    """Whether so many GPUs can share each block."""
+    """Whether `sharing` GPUs can share each block."""
     options = recipe.stage_options(_with(stage, "context_parallel_size", sharing))
     try:
         check_context_parallel(stage, options, recipe.data)
@@ -219,7 +222,10 @@ def _with(stage: Stage, option: str, value: Any) -> Stage:
 
 def _words(is_fused: bool, before: Setting, after: Setting) -> str:
     """How to say what is changed."""
-    batches = f"per_device_train_batch_size={after.batch_size} gradient_accumulation_steps={after.accumulation}"
+    batches = (
+        f"per_device_train_batch_size={after.batch_size} "
+        f"gradient_accumulation_steps={after.accumulation}"
+    )
     changes = {
         "gradient_checkpointing=true": after.checkpointing != before.checkpointing,
         "fused_cross_entropy=true": is_fused,
@@ -235,14 +241,16 @@ def plan_table(plan: Plan) -> Table:
     peak, in GiB.
     """
     table = Table(
-        title=f"{plan.world_size} x {plan.gpu}, {plan.gpu_bytes / GIB:g} GB each, at MFU {plan.mfu:g} of "
+        title=f"{plan.world_size} x {plan.gpu}, {plan.gpu_bytes / GIB:g} GB each, "
+        f"at MFU {plan.mfu:g} of "
         f"{plan.peak_flops / 1e12:g} TFLOPS (dense bf16)",
     )
     lines: dict[str, list[str]] = {}
     for stage in plan.stages:
         setting = stage.setting
         cells = {
-            "parameters trained": f"{stage.trained / 1e6:,.1f}M ({stage.trained / stage.total:.1%})",
+            "parameters trained": f"{stage.trained / 1e6:,.1f}M "
+            f"({stage.trained / stage.total:.1%})",
             "batch x accumulation": f"{setting.batch_size} x {setting.accumulation}",
             "tokens": f"{stage.tokens / 1e9:.3g}B",
             "FLOPs": f"{stage.flops:.3g}",

@@ -65,7 +65,7 @@ class StageLog(TrainerCallback, ExportableState):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Of the clock of `seconds`."""
+        """Exclude the enclosed time from `seconds`."""
         began = time.monotonic()
         yield
         self._started += time.monotonic() - began
@@ -153,7 +153,7 @@ def announce(text: str) -> None:
 
 @contextmanager
 def wandb_run(arguments: TrainingArguments, run_id: str | None) -> Iterator[None]:
-    """The run that Hugging Face's callback logs a stage to; a stage that resumes goes on in its
+    """The run that Hugging Face's callback logs a stage to; a stage that resumes continues its
     own.
 
     By itself the callback would log all stages to one. Raises CocaError where Weights & Biases

@@ -125,7 +125,7 @@ def _measure_held_out(model: nn.Module, head: nn.Module, ids: Tensor) -> None:
 
 
 def planned_arguments(recipe: Recipe, stage: Stage) -> TrainingArguments:
-    """The stage's options, but for those that TrainingArguments takes only where a GPU is."""
+    """The stage's options, except those that TrainingArguments takes only where a GPU is."""
     options = {
         key: value
         for key, value in recipe.options(stage).items()
@@ -258,7 +258,7 @@ class MemoryTracker(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # it comes back with this process's part
         result = function(*args, **kwargs or {})
-        if active_fake_mode() is self._fake_mode:  # else DTensor is working out shapes
+        if active_fake_mode() is self._fake_mode:  # otherwise DTensor works out shapes
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor) and tensor.untyped_storage() not in self._entries:
                     self._count(tensor, "activations" if torch.is_grad_enabled() else "other")

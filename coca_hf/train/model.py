@@ -1,4 +1,4 @@
-"""The model of a stage: loaded, with the recipe's config, and frozen but for what the stage trains.
+"""The model of a stage: loaded, with the recipe's config, and frozen except for what it trains.
 
 A model, teacher or tokenizer is a directory, or `owner/name` on the hub, with `@revision` if
 wanted: a branch, a tag or a commit. A run reads each at the commit that it has when the run begins.
@@ -230,8 +230,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def stage_model(model: PreTrainedModel, stage: Stage) -> nn.Module:
-    """`model` as the stage trains it: frozen in place but for what the stage names, or wrapped with
-    its adapters.
+    """`model` as the stage trains it: frozen in place except for what the stage names, or wrapped
+    with its adapters.
 
     Raises CocaError for a module that the model does not have, and for `lora` without peft.
     """

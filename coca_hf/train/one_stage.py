@@ -1,6 +1,4 @@
-"""One stage: its model, trained by `StageTrainer` from its last checkpoint on, and made a complete
-checkpoint.
-"""
+"""One stage: trained by `StageTrainer` from its last checkpoint, and made a complete checkpoint."""
 
 import json
 import os
@@ -62,7 +60,7 @@ from coca_hf.train.trainer import StageTrainer
 from coca_hf.train.training_record import make_record
 from coca_hf.train.training_state import check_room
 
-CONVERSION_RECORD = "conversion.json"  # written by coca-convert; goes along from stage to stage
+CONVERSION_RECORD = "conversion.json"  # written by coca-convert; handed on from stage to stage
 
 
 def run_stage(
@@ -121,9 +119,8 @@ def run_stage(
     tokens = stage.arguments.max_steps * stage.blocks_per_step * data.seq_len
     announce(
         f"{stage.directory}: trains {trained:,} of {total:,} parameters ({trained / total:.1%}) "
-        f"for "
-        f"{stage.arguments.max_steps:,} steps of {stage.blocks_per_step:,} blocks, {tokens:,} "
-        f"tokens"
+        f"for {stage.arguments.max_steps:,} steps of {stage.blocks_per_step:,} blocks, "
+        f"{tokens:,} tokens"
         + (
             ""
             if options.global_batch_size
@@ -238,7 +235,7 @@ def _complete(
     check_room(stage.directory, num_bytes, "the result")
     with saving_to(stage.directory, num_bytes):
         if trainer.is_fsdp_enabled:
-            # Else nothing is saved
+            # Otherwise nothing is saved
             trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         trainer.save_model(str(partial))
         if state.is_main_process:

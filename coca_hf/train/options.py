@@ -32,15 +32,18 @@ _BY_RESUME = "coca-train keeps what --resume needs"
 OWNED = {
     "output_dir": "results lie in OUT/<number>-<name>; give OUT with --out",
     "num_train_epochs": "give max_steps, the length of a stage",
-    "label_smoothing_factor": "transformers takes the labels of models that it does not know one token too early",
+    "label_smoothing_factor": "transformers takes the labels of models that it does not know "
+    "one token too early",
     "logging_nan_inf_filter": "a loss that is not a number stops the run",
     "deepspeed": "shard with FSDP2, through `accelerate launch`",
     "resume_from_checkpoint": "continue a run with --resume",
     "restore_callback_states_from_checkpoint": _BY_RESUME,
     "save_only_model": _BY_RESUME,
     "enable_jit_checkpoint": "SIGTERM and SIGUSR1 always write a checkpoint",
-    "use_liger_kernel": "Liger patches only model types that it knows, not CoCA's; give fused_cross_entropy: liger",
-    "parallelism_config": "give context_parallel_size; else FSDP2 through `accelerate launch` is all there is",
+    "use_liger_kernel": "Liger patches only model types that it knows, not CoCA's; "
+    "give fused_cross_entropy: liger",
+    "parallelism_config": "give context_parallel_size; other than that, shard with FSDP2 through "
+    "`accelerate launch`",
     **dict.fromkeys(
         ("remove_unused_columns", "ignore_data_skip", "accelerator_config", "data_seed"), _BY_DATA
     ),
@@ -80,9 +83,9 @@ class StageOptions(StrictMapping):
     global_batch_size: blocks that an optimizer step takes over all processes; it sets
     gradient_accumulation_steps, so that one recipe trains the same on any number of processes.
     held_out_steps: steps between measurements of the held-out loss; 0: before and after the stage
-    only. max_bad_steps: so many in a row end the run; fewer are skipped. A step is bad if its loss
-    or its gradient is not a number, and, with spike_factor, if its loss is above so many times the
-    running mean. With fp16, a step whose gradient overflows for the scale of its loss alone is
+    only. max_bad_steps: that many in a row end the run; fewer are skipped. A step is bad if its
+    loss or its gradient is not a number, and, with spike_factor, if its loss is above so many times
+    the running mean. With fp16, a step whose gradient overflows for the scale of its loss alone is
     skipped and not bad. attn_implementation: as `from_pretrained` takes it. fused_cross_entropy:
     never hold the logits of all tokens, which with a large vocabulary are much of the memory, for
     one more product with the head; or liger: by its Triton kernel, for GPUs. context_parallel_size:
@@ -136,7 +139,7 @@ def checked_training(options: dict[str, Any], also_known: tuple[str, ...] = ()) 
 
 @functools.cache
 def _training_types() -> dict[str, tuple[Any, TypeAdapter]]:
-    """Every option of TrainingArguments that a recipe may set, and our own, with its declared type."""
+    """Every option that a recipe may set, of TrainingArguments and our own, with its type."""
     hints = typing.get_type_hints(TrainingArguments)
     config = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
     names = [field.name for field in dataclasses.fields(TrainingArguments) if field.init]

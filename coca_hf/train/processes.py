@@ -36,7 +36,7 @@ class Stopped(Exception):
 
 class StopRequest:
     """`came`: the name of the signal that came, or that the launcher has died, which would leave
-    its processes alone to write where the next launch writes; else None.
+    its processes alone to write where the next launch writes; otherwise None.
     """
 
     def __init__(self):
@@ -173,7 +173,7 @@ class _Board:
         self._reach(lambda: self._store.add("finished", 1))
 
     def wait_for(self, count: int) -> None:
-        """Until so many processes have finished. Raises what ends the run."""
+        """Wait until `count` processes have finished. Raises what ends the run."""
         while self._reach(lambda: self._store.add("finished", 0)) < count:
             self.check()
             time.sleep(LOOK_SECONDS)

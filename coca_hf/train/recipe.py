@@ -1,19 +1,19 @@
 """Recipes: one YAML file that says which model is trained, on what, and in which stages.
 
-    model: checkpoints/smollm2-135m-coca      # a converted directory, or owner/name on the hub, or owner/name@revision
+    model: checkpoints/smollm2-135m-coca      # a directory, or owner/name[@revision] on the hub
     data:
       seq_len: 2048                           # tokens in a block
-      sources:                                # weights: shares of the tokens; paths: see documents.read_documents
+      sources:                                # weights: shares of the tokens; see documents.py
         - {path: books/*.parquet, weight: 0.75}
         - {path: code.jsonl, weight: 0.25, column: content}
-        - {synthetic: lookups, weight: 0.5}     # made amid the text of the sources above; see lookups.py
-    training:                                 # names of transformers.TrainingArguments or StageOptions, for all stages
+        - {synthetic: lookups, weight: 0.5}     # amid the text of the sources above: lookups.py
+    training:                                 # TrainingArguments or StageOptions, for all stages
       learning_rate: 1.0e-4
     stages:                                   # each may override anything under `training`
       - {name: k, train: [t_proj], max_steps: 15000}
       - {name: full, train: all, max_steps: 15000}
-    teacher: checkpoints/smollm2-135m         # the original model, for stages with an objective beside `lm`, such as
-                                              # `objective: {lm: 0.5, distill: 0.5}`; see objectives.py
+    teacher: checkpoints/smollm2-135m         # the original model, for stages with an objective
+                                              # beside `lm`: {lm: 0.5, distill: 0.5}
 
 `config` overrides fields of the model's config. A model from scratch has `tokenizer` in the place
 of `model`, and a `config` with its `model_type`. A stage with `lora: {r: 16, alpha: 32}` trains
@@ -51,7 +51,7 @@ class Source(StrictMapping):
     subset: str | None = None  # of a data set on the hub
     # Of a data set on the hub: a commit or a branch, by default the main one
     revision: str | None = None
-    skip_empty: bool = False  # leave out rows without text, which else are errors
+    skip_empty: bool = False  # leave out rows without text, which are errors otherwise
     # Of a data set on the hub: what `revision` was when the run began
     _commit: str | None = PrivateAttr(None)
 
@@ -95,11 +95,11 @@ class Data(StrictMapping):
     """What is trained on: blocks of `seq_len` tokens, mixed from `sources`; `seed` fixes the order
     of the blocks.
 
-    held_out_blocks: so many are kept out of the training, to measure the loss on. prepared: the
-    directory in which the blocks of this recipe, and of others, are made and read. skip_positions:
-    leave out positions at random places of every block, so that they rise to at most so many, such
-    as the trained length: a block then teaches distances that are longer than it is (PoSE, arXiv
-    2309.10400).
+    held_out_blocks: the number that is kept out of the training, to measure the loss on. prepared:
+    the directory in which the blocks of this recipe, and of others, are made and read.
+    skip_positions: leave out positions at random places of every block, so that they rise to at
+    most so many, such as the trained length: a block then teaches distances that are longer than it
+    is (PoSE, arXiv 2309.10400).
     """
 
     seq_len: int = Field(ge=2)
@@ -296,14 +296,14 @@ class Recipe(StrictMapping):
         return self.model or f"{self.config['model_type']} from scratch"
 
     def num_blocks(self, world_size: int) -> int:
-        """The blocks that all stages take together, on so many processes."""
+        """The blocks that all stages take together, on `world_size` processes."""
         return sum(
             self.options(stage)["max_steps"] * self.blocks_per_step(stage, world_size)
             for stage in self.stages
         )
 
     def blocks_per_step(self, stage: Stage, world_size: int) -> int:
-        """Blocks that one optimizer step of a stage takes, over so many processes."""
+        """Blocks that one optimizer step of a stage takes, over `world_size` processes."""
         options = self.options(stage)
         return self.stage_options(stage).global_batch_size or (
             self._groups(stage, world_size)

@@ -89,7 +89,8 @@ def explain(tree: Any, problem: Any) -> str:
         return f"{where}missing, expected a value"
     if problem["type"] in ("dict_type", "model_type"):
         return f"{where}got {short(problem['input'])}, expected a mapping"
-    return f"{where}got {short(problem['input'])}, expected {problem['msg'].removeprefix('Input should be ')}"
+    expected = problem["msg"].removeprefix("Input should be ")
+    return f"{where}got {short(problem['input'])}, expected {expected}"
 
 
 def _mapping(node: Any, override: str) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """What a run of a recipe keeps on disk.
 
-    OUT/recipe.yaml           the recipe, overrides and defaults filled in; can be run again as it is
-    OUT/inputs.json           what the recipe's paths held, and the blocks of a step; --resume checks them
-    OUT/1-k/                  a stage: with training.json in it, a complete checkpoint that loads alone
-    OUT/1-k/log.jsonl         a line per logging interval (see log.py), and one per measurement of the held-out loss
-    OUT/1-k/trainer/          checkpoint-N, to resume from; they are deleted when the stage is complete
+    OUT/recipe.yaml           the recipe with overrides and defaults, to run again as it is
+    OUT/inputs.json           what the recipe's paths held, and blocks per step; for --resume
+    OUT/1-k/                  a stage: with training.json, a complete checkpoint
+    OUT/1-k/log.jsonl         a line per logging interval, and per held-out loss: log.py
+    OUT/1-k/trainer/          checkpoint-N, to resume from, until the stage is complete
     OUT/2-qkv/ …
     OUT/tensorboard/1-k/ …    for `tensorboard --logdir OUT`
-    OUT/stopped.json          there while a run that a signal stopped waits for --resume; launchers lose its exit code
+    OUT/stopped.json          there while a run that a signal stopped waits for --resume
 
 Directories named `partial`, and hidden files with that ending, are being written. A run that is
 killed leaves them, and the next one removes them.
@@ -124,7 +124,7 @@ def last_checkpoint(trainer_dir: Path) -> Path | None:
 
 @contextmanager
 def reading(checkpoint: Path) -> Iterator[None]:
-    """Turn what a damaged checkpoint makes torch, json and pickle raise into one line: a CocaError."""
+    """Turn what torch, json and pickle raise for a damaged checkpoint into a CocaError."""
     try:
         yield
     except CocaError:

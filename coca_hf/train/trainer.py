@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer for one stage: the paper's schedule, whole checkpoints, bad steps skipped."""
+"""The Trainer of a stage: the paper's schedule, whole checkpoints, bad steps skipped."""
 
 import math
 import os
@@ -99,7 +99,7 @@ class StageTrainer(Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ):
-        """With `linear` and `start_lr` or `end_lr`, `linear_rate` at every step; else Hugging
+        """With `linear` and `start_lr` or `end_lr`, `linear_rate` at every step; otherwise Hugging
         Face's schedule.
         """
         if not has_bounds(self.args):
@@ -142,7 +142,7 @@ class StageTrainer(Trainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._step_loss += loss
         running = self.stage_log.place["running_loss"] or 0.0
-        # Else one skipped step would hide the mean of all others
+        # Otherwise one skipped step would hide the mean of all others
         return loss.nan_to_num(running, running, running)
 
     def _get_grad_norm(self, model, grad_norm=None):
@@ -192,7 +192,8 @@ class StageTrainer(Trainer):
         step, place = self.state.global_step + 1, self.stage_log.place
         what = f"the loss of step {step} is {loss:g}"
         if spiked:
-            what += f", more than {self.options.spike_factor:g} times the running mean {place['running_loss']:.4g}"
+            mean = place["running_loss"]
+            what += f", more than {self.options.spike_factor:g} times the running mean {mean:.4g}"
         elif math.isfinite(loss):
             what += f", but its gradient's norm is {_number(self._norm)}"
         first, count = place["next_block"], self.stage_log.global_batch

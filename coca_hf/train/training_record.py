@@ -51,7 +51,7 @@ def make_record(
 
 
 def _held_out(log: StageLog, seq_len: int, num_blocks: int) -> dict[str, Any] | None:
-    """Before step 0 and after the last; `tokens` are those predicted, one fewer than a block has."""
+    """Before step 0 and after the last. `tokens`: those predicted, all but one of a block."""
     if not num_blocks:
         return None
     losses = list(log.place["held_out"].values())

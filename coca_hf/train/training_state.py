@@ -91,13 +91,13 @@ def state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
         for value in state.values()
         if isinstance(value, Tensor)
     ]
-    # Of a sharded one: of the whole
+    # numel of a sharded tensor is that of the whole
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def check_room(directory: Path, num_bytes: int, what: str) -> None:
-    """Raises CocaError, in every process, where the disk that holds `directory` has not so many
-    bytes left.
+    """Raises CocaError, in every process, where the disk that holds `directory` lacks
+    `num_bytes` bytes.
     """
     free = [shutil.disk_usage(directory).free]
     if PartialState().num_processes > 1:
