@@ -61,9 +61,9 @@ def train_command(
     from accelerate import PartialState
     from transformers.utils.logging import disable_progress_bar
 
+    from coca_hf.train.processes import EXIT_STOPPED, Stopped, ignore_signals
     from coca_hf.train.recipe import load_recipe
     from coca_hf.train.stages import prepare_recipe, run_recipe
-    from coca_hf.train.stop import EXIT_STOPPED, Stopped, ignore_signals
 
     disable_progress_bar()  # of loading and saving; the training keeps its own
     checked = load_recipe(recipe, settings or [])
@@ -95,7 +95,7 @@ def train_command(
 def _plan(
     path: Path, settings: list[str], world_size: int, gpu_memory: float, gpu: str, mfu: float, as_json: bool
 ) -> None:
-    from coca_hf.train.plan import plan_recipe, plan_table
+    from coca_hf.train.gpu_plan import plan_recipe, plan_table
     from coca_hf.train.recipe import load_recipe
 
     with console.status("planning"):

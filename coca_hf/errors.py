@@ -1,7 +1,10 @@
 """The one exception that people see: what was wrong with what they gave us, and what to do."""
 
-from collections.abc import Iterator
+import difflib
+import reprlib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 LONGEST = 1000
 
@@ -30,6 +33,20 @@ def first_line(error: BaseException) -> str:
     """An exception's class, and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def short(value: Any) -> str:
+    """What a message says of a value: its `repr`, shortened where it is long."""
+    return _SHORT.repr(value)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The one of `known` that is spelt most like `name`."""
+    return difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
 
 
 @contextmanager

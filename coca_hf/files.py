@@ -36,6 +36,18 @@ def replacing(path: Path) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
+def remove_unfinished(directory: Path) -> None:
+    """Remove what `replacing` left in a directory when its process was killed."""
+    for unfinished in directory.glob(".*.partial"):
+        unfinished.unlink()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Make `text`, in UTF-8, the content of a file; see `replacing`."""
+    with replacing(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
 def append_line(path: Path, line: str) -> None:
     """Add a line, in UTF-8, and wait until it is on the disk."""
     with path.open("a", encoding="utf-8") as stream:

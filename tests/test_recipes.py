@@ -17,8 +17,9 @@ from accelerate.commands.config.config_args import load_config_from_file
 from transformers import LlamaConfig
 
 from coca_hf import CocaLlamaConfig
-from coca_hf.train.model import check_model, start_config, start_model
-from coca_hf.train.plan import GIB, RESERVE, plan_recipe
+from coca_hf.train.gpu_plan import GIB, RESERVE, plan_recipe
+from coca_hf.train.model import start_config, start_model
+from coca_hf.train.preflight import check_model
 from coca_hf.train.recipe import Recipe, load_recipe
 from tests.conftest import TINY
 from tests.train.test_schedule import rates_of, trainer_of

@@ -34,6 +34,7 @@ from coca_hf.evaluate.batches import Watch, processes
 from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.rope import Rope, trained_length
 from coca_hf.evaluate.row import IDENTITY, fields, identity, latest, read_rows, relative
+from coca_hf.files import append_line, replacing
 
 Raw = Mapping[str, list[dict]]  # lines of a raw table, by its name
 PACKAGES = (
@@ -104,7 +105,8 @@ class RowStore:
             try:
                 for name, lines in tables.items():
                     _write_table(self.out_dir / paths[name], row_id, lines)
-                _append(self.out_dir / "rows.jsonl", row)
+                line = json.dumps(row, ensure_ascii=False, allow_nan=False)
+                append_line(self.out_dir / "rows.jsonl", line)
             except OSError as error:
                 raise CocaError(
                     f"{self.out_dir}: a row cannot be written ({one_line(error)}); make room and "
@@ -234,21 +236,8 @@ def _read_and_repair(path: Path) -> list[dict]:
     return rows
 
 
-def _append(path: Path, row: dict) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _write_table(path: Path, row_id: str, lines: list[dict]) -> None:
-    """So that a reader, and a run that is killed, finds the whole file or none."""
     path.parent.mkdir(exist_ok=True)
-    unfinished = path.with_name(f".{path.stem}.{os.getpid()}.partial")  # hidden from readers
-    try:
-        pq.write_table(
-            pa.Table.from_pylist([{"row_id": row_id} | line for line in lines]), unfinished
-        )
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with replacing(path) as unfinished:
+        table = pa.Table.from_pylist([{"row_id": row_id} | line for line in lines])
+        pq.write_table(table, unfinished)

@@ -30,6 +30,7 @@ from torch.utils.data import IterableDataset
 
 from coca_hf.convert.calibration_text import skipped_positions
 from coca_hf.errors import CocaError
+from coca_hf.files import replace_text
 from coca_hf.train.recipe import Data
 
 ANSWER = 2**31  # beside a token that is an answer; more than any token
@@ -79,7 +80,10 @@ class Rows:
         expected = len(self) * self.row_bytes
         found = self.path.stat().st_size if self.path.exists() else 0
         if found < expected:
-            raise Damaged(f"{self.path}: got {found:,} bytes, expected the {expected:,} that were prepared; {AGAIN}")
+            raise Damaged(
+                f"{self.path}: got {found:,} bytes, expected the {expected:,} that were prepared; "
+                f"{AGAIN}"
+            )
         return np.memmap(self.path, self.dtype, "r", shape=(len(self), self.width))
 
 
@@ -159,16 +163,26 @@ class Blocks:
     @property
     def held_out(self) -> Tensor:
         """The held-out blocks, (blocks, seq_len), int64; every source gives its share if it can."""
-        blocks = [torch.from_numpy(self._held_out[row].astype("int64")) for row in range(len(self._held_out))]
-        return torch.stack(blocks) if blocks else torch.empty(0, self._data.seq_len, dtype=torch.int64)
+        blocks = [
+            torch.from_numpy(self._held_out[row].astype("int64"))
+            for row in range(len(self._held_out))
+        ]
+        return (
+            torch.stack(blocks) if blocks else torch.empty(0, self._data.seq_len, dtype=torch.int64)
+        )
 
     @property
     def num_bytes(self) -> int:
-        return sum(len(rows) * rows.row_bytes for rows in (self._order, self._held_out, *self._sources))
+        return sum(
+            len(rows) * rows.row_bytes for rows in (self._order, self._held_out, *self._sources)
+        )
 
     def sources_of(self, first: int, count: int) -> str:
         """The sources of a range of blocks, in words."""
-        names = [self._data.sources[self._order[number][0]].name for number in range(first, first + count)]
+        names = [
+            self._data.sources[self._order[number][0]].name
+            for number in range(first, first + count)
+        ]
         return ", ".join(f"{names.count(name)} of {name}" for name in dict.fromkeys(names))
 
     def check(self) -> None:
@@ -202,16 +216,15 @@ def layouts(
     """The arguments of `Rows` for every file of a directory."""
     sizes = {f"source-{number}": (dtype, seq_len) for number, dtype in enumerate(dtypes)}
     sizes |= {"held-out": ("uint32", seq_len), "order": ("uint32", 2)}
-    return {name: (directory / f"{name}.bin", *size, parts.get(name, [])) for name, size in sizes.items()}
+    return {
+        name: (directory / f"{name}.bin", *size, parts.get(name, []))
+        for name, size in sizes.items()
+    }
 
 
 def save_state(directory: Path, state: dict[str, Any]) -> None:
-    partial = directory / "state.json.partial"
-    with open(partial, "w", encoding="utf-8") as file:
-        json.dump({"xxh3_128": _state_hash(state), "state": state}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, directory / "state.json")
+    kept = {"xxh3_128": _state_hash(state), "state": state}
+    replace_text(directory / "state.json", json.dumps(kept))
 
 
 def _read_state(directory: Path) -> dict[str, Any]:

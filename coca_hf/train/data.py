@@ -34,8 +34,8 @@ from coca_hf.held_out import HeldOut, hold_out, shares
 from coca_hf.tokens import Encoder, Piece, batches, pieces_of
 from coca_hf.train.blocks import ANSWER, Blocks, Damaged, GrowingRows, layouts, save_state
 from coca_hf.train.lookups import Lookups
+from coca_hf.train.processes import Stopped
 from coca_hf.train.recipe import Data, Source
-from coca_hf.train.stop import Stopped
 
 LARGE_DOCUMENT = 10_000_000  # characters: a dozen novels
 SHUFFLE_TOKENS = 2**21  # of a source, from which its next block is drawn: 1024 blocks of 2048
@@ -66,7 +66,9 @@ class Corpus:
         for source in self.data.sources:
             files = local_files(source.path) if source.path else []
             stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-            described.append({**source.model_dump(), **({"path": None, "files": stats} if files else {})})
+            described.append(
+                {**source.model_dump(), **({"path": None, "files": stats} if files else {})}
+            )
         small = "uint16" if max(self.tokenizer.get_vocab().values()) < 2**16 else "uint32"
         return {
             "format": 4,
@@ -88,7 +90,8 @@ class Corpus:
         return Blocks(self.directory, self.data, self.made_of["dtypes"])
 
     def pin_(self, commits: Sequence[str | None] | None = None) -> list[str | None]:
-        """Read the data sets on the hub at these commits, by default those that they have now; returns them.
+        """Read the data sets on the hub at these commits, by default those that they have now;
+        returns them.
 
         Blocks that are prepared, in part or all, have decided the commits.
 
@@ -98,13 +101,15 @@ class Corpus:
             commits = self.blocks().state["commits"] or commits
         sources = self.data.sources
         if commits is None:
-            commits = [commit_of(source.path, source.commit) if source.path else None for source in sources]
+            commits = [
+                commit_of(source.path, source.commit) if source.path else None for source in sources
+            ]
         for source, commit in zip(sources, commits, strict=True):
             source.pin_(commit)
         return list(commits)
 
     def has(self, num_blocks: int) -> bool:
-        """Whether so many blocks are prepared, or more."""
+        """Whether at least `num_blocks` blocks are prepared."""
         try:
             return len(self.blocks()) >= num_blocks
         except Damaged:
@@ -116,10 +121,17 @@ class Corpus:
         Raises CocaError.
         """
         for source in self._texts.values():
-            given = {"split": source.split != "train", "subset": source.subset, "revision": source.revision}
+            given = {
+                "split": source.split != "train",
+                "subset": source.subset,
+                "revision": source.revision,
+            }
             if any(given.values()) and not is_on_hub(source.path):
                 names = ", ".join(name for name, value in given.items() if value)
-                raise CocaError(f"{source.path}: got {names}, which only data sets on the hub have; leave it out")
+                raise CocaError(
+                    f"{source.path}: got {names}, which only data sets on the hub have; leave it "
+                    f"out"
+                )
             tokens = 0
             for batch in batches(_pieces(source, HeldOut(), 0, 0, nothing)):
                 tokens += len(self.encoder(batch))
@@ -154,7 +166,8 @@ class Corpus:
             size = num_blocks * self.data.seq_len * np.dtype(self.made_of["dtypes"][0]).itemsize
             raise CocaError(
                 f"{directory}: cannot be written: {error}; all {num_blocks:,} blocks take up to "
-                f"{size / 1e9:.1f} GB; make room and run the same command again, which continues, or "
+                f"{size / 1e9:.1f} GB; make room and run the same command again, which continues, "
+                f"or "
                 f"choose another data.prepared"
             ) from error
         return self.blocks()
@@ -169,10 +182,16 @@ class Corpus:
             except Timeout:
                 check_stop()
                 if not waits:
-                    print(f"{self.directory}: another process is preparing these blocks; waiting for it", flush=True)
+                    print(
+                        f"{self.directory}: another process is preparing these blocks; waiting for "
+                        f"it",
+                        flush=True,
+                    )
                 waits = True
 
-    def _write(self, num_blocks: int, progress: Callable[[int], None], check_stop: Callable[[], None]) -> None:
+    def _write(
+        self, num_blocks: int, progress: Callable[[int], None], check_stop: Callable[[], None]
+    ) -> None:
         try:
             before = self.blocks()
             before.check()
@@ -190,7 +209,9 @@ class Corpus:
             return
         layout = layouts(self.directory, self.data.seq_len, self.made_of["dtypes"], state["parts"])
         with ExitStack() as files:
-            rows = {name: files.enter_context(GrowingRows(*of_file)) for name, of_file in layout.items()}
+            rows = {
+                name: files.enter_context(GrowingRows(*of_file)) for name, of_file in layout.items()
+            }
             if "held_out_blocks" in state:
                 rows["held-out"].append(state.pop("held_out_blocks"))
             sources = self._packed(rows, state, check_stop)
@@ -206,7 +227,9 @@ class Corpus:
                 save_state(self.directory, state)
 
             try:
-                for number, row in enumerate(itertools.islice(self._order(sources, rows), num_blocks)):
+                for number, row in enumerate(
+                    itertools.islice(self._order(sources, rows), num_blocks)
+                ):
                     check_stop()
                     if number < first:
                         continue
@@ -231,12 +254,20 @@ class Corpus:
         ]
         held_out = torch.cat([blocks for _, blocks in chosen]).numpy()
         rules = [tuple(rule) for rule, _ in chosen]
-        return {"commits": commits, "rules": rules, "held_out_blocks": held_out, "parts": {}, "sources": {}}
+        return {
+            "commits": commits,
+            "rules": rules,
+            "held_out_blocks": held_out,
+            "parts": {},
+            "sources": {},
+        }
 
     @property
     def _texts(self) -> dict[str, Source]:
         """The sources that have documents, by their number in JSON."""
-        return {str(number): source for number, source in enumerate(self.data.sources) if source.path}
+        return {
+            str(number): source for number, source in enumerate(self.data.sources) if source.path
+        }
 
     def _packed(
         self, rows: dict[str, GrowingRows], state: dict[str, Any], check_stop: Callable[[], None]
@@ -254,7 +285,9 @@ class Corpus:
             for number, source in self._texts.items()
         }
 
-    def _order(self, packed: dict[str, "_PackedSource"], rows: dict[str, GrowingRows]) -> Iterator[tuple[int, int]]:
+    def _order(
+        self, packed: dict[str, "_PackedSource"], rows: dict[str, GrowingRows]
+    ) -> Iterator[tuple[int, int]]:
         """The source of block 0, 1, … and its number in that source's file, without end."""
         seed, sources = self.data.seed, self.data.sources
         names = [f"{seed} source {number}" for number in range(len(sources))]
@@ -289,10 +322,17 @@ class Corpus:
             yield from buffer
 
     def _order_of_lookups(
-        self, texts: dict[str, Iterator[int]], rows: dict[str, GrowingRows], made: GrowingRows, name: str
+        self,
+        texts: dict[str, Iterator[int]],
+        rows: dict[str, GrowingRows],
+        made: GrowingRows,
+        name: str,
     ) -> Iterator[int]:
-        """Makes blocks of lookups; each is fixed by the block of text that it takes and its number."""
-        lookups, weights = Lookups(self.tokenizer), [self.data.sources[int(number)].weight for number in texts]
+        """Makes blocks of lookups, each fixed by its number and the block of text that it takes."""
+        lookups, weights = (
+            Lookups(self.tokenizer),
+            [self.data.sources[int(number)].weight for number in texts],
+        )
         for number in itertools.count():
             draw = random.Random(f"{name} block {number}")
             [source] = draw.choices([*texts], weights)
@@ -304,7 +344,8 @@ class Corpus:
 
     def _too_short(self, source: Source) -> CocaError:
         return CocaError(
-            f"{source.path}: got fewer than {self.data.seq_len} tokens in all its documents together, "
+            f"{source.path}: got fewer than {self.data.seq_len} tokens in all its documents "
+            f"together, "
             f"expected a block or more; add text or lower data.seq_len"
         )
 
@@ -325,7 +366,12 @@ class _PackedSource:
         state: dict[str, Any],
         check_stop: Callable[[], None],
     ):
-        self.state: dict[str, Any] = {"document": 0, "character": 0, "waiting": [], "is_read": False}
+        self.state: dict[str, Any] = {
+            "document": 0,
+            "character": 0,
+            "waiting": [],
+            "is_read": False,
+        }
         self.state |= state
         self._encoder, self._rows = encoder, rows
         document, character = self.state["document"], self.state["character"]
@@ -341,7 +387,9 @@ class _PackedSource:
         return number < self._rows.written
 
     def _append(self, batch: list[Piece]) -> None:
-        tokens = np.concatenate((np.array(self.state["waiting"], dtype="int64"), self._encoder(batch).numpy()))
+        tokens = np.concatenate(
+            (np.array(self.state["waiting"], dtype="int64"), self._encoder(batch).numpy())
+        )
         whole = len(tokens) // self._rows.width * self._rows.width
         self._rows.append(tokens[:whole].reshape(-1, self._rows.width))
         place = {"document": batch[-1].document, "character": batch[-1].character}
@@ -366,17 +414,25 @@ def _pieces(
 def _name_large(where: str, characters: int) -> None:
     """Once, however often it is read: it may be a corpus in one file, or a row that is no text."""
     print(
-        f"{where}: got a document of {characters:,} characters; it is trained on; if it is no text, remove it",
+        f"{where}: got a document of {characters:,} characters; it is trained on; if it is no "
+        f"text, remove it",
         file=sys.stderr,
         flush=True,
     )
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The hash of the vocabulary, the rules, and what surrounds a document; its path does not count."""
+    """The hash of the vocabulary, the rules, and what surrounds a document; its path does not
+    count.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = json.loads(backend.to_str()) if backend else {"class": type(tokenizer).__name__}
     rules.pop("padding", None)  # set by the last call
     rules.pop("truncation", None)
-    content = [rules, sorted(tokenizer.get_vocab().items()), tokenizer("a")["input_ids"], tokenizer.eos_token_id]
+    content = [
+        rules,
+        sorted(tokenizer.get_vocab().items()),
+        tokenizer("a")["input_ids"],
+        tokenizer.eos_token_id,
+    ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

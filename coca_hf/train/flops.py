@@ -1,8 +1,10 @@
-"""Floating-point operations of training, per token, and what GPUs can do in a second: what time and MFU are made of.
+"""Floating-point operations of training, per token, and what GPUs can do in a second: what time and
+MFU are made of.
 
-Counted are the matrix products, two operations for each multiplication: those of the linear layers, head included, and
-those of attention over the whole square of scores, not its causal half, as in PaLM (arXiv 2204.02311, appendix B).
-Going backward, a frozen weight has no gradient, and nothing has one before the first parameter that learns.
+Counted are the matrix products, two operations for each multiplication: those of the linear layers,
+head included, and those of attention over the whole square of scores, not its causal half, as in
+PaLM (arXiv 2204.02311, appendix B). Going backward, a frozen weight has no gradient, and nothing
+has one before the first parameter that learns.
 """
 
 import re
@@ -13,9 +15,12 @@ from transformers import PreTrainedModel
 
 from coca_hf.models.attention import layer_types
 
-# Dense bfloat16 operations a second, from the manufacturers' data sheets (which often print twice as many, for sparse
-# matrices): nvidia.com/en-us/data-center/{b200,h200,h100,a100,l40s,l4,...}, NVIDIA's Ampere and Ada GPU architecture
-# whitepapers for RTX (with float32 sums), amd.com/en/products/accelerators/instinct. The first whose words a name has
+# Dense bfloat16 operations a second, from the manufacturers' data sheets (which often print twice
+# as many, for sparse
+# matrices): nvidia.com/en-us/data-center/{b200,h200,h100,a100,l40s,l4,...}, NVIDIA's Ampere and Ada
+# GPU architecture
+# whitepapers for RTX (with float32 sums), amd.com/en/products/accelerators/instinct. The first
+# whose words a name has
 # counts.
 PEAK_FLOPS = {
     "B200": 2250e12,
@@ -42,7 +47,8 @@ PEAK_FLOPS = {
     "MI300X": 1307.4e12,
 }
 
-# What follows what inside a decoder layer, by the names of all families; a name that is not here comes first.
+# What follows what inside a decoder layer, by the names of all families; a name that is not here
+# comes first.
 _STEPS = (
     ("input_layernorm",),
     ("q_proj", "k_proj", "t_proj", "v_proj", "query_key_value"),
@@ -61,12 +67,15 @@ _VALUE = {"v_proj", "query_key_value"}
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """Operations for one token. MFU is made of `model`: what gradient checkpointing adds is no part of it."""
+    """Operations for one token. MFU is made of `model`: what gradient checkpointing adds is no part
+    of it.
+    """
 
     forward: int
     backward_activations: int
     backward_weights: int
-    checkpointing: int  # added by gradient checkpointing: every layer's forward again, and gradients down to the
+    # Added by gradient checkpointing: every layer's forward again, and gradients down to the
+    checkpointing: int
     # embedding whatever learns, because transformers asks for them then
 
     @property
@@ -75,11 +84,12 @@ class TokenFlops:
 
 
 def count_flops(model: PreTrainedModel, seq_len: int) -> TokenFlops:
-    """Operations per token of a causal language model, for blocks of `seq_len` tokens, with what `requires_grad` says.
+    """Operations per token of a causal language model, for blocks of `seq_len` tokens, with what
+    `requires_grad` says.
 
-    The model may lie on the meta device or be sharded. Adapters of LoRA count as linear layers. In a layer whose
-    attention and MLP stand side by side (GPT-NeoX), they count as one after the other: the first layer that learns may
-    come out a little high.
+    The model may lie on the meta device or be sharded. Adapters of LoRA count as linear layers. In
+    a layer whose attention and MLP stand side by side (GPT-NeoX), they count as one after the
+    other: the first layer that learns may come out a little high.
     """
     config = model.config
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -97,7 +107,8 @@ def count_flops(model: PreTrainedModel, seq_len: int) -> TokenFlops:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for layer, kind in enumerate(layer_types(config)):
         keys = min(seq_len, config.sliding_window) if kind == "sliding_attention" else seq_len
-        product = 2 * config.num_attention_heads * head_dim * keys  # forward two: the scores, and the sums of values
+        # Forward two: the scores, and the sums of values
+        product = 2 * config.num_attention_heads * head_dim * keys
         gradients = _attention_gradients(trained, layer, first)
         forward += 2 * product
         activations += product * gradients
@@ -107,20 +118,28 @@ def count_flops(model: PreTrainedModel, seq_len: int) -> TokenFlops:
 
 
 def peak_flops(gpu: str) -> float | None:
-    """Dense bfloat16 operations a second of a GPU by its name, as torch gives it, or short: H100. None if unknown."""
+    """Dense bfloat16 operations a second of a GPU by its name, as torch gives it, or short: H100.
+    None if unknown.
+    """
     return next((peak for name, peak in PEAK_FLOPS.items() if _words(name) <= _words(gpu)), None)
 
 
 def _position(name: str) -> tuple[float, int]:
-    """Where in the forward a module or parameter comes: its layer (the embedding before all), and its step there."""
+    """Where in the forward a module or parameter comes: its layer (the embedding before all), and
+    its step there.
+    """
     parts = name.split(".")
     if "layers" in parts:
-        return int(parts[parts.index("layers") + 1]), max((_STEP.get(part, 0) for part in parts), default=0)
+        return int(parts[parts.index("layers") + 1]), max(
+            (_STEP.get(part, 0) for part in parts), default=0
+        )
     return (-1, 0) if any("embed" in part for part in parts) else (float("inf"), 0)
 
 
 def _attention_gradients(trained: list[str], layer: int, first: tuple[float, int]) -> int:
-    """Products in the backward of a layer's attention: for the values, the probabilities, the queries, the keys."""
+    """Products in the backward of a layer's attention: for the values, the probabilities, the
+    queries, the keys.
+    """
     if not (layer, _PROJECT) <= first < (layer, _OUTPUT):
         return 4 if first < (layer, _PROJECT) else 0
     parts = {part for name in trained if _position(name)[0] == layer for part in name.split(".")}

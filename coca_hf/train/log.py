@@ -1,6 +1,8 @@
-"""What people see of a stage while it trains: a progress bar, log.jsonl, and speed and memory in both.
+"""What people see of a stage while it trains: a progress bar, log.jsonl, and speed and memory in
+both.
 
-TensorBoard, Weights & Biases and trackio get the same values through Hugging Face's callbacks (`report_to`).
+TensorBoard, Weights & Biases and trackio get the same values through Hugging Face's callbacks
+(`report_to`).
 """
 
 import json
@@ -18,23 +20,34 @@ import torch
 from accelerate import PartialState
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainingArguments
-from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.trainer_callback import ExportableState
 
 from coca_hf.errors import CocaError, one_line
+from coca_hf.files import append_line, replace_text
 from coca_hf.train.flops import peak_flops
-from coca_hf.train.out import saving_to, write_whole
+from coca_hf.train.run_directory import saving_to
 
-COLUMNS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "memory_bytes", "skipped_steps")
+COLUMNS = (
+    "loss",
+    "learning_rate",
+    "grad_norm",
+    "tokens_per_second",
+    "mfu",
+    "memory_bytes",
+    "skipped_steps",
+)
 
 
 class StageLog(TrainerCallback, ExportableState):
-    """Writes log.jsonl, and keeps what checkpoints carry: the place in the stream of blocks, the time, held-out losses.
+    """Writes log.jsonl, and keeps what checkpoints carry: the place in the stream of blocks, the
+    time, held-out losses.
 
     Whatever `place` holds is in every checkpoint: see `start_place`.
     """
 
-    def __init__(self, path: Path, seq_len: int, global_batch: int, held_out_steps: int, place: dict):
+    def __init__(
+        self, path: Path, seq_len: int, global_batch: int, held_out_steps: int, place: dict
+    ):
         self.path = path
         self.seq_len = seq_len
         self.global_batch = global_batch  # blocks a step
@@ -45,12 +58,14 @@ class StageLog(TrainerCallback, ExportableState):
 
     @property
     def seconds(self) -> float:
-        """Seconds that this stage has trained for, over all its resumptions; measuring the held-out loss is none."""
+        """Seconds that this stage has trained for, over all its resumptions; measuring the held-out
+        loss is none.
+        """
         return self._seconds_before + time.monotonic() - self._started
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Of the clock of `seconds`."""
+        """Exclude the enclosed time from `seconds`."""
         began = time.monotonic()
         yield
         self._started += time.monotonic() - began
@@ -66,8 +81,11 @@ class StageLog(TrainerCallback, ExportableState):
     def on_step_end(self, args, state, control, **kwargs):
         self.place["next_block"] += self.global_batch
         last = state.global_step >= state.max_steps
-        control.should_evaluate |= last or bool(self.held_out_steps and state.global_step % self.held_out_steps == 0)
-        # A loss is a mean since the last log: were it to span a checkpoint, a resumed run would log other means.
+        control.should_evaluate |= last or bool(
+            self.held_out_steps and state.global_step % self.held_out_steps == 0
+        )
+        # A loss is a mean since the last log: were it to span a checkpoint, a resumed run would log
+        # other means.
         control.should_log |= control.should_save or last
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
@@ -88,15 +106,21 @@ class StageLog(TrainerCallback, ExportableState):
             self._append({"step": state.global_step, **values, **place})
 
     def _append(self, line: dict) -> None:
-        with saving_to(self.path.parent), self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        with saving_to(self.path.parent):
+            append_line(self.path, json.dumps(line))
 
     def _forget_after(self, step: int) -> None:
-        """Drop the lines of steps that a killed run did after its last checkpoint; they are about to be done again."""
-        lines = self.path.read_text(errors="replace").splitlines() if self.path.exists() and step else []
+        """Drop the lines of steps that a killed run did after its last checkpoint; they are about
+        to be done again.
+        """
+        lines = (
+            self.path.read_text(errors="replace").splitlines()
+            if self.path.exists() and step
+            else []
+        )
         kept = [line for line in lines if (done := _step_of(line)) is not None and done <= step]
         with saving_to(self.path.parent):
-            write_whole(self.path, "".join(line + "\n" for line in kept))
+            replace_text(self.path, "".join(line + "\n" for line in kept))
 
 
 def _step_of(line: str) -> int | None:
@@ -108,7 +132,9 @@ def _step_of(line: str) -> int | None:
 
 
 def start_place(next_block: int) -> dict:
-    """Where a stage begins: the next block, the seconds spent, held-out losses by step, and the record of bad steps."""
+    """Where a stage begins: the next block, the seconds spent, held-out losses by step, and the
+    record of bad steps.
+    """
     return {
         "next_block": next_block,
         "seconds": 0.0,
@@ -125,24 +151,13 @@ def announce(text: str) -> None:
         print(text, flush=True)
 
 
-def check_loggers(arguments: TrainingArguments, where: str) -> None:
-    """Raises CocaError for a logger of `report_to` that is unknown, not installed, or has no project of that name."""
-    try:
-        for make_callback in get_reporting_integration_callbacks(arguments.report_to):
-            make_callback()
-        if "trackio" in arguments.report_to:
-            from trackio.sqlite_storage import SQLiteStorage
-
-            SQLiteStorage.validate_project_name(arguments.project)
-    except (RuntimeError, ValueError, ImportError) as error:
-        raise CocaError(f"{where}.report_to: {one_line(error)}") from error
-
-
 @contextmanager
 def wandb_run(arguments: TrainingArguments, run_id: str | None) -> Iterator[None]:
-    """The run that Hugging Face's callback logs a stage to; a stage that resumes goes on in its own.
+    """The run that Hugging Face's callback logs a stage to; a stage that resumes continues its
+    own.
 
-    By itself the callback would log all stages to one. Raises CocaError where Weights & Biases begins none.
+    By itself the callback would log all stages to one. Raises CocaError where Weights & Biases
+    begins none.
     """
     if "wandb" not in arguments.report_to or not PartialState().is_main_process:
         yield
@@ -154,7 +169,8 @@ def wandb_run(arguments: TrainingArguments, run_id: str | None) -> Iterator[None
         run = wandb.init(project=project, name=arguments.run_name, id=run_id, resume="allow")
     except wandb.Error as error:
         raise CocaError(
-            f"report_to: wandb begins no run: {one_line(error)}; WANDB_MODE=offline needs no account"
+            f"report_to: wandb begins no run: {one_line(error)}; WANDB_MODE=offline needs no "
+            f"account"
         ) from None
     with run:
         yield
@@ -172,22 +188,32 @@ class SpeedMeter:
         self._since = time.monotonic()
 
     def measure(self, num_steps: int) -> dict[str, float | None]:
-        """Tokens a second over the last `num_steps` steps; the share of the GPUs' peak that the model's operations are,
-        None where the peak is not known; the most memory that this process took, in bytes (on a CPU, what it has now).
+        """Tokens a second over the last `num_steps` steps; the share of the GPUs' peak that the
+        model's operations are, None where the peak is not known; the most memory that this process
+        took, in bytes (on a CPU, what it has now).
         """
         state = PartialState()
-        tokens_per_second = num_steps * self.tokens_per_step / max(time.monotonic() - self._since, 1e-9)
+        tokens_per_second = (
+            num_steps * self.tokens_per_step / max(time.monotonic() - self._since, 1e-9)
+        )
         self.restart()
         if state.device.type == "cuda":
-            gpu, memory = torch.cuda.get_device_name(state.device), torch.cuda.max_memory_allocated()
+            gpu, memory = (
+                torch.cuda.get_device_name(state.device),
+                torch.cuda.max_memory_allocated(),
+            )
         else:
             gpu, memory = None, psutil.Process().memory_info().rss
         mfu = utilization(tokens_per_second, self.flops_per_token, gpu, state.num_processes)
         return {"tokens_per_second": tokens_per_second, "mfu": mfu, "memory_bytes": memory}
 
 
-def utilization(tokens_per_second: float, flops_per_token: float, gpu: str | None, num_gpus: int) -> float | None:
-    """MFU (PaLM, arXiv 2204.02311, appendix B): the share of the GPUs' peak; None without one whose peak is known."""
+def utilization(
+    tokens_per_second: float, flops_per_token: float, gpu: str | None, num_gpus: int
+) -> float | None:
+    """MFU (PaLM, arXiv 2204.02311, appendix B): the share of the GPUs' peak; None without one whose
+    peak is known.
+    """
     peak = peak_flops(gpu) if gpu else None
     return tokens_per_second * flops_per_token / (peak * num_gpus) if peak else None
 
@@ -204,7 +230,9 @@ class ProgressLine(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self._begun = time.monotonic(), state.global_step
         if self.show and state.is_world_process_zero and sys.stderr.isatty():
-            self._bar = tqdm(total=state.max_steps, initial=state.global_step, desc=self.name, dynamic_ncols=True)
+            self._bar = tqdm(
+                total=state.max_steps, initial=state.global_step, desc=self.name, dynamic_ncols=True
+            )
 
     def on_step_end(self, args, state, control, **kwargs):
         if self._bar is not None:
@@ -214,7 +242,9 @@ class ProgressLine(TrainerCallback):
         if not (self.show and state.is_world_process_zero):
             return
         if "eval_loss" in logs:
-            self._say(f"{self.name} step {state.global_step}: held-out loss {logs['eval_loss']:.4f}")
+            self._say(
+                f"{self.name} step {state.global_step}: held-out loss {logs['eval_loss']:.4f}"
+            )
         elif "loss" in logs and self._bar is not None:
             self._bar.set_postfix_str(_values(logs))
         elif "loss" in logs:

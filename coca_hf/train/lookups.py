@@ -22,7 +22,15 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from coca_hf.errors import CocaError
-from coca_hf.train.wordings import ENDINGS, FIRST_NAMES, FORMS, QUESTIONS, RELATIONS, SPOTS, SURNAMES
+from coca_hf.train.wordings import (
+    ENDINGS,
+    FIRST_NAMES,
+    FORMS,
+    QUESTIONS,
+    RELATIONS,
+    SPOTS,
+    SURNAMES,
+)
 
 SHORTEST_PASSAGE = 8  # tokens
 MOST_PASSAGES = 16

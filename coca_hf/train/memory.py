@@ -1,9 +1,9 @@
 """The memory of one GPU over a stage's steps, measured without one.
 
-Two optimizer steps of the real model, frozen, checkpointed and sharded (FSDP2, by Accelerate's own function) as the
-stage will be, run under fake tensors, which have shapes and sizes but no contents, in a fake process group of the size
-asked for. On one GPU nothing is sharded. What no tensor shows is not in it: the CUDA context, NCCL's buffers,
-workspaces of kernels, fragmentation.
+Two optimizer steps of the real model, frozen, checkpointed and sharded (FSDP2, by Accelerate's own
+function) as the stage will be, run under fake tensors, which have shapes and sizes but no contents,
+in a fake process group of the size asked for. On one GPU nothing is sharded. What no tensor shows
+is not in it: the CUDA context, NCCL's buffers, workspaces of kernels, fragmentation.
 """
 
 import inspect
@@ -43,7 +43,9 @@ _NEED_A_GPU = ("bf16", "fp16", "tf32", "fsdp", "torch_compile", "use_cpu")
 
 @dataclass(frozen=True)
 class Setting:
-    """What the peak of memory depends on beside model, stage and `seq_len`, and what may be changed when it is high."""
+    """What the peak of memory depends on beside model, stage and `seq_len`, and what may be changed
+    when it is high.
+    """
 
     world_size: int
     batch_size: int  # blocks per device and forward
@@ -58,10 +60,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU by category: at the moment when they are most, and when the optimizer is about to step.
+    """Bytes on one GPU by category: at the moment when they are most, and when the optimizer is
+    about to step.
 
-    weights: this GPU's share of the parameters; activations: with the logits and what is recomputed; other: weights
-    gathered from other GPUs, gradients of activations, buffers of communication, casts and the optimizer's temporaries.
+    weights: this GPU's share of the parameters; activations: with the logits and what is
+    recomputed; other: weights gathered from other GPUs, gradients of activations, buffers of
+    communication, casts and the optimizer's temporaries.
     """
 
     at_peak: dict[str, int]
@@ -73,7 +77,8 @@ class Memory:
 
 
 def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
-    """The memory of one GPU over two optimizer steps of a stage; nothing is computed, and nothing is left behind.
+    """The memory of one GPU over two optimizer steps of a stage; nothing is computed, and nothing
+    is left behind.
 
     The first step makes the optimizer's state, the second has it from the start.
     """
@@ -86,17 +91,22 @@ def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
         with patch.object(nn.Module, "to", lambda module, *_, **__: module):
             model: Any = stage_model(base, stage)
         if setting.checkpointing:
-            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+            enable = getattr(
+                model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+            )
             enable(dict(arguments.gradient_checkpointing_kwargs or {}) or None)
         _prepare_(model.train(), recipe.options(stage), mesh)
         kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
         if "foreach" in inspect.signature(kind).parameters and not options.get("fused"):
             options["foreach"] = True  # as torch chooses on a GPU
-        # On the shards as plain tensors: for an optimizer's operation on DTensors, torch works out shapes with tensors
+        # On the shards as plain tensors: for an optimizer's operation on DTensors, torch works out
+        # shapes with tensors
         # of the whole size, which would be counted
         shards = [nn.Parameter(_local(parameter)) for parameter in _learning(model)]
         optimizer = kind(shards, **options)
-        ids = torch.zeros(setting.batch_size, recipe.data.seq_len // setting.sharing, dtype=torch.int64)
+        ids = torch.zeros(
+            setting.batch_size, recipe.data.seq_len // setting.sharing, dtype=torch.int64
+        )
         with shapes_only(base), MemoryTracker(model, optimizer) as tracker:
             if recipe.data.held_out_blocks and setting.sharing == 1:
                 _measure_held_out(model, base.get_output_embeddings(), ids)
@@ -115,13 +125,19 @@ def _measure_held_out(model: nn.Module, head: nn.Module, ids: Tensor) -> None:
 
 
 def planned_arguments(recipe: Recipe, stage: Stage) -> TrainingArguments:
-    """The stage's options, but for those that TrainingArguments takes only where a GPU is."""
-    options = {key: value for key, value in recipe.options(stage).items() if not key.startswith(_NEED_A_GPU)}
+    """The stage's options, except those that TrainingArguments takes only where a GPU is."""
+    options = {
+        key: value
+        for key, value in recipe.options(stage).items()
+        if not key.startswith(_NEED_A_GPU)
+    }
     return TrainingArguments(output_dir="plan", **{**options, "use_cpu": True})
 
 
 def _prepare_(model: PreTrainedModel, options: dict[str, Any], mesh: Any) -> None:
-    """Mixed precision and sharding, in place, as `Accelerator.prepare` does them; the GPU is played by the CPU."""
+    """Mixed precision and sharding, in place, as `Accelerator.prepare` does them; the GPU is played
+    by the CPU.
+    """
     precision = next((name for name in ("bf16", "fp16") if options.get(name)), "no")
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
@@ -142,8 +158,12 @@ def _prepare_(model: PreTrainedModel, options: dict[str, Any], mesh: Any) -> Non
         fsdp2_prepare_model(accelerator, model)
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, accumulated: int) -> None:
-    """An optimizer step as the Trainer does it: gradients are exchanged after the last backward only."""
+def _step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, accumulated: int
+) -> None:
+    """An optimizer step as the Trainer does it: gradients are exchanged after the last backward
+    only.
+    """
     for number in range(accumulated):
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(number == accumulated - 1)
@@ -170,13 +190,16 @@ def _local(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _fake_processes(world_size: int) -> Iterator[Any]:
-    """A device mesh over a process group that pretends to have `world_size` members, or None for one process."""
+    """A device mesh over a process group that pretends to have `world_size` members, or None for
+    one process.
+    """
     if world_size == 1:
         yield None
         return
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        yield init_device_mesh("cpu", (world_size,))  # outside of the fake mode: it computes with its ranks
+        # Outside of the fake mode: it computes with its ranks
+        yield init_device_mesh("cpu", (world_size,))
     finally:
         dist.destroy_process_group()
 
@@ -184,9 +207,10 @@ def _fake_processes(world_size: int) -> Iterator[Any]:
 class MemoryTracker(TorchDispatchMode):
     """Counts the bytes of living tensors, by category, after every operation inside.
 
-    What is made while gradients are recorded, as they also are in recomputation, is an activation. What is made without
-    is other, unless it becomes the gradient of a parameter or a state of the optimizer. (torch's own MemTracker does
-    not take frozen parameters, and its FSDPMemTracker no model that is not sharded.)
+    What is made while gradients are recorded, as they also are in recomputation, is an activation.
+    What is made without is other, unless it becomes the gradient of a parameter or a state of the
+    optimizer. (torch's own MemTracker does not take frozen parameters, and its FSDPMemTracker no
+    model that is not sharded.)
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
@@ -196,7 +220,9 @@ class MemoryTracker(TorchDispatchMode):
         self._entries = WeakIdKeyDictionary()  # storage -> [category, bytes]
         self._learning = _learning(model)
         groups = [
-            module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)
+            module._get_fsdp_state()._fsdp_param_group
+            for module in model.modules()
+            if isinstance(module, FSDPModule)
         ]
         self._sharded = [parameter for group in groups if group for parameter in group.fsdp_params]
         for parameter in model.parameters():
@@ -232,7 +258,7 @@ class MemoryTracker(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # it comes back with this process's part
         result = function(*args, **kwargs or {})
-        if active_fake_mode() is self._fake_mode:  # else DTensor is working out shapes
+        if active_fake_mode() is self._fake_mode:  # otherwise DTensor works out shapes
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor) and tensor.untyped_storage() not in self._entries:
                     self._count(tensor, "activations" if torch.is_grad_enabled() else "other")
@@ -261,7 +287,9 @@ class MemoryTracker(TorchDispatchMode):
 
     def _count(self, tensor: Tensor, category: str) -> None:
         """Count a tensor's storage under a category, if it was under another or under none."""
-        storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        storage = (
+            tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        ).untyped_storage()
         entry = self._entries.get(storage)
         if entry is None:
             entry = self._entries[storage] = [category, 0]

@@ -1,17 +1,22 @@
-"""The model of a stage: loaded, checked against the recipe, and frozen but for what the stage trains."""
+"""The model of a stage: loaded, with the recipe's config, and frozen except for what it trains.
+
+A model, teacher or tokenizer is a directory, or `owner/name` on the hub, with `@revision` if
+wanted: a branch, a tag or a commit. A run reads each at the commit that it has when the run begins.
+"""
 
 import dataclasses
 import os
 import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from accelerate import PartialState, init_empty_weights
 from accelerate.utils import DistributedType
+from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -23,76 +28,59 @@ from transformers import (
     masking_utils,
 )
 
-from coca_hf.errors import CocaError, library_errors, one_line
-from coca_hf.train.context_parallel import check_model_for_context_parallel
-from coca_hf.train.origin import loading, origin
+from coca_hf.errors import CocaError, library_errors, nearest, short
+from coca_hf.models.hub import CARD, LICENCE_FILES, RECORDS
 from coca_hf.train.recipe import Recipe, Stage
-from coca_hf.train.tree import nearest, short
 
 LOAD_IN_ONE_PROCESS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # of Accelerate's configuration
 
 
-def check_model(recipe: Recipe) -> None:
-    """Find out from the config alone whether the model takes a block, and every stage has something to train.
+def origin(name: str) -> dict[str, str]:
+    """The arguments of `from_pretrained` that say where to load from."""
+    path, _, revision = name.partition("@")
+    if Path(name).exists() or not revision:
+        return {"pretrained_model_name_or_path": name}
+    return {"pretrained_model_name_or_path": path, "revision": revision}
 
-    Raises CocaError where not.
+
+def located(name: str) -> tuple[str, Path]:
+    """`name` at the commit that it is at now, and its directory: of the hub, config, card, records
+    and licence alone.
+
+    Raises CocaError where there is no such model.
     """
-    with torch.device("meta"):
-        model = model_from_config(recipe).train()
-        ids = torch.zeros(1, recipe.data.seq_len, dtype=torch.int64)
-        with _building(model.config), shapes_only(model), torch.no_grad():
-            model(input_ids=ids, labels=ids, use_cache=False)
-    for stage in recipe.stages:
-        with torch.device("meta"):
-            model = model_from_config(recipe)
-        stage_model(model, stage)
+    if Path(name).exists():
+        return name, Path(name)
+    path, _, revision = name.partition("@")
+    files = ["config.json", "tokenizer_config.json", CARD, *RECORDS, *LICENCE_FILES]
+    with loading(name):
+        directory = Path(snapshot_download(path, revision=revision or None, allow_patterns=files))
+    return f"{path}@{directory.name}", directory
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
-    """Raises CocaError where the tokenizer makes tokens of text that the model does not have."""
-    added = set(tokenizer.get_added_vocab()) - {tokenizer.eos_token}  # they may be more, and never come up
-    largest = max(number for word, number in tokenizer.get_vocab().items() if word not in added)
-    if largest >= config.vocab_size:
-        raise CocaError(
-            f"{tokenizer.name_or_path}: got a tokenizer with a token {largest}, expected one below the model's "
-            f"vocab_size, {config.vocab_size}; take the tokenizer that belongs to the model"
-        )
-
-
-def check_kernels(recipe: Recipe) -> None:
-    """Raises CocaError for attention that is unknown, kernels that are not here, and models that cannot be cut."""
-    for stage in recipe.stages:
-        options = recipe.stage_options(stage)
-        attention = options.attn_implementation
-        if options.fused_cross_entropy == "liger" and not (torch.cuda.is_available() and find_spec("liger_kernel")):
-            raise CocaError(
-                f"stages.{stage.name}: fused_cross_entropy liger needs a GPU and `pip install 'coca-hf[liger]'`; "
-                f"fused_cross_entropy: true runs everywhere"
-            )
-        try:
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(start_config(recipe), attn_implementation=attention)
-        except (ImportError, ValueError) as error:
-            raise CocaError(
-                f"stages.{stage.name}: attn_implementation {attention!r} does not run here: "
-                f"{one_line(error)}; sdpa runs everywhere"
-            ) from error
-        if options.context_parallel_size > 1:
-            check_model_for_context_parallel(model, f"stages.{stage.name}")
+def loading(name: str) -> AbstractContextManager[None]:
+    """Turns what the libraries make of a model's files into one line: a CocaError."""
+    return library_errors(f"{name}: cannot be loaded, expected a model directory or hub id")
 
 
 def start_config(recipe: Recipe) -> PreTrainedConfig:
-    """The config that the first stage starts with: the model's, or one from scratch, with the recipe's overrides.
+    """The config that the first stage starts with: the model's, or one from scratch, with the
+    recipe's overrides.
 
-    An override that is a mapping, such as `rope_parameters`, changes the entries that it names and keeps the others.
+    An override that is a mapping, such as `rope_parameters`, changes the entries that it names and
+    keeps the others.
 
-    Raises CocaError for a field that the model's config does not have (naming the nearest it has), or of another type.
+    Raises CocaError for a field that the model's config does not have (naming the nearest it has),
+    or of another type.
     """
     overrides = dict(recipe.config)
     smallest_vocabulary = 0
     if recipe.model is None:
         tokenizer = start_tokenizer(recipe)
-        ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+        ids = {
+            f"{name}_token_id": getattr(tokenizer, f"{name}_token_id")
+            for name in ("bos", "eos", "pad")
+        }
         smallest_vocabulary = max(tokenizer.get_vocab().values()) + 1
         with loading(recipe.start):
             # No defaults among them: head_dim is derived from the overrides' width
@@ -104,34 +92,46 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
     known = sorted(field.name for field in dataclasses.fields(type(config)))
     for key in overrides:
         if key not in known:
-            raise CocaError(f"config: {type(config).__name__} has no {short(key)}; nearest: {nearest(str(key), known)}")
+            raise CocaError(
+                f"config: {type(config).__name__} has no {short(key)}; nearest: "
+                f"{nearest(str(key), known)}"
+            )
     vocab_size = overrides.get("vocab_size")
     if isinstance(vocab_size, int) and vocab_size < smallest_vocabulary:
-        raise CocaError(f"config.vocab_size: got {vocab_size}, expected at least the tokenizer's {smallest_vocabulary}")
+        raise CocaError(
+            f"config.vocab_size: got {vocab_size}, expected at least the tokenizer's "
+            f"{smallest_vocabulary}"
+        )
     if not overrides:
         return config
     merged = {}
     for key, value in overrides.items():
         before = getattr(config, key)
         if isinstance(before, dict) and not isinstance(value, dict):
-            raise CocaError(f"config.{key}: got {short(value)}, expected a mapping, such as {short(before)}")
+            raise CocaError(
+                f"config.{key}: got {short(value)}, expected a mapping, such as {short(before)}"
+            )
         merged[key] = {**before, **value} if isinstance(before, dict) else value
     with library_errors(f"config: {type(config).__name__} does not take it"):
         return type(config)(**{**kept, **merged})
 
 
 def model_from_config(recipe: Recipe, attn_implementation: str | None = None) -> PreTrainedModel:
-    """The recipe's model in float32, with random weights: from scratch, or for a device that keeps none."""
+    """The recipe's model in float32, with random weights: from scratch, or for a device that keeps
+    none.
+    """
     config = start_config(recipe)
-    with loading(recipe.start), _building(config):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
+    with loading(recipe.start), building(config):
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attn_implementation
+        )
 
 
 def start_model(recipe: Recipe, attn_implementation: str | None = None) -> PreTrainedModel:
     """The model of the first stage, in float32: the recipe's checkpoint, or one from scratch.
 
-    From scratch, every module draws its weights from `data.seed` and its own name, so that models of different
-    attention have the same weights where they have the same parameters.
+    From scratch, every module draws its weights from `data.seed` and its own name, so that models
+    of different attention have the same weights where they have the same parameters.
     """
     if recipe.model is not None:
         return load_model(recipe.model, start_config(recipe), attn_implementation)
@@ -147,22 +147,33 @@ def start_model(recipe: Recipe, attn_implementation: str | None = None) -> PreTr
     return model
 
 
-def unfilled_model(config: PreTrainedConfig, attn_implementation: str | None = None) -> PreTrainedModel:
-    """A model without contents in its parameters: addresses, by which Accelerate knows them, but no memory in use."""
+def unfilled_model(
+    config: PreTrainedConfig, attn_implementation: str | None = None
+) -> PreTrainedModel:
+    """A model without contents in its parameters: addresses, by which Accelerate knows them, but no
+    memory in use.
+    """
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
-    model._apply(lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attn_implementation
+        )
+    model._apply(
+        lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
+    )
     model.tie_weights()
     return model
 
 
 def weights_are_sent_here() -> bool:
-    """Whether Accelerate will send this process its shard of the main process's weights, so that it needs none."""
+    """Whether Accelerate will send this process its shard of the main process's weights, so that it
+    needs none.
+    """
     launched = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", LOAD_IN_ONE_PROCESS: "true"}
     state = PartialState()
     return (
         not state.is_main_process
-        and state.distributed_type is DistributedType.MULTI_GPU  # otherwise Accelerate does not shard
+        # Otherwise Accelerate does not shard
+        and state.distributed_type is DistributedType.MULTI_GPU
         and all(os.environ.get(name, "").lower() == value for name, value in launched.items())
     )
 
@@ -181,11 +192,13 @@ def start_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 def load_model(
     name: str, config: PreTrainedConfig | None = None, attn_implementation: str | None = None
 ) -> PreTrainedModel:
-    """A causal language model in float32, with the checkpoint's config by default, and all weights in every process.
+    """A causal language model in float32, with the checkpoint's config by default, and all weights
+    in every process.
 
     Raises CocaError unless every weight is there and no other.
     """
-    # Where this is set, transformers below 5.23 leaves zeros in every process of a machine but its first
+    # Where this is set, transformers below 5.23 leaves zeros in every process of a machine but its
+    # first
     with loading(name), patch.dict(os.environ, {LOAD_IN_ONE_PROCESS: "false"}):
         model, report = AutoModelForCausalLM.from_pretrained(
             **origin(name),
@@ -195,10 +208,19 @@ def load_model(
             output_loading_info=True,
             attn_implementation=attn_implementation,
         )
-    wrong = {kind: sorted(map(str, report[kind])) for kind in ("missing_keys", "unexpected_keys") if report[kind]}
+    wrong = {
+        kind: sorted(map(str, report[kind]))
+        for kind in ("missing_keys", "unexpected_keys")
+        if report[kind]
+    }
     if wrong:
-        kinds = "; ".join(f"{kind.replace('_', ' ')}: {', '.join(keys[:3])}" for kind, keys in wrong.items())
-        raise CocaError(f"{name}: its weights are not those of {type(model).__name__}: {kinds}; convert it again")
+        kinds = "; ".join(
+            f"{kind.replace('_', ' ')}: {', '.join(keys[:3])}" for kind, keys in wrong.items()
+        )
+        raise CocaError(
+            f"{name}: its weights are not those of {type(model).__name__}: {kinds}; convert it "
+            f"again"
+        )
     return model
 
 
@@ -208,7 +230,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def stage_model(model: PreTrainedModel, stage: Stage) -> nn.Module:
-    """`model` as the stage trains it: frozen in place but for what the stage names, or wrapped with its adapters.
+    """`model` as the stage trains it: frozen in place except for what the stage names, or wrapped
+    with its adapters.
 
     Raises CocaError for a module that the model does not have, and for `lora` without peft.
     """
@@ -218,7 +241,9 @@ def stage_model(model: PreTrainedModel, stage: Stage) -> nn.Module:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
-        raise CocaError(f"stages.{stage.name}.lora: needs peft: pip install 'coca-hf[peft]'") from None
+        raise CocaError(
+            f"stages.{stage.name}.lora: needs peft: pip install 'coca-hf[peft]'"
+        ) from None
     targets = [
         name
         for name, module in model.named_modules()
@@ -227,11 +252,21 @@ def stage_model(model: PreTrainedModel, stage: Stage) -> nn.Module:
         and (stage.train == "all" or any(_has_part(f"{name}.", part) for part in stage.train))
     ]
     if not targets:
-        raise CocaError(f"stages.{stage.name}: none of {stage.train} is a linear layer, expected one for its adapters")
-    options = {"r": stage.lora.r, "lora_alpha": stage.lora.alpha, "lora_dropout": stage.lora.dropout}
+        raise CocaError(
+            f"stages.{stage.name}: none of {stage.train} is a linear layer, expected one for its "
+            f"adapters"
+        )
+    options = {
+        "r": stage.lora.r,
+        "lora_alpha": stage.lora.alpha,
+        "lora_dropout": stage.lora.dropout,
+    }
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(zlib.crc32(stage.name.encode()))  # the same in every process, and in a run that resumes
-        return get_peft_model(model, LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **options))
+        # The same in every process, and in a run that resumes
+        torch.manual_seed(zlib.crc32(stage.name.encode()))
+        return get_peft_model(
+            model, LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **options)
+        )
 
 
 def plain_model(model: Any) -> PreTrainedModel:
@@ -248,17 +283,20 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 def freeze_(model: nn.Module, stage: Stage) -> None:
     """Let only the parameters that the stage names learn, in place.
 
-    A name means every parameter that has it among the dotted parts of one of its names: `t_proj`, `mlp.up_proj`.
+    A name means every parameter that has it among the dotted parts of one of its names: `t_proj`,
+    `mlp.up_proj`.
 
     Raises CocaError for a name that means none.
     """
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]  # a tied weight has two
+    # A tied weight has two
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     wanted = [] if stage.train == "all" else stage.train
     for module in wanted:
         if not any(_has_part(name, module) for name in names):
             parts = {part for name in names for part in name.split(".")[:-1] if not part.isdigit()}
             raise CocaError(
-                f"stages.{stage.name}.train: {type(model).__name__} has no parameters in {module!r}; "
+                f"stages.{stage.name}.train: {type(model).__name__} has no parameters in "
+                f"{module!r}; "
                 f"nearest: {nearest(module, sorted(parts))}"
             )
     model.requires_grad_(stage.train == "all")
@@ -273,15 +311,18 @@ def _has_part(parameter: str, module: str) -> bool:
 
 @contextmanager
 def shapes_only(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model that is only looked at run on tensors without contents, into which transformers' own code looks: for
-    several sequences in a block, and for positions beyond the trained length.
+    """Let a model that is only looked at run on tensors without contents, into which transformers'
+    own code looks: for several sequences in a block, and for positions beyond the trained length.
     """
     for module in model.modules():
-        if type(module).__module__.startswith("transformers.") and isinstance(getattr(module, "rope_type", None), str):
+        if type(module).__module__.startswith("transformers.") and isinstance(
+            getattr(module, "rope_type", None), str
+        ):
             module.rope_type = "default"
     with patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None):
         yield
 
 
-def _building(config: PreTrainedConfig) -> AbstractContextManager[None]:
+def building(config: PreTrainedConfig) -> AbstractContextManager[None]:
+    """Turns what the libraries make of a config's values into one line: a CocaError."""
     return library_errors(f"config: no {type(config).__name__} model can be made of it")

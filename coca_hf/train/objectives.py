@@ -31,10 +31,9 @@ from accelerate.utils import reduce
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear, log_softmax, pad
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from coca_hf.errors import CocaError
-from coca_hf.train.model import load_config, load_model
+from coca_hf.train.model import load_model
 
 _CHUNK_TOKENS = 1024  # of logits in float32 at a time
 _CHUNK_TOKENS_OF_CPU = 16  # of a vocabulary of 50k: 3 MB, which stays in the cache
@@ -304,17 +303,6 @@ class Objective:
 def load_teacher(name: str, attn_implementation: str | None = None) -> PreTrainedModel:
     """The teacher of a recipe, loaded once for all its stages that want the same attention."""
     return load_model(name, None, attn_implementation)
-
-
-def check_teacher(teacher: str, student: PreTrainedConfig) -> None:
-    """Raises CocaError, from the configs alone, for a teacher that does not go with the student."""
-    config = load_config(teacher)
-    for key in ("vocab_size", "num_hidden_layers", "hidden_size"):
-        theirs, ours = getattr(config, key), getattr(student, key)
-        if theirs != ours:
-            raise CocaError(
-                f"teacher: {teacher} has {key} {theirs}, but the model has {ours}; take the one it was converted from"
-            )
 
 
 @contextmanager

@@ -1,4 +1,6 @@
-"""The training options that a recipe may set: most of transformers' TrainingArguments, and a few of our own."""
+"""The training options that a recipe may set: most of transformers' TrainingArguments, and a few of
+our own.
+"""
 
 import dataclasses
 import functools
@@ -10,13 +12,14 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch.utils.checkpoint import checkpoint
 from transformers import TrainingArguments
 
-from coca_hf.train.parts import Part, explain, unknown_key
-from coca_hf.train.tree import short
+from coca_hf.errors import short
+from coca_hf.train.recipe_file import StrictMapping, explain, unknown_key
 
 DEFAULTS = {
     "report_to": ["tensorboard"],
     "logging_steps": 10,
-    "save_total_limit": 2,  # a step that spoils the weights shows in the next one's loss, after its checkpoint
+    # A step that spoils the weights shows in the next one's loss, after its checkpoint
+    "save_total_limit": 2,
     "disable_tqdm": False,
     "ddp_find_unused_parameters": False,  # every parameter that learns is used in every step
 }
@@ -29,41 +32,64 @@ _BY_RESUME = "coca-train keeps what --resume needs"
 OWNED = {
     "output_dir": "results lie in OUT/<number>-<name>; give OUT with --out",
     "num_train_epochs": "give max_steps, the length of a stage",
-    "label_smoothing_factor": "transformers takes the labels of models that it does not know one token too early",
+    "label_smoothing_factor": "transformers takes the labels of models that it does not know "
+    "one token too early",
     "logging_nan_inf_filter": "a loss that is not a number stops the run",
     "deepspeed": "shard with FSDP2, through `accelerate launch`",
     "resume_from_checkpoint": "continue a run with --resume",
     "restore_callback_states_from_checkpoint": _BY_RESUME,
     "save_only_model": _BY_RESUME,
     "enable_jit_checkpoint": "SIGTERM and SIGUSR1 always write a checkpoint",
-    "use_liger_kernel": "Liger patches only model types that it knows, not CoCA's; give fused_cross_entropy: liger",
-    "parallelism_config": "give context_parallel_size; else FSDP2 through `accelerate launch` is all there is",
-    **dict.fromkeys(("remove_unused_columns", "ignore_data_skip", "accelerator_config", "data_seed"), _BY_DATA),
-    **dict.fromkeys(("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_in_order"), _BY_MAP),
-    **dict.fromkeys(("dataloader_persistent_workers", "dataloader_multiprocessing_context"), _BY_MAP),
-    **dict.fromkeys(("auto_find_batch_size", "train_sampling_strategy", "length_column_name"), _BY_DATA),
+    "use_liger_kernel": "Liger patches only model types that it knows, not CoCA's; "
+    "give fused_cross_entropy: liger",
+    "parallelism_config": "give context_parallel_size; other than that, shard with FSDP2 through "
+    "`accelerate launch`",
+    **dict.fromkeys(
+        ("remove_unused_columns", "ignore_data_skip", "accelerator_config", "data_seed"), _BY_DATA
+    ),
+    **dict.fromkeys(
+        ("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_in_order"), _BY_MAP
+    ),
+    **dict.fromkeys(
+        ("dataloader_persistent_workers", "dataloader_multiprocessing_context"), _BY_MAP
+    ),
+    **dict.fromkeys(
+        ("auto_find_batch_size", "train_sampling_strategy", "length_column_name"), _BY_DATA
+    ),
     **dict.fromkeys(("do_train", "do_eval", "do_predict", "load_best_model_at_end"), _BY_EVAL),
-    **dict.fromkeys(("metric_for_best_model", "greater_is_better", "per_device_eval_batch_size"), _BY_EVAL),
+    **dict.fromkeys(
+        ("metric_for_best_model", "greater_is_better", "per_device_eval_batch_size"), _BY_EVAL
+    ),
 }
 _LEAST = {
-    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps", "save_steps", "logging_steps"), 1),
+    **dict.fromkeys(
+        (
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "save_steps",
+            "logging_steps",
+        ),
+        1,
+    ),
     **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm", "adam_epsilon"), 0),
     "neftune_noise_alpha": 0,
 }
 _OWNED_PREFIXES = {"eval_": _BY_EVAL, "hub_": _BY_HAND, "push_to_hub": _BY_HAND}
 
 
-class StageOptions(Part):
+class StageOptions(StrictMapping):
     """What a recipe may say among the training options beside those of TrainingArguments.
 
-    global_batch_size: blocks that an optimizer step takes over all processes; it sets gradient_accumulation_steps, so
-    that one recipe trains the same on any number of processes. held_out_steps: steps between measurements of the
-    held-out loss; 0: before and after the stage only. max_bad_steps: so many in a row end the run; fewer are skipped.
-    A step is bad if its loss or its gradient is not a number, and, with spike_factor, if its loss is above so many
-    times the running mean. With fp16, a step whose gradient overflows for the scale of its loss alone is skipped and
-    not bad. attn_implementation: as `from_pretrained` takes it. fused_cross_entropy: never hold the
-    logits of all tokens, which with a large vocabulary are much of the memory, for one more product with the head; or
-    liger: by its Triton kernel, for GPUs. context_parallel_size: so many GPUs share a block; see context_parallel.py.
+    global_batch_size: blocks that an optimizer step takes over all processes; it sets
+    gradient_accumulation_steps, so that one recipe trains the same on any number of processes.
+    held_out_steps: steps between measurements of the held-out loss; 0: before and after the stage
+    only. max_bad_steps: that many in a row end the run; fewer are skipped. A step is bad if its
+    loss or its gradient is not a number, and, with spike_factor, if its loss is above so many times
+    the running mean. With fp16, a step whose gradient overflows for the scale of its loss alone is
+    skipped and not bad. attn_implementation: as `from_pretrained` takes it. fused_cross_entropy:
+    never hold the logits of all tokens, which with a large vocabulary are much of the memory, for
+    one more product with the head; or liger: by its Triton kernel, for GPUs. context_parallel_size:
+    so many GPUs share a block; see context_parallel.py.
     """
 
     global_batch_size: int | None = Field(default=None, ge=1)
@@ -75,8 +101,10 @@ class StageOptions(Part):
     context_parallel_size: int = Field(default=1, ge=1)
 
 
-class LinearBounds(Part):
-    """`lr_scheduler_kwargs` of a linear schedule: the rates before the warm-up and after the last step."""
+class LinearBounds(StrictMapping):
+    """`lr_scheduler_kwargs` of a linear schedule: the rates before the warm-up and after the last
+    step.
+    """
 
     start_lr: float = Field(default=0.0, ge=0)
     end_lr: float = Field(default=0.0, ge=0)
@@ -85,14 +113,19 @@ class LinearBounds(Part):
 def checked_training(options: dict[str, Any], also_known: tuple[str, ...] = ()) -> dict[str, Any]:
     """Training options with every value in the type that is declared for it, as plain YAML values.
 
-    Raises ValueError for an unknown option, one that coca-train sets itself, or a value of another type.
+    Raises ValueError for an unknown option, one that coca-train sets itself, or a value of another
+    type.
     """
     checked = {}
     for key, value in options.items():
         if key not in _training_types():
             reason = _owned_reason(str(key))
             known = [*_training_types(), *also_known]
-            raise ValueError(f"{short(key)} is not a recipe's to set: {reason}" if reason else unknown_key(key, known))
+            raise ValueError(
+                f"{short(key)} is not a recipe's to set: {reason}"
+                if reason
+                else unknown_key(key, known)
+            )
         hint, adapter = _training_types()[key]
         try:
             if isinstance(value, bool) and bool not in (hint, *typing.get_args(hint)):
@@ -106,14 +139,17 @@ def checked_training(options: dict[str, Any], also_known: tuple[str, ...] = ()) 
 
 @functools.cache
 def _training_types() -> dict[str, tuple[Any, TypeAdapter]]:
-    """Every option of TrainingArguments that a recipe may set, and our own, with its declared type."""
+    """Every option that a recipe may set, of TrainingArguments and our own, with its type."""
     hints = typing.get_type_hints(TrainingArguments)
     config = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
     names = [field.name for field in dataclasses.fields(TrainingArguments) if field.init]
     own = {name: field.annotation for name, field in StageOptions.model_fields.items()}
     return {
         name: (hint, TypeAdapter(hint, config=config))
-        for name, hint in [*((name, hints[name]) for name in names if _owned_reason(name) is None), *own.items()]
+        for name, hint in [
+            *((name, hints[name]) for name in names if _owned_reason(name) is None),
+            *own.items(),
+        ]
     }
 
 
@@ -126,17 +162,27 @@ def check_options(stage: str, options: dict[str, Any]) -> None:
     """What a stage's options must be beside their types. Raises ValueError."""
     for key in ("logging_strategy", "save_strategy"):
         if options.get(key, "steps") not in ("steps", "no"):
-            raise ValueError(f"stages.{stage}: got {key} {options[key]!r}, expected steps or no: there are no epochs")
+            raise ValueError(
+                f"stages.{stage}: got {key} {options[key]!r}, expected steps or no: there are no "
+                f"epochs"
+            )
     for key, least in _LEAST.items():
         if (value := options.get(key)) is not None and value < least:
             raise ValueError(f"stages.{stage}: got {key} {value}, expected at least {least}")
     for key in ("adam_beta1", "adam_beta2"):
         if not 0 <= options.get(key, 0) < 1:
-            raise ValueError(f"stages.{stage}: got {key} {options[key]}, expected at least 0 and below 1")
+            raise ValueError(
+                f"stages.{stage}: got {key} {options[key]}, expected at least 0 and below 1"
+            )
     if options.get("learning_rate", 1.0) <= 0:
-        raise ValueError(f"stages.{stage}: got learning_rate {options['learning_rate']}, expected a rate above 0")
+        raise ValueError(
+            f"stages.{stage}: got learning_rate {options['learning_rate']}, expected a rate above 0"
+        )
     own = inspect.signature(checkpoint).parameters.values()
-    known = ["preserve_rng_state", *(parameter.name for parameter in own if parameter.kind is parameter.KEYWORD_ONLY)]
+    known = [
+        "preserve_rng_state",
+        *(parameter.name for parameter in own if parameter.kind is parameter.KEYWORD_ONLY),
+    ]
     for key in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
         for name in options.get(key) or ():
             if name not in known:
@@ -146,7 +192,8 @@ def check_options(stage: str, options: dict[str, Any]) -> None:
 
         if mode not in (modes := list_mode_options()):
             raise ValueError(
-                f"stages.{stage}: got torch_compile_mode {short(mode)}, expected one of {', '.join(modes)}"
+                f"stages.{stage}: got torch_compile_mode {short(mode)}, expected one of "
+                f"{', '.join(modes)}"
             )
     kwargs = options.get("lr_scheduler_kwargs")
     if not kwargs or options.get("lr_scheduler_type", "linear") != "linear":
@@ -155,4 +202,6 @@ def check_options(stage: str, options: dict[str, Any]) -> None:
         LinearBounds.model_validate(kwargs)
     except ValidationError as error:
         problems = "; ".join(explain(kwargs, problem) for problem in error.errors())
-        raise ValueError(f"stages.{stage}: lr_scheduler_kwargs of a linear schedule: {problems}") from None
+        raise ValueError(
+            f"stages.{stage}: lr_scheduler_kwargs of a linear schedule: {problems}"
+        ) from None

@@ -1,6 +1,13 @@
-"""What the processes of a run tell one another: results, errors, and whose turn it is."""
+"""What the processes of a run tell one another: results, errors, whose turn it is, when to stop.
+
+SIGTERM, and SIGUSR1, which SLURM can send before its time limit, ask a run to stop so that nothing
+is lost.
+"""
 
 import json
+import os
+import signal
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -14,12 +21,61 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.distributed_c10d import _get_default_store
 
 from coca_hf.errors import CocaError
-from coca_hf.train.stop import Stopped, StopRequest
 
 Made = TypeVar("Made")
 LOOK_SECONDS = 0.2  # between two looks at the notes of other processes
 LOST = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")  # what gloo says
 FAREWELL_SECONDS = 10.0  # that a process which must end waits for the others to learn why
+EXIT_STOPPED = os.EX_TEMPFAIL if hasattr(os, "EX_TEMPFAIL") else 75
+SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+
+
+class Stopped(Exception):
+    """A signal stopped the run, which can be continued. The commands exit with EXIT_STOPPED."""
+
+
+class StopRequest:
+    """`came`: the name of the signal that came, or that the launcher has died, which would leave
+    its processes alone to write where the next launch writes; otherwise None.
+    """
+
+    def __init__(self):
+        self.signal: str | None = None
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+    @property
+    def came(self) -> str | None:
+        orphaned = self._launcher is not None and os.getppid() != self._launcher
+        return self.signal or ("the death of the launcher" if orphaned else None)
+
+
+def ignore_signals() -> None:
+    """For a process that ends with EXIT_STOPPED: the launcher may end it once more, and so hide
+    that code.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Note the signals that ask to stop instead of dying of them. Outside the main thread, none is
+    noted.
+    """
+    request = StopRequest()
+
+    def note(number, frame):
+        request.signal = signal.Signals(number).name
+
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    before = {number: signal.signal(number, note) for number in SIGNALS}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def in_all_processes(make: Callable[[], Made]) -> Made:
@@ -94,7 +150,9 @@ def losing_processes() -> Iterator[None]:
     except (RuntimeError, CheckpointException) as error:
         if not is_lost_process(error):
             raise
-        raise CocaError("another process of this run has ended, see its own message; continue with --resume") from error
+        raise CocaError(
+            "another process of this run has ended, see its own message; continue with --resume"
+        ) from error
 
 
 def check_stop(stop: StopRequest) -> None:
@@ -115,7 +173,7 @@ class _Board:
         self._reach(lambda: self._store.add("finished", 1))
 
     def wait_for(self, count: int) -> None:
-        """Until so many processes have finished. Raises what ends the run."""
+        """Wait until `count` processes have finished. Raises what ends the run."""
         while self._reach(lambda: self._store.add("finished", 0)) < count:
             self.check()
             time.sleep(LOOK_SECONDS)
@@ -149,5 +207,6 @@ class _Board:
         except RuntimeError as error:
             check_stop(self._stop)
             raise CocaError(
-                "the process that keeps the others in touch has ended; start the run again with --resume"
+                "the process that keeps the others in touch has ended; start the run again with "
+                "--resume"
             ) from error

@@ -1,27 +1,28 @@
 """Recipes: one YAML file that says which model is trained, on what, and in which stages.
 
-    model: checkpoints/smollm2-135m-coca      # a converted directory, or owner/name on the hub, or owner/name@revision
+    model: checkpoints/smollm2-135m-coca      # a directory, or owner/name[@revision] on the hub
     data:
       seq_len: 2048                           # tokens in a block
-      sources:                                # weights: shares of the tokens; paths: see documents.read_documents
+      sources:                                # weights: shares of the tokens; see documents.py
         - {path: books/*.parquet, weight: 0.75}
         - {path: code.jsonl, weight: 0.25, column: content}
-        - {synthetic: lookups, weight: 0.5}     # made amid the text of the sources above; see lookups.py
-    training:                                 # names of transformers.TrainingArguments or StageOptions, for all stages
+        - {synthetic: lookups, weight: 0.5}     # amid the text of the sources above: lookups.py
+    training:                                 # TrainingArguments or StageOptions, for all stages
       learning_rate: 1.0e-4
     stages:                                   # each may override anything under `training`
       - {name: k, train: [t_proj], max_steps: 15000}
       - {name: full, train: all, max_steps: 15000}
-    teacher: checkpoints/smollm2-135m         # the original model, for stages with an objective beside `lm`, such as
-                                              # `objective: {lm: 0.5, distill: 0.5}`; see objectives.py
+    teacher: checkpoints/smollm2-135m         # the original model, for stages with an objective
+                                              # beside `lm`: {lm: 0.5, distill: 0.5}
 
-`config` overrides fields of the model's config. A model from scratch has `tokenizer` in the place of `model`, and a
-`config` with its `model_type`. A stage with `lora: {r: 16, alpha: 32}` trains adapters on the linear layers that it
-names; they are merged at its end. A stage with `answer_weight: 1` counts the answers of synthetic lookups again.
+`config` overrides fields of the model's config. A model from scratch has `tokenizer` in the place
+of `model`, and a `config` with its `model_type`. A stage with `lora: {r: 16, alpha: 32}` trains
+adapters on the linear layers that it names; they are merged at its end. A stage with
+`answer_weight: 1` counts the answers of synthetic lookups again.
 
-Relative paths are relative to the current directory. The schedule of the paper, linear from `start_lr` to the learning
-rate over `warmup_steps` (below 1, a share of all steps) and linear to `end_lr`, is
-`lr_scheduler_kwargs: {start_lr: 1e-7, end_lr: 1e-5}`.
+Relative paths are relative to the current directory. The schedule of the paper, linear from
+`start_lr` to the learning rate over `warmup_steps` (below 1, a share of all steps) and linear to
+`end_lr`, is `lr_scheduler_kwargs: {start_lr: 1e-7, end_lr: 1e-5}`.
 """
 
 from collections.abc import Iterable
@@ -31,35 +32,43 @@ from typing import Any, Literal
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 from transformers import TrainingArguments
 
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, short
 from coca_hf.train.options import DEFAULTS, StageOptions, check_options, checked_training
-from coca_hf.train.parts import Part, explain
-from coca_hf.train.tree import override_, read_tree, short
+from coca_hf.train.recipe_file import StrictMapping, explain, override_, read_tree
 
 OBJECTIVES = ("lm", "distill", "attention-transfer", "attention-maps")
 
 
-class Source(Part):
+class Source(StrictMapping):
     """Documents, or synthetic text, and their share of the tokens among all sources."""
 
     path: str = ""
-    synthetic: Literal["lookups"] | None = None  # made from the text of the other sources, in the place of a path
+    # Made from the text of the other sources, in the place of a path
+    synthetic: Literal["lookups"] | None = None
     weight: float = Field(gt=0, le=1e9)
     column: str = "text"
     split: str = "train"
     subset: str | None = None  # of a data set on the hub
-    revision: str | None = None  # of a data set on the hub: a commit or a branch, by default the main one
-    skip_empty: bool = False  # leave out rows without text, which else are errors
-    _commit: str | None = PrivateAttr(None)  # of a data set on the hub: what `revision` was when the run began
+    # Of a data set on the hub: a commit or a branch, by default the main one
+    revision: str | None = None
+    skip_empty: bool = False  # leave out rows without text, which are errors otherwise
+    # Of a data set on the hub: what `revision` was when the run began
+    _commit: str | None = PrivateAttr(None)
 
     @model_validator(mode="after")
     def _check_kind(self) -> "Source":
         if bool(self.path) == bool(self.synthetic):
             raise ValueError("expected either path, of documents, or synthetic: lookups")
         of_documents = Source.model_fields.keys() - {"path", "synthetic", "weight"}
-        given = [key for key in sorted(of_documents) if getattr(self, key) != Source.model_fields[key].default]
+        given = [
+            key
+            for key in sorted(of_documents)
+            if getattr(self, key) != Source.model_fields[key].default
+        ]
         if self.synthetic and given:
-            raise ValueError(f"got {', '.join(given)} beside synthetic, which only documents have; leave it out")
+            raise ValueError(
+                f"got {', '.join(given)} beside synthetic, which only documents have; leave it out"
+            )
         return self
 
     @property
@@ -82,13 +91,15 @@ class Source(Part):
         return self.path, self.column, self.split, self.subset, self.commit, self.skip_empty
 
 
-class Data(Part):
-    """What is trained on: blocks of `seq_len` tokens, mixed from `sources`; `seed` fixes the order of the blocks.
+class Data(StrictMapping):
+    """What is trained on: blocks of `seq_len` tokens, mixed from `sources`; `seed` fixes the order
+    of the blocks.
 
-    held_out_blocks: so many are kept out of the training, to measure the loss on. prepared: the directory
-    in which the blocks of this recipe, and of others, are made and read. skip_positions: leave out positions
-    at random places of every block, so that they rise to at most so many, such as the trained length: a block then
-    teaches distances that are longer than it is (PoSE, arXiv 2309.10400).
+    held_out_blocks: the number that is kept out of the training, to measure the loss on. prepared:
+    the directory in which the blocks of this recipe, and of others, are made and read.
+    skip_positions: leave out positions at random places of every block, so that they rise to at
+    most so many, such as the trained length: a block then teaches distances that are longer than it
+    is (PoSE, arXiv 2309.10400).
     """
 
     seq_len: int = Field(ge=2)
@@ -101,10 +112,13 @@ class Data(Part):
     @model_validator(mode="after")
     def _check_data(self) -> "Data":
         if not any(source.path for source in self.sources):
-            raise ValueError("got synthetic sources alone, expected documents beside them, whose text they take")
+            raise ValueError(
+                "got synthetic sources alone, expected documents beside them, whose text they take"
+            )
         if self.skip_positions is not None and self.skip_positions <= self.seq_len:
             raise ValueError(
-                f"got skip_positions {self.skip_positions}, expected more than seq_len, {self.seq_len}: the positions "
+                f"got skip_positions {self.skip_positions}, expected more than seq_len, "
+                f"{self.seq_len}: the positions "
                 f"that a block is to reach"
             )
         return self
@@ -114,26 +128,32 @@ class Data(Part):
         return any(source.synthetic for source in self.sources)
 
 
-class Lora(Part):
-    """Low-rank adapters of peft (Hu et al., arXiv 2106.09685): rank, scale `alpha / r`, dropout on their input."""
+class Lora(StrictMapping):
+    """Low-rank adapters of peft (Hu et al., arXiv 2106.09685): rank, scale `alpha / r`, dropout on
+    their input.
+    """
 
     r: int = Field(ge=1)
     alpha: float = Field(gt=0)
     dropout: float = Field(default=0.0, ge=0, lt=1)
 
 
-_STAGE_KEYS = ("name", "train", "lora", "objective", "temperature", "answer_weight")  # all else is a training option
+# All else is a training option
+_STAGE_KEYS = ("name", "train", "lora", "objective", "temperature", "answer_weight")
 
 
-class Stage(Part):
-    """One run of the trainer: the parameters that learn, by module name or `all`, and its own training options.
+class Stage(StrictMapping):
+    """One run of the trainer: the parameters that learn, by module name or `all`, and its own
+    training options.
 
-    With `lora`, adapters on the linear layers of that name learn instead; `all` means those of the decoder's layers.
-    `objective` names what is minimised, or gives several their weights: see `objectives.py`. `answer_weight` adds, so
-    many times, the mean over the answers of each block of synthetic lookups to the mean over its tokens.
+    With `lora`, adapters on the linear layers of that name learn instead; `all` means those of the
+    decoder's layers. `objective` names what is minimised, or gives several their weights: see
+    `objectives.py`. `answer_weight` adds, so many times, the mean over the answers of each block of
+    synthetic lookups to the mean over its tokens.
     """
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$")  # a directory name, and a step in a dotted path
+    # A directory name, and a step in a dotted path
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$")
     train: str | list[str]
     lora: Lora | None = None
     objective: dict[str, float] = {"lm": 1.0}
@@ -152,9 +172,13 @@ class Stage(Part):
     @field_validator("train", mode="before")
     @classmethod
     def _names_or_all(cls, train: Any) -> Any:
-        names = isinstance(train, list) and bool(train) and all(isinstance(name, str) for name in train)
+        names = (
+            isinstance(train, list) and bool(train) and all(isinstance(name, str) for name in train)
+        )
         if train != "all" and not names:
-            raise ValueError(f"got {short(train)}, expected all or a list of module names such as [t_proj]")
+            raise ValueError(
+                f"got {short(train)}, expected all or a list of module names such as [t_proj]"
+            )
         return train
 
     @field_validator("objective", mode="before")
@@ -164,10 +188,14 @@ class Stage(Part):
         for name in weights if isinstance(weights, dict) else ():
             if name not in OBJECTIVES:
                 raise ValueError(
-                    f"got {short(name)}, expected {', '.join(OBJECTIVES)}, or a mapping of them to weights"
+                    f"got {short(name)}, expected {', '.join(OBJECTIVES)}, or a mapping of them to "
+                    f"weights"
                 )
-        numbers = weights.values() if isinstance(weights, dict) else [1.0]  # pydantic refuses what is no mapping
-        if not numbers or not all(isinstance(number, int | float) and number > 0 for number in numbers):
+        # Pydantic refuses what is no mapping
+        numbers = weights.values() if isinstance(weights, dict) else [1.0]
+        if not numbers or not all(
+            isinstance(number, int | float) and number > 0 for number in numbers
+        ):
             raise ValueError(f"got {short(given)}, expected weights above 0")
         return weights
 
@@ -181,8 +209,10 @@ class Stage(Part):
         return checked_training(training, also_known=_STAGE_KEYS)
 
 
-class Recipe(Part):
-    """A checked recipe. `to_dict` gives it back in the shape of its file, with every default filled in."""
+class Recipe(StrictMapping):
+    """A checked recipe. `to_dict` gives it back in the shape of its file, with every default filled
+    in.
+    """
 
     model: str | None = None
     tokenizer: str | None = None
@@ -200,9 +230,14 @@ class Recipe(Part):
     @model_validator(mode="after")
     def _check_start(self) -> "Recipe":
         if (self.model is None) == (self.tokenizer is None):
-            raise ValueError("model: expected a checkpoint, or, for a model from scratch, tokenizer instead")
+            raise ValueError(
+                "model: expected a checkpoint, or, for a model from scratch, tokenizer instead"
+            )
         if (self.tokenizer is None) == ("model_type" in self.config):
-            raise ValueError("config.model_type: expected beside tokenizer, for a model from scratch, and only there")
+            raise ValueError(
+                "config.model_type: expected beside tokenizer, for a model from scratch, and only "
+                "there"
+            )
         return self
 
     @model_validator(mode="after")
@@ -211,15 +246,19 @@ class Recipe(Part):
         for stage in self.stages:
             if stage.needs_teacher and self.teacher is None:
                 raise ValueError(
-                    f"stages.{stage.name}: objective {', '.join(stage.objective)} needs the original model, got none; "
+                    f"stages.{stage.name}: objective {', '.join(stage.objective)} needs the "
+                    f"original model, got none; "
                     f"give its directory or hub id as teacher, beside model"
                 )
             if names.count(stage.name) > 1:
-                raise ValueError(f"stages: got two of the name {stage.name!r}, expected a name for each")
+                raise ValueError(
+                    f"stages: got two of the name {stage.name!r}, expected a name for each"
+                )
             options = self.options(stage)
             if options.get("max_steps", 0) <= 0:
                 raise ValueError(
-                    f"stages.{stage.name}: got max_steps {options.get('max_steps')}, expected a number above 0; "
+                    f"stages.{stage.name}: got max_steps {options.get('max_steps')}, expected a "
+                    f"number above 0; "
                     f"say how long the stage is, here or under training"
                 )
             check_options(stage.name, options)
@@ -245,50 +284,74 @@ class Recipe(Part):
 
     def stage_options(self, stage: Stage) -> StageOptions:
         given = {**self.training, **stage.training}
-        return StageOptions(**{key: value for key, value in given.items() if key in StageOptions.model_fields})
+        return StageOptions(
+            **{key: value for key, value in given.items() if key in StageOptions.model_fields}
+        )
 
     @property
     def start(self) -> str:
-        """Where the first stage starts: the model's directory or hub id, or in words that there is none."""
+        """Where the first stage starts: the model's directory or hub id, or in words that there is
+        none.
+        """
         return self.model or f"{self.config['model_type']} from scratch"
 
     def num_blocks(self, world_size: int) -> int:
-        """The blocks that all stages take together, on so many processes."""
-        return sum(self.options(stage)["max_steps"] * self.blocks_per_step(stage, world_size) for stage in self.stages)
+        """The blocks that all stages take together, on `world_size` processes."""
+        return sum(
+            self.options(stage)["max_steps"] * self.blocks_per_step(stage, world_size)
+            for stage in self.stages
+        )
 
     def blocks_per_step(self, stage: Stage, world_size: int) -> int:
-        """Blocks that one optimizer step of a stage takes, over so many processes."""
+        """Blocks that one optimizer step of a stage takes, over `world_size` processes."""
         options = self.options(stage)
         return self.stage_options(stage).global_batch_size or (
             self._groups(stage, world_size)
-            * options.get("per_device_train_batch_size", TrainingArguments.per_device_train_batch_size)
-            * options.get("gradient_accumulation_steps", TrainingArguments.gradient_accumulation_steps)
+            * options.get(
+                "per_device_train_batch_size", TrainingArguments.per_device_train_batch_size
+            )
+            * options.get(
+                "gradient_accumulation_steps", TrainingArguments.gradient_accumulation_steps
+            )
         )
 
     def accumulation(self, stage: Stage, world_size: int) -> int:
-        """Batches of one process that a step takes. Raises CocaError where global_batch_size cannot be had."""
+        """Batches of one process that a step takes. Raises CocaError where global_batch_size cannot
+        be had.
+        """
         options = self.options(stage)
-        batch = options.get("per_device_train_batch_size", TrainingArguments.per_device_train_batch_size)
-        blocks, at_once = self.blocks_per_step(stage, world_size), batch * self._groups(stage, world_size)
+        batch = options.get(
+            "per_device_train_batch_size", TrainingArguments.per_device_train_batch_size
+        )
+        blocks, at_once = (
+            self.blocks_per_step(stage, world_size),
+            batch * self._groups(stage, world_size),
+        )
         if blocks % at_once:
             raise CocaError(
-                f"stages.{stage.name}: got global_batch_size {blocks}, expected a multiple of {at_once}: "
+                f"stages.{stage.name}: got global_batch_size {blocks}, expected a multiple of "
+                f"{at_once}: "
                 f"per_device_train_batch_size {batch} on {world_size} processes; change one of them"
             )
         given = options.get("gradient_accumulation_steps", blocks // at_once)
         if given != blocks // at_once:
             raise CocaError(
-                f"stages.{stage.name}: got global_batch_size {blocks} and gradient_accumulation_steps {given}, "
-                f"expected {blocks // at_once} on {world_size} processes; leave gradient_accumulation_steps out"
+                f"stages.{stage.name}: got global_batch_size {blocks} and "
+                f"gradient_accumulation_steps {given}, "
+                f"expected {blocks // at_once} on {world_size} processes; leave "
+                f"gradient_accumulation_steps out"
             )
         return blocks // at_once
 
     def _groups(self, stage: Stage, world_size: int) -> int:
-        """Groups of processes that share a block. Raises CocaError where there is no whole number of them."""
+        """Groups of processes that share a block. Raises CocaError where there is no whole number
+        of them.
+        """
         size = self.stage_options(stage).context_parallel_size
         if world_size % size:
             raise CocaError(
-                f"stages.{stage.name}: got context_parallel_size {size} on {world_size} processes, expected a divisor "
+                f"stages.{stage.name}: got context_parallel_size {size} on {world_size} processes, "
+                f"expected a divisor "
                 f"of their number"
             )
         return world_size // size
@@ -296,18 +359,20 @@ class Recipe(Part):
     def to_dict(self) -> dict[str, Any]:
         parts = self.model_dump(exclude={"stages"}, exclude_none=True)
         stages = [
-            {**stage.model_dump(exclude={"training"}, exclude_defaults=True), **stage.training} for stage in self.stages
+            {**stage.model_dump(exclude={"training"}, exclude_defaults=True), **stage.training}
+            for stage in self.stages
         ]
         return {**parts, "data": self.data.model_dump(), "stages": stages}
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """Read the recipe at `path`, with `overrides` such as `training.learning_rate=1e-4` or `stages.full.max_steps=10`.
+    """Read the recipe at `path`, with `overrides` such as `training.learning_rate=1e-4` or
+    `stages.full.max_steps=10`.
 
     An override's value is YAML; stages go by name, sources by number (from 0).
 
-    Raises CocaError for a file that is no recipe, a key that is not known (naming the nearest that is), a value of the
-    wrong type, a stage without a length.
+    Raises CocaError for a file that is no recipe, a key that is not known (naming the nearest that
+    is), a value of the wrong type, a stage without a length.
     """
     tree = read_tree(Path(path))
     for override in overrides:
@@ -315,28 +380,38 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        raise CocaError(f"{path}: {'; '.join(explain(tree, problem) for problem in error.errors())}") from None
+        raise CocaError(
+            f"{path}: {'; '.join(explain(tree, problem) for problem in error.errors())}"
+        ) from None
 
 
 def _check_fused(stage: Stage) -> None:
     """Raises ValueError for what needs the logits that a fused cross-entropy does not give."""
-    needs_logits = {"objective distill": "distill" in stage.objective, "answer_weight": stage.answer_weight}
+    needs_logits = {
+        "objective distill": "distill" in stage.objective,
+        "answer_weight": stage.answer_weight,
+    }
     for name in (name for name, given in needs_logits.items() if given):
         raise ValueError(
-            f"stages.{stage.name}: got fused_cross_entropy with {name}, which needs the logits; leave one of them out"
+            f"stages.{stage.name}: got fused_cross_entropy with {name}, which needs the logits; "
+            f"leave one of them out"
         )
 
 
 def _check_answers(stage: Stage, data: Data) -> None:
-    """Raises ValueError where there are no answers to weight, or nothing that is measured token by token."""
+    """Raises ValueError where there are no answers to weight, or nothing that is measured token by
+    token.
+    """
     given = f"stages.{stage.name}: got answer_weight {stage.answer_weight:g}"
     if not data.has_answers:
         raise ValueError(
-            f"{given} without a source that has answers; add {{synthetic: lookups, weight: 0.5}} to data.sources"
+            f"{given} without a source that has answers; add {{synthetic: lookups, weight: 0.5}} "
+            f"to data.sources"
         )
     if set(stage.objective) == {"attention-transfer"}:
         raise ValueError(
-            f"{given} with objective attention-transfer alone, which weights no tokens; leave one of them out"
+            f"{given} with objective attention-transfer alone, which weights no tokens; leave one "
+            f"of them out"
         )
 
 
@@ -345,7 +420,8 @@ def _check_maps(stage: Stage, options: StageOptions) -> None:
     attention = options.attn_implementation or "sdpa"
     if attention != "eager":
         raise ValueError(
-            f"stages.{stage.name}: got objective attention-maps with attn_implementation {attention}, expected eager, "
+            f"stages.{stage.name}: got objective attention-maps with attn_implementation "
+            f"{attention}, expected eager, "
             f"which alone has the maps"
         )
 
@@ -355,11 +431,19 @@ def check_context_parallel(stage: Stage, options: StageOptions, data: Data) -> N
     size = options.context_parallel_size
     given = f"stages.{stage.name}: got context_parallel_size {size}"
     if options.attn_implementation not in (None, "sdpa"):
-        raise ValueError(f"{given} with attn_implementation {options.attn_implementation}, expected sdpa")
+        raise ValueError(
+            f"{given} with attn_implementation {options.attn_implementation}, expected sdpa"
+        )
     if stage.needs_teacher or stage.answer_weight:
-        objective = ", ".join(stage.objective) + (" and answer_weight" if stage.answer_weight else "")
+        objective = ", ".join(stage.objective) + (
+            " and answer_weight" if stage.answer_weight else ""
+        )
         raise ValueError(f"{given} with objective {objective}, expected lm alone")
     if data.skip_positions:
-        raise ValueError(f"{given} with data.skip_positions, expected positions in order; leave one of them out")
+        raise ValueError(
+            f"{given} with data.skip_positions, expected positions in order; leave one of them out"
+        )
     if data.seq_len % (2 * size):
-        raise ValueError(f"{given}, expected data.seq_len, {data.seq_len}, to be a multiple of {2 * size}")
+        raise ValueError(
+            f"{given}, expected data.seq_len, {data.seq_len}, to be a multiple of {2 * size}"
+        )

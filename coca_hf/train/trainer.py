@@ -1,33 +1,30 @@
-"""Hugging Face's Trainer for one stage: the paper's schedule, whole checkpoints, bad steps skipped."""
+"""The Trainer of a stage: the paper's schedule, whole checkpoints, bad steps skipped."""
 
-import copy
 import math
 import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from accelerate.utils import reduce
+from accelerate import PartialState
+from accelerate.utils import gather_object, reduce
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArguments, get_scheduler
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
-from coca_hf.errors import CocaError, one_line
+from coca_hf.errors import CocaError
 from coca_hf.files import sync
-from coca_hf.train.checkpoint import check_room, load_state, save_state, state_bytes
-from coca_hf.train.held_out_loss import held_out_loss
 from coca_hf.train.log import SpeedMeter, StageLog
 from coca_hf.train.objectives import Objective
 from coca_hf.train.options import LinearBounds, StageOptions
-from coca_hf.train.out import PARTIAL, reading, saving_to
-from coca_hf.train.stop import StopRequest
-from coca_hf.train.tree import short
+from coca_hf.train.processes import StopRequest
+from coca_hf.train.run_directory import PARTIAL, reading, saving_to
+from coca_hf.train.training_state import check_room, load_state, save_state, state_bytes
 
 RUNNING_SHARE = 0.02  # of a step's loss in the running mean, which so spans about 50 steps
 
@@ -41,12 +38,13 @@ def sharded_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
 
 
 class StageTrainer(Trainer):
-    """A Trainer whose `checkpoint-N` directories are always whole, and any layout of processes resumes from them.
+    """A Trainer whose `checkpoint-N` directories are always whole, and any layout of processes
+    resumes from them.
 
-    log: the stage's, whose `place` goes into checkpoints; options: the recipe's own; meter: of its speed; held_out:
-    blocks (num_blocks, seq_len), may be none; stop: asks for a checkpoint and an end after the current step; sources:
-    gives the sources of a range of blocks of the stream, in words; objective: where something else than the text's next
-    token is learned.
+    log: the stage's, whose `place` goes into checkpoints; options: the recipe's own; meter: of its
+    speed; held_out: blocks (num_blocks, seq_len), may be none; stop: asks for a checkpoint and an
+    end after the current step; sources: gives the sources of a range of blocks of the stream, in
+    words; objective: where something else than the text's next token is learned.
     """
 
     def __init__(
@@ -62,8 +60,12 @@ class StageTrainer(Trainer):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        if self.accelerator.is_fsdp2 and (policy := self.accelerator.state.fsdp_plugin.mixed_precision_policy):
-            self.accelerator.state.fsdp_plugin.mixed_precision_policy = sharded_precision(policy.param_dtype)
+        if self.accelerator.is_fsdp2 and (
+            policy := self.accelerator.state.fsdp_plugin.mixed_precision_policy
+        ):
+            self.accelerator.state.fsdp_plugin.mixed_precision_policy = sharded_precision(
+                policy.param_dtype
+            )
         self.stage_log, self.options, self.meter = log, options, meter
         self.held_out, self.stop, self.sources, self.objective = held_out, stop, sources, objective
         self.stopping: str | None = None  # the signal, once all processes know of it
@@ -80,9 +82,12 @@ class StageTrainer(Trainer):
         self._random_state_of = resume_from_checkpoint
         return super().train(resume_from_checkpoint, **kwargs)
 
-    def compute_loss(self, model: nn.Module, inputs: dict, return_outputs: bool = False, num_items_in_batch=None):
+    def compute_loss(
+        self, model: nn.Module, inputs: dict, return_outputs: bool = False, num_items_in_batch=None
+    ):
         if self.args.parallelism_config and self.model.config.model_type.startswith("coca_"):
-            inputs = {**inputs, "rope_length": self.stage_log.seq_len}  # this process has a part of the block
+            # This process has a part of the block
+            inputs = {**inputs, "rope_length": self.stage_log.seq_len}
         of_model = {name: tensor for name, tensor in inputs.items() if name != "answers"}
         if self.objective is None:
             return super().compute_loss(model, of_model, return_outputs, num_items_in_batch)
@@ -91,9 +96,13 @@ class StageTrainer(Trainer):
         with self.accelerator.autocast():
             return self.objective(text, model, inputs, accumulated)
 
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
-        """With `linear` and `start_lr` or `end_lr`, `linear_rate` at every step; else Hugging Face's schedule."""
-        if not _has_bounds(self.args):
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ):
+        """With `linear` and `start_lr` or `end_lr`, `linear_rate` at every step; otherwise Hugging
+        Face's schedule.
+        """
+        if not has_bounds(self.args):
             return super().create_scheduler(num_training_steps, optimizer)
         bounds = LinearBounds.model_validate(self.args.lr_scheduler_kwargs)
         warmup_steps, peak = self.args.get_warmup_steps(num_training_steps), self.args.learning_rate
@@ -113,11 +122,14 @@ class StageTrainer(Trainer):
         )
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
-        """No batches after the last step: resumed there, Hugging Face's loop would take one step more."""
+        """No batches after the last step: resumed there, Hugging Face's loop would take one step
+        more.
+        """
         if self.state.global_step >= self.state.max_steps:
             return [], None
         samples = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self._random_state_of:  # Hugging Face's loop takes it up only where it skips batches itself
+        # Hugging Face's loop takes it up only where it skips batches itself
+        if self._random_state_of:
             self._load_rng_state(self._random_state_of)
             self._random_state_of = None
         return samples
@@ -130,18 +142,22 @@ class StageTrainer(Trainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._step_loss += loss
         running = self.stage_log.place["running_loss"] or 0.0
-        return loss.nan_to_num(running, running, running)  # else one skipped step would hide the mean of all others
+        # Otherwise one skipped step would hide the mean of all others
+        return loss.nan_to_num(running, running, running)
 
     def _get_grad_norm(self, model, grad_norm=None):
         self._norm = super()._get_grad_norm(model, grad_norm)
         return self._norm
 
     def end_of_backward(self) -> None:
-        """Before every optimizer step: agree with all processes on its loss and on stopping; skip it if it is bad.
+        """Before every optimizer step: agree with all processes on its loss and on stopping; skip
+        it if it is bad.
 
         Raises CocaError after `max_bad_steps` bad ones in a row.
         """
-        mine = torch.stack([self._step_loss, self._step_loss.new_tensor(self.stop.came is not None)])
+        mine = torch.stack(
+            [self._step_loss, self._step_loss.new_tensor(self.stop.came is not None)]
+        )
         total, asked = reduce(mine, "sum").tolist()
         loss = total / self.args.world_size
         self._step_loss = torch.zeros_like(self._step_loss)
@@ -152,7 +168,9 @@ class StageTrainer(Trainer):
         spiked = factor is not None and running is not None and loss > factor * running
         is_finite = math.isfinite(_number(self._norm))
         if math.isfinite(loss) and not spiked and (is_finite or self._scaled_too_high()):
-            place["running_loss"] = loss if running is None else running + RUNNING_SHARE * (loss - running)
+            place["running_loss"] = (
+                loss if running is None else running + RUNNING_SHARE * (loss - running)
+            )
             if is_finite:
                 self._bad_in_a_row = 0
             else:
@@ -165,37 +183,52 @@ class StageTrainer(Trainer):
         self.optimizer.zero_grad(set_to_none=True)
 
     def _scaled_too_high(self) -> bool:
-        """Whether float16's scaler, which skips a step that overflowed and halves its scale, has a scale to halve."""
+        """Whether float16's scaler, which skips a step that overflowed and halves its scale, has a
+        scale to halve.
+        """
         return self.accelerator.scaler is not None and self.accelerator.scaler.get_scale() > 1
 
     def _bad_step(self, loss: float, spiked: bool) -> str:
         step, place = self.state.global_step + 1, self.stage_log.place
         what = f"the loss of step {step} is {loss:g}"
         if spiked:
-            what += f", more than {self.options.spike_factor:g} times the running mean {place['running_loss']:.4g}"
+            mean = place["running_loss"]
+            what += f", more than {self.options.spike_factor:g} times the running mean {mean:.4g}"
         elif math.isfinite(loss):
             what += f", but its gradient's norm is {_number(self._norm)}"
         first, count = place["next_block"], self.stage_log.global_batch
         blocks = f"blocks {first} to {first + count - 1} ({self.sources(first, count)})"
-        most, stage = self.options.max_bad_steps, Path(self.args.output_dir).parent.name.partition("-")[2]
+        most, stage = (
+            self.options.max_bad_steps,
+            Path(self.args.output_dir).parent.name.partition("-")[2],
+        )
         return (
-            f"{self.args.output_dir}: {what}, bad step {self._bad_in_a_row} in a row (max_bad_steps: {most}), on "
-            f"{blocks}; the last checkpoints are kept: skip more with --resume stages.{stage}.max_bad_steps={3 * most} "
-            f"(if that ends here too, the newest checkpoint may be spoilt: delete it), or lower learning_rate (or "
+            f"{self.args.output_dir}: {what}, bad step {self._bad_in_a_row} in a row "
+            f"(max_bad_steps: {most}), on "
+            f"{blocks}; the last checkpoints are kept: skip more with --resume "
+            f"stages.{stage}.max_bad_steps={3 * most} "
+            f"(if that ends here too, the newest checkpoint may be spoilt: delete it), or lower "
+            f"learning_rate (or "
             f"max_grad_norm) and start again with another --out"
         )
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
-        """The held-out loss; Hugging Face's loop asks for it at the start and wherever `StageLog` says."""
+        """The held-out loss; Hugging Face's loop asks for it at the start and wherever `StageLog`
+        says.
+        """
         resumed = self.state.global_step > 0 and not self.control.should_evaluate
         if resumed or not len(self.held_out):
             self.control.should_evaluate = False
             return {}
         with self.stage_log.pause():
             head, batch_size = self.model.get_output_embeddings(), self.args.train_batch_size
-            metrics = {"eval_loss": held_out_loss(self.model_wrapped, head, self.held_out, batch_size)}
+            metrics = {
+                "eval_loss": held_out_loss(self.model_wrapped, head, self.held_out, batch_size)
+            }
         self.log(dict(metrics))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
         self.meter.restart()
         return metrics
 
@@ -213,7 +246,9 @@ class StageTrainer(Trainer):
             super().save_model(output_dir)
 
     def _save_checkpoint(self, model: nn.Module, trial) -> None:
-        """Let the Trainer write all its files under `partial`; then give the directory its name, in one step."""
+        """Let the Trainer write all its files under `partial`; then give the directory its name, in
+        one step.
+        """
         directory = Path(self.args.output_dir)
         name = f"checkpoint-{self.state.global_step}"
         num_bytes = state_bytes(self.model, self.optimizer.optimizer)
@@ -239,7 +274,9 @@ class StageTrainer(Trainer):
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
         """Nothing yet: parameters come with the optimizer's state, when the model is wrapped."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -274,41 +311,43 @@ def _number(value: Tensor | float | None) -> float:
     return 0.0 if value is None else float(value)
 
 
-def check_optimizer(arguments: TrainingArguments, where: str) -> None:
-    """Make the optimizer and the schedule of these options, for one number. Raises CocaError where they do not work."""
-    model = nn.Linear(1, 1, bias=False)
-    try:
-        kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
-        without = copy.copy(arguments)
-        without.optim_args = None
-        if arguments.optim_args and Trainer.get_optimizer_cls_and_kwargs(without, model)[1] == options:
-            raise ValueError(f"{_name(arguments.optim)} takes no optim_args")
-        if not options.keys() & {"params", "model", "optimizer_dict"}:  # else it wants the model's own parameters
-            optimizer = kind(model.parameters(), **options)
-            kwargs = None if _has_bounds(arguments) else arguments.lr_scheduler_kwargs
-            warmup_steps = arguments.get_warmup_steps(arguments.max_steps)
-            get_scheduler(arguments.lr_scheduler_type, optimizer, warmup_steps, arguments.max_steps, kwargs)
-    except Exception as error:  # whatever the many optimizers make of their options
-        raise CocaError(
-            f"{where}: optim {_name(arguments.optim)}, optim_args {short(arguments.optim_args)}, lr_scheduler_type "
-            f"{_name(arguments.lr_scheduler_type)}, lr_scheduler_kwargs {short(arguments.lr_scheduler_kwargs)} do not "
-            f"work: {one_line(error)}"
-        ) from error
+@torch.no_grad()
+def held_out_loss(model: nn.Module, head: nn.Module, blocks: Tensor, batch_size: int) -> float:
+    """Mean loss, in nats, over every predicted token of `blocks` (num_blocks, seq_len).
+
+    head: the model's, which keeps out of memory in training alone the logits that a fused
+    cross-entropy does not need. Every process calls this with all blocks and computes its share;
+    the number of processes does not change the mean.
+    """
+    state = PartialState()
+    share = blocks[state.process_index :: state.num_processes]
+    most_blocks = -(-len(blocks) // state.num_processes)
+    was_training = model.training
+    model.eval()
+    head.train()
+    total = 0.0
+    # All as often: where the model is sharded, a forward takes all
+    for start in range(0, most_blocks, batch_size):
+        rows = share[start : start + batch_size]
+        batch = (rows if len(rows) else blocks[:1]).to(state.device)
+        total += model(input_ids=batch, labels=batch, use_cache=False).loss.item() * len(rows)
+    model.train(was_training)
+    return sum(gather_object([total])) / len(blocks)
 
 
-def _name(choice: Any) -> str:
-    return str(getattr(choice, "value", choice))
-
-
-def _has_bounds(arguments: TrainingArguments) -> bool:
+def has_bounds(arguments: TrainingArguments) -> bool:
+    """Whether `linear_rate` is the schedule."""
     return bool(arguments.lr_scheduler_kwargs) and arguments.lr_scheduler_type == "linear"
 
 
-def linear_rate(step: int, warmup_steps: int, num_steps: int, peak: float, bounds: LinearBounds) -> float:
-    """The learning rate after `step` steps: from `start_lr` to `peak` over the warm-up, then to `end_lr`, linearly.
+def linear_rate(
+    step: int, warmup_steps: int, num_steps: int, peak: float, bounds: LinearBounds
+) -> float:
+    """The learning rate after `step` steps: from `start_lr` to `peak` over the warm-up, then to
+    `end_lr`, linearly.
 
-    As in Hugging Face's schedules, `peak` is the rate of step `warmup_steps` (counted from 0) and `end_lr` would be
-    that of step `num_steps`, the first one not done.
+    As in Hugging Face's schedules, `peak` is the rate of step `warmup_steps` (counted from 0) and
+    `end_lr` would be that of step `num_steps`, the first one not done.
     """
     if step < warmup_steps:
         return bounds.start_lr + (peak - bounds.start_lr) * step / warmup_steps

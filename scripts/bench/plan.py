@@ -17,7 +17,7 @@ from measure import DEVICE, SHAPES, clear, write
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from coca_hf.train.plan import GIB, plan_recipe
+from coca_hf.train.gpu_plan import GIB, plan_recipe
 from coca_hf.train.recipe import Recipe
 from coca_hf.train.stages import run_recipe
 

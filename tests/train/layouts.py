@@ -21,7 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from coca_cli import main
-from coca_hf.train import one_stage, stages
+from coca_hf.train import one_stage, preflight
 from coca_hf.train.trainer import StageTrainer
 
 FSDP2 = {  # what `accelerate launch` makes of an FSDP2 configuration
@@ -54,7 +54,7 @@ def interrupt_in_step(number: int):
 
 @dataclass
 class Run:
-    """A call of coca-train; `hook`, a function of a test module, changes `stages` or `StageTrainer` for it."""
+    """A call of coca-train; `hook`, a function of a test module, changes `preflight` or `StageTrainer` for it."""
 
     arguments: list
     environment: dict[str, str] = field(default_factory=dict)
@@ -131,7 +131,7 @@ def _rank(output: str, runs: list[Run], processes: int) -> None:
         for name in FSDP2:
             os.environ.pop(name, None)
         os.environ.update(run.environment if processes > 1 else {})
-        stages._plan = _plan_on_pretended_gpus if run.environment and processes > 1 else _plan
+        preflight.resolve_stages = _resolve_on_pretended_gpus if run.environment and processes > 1 else _resolve
         if run.hook:
             run.hook()
         PartialState.destroy_process_group = _destroy if run is runs[-1] else _keep  # the next run needs it
@@ -146,7 +146,7 @@ def _rank(output: str, runs: list[Run], processes: int) -> None:
             _undo_hooks()
 
 
-_plan, _complete = stages._plan, one_stage._complete
+_resolve, _complete = preflight.resolve_stages, one_stage._complete
 _training_step, _compute_loss = StageTrainer.training_step, StageTrainer.compute_loss
 _destroy = PartialState.destroy_process_group
 
@@ -155,15 +155,15 @@ def _keep(state) -> None:
     pass
 
 
-def _plan_on_pretended_gpus(*arguments):
+def _resolve_on_pretended_gpus(*arguments):
     """Accelerate shards only where it believes to be on GPUs, and on a CPU falls back to DDP without a word."""
-    runs = _plan(*arguments)
+    runs = _resolve(*arguments)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return runs
 
 
 def _undo_hooks() -> None:
-    stages._plan, one_stage._complete = _plan, _complete
+    preflight.resolve_stages, one_stage._complete = _resolve, _complete
     StageTrainer.training_step, StageTrainer.compute_loss = _training_step, _compute_loss
 
 

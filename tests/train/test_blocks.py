@@ -16,9 +16,9 @@ from filelock import FileLock
 from coca_cli import main
 from coca_hf import CocaError, tokens
 from coca_hf.train import data
+from coca_hf.train.processes import EXIT_STOPPED, Stopped
 from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import run_recipe
-from coca_hf.train.stop import EXIT_STOPPED, Stopped
 from tests.train.corpora import make_corpus, tokens_of
 from tests.train.layouts import log_lines
 
@@ -78,7 +78,7 @@ def test_what_a_killed_preparation_left_behind_its_last_state_does_not_count(cor
     for file in directory.glob("*.bin"):
         with file.open("ab") as stream:
             stream.write(b"half a block")
-    (directory / "state.json.partial").write_bytes(b"half a state")
+    (directory / ".state.json.1.partial").write_bytes(b"half a state")
     assert tokens_of(corpus().blocks()) == plain[:100]
     assert tokens_of(corpus().prepare(260)) == plain[:260]
 

@@ -12,10 +12,10 @@ import time
 
 import pytest
 
-from coca_hf.train import one_stage, stages, trainer
+from coca_hf.train import one_stage, preflight, trainer
+from coca_hf.train.processes import EXIT_STOPPED
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
-from coca_hf.train.stop import EXIT_STOPPED
 from coca_hf.train.trainer import StageTrainer
 from tests.train.layouts import FSDP2, Run, launch, log_lines, succeed, warm_server
 
@@ -122,13 +122,13 @@ def test_a_signal_between_two_stages_stops_all_processes_before_the_next_one(rea
 
 
 def signal_while_inputs_are_checked():
-    check = stages.check_inputs
+    check = preflight.check_inputs
 
     def signal_and_check(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
         check(*arguments)
 
-    stages.check_inputs = signal_and_check
+    preflight.check_inputs = signal_and_check
 
 
 def test_a_signal_before_the_first_stage_ends_the_command_with_its_code(real_recipe, real_unbroken, tmp_path):

@@ -50,10 +50,10 @@ def test_tensorboard_has_the_losses_and_rates_of_the_log_beside_the_stages(shown
 
 
 def test_without_tensorboard_a_run_says_so_once_and_goes_on(real_recipe, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("coca_hf.train.stages.is_tensorboard_available", lambda: False)
+    monkeypatch.setattr("coca_hf.train.preflight.is_tensorboard_available", lambda: False)
     settings = ["training.report_to=tensorboard", "stages.k.max_steps=1"]
     run_recipe(load_recipe(real_recipe, settings), tmp_path / "out", stage="k")
-    assert capsys.readouterr().out.count("report_to: tensorboard is not installed; going on without it") == 1
+    assert capsys.readouterr().out.count("report_to: tensorboard is not installed; training continues without it") == 1
     assert not (tmp_path / "out/tensorboard").exists()
 
 

@@ -9,10 +9,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from coca_hf.train.checkpoint import STATE, state_bytes
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
+from coca_hf.train.training_state import STATE, state_bytes
 
 
 def bytes_of(trainer: StageTrainer) -> dict[str, int]:

@@ -14,12 +14,12 @@ from coca_hf.train.objectives import (
     Objective,
     attention_map_loss,
     attention_transfer_loss,
-    check_teacher,
     chunk_cross_entropy_,
     distillation_loss,
 )
-from coca_hf.train.out import last_checkpoint
+from coca_hf.train.preflight import check_teacher
 from coca_hf.train.recipe import load_recipe
+from coca_hf.train.run_directory import last_checkpoint
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
 from tests.conftest import TINY

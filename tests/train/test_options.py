@@ -11,12 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from coca_hf import CocaError
 from coca_hf.train import objectives
-from coca_hf.train.held_out_loss import held_out_loss
 from coca_hf.train.model import load_model
 from coca_hf.train.objectives import liger_cross_entropy, linear_cross_entropy
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
-from coca_hf.train.trainer import StageTrainer
+from coca_hf.train.trainer import StageTrainer, held_out_loss
 from tests.conftest import TINY
 
 TOKENS, VOCABULARY = 4 * 20, 259  # of a step

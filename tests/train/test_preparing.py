@@ -10,7 +10,7 @@ import pytest
 
 from coca_hf import tokens
 from coca_hf.train.data import Corpus
-from coca_hf.train.stop import EXIT_STOPPED
+from coca_hf.train.processes import EXIT_STOPPED
 from tests.train.layouts import DDP, Run, launch, log_lines, succeed
 
 pytestmark = pytest.mark.real

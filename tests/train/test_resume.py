@@ -19,8 +19,8 @@ from transformers import AutoTokenizer, Trainer
 from coca_hf import CocaError
 from coca_hf.train import trainer
 from coca_hf.train.data import Corpus
-from coca_hf.train.out import last_checkpoint
 from coca_hf.train.recipe import Recipe, load_recipe
+from coca_hf.train.run_directory import last_checkpoint
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
 from tests.train.corpora import tokens_of
@@ -196,10 +196,17 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_last_checkpoint
 
 def test_an_empty_directory_resumes_to_a_fresh_run(recipe_path, tmp_path):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out/recipe.yaml.partial").write_text("model: half writ")  # killed while it wrote its first file
+    (tmp_path / "out/.recipe.yaml.1.partial").write_text("model: half writ")  # killed while it wrote its first file
     result = run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="k", resume=True)
     assert (result / "training.json").exists()
     assert load_recipe(tmp_path / "out/recipe.yaml") == load_recipe(recipe_path)
+
+
+def test_an_out_below_a_file_is_refused_in_one_line(recipe_path, tmp_path):
+    (tmp_path / "file").write_text("")
+    message = "file/out: cannot be written: File exists; choose another --out"
+    with pytest.raises(CocaError, match=message):
+        run_recipe(load_recipe(recipe_path), tmp_path / "file/out")
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_found_before_writing(recipe_path, unbroken, tmp_path, monkeypatch):
@@ -210,7 +217,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_found_before_writing(recipe_pat
         calls.append(path)
         return real(path)._replace(free=10**9 if len(calls) < 2 else 20)
 
-    monkeypatch.setattr("coca_hf.train.checkpoint.shutil.disk_usage", usage)
+    monkeypatch.setattr("coca_hf.train.training_state.shutil.disk_usage", usage)
     message = r"1-k/trainer: got 0.00 MB free, expected 0.01 MB for checkpoint-3; what was saved before is untouched"
     with pytest.raises(CocaError, match=message):
         run_recipe(load_recipe(recipe_path), out)

@@ -318,7 +318,7 @@ def test_a_package_without_its_metadata_does_not_cost_a_trained_stage(recipe_pat
             raise PackageNotFoundError(package)
         return "1.0"
 
-    monkeypatch.setattr("coca_hf.train.record.version", version)
+    monkeypatch.setattr("coca_hf.train.training_record.version", version)
     result = run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="k")
     versions = json.loads((result / "training.json").read_text())["versions"]
     assert "datasets" not in versions

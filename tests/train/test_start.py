@@ -18,7 +18,8 @@ from transformers import (
 
 import coca_hf
 from coca_hf import CocaError
-from coca_hf.train.model import check_model, check_vocabulary, start_config
+from coca_hf.train.model import start_config
+from coca_hf.train.preflight import check_model, check_tokenizer
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
@@ -104,9 +105,9 @@ def test_a_tokenizer_of_another_model_is_refused_and_tokens_that_were_added_are_
     tiny_tokenizer.save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.add_tokens(["[PAD]"], special_tokens=True)
-    check_vocabulary(tokenizer, LlamaConfig(vocab_size=259))
+    check_tokenizer(tokenizer, LlamaConfig(vocab_size=259))
     with pytest.raises(CocaError, match="a tokenizer with a token 258, expected one below the model's vocab_size, 99"):
-        check_vocabulary(tokenizer, LlamaConfig(vocab_size=99))
+        check_tokenizer(tokenizer, LlamaConfig(vocab_size=99))
 
 
 @pytest.mark.parametrize("rope_type", ["linear", "dynamic", "longrope"])

@@ -17,9 +17,9 @@ import coca_hf
 from coca_cli.train import app as train_app
 from coca_hf.errors import CocaError
 from coca_hf.train import memory as measuring
+from coca_hf.train.gpu_plan import GIB, RESERVE, plan_recipe
 from coca_hf.train.memory import Setting, measure
 from coca_hf.train.model import freeze_, model_from_config
-from coca_hf.train.plan import GIB, RESERVE, plan_recipe
 from coca_hf.train.recipe import load_recipe
 from tests.conftest import TINY as THREE_LAYERS
 

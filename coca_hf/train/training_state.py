@@ -1,9 +1,11 @@
-"""What a stage resumes from: the parameters that it trains and the optimizer's state, in `checkpoint-N/state`.
+"""What a stage resumes from: the parameters that it trains and the optimizer's state, in
+`checkpoint-N/state`.
 
-Written by torch.distributed.checkpoint: every process writes its own part of whatever layout it runs in (one process,
-DDP, FSDP2 with full or sharded state dicts), and any other layout reads it, whatever its number of processes. Frozen
-parameters are not in it; the model that the stage starts from has them. torch keeps it in pickles, and would run what
-they say; here nothing is called that is not a name of `_KNOWN`, or that torch takes for data.
+Written by torch.distributed.checkpoint: every process writes its own part of whatever layout it
+runs in (one process, DDP, FSDP2 with full or sharded state dicts), and any other layout reads it,
+whatever its number of processes. Frozen parameters are not in it; the model that the stage starts
+from has them. torch keeps it in pickles, and would run what they say; here nothing is called that
+is not a name of `_KNOWN`, or that torch takes for data.
 """
 
 import io
@@ -38,11 +40,20 @@ STATE = "state"
 _KNOWN = {  # what `.metadata` is made of
     "pathlib": {"Path", "PosixPath", "WindowsPath"},
     "pathlib._local": {"Path", "PosixPath", "WindowsPath"},
-    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch": {
+        "Size",
+        *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+    },
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
-        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *(
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+        ),
         *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     },
 }
@@ -50,14 +61,18 @@ OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
 def save_state(model: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None:
-    """Every process calls this, with the model as it is wrapped. Raises torch's CheckpointException for a full disk."""
+    """Every process calls this, with the model as it is wrapped. Raises torch's CheckpointException
+    for a full disk.
+    """
     writer = dcp.FileSystemWriter(checkpoint / STATE)
     with _alone_is_fine():
         dcp.save(_state(model, optimizer), storage_writer=writer)
 
 
 def load_state(model: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None:
-    """Fill the model, wrapped as it will train, and its optimizer with what any layout of processes saved."""
+    """Fill the model, wrapped as it will train, and its optimizer with what any layout of processes
+    saved.
+    """
     state = _state(model, optimizer)
     with _alone_is_fine():
         dcp.load(state, storage_reader=_Reader(checkpoint / STATE), planner=_Planner())
@@ -67,19 +82,30 @@ def load_state(model: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None
 
 def state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
     """Bytes that `save_state` writes, over all processes."""
-    tensors: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    tensors += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # of a sharded one: of the whole
+    tensors: list[Tensor] = [
+        parameter for parameter in model.parameters() if parameter.requires_grad
+    ]
+    tensors += [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
+    # numel of a sharded tensor is that of the whole
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def check_room(directory: Path, num_bytes: int, what: str) -> None:
-    """Raises CocaError, in every process, where the disk that holds `directory` has not so many bytes left."""
+    """Raises CocaError, in every process, where the disk that holds `directory` lacks
+    `num_bytes` bytes.
+    """
     free = [shutil.disk_usage(directory).free]
     if PartialState().num_processes > 1:
         broadcast_object_list(free)
     if free[0] < num_bytes:
         raise CocaError(
-            f"{directory}: got {size_in_words(free[0])} free, expected {size_in_words(num_bytes)} for {what}; what was "
+            f"{directory}: got {size_in_words(free[0])} free, expected {size_in_words(num_bytes)} "
+            f"for {what}; what was "
             f"saved before is untouched: make room, then continue with --resume"
         )
 
@@ -94,7 +120,9 @@ def _state(model: nn.Module, optimizer: Optimizer) -> dict:
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in _KNOWN.get(module, ()):
-            raise pickle.UnpicklingError(f"got {module}.{name} in .metadata, which no checkpoint of ours names")
+            raise pickle.UnpicklingError(
+                f"got {module}.{name} in .metadata, which no checkpoint of ours names"
+            )
         return super().find_class(module, name)
 
 
@@ -117,5 +145,7 @@ class _Planner(DefaultLoadPlanner):
 @contextmanager
 def _alone_is_fine() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        warnings.filterwarnings(
+            "ignore", "torch.distributed is disabled, unavailable or uninitialized"
+        )
         yield

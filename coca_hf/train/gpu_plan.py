@@ -1,4 +1,5 @@
-"""What a recipe costs on GPUs one does not have: parameters, operations, time, and the peak of memory per GPU.
+"""What a recipe costs on GPUs one does not have: parameters, operations, time, and the peak of
+memory per GPU.
 
 Memory is measured, not estimated: see `memory.py`. `RESERVE` is left free for what no tensor shows.
 """
@@ -17,7 +18,8 @@ from coca_hf.errors import CocaError
 from coca_hf.train.context_parallel import check_model_for_context_parallel
 from coca_hf.train.flops import PEAK_FLOPS, TokenFlops, count_flops, peak_flops
 from coca_hf.train.memory import CATEGORIES, Memory, Setting, measure, planned_arguments
-from coca_hf.train.model import check_model, count_parameters, model_from_config, stage_model
+from coca_hf.train.model import count_parameters, model_from_config, stage_model
+from coca_hf.train.preflight import check_model
 from coca_hf.train.recipe import Recipe, Stage, check_context_parallel
 
 RESERVE = 0.1  # of a GPU's memory
@@ -27,7 +29,9 @@ EXCHANGED = "the keys and values that GPUs exchange"
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A stage of a plan. `change` says what to set where the memory does not fit; None where it does."""
+    """A stage of a plan. `change` says what to set where the memory does not fit; None where it
+    does.
+    """
 
     name: str
     trained: int
@@ -47,7 +51,9 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe's stages on `world_size` GPUs of `gpu_bytes` each that do `mfu` of `peak_flops` operations a second."""
+    """A recipe's stages on `world_size` GPUs of `gpu_bytes` each that do `mfu` of `peak_flops`
+    operations a second.
+    """
 
     gpu: str
     peak_flops: float
@@ -66,48 +72,66 @@ class Plan:
 
     def advice(self) -> list[str]:
         """What does not fit and what to set, then what the numbers are without."""
-        return [f"stages.{stage.name}: {stage.change}" for stage in self.stages if stage.change] + self.notes
+        return [
+            f"stages.{stage.name}: {stage.change}" for stage in self.stages if stage.change
+        ] + self.notes
 
 
 def plan_recipe(
     recipe: Recipe, world_size: int = 1, gpu_memory: float = 80, gpu: str = "H100", mfu: float = 0.4
 ) -> Plan:
-    """Plan every stage for `world_size` GPUs with `gpu_memory` GiB each; `gpu` names the one whose peak is the measure.
+    """Plan every stage for `world_size` GPUs with `gpu_memory` GiB each; `gpu` names the one whose
+    peak is the measure.
 
-    Where a stage does not fit, these are tried, in order, at the same number of blocks per optimizer step: gradient
-    checkpointing, smaller batches that are accumulated, a fused cross-entropy, GPUs that share a block, more GPUs.
+    Where a stage does not fit, these are tried, in order, at the same number of blocks per
+    optimizer step: gradient checkpointing, smaller batches that are accumulated, a fused
+    cross-entropy, GPUs that share a block, more GPUs.
 
-    Raises CocaError for a GPU that is not in `PEAK_FLOPS`, numbers that cannot be, a recipe that trains on the CPU, and
-    where a process group is open already.
+    Raises CocaError for a GPU that is not in `PEAK_FLOPS`, numbers that cannot be, a recipe that
+    trains on the CPU, and where a process group is open already.
     """
     peak = peak_flops(gpu)
     if peak is None:
         raise CocaError(f"--gpu: got {gpu!r}, expected one of {', '.join(PEAK_FLOPS)}")
     if world_size < 1 or not 0 < gpu_memory < math.inf or not 0 < mfu <= 1:
         raise CocaError(
-            f"got --world-size {world_size}, --gpu-memory {gpu_memory:g}, --mfu {mfu:g}; expected one GPU or more, "
+            f"got --world-size {world_size}, --gpu-memory {gpu_memory:g}, --mfu {mfu:g}; expected "
+            f"one GPU or more, "
             f"memory above 0 GB and an MFU above 0, at most 1"
         )
     if dist.is_initialized():
-        raise CocaError("--plan: got a process group, expected none: start it without accelerate launch")
+        raise CocaError(
+            "--plan: got a process group, expected none: start it without accelerate launch"
+        )
     check_model(recipe)
     stages: list[StagePlan] = []
-    notes = [f"a stage fits whose peak leaves {RESERVE:.0%} of the memory free, for what no tensor shows"]
+    notes = [
+        f"a stage fits whose peak leaves {RESERVE:.0%} of the memory free, for what no tensor shows"
+    ]
     for stage in recipe.stages:
         options = recipe.options(stage)
         if options.get("use_cpu"):
-            raise CocaError(f"stages.{stage.name}: got use_cpu, but a plan is for GPUs; add training.use_cpu=false")
+            raise CocaError(
+                f"stages.{stage.name}: got use_cpu, but a plan is for GPUs; add "
+                f"training.use_cpu=false"
+            )
         missing = {
             "torch_compile": options.get("torch_compile"),
             "the teacher": stage.needs_teacher,
             EXCHANGED: recipe.stage_options(stage).context_parallel_size > 1,
         }
-        notes += [f"stages.{stage.name}: planned without {name}" for name, is_used in missing.items() if is_used]
+        notes += [
+            f"stages.{stage.name}: planned without {name}"
+            for name, is_used in missing.items()
+            if is_used
+        ]
         stages.append(_plan_stage(recipe, stage, world_size, gpu_memory * GIB, mfu * peak))
     return Plan(gpu, peak, mfu, world_size, int(gpu_memory * GIB), notes, stages)
 
 
-def _plan_stage(recipe: Recipe, stage: Stage, world_size: int, gpu_bytes: float, flops_per_second: float) -> StagePlan:
+def _plan_stage(
+    recipe: Recipe, stage: Stage, world_size: int, gpu_bytes: float, flops_per_second: float
+) -> StagePlan:
     with torch.device("meta"):
         model = stage_model(model_from_config(recipe), stage)
     trained, total = count_parameters(model)
@@ -145,7 +169,10 @@ def _change(recipe: Recipe, stage: Stage, setting: Setting, usable: float) -> st
             words = _words(changed_stage is not stage, setting, changed)
             without = f", without {EXCHANGED}" if changed.sharing > setting.sharing else ""
             return f"does not fit; it does with {words} ({memory.peak / GIB:.1f} GiB{without})"
-    return "does not fit, and nothing helps at this global batch; lower data.seq_len or take GPUs with more memory"
+    return (
+        "does not fit, and nothing helps at this global batch; lower data.seq_len or take GPUs "
+        "with more memory"
+    )
 
 
 def _levers(recipe: Recipe, stage: Stage, setting: Setting) -> Iterator[tuple[Stage, Setting]]:
@@ -164,7 +191,9 @@ def _levers(recipe: Recipe, stage: Stage, setting: Setting) -> Iterator[tuple[St
         stage = _with(stage, "fused_cross_entropy", True)
         yield stage, smaller
     while _can_share(recipe, stage, smaller.world_size, smaller.sharing * 2):
-        smaller = dataclasses.replace(smaller, sharing=smaller.sharing * 2, accumulation=smaller.accumulation * 2)
+        smaller = dataclasses.replace(
+            smaller, sharing=smaller.sharing * 2, accumulation=smaller.accumulation * 2
+        )
         yield stage, smaller
     while setting.accumulation % 2 == 0 or setting.batch_size % 2 == 0:
         fewer = "accumulation" if setting.accumulation % 2 == 0 else "batch_size"
@@ -175,7 +204,7 @@ def _levers(recipe: Recipe, stage: Stage, setting: Setting) -> Iterator[tuple[St
 
 
 def _can_share(recipe: Recipe, stage: Stage, world_size: int, sharing: int) -> bool:
-    """Whether so many GPUs can share each block."""
+    """Whether `sharing` GPUs can share each block."""
     options = recipe.stage_options(_with(stage, "context_parallel_size", sharing))
     try:
         check_context_parallel(stage, options, recipe.data)
@@ -193,7 +222,10 @@ def _with(stage: Stage, option: str, value: Any) -> Stage:
 
 def _words(is_fused: bool, before: Setting, after: Setting) -> str:
     """How to say what is changed."""
-    batches = f"per_device_train_batch_size={after.batch_size} gradient_accumulation_steps={after.accumulation}"
+    batches = (
+        f"per_device_train_batch_size={after.batch_size} "
+        f"gradient_accumulation_steps={after.accumulation}"
+    )
     changes = {
         "gradient_checkpointing=true": after.checkpointing != before.checkpointing,
         "fused_cross_entropy=true": is_fused,
@@ -205,22 +237,29 @@ def _words(is_fused: bool, before: Setting, after: Setting) -> str:
 
 
 def plan_table(plan: Plan) -> Table:
-    """A plan as people read it: what every stage trains and takes, and the memory of one GPU at its peak, in GiB."""
+    """A plan as people read it: what every stage trains and takes, and the memory of one GPU at its
+    peak, in GiB.
+    """
     table = Table(
-        title=f"{plan.world_size} x {plan.gpu}, {plan.gpu_bytes / GIB:g} GB each, at MFU {plan.mfu:g} of "
+        title=f"{plan.world_size} x {plan.gpu}, {plan.gpu_bytes / GIB:g} GB each, "
+        f"at MFU {plan.mfu:g} of "
         f"{plan.peak_flops / 1e12:g} TFLOPS (dense bf16)",
     )
     lines: dict[str, list[str]] = {}
     for stage in plan.stages:
         setting = stage.setting
         cells = {
-            "parameters trained": f"{stage.trained / 1e6:,.1f}M ({stage.trained / stage.total:.1%})",
+            "parameters trained": f"{stage.trained / 1e6:,.1f}M "
+            f"({stage.trained / stage.total:.1%})",
             "batch x accumulation": f"{setting.batch_size} x {setting.accumulation}",
             "tokens": f"{stage.tokens / 1e9:.3g}B",
             "FLOPs": f"{stage.flops:.3g}",
             "time": _time(stage.seconds),
             "GPU hours": f"{stage.seconds * plan.world_size / 3600:,.1f}",
-            **{f"GiB of {category}": f"{stage.memory.at_peak[category] / GIB:.2f}" for category in CATEGORIES},
+            **{
+                f"GiB of {category}": f"{stage.memory.at_peak[category] / GIB:.2f}"
+                for category in CATEGORIES
+            },
             "GiB at the peak": f"{stage.memory.peak / GIB:.2f}",
             "fits": "yes" if stage.fits else "no",
         }

@@ -1,15 +1,14 @@
-"""The YAML of a recipe as a tree of mappings, lists and values, and changes to it from the command line."""
+"""A recipe's file: its YAML, overrides of it, and mappings that refuse what they do not know."""
 
-import difflib
 import re
-import reprlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
+from pydantic import BaseModel, ConfigDict, model_validator
 
-from coca_hf.errors import CocaError, one_line
+from coca_hf.errors import CocaError, nearest, one_line, short
 
 
 def read_tree(path: Path) -> dict[str, Any]:
@@ -21,7 +20,9 @@ def read_tree(path: Path) -> dict[str, Any]:
         raise CocaError(f"{path}: cannot be read as a recipe: {reason}") from None
     tree = _parse(text, str(path))
     if not isinstance(tree, dict):
-        raise CocaError(f"{path}: got {type(tree).__name__}, expected a recipe: model, data, training, stages")
+        raise CocaError(
+            f"{path}: got {type(tree).__name__}, expected a recipe: model, data, training, stages"
+        )
     return tree
 
 
@@ -39,28 +40,64 @@ def override_(tree: dict[str, Any], override: str) -> None:
     override = override if len(override) <= 200 else f"{override[:200]} ..."  # what messages say
     node: Any = tree
     for step in steps:
-        node = _item(node, step, override) if isinstance(node, list) else _mapping(node, override).setdefault(step, {})
+        node = (
+            _item(node, step, override)
+            if isinstance(node, list)
+            else _mapping(node, override).setdefault(step, {})
+        )
     _mapping(node, override)[last] = _parse(value, override)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The one of `known` that is spelt most like `name`."""
-    return difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
+class StrictMapping(BaseModel):
+    """A mapping of the recipe that refuses keys it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, given: Any) -> Any:
+        for key in given if isinstance(given, dict) else ():
+            if key not in cls.model_fields:
+                raise ValueError(unknown_key(key, cls.model_fields))
+        return given
 
 
-def short(value: Any) -> str:
-    """What a message says of a value: its `repr`, shortened where it is long."""
-    return _SHORT.repr(value)
+def unknown_key(key: Any, known: Iterable[str]) -> str:
+    return f"unknown key {short(key)}; nearest: {nearest(str(key), known)}"
 
 
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
+def explain(tree: Any, problem: Any) -> str:
+    """One problem that pydantic found, as `where: got, expected`, with stages by name."""
+    steps: list[str] = []
+    node: Any = tree
+    for step in problem["loc"]:
+        node = (
+            node[step]
+            if isinstance(node, list) or (isinstance(node, dict) and step in node)
+            else None
+        )
+        named = isinstance(step, int) and isinstance(node, dict) and "name" in node
+        steps.append(str(node["name"] if named else step))
+    where = (
+        f"{'.'.join(step for step in steps if step != 'training' or steps[0] == 'training')}: "
+        if steps
+        else ""
+    )
+    if problem["type"] == "value_error":
+        return where + problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "missing":
+        return f"{where}missing, expected a value"
+    if problem["type"] in ("dict_type", "model_type"):
+        return f"{where}got {short(problem['input'])}, expected a mapping"
+    expected = problem["msg"].removeprefix("Input should be ")
+    return f"{where}got {short(problem['input'])}, expected {expected}"
 
 
 def _mapping(node: Any, override: str) -> dict[str, Any]:
     if not isinstance(node, dict):
         raise CocaError(
-            f"{override}: the path goes through {short(node)}, expected one that leads to a key of the recipe"
+            f"{override}: the path goes through {short(node)}, expected one that leads to a key of "
+            f"the recipe"
         )
     return node
 
@@ -71,7 +108,11 @@ def _item(items: list, step: str, override: str) -> Any:
         for number, item in enumerate(items)
     }
     if step not in names:
-        known = f"expected one of {', '.join(names)}; nearest: {nearest(step, names)}" if names else "the list is empty"
+        known = (
+            f"expected one of {', '.join(names)}; nearest: {nearest(step, names)}"
+            if names
+            else "the list is empty"
+        )
         raise CocaError(f"{override}: got {short(step)}, {known}")
     return names[step]
 
@@ -80,18 +121,26 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.2's numbers and booleans: 1e-4 is a number; no, 1:30 and 2026-11-21 are words."""
 
     yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("bool", "int", "float")]
+        first: [
+            (tag, pattern)
+            for tag, pattern in resolvers
+            if tag.rpartition(":")[2] not in ("bool", "int", "float")
+        ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?((\d[\d_]*\.\d*|\.\d+)([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.(inf|Inf|INF))$|^\.(nan|NaN|NAN)$"),
+    re.compile(
+        r"^[-+]?((\d[\d_]*\.\d*|\.\d+)([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.(inf|Inf|INF))$|^\.(nan|NaN|NAN)$"
+    ),
     list("-+.0123456789"),
 )
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][\d_]*|0x[\da-fA-F]+|0o[0-7]+)$"), list("-+0123456789")
+    "tag:yaml.org,2002:int",
+    re.compile(r"^[-+]?(0|[1-9][\d_]*|0x[\da-fA-F]+|0o[0-7]+)$"),
+    list("-+0123456789"),
 )
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
@@ -100,7 +149,9 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
     for first, resolvers in _Loader.yaml_implicit_resolvers.items()
 }
-_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(cast(Any, node)), 0))
+_Loader.add_constructor(
+    "tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(cast(Any, node)), 0)
+)
 
 
 def _parse(text: str, where: str) -> Any:
@@ -131,7 +182,9 @@ def _refuse_repeated_keys(node: yaml.Node | None, seen: set[int]) -> None:
     seen.add(id(node))
     keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
     for repeated in (key for number, key in enumerate(keys) if key in keys[:number]):
-        raise yaml.constructor.ConstructorError(None, None, f"the key {short(repeated)} stands twice", node.start_mark)
+        raise yaml.constructor.ConstructorError(
+            None, None, f"the key {short(repeated)} stands twice", node.start_mark
+        )
     for child in node.value:
         for part in child if isinstance(child, tuple) else (child,):
             _refuse_repeated_keys(part, seen)

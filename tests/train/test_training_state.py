@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
-from coca_hf.train.checkpoint import load_state, save_state
+from coca_hf.train.training_state import load_state, save_state
 
 
 class Payload:

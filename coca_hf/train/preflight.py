@@ -1,0 +1,382 @@
+"""What a run refuses before it writes, in the order of its cost. Begin with `preflight`.
+
+`load_recipe` has checked the recipe and its options by themselves. Two checks cannot be made once
+and for all: each stage compares the hashes of the weights that it starts from (`check_base`), and
+each checkpoint makes sure of its room on disk (`check_room`).
+"""
+
+import copy
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
+    get_scheduler,
+)
+from transformers.integrations import is_tensorboard_available
+from transformers.integrations.integration_utils import get_reporting_integration_callbacks
+
+from coca_hf.documents import local_files
+from coca_hf.errors import CocaError, library_errors, nearest, one_line, short
+from coca_hf.files import locked
+from coca_hf.train.context_parallel import check_model_for_context_parallel, context_parallel
+from coca_hf.train.data import Corpus, tokenizer_hash
+from coca_hf.train.log import announce
+from coca_hf.train.model import (
+    building,
+    load_config,
+    located,
+    model_from_config,
+    shapes_only,
+    stage_model,
+    start_config,
+    start_tokenizer,
+)
+from coca_hf.train.processes import from_main_process
+from coca_hf.train.recipe import Recipe
+from coca_hf.train.resume import begin_out, check_inputs, check_out, noted_commits
+from coca_hf.train.run_directory import ResolvedStage, model_state
+from coca_hf.train.trainer import has_bounds
+
+MODELS = ("model", "teacher", "tokenizer")  # of a recipe, that may be on the hub
+SHARD = (
+    "shard with FSDP2, and set context_parallel_size in the recipe for blocks too long for one GPU"
+)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What passed: a run trains this and looks nothing up again.
+
+    recipe: with its models, teacher and tokenizer on the hub at the commits of this run. stages:
+    those that were asked for. num_blocks: the blocks that all stages take, up to the last of these.
+    commits: of the data sets on the hub, one for each source.
+    """
+
+    recipe: Recipe
+    stages: list[ResolvedStage]
+    num_blocks: int
+    commits: list[str | None]
+
+
+def preflight(
+    recipe: Recipe, out_dir: Path, only: str | None, resume: bool, until_the_end: ExitStack
+) -> Checked:
+    """Check everything that can be known before the first stage, then begin OUT or continue it.
+
+    Every process calls this. only: the name of the one stage to run, or None for all.
+    until_the_end: holds the lock of OUT. Raises CocaError, in every process, for the first thing
+    that does not work; nothing but the lock is written before all is checked.
+    """
+    # 1. In every process, because each has its own launcher and device
+    check_launcher()
+    stages = resolve_stages(recipe, out_dir)
+    chosen = choose_stages(stages, only)
+    num_blocks = sum(
+        stage.arguments.max_steps * stage.blocks_per_step
+        for stage in stages[: stages.index(chosen[-1]) + 1]
+    )
+    # 2. In the main process, which alone writes
+    from_main_process(lambda: lock(out_dir, until_the_end))
+    origins, commits = from_main_process(
+        lambda: _check_and_begin(recipe, out_dir, stages, chosen, num_blocks, resume)
+    )
+    at_commits = _at(recipe, origins)
+    directory = origins["model"][1] if recipe.model else None
+    chosen = [
+        stage if stage.before else replace(stage, base=at_commits.start, base_directory=directory)
+        for stage in chosen
+    ]
+    return Checked(at_commits, chosen, num_blocks, commits)
+
+
+def _check_and_begin(
+    given: Recipe,
+    out_dir: Path,
+    stages: list[ResolvedStage],
+    chosen: list[ResolvedStage],
+    num_blocks: int,
+    resume: bool,
+) -> tuple[dict[str, tuple[str, Path]], list[str | None]]:
+    """Returns where the recipe's models are (`located`), and the commits of its data sets."""
+    # Small files of OUT, and options alone
+    check_out(given, out_dir, resume)
+    check_before(chosen[0])
+    for stage in stages:
+        check_loggers(stage.arguments, f"stages.{stage.name}")
+        check_optimizer(stage.arguments, f"stages.{stage.name}")
+    # Configs, from the hub if they are there, and models on the meta device
+    noted, on_hub = noted_commits(out_dir, len(given.data.sources))
+    names = {key: name for key in MODELS if (name := getattr(given, key))}
+    origins = {key: located(on_hub.get(key, name)) for key, name in names.items()}
+    recipe = _at(given, origins)
+    check_model(recipe)
+    check_kernels(recipe)
+    config = start_config(recipe)
+    if recipe.teacher:
+        check_teacher(recipe.teacher, config)
+    # The tokenizer, and a block of every source
+    corpus = Corpus(recipe.data, start_tokenizer(recipe))
+    check_tokenizer(corpus.tokenizer, config)
+    commits = corpus.pin_(noted)
+    if not corpus.has(num_blocks):  # blocks on disk need no sources
+        corpus.check()
+    # All weights, for their hashes
+    inputs = _inputs(origins, recipe, corpus, commits, stages)
+    check_inputs(out_dir, inputs)
+    begin_out(out_dir, given, inputs)
+    return origins, commits
+
+
+def check_launcher() -> None:
+    """Refuse parallelism that `accelerate launch` brings and the recipe does not know of."""
+    instead = {"CP": "set context_parallel_size in the recipe", "SP": SHARD, "TP": SHARD}
+    for kind, remedy in instead.items():
+        size = os.environ.get(f"PARALLELISM_CONFIG_{kind}_SIZE", "1")
+        if size != "1":
+            raise CocaError(
+                f"parallelism_config_{kind.lower()}_size: got {size}, expected 1: {remedy}"
+            )
+
+
+def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
+    """Every stage with its options in TrainingArguments, which checks how they go together."""
+    stages: list[ResolvedStage] = []
+    for number, stage in enumerate(recipe.stages, 1):
+        before = stages[-1] if stages else None
+        directory = out_dir / f"{number}-{stage.name}"
+        where = f"stages.{stage.name}"
+        with library_errors(f"{where}: the trainer does not take these options"):
+            arguments = TrainingArguments(
+                output_dir=str(directory / "trainer"),
+                remove_unused_columns=False,
+                ignore_data_skip=True,  # a resumed stage's blocks start where its checkpoint was
+                eval_on_start=True,  # see StageTrainer.evaluate
+                **recipe.options(stage),
+            )
+            on_cpu = arguments.device.type == "cpu"  # asking joins the other processes
+        if arguments.n_gpu > 1:  # transformers would split every batch over them, by DataParallel
+            if number == 1:
+                announce(
+                    f"one process is one GPU: this one takes the first of {arguments.n_gpu}; "
+                    f"for all of them: accelerate launch --config_file LAYOUT --num_processes "
+                    f"{arguments.n_gpu} -m coca_hf.train RECIPE "
+                    f"(LAYOUT: recipes/accelerate/8gpu.yaml)"
+                )
+            arguments._n_gpu = 1
+        arguments.parallelism_config = context_parallel(
+            arguments, recipe.stage_options(stage).context_parallel_size, where
+        )
+        arguments.dataloader_pin_memory &= not on_cpu  # torch warns: there is nothing to pin for
+        if "tensorboard" in arguments.report_to and not is_tensorboard_available():
+            if number == 1:
+                announce("report_to: tensorboard is not installed; training continues without it")
+            arguments.report_to.remove("tensorboard")
+        arguments.run_name = f"{arguments.run_name or out_dir.resolve().name}/{directory.name}"
+        arguments.gradient_accumulation_steps = recipe.accumulation(stage, arguments.world_size)
+        base, base_directory = (
+            (str(before.directory), before.directory) if before else (recipe.start, None)
+        )
+        stages.append(ResolvedStage(stage, base, base_directory, before, directory, arguments))
+    return stages
+
+
+def choose_stages(stages: list[ResolvedStage], only: str | None) -> list[ResolvedStage]:
+    """All stages, or the one of that name. Raises CocaError where there is none."""
+    chosen = [stage for stage in stages if only in (None, stage.name)]
+    if not chosen:
+        names = [stage.name for stage in stages]
+        raise CocaError(
+            f"--stage: got {short(only)}, expected one of {', '.join(names)}; "
+            f"nearest: {nearest(only or '', names)}"
+        )
+    return chosen
+
+
+def lock(out_dir: Path, until_the_end: ExitStack) -> None:
+    """Raises CocaError where another run holds OUT, or nothing can be written beside it."""
+    file = out_dir.parent / f".{out_dir.name}.lock"
+    message = f"{out_dir}: another coca-train is writing it; wait for it, or choose another --out"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        until_the_end.enter_context(locked(file, message))
+    except OSError as error:
+        raise CocaError(
+            f"{out_dir}: cannot be written: {error.strerror}; choose another --out"
+        ) from None
+
+
+def check_before(stage: ResolvedStage) -> None:
+    """Raises CocaError where the stage that this one starts from is not complete."""
+    if stage.before and not stage.before.is_complete:
+        raise CocaError(
+            f"--stage {stage.name}: starts from {stage.before.directory}, which is not "
+            f"complete; run --stage {stage.before.name} first"
+        )
+
+
+def check_loggers(arguments: TrainingArguments, where: str) -> None:
+    """Raises CocaError for a logger of `report_to` that is unknown, not installed, or has no
+    project of that name.
+    """
+    try:
+        for make_callback in get_reporting_integration_callbacks(arguments.report_to):
+            make_callback()
+        if "trackio" in arguments.report_to:
+            from trackio.sqlite_storage import SQLiteStorage
+
+            SQLiteStorage.validate_project_name(arguments.project)
+    except (RuntimeError, ValueError, ImportError) as error:
+        raise CocaError(f"{where}.report_to: {one_line(error)}") from error
+
+
+def check_optimizer(arguments: TrainingArguments, where: str) -> None:
+    """Make the optimizer and the schedule of these options, for a model of one number.
+
+    Raises CocaError where they do not work.
+    """
+    model = nn.Linear(1, 1, bias=False)
+    optim, schedule = _name(arguments.optim), _name(arguments.lr_scheduler_type)
+    try:
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+        without = copy.copy(arguments)
+        without.optim_args = None
+        if (
+            arguments.optim_args
+            and Trainer.get_optimizer_cls_and_kwargs(without, model)[1] == options
+        ):
+            raise ValueError(f"{optim} takes no optim_args")
+        # Others want the parameters of the model itself
+        if not options.keys() & {"params", "model", "optimizer_dict"}:
+            optimizer = kind(model.parameters(), **options)
+            kwargs = None if has_bounds(arguments) else arguments.lr_scheduler_kwargs
+            num_steps = arguments.max_steps
+            get_scheduler(
+                arguments.lr_scheduler_type,
+                optimizer,
+                arguments.get_warmup_steps(num_steps),
+                num_steps,
+                kwargs,
+            )
+    except Exception as error:  # whatever the many optimizers make of their options
+        raise CocaError(
+            f"{where}: optim {optim}, optim_args {short(arguments.optim_args)}, "
+            f"lr_scheduler_type {schedule}, "
+            f"lr_scheduler_kwargs {short(arguments.lr_scheduler_kwargs)} do not work: "
+            f"{one_line(error)}"
+        ) from error
+
+
+def check_model(recipe: Recipe) -> None:
+    """Find out from the config alone whether the model takes a block, and whether every stage has
+    something to train. Raises CocaError where not.
+    """
+    with torch.device("meta"):
+        model = model_from_config(recipe).train()
+        ids = torch.zeros(1, recipe.data.seq_len, dtype=torch.int64)
+        with building(model.config), shapes_only(model), torch.no_grad():
+            model(input_ids=ids, labels=ids, use_cache=False)
+    for stage in recipe.stages:
+        with torch.device("meta"):
+            model = model_from_config(recipe)
+        stage_model(model, stage)
+
+
+def check_kernels(recipe: Recipe) -> None:
+    """Raises CocaError for attention that is unknown, kernels that are not installed, and models
+    that cannot share a block among GPUs.
+    """
+    for stage in recipe.stages:
+        options, where = recipe.stage_options(stage), f"stages.{stage.name}"
+        has_liger = torch.cuda.is_available() and find_spec("liger_kernel")
+        if options.fused_cross_entropy == "liger" and not has_liger:
+            raise CocaError(
+                f"{where}: fused_cross_entropy liger needs a GPU and "
+                f"`pip install 'coca-hf[liger]'`; fused_cross_entropy: true runs everywhere"
+            )
+        attention = options.attn_implementation
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(
+                    start_config(recipe), attn_implementation=attention
+                )
+        except (ImportError, ValueError) as error:
+            raise CocaError(
+                f"{where}: attn_implementation {attention!r} does not run here: "
+                f"{one_line(error)}; sdpa runs everywhere"
+            ) from error
+        if options.context_parallel_size > 1:
+            check_model_for_context_parallel(model, where)
+
+
+def check_teacher(teacher: str, student: PreTrainedConfig) -> None:
+    """Raises CocaError, from the configs alone, where the teacher is not the student's original."""
+    config = load_config(teacher)
+    for key in ("vocab_size", "num_hidden_layers", "hidden_size"):
+        theirs, ours = getattr(config, key), getattr(student, key)
+        if theirs != ours:
+            raise CocaError(
+                f"teacher: {teacher} has {key} {theirs}, but the model has {ours}; "
+                f"take the one it was converted from"
+            )
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
+    """Raises CocaError where the tokenizer makes tokens of text that the model does not have."""
+    # Tokens that were added may lie beyond the vocabulary; text does not contain them
+    added = set(tokenizer.get_added_vocab()) - {tokenizer.eos_token}
+    largest = max(number for word, number in tokenizer.get_vocab().items() if word not in added)
+    if largest >= config.vocab_size:
+        raise CocaError(
+            f"{tokenizer.name_or_path}: got a tokenizer with a token {largest}, expected one below "
+            f"the model's vocab_size, {config.vocab_size}; take the tokenizer of the model"
+        )
+
+
+def _at(recipe: Recipe, origins: dict[str, tuple[str, Path]]) -> Recipe:
+    return recipe.model_copy(update={key: name for key, (name, _) in origins.items()})
+
+
+def _inputs(
+    origins: dict[str, tuple[str, Path]],
+    recipe: Recipe,
+    corpus: Corpus,
+    commits: list[str | None],
+    stages: list[ResolvedStage],
+) -> dict[str, Any]:
+    """What decides the training and is not in the recipe itself.
+
+    Data counts by its size, so that it may be copied elsewhere; the tokenizer by its hash.
+    """
+    on_hub = {key: name for key, (name, _) in origins.items() if not Path(name).exists()}
+    local = {
+        key: model_state(directory)
+        for key, (_, directory) in origins.items()
+        if key not in on_hub and key != "tokenizer"
+    }
+    return {
+        "sources": [
+            {file.name: f"{file.stat().st_size} bytes" for file in local_files(source.path)}
+            for source in recipe.data.sources
+            if source.path
+        ],
+        **({"commits": commits} if any(commits) else {}),
+        "tokenizer": tokenizer_hash(corpus.tokenizer),
+        **local,
+        **({"hub": on_hub} if on_hub else {}),
+        "blocks_per_step": {stage.name: stage.blocks_per_step for stage in stages},
+    }
+
+
+def _name(choice: Any) -> str:
+    return str(getattr(choice, "value", choice))
