@@ -14,7 +14,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def train_command(
     recipe: Annotated[
-        Path, typer.Argument(help="A recipe: one YAML file, such as those in recipes/.", show_default=False)
+        Path,
+        typer.Argument(
+            help="A recipe: one YAML file, such as those in recipes/.", show_default=False
+        ),
     ],
     settings: Annotated[
         list[str] | None,
@@ -25,7 +28,8 @@ def train_command(
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Directory for the stages; runs/<name of the recipe> by default.")
+        Path | None,
+        typer.Option(help="Directory for the stages; runs/<name of the recipe> by default."),
     ] = None,
     stage: Annotated[
         str | None, typer.Option(help="Run this stage only; the stage before it must be complete.")
@@ -39,21 +43,34 @@ def train_command(
         ),
     ] = False,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Do not train; print what each stage takes on the GPUs described below.")
+        bool,
+        typer.Option(
+            "--plan", help="Do not train; print what each stage takes on the GPUs described below."
+        ),
     ] = False,
     world_size: Annotated[
-        int, typer.Option(min=1, help="With --plan and --prepare: number of processes that will train, one per GPU.")
+        int,
+        typer.Option(
+            min=1,
+            help="With --plan and --prepare: number of processes that will train, one per GPU.",
+        ),
     ] = 1,
     gpu_memory: Annotated[float, typer.Option(help="With --plan: memory of each GPU in GB.")] = 80,
     gpu: Annotated[
-        str, typer.Option(help="With --plan: the GPU whose peak FLOPS count: A100, H100, H200, L40S, RTX 4090 …")
+        str,
+        typer.Option(
+            help="With --plan: the GPU whose peak FLOPS count: A100, H100, H200, L40S, RTX 4090 …"
+        ),
     ] = "H100",
-    mfu: Annotated[float, typer.Option(help="With --plan: share of the peak FLOPS that training reaches.")] = 0.4,
+    mfu: Annotated[
+        float, typer.Option(help="With --plan: share of the peak FLOPS that training reaches.")
+    ] = 0.4,
     as_json: Annotated[bool, typer.Option("--json", help="With --plan: print JSON.")] = False,
 ) -> None:
     """Train a CoCA checkpoint in the stages of a recipe, each from directory to directory.
 
-    The blocks of tokens are prepared before the first stage, in the recipe's data.prepared (./prepared).
+    The blocks of tokens are prepared before the first stage, in the recipe's data.prepared
+    (./prepared).
     """
     if plan:
         _plan(recipe, settings or [], world_size, gpu_memory, gpu, mfu, as_json)
@@ -71,7 +88,8 @@ def train_command(
         if prepare:
             blocks, wanted = prepare_recipe(checked, world_size)
             say(
-                f"prepared: {len(blocks):,} blocks, {len(blocks) * checked.data.seq_len:,} tokens in "
+                f"prepared: {len(blocks):,} blocks, {len(blocks) * checked.data.seq_len:,} tokens "
+                f"in "
                 f"{blocks.directory}: all stages on {world_size} processes take {wanted:,} blocks"
             )
             return
@@ -86,14 +104,21 @@ def train_command(
         lengths = f"{checked.data.seq_len},{2 * checked.data.seq_len}"
         say(f"checkpoint: {directory}")
         say(
-            f"next: coca-eval perplexity {directory} --data TEXT --lengths {lengths} --rope default,dynamic:2 "
+            f"next: coca-eval perplexity {directory} --data TEXT --lengths {lengths} --rope "
+            f"default,dynamic:2 "
             f"--out {directory.parent / 'rows'}"
         )
     PartialState().destroy_process_group()  # or a process that exits under gloo's threads may abort
 
 
 def _plan(
-    path: Path, settings: list[str], world_size: int, gpu_memory: float, gpu: str, mfu: float, as_json: bool
+    path: Path,
+    settings: list[str],
+    world_size: int,
+    gpu_memory: float,
+    gpu: str,
+    mfu: float,
+    as_json: bool,
 ) -> None:
     from coca_hf.train.gpu_plan import plan_recipe, plan_table
     from coca_hf.train.recipe import load_recipe

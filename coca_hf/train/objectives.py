@@ -1,4 +1,5 @@
-"""What a stage minimises: the text's next token, the original model's predictions, its attention, or a mix.
+"""What a stage minimises: the text's next token, the original model's predictions, its attention,
+or a mix.
 
     lm                  cross-entropy with the text
     distill             KL(original || student), per token (Hinton et al., arXiv 1503.02531)
@@ -7,16 +8,17 @@
     attention-maps      KL(original || student) of the attention maps, mean over queries, heads, blocks and layers;
                         computed by eager attention, which holds all maps of a batch: for short blocks
 
-With `answer_weight`, the answers of synthetic lookups count again: so many times their own mean is added to the mean
-over a block's tokens, in `lm` and `distill`, and to that over its queries, in `attention-maps`. The log then has
-their cross-entropy, `loss_answers`.
+With `answer_weight`, the answers of synthetic lookups count again: so many times their own mean is
+added to the mean over a block's tokens, in `lm` and `distill`, and to that over its queries, in
+`attention-maps`. The log then has their cross-entropy, `loss_answers`.
 
-Cross-entropy may be fused with the model's head, so that the logits of all tokens are never there at once.
+Cross-entropy may be fused with the model's head, so that the logits of all tokens are never there
+at once.
 
-The original, the teacher, runs once per batch on the same tokens, without gradients; every GPU has all its weights, in
-float32, and computes in the stage's precision. Where attention is compared, each model works on its own hidden states:
-one forward of each gives all layers, and a layer learns to undo what the layers below it changed, which it would not
-see on the teacher's.
+The original, the teacher, runs once per batch on the same tokens, without gradients; every GPU has
+all its weights, in float32, and computes in the stage's precision. Where attention is compared,
+each model works on its own hidden states: one forward of each gives all layers, and a layer learns
+to undo what the layers below it changed, which it would not see on the teacher's.
 """
 
 import functools
@@ -42,14 +44,18 @@ _SMALLEST_SHARE = 1e-9  # of attention, whose logarithm is taken
 
 
 def fuse_cross_entropy_(model: PreTrainedModel, liger: bool = False) -> None:
-    """Let a model in training compute its loss from hidden states by `linear_cross_entropy`, or Liger's, in place.
+    """Let a model in training compute its loss from hidden states by `linear_cross_entropy`, or
+    Liger's, in place.
 
-    Its outputs then hold the hidden states as `logits`. With its head in evaluation it stays as it is.
+    Its outputs then hold the hidden states as `logits`. With its head in evaluation it stays as it
+    is.
     """
     head, plain_loss = model.get_output_embeddings(), model.loss_function
     plain_head, fused = head.forward, liger_cross_entropy if liger else linear_cross_entropy
 
-    def loss(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch=None, **kwargs) -> Tensor:
+    def loss(
+        logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch=None, **kwargs
+    ) -> Tensor:
         if not head.training:
             return plain_loss(logits, labels, vocab_size, num_items_in_batch, **kwargs)
         return fused(head, logits, labels, num_items_in_batch, kwargs.get("shift_labels"))
@@ -65,14 +71,18 @@ def linear_cross_entropy(
     num_items: Tensor | int | None = None,
     shift_labels: Tensor | None = None,
 ) -> Tensor:
-    """Cross-entropy of `head(hidden)` with the next label, in float32: the sum over `num_items`, or the mean.
+    """Cross-entropy of `head(hidden)` with the next label, in float32: the sum over `num_items`, or
+    the mean.
 
-    hidden: (b, m, hidden); labels: (b, m), -100 where nothing is predicted; shift_labels: (b, m), of parts of blocks,
-    the next label of every place, in the place of labels. The head is computed again in the backward, for a little
+    hidden: (b, m, hidden); labels: (b, m), -100 where nothing is predicted; shift_labels: (b, m),
+    of parts of blocks, the next label of every place, in the place of labels. The head is computed
+    again in the backward, for a little
     time: beside the hidden states there are never more than a chunk's logits. Returns a scalar.
     """
     targets = _targets(labels) if shift_labels is None else shift_labels.flatten()
-    chunks = zip(hidden.flatten(0, 1).split(_CHUNK_TOKENS), targets.split(_CHUNK_TOKENS), strict=True)
+    chunks = zip(
+        hidden.flatten(0, 1).split(_CHUNK_TOKENS), targets.split(_CHUNK_TOKENS), strict=True
+    )
     total = sum(checkpoint(_cross_entropy, head, *chunk, use_reentrant=False) for chunk in chunks)
     return total / ((targets != _IGNORED).sum() if num_items is None else num_items)
 
@@ -84,11 +94,15 @@ def liger_cross_entropy(
     num_items: Tensor | int | None = None,
     shift_labels: Tensor | None = None,
 ) -> Tensor:
-    """As `linear_cross_entropy`, by Liger's Triton kernel (arXiv 2410.10989): gradients come with the forward."""
+    """As `linear_cross_entropy`, by Liger's Triton kernel (arXiv 2410.10989): gradients come with
+    the forward.
+    """
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     targets = _targets(labels) if shift_labels is None else shift_labels.flatten()
-    fused = LigerFusedLinearCrossEntropyLoss(ignore_index=_IGNORED, reduction="sum", accum_dtype=torch.float32)
+    fused = LigerFusedLinearCrossEntropyLoss(
+        ignore_index=_IGNORED, reduction="sum", accum_dtype=torch.float32
+    )
     total = fused(head.weight, hidden.flatten(0, 1), targets, head.bias)
     return total / ((targets != _IGNORED).sum() if num_items is None else num_items)
 
@@ -103,18 +117,22 @@ def _cross_entropy(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Tensor:
 
 
 def answer_weights(answers: Tensor) -> Tensor:
-    """Weights of the predictions, (b, m), with which the mean over tokens is that over the answers of each block.
+    """Weights of the predictions, (b, m), with which the mean over tokens is that over the answers
+    of each block.
 
-    answers: (b, m), which tokens are answers; the place before one predicts it. A block without answers has weights 0.
+    answers: (b, m), which tokens are answers; the place before one predicts it. A block without
+    answers has weights 0.
     """
     predicts = pad(answers[:, 1:], (0, 1))
     return predicts * (predicts.shape[1] / predicts.sum(1, keepdim=True).clamp(min=1))
 
 
 def answer_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """Cross-entropy with the next label, mean over the answers of each block, then over blocks, in float32.
+    """Cross-entropy with the next label, mean over the answers of each block, then over blocks, in
+    float32.
 
-    logits: (b, m, vocabulary); labels: (b, m); weights: (b, m), of `answer_weights`. Returns a scalar.
+    logits: (b, m, vocabulary); labels: (b, m); weights: (b, m), of `answer_weights`. Returns a
+    scalar.
     """
     predicts = weights > 0
     losses = cross_entropy(logits[predicts].float(), labels.roll(-1, 1)[predicts], reduction="none")
@@ -124,14 +142,17 @@ def answer_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
 def distillation_loss(
     student: Tensor, teacher: Tensor, temperature: float = 1.0, weights: Tensor | None = None
 ) -> Tensor:
-    """KL(teacher || student) of softened predictions, times temperature^2, mean over tokens, in float32.
+    """KL(teacher || student) of softened predictions, times temperature^2, mean over tokens, in
+    float32.
 
     student, teacher: (b, m, vocabulary) logits of any dtype; weights: (b, m), of the predictions,
     by default 1. No gradient reaches the teacher or the weights. Returns a scalar.
     """
     if weights is None:
         weights = student.new_ones(student.shape[:-1], dtype=torch.float32)
-    divergence = _Divergence.apply(student.flatten(0, 1), teacher.flatten(0, 1), weights.flatten(), temperature)
+    divergence = _Divergence.apply(
+        student.flatten(0, 1), teacher.flatten(0, 1), weights.flatten(), temperature
+    )
     return divergence * temperature**2 / student.shape[:-1].numel()
 
 
@@ -149,7 +170,8 @@ class _Divergence(torch.autograd.Function):
         total = weights.new_zeros((), dtype=torch.float32)
         for ours, theirs, weight, to_ours in _chunks(student, teacher, weights, gradient):
             log_p, log_q = (
-                log_softmax(logits.to(torch.float32, copy=True).div_(temperature), -1) for logits in (ours, theirs)
+                log_softmax(logits.to(torch.float32, copy=True).div_(temperature), -1)
+                for logits in (ours, theirs)
             )
             q = log_q.exp()
             total += log_q.sub_(log_p).mul_(q).sum(-1) @ weight
@@ -170,7 +192,9 @@ def chunk_cross_entropy_(model: PreTrainedModel) -> None:
         shift_labels = kwargs.get("shift_labels")
         targets = _targets(labels) if shift_labels is None else shift_labels.flatten()
         total = _CrossEntropy.apply(logits.flatten(0, 1), targets)
-        return total / ((targets != _IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
+        return total / (
+            (targets != _IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+        )
 
     model.loss_function = loss
 
@@ -204,10 +228,11 @@ def _chunks(logits: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def attention_transfer_loss(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
-    """Relative squared error of the attention's outputs on each block, mean over blocks and layers, in float32.
+    """Relative squared error of the attention's outputs on each block, mean over blocks and layers,
+    in float32.
 
-    So it does not matter which blocks share a batch. student, teacher: a (b, m, hidden) tensor per layer. Returns a
-    scalar.
+    So it does not matter which blocks share a batch. student, teacher: a (b, m, hidden) tensor per
+    layer. Returns a scalar.
     """
     errors = [
         (ours.float() - theirs.float()).square().sum((1, 2)) / theirs.float().square().sum((1, 2))
@@ -216,16 +241,22 @@ def attention_transfer_loss(student: list[Tensor], teacher: list[Tensor]) -> Ten
     return torch.stack(errors).mean()
 
 
-def attention_map_loss(student: list[Tensor], teacher: list[Tensor], weights: Tensor | None = None) -> Tensor:
-    """KL(teacher || student) of the attention maps, nats, mean over queries, heads, blocks and layers, in float32.
+def attention_map_loss(
+    student: list[Tensor], teacher: list[Tensor], weights: Tensor | None = None
+) -> Tensor:
+    """KL(teacher || student) of the attention maps, nats, mean over queries, heads, blocks and
+    layers, in float32.
 
-    student, teacher: a (b, h, m, n) tensor per layer; weights: (b, m), of the queries, by default 1. Returns a scalar.
+    student, teacher: a (b, h, m, n) tensor per layer; weights: (b, m), of the queries, by default
+    1. Returns a scalar.
     """
     of_queries = 1 if weights is None else weights[:, None]
     divergences = []
     for ours, theirs in zip(student, (maps.float() for maps in teacher), strict=True):
         log_ours = ours.float().clamp(min=_SMALLEST_SHARE).log()
-        divergences.append(((torch.xlogy(theirs, theirs) - theirs * log_ours).sum(-1) * of_queries).mean())
+        divergences.append(
+            ((torch.xlogy(theirs, theirs) - theirs * log_ours).sum(-1) * of_queries).mean()
+        )
     return torch.stack(divergences).mean()
 
 
@@ -234,7 +265,9 @@ _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
 class Objective:
-    """A weighted sum of losses, all but `lm` beside a teacher, which stays as it is; keeps their means for the log."""
+    """A weighted sum of losses, all but `lm` beside a teacher, which stays as it is; keeps their
+    means for the log.
+    """
 
     def __init__(
         self,
@@ -251,19 +284,29 @@ class Objective:
         self._sums: Counter[str] = Counter()
         self._calls = 0
 
-    def __call__(self, language_loss: Callable, model: nn.Module, inputs: Mapping, accumulated: int) -> Tensor:
-        """The loss of a batch that is one of `accumulated`; `language_loss()` gives that with the text, and outputs."""
+    def __call__(
+        self, language_loss: Callable, model: nn.Module, inputs: Mapping, accumulated: int
+    ) -> Tensor:
+        """The loss of a batch that is one of `accumulated`; `language_loss()` gives that with the
+        text, and outputs.
+        """
         wanted = not self.weights.keys().isdisjoint(_OF_ATTENTION)
         with _attention_of(model, wanted) as ours:
             text_loss, outputs = language_loss()
         losses, token_weights = {"lm": text_loss}, None
         if self.answer_weight:
             of_answers = answer_weights(inputs["answers"])
-            losses["answers"] = answer_loss(outputs["logits"], inputs["input_ids"], of_answers) / accumulated
+            losses["answers"] = (
+                answer_loss(outputs["logits"], inputs["input_ids"], of_answers) / accumulated
+            )
             token_weights = 1 + self.answer_weight * of_answers
         if self._teacher is not None:
-            losses |= self._beside(self._teacher, inputs, outputs["logits"], ours, token_weights, accumulated)
-        self._sums.update({name: losses[name].detach().item() * accumulated for name in self.weights})
+            losses |= self._beside(
+                self._teacher, inputs, outputs["logits"], ours, token_weights, accumulated
+            )
+        self._sums.update(
+            {name: losses[name].detach().item() * accumulated for name in self.weights}
+        )
         self._calls += 1
         return sum(weight * losses[name] for name, weight in self.weights.items())
 
@@ -281,18 +324,29 @@ class Objective:
             teacher_logits = teacher(**given, use_cache=False).logits
         losses = {}
         if "distill" in self.weights:
-            losses["distill"] = distillation_loss(logits, teacher_logits, self.temperature, token_weights) / accumulated
+            losses["distill"] = (
+                distillation_loss(logits, teacher_logits, self.temperature, token_weights)
+                / accumulated
+            )
         if "attention-transfer" in self.weights:
             outputs = ([output for output, _ in layers] for layers in (ours, theirs))
             losses["attention-transfer"] = attention_transfer_loss(*outputs) / accumulated
         if "attention-maps" in self.weights:
-            our_maps, their_maps = ([attention for _, attention in layers] for layers in (ours, theirs))
-            losses["attention-maps"] = attention_map_loss(our_maps, their_maps, token_weights) / accumulated
+            our_maps, their_maps = (
+                [attention for _, attention in layers] for layers in (ours, theirs)
+            )
+            losses["attention-maps"] = (
+                attention_map_loss(our_maps, their_maps, token_weights) / accumulated
+            )
         return losses
 
     def take_means(self) -> dict[str, float]:
-        """Each loss, unweighted, mean over all processes since the last call, as `loss_<name>`; all of them call it."""
-        sums = torch.tensor([self._sums[name] for name in self.weights], device=PartialState().device)
+        """Each loss, unweighted, mean over all processes since the last call, as `loss_<name>`; all
+        of them call it.
+        """
+        sums = torch.tensor(
+            [self._sums[name] for name in self.weights], device=PartialState().device
+        )
         means = reduce(sums / max(self._calls, 1), "mean").tolist()
         self._sums.clear()
         self._calls = 0
@@ -307,11 +361,16 @@ def load_teacher(name: str, attn_implementation: str | None = None) -> PreTraine
 
 @contextmanager
 def _attention_of(model: nn.Module, wanted: bool) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """The output and the map (of eager; else None) of each layer's attention in the forward inside, in their order."""
+    """The output and the map (of eager; else None) of each layer's attention in the forward inside,
+    in their order.
+    """
     outputs: list[tuple[Tensor, Tensor]] = []
     names = ("self_attn", "attention") if wanted else ()
     modules = [module for name, module in model.named_modules() if name.rpartition(".")[2] in names]
-    hooks = [module.register_forward_hook(lambda _, __, output: outputs.append(output[:2])) for module in modules]
+    hooks = [
+        module.register_forward_hook(lambda _, __, output: outputs.append(output[:2]))
+        for module in modules
+    ]
     try:
         yield outputs
     finally:  # before the backward, in which checkpointing runs the layers again

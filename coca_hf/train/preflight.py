@@ -128,6 +128,7 @@ def _check_and_begin(
     # The tokenizer, and a block of every source
     corpus = Corpus(recipe.data, start_tokenizer(recipe))
     check_tokenizer(corpus.tokenizer, config)
+    check_positions(recipe, config)
     commits = corpus.pin_(noted)
     if not corpus.has(num_blocks):  # blocks on disk need no sources
         corpus.check()
@@ -156,13 +157,16 @@ def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
         before = stages[-1] if stages else None
         directory = out_dir / f"{number}-{stage.name}"
         where = f"stages.{stage.name}"
+        options = recipe.options(stage)
+        # transformers asks for it where bf16 is to be computed on a CPU
+        options.setdefault("use_cpu", not torch.accelerator.is_available())
         with library_errors(f"{where}: the trainer does not take these options"):
             arguments = TrainingArguments(
                 output_dir=str(directory / "trainer"),
                 remove_unused_columns=False,
                 ignore_data_skip=True,  # a resumed stage's blocks start where its checkpoint was
                 eval_on_start=True,  # see StageTrainer.evaluate
-                **recipe.options(stage),
+                **options,
             )
             on_cpu = arguments.device.type == "cpu"  # asking joins the other processes
         if arguments.n_gpu > 1:  # transformers would split every batch over them, by DataParallel
@@ -340,6 +344,16 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
         raise CocaError(
             f"{tokenizer.name_or_path}: got a tokenizer with a token {largest}, expected one below "
             f"the model's vocab_size, {config.vocab_size}; take the tokenizer of the model"
+        )
+
+
+def check_positions(recipe: Recipe, config: PreTrainedConfig) -> None:
+    """Raises CocaError where blocks skip to positions that the model does not have."""
+    asked, trained = recipe.data.skip_positions, config.max_position_embeddings
+    if asked and asked > trained:
+        raise CocaError(
+            f"data.skip_positions: got {asked}, expected at most {trained}, the positions of "
+            f"{recipe.start} (max_position_embeddings)"
         )
 
 

@@ -1,15 +1,18 @@
-"""The words of `lookups.py`: how facts are stated and asked for, and how lists of keys and values look.
+"""The words of `lookups.py`: how facts are stated and asked for, and how lists of keys and values
+look.
 
-None of them is a wording that our measurements use (`tests/train/test_lookups.py` checks runs of five words): a model
-that learned on these has not seen the question it is measured with. A statement and a question begin with white space,
-and a question has no text after its {value}.
+None of them is a wording that our measurements use (`tests/train/test_lookups.py` checks runs of
+five words): a model that learned on these has not seen the question it is measured with. A
+statement and a question begin with white space, and a question has no text after its {value}.
 """
 
 from typing import NamedTuple
 
 
 class Relation(NamedTuple):
-    """What is said of a {noun} and an {owner}, and how it is asked for later; `values`: kinds of value that fit."""
+    """What is said of a {noun} and an {owner}, and how it is asked for later; `values`: kinds of
+    value that fit.
+    """
 
     nouns: tuple[str, ...]
     owners: tuple[str, ...]
@@ -31,15 +34,20 @@ SURNAMES = _words(
     "Delgado,Iyer,Whitmore,Larsen,Castellano,Ng,Abbott,Sorensen,Volkov,Pereira,Quinn,Baptiste,Yilmaz,Thorne"
 )
 BODIES = _words(
-    "the old mill,the red house,the station,the north depot,the harbour office,the museum,the bakery,the night train,"
-    "room 14,the second unit,the observatory,the village school,the Blue Anchor,the council,the upper laboratory,"
-    "the west gate,the printing house,the theatre,the farm by the river,the customs house,the orchestra,the archive"
+    "the old mill,the red house,the station,the north depot,the harbour office,the museum,the "
+    "bakery,the night train,"
+    "room 14,the second unit,the observatory,the village school,the Blue Anchor,the council,the "
+    "upper laboratory,"
+    "the west gate,the printing house,the theatre,the farm by the river,the customs house,the "
+    "orchestra,the archive"
 )
 
 PROPERTY = Relation(
     nouns=_words(
-        "code,account number,price,password,address,birthday,weight,score,height,phone number,ticket,seat,locker,"
-        "order number,room,badge,rank,size,temperature,membership,licence plate,combination,username,callsign,budget,"
+        "code,account number,price,password,address,birthday,weight,score,height,phone "
+        "number,ticket,seat,locker,"
+        "order number,room,badge,rank,size,temperature,membership,licence "
+        "plate,combination,username,callsign,budget,"
         "reference,serial number,extension,deposit,distance,age,invoice,batch,postcode,shift,platform,fee,setting,"
         "bus line,frequency,channel,shelf mark,version,alias,nickname,token,dose,debt,salary,lot"
     ),
@@ -89,7 +97,8 @@ PROPERTY = Relation(
 
 PLACE = Relation(
     nouns=_words(
-        "lantern,umbrella,ledger,violin,map,silver key,parcel,raincoat,telescope,toolbox,diary,compass,photograph,"
+        "lantern,umbrella,ledger,violin,map,silver "
+        "key,parcel,raincoat,telescope,toolbox,diary,compass,photograph,"
         "suitcase,manuscript,watch,coin,letter,ring,bicycle,globe,blanket,teapot,painting,knife,rope,basket,microscope"
     ),
     owners=FIRST_NAMES,

@@ -1,4 +1,6 @@
-"""A recipe that trains the tiny CoCA model in three stages, in about a second, and its unbroken run."""
+"""A recipe that trains the tiny CoCA model in three stages, in about a second, and its unbroken
+run.
+"""
 
 import json
 import random
@@ -14,7 +16,9 @@ from coca_hf.train.stages import run_recipe
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory) -> Path:
-    """`words/*.txt` (5 documents) and `digits.jsonl` (7 rows, column `code`), told apart by their letters."""
+    """`words/*.txt` (5 documents) and `digits.jsonl` (7 rows, column `code`), told apart by their
+    letters.
+    """
     draw = random.Random(0)
     directory = tmp_path_factory.mktemp("texts")
     (directory / "words").mkdir()
@@ -49,7 +53,12 @@ def make_recipe_tree(model: Path, texts: Path) -> dict:
         },
         "stages": [
             {"name": "k", "train": ["t_proj"], "max_steps": 3},
-            {"name": "qkv", "train": ["q_proj", "t_proj", "v_proj"], "max_steps": 5, "logging_steps": 3},
+            {
+                "name": "qkv",
+                "train": ["q_proj", "t_proj", "v_proj"],
+                "max_steps": 5,
+                "logging_steps": 3,
+            },
             {"name": "full", "train": "all", "max_steps": 4, "learning_rate": 5e-4},
         ],
     }
@@ -78,10 +87,15 @@ def unbroken(tiny_coca_dir, texts, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def real_text(tmp_path_factory) -> Path:
-    """`topics.jsonl` and `code.jsonl`: what every Python has to read, 60 documents each, cut to 700 characters."""
+    """`topics.jsonl` and `code.jsonl`: what every Python has to read, 60 documents each, cut to 700
+    characters.
+    """
     directory = tmp_path_factory.mktemp("real-text")
     code = sorted(Path(json.__file__).parent.parent.glob("[a-h]*.py"))[:60]
-    documents = {"topics": [*topics.values()][:60], "code": [path.read_text(encoding="utf-8") for path in code]}
+    documents = {
+        "topics": [*topics.values()][:60],
+        "code": [path.read_text(encoding="utf-8") for path in code],
+    }
     for name, texts in documents.items():
         lines = [json.dumps({"text": text[:700]}) + "\n" for text in texts]
         (directory / f"{name}.jsonl").write_text("".join(lines))

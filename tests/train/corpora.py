@@ -7,11 +7,25 @@ from coca_hf.train.data import Corpus
 from coca_hf.train.recipe import Data, Source
 
 
-def make_corpus(sources: list[Source], tokenizer, seq_len: int, directory: Path, held_out_blocks: int = 0, **data):
-    given = {"seq_len": seq_len, "held_out_blocks": held_out_blocks, "prepared": str(directory), **data}
+def make_corpus(
+    sources: list[Source],
+    tokenizer,
+    seq_len: int,
+    directory: Path,
+    held_out_blocks: int = 0,
+    **data,
+):
+    given = {
+        "seq_len": seq_len,
+        "held_out_blocks": held_out_blocks,
+        "prepared": str(directory),
+        **data,
+    }
     return Corpus(Data(sources=list(sources), **given), tokenizer)
 
 
 def tokens_of(blocks: Blocks, first: int = 0, end: int | None = None) -> list[tuple[int, ...]]:
     """The tokens of blocks `first`, … up to `end`."""
-    return [tuple(blocks[number]["input_ids"].tolist()) for number in range(first, end or len(blocks))]
+    return [
+        tuple(blocks[number]["input_ids"].tolist()) for number in range(first, end or len(blocks))
+    ]

@@ -1,7 +1,8 @@
-"""Running recipes in several processes on a CPU: DDP or FSDP2 over gloo, under torch's elastic launcher.
+"""Running recipes in several processes on a CPU: DDP or FSDP2 over gloo, under torch's elastic
+launcher.
 
-Importing torch and transformers takes longer than these runs, so launchers and ranks are forked from one server that
-has imported them; they are processes of their own, which can be killed.
+Importing torch and transformers takes longer than these runs, so launchers and ranks are forked
+from one server that has imported them; they are processes of their own, which can be killed.
 """
 
 import gc
@@ -38,7 +39,9 @@ server.set_forkserver_preload([__name__])
 
 
 class Interrupted(BaseException):
-    """What a hook raises in all ranks to end a run in the middle; the next run of the launch goes on."""
+    """What a hook raises in all ranks to end a run in the middle; the next run of the launch goes
+    on.
+    """
 
 
 def interrupt_in_step(number: int):
@@ -54,7 +57,9 @@ def interrupt_in_step(number: int):
 
 @dataclass
 class Run:
-    """A call of coca-train; `hook`, a function of a test module, changes `preflight` or `StageTrainer` for it."""
+    """A call of coca-train; `hook`, a function of a test module, changes `preflight` or
+    `StageTrainer` for it.
+    """
 
     arguments: list
     environment: dict[str, str] = field(default_factory=dict)
@@ -70,20 +75,28 @@ class Launch:
 
     def wait(self, seconds: float = 240) -> int | None:
         self.process.join(seconds)
-        assert self.process.exitcode is not None, f"still runs after {seconds} s: {self.output.read_text()}"
+        assert self.process.exitcode is not None, (
+            f"still runs after {seconds} s: {self.output.read_text()}"
+        )
         return self.process.exitcode
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks, in order; [] before they are there."""
         try:
-            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+            children = (
+                Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+                .read_text()
+                .split()
+            )
         except FileNotFoundError:
             return []
         return sorted(map(int, children))
 
 
 def warm_server() -> None:
-    """Let the server import what it forks: that takes longer than a run, and its first process would wait for it."""
+    """Let the server import what it forks: that takes longer than a run, and its first process
+    would wait for it.
+    """
     process = server.Process(target=gc.collect)
     process.start()
     process.join()
@@ -131,10 +144,14 @@ def _rank(output: str, runs: list[Run], processes: int) -> None:
         for name in FSDP2:
             os.environ.pop(name, None)
         os.environ.update(run.environment if processes > 1 else {})
-        preflight.resolve_stages = _resolve_on_pretended_gpus if run.environment and processes > 1 else _resolve
+        preflight.resolve_stages = (
+            _resolve_on_pretended_gpus if run.environment and processes > 1 else _resolve
+        )
         if run.hook:
             run.hook()
-        PartialState.destroy_process_group = _destroy if run is runs[-1] else _keep  # the next run needs it
+        PartialState.destroy_process_group = (
+            _destroy if run is runs[-1] else _keep
+        )  # the next run needs it
         try:
             main.train()
         except SystemExit as ended:
@@ -156,7 +173,9 @@ def _keep(state) -> None:
 
 
 def _resolve_on_pretended_gpus(*arguments):
-    """Accelerate shards only where it believes to be on GPUs, and on a CPU falls back to DDP without a word."""
+    """Accelerate shards only where it believes to be on GPUs, and on a CPU falls back to DDP
+    without a word.
+    """
     runs = _resolve(*arguments)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return runs
@@ -179,5 +198,7 @@ def log_lines(stage_dir: Path) -> list[dict]:
     return [line for line in lines if "loss" in line]
 
 
-get_checkpoint_conversion_mapping("llama")  # compiles its hundreds of patterns here, once for all processes
+get_checkpoint_conversion_mapping(
+    "llama"
+)  # compiles its hundreds of patterns here, once for all processes
 gc.freeze()  # what processes are forked with: no collection in them needs to look at it

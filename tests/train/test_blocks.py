@@ -89,13 +89,17 @@ def test_a_preparation_killed_again_and_again_continues_to_the_same_blocks(corpu
         reached, written = len(corpus().blocks()), state.stat().st_mtime_ns
         process = get_context("fork").Process(target=corpus().prepare, args=(10**9,))
         process.start()
-        while process.is_alive() and (state.stat().st_mtime_ns == written or len(corpus().blocks()) == reached):
+        while process.is_alive() and (
+            state.stat().st_mtime_ns == written or len(corpus().blocks()) == reached
+        ):
             time.sleep(0.001)
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL, "it was killed, it did not end"
     count = len(corpus().blocks()) + 40
-    assert tokens_of(corpus().prepare(count)) == tokens_of(corpus(tmp_path / "plain").prepare(count))
+    assert tokens_of(corpus().prepare(count)) == tokens_of(
+        corpus(tmp_path / "plain").prepare(count)
+    )
 
 
 def test_a_preparation_that_is_stopped_keeps_every_block(corpus, plain):
@@ -119,7 +123,9 @@ def test_a_small_source_is_on_disk_once_however_many_passes_are_trained_on(corpu
     assert few.stat().st_size == many.stat().st_size < 100 * SEQ_LEN * 2
 
 
-def test_another_seed_length_weight_or_text_has_another_place(corpus, sources, tiny_tokenizer, texts, tmp_path):
+def test_another_seed_length_weight_or_text_has_another_place(
+    corpus, sources, tiny_tokenizer, texts, tmp_path
+):
     prepared = corpus().prepare(5).directory
     light = [sources[0], sources[1].model_copy(update={"weight": 2.0})]
     others = {
@@ -130,14 +136,18 @@ def test_another_seed_length_weight_or_text_has_another_place(corpus, sources, t
         "order": (sources[::-1], SEQ_LEN, 7, 0),
     }
     for name, (changed, seq_len, held_out, seed) in others.items():
-        other = make_corpus(changed, tiny_tokenizer, seq_len, tmp_path / "prepared", held_out, seed=seed)
+        other = make_corpus(
+            changed, tiny_tokenizer, seq_len, tmp_path / "prepared", held_out, seed=seed
+        )
         assert not other.has(1), name
     assert len(corpus().blocks()) == 5
     os.utime(texts / "words/0.txt", (1, 1))
     assert corpus().directory != prepared
 
 
-def test_the_place_does_not_depend_on_where_the_tokenizer_lies(corpus, sources, tiny_tokenizer, tmp_path):
+def test_the_place_does_not_depend_on_where_the_tokenizer_lies(
+    corpus, sources, tiny_tokenizer, tmp_path
+):
     from transformers import AutoTokenizer
 
     corpus().prepare(5)
@@ -154,12 +164,36 @@ def flip(path, place):
 
 
 DAMAGE = {
-    "cut": ("source-0.bin", lambda path: os.truncate(path, 100), r"source-0\.bin: got 100 bytes, expected the "),
-    "gone": ("order.bin", os.unlink, r"order\.bin: got 0 bytes, expected the 800 that were prepared"),
-    "a bit": ("source-0.bin", lambda path: flip(path, 5), r"source-0\.bin: got another xxh3_128 of rows 0 to \d+ than"),
-    "a bit of the order": ("order.bin", lambda path: flip(path, 400), r"order\.bin: got another xxh3_128 of rows 34 "),
-    "held out": ("held-out.bin", lambda path: flip(path, 9), r"held-out\.bin: got another xxh3_128 of rows 0 to 6 "),
-    "state": ("state.json", lambda path: path.write_bytes(b"nonsense"), r"state\.json: cannot be read"),
+    "cut": (
+        "source-0.bin",
+        lambda path: os.truncate(path, 100),
+        r"source-0\.bin: got 100 bytes, expected the ",
+    ),
+    "gone": (
+        "order.bin",
+        os.unlink,
+        r"order\.bin: got 0 bytes, expected the 800 that were prepared",
+    ),
+    "a bit": (
+        "source-0.bin",
+        lambda path: flip(path, 5),
+        r"source-0\.bin: got another xxh3_128 of rows 0 to \d+ than",
+    ),
+    "a bit of the order": (
+        "order.bin",
+        lambda path: flip(path, 400),
+        r"order\.bin: got another xxh3_128 of rows 34 ",
+    ),
+    "held out": (
+        "held-out.bin",
+        lambda path: flip(path, 9),
+        r"held-out\.bin: got another xxh3_128 of rows 0 to 6 ",
+    ),
+    "state": (
+        "state.json",
+        lambda path: path.write_bytes(b"nonsense"),
+        r"state\.json: cannot be read",
+    ),
     "a bit of the state": (
         "state.json",
         lambda path: flip(path, path.stat().st_size // 2),
@@ -169,18 +203,24 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_what_is_damaged_is_named_by_who_reads_it_and_made_again_by_who_prepares(corpus, plain, capsys, damage):
+def test_what_is_damaged_is_named_by_who_reads_it_and_made_again_by_who_prepares(
+    corpus, plain, capsys, damage
+):
     directory = corpus().prepare(100).directory
     name, do, message = DAMAGE[damage]
     do(directory / name)
-    with pytest.raises(CocaError, match=message + ".*; `coca-train RECIPE --prepare` makes them again"):
+    with pytest.raises(
+        CocaError, match=message + ".*; `coca-train RECIPE --prepare` makes them again"
+    ):
         tokens_of(corpus().blocks()), corpus().blocks().held_out
     assert tokens_of(corpus().prepare(120)) == plain[:120]
     assert f"{name}: " in capsys.readouterr().out
     assert len(corpus().blocks().held_out) == 7
 
 
-def test_what_a_training_still_reads_is_not_taken_away_when_damaged_blocks_are_made_again(corpus, plain):
+def test_what_a_training_still_reads_is_not_taken_away_when_damaged_blocks_are_made_again(
+    corpus, plain
+):
     reader = corpus().prepare(100)
     assert tokens_of(reader, 0, 100) == plain[:100]
     flip(reader.directory / "held-out.bin", 9)
@@ -193,13 +233,17 @@ def test_blocks_before_the_start_are_not_read(corpus, plain):
     assert tokens_of(corpus().blocks(), 60) == plain[60:100]
 
 
-def test_of_two_preparations_the_second_says_that_it_waits_and_then_has_the_same_blocks(corpus, plain, capsys):
+def test_of_two_preparations_the_second_says_that_it_waits_and_then_has_the_same_blocks(
+    corpus, plain, capsys
+):
     second = threading.Thread(target=lambda: corpus().prepare(50))
     with FileLock(corpus().prepare(5).directory / "lock"):
         second.start()
         second.join(1)
         assert second.is_alive()
-        assert "another process is preparing these blocks; waiting for it" in capsys.readouterr().out
+        assert (
+            "another process is preparing these blocks; waiting for it" in capsys.readouterr().out
+        )
     second.join(60)
     assert tokens_of(corpus().blocks()) == plain[:50]
 
@@ -236,7 +280,9 @@ def test_the_command_prepares_what_all_stages_take_and_a_run_from_it_is_the_same
     monkeypatch.undo()  # `unbroken` has the sizes of the product
     setting = f"data.prepared={tmp_path / 'blocks'}"
     assert command(monkeypatch, recipe_path, setting, "--prepare", "--world-size", "2") == 0
-    assert "prepared: 96 blocks, 1,920 tokens in" in capsys.readouterr().out  # 2 processes x 4 x (3 + 5 + 4) steps
+    assert (
+        "prepared: 96 blocks, 1,920 tokens in" in capsys.readouterr().out
+    )  # 2 processes x 4 x (3 + 5 + 4) steps
     run_recipe(load_recipe(recipe_path, [setting]), tmp_path / "out")
     assert "data: 96 blocks, 0.01 MB, in" in capsys.readouterr().out
     for stage in ("1-k", "2-qkv", "3-full"):
@@ -245,7 +291,9 @@ def test_the_command_prepares_what_all_stages_take_and_a_run_from_it_is_the_same
         assert ours == theirs
 
 
-def test_the_command_is_stopped_by_a_signal_and_continues(recipe_path, tmp_path, monkeypatch, capsys):
+def test_the_command_is_stopped_by_a_signal_and_continues(
+    recipe_path, tmp_path, monkeypatch, capsys
+):
     plain_append = data.GrowingRows.append
 
     def signal_and_append(*arguments):
@@ -256,12 +304,16 @@ def test_the_command_is_stopped_by_a_signal_and_continues(recipe_path, tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr(data.GrowingRows, "append", signal_and_append)
         assert command(patch, recipe_path, setting, "--prepare") == EXIT_STOPPED
-    assert "stopped by SIGTERM; the same command continues" in " ".join(capsys.readouterr().err.split())
+    assert "stopped by SIGTERM; the same command continues" in " ".join(
+        capsys.readouterr().err.split()
+    )
     assert command(monkeypatch, recipe_path, setting, "--prepare") == 0
     assert "prepared: 48 blocks" in capsys.readouterr().out
 
 
-def test_a_run_prepares_the_blocks_of_its_last_stage_and_says_where_they_and_others_are(recipe_path, tmp_path, capsys):
+def test_a_run_prepares_the_blocks_of_its_last_stage_and_says_where_they_and_others_are(
+    recipe_path, tmp_path, capsys
+):
     recipe = load_recipe(recipe_path, [f"data.prepared={tmp_path / 'blocks'}"])
     run_recipe(recipe, tmp_path / "out", stage="k")
     printed = capsys.readouterr().out
@@ -277,7 +329,9 @@ def test_a_run_prepares_the_blocks_of_its_last_stage_and_says_where_they_and_oth
     assert re.search(others, capsys.readouterr().out)
 
 
-def test_a_run_makes_blocks_again_whose_state_is_damaged(recipe_path, unbroken, tmp_path, monkeypatch):
+def test_a_run_makes_blocks_again_whose_state_is_damaged(
+    recipe_path, unbroken, tmp_path, monkeypatch
+):
     monkeypatch.undo()
     recipe = load_recipe(recipe_path, [f"data.prepared={tmp_path / 'blocks'}"])
     run_recipe(recipe, tmp_path / "out", stage="k")
@@ -285,7 +339,10 @@ def test_a_run_makes_blocks_again_whose_state_is_damaged(recipe_path, unbroken, 
         state.write_text("{")
     run_recipe(recipe, tmp_path / "out", resume=True)
     for stage in ("1-k", "3-full"):
-        ours, theirs = ([line["loss"] for line in log_lines(run / stage)] for run in (tmp_path / "out", unbroken))
+        ours, theirs = (
+            [line["loss"] for line in log_lines(run / stage)]
+            for run in (tmp_path / "out", unbroken)
+        )
         assert ours == theirs
 
 
@@ -299,5 +356,7 @@ def test_a_run_continues_on_blocks_in_another_place(recipe_path, unbroken, tmp_p
     for place in ("one", "other"):
         recipe = load_recipe(recipe_path, [f"data.prepared={tmp_path / place}"])
         run_recipe(recipe, tmp_path / "out", stage="k" if place == "one" else None, resume=True)
-    ours, theirs = ([line["loss"] for line in log_lines(run / "3-full")] for run in (tmp_path / "out", unbroken))
+    ours, theirs = (
+        [line["loss"] for line in log_lines(run / "3-full")] for run in (tmp_path / "out", unbroken)
+    )
     assert ours == theirs

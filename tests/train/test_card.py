@@ -11,7 +11,11 @@ def test_every_stage_has_a_card_with_all_stages_up_to_it(unbroken):
     for number, stage in enumerate(LEARNING_RATES, 1):
         card = ModelCard.load(unbroken / stage / "README.md")
         record = json.loads((unbroken / stage / "training.json").read_text())
-        rows = [line for line in card.text.splitlines() if line.startswith(("| k |", "| qkv |", "| full |"))]
+        rows = [
+            line
+            for line in card.text.splitlines()
+            if line.startswith(("| k |", "| qkv |", "| full |"))
+        ]
         assert len(rows) == len(record["stages"]) == number
         assert f"{record['final_loss']:.3f}" in rows[-1]
         assert f"| {record['tokens']} | 20 | {LEARNING_RATES[stage]} |" in rows[-1]

@@ -1,4 +1,6 @@
-"""The launch files of scripts/cluster: SLURM's with stand-ins (test_slurm.py has the real one), torchrun's for real."""
+"""The launch files of scripts/cluster: SLURM's with stand-ins (test_slurm.py has the real one),
+torchrun's for real.
+"""
 
 import contextlib
 import json
@@ -29,7 +31,8 @@ def command(directory: Path, name: str, script: str) -> None:
 
 @pytest.fixture
 def stand_ins(tmp_path) -> Path:
-    """A PATH with an `srun` that starts two tasks and gives the higher exit code, and what else slurm.sh calls.
+    """A PATH with an `srun` that starts two tasks and gives the higher exit code, and what else
+    slurm.sh calls.
 
     Signals reach the tasks before they listen. `$STATE` is what the job is in when they have ended.
     """
@@ -41,9 +44,15 @@ def stand_ins(tmp_path) -> Path:
         '[ "$2" = --cpus-per-task=3 ] || exit 9\nshift 2\n'
         'for rank in 0 1; do SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" || code=$?; done\nexit "${code:-0}"',
     )
-    scontrol = f'case $1 in show) echo first; echo second;; *) echo "$@" >> {tmp_path}/scontrol.log;; esac'
+    scontrol = (
+        f'case $1 in show) echo first; echo second;; *) echo "$@" >> {tmp_path}/scontrol.log;; esac'
+    )
     command(bin_dir, "scontrol", scontrol)
-    command(bin_dir, "accelerate", "echo ACCELERATE_MIXED_PRECISION=no; echo FSDP_VERSION=2; echo RANK=9")
+    command(
+        bin_dir,
+        "accelerate",
+        "echo ACCELERATE_MIXED_PRECISION=no; echo FSDP_VERSION=2; echo RANK=9",
+    )
     command(bin_dir, "squeue", "echo $STATE")
     python = "kill -TERM $$; kill -USR1 $$\n"
     python += f'echo "$RANK/$WORLD_SIZE $LOCAL_RANK $MASTER_ADDR $FSDP_VERSION $*" >> {tmp_path}/python.log\nexit $CODE'
@@ -64,9 +73,18 @@ def stand_ins(tmp_path) -> Path:
 def test_slurm_queues_up_again_on_75_alone_unless_cancelled_and_always_resumes(
     stand_ins, tmp_path, code, state, requeued
 ):
-    slurm = {"SLURM_JOB_ID": 42, "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2}
+    slurm = {
+        "SLURM_JOB_ID": 42,
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_NTASKS": 2,
+        "SLURM_NTASKS_PER_NODE": 2,
+    }
     slurm |= {"SLURM_CPUS_PER_TASK": 3, "CODE": code, "STATE": state}
-    environment = {**os.environ, "PATH": f"{stand_ins}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT)}
+    environment = {
+        **os.environ,
+        "PATH": f"{stand_ins}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+    }
     environment |= {name: str(value) for name, value in slurm.items()}
     script = [str(CLUSTER / "slurm.sh"), "recipes/recover.yaml", "model=a b"]
     result = subprocess.run(script, env=environment, capture_output=True, text=True)
@@ -74,12 +92,18 @@ def test_slurm_queues_up_again_on_75_alone_unless_cancelled_and_always_resumes(
     (tmp_path / "scontrol.log").touch()
     assert (tmp_path / "scontrol.log").read_text() == requeued
     asked = "-m coca_hf.train recipes/recover.yaml model=a b --resume"
-    assert (tmp_path / "python.log").read_text() == f"0/2 0 first 2 {asked}\n1/2 1 first 2 {asked}\n"
+    assert (
+        tmp_path / "python.log"
+    ).read_text() == f"0/2 0 first 2 {asked}\n1/2 1 first 2 {asked}\n"
 
 
 def test_slurm_waits_for_its_tasks_where_the_signal_reaches_the_script(stand_ins, tmp_path):
     command(stand_ins, "srun", f"touch {tmp_path}/running; sleep 2; exit 75")
-    environment = {**os.environ, "PATH": f"{stand_ins}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT)}
+    environment = {
+        **os.environ,
+        "PATH": f"{stand_ins}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+    }
     environment |= {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "2"}
     environment |= {"SLURM_CPUS_PER_TASK": "3", "STATE": "RUNNING"}
     running = subprocess.Popen([str(CLUSTER / "slurm.sh"), "recipe.yaml"], env=environment)
@@ -93,9 +117,17 @@ def test_slurm_waits_for_its_tasks_where_the_signal_reaches_the_script(stand_ins
 
 def test_slurm_is_asked_for_the_signal_ahead_of_the_limit_and_for_the_layouts_processes():
     options = [
-        line.split()[1] for line in (CLUSTER / "slurm.sh").read_text().splitlines() if line.startswith("#SBATCH")
+        line.split()[1]
+        for line in (CLUSTER / "slurm.sh").read_text().splitlines()
+        if line.startswith("#SBATCH")
     ]
-    assert {"--nodes=4", "--ntasks-per-node=8", "--gpus-per-node=8", "--signal=USR1@600", "--requeue"} <= set(options)
+    assert {
+        "--nodes=4",
+        "--ntasks-per-node=8",
+        "--gpus-per-node=8",
+        "--signal=USR1@600",
+        "--requeue",
+    } <= set(options)
 
 
 @pytest.mark.parametrize("script", sorted(CLUSTER.glob("*.sh")), ids=lambda path: path.name)
@@ -108,10 +140,16 @@ def test_a_script_is_bash(script):
 
 @pytest.mark.parametrize("layout", ["8gpu", "4x8gpu"])
 def test_a_layout_of_gpus_tells_processes_what_those_of_the_tests_are_told(layout):
-    command = f"unset ${{!FSDP*}}; . scripts/cluster/layout.sh recipes/accelerate/{layout}.yaml && env"
+    command = (
+        f"unset ${{!FSDP*}}; . scripts/cluster/layout.sh recipes/accelerate/{layout}.yaml && env"
+    )
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     result = subprocess.run(
-        ["bash", "-ec", command], env={**os.environ, "PATH": path}, capture_output=True, text=True, cwd=ROOT
+        ["bash", "-ec", command],
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
     )
     told = dict(line.partition("=")[::2] for line in result.stdout.splitlines())
     assert FSDP2.items() <= told.items(), result.stderr
@@ -121,7 +159,14 @@ def torchrun(recipe: Path, out: Path, printed: Path, *words: str) -> subprocess.
     """torchrun.sh at work, on two processes of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    settings = {"NODES": 1, "GPUS": 2, "HOST": "127.0.0.1", "PORT": port, "RESTARTS": 1, "OMP_NUM_THREADS": 1}
+    settings = {
+        "NODES": 1,
+        "GPUS": 2,
+        "HOST": "127.0.0.1",
+        "PORT": port,
+        "RESTARTS": 1,
+        "OMP_NUM_THREADS": 1,
+    }
     settings["LAYOUT"] = "recipes/accelerate/2cpu.yaml"
     environment = {**os.environ, **{name: str(value) for name, value in settings.items()}}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
@@ -139,7 +184,9 @@ def process_of_rank(rank: str, running: subprocess.Popen) -> psutil.Process | No
 
 
 @pytest.mark.real
-def test_torchrun_trains_on_two_processes_in_its_layout_until_sigterm_asks_for_a_checkpoint(recipe_path, tmp_path):
+def test_torchrun_trains_on_two_processes_in_its_layout_until_sigterm_asks_for_a_checkpoint(
+    recipe_path, tmp_path
+):
     out = tmp_path / "out"
     settings = ["--stage", "k", "stages.k.max_steps=20000"]
     running = torchrun(recipe_path, out, tmp_path / "printed", *settings)
@@ -148,7 +195,9 @@ def test_torchrun_trains_on_two_processes_in_its_layout_until_sigterm_asks_for_a
         assert running.poll() is None, (tmp_path / "printed").read_text()
         time.sleep(0.05)
     running.terminate()
-    assert running.wait() == 1, (tmp_path / "printed").read_text()  # torchrun's own, whatever its processes ended with
+    assert running.wait() == 1, (
+        tmp_path / "printed"
+    ).read_text()  # torchrun's own, whatever its processes ended with
     stopped = json.loads((out / "stopped.json").read_text())
     assert stopped["signal"] in ("SIGTERM", "a signal to another process")
     assert (out / f"1-k/trainer/checkpoint-{stopped['step']}/state").exists()
@@ -170,7 +219,9 @@ def test_torchrun_starts_again_when_a_process_is_killed_and_ends_with_the_losses
         time.sleep(0.005)
     victim.kill()
     assert running.wait(240) == 0, (tmp_path / "printed").read_text()
-    steps = re.findall(r"continues after step (\d+)", " ".join((tmp_path / "printed").read_text().split()))
+    steps = re.findall(
+        r"continues after step (\d+)", " ".join((tmp_path / "printed").read_text().split())
+    )
     assert [0 < int(step) < 80 for step in steps] == [True]
     ours, theirs = log_lines(out / "1-k"), log_lines(unbroken)
     assert [line["step"] for line in ours] == list(range(1, 81))

@@ -1,5 +1,6 @@
-"""Two processes that share every block, against one process. torch's ring attention has no kernel for a CPU: in its
-place stands attention that gathers all keys and values, and everything around it is what runs on GPUs.
+"""Two processes that share every block, against one process. torch's ring attention has no kernel
+for a CPU: in its place stands attention that gathers all keys and values, and everything around it
+is what runs on GPUs.
 """
 
 import functools
@@ -12,7 +13,13 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, LlamaConfig, MistralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import coca_hf
@@ -32,40 +39,65 @@ SEQ_LEN = 72  # beyond the trained 64, so that dynamic NTK turns by other angles
 SHARED = "training.context_parallel_size=2"
 FRUGAL = ["training.fused_cross_entropy=true", "training.gradient_checkpointing=true"]
 KINDS = {
-    "slack": (coca_hf.CocaLlamaConfig, {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}),
-    "strict": (coca_hf.CocaLlamaConfig, {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}),
+    "slack": (
+        coca_hf.CocaLlamaConfig,
+        {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+    ),
+    "strict": (
+        coca_hf.CocaLlamaConfig,
+        {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    ),
     "llama": (LlamaConfig, {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}),
 }
 
 
 @pytest.fixture(scope="module")
 def recipes(tiny_tokenizer, real_recipe, tmp_path_factory):
-    """By kind, a recipe of one stage for a model of that attention, 4 blocks a step; `lora` is slack with adapters."""
+    """By kind, a recipe of one stage for a model of that attention, 4 blocks a step; `lora` is
+    slack with adapters.
+    """
     directory = tmp_path_factory.mktemp("kinds")
     tree = yaml.safe_load(real_recipe.read_text())
     tree["data"]["seq_len"] = SEQ_LEN
-    tree["training"]["adam_epsilon"] = 1e-4  # or Adam makes a step of the rounding of a gradient that is nearly zero
+    tree["training"]["adam_epsilon"] = (
+        1e-4  # or Adam makes a step of the rounding of a gradient that is nearly zero
+    )
     tree["stages"] = [{"name": "k", "train": "all", "max_steps": 2}]
     for kind, (config, rope) in KINDS.items():
         torch.manual_seed(1)
         own = {"coca_constraint": kind} if kind in ("slack", "strict") else {}
         sizes = {**TINY, "initializer_range": 0.3, "vocab_size": len(tiny_tokenizer)}
-        AutoModelForCausalLM.from_config(config(**sizes, **own, rope_parameters=rope)).save_pretrained(directory / kind)
+        AutoModelForCausalLM.from_config(
+            config(**sizes, **own, rope_parameters=rope)
+        ).save_pretrained(directory / kind)
         tiny_tokenizer.save_pretrained(directory / kind)
-        (directory / f"{kind}.yaml").write_text(yaml.safe_dump(tree | {"model": str(directory / kind)}))
+        (directory / f"{kind}.yaml").write_text(
+            yaml.safe_dump(tree | {"model": str(directory / kind)})
+        )
     adapters = [tree["stages"][0] | {"lora": {"r": 3, "alpha": 6}}]
-    (directory / "lora.yaml").write_text(yaml.safe_dump(tree | {"model": str(directory / "slack"), "stages": adapters}))
+    (directory / "lora.yaml").write_text(
+        yaml.safe_dump(tree | {"model": str(directory / "slack"), "stages": adapters})
+    )
     return directory
 
 
-def gathering_attention(module, query, key, value, mask, scaling, position_ids, is_causal=None, **kwargs):
-    """Causal attention of the tokens here, at these positions, with those of all processes. (b, h, m, d) each."""
+def gathering_attention(
+    module, query, key, value, mask, scaling, position_ids, is_causal=None, **kwargs
+):
+    """Causal attention of the tokens here, at these positions, with those of all processes. (b, h,
+    m, d) each.
+    """
     if query.shape[2] == SEQ_LEN:  # the held-out loss, on whole blocks
-        return plain_sdpa(module, query, key, value, mask, scaling=scaling, is_causal=is_causal, **kwargs)
+        return plain_sdpa(
+            module, query, key, value, mask, scaling=scaling, is_causal=is_causal, **kwargs
+        )
     assert mask is None
     assert is_causal
     groups = query.shape[1] // key.shape[1]
-    key, value = (torch.cat(all_gather(part.contiguous()), dim=2).repeat_interleave(groups, 1) for part in (key, value))
+    key, value = (
+        torch.cat(all_gather(part.contiguous()), dim=2).repeat_interleave(groups, 1)
+        for part in (key, value)
+    )
     positions = torch.cat(all_gather(position_ids.contiguous()), dim=1)
     seen = positions[:, None, None] <= position_ids[:, None, :, None]
     scores = (query @ key.mT * scaling).masked_fill(~seen, -torch.inf)
@@ -76,14 +108,18 @@ plain_sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
 def on_a_cpu(report=None):
-    """Pretend that torch's ring attention has a kernel here; write what this process is dealt to `report`."""
+    """Pretend that torch's ring attention has a kernel here; write what this process is dealt to
+    `report`.
+    """
     context_parallel.DEVICES = ("cuda", "cpu")
     ALL_ATTENTION_FUNCTIONS.register("sdpa", gathering_attention)
     plain = StageTrainer.compute_loss
 
     def compute_loss(self, model, inputs, *arguments, **kwargs):
         if report:
-            line = {name: value.tolist() for name, value in inputs.items() if isinstance(value, Tensor)}
+            line = {
+                name: value.tolist() for name, value in inputs.items() if isinstance(value, Tensor)
+            }
             with open(f"{report}-{dist.get_rank()}.jsonl", "a") as file:
                 file.write(json.dumps(line) + "\n")
         return plain(self, model, inputs, *arguments, **kwargs)
@@ -116,12 +152,19 @@ def runs(recipes, tmp_path_factory):
 
 @pytest.mark.real
 @pytest.mark.parametrize("kind", [*KINDS, "lora"])
-def test_two_processes_that_share_blocks_train_as_one_that_has_them_whole(recipes, runs, tmp_path, kind):
+def test_two_processes_that_share_blocks_train_as_one_that_has_them_whole(
+    recipes, runs, tmp_path, kind
+):
     run_recipe(load_recipe(recipes / f"{kind}.yaml"), tmp_path / "one")
     ours, theirs = log_lines(runs / kind / "1-k"), log_lines(tmp_path / "one/1-k")
     for key in ("loss", "grad_norm", "tokens_seen"):
-        assert [line[key] for line in ours] == pytest.approx([line[key] for line in theirs], rel=2e-5), key
-    records = [json.loads((out / "1-k/training.json").read_text()) for out in (runs / kind, tmp_path / "one")]
+        assert [line[key] for line in ours] == pytest.approx(
+            [line[key] for line in theirs], rel=2e-5
+        ), key
+    records = [
+        json.loads((out / "1-k/training.json").read_text())
+        for out in (runs / kind, tmp_path / "one")
+    ]
     for key in ("tokens", "end_block", "blocks_per_step"):
         assert records[0][key] == records[1][key]
     assert records[0]["hardware"]["processes"] == 2
@@ -135,7 +178,10 @@ def test_two_processes_that_share_blocks_train_as_one_that_has_them_whole(recipe
 @pytest.mark.real
 def test_two_processes_that_share_blocks_resume_to_the_same_bits(recipes, runs, tmp_path):
     arguments = [recipes / "slack.yaml", "--out", tmp_path / "out", SHARED, "stages.k.save_steps=1"]
-    interrupted, resumed = Run(arguments, FSDP2, interrupted_on_a_cpu), Run([*arguments, "--resume"], FSDP2, on_a_cpu)
+    interrupted, resumed = (
+        Run(arguments, FSDP2, interrupted_on_a_cpu),
+        Run([*arguments, "--resume"], FSDP2, on_a_cpu),
+    )
     assert "continues after step 1" in succeed(tmp_path, [interrupted, resumed])
     ours, theirs = log_lines(tmp_path / "out/1-k"), log_lines(runs / "slack/1-k")
     for key in ("step", "loss", "grad_norm", "tokens_seen"):
@@ -145,11 +191,16 @@ def test_two_processes_that_share_blocks_resume_to_the_same_bits(recipes, runs, 
 
 
 @pytest.mark.real
-def test_the_parts_have_their_positions_in_the_block_and_the_labels_of_the_next_token_there(recipes, runs):
+def test_the_parts_have_their_positions_in_the_block_and_the_labels_of_the_next_token_there(
+    recipes, runs
+):
     recipe = load_recipe(recipes / "slack.yaml")
     tokenizer = AutoTokenizer.from_pretrained(recipe.model)
     stream = iter(tokens_of(Corpus(recipe.data, tokenizer).blocks()))
-    dealt = [[json.loads(line) for line in (runs / f"dealt-{rank}.jsonl").read_text().splitlines()] for rank in (0, 1)]
+    dealt = [
+        [json.loads(line) for line in (runs / f"dealt-{rank}.jsonl").read_text().splitlines()]
+        for rank in (0, 1)
+    ]
     assert len(dealt[0]) == len(dealt[1]) == 2 * 2  # steps, batches of 2 blocks
     for parts in zip(*dealt, strict=True):
         for row in range(2):
@@ -175,7 +226,10 @@ def test_steps_count_groups_and_not_processes(recipes):
     assert recipe.blocks_per_step(stage, 32) == 8 * 2
     assert recipe.num_blocks(32) == 2 * 8 * 2
     assert recipe.accumulation(stage, 32) == 1
-    with pytest.raises(CocaError, match=r"stages\.k: got context_parallel_size 4 on 6 processes, expected a divisor"):
+    with pytest.raises(
+        CocaError,
+        match=r"stages\.k: got context_parallel_size 4 on 6 processes, expected a divisor",
+    ):
         recipe.num_blocks(6)
 
 
@@ -195,7 +249,9 @@ def test_what_cannot_be_cut_is_refused_by_the_recipe(recipes, setting):
 
 def test_a_teacher_needs_whole_blocks(recipes):
     settings = [SHARED, "teacher=x", "stages.k.objective=distill"]
-    with pytest.raises(CocaError, match="context_parallel_size 2 with objective distill, expected lm alone"):
+    with pytest.raises(
+        CocaError, match="context_parallel_size 2 with objective distill, expected lm alone"
+    ):
         load_recipe(recipes / "slack.yaml", settings)
 
 
@@ -216,7 +272,9 @@ MODELS = {
     "attention with dropout": ({}, coca_hf.CocaLlamaConfig(**TINY, attention_dropout=0.1)),
     "rope_type dynamic of transformers' own": (
         {},
-        LlamaConfig(**TINY, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}),
+        LlamaConfig(
+            **TINY, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+        ),
     ),
 }
 
@@ -226,7 +284,9 @@ def test_a_model_that_cannot_be_cut_is_refused(reason):
     options, config = MODELS[reason]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **options)
-    with pytest.raises(CocaError, match=f"stages.k: context_parallel_size cannot be used with .*{reason}"):
+    with pytest.raises(
+        CocaError, match=f"stages.k: context_parallel_size cannot be used with .*{reason}"
+    ):
         check_model_for_context_parallel(model, "stages.k")
 
 
@@ -240,7 +300,11 @@ def test_without_gpus_it_is_refused_in_one_line(recipes, tmp_path):
 
 @pytest.mark.real
 def test_without_fsdp2_it_is_refused_in_one_line(recipes, tmp_path):
-    launched = launch(tmp_path, [Run([recipes / "slack.yaml", SHARED, "--out", tmp_path / "out"], DDP, on_a_cpu)])
+    launched = launch(
+        tmp_path, [Run([recipes / "slack.yaml", SHARED, "--out", tmp_path / "out"], DDP, on_a_cpu)]
+    )
     assert launched.wait() != 0
-    assert "got context_parallel_size 2 without FSDP2, expected it" in " ".join(launched.output.read_text().split())
+    assert "got context_parallel_size 2 without FSDP2, expected it" in " ".join(
+        launched.output.read_text().split()
+    )
     assert not (tmp_path / "out").exists()

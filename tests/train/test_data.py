@@ -36,9 +36,14 @@ def corpus(tiny_tokenizer, tmp_path):
 def packed_by_hand(source: Source, tokenizer) -> list[tuple[int, ...]]:
     stream = []
     for document in read_documents(source.path, source.column):
-        stream += [tokenizer.convert_tokens_to_ids(letter) for letter in document.text.replace(" ", "Ġ")]
+        stream += [
+            tokenizer.convert_tokens_to_ids(letter) for letter in document.text.replace(" ", "Ġ")
+        ]
         stream.append(tokenizer.eos_token_id)
-    return [tuple(stream[start : start + SEQ_LEN]) for start in range(0, len(stream) - SEQ_LEN + 1, SEQ_LEN)]
+    return [
+        tuple(stream[start : start + SEQ_LEN])
+        for start in range(0, len(stream) - SEQ_LEN + 1, SEQ_LEN)
+    ]
 
 
 def test_a_pass_is_every_packed_block_once_and_the_next_pass_is_the_same_in_another_order(
@@ -55,7 +60,9 @@ def test_a_pass_is_every_packed_block_once_and_the_next_pass_is_the_same_in_anot
     )  # five documents; the last tail fills no block
 
 
-def test_a_buffer_smaller_than_the_source_still_draws_every_block_once(words, corpus, tiny_tokenizer, monkeypatch):
+def test_a_buffer_smaller_than_the_source_still_draws_every_block_once(
+    words, corpus, tiny_tokenizer, monkeypatch
+):
     monkeypatch.setattr(data, "SHUFFLE_TOKENS", 6 * SEQ_LEN)
     expected = packed_by_hand(words, tiny_tokenizer)
     first = tokens_of(corpus(words).prepare(len(expected)))
@@ -68,7 +75,10 @@ def test_labels_are_the_tokens_in_memory_of_their_own(words, corpus):
     block = corpus(words).prepare(1)[0]
     assert torch.equal(block["input_ids"], block["labels"])
     assert block["input_ids"].dtype == block["labels"].dtype == torch.int64
-    assert block["input_ids"].untyped_storage().data_ptr() != block["labels"].untyped_storage().data_ptr()
+    assert (
+        block["input_ids"].untyped_storage().data_ptr()
+        != block["labels"].untyped_storage().data_ptr()
+    )
     assert block["input_ids"].untyped_storage().nbytes() == SEQ_LEN * 8
 
 
@@ -120,12 +130,17 @@ def test_a_document_of_100_mb_is_named_once_and_trained_on_in_pieces(
     (tmp_path / "rows.jsonl").write_text(f'{{"text": "short one"}}\n{{"text": "{text}"}}\n')
     source = Source(path=str(tmp_path / "rows.jsonl"), weight=1)
     corpus(source).check()
-    made = [tokens_of(corpus(source, prepared=str(tmp_path / place)).prepare(200)) for place in ("once", "again")]
+    made = [
+        tokens_of(corpus(source, prepared=str(tmp_path / place)).prepare(200))
+        for place in ("once", "again")
+    ]
     assert made[0] == made[1]
     assert max(encoded) < 2 * 1000
     assert "many words many" in tiny_tokenizer.decode(made[0][100])
     named = capsys.readouterr().err
-    assert named.startswith(f"{tmp_path / 'rows.jsonl'}:1: got a document of 100,100,000 characters; it is trained on")
+    assert named.startswith(
+        f"{tmp_path / 'rows.jsonl'}:1: got a document of 100,100,000 characters; it is trained on"
+    )
     assert named.count("\n") == 1
 
 
@@ -138,7 +153,9 @@ def test_a_source_without_a_whole_block_is_named(words, corpus, tmp_path, method
 
 def test_a_split_of_local_files_is_refused(digits, corpus):
     source = digits.model_copy(update={"split": "test", "subset": "big"})
-    with pytest.raises(CocaError, match=r"digits\.jsonl: got split, subset, which only data sets on the hub have"):
+    with pytest.raises(
+        CocaError, match=r"digits\.jsonl: got split, subset, which only data sets on the hub have"
+    ):
         corpus(source).check()
 
 

@@ -34,7 +34,9 @@ def scaler(monkeypatch):
     monkeypatch.setattr(Accelerator, "__init__", init)
 
 
-def test_overflows_of_the_scale_are_skipped_until_it_fits_and_are_not_bad(recipe_path, tiny_coca_dir, tmp_path):
+def test_overflows_of_the_scale_are_skipped_until_it_fits_and_are_not_bad(
+    recipe_path, tiny_coca_dir, tmp_path
+):
     result = run_recipe(load_recipe(recipe_path, OPTIONS), tmp_path / "out", stage="k")
     skipped = json.loads((result / "training.json").read_text())["skipped_steps"]
     assert 2 < skipped < 10
@@ -61,16 +63,31 @@ def test_a_gradient_that_overflows_at_every_scale_is_bad(recipe_path, tmp_path, 
         return loss
 
     monkeypatch.setattr(Trainer, "training_step", training_step)
-    with pytest.raises(CocaError, match=r"the loss of step 21 is \S+, but its gradient's norm is inf"):
-        run_recipe(load_recipe(recipe_path, [*OPTIONS, "stages.k.max_steps=40"]), tmp_path / "out", stage="k")
+    with pytest.raises(
+        CocaError, match=r"the loss of step 21 is \S+, but its gradient's norm is inf"
+    ):
+        run_recipe(
+            load_recipe(recipe_path, [*OPTIONS, "stages.k.max_steps=40"]),
+            tmp_path / "out",
+            stage="k",
+        )
 
 
 def test_a_spike_is_skipped_without_a_trace(recipe_path, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.amp.GradScaler, "get_scale", lambda self: 1.0)
-    settings = [*OPTIONS, "training.max_bad_steps=3", "training.spike_factor=3", "training.lr_scheduler_type=constant"]
+    settings = [
+        *OPTIONS,
+        "training.max_bad_steps=3",
+        "training.spike_factor=3",
+        "training.lr_scheduler_type=constant",
+    ]
     settings += ["stages.k.max_steps=1"]
     bad_losses(monkeypatch, {2: 50.0})
     for steps in (1, 2):
-        run_recipe(load_recipe(recipe_path, [*settings, f"stages.k.max_steps={steps}"]), tmp_path / str(steps), "k")
+        run_recipe(
+            load_recipe(recipe_path, [*settings, f"stages.k.max_steps={steps}"]),
+            tmp_path / str(steps),
+            "k",
+        )
     ours, theirs = (load_file(tmp_path / f"{steps}/1-k/model.safetensors") for steps in (2, 1))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

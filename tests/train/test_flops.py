@@ -17,7 +17,9 @@ CONFIGS = {
     "coca": coca_hf.CocaLlamaConfig(vocab_size=70, **TINY),
     "tied": coca_hf.CocaLlamaConfig(vocab_size=70, tie_word_embeddings=True, **TINY),
     "llama": LlamaConfig(vocab_size=70, **TINY),
-    "sliding": Qwen2Config(vocab_size=70, use_sliding_window=True, sliding_window=8, max_window_layers=1, **TINY),
+    "sliding": Qwen2Config(
+        vocab_size=70, use_sliding_window=True, sliding_window=8, max_window_layers=1, **TINY
+    ),
 }
 STAGES = {
     "k": ["t_proj"],
@@ -46,7 +48,9 @@ def counted(model, checkpointing: bool = False) -> tuple[int, int]:
 
 
 def build(config, train):
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # its products are all counted
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    )  # its products are all counted
     freeze_(model, Stage.model_validate({"name": "any", "train": train}))
     return model
 

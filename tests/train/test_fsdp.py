@@ -1,4 +1,6 @@
-"""Three stages on real text in two processes that shard the model (FSDP2 over gloo), against one process."""
+"""Three stages on real text in two processes that shard the model (FSDP2 over gloo), against one
+process.
+"""
 
 import functools
 import json
@@ -18,7 +20,15 @@ from coca_hf.train import one_stage
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
-from tests.train.layouts import FSDP2, Interrupted, Run, interrupt_in_step, launch, log_lines, succeed
+from tests.train.layouts import (
+    FSDP2,
+    Interrupted,
+    Run,
+    interrupt_in_step,
+    launch,
+    log_lines,
+    succeed,
+)
 from tests.train.test_memory import assert_as_trained, bytes_of
 
 pytestmark = pytest.mark.real
@@ -29,13 +39,23 @@ LORA = [
     "stages.full.lora={r: 2, alpha: 6}",
 ]  # the ranks are even, so that halves are equal
 FRUGAL = ["training.gradient_checkpointing=true", "training.fused_cross_entropy=true"]
-BF16 = ["training.bf16=true", "training.per_device_train_batch_size=1"]  # two batches a step and process
-ONE_STAGE = ["--stage", "k", "stages.k.train=all", "stages.k.max_steps=5"]  # of which it saves 2, 4 and 5
+BF16 = [
+    "training.bf16=true",
+    "training.per_device_train_batch_size=1",
+]  # two batches a step and process
+ONE_STAGE = [
+    "--stage",
+    "k",
+    "stages.k.train=all",
+    "stages.k.max_steps=5",
+]  # of which it saves 2, 4 and 5
 FULL = FSDP2 | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
 
 
 def watch():
-    """Write what the model of every stage computes, how it is sharded and what that takes, just before it is saved."""
+    """Write what the model of every stage computes, how it is sharded and what that takes, just
+    before it is saved.
+    """
     complete, plain_step, taken = one_stage._complete, StageTrainer.training_step, {}
 
     def watch_step(self, *arguments):
@@ -48,7 +68,9 @@ def watch():
             if isinstance(module, FSDPModule):
                 module.reshard()  # what the last forward gathered
         facts = {
-            "sharded": sorted({type(m).__name__ for m in trainer.model.modules() if isinstance(m, FSDPModule)}),
+            "sharded": sorted(
+                {type(m).__name__ for m in trainer.model.modules() if isinstance(m, FSDPModule)}
+            ),
             "all_dtensors": all(isinstance(p, DTensor) for p in trainer.model.parameters()),
             "bytes": taken,
         }
@@ -56,7 +78,9 @@ def watch():
             logits = trainer.model_wrapped.eval()(input_ids=torch.arange(3, 40)[None]).logits
         facts["logits"] = logits.double().sum().item()
         if os.environ["RANK"] == "0":
-            (run.directory.parent.parent / f"{run.directory.name}.json").write_text(json.dumps(facts))
+            (run.directory.parent.parent / f"{run.directory.name}.json").write_text(
+                json.dumps(facts)
+            )
         complete(run, trainer, *rest)
 
     one_stage._complete, StageTrainer.training_step = watch_and_complete, watch_step
@@ -64,10 +88,10 @@ def watch():
 
 @pytest.fixture(scope="module")
 def runs(real_recipe, tmp_path_factory):
-    """On two FSDP2 processes: `stages/out` of the whole recipe, `lora/out` with adapters; `bf16` of one stage that
-    trains everything in bfloat16, two batches a step; `one` of the same in float32; `accumulated` of that, in two
-    batches a step; `interrupted` of `one`, with sharded state dicts, and `resumed` from there; `from-one`: what one
-    process left, resumed with less memory.
+    """On two FSDP2 processes: `stages/out` of the whole recipe, `lora/out` with adapters; `bf16` of
+    one stage that trains everything in bfloat16, two batches a step; `one` of the same in float32;
+    `accumulated` of that, in two batches a step; `interrupted` of `one`, with sharded state dicts,
+    and `resumed` from there; `from-one`: what one process left, resumed with less memory.
     """
     directory = tmp_path_factory.mktemp("fsdp")
     with pytest.MonkeyPatch.context() as patch:
@@ -75,7 +99,11 @@ def runs(real_recipe, tmp_path_factory):
         interrupt_in_step(4)
         with pytest.raises(Interrupted):
             run_recipe(load_recipe(real_recipe, ONE_STAGE[2:]), directory / "from-one", stage="k")
-    one, sharded, resume = [real_recipe, *ONE_STAGE, "--out"], directory / "interrupted", ["--resume"]
+    one, sharded, resume = (
+        [real_recipe, *ONE_STAGE, "--out"],
+        directory / "interrupted",
+        ["--resume"],
+    )
     printed = succeed(
         directory,
         [
@@ -86,7 +114,11 @@ def runs(real_recipe, tmp_path_factory):
             Run([*one, directory / "accumulated", "training.per_device_train_batch_size=1"], FSDP2),
             Run([*one, sharded], FSDP2, functools.partial(interrupt_in_step, 4)),
             Run([*one, directory / "from-one", *resume, *FRUGAL], FULL),
-            Run([*one, directory / "resumed", *resume], FSDP2, functools.partial(copy_to_resume, sharded)),
+            Run(
+                [*one, directory / "resumed", *resume],
+                FSDP2,
+                functools.partial(copy_to_resume, sharded),
+            ),
         ],
     )
     assert printed.count("continues after step 2") == 2, printed
@@ -119,15 +151,22 @@ def test_losses_are_those_of_one_process(sharded, real_unbroken):
         for key in ("step", "tokens_seen", "learning_rate"):
             assert [line[key] for line in ours] == [line[key] for line in theirs]
         for key in ("loss", "grad_norm"):
-            assert [line[key] for line in ours] == pytest.approx([line[key] for line in theirs], abs=1e-4)
+            assert [line[key] for line in ours] == pytest.approx(
+                [line[key] for line in theirs], abs=1e-4
+            )
         assert record(sharded / stage)["hardware"]["processes"] == 2
 
 
 def test_the_held_out_loss_is_that_of_one_process(sharded, real_unbroken):
     for stage in STAGES:
-        ours, theirs = record(sharded / stage)["held_out"], record(real_unbroken / stage)["held_out"]
+        ours, theirs = (
+            record(sharded / stage)["held_out"],
+            record(real_unbroken / stage)["held_out"],
+        )
         assert (ours["blocks"], ours["tokens"]) == (7, 7 * 43)
-        assert ours["before"] == pytest.approx(theirs["before"], abs=1e-6 if stage == "1-k" else 1e-5)
+        assert ours["before"] == pytest.approx(
+            theirs["before"], abs=1e-6 if stage == "1-k" else 1e-5
+        )
         assert ours["after"] == pytest.approx(theirs["after"], abs=1e-5)
 
 
@@ -141,7 +180,9 @@ def test_every_stage_is_sharded_by_decoder_layer(sharded):
 def test_a_process_keeps_gradients_and_optimizer_state_of_its_half_of_what_a_stage_trains(sharded):
     for stage in STAGES:
         facts = json.loads((sharded.parent / f"{stage}.json").read_text())
-        assert_as_trained(facts["bytes"], record(sharded / stage)["parameters"]["trained"], processes=2)
+        assert_as_trained(
+            facts["bytes"], record(sharded / stage)["parameters"]["trained"], processes=2
+        )
 
 
 def test_a_stage_changes_the_parameters_it_names_and_no_other_bit(sharded, tiny_coca_dir):
@@ -156,7 +197,9 @@ def test_a_stage_changes_the_parameters_it_names_and_no_other_bit(sharded, tiny_
 def test_the_result_loads_and_is_the_live_model(sharded):
     for stage in STAGES:
         facts = json.loads((sharded.parent / f"{stage}.json").read_text())
-        model, report = AutoModelForCausalLM.from_pretrained(sharded / stage, output_loading_info=True)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            sharded / stage, output_loading_info=True
+        )
         assert not any(report.values())
         with torch.no_grad():
             logits = model(torch.arange(3, 40)[None]).logits
@@ -170,9 +213,13 @@ def test_adapters_are_sharded_trained_and_merged_as_in_one_process(real_recipe, 
         facts = json.loads((runs / f"lora/{stage}.json").read_text())
         assert facts["all_dtensors"]
         assert "FSDPCocaLlamaDecoderLayer" in facts["sharded"]
-        assert_as_trained(facts["bytes"], record(ours / stage)["parameters"]["trained"], processes=2)
+        assert_as_trained(
+            facts["bytes"], record(ours / stage)["parameters"]["trained"], processes=2
+        )
         expected = [line["loss"] for line in log_lines(one / stage)]
-        assert [line["loss"] for line in log_lines(ours / stage)] == pytest.approx(expected, abs=1e-4)
+        assert [line["loss"] for line in log_lines(ours / stage)] == pytest.approx(
+            expected, abs=1e-4
+        )
         a, b = weights(ours / stage), weights(one / stage)
         assert a.keys() == b.keys()
         assert all(torch.allclose(a[name], b[name], atol=1e-3) for name in b)
@@ -181,10 +228,15 @@ def test_adapters_are_sharded_trained_and_merged_as_in_one_process(real_recipe, 
 def test_bfloat16_computes_but_rounds_no_loss_and_sums_no_gradients(real_recipe, runs, tmp_path):
     run_recipe(load_recipe(real_recipe, [*ONE_STAGE[2:], *BF16]), tmp_path / "one", stage="k")
     ours, theirs = (log_lines(out / "1-k") for out in (runs / "bf16", tmp_path / "one"))
-    # Half of a bfloat16 rounding: how products are summed differs between processors, and a rounded loss is further off
+    # Half of a bfloat16 rounding: how products are summed differs between processors, and a rounded
+    # loss is further off
     for key, error in {"loss": 2**-9, "grad_norm": 1e-2}.items():
-        assert [line[key] for line in ours] == pytest.approx([line[key] for line in theirs], rel=error)
-    losses = torch.tensor([*(line["loss"] for line in ours), record(runs / "bf16/1-k")["held_out"]["after"]])
+        assert [line[key] for line in ours] == pytest.approx(
+            [line[key] for line in theirs], rel=error
+        )
+    losses = torch.tensor(
+        [*(line["loss"] for line in ours), record(runs / "bf16/1-k")["held_out"]["after"]]
+    )
     assert (losses != losses.bfloat16()).sum() > 3
 
 
@@ -211,8 +263,13 @@ def test_two_processes_resume_what_one_saved_and_may_recompute_where_it_did_not(
     assert_close(runs / "from-one/1-k", runs / "one/1-k")
 
 
-def test_accumulated_batches_have_the_losses_and_weights_of_one_process(real_recipe, runs, tmp_path):
-    ours, one = runs / "accumulated/1-k", run_recipe(load_recipe(real_recipe, ONE_STAGE[2:]), tmp_path / "one", "k")
+def test_accumulated_batches_have_the_losses_and_weights_of_one_process(
+    real_recipe, runs, tmp_path
+):
+    ours, one = (
+        runs / "accumulated/1-k",
+        run_recipe(load_recipe(real_recipe, ONE_STAGE[2:]), tmp_path / "one", "k"),
+    )
     inputs = json.loads((ours.parent / "inputs.json").read_text())
     assert inputs["blocks_per_step"]["k"] == 4  # of 1 in each of 2 processes
     for key in ("loss", "grad_norm"):
@@ -236,13 +293,24 @@ def test_another_number_of_blocks_a_step_is_refused(real_recipe, runs, tmp_path)
     del recipe.training["global_batch_size"]
     kept = (out / "recipe.yaml").read_text()
     (out / "recipe.yaml").write_text(kept.replace("  global_batch_size: 4\n", ""))
-    with pytest.raises(CocaError, match=r"cannot --resume on other inputs: blocks_per_step\.k was 4, now 2"):
+    with pytest.raises(
+        CocaError, match=r"cannot --resume on other inputs: blocks_per_step\.k was 4, now 2"
+    ):
         run_recipe(recipe, out, stage="k", resume=True)
 
 
 def test_a_changed_recipe_is_refused_in_every_process(real_recipe, runs, tmp_path):
-    """Where only the main one knew, the others would wait for it until the launcher's grace is over."""
-    arguments = [real_recipe, *ONE_STAGE, "--out", runs / "one", "--resume", "training.learning_rate=2e-3"]
+    """Where only the main one knew, the others would wait for it until the launcher's grace is
+    over.
+    """
+    arguments = [
+        real_recipe,
+        *ONE_STAGE,
+        "--out",
+        runs / "one",
+        "--resume",
+        "training.learning_rate=2e-3",
+    ]
     launched = launch(tmp_path, [Run(arguments, FSDP2)])
     assert launched.wait() != 0
     printed = " ".join(launched.output.read_text().split())

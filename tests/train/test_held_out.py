@@ -32,7 +32,9 @@ def grams(block) -> set[tuple[int, ...]]:
 @pytest.fixture
 def prepared(tiny_tokenizer, tmp_path):
     def prepare(sources, count: int, **data):
-        return make_corpus(sources, tiny_tokenizer, SEQ_LEN, tmp_path / "prepared", **data).prepare(count)
+        return make_corpus(sources, tiny_tokenizer, SEQ_LEN, tmp_path / "prepared", **data).prepare(
+            count
+        )
 
     return prepare
 
@@ -52,7 +54,9 @@ def test_no_trace_of_a_held_out_block_is_ever_trained_on(kind, prepared, tmp_pat
     if kind.endswith("copies of them"):
         (tmp_path / "a.jsonl").write_text(2 * (tmp_path / "a.jsonl").read_text())
     text = sum(DOCUMENTS[kind])
-    blocks = prepared([source], 3 * text // SEQ_LEN, held_out_blocks=6)  # one whole pass at the least
+    blocks = prepared(
+        [source], 3 * text // SEQ_LEN, held_out_blocks=6
+    )  # one whole pass at the least
     held = blocks.held_out
     assert held.shape == (6, SEQ_LEN)
     assert held.dtype == torch.int64
@@ -61,7 +65,9 @@ def test_no_trace_of_a_held_out_block_is_ever_trained_on(kind, prepared, tmp_pat
     assert not trained & set().union(*map(grams, held))
 
 
-def test_held_out_blocks_are_mixed_by_weight_and_independent_of_the_seed(tiny_tokenizer, prepared, tmp_path):
+def test_held_out_blocks_are_mixed_by_weight_and_independent_of_the_seed(
+    tiny_tokenizer, prepared, tmp_path
+):
     letters = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, [500] * 30, weight=3)
     digits = make_source(tmp_path / "b.jsonl", string.digits, [500] * 30, weight=1)
     held = prepared([letters, digits], 1, seed=1, held_out_blocks=8).held_out
@@ -71,7 +77,9 @@ def test_held_out_blocks_are_mixed_by_weight_and_independent_of_the_seed(tiny_to
     assert torch.equal(held, again)
 
 
-def test_a_source_gives_at_most_a_tenth_and_all_else_is_trained_on(tiny_tokenizer, prepared, tmp_path):
+def test_a_source_gives_at_most_a_tenth_and_all_else_is_trained_on(
+    tiny_tokenizer, prepared, tmp_path
+):
     source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, [3001])
     blocks = prepared([source], 135, held_out_blocks=1000)
     assert 13 <= len(blocks.held_out) <= 15  # a tenth of 3001 bytes, a token each, in blocks of 20
@@ -113,7 +121,9 @@ def test_blocks_are_of_many_documents_where_the_source_can_spare_them(tiny_token
     assert held_out.DOCUMENTS <= len(held) < 20
     found = [sum(tiny_tokenizer.decode(block) in text for block in blocks) for text in held]
     assert len(blocks) == 32
-    assert found[: held_out.DOCUMENTS] == [2] * held_out.DOCUMENTS  # and none across the border of two documents
+    assert (
+        found[: held_out.DOCUMENTS] == [2] * held_out.DOCUMENTS
+    )  # and none across the border of two documents
 
 
 def test_a_passage_is_from_the_middle_of_a_long_document(tiny_tokenizer):

@@ -1,6 +1,8 @@
-"""Host memory of two FSDP2 processes while the weights are loaded and sharded, on a model that shows in it.
+"""Host memory of two FSDP2 processes while the weights are loaded and sharded, on a model that
+shows in it.
 
-COCA_LAYERS sets its size, 49 MB of float32 weights a layer: COCA_LAYERS=16 pytest -s tests/train/test_host_memory.py
+COCA_LAYERS sets its size, 49 MB of float32 weights a layer: COCA_LAYERS=16 pytest -s
+tests/train/test_host_memory.py
 """
 
 import json
@@ -19,11 +21,18 @@ from coca_hf.train.trainer import StageTrainer
 from tests.train.layouts import FSDP2, Run, succeed
 
 pytestmark = pytest.mark.real
-SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 8}
+SIZES = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
 
 
 def note_memory(directory):
-    """Bytes that a process has before and after it loads the model, and their peak up to the first step."""
+    """Bytes that a process has before and after it loads the model, and their peak up to the first
+    step.
+    """
     load, step, facts = one_stage._load, StageTrainer.training_step, {}
 
     def load_and_note(*arguments):
@@ -57,7 +66,9 @@ def large_recipe(tiny_tokenizer, real_recipe, tmp_path_factory):
     """A recipe that trains a little of a model of 0.4 GB, and the bytes of its weights."""
     directory = tmp_path_factory.mktemp("large")
     layers = int(os.environ.get("COCA_LAYERS", "8"))
-    config = coca_hf.CocaLlamaConfig(**SIZES, num_hidden_layers=layers, vocab_size=len(tiny_tokenizer))
+    config = coca_hf.CocaLlamaConfig(
+        **SIZES, num_hidden_layers=layers, vocab_size=len(tiny_tokenizer)
+    )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     model.to_empty(device="cpu")
@@ -76,7 +87,9 @@ def large_recipe(tiny_tokenizer, real_recipe, tmp_path_factory):
 def peaks(recipe, num_bytes, directory, all_load=False) -> list[float]:
     """What each process gained at its peak, in the bytes of all weights."""
     directory.mkdir()
-    succeed(directory, [Run([recipe, "--out", directory / "out"], FSDP2, Note(directory, all_load))])
+    succeed(
+        directory, [Run([recipe, "--out", directory / "out"], FSDP2, Note(directory, all_load))]
+    )
     facts = [json.loads((directory / f"{rank}.json").read_text()) for rank in (0, 1)]
     for rank, of_rank in enumerate(facts):
         values = {name: round(value / 1e9, 2) for name, value in of_rank.items()}

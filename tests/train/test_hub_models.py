@@ -1,4 +1,6 @@
-"""Models on the hub, here as its cache has them: read at one commit, noted, with what goes along with their weights."""
+"""Models on the hub, here as its cache has them: read at one commit, noted, with what goes along
+with their weights.
+"""
 
 import json
 import shutil
@@ -16,13 +18,17 @@ FIRST, SECOND = "1" * 40, "2" * 40
 
 
 def change_weights(directory):
-    weights = {name: tensor * 1.01 for name, tensor in load_file(directory / "model.safetensors").items()}
+    weights = {
+        name: tensor * 1.01 for name, tensor in load_file(directory / "model.safetensors").items()
+    }
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.fixture
 def hub(tiny_coca_dir, tiny_llama_dir, tmp_path, monkeypatch):
-    """`somebody/coca` and `somebody/llama`; branch main at FIRST, tag v2 at SECOND, of other weights."""
+    """`somebody/coca` and `somebody/llama`; branch main at FIRST, tag v2 at SECOND, of other
+    weights.
+    """
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     for name, checkpoint in (("coca", tiny_coca_dir), ("llama", tiny_llama_dir)):
         repository = tmp_path / f"hub/models--somebody--{name}"
@@ -35,11 +41,15 @@ def hub(tiny_coca_dir, tiny_llama_dir, tmp_path, monkeypatch):
     return tmp_path / "hub"
 
 
-def test_a_model_on_the_hub_is_read_at_its_revision_and_keeps_record_card_and_licence(hub, recipe_path, tmp_path):
+def test_a_model_on_the_hub_is_read_at_its_revision_and_keeps_record_card_and_licence(
+    hub, recipe_path, tmp_path
+):
     for name, commit in (("somebody/coca", FIRST), ("somebody/coca@v2", SECOND)):
         out = tmp_path / commit
         result = run_recipe(load_recipe(recipe_path, [f"model={name}"]), out, stage="k")
-        assert json.loads((out / "inputs.json").read_text())["hub"] == {"model": f"somebody/coca@{commit}"}
+        assert json.loads((out / "inputs.json").read_text())["hub"] == {
+            "model": f"somebody/coca@{commit}"
+        }
         record = json.loads((result / "training.json").read_text())
         assert record["base_model"] == record["recipe"]["model"] == f"somebody/coca@{commit}"
         trained = load_file(result / "model.safetensors")
@@ -69,14 +79,19 @@ def test_a_branch_that_moves_does_not_change_a_run_that_resumes(hub, recipe_path
         run_recipe(recipe, out, stage="qkv", resume=True)
         (hub / "models--somebody--llama/refs/main").write_text(FIRST)
         (hub / "models--somebody--coca/refs/main").write_text(FIRST)
-    moved, unmoved = (load_file(tmp_path / name / "2-qkv/model.safetensors") for name in ("moved", "unmoved"))
+    moved, unmoved = (
+        load_file(tmp_path / name / "2-qkv/model.safetensors") for name in ("moved", "unmoved")
+    )
     assert all(torch.equal(moved[key], unmoved[key]) for key in unmoved)
 
 
 def test_a_revision_that_is_not_there_is_one_line(hub, recipe_path, tmp_path):
     for key in ("model", "teacher"):
         recipe = load_recipe(recipe_path, [f"{key}=somebody/coca@v3"])
-        with pytest.raises(CocaError, match="somebody/coca@v3: cannot be loaded, expected a model directory or hub id"):
+        with pytest.raises(
+            CocaError,
+            match="somebody/coca@v3: cannot be loaded, expected a model directory or hub id",
+        ):
             run_recipe(recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -92,6 +107,7 @@ def test_a_teacher_that_changed_is_refused(recipe_path, tiny_llama_dir, tmp_path
         config = json.loads((teacher / "config.json").read_text())
         (teacher / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
     with pytest.raises(
-        CocaError, match=r"cannot --resume on other inputs: teacher\.(model\.safetensors|config\.json) was"
+        CocaError,
+        match=r"cannot --resume on other inputs: teacher\.(model\.safetensors|config\.json) was",
     ):
         run_recipe(recipe, tmp_path / "out", resume=True)

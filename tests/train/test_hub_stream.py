@@ -1,4 +1,6 @@
-"""Blocks streamed from a data set on the hub, which a server on this machine stands in for, are those of its files."""
+"""Blocks streamed from a data set on the hub, which a server on this machine stands in for, are
+those of its files.
+"""
 
 import json
 
@@ -28,7 +30,9 @@ def as_parquet(rows, path):
 
 @pytest.fixture
 def hub(texts, tmp_path, monkeypatch):
-    """The rows of `digits.jsonl`, in two parquet files: on disk in `server.local`, and on the stand-in."""
+    """The rows of `digits.jsonl`, in two parquet files: on disk in `server.local`, and on the
+    stand-in.
+    """
     rows = [json.loads(line)["code"] for line in (texts / "digits.jsonl").read_text().splitlines()]
     (tmp_path / "files").mkdir()
     files = {
@@ -42,9 +46,13 @@ def hub(texts, tmp_path, monkeypatch):
 
 
 def test_the_blocks_are_those_of_the_files_on_disk(hub, tiny_tokenizer, tmp_path):
-    sources = {path: [Source(path=path, weight=1, column="code")] for path in (REPO, str(hub.local))}
+    sources = {
+        path: [Source(path=path, weight=1, column="code")] for path in (REPO, str(hub.local))
+    }
     streamed, local = (
-        make_corpus(of_path, tiny_tokenizer, SEQ_LEN, tmp_path / "prepared", 3).prepare(200)  # several passes
+        make_corpus(of_path, tiny_tokenizer, SEQ_LEN, tmp_path / "prepared", 3).prepare(
+            200
+        )  # several passes
         for of_path in sources.values()
     )
     assert tokens_of(streamed) == tokens_of(local)
@@ -93,9 +101,14 @@ def test_a_network_that_fails_in_the_middle_is_one_line_and_the_run_continues_at
     assert (source["on_hub"], source["commit"]) == (True, "1" * 40)
 
 
-def test_a_hub_that_does_not_answer_at_the_begin_is_one_line_and_nothing_is_written(hub, recipe_of, tmp_path):
+def test_a_hub_that_does_not_answer_at_the_begin_is_one_line_and_nothing_is_written(
+    hub, recipe_of, tmp_path
+):
     hub.commits.clear()
-    with pytest.raises(CocaError, match="somebody/lines: no such file here, and not readable as a data set on the hub"):
+    with pytest.raises(
+        CocaError,
+        match="somebody/lines: no such file here, and not readable as a data set on the hub",
+    ):
         run_recipe(recipe_of(REPO), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -1,6 +1,8 @@
-"""Processes that are told to stop, or killed at any moment: the rerun ends with the losses of an unbroken run.
+"""Processes that are told to stop, or killed at any moment: the rerun ends with the losses of an
+unbroken run.
 
-COCA_KILLS sets how many random kills: COCA_KILLS=20 pytest tests/train/test_kills.py -k random_moment
+COCA_KILLS sets how many random kills: COCA_KILLS=20 pytest tests/train/test_kills.py -k
+random_moment
 """
 
 import contextlib
@@ -35,7 +37,11 @@ def signal_rank_1_in_step_2(number):
     plain = StageTrainer.training_step
 
     def step(self, *args):
-        if self.state.global_step == 1 and os.environ["RANK"] == "1" and "1-k" in self.args.output_dir:
+        if (
+            self.state.global_step == 1
+            and os.environ["RANK"] == "1"
+            and "1-k" in self.args.output_dir
+        ):
             os.kill(os.getpid(), number)
         return plain(self, *args)
 
@@ -61,7 +67,9 @@ def usr1_to_rank_1():
     signal_rank_1_in_step_2(signal.SIGUSR1)
 
 
-def test_a_signal_to_one_process_stops_all_after_a_checkpoint_and_nothing_is_lost(real_recipe, real_unbroken, tmp_path):
+def test_a_signal_to_one_process_stops_all_after_a_checkpoint_and_nothing_is_lost(
+    real_recipe, real_unbroken, tmp_path
+):
     out = tmp_path / "out"
     arguments = [real_recipe, "--out", out, "training.save_strategy=no"]
     launched = launch(tmp_path, [Run(arguments, FSDP2, usr1_to_rank_1)])
@@ -69,25 +77,35 @@ def test_a_signal_to_one_process_stops_all_after_a_checkpoint_and_nothing_is_los
     printed = " ".join(launched.output.read_text().split())
     assert "1-k: stopped by" in printed, printed
     assert f"exitcode : {EXIT_STOPPED}" in printed  # of the ranks; the launcher itself has its own
-    assert json.loads((out / "stopped.json").read_text()).items() >= {"stage": "k", "step": 2}.items()
+    assert (
+        json.loads((out / "stopped.json").read_text()).items() >= {"stage": "k", "step": 2}.items()
+    )
     assert [path.name for path in (out / "1-k/trainer").glob("checkpoint-*")] == ["checkpoint-2"]
     recipe = load_recipe(real_recipe, ["training.save_strategy=no"])
     run_recipe(recipe, out, resume=True)
     assert not (out / "stopped.json").exists()
     for stage in STAGES:
         ours, theirs = log_lines(out / stage), log_lines(real_unbroken / stage)
-        assert ours[-1]["loss"] == pytest.approx(theirs[-1]["loss"], abs=0.5)  # means over other intervals
+        assert ours[-1]["loss"] == pytest.approx(
+            theirs[-1]["loss"], abs=0.5
+        )  # means over other intervals
         assert ours[-1]["tokens_seen"] == theirs[-1]["tokens_seen"]
     for ours, theirs in zip(final_losses(out), final_losses(real_unbroken), strict=True):
         assert ours[1] == pytest.approx(theirs[1], abs=1e-5)
 
 
-def test_sigterm_ends_the_command_with_its_code_and_a_checkpoint(real_recipe, real_unbroken, tmp_path):
+def test_sigterm_ends_the_command_with_its_code_and_a_checkpoint(
+    real_recipe, real_unbroken, tmp_path
+):
     out = tmp_path / "out"
-    launched = launch(tmp_path, [Run([real_recipe, "--out", out], hook=signal_in_step_2)], processes=1)
+    launched = launch(
+        tmp_path, [Run([real_recipe, "--out", out], hook=signal_in_step_2)], processes=1
+    )
     assert launched.wait() == EXIT_STOPPED == 75
     printed = " ".join(launched.output.read_text().split())
-    assert "1-k: stopped by SIGTERM after step 2, with a checkpoint; continue with --resume" in printed
+    assert (
+        "1-k: stopped by SIGTERM after step 2, with a checkpoint; continue with --resume" in printed
+    )
     run_recipe(load_recipe(real_recipe), out, resume=True)
     assert final_losses(out) == final_losses(real_unbroken)
 
@@ -105,7 +123,9 @@ def signal_while_the_result_of_stage_k_is_written():
     one_stage._complete = signal_and_complete
 
 
-def test_a_signal_between_two_stages_stops_all_processes_before_the_next_one(real_recipe, real_unbroken, tmp_path):
+def test_a_signal_between_two_stages_stops_all_processes_before_the_next_one(
+    real_recipe, real_unbroken, tmp_path
+):
     out = tmp_path / "out"
     hook = signal_while_the_result_of_stage_k_is_written
     launched = launch(tmp_path, [Run([real_recipe, "--out", out], FSDP2, hook)])
@@ -131,11 +151,19 @@ def signal_while_inputs_are_checked():
     preflight.check_inputs = signal_and_check
 
 
-def test_a_signal_before_the_first_stage_ends_the_command_with_its_code(real_recipe, real_unbroken, tmp_path):
+def test_a_signal_before_the_first_stage_ends_the_command_with_its_code(
+    real_recipe, real_unbroken, tmp_path
+):
     out = tmp_path / "out"
-    launched = launch(tmp_path, [Run([real_recipe, "--out", out], hook=signal_while_inputs_are_checked)], processes=1)
+    launched = launch(
+        tmp_path,
+        [Run([real_recipe, "--out", out], hook=signal_while_inputs_are_checked)],
+        processes=1,
+    )
     assert launched.wait() == EXIT_STOPPED, launched.output.read_text()
-    assert "1-k: stopped by SIGTERM before it began" in " ".join(launched.output.read_text().split())
+    assert "1-k: stopped by SIGTERM before it began" in " ".join(
+        launched.output.read_text().split()
+    )
     assert not (out / "1-k").exists()
     run_recipe(load_recipe(real_recipe), out, resume=True)
     assert final_losses(out) == final_losses(real_unbroken)
@@ -175,13 +203,21 @@ def die_while_the_result_is_written():
 
 
 @pytest.mark.parametrize(
-    "hook", [die_in_step_2_of_rank_1, die_in_a_checkpoint_of_rank_1, die_while_the_result_is_written]
+    "hook",
+    [die_in_step_2_of_rank_1, die_in_a_checkpoint_of_rank_1, die_while_the_result_is_written],
 )
-def test_who_survives_another_process_says_so_in_one_line_and_does_not_blame_the_disk(real_recipe, tmp_path, hook):
-    launched = launch(tmp_path, [Run([real_recipe, "--stage", "k", "--out", tmp_path / "out"], FSDP2, hook)])
+def test_who_survives_another_process_says_so_in_one_line_and_does_not_blame_the_disk(
+    real_recipe, tmp_path, hook
+):
+    launched = launch(
+        tmp_path, [Run([real_recipe, "--stage", "k", "--out", tmp_path / "out"], FSDP2, hook)]
+    )
     assert launched.wait(120) != 0
     printed = " ".join(launched.output.read_text().split())
-    assert "error: another process of this run has ended, see its own message; continue with --resume" in printed
+    assert (
+        "error: another process of this run has ended, see its own message; continue with --resume"
+        in printed
+    )
     assert "cannot be written" not in printed
 
 
@@ -199,7 +235,9 @@ def test_two_runs_do_not_write_to_one_directory(real_recipe, tmp_path):
 
 
 def kill(victim, launched):
-    """`kill -9` of one rank, all of them, or their launcher, if they are there yet; returns when all have ended."""
+    """`kill -9` of one rank, all of them, or their launcher, if they are there yet; returns when
+    all have ended.
+    """
     ranks = launched.ranks()
     all_ranks = ranks or [launched.process.pid]
     victims = {"rank 0": all_ranks[:1], "rank 1": all_ranks[-1:], "all ranks": all_ranks}
@@ -239,7 +277,9 @@ def test_a_run_killed_in_every_stage_launcher_one_rank_and_all_ranks_ends_with_t
     draw = random.Random(os.environ.get("COCA_KILLS_SEED", 0))
     out = tmp_path / "out"
     arguments = [real_recipe, "--out", out, "--resume"]
-    for stage, victim in zip(STAGES, VICTIMS, strict=False):  # each kill comes later than the one before
+    for stage, victim in zip(
+        STAGES, VICTIMS, strict=False
+    ):  # each kill comes later than the one before
         launched = launch(tmp_path, [Run(arguments, FSDP2, slow_steps)])
         while not (out / stage / "log.jsonl").exists():
             assert launched.process.is_alive(), launched.output.read_text()
@@ -253,7 +293,9 @@ def test_a_run_killed_in_every_stage_launcher_one_rank_and_all_ranks_ends_with_t
 
 
 @pytest.mark.parametrize("number", range(KILLS))
-def test_a_run_killed_at_a_random_moment_ends_with_the_same_losses(real_recipe, unbroken_in_two, tmp_path, number):
+def test_a_run_killed_at_a_random_moment_ends_with_the_same_losses(
+    real_recipe, unbroken_in_two, tmp_path, number
+):
     expected, seconds = unbroken_in_two
     draw = random.Random(f"{number} {os.environ.get('COCA_KILLS_SEED', 0)}")
     out = killed_at_random(VICTIMS[number % len(VICTIMS)], real_recipe, seconds, draw, tmp_path)
@@ -263,17 +305,26 @@ def test_a_run_killed_at_a_random_moment_ends_with_the_same_losses(real_recipe, 
 
 
 def killed_at_random(victim, recipe, seconds, draw, directory):
-    """OUT of a run that was killed before its end; a moment when the victim is not there yet, or no more, is drawn
-    again.
+    """OUT of a run that was killed before its end; a moment when the victim is not there yet, or no
+    more, is drawn again.
     """
     for number in range(10):
         out = directory / f"out-{number}"
         launched = launch(directory, [Run([recipe, "--out", out], FSDP2)])
         launched.process.join(moment := draw.uniform(0.1, 0.95) * seconds)
-        is_there = launched.process.is_alive() and (victim == "launcher" or len(launched.ranks()) == 2)
+        is_there = launched.process.is_alive() and (
+            victim == "launcher" or len(launched.ranks()) == 2
+        )
         files = [str(path.relative_to(out)) for path in [*out.glob("*"), *out.glob("*/trainer/*")]]
         kill(victim, launched)
-        if is_there and launched.process.exitcode and not (out / STAGES[-1] / "training.json").exists():
-            print(f"{victim} after {moment:.1f} s of {seconds:.1f}, with {sorted(files)}, at try {number + 1}")
+        if (
+            is_there
+            and launched.process.exitcode
+            and not (out / STAGES[-1] / "training.json").exists()
+        ):
+            print(
+                f"{victim} after {moment:.1f} s of {seconds:.1f}, with {sorted(files)}, at try "
+                f"{number + 1}"
+            )
             return out
     raise AssertionError(f"no moment when {victim} was there: {launched.output.read_text()}")

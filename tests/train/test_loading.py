@@ -1,6 +1,8 @@
-"""Which process has which weights, student and teacher, under FSDP2 as recipes/accelerate launches it.
+"""Which process has which weights, student and teacher, under FSDP2 as recipes/accelerate launches
+it.
 
-In CI on the oldest supported versions, too: transformers leaves it to its version which process gets contents.
+In CI on the oldest supported versions, too: transformers leaves it to its version which process
+gets contents.
 """
 
 import json
@@ -27,7 +29,9 @@ TAUGHT = [
 
 
 def watch():
-    """Write what a process loads for a stage, and what is left of the teacher when the stage is saved."""
+    """Write what a process loads for a stage, and what is left of the teacher when the stage is
+    saved.
+    """
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True)  # so that what was not loaded is NaN
     complete, plain_load, plain_model, facts, teachers = (
@@ -45,7 +49,9 @@ def watch():
     def load(recipe, run):
         base, tokenizer, objective = plain_load(recipe, run)
         facts["student"] = sum(p.double().abs().sum().item() for p in base.parameters())
-        facts["teacher"] = objective and sum(p.double().abs().sum().item() for p in objective._teacher.parameters())
+        facts["teacher"] = objective and sum(
+            p.double().abs().sum().item() for p in objective._teacher.parameters()
+        )
         return base, tokenizer, objective
 
     def watch_and_complete(run, trainer, *rest):
@@ -53,12 +59,18 @@ def watch():
         facts["loaded"] = len(teachers)
         facts["learns"] = any(p.requires_grad or p.grad is not None for p in teacher)
         facts["sharded"] = any(isinstance(p, DTensor) for p in teacher)
-        facts["optimized"] = any(p is q for p in teacher for q in trainer.optimizer.param_groups[0]["params"])
+        facts["optimized"] = any(
+            p is q for p in teacher for q in trainer.optimizer.param_groups[0]["params"]
+        )
         path = run.directory.parent.parent / f"{run.directory.name} {os.environ['RANK']}.json"
         path.write_text(json.dumps(facts))
         complete(run, trainer, *rest)
 
-    objectives.load_model, one_stage._load, one_stage._complete = load_model, load, watch_and_complete
+    objectives.load_model, one_stage._load, one_stage._complete = (
+        load_model,
+        load,
+        watch_and_complete,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +87,10 @@ def facts_of(taught, stage):
 
 
 def test_every_process_has_the_teacher_s_weights_once(taught, tiny_llama_dir):
-    contents = sum(w.double().abs().sum().item() for w in load_file(tiny_llama_dir / "model.safetensors").values())
+    contents = sum(
+        w.double().abs().sum().item()
+        for w in load_file(tiny_llama_dir / "model.safetensors").values()
+    )
     for stage in STAGES:
         for facts in facts_of(taught, stage):
             assert facts["teacher"] == pytest.approx(contents)
@@ -85,15 +100,22 @@ def test_every_process_has_the_teacher_s_weights_once(taught, tiny_llama_dir):
 
 def test_only_the_main_process_loads_the_student(taught):
     for stage in (*STAGES, "3-full"):
-        assert [math.isfinite(facts["student"]) for facts in facts_of(taught, stage)] == [True, False]
+        assert [math.isfinite(facts["student"]) for facts in facts_of(taught, stage)] == [
+            True,
+            False,
+        ]
 
 
-def test_stages_with_a_teacher_have_the_losses_of_one_process(taught, real_recipe, tiny_llama_dir, tmp_path):
+def test_stages_with_a_teacher_have_the_losses_of_one_process(
+    taught, real_recipe, tiny_llama_dir, tmp_path
+):
     run_recipe(load_recipe(real_recipe, [f"teacher={tiny_llama_dir}", *TAUGHT]), tmp_path / "one")
     for stage, parts in STAGES.items():
         for key in ("loss", "grad_norm", *(f"loss_{part}" for part in parts)):
             expected = [line[key] for line in log_lines(tmp_path / "one" / stage)]
-            assert [line[key] for line in log_lines(taught / stage)] == pytest.approx(expected, abs=1e-4), key
+            assert [line[key] for line in log_lines(taught / stage)] == pytest.approx(
+                expected, abs=1e-4
+            ), key
 
 
 def test_a_model_that_only_the_main_process_cannot_load_ends_all_in_one_line(real_recipe, tmp_path):

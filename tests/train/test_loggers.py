@@ -1,4 +1,5 @@
-"""Weights & Biases and trackio by name: each stage is a run, with the steps and the values of log.jsonl.
+"""Weights & Biases and trackio by name: each stage is a run, with the steps and the values of
+log.jsonl.
 
 Nothing leaves this machine: Weights & Biases writes its offline files, trackio its local data base.
 """
@@ -27,12 +28,20 @@ from tests.train.test_resume import die_in_step_4
 
 STAGES = ["1-k", "2-qkv", "3-full"]
 LOGGERS = ["training.report_to=[wandb,trackio]", "training.project=tiny"]
-BLOCK, HEAD, COMPLETE = 2**15, 7, (1, 4)  # of LevelDB's log format, in which Weights & Biases writes its files
+BLOCK, HEAD, COMPLETE = (
+    2**15,
+    7,
+    (1, 4),
+)  # of LevelDB's log format, in which Weights & Biases writes its files
 
 
 def log_to(directory, then=None):
     """Let both loggers write to `directory`, and stay on this machine."""
-    names = {"WANDB_MODE": "offline", "WANDB_DIR": directory / "wandb-runs", "TRACKIO_DIR": directory / "trackio"}
+    names = {
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": directory / "wandb-runs",
+        "TRACKIO_DIR": directory / "trackio",
+    }
     names["WANDB_SILENT"] = "true"
     (directory / "wandb-runs").mkdir(exist_ok=True)
     os.environ.update({name: str(value) for name, value in names.items()})
@@ -42,7 +51,9 @@ def log_to(directory, then=None):
 
 @pytest.fixture(scope="module")
 def logged(tiny_coca_dir, texts, tmp_path_factory):
-    """A directory with OUT, `tiny-run`, of three stages, the second of which was killed in its step 4 and resumed."""
+    """A directory with OUT, `tiny-run`, of three stages, the second of which was killed in its step
+    4 and resumed.
+    """
     directory = tmp_path_factory.mktemp("logged")
     (directory / "recipe.yaml").write_text(yaml.safe_dump(make_recipe_tree(tiny_coca_dir, texts)))
     arguments = [directory / "recipe.yaml", "--out", directory / "tiny-run", *LOGGERS]
@@ -69,12 +80,18 @@ def wandb_records(file):
 
 
 def of_wandb(directory):
-    """The project, the name of the run and the values of every row; what a killed run had in memory is lost."""
+    """The project, the name of the run and the values of every row; what a killed run had in memory
+    is lost.
+    """
     for file in wandb_files(directory):
         records = list(wandb_records(file))
         run = next((record.run for record in records if record.HasField("run")), None)
         for row in (record.history.item for record in records if record.HasField("history")):
-            yield run.project, run.display_name, {item.nested_key[0]: json.loads(item.value_json) for item in row}
+            yield (
+                run.project,
+                run.display_name,
+                {item.nested_key[0]: json.loads(item.value_json) for item in row},
+            )
 
 
 def wandb_files(directory):
@@ -91,11 +108,18 @@ def of_trackio(directory):
 @pytest.mark.parametrize("rows_of", [of_wandb, of_trackio])
 def test_every_stage_is_a_run_with_the_losses_and_rates_of_its_log_at_every_step(logged, rows_of):
     rows = list(rows_of(logged))
-    assert {(project, name) for project, name, _ in rows} == {("tiny", f"tiny-run/{stage}") for stage in STAGES}
+    assert {(project, name) for project, name, _ in rows} == {
+        ("tiny", f"tiny-run/{stage}") for stage in STAGES
+    }
     for stage in STAGES:
         own = [row for _, name, row in rows if name == f"tiny-run/{stage}" and "train/loss" in row]
-        lines = {line["step"]: (line["loss"], line["learning_rate"]) for line in log_lines(logged / "tiny-run" / stage)}
-        found = {row["train/global_step"]: (row["train/loss"], row["train/learning_rate"]) for row in own}
+        lines = {
+            line["step"]: (line["loss"], line["learning_rate"])
+            for line in log_lines(logged / "tiny-run" / stage)
+        }
+        found = {
+            row["train/global_step"]: (row["train/loss"], row["train/learning_rate"]) for row in own
+        }
         resumed_after = 2 if stage == "2-qkv" else 0
         assert found.items() <= lines.items()
         assert found.keys() >= {step for step in lines if step > resumed_after}
@@ -118,7 +142,9 @@ def test_a_logger_that_is_not_there_ends_the_command_before_anything_is_written(
     recipe_path, tmp_path, monkeypatch, capsys, name
 ):
     for package in ("wandb", "trackio"):
-        monkeypatch.setattr(f"transformers.integrations.integration_utils.is_{package}_available", lambda: False)
+        monkeypatch.setattr(
+            f"transformers.integrations.integration_utils.is_{package}_available", lambda: False
+        )
     arguments = [str(recipe_path), "--out", str(tmp_path / "out"), f"training.report_to={name}"]
     monkeypatch.setattr(sys, "argv", ["coca-train", *arguments])
     with pytest.raises(SystemExit) as stopped:
@@ -128,9 +154,15 @@ def test_a_logger_that_is_not_there_ends_the_command_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_project_that_trackio_does_not_take_ends_the_command_before_anything_is_written(recipe_path, tmp_path):
-    recipe = load_recipe(recipe_path, ["training.report_to=trackio", "training.project=llama_system"])
-    with pytest.raises(CocaError, match=r"stages\.k\.report_to: Project name 'llama_system' is not allowed"):
+def test_a_project_that_trackio_does_not_take_ends_the_command_before_anything_is_written(
+    recipe_path, tmp_path
+):
+    recipe = load_recipe(
+        recipe_path, ["training.report_to=trackio", "training.project=llama_system"]
+    )
+    with pytest.raises(
+        CocaError, match=r"stages\.k\.report_to: Project name 'llama_system' is not allowed"
+    ):
         run_recipe(recipe, tmp_path / "out")
     assert not list((tmp_path / "out").glob("*"))
 

@@ -1,4 +1,6 @@
-"""`{synthetic: lookups}` in a recipe: its share of the stream, the marks of its answers, and what they count."""
+"""`{synthetic: lookups}` in a recipe: its share of the stream, the marks of its answers, and what
+they count.
+"""
 
 import pytest
 import torch
@@ -83,7 +85,9 @@ def test_skipped_positions_rise_to_at_most_their_reach_and_differ_from_block_to_
 
 @pytest.fixture
 def predictions():
-    """Logits of two models, (b, m, vocabulary), labels, and answers of which the last block has none."""
+    """Logits of two models, (b, m, vocabulary), labels, and answers of which the last block has
+    none.
+    """
     draw = torch.Generator().manual_seed(0)
     ours, theirs = torch.randn(2, 3, 11, 7, generator=draw)
     labels = torch.randint(7, (3, 11), generator=draw)
@@ -93,7 +97,9 @@ def predictions():
 
 
 def mean_over_answers(losses, answers):
-    """losses: (b, m - 1), of the tokens after the first; the mean over blocks, of each block's answers alone."""
+    """losses: (b, m - 1), of the tokens after the first; the mean over blocks, of each block's
+    answers alone.
+    """
     rows = zip(losses, answers[:, 1:], strict=True)
     parts = [row[marked].mean() if marked.any() else row.new_zeros(()) for row, marked in rows]
     return torch.stack(parts).mean()
@@ -108,7 +114,9 @@ def test_the_loss_on_answers_is_the_mean_over_those_of_each_block(predictions):
 
 def test_distillation_adds_the_mean_over_answers_to_that_over_tokens(predictions):
     ours, theirs, _, answers = predictions
-    divergence = kl_div(ours.log_softmax(-1), theirs.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+    divergence = kl_div(
+        ours.log_softmax(-1), theirs.log_softmax(-1), log_target=True, reduction="none"
+    ).sum(-1)
     expected = divergence.mean() + 3 * mean_over_answers(divergence[:, :-1], answers)
     found = distillation_loss(ours, theirs, weights=1 + 3 * answer_weights(answers))
     torch.testing.assert_close(found, expected)
@@ -127,12 +135,23 @@ def test_attention_maps_add_the_mean_over_the_queries_that_predict_answers(predi
 def lookups_recipe(recipe_path, *settings):
     path = load_recipe(recipe_path).data.sources[0].path
     sources = f"data.sources=[{{path: '{path}', weight: 3}}, {{synthetic: lookups, weight: 6}}]"
-    return load_recipe(recipe_path, ["data.seq_len=100", sources, "data.held_out_blocks=2", *settings])
+    positions = "config.max_position_embeddings=400"
+    return load_recipe(
+        recipe_path, ["data.seq_len=100", positions, sources, "data.held_out_blocks=2", *settings]
+    )
 
 
-@pytest.mark.parametrize("positions", [[], ["data.skip_positions=333"]], ids=["in order", "left out"])
-def test_a_stage_adds_the_loss_on_answers_and_logs_it(recipe_path, tiny_llama_dir, tmp_path, positions):
-    settings = [f"teacher={tiny_llama_dir}", "stages.k.answer_weight=3", "stages.full.answer_weight=2"]
+@pytest.mark.parametrize(
+    "positions", [[], ["data.skip_positions=333"]], ids=["in order", "left out"]
+)
+def test_a_stage_adds_the_loss_on_answers_and_logs_it(
+    recipe_path, tiny_llama_dir, tmp_path, positions
+):
+    settings = [
+        f"teacher={tiny_llama_dir}",
+        "stages.k.answer_weight=3",
+        "stages.full.answer_weight=2",
+    ]
     mixed = "stages.full.objective={lm: 0.5, distill: 0.25}"
     run_recipe(lookups_recipe(recipe_path, *settings, mixed, *positions), tmp_path / "out")
     for line in log_lines(tmp_path / "out/1-k"):
@@ -161,23 +180,40 @@ def test_left_out_positions_are_no_borders_of_documents(tiny_coca_dir, tiny_llam
     changed = {**given, "input_ids": given["input_ids"].clone()}
     changed["input_ids"][0, 0] += 1
     for directory in (tiny_coca_dir, tiny_llama_dir):
-        given, changed = ({**inputs, "attention_mask": block["attention_mask"][None]} for inputs in (given, changed))
+        given, changed = (
+            {**inputs, "attention_mask": block["attention_mask"][None]}
+            for inputs in (given, changed)
+        )
         model = load_model(str(directory))
         with torch.no_grad():
-            ours, theirs = (model(**inputs, use_cache=False).logits[0, -1] for inputs in (given, changed))
+            ours, theirs = (
+                model(**inputs, use_cache=False).logits[0, -1] for inputs in (given, changed)
+            )
             assert not torch.equal(ours, theirs)
             del given["attention_mask"], changed["attention_mask"]
-            ours, theirs = (model(**inputs, use_cache=False).logits[0, -1] for inputs in (given, changed))
+            ours, theirs = (
+                model(**inputs, use_cache=False).logits[0, -1] for inputs in (given, changed)
+            )
             assert torch.equal(ours, theirs), "a mask is what says so"
 
 
 @pytest.mark.real
 def test_two_processes_have_the_losses_of_one(recipe_path, tmp_path):
-    settings = ["stages.k.answer_weight=3", "data.skip_positions=333", "training.global_batch_size=4"]
+    settings = [
+        "stages.k.answer_weight=3",
+        "data.skip_positions=333",
+        "training.global_batch_size=4",
+    ]
     one, two = ([*settings, f"training.per_device_train_batch_size={batch}"] for batch in (4, 2))
     recipe = lookups_recipe(recipe_path, *one)
     run_recipe(recipe, tmp_path / "one", stage="k")
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(lookups_recipe(recipe_path, *two).to_dict()))
-    succeed(tmp_path, [Run([tmp_path / "recipe.yaml", "--stage", "k", "--out", tmp_path / "two"], DDP)])
-    ours, theirs = ([line["loss"] for line in log_lines(tmp_path / name / "1-k")] for name in ("two", "one"))
+    (tmp_path / "recipe.yaml").write_text(
+        yaml.safe_dump(lookups_recipe(recipe_path, *two).to_dict())
+    )
+    succeed(
+        tmp_path, [Run([tmp_path / "recipe.yaml", "--stage", "k", "--out", tmp_path / "two"], DDP)]
+    )
+    ours, theirs = (
+        [line["loss"] for line in log_lines(tmp_path / name / "1-k")] for name in ("two", "one")
+    )
     assert ours == pytest.approx(theirs, rel=1e-4)

@@ -42,7 +42,9 @@ def marked(piece) -> list[tuple[str, str]]:
 
 
 def test_every_answer_stands_somewhere_before_it(block):
-    found = [(answer, answer in before) for seed in range(60) for answer, before in marked(block(seed))]
+    found = [
+        (answer, answer in before) for seed in range(60) for answer, before in marked(block(seed))
+    ]
     assert len(found) > 500
     assert [answer for answer, stands_before in found if not stands_before] == []
 
@@ -50,7 +52,11 @@ def test_every_answer_stands_somewhere_before_it(block):
 def test_a_block_has_the_length_of_its_text_and_most_lengths_have_answers(block):
     for length in (13, 130, 901, LENGTH):
         pieces = [block(seed, length) for seed in range(40)]
-        assert {len(piece.ids) for piece in pieces} == {len(piece.answers) for piece in pieces} == {length}
+        assert (
+            {len(piece.ids) for piece in pieces}
+            == {len(piece.answers) for piece in pieces}
+            == {length}
+        )
         assert length == 13 or sum(any(piece.answers) for piece in pieces) > 20
 
 
@@ -60,23 +66,32 @@ def test_a_block_is_fixed_by_its_text_and_its_seed(block):
     assert block(3).ids != block(3, LENGTH - 1).ids[: LENGTH - 1]
 
 
-def test_passages_are_drawn_anew_for_every_block_from_all_ordinary_tokens(block, text, tiny_tokenizer):
+def test_passages_are_drawn_anew_for_every_block_from_all_ordinary_tokens(
+    block, text, tiny_tokenizer
+):
     foreign = [set(block(seed).ids) - set(text) for seed in range(60)]
     assert len(set().union(*foreign)) > 240  # of the 256 bytes, nearly all
     assert not set().union(*foreign) & set(tiny_tokenizer.all_special_ids)
 
 
 def test_inserted_words_have_the_tokens_that_they_have_within_a_text(tiny_tokenizer):
-    pieces = Lookups(tiny_tokenizer)._encode([lookups.Wording(" the code: ", "é47", ".\n"), lookups.Wording("\nx")])
+    pieces = Lookups(tiny_tokenizer)._encode(
+        [lookups.Wording(" the code: ", "é47", ".\n"), lookups.Wording("\nx")]
+    )
     assert tiny_tokenizer.decode(pieces[0].ids) == " the code: é47.\n"
-    assert tiny_tokenizer.decode([i for i, answer in zip(*pieces[0], strict=True) if answer]) == "é47"
+    assert (
+        tiny_tokenizer.decode([i for i, answer in zip(*pieces[0], strict=True) if answer]) == "é47"
+    )
     assert tiny_tokenizer.decode(pieces[1].ids) == "\nx"
 
 
 def test_no_two_facts_of_a_block_contradict_each_other(tiny_tokenizer, text):
     maker = Lookups(tiny_tokenizer)
     for seed in range(30):
-        said = [tiny_tokenizer.decode(one.said.ids) for one in maker._facts(LENGTH, text, random.Random(seed))]
+        said = [
+            tiny_tokenizer.decode(one.said.ids)
+            for one in maker._facts(LENGTH, text, random.Random(seed))
+        ]
         assert len(said) == len(set(said))
 
 
@@ -84,7 +99,9 @@ def test_a_tokenizer_that_does_not_know_places_is_refused():
     class Slow:
         is_fast = False
 
-    with pytest.raises(CocaError, match=r"synthetic lookups: got Slow, expected a tokenizer with tokenizer\.json"):
+    with pytest.raises(
+        CocaError, match=r"synthetic lookups: got Slow, expected a tokenizer with tokenizer\.json"
+    ):
         Lookups(Slow())
 
 
@@ -96,8 +113,14 @@ def phrases(text: str) -> set[tuple[str, ...]]:
 
 
 def strings_of(directory: Path) -> set[str]:
-    nodes = (node for file in directory.rglob("*.py") for node in ast.walk(ast.parse(file.read_text())))
-    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    nodes = (
+        node for file in directory.rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))
+    )
+    return {
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
 
 
 def own_wordings() -> list[str]:
@@ -130,5 +153,7 @@ def test_every_wording_has_its_places():
             assert form[0].isspace()
         assert all(form.endswith("{value}") for form in relation.asked)
     assert all(form[0].isspace() and form.endswith("{value}") for form in wordings.QUESTIONS)
-    assert all(form.line.strip() != "{key}: {value}" for form in wordings.FORMS)  # the list that recall measures
+    assert all(
+        form.line.strip() != "{key}: {value}" for form in wordings.FORMS
+    )  # the list that recall measures
     assert all("{key}" in form.line and form.line.count("{value}") == 1 for form in wordings.FORMS)

@@ -1,4 +1,6 @@
-"""What a stage freezes takes no gradients, no optimizer state and no room in checkpoints: bytes of a real run."""
+"""What a stage freezes takes no gradients, no optimizer state and no room in checkpoints: bytes of
+a real run.
+"""
 
 import json
 from pathlib import Path
@@ -16,20 +18,26 @@ from coca_hf.train.training_state import STATE, state_bytes
 
 
 def bytes_of(trainer: StageTrainer) -> dict[str, int]:
-    """After a backward: bytes of this process, and of the tensors in the last checkpoint, which all processes wrote."""
+    """After a backward: bytes of this process, and of the tensors in the last checkpoint, which all
+    processes wrote.
+    """
     gradients = [parameter.grad for parameter in trainer.model.parameters()]
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
     saved = [
         tensor
         for checkpoint in sorted(Path(trainer.args.output_dir).glob("checkpoint-*"))[-1:]
-        for tensor in FileSystemReader(checkpoint / STATE).read_metadata().state_dict_metadata.values()
+        for tensor in FileSystemReader(checkpoint / STATE)
+        .read_metadata()
+        .state_dict_metadata.values()
         if isinstance(tensor, TensorStorageMetadata) and tensor.size
     ]
     return {
         "gradients": sum(map(_bytes, gradients)),
         "optimizer": sum(map(_bytes, states)),
         "saved": sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in saved),
-        "asked for": state_bytes(trainer.model, trainer.optimizer),  # of the disk, before a checkpoint is written
+        "asked for": state_bytes(
+            trainer.model, trainer.optimizer
+        ),  # of the disk, before a checkpoint is written
     }
 
 
@@ -37,7 +45,9 @@ def _bytes(value) -> int:
     if not isinstance(value, Tensor):
         return 0
     local = value.to_local() if isinstance(value, DTensor) else value
-    return local.numel() * local.element_size() if local.dim() else 0  # Adam counts steps, for each parameter
+    return (
+        local.numel() * local.element_size() if local.dim() else 0
+    )  # Adam counts steps, for each parameter
 
 
 def assert_as_trained(measured: dict[str, int], trained: int, processes: int = 1) -> None:
@@ -48,7 +58,9 @@ def assert_as_trained(measured: dict[str, int], trained: int, processes: int = 1
     assert measured["asked for"] == pytest.approx(measured["saved"], rel=0.01)
 
 
-def test_frozen_parameters_cost_neither_gradients_nor_optimizer_state(recipe_path, tmp_path, monkeypatch):
+def test_frozen_parameters_cost_neither_gradients_nor_optimizer_state(
+    recipe_path, tmp_path, monkeypatch
+):
     plain, measured = StageTrainer.training_step, {}
 
     def step(self, *arguments):
@@ -60,6 +72,9 @@ def test_frozen_parameters_cost_neither_gradients_nor_optimizer_state(recipe_pat
     out = tmp_path / "out"
     run_recipe(load_recipe(recipe_path), out)
     for stage, of_stage in measured.items():
-        assert_as_trained(of_stage, json.loads((out / stage / "training.json").read_text())["parameters"]["trained"])
+        assert_as_trained(
+            of_stage,
+            json.loads((out / stage / "training.json").read_text())["parameters"]["trained"],
+        )
     share = {key: num_bytes / measured["3-full"][key] for key, num_bytes in measured["1-k"].items()}
     assert share == pytest.approx(dict.fromkeys(share, 1152 / 77040), rel=0.01)

@@ -1,4 +1,6 @@
-"""Losses against plain formulas; a teacher that stays as it is and goes nowhere; stages that use one."""
+"""Losses against plain formulas; a teacher that stays as it is and goes nowhere; stages that use
+one.
+"""
 
 import json
 
@@ -44,7 +46,9 @@ def test_distillation_is_the_mean_divergence_with_its_gradient(temperature, monk
 
 @pytest.mark.parametrize("num_items", [None, 23, torch.tensor(23)])
 @pytest.mark.parametrize("shifted", [False, True])
-def test_cross_entropy_in_chunks_is_the_plain_one_with_its_gradient(num_items, shifted, monkeypatch):
+def test_cross_entropy_in_chunks_is_the_plain_one_with_its_gradient(
+    num_items, shifted, monkeypatch
+):
     monkeypatch.setattr(objectives, "_CHUNK_TOKENS_OF_CPU", 7)
     model = LlamaForCausalLM(LlamaConfig(**TINY))
     logits, labels = torch.randn(3, 5, 11, requires_grad=True), torch.randint(11, (3, 5))
@@ -69,7 +73,9 @@ def test_attention_transfer_is_the_mean_relative_error():
 
 def test_attention_maps_are_compared_by_their_mean_divergence_in_nats():
     causal = torch.ones(5, 5).tril().log()
-    ours, theirs = ([(torch.randn(2, 3, 5, 5) + causal).softmax(-1) for _ in range(4)] for _ in range(2))
+    ours, theirs = (
+        [(torch.randn(2, 3, 5, 5) + causal).softmax(-1) for _ in range(4)] for _ in range(2)
+    )
     seen = torch.ones(5, 5).tril().bool()
     rows = [
         (a, b)
@@ -86,7 +92,9 @@ def test_attention_maps_train_the_attention_towards_the_teachers(tiny_coca_dir):
     for name, parameter in student.named_parameters():
         parameter.requires_grad_(".q_proj." in name or ".t_proj." in name)
         if parameter.requires_grad:
-            parameter.data = parameter[torch.randperm(len(parameter), generator=torch.Generator().manual_seed(1))]
+            parameter.data = parameter[
+                torch.randperm(len(parameter), generator=torch.Generator().manual_seed(1))
+            ]
     objective, ids = Objective({"attention-maps": 1.0}, teacher), torch.arange(4, 44).view(2, 20)
     optimizer = torch.optim.Adam((p for p in student.parameters() if p.requires_grad), lr=1e-2)
     losses = []
@@ -120,22 +128,37 @@ def overrides(teacher, objective) -> list[str]:
     return [f"teacher={teacher}", f"stages.qkv.objective={objective}"]
 
 
-def test_a_stage_logs_each_loss_and_its_checkpoint_holds_no_teacher(recipe_path, tiny_llama_dir, tmp_path):
+def test_a_stage_logs_each_loss_and_its_checkpoint_holds_no_teacher(
+    recipe_path, tiny_llama_dir, tmp_path
+):
     before = {file.name: file.read_bytes() for file in tiny_llama_dir.glob("*.safetensors")}
     mixed = "{lm: 0.5, distill: 0.25, attention-transfer: 0.25, attention-maps: 2.0}"
-    out, logged = tmp_path / "out", ["stages.qkv.logging_steps=1", "stages.qkv.attn_implementation=eager"]
+    out, logged = (
+        tmp_path / "out",
+        ["stages.qkv.logging_steps=1", "stages.qkv.attn_implementation=eager"],
+    )
     run_recipe(load_recipe(recipe_path, [*overrides(tiny_llama_dir, mixed), *logged]), out)
     lines = [json.loads(line) for line in (out / "2-qkv/log.jsonl").read_text().splitlines()]
     for line in lines:
-        parts = 0.5 * line["loss_lm"] + 0.25 * line["loss_distill"] + 0.25 * line["loss_attention-transfer"]
+        parts = (
+            0.5 * line["loss_lm"]
+            + 0.25 * line["loss_distill"]
+            + 0.25 * line["loss_attention-transfer"]
+        )
         assert line["loss"] == pytest.approx(parts + 2 * line["loss_attention-maps"], rel=1e-4)
         assert line["loss_attention-maps"] > 0
     assert "loss_lm" not in (out / "1-k/log.jsonl").read_text()
-    shapes = {name: value.shape for name, value in load_model(str(out / "1-k")).state_dict().items()}
-    assert shapes == {name: value.shape for name, value in load_model(str(out / "2-qkv")).state_dict().items()}
+    shapes = {
+        name: value.shape for name, value in load_model(str(out / "1-k")).state_dict().items()
+    }
+    assert shapes == {
+        name: value.shape for name, value in load_model(str(out / "2-qkv")).state_dict().items()
+    }
     assert before == {file.name: file.read_bytes() for file in tiny_llama_dir.glob("*.safetensors")}
     again = run_recipe(load_recipe(out / "recipe.yaml"), tmp_path / "again", resume=False)
-    assert (again / "model.safetensors").read_bytes() == (out / "3-full/model.safetensors").read_bytes()
+    assert (again / "model.safetensors").read_bytes() == (
+        out / "3-full/model.safetensors"
+    ).read_bytes()
 
 
 def test_a_stage_with_a_teacher_killed_in_the_middle_resumes_to_the_same_bits(
@@ -143,7 +166,8 @@ def test_a_stage_with_a_teacher_killed_in_the_middle_resumes_to_the_same_bits(
 ):
     mixed = "{lm: 0.5, distill: 0.25, attention-transfer: 0.25}"
     recipe = load_recipe(
-        recipe_path, [f"teacher={tiny_llama_dir}", f"stages.k.objective={mixed}", "stages.k.train=all"]
+        recipe_path,
+        [f"teacher={tiny_llama_dir}", f"stages.k.objective={mixed}", "stages.k.train=all"],
     )
     run_recipe(recipe, tmp_path / "whole", stage="k")
     plain = StageTrainer.training_step
@@ -167,23 +191,32 @@ def test_a_stage_with_a_teacher_killed_in_the_middle_resumes_to_the_same_bits(
 
 def test_the_objective_lm_is_the_plain_path_to_the_bit(recipe_path, unbroken, tmp_path):
     run_recipe(load_recipe(recipe_path, ["stages.k.objective=lm"]), tmp_path / "out", stage="k")
-    ours, theirs = ((directory / "1-k/model.safetensors").read_bytes() for directory in (tmp_path / "out", unbroken))
+    ours, theirs = (
+        (directory / "1-k/model.safetensors").read_bytes()
+        for directory in (tmp_path / "out", unbroken)
+    )
     assert ours == theirs
 
 
 def test_the_weight_of_the_only_objective_counts(recipe_path, unbroken, tmp_path):
     half = load_recipe(recipe_path, ["stages.k.objective={lm: 0.5}"])
-    ours, plain = log_lines(run_recipe(half, tmp_path / "out", stage="k")), log_lines(unbroken / "1-k")
+    ours, plain = (
+        log_lines(run_recipe(half, tmp_path / "out", stage="k")),
+        log_lines(unbroken / "1-k"),
+    )
     for key in ("loss", "grad_norm"):
         assert ours[0][key] == pytest.approx(0.5 * plain[0][key], rel=1e-5)
     assert ours[0]["loss_lm"] == pytest.approx(plain[0]["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), [({"vocab_size": 99}, "vocab_size 99"), ({"num_hidden_layers": 2}, "num_hidden_layers 2")]
+    ("change", "message"),
+    [({"vocab_size": 99}, "vocab_size 99"), ({"num_hidden_layers": 2}, "num_hidden_layers 2")],
 )
 def test_a_teacher_of_another_shape_is_refused(tiny_coca_dir, tmp_path, change, message):
-    config = LlamaConfig(**{"vocab_size": load_model(str(tiny_coca_dir)).config.vocab_size, **TINY, **change})
+    config = LlamaConfig(
+        **{"vocab_size": load_model(str(tiny_coca_dir)).config.vocab_size, **TINY, **change}
+    )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(CocaError, match=message):
         check_teacher(str(tmp_path), load_config(str(tiny_coca_dir)))
@@ -199,7 +232,10 @@ def test_a_teacher_of_another_shape_is_refused(tiny_coca_dir, tmp_path, change, 
         ),
         (["teacher=x", "stages.k.objective={lm: 0}"], "expected weights above 0"),
         (["teacher=x", "stages.k.objective={}"], "expected weights above 0"),
-        (["teacher=x", "stages.k.objective=attention-maps"], "with attn_implementation sdpa, expected eager"),
+        (
+            ["teacher=x", "stages.k.objective=attention-maps"],
+            "with attn_implementation sdpa, expected eager",
+        ),
     ],
 )
 def test_an_objective_that_makes_no_sense_is_refused(recipe_path, given, message):

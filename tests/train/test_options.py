@@ -1,4 +1,6 @@
-"""Options that say how a step is computed: what it computes stays the same, and what they are for is there."""
+"""Options that say how a step is computed: what it computes stays the same, and what they are for
+is there.
+"""
 
 import json
 from contextlib import nullcontext
@@ -22,7 +24,9 @@ TOKENS, VOCABULARY = 4 * 20, 259  # of a step
 
 
 class Seen:
-    """What a run computed: the shapes that its last forward saved for the backward, and calls of SDPA."""
+    """What a run computed: the shapes that its last forward saved for the backward, and calls of
+    SDPA.
+    """
 
     def __init__(self):
         self.saved: list[torch.Size] = []
@@ -45,7 +49,11 @@ def run(recipe_path, tmp_path, monkeypatch):
         def step(self, *arguments):
             seen.saved.clear()
             seen.bytes = 0
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor) if hooks else nullcontext():
+            with (
+                torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+                if hooks
+                else nullcontext()
+            ):
                 return plain_step(self, *arguments)
 
         def sdpa(query, *arguments, **kwargs):
@@ -90,11 +98,15 @@ def test_bfloat16_computes_close_to_float32_and_keeps_float32_weights(run):
     ours, _ = run("ours", "training.bf16=true")
     assert losses(ours) != losses(plain)
     assert losses(ours) == pytest.approx(losses(plain), abs=2e-2)
-    assert {tensor.dtype for tensor in load_file(ours / "model.safetensors").values()} == {torch.float32}
+    assert {tensor.dtype for tensor in load_file(ours / "model.safetensors").values()} == {
+        torch.float32
+    }
 
 
 def test_a_compiled_run_is_the_plain_one(run, tiny_coca_dir):
-    """By the backend that traces forward and backward but writes no C++, which takes minutes; of one layer."""
+    """By the backend that traces forward and backward but writes no C++, which takes minutes; of
+    one layer.
+    """
     small = {"model_type": "coca_llama", **TINY, "num_hidden_layers": 1}
     one_layer = ["model=null", f"tokenizer={tiny_coca_dir}", f"config={small}"]
     plain, _ = run("plain", *one_layer)
@@ -106,13 +118,20 @@ def test_a_compiled_run_is_the_plain_one(run, tiny_coca_dir):
     assert_same(ours, plain, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [[], ["training.bf16=true"], ["stages.k.lora={r: 3, alpha: 6}"]])
+@pytest.mark.parametrize(
+    "options", [[], ["training.bf16=true"], ["stages.k.lora={r: 3, alpha: 6}"]]
+)
 def test_a_fused_cross_entropy_never_holds_the_logits_of_all_tokens(run, monkeypatch, options):
     monkeypatch.setattr(objectives, "_CHUNK_TOKENS", 7)  # does not divide 80
     plain, before = run("plain", *options)
     ours, seen = run("ours", *options, "training.fused_cross_entropy=true")
-    assert any(shape[-1:] == (VOCABULARY,) and shape.numel() == TOKENS * VOCABULARY for shape in before.saved)
-    assert not any(shape[-1:] == (VOCABULARY,) and shape.numel() > 7 * VOCABULARY for shape in seen.saved)
+    assert any(
+        shape[-1:] == (VOCABULARY,) and shape.numel() == TOKENS * VOCABULARY
+        for shape in before.saved
+    )
+    assert not any(
+        shape[-1:] == (VOCABULARY,) and shape.numel() > 7 * VOCABULARY for shape in seen.saved
+    )
     assert_same(ours, plain, atol=1e-2 if "training.bf16=true" in options else 1e-5)
 
 
@@ -138,7 +157,9 @@ def test_the_held_out_loss_of_a_fused_cross_entropy_never_holds_all_logits_and_i
     with Largest() as largest:
         fused = held_out_loss(model, model.get_output_embeddings(), blocks, 2)
     assert fused == pytest.approx(plain, rel=1e-6)
-    assert largest.numbers == TINY["hidden_size"] * VOCABULARY  # the head itself; all logits are 120 * VOCABULARY
+    assert (
+        largest.numbers == TINY["hidden_size"] * VOCABULARY
+    )  # the head itself; all logits are 120 * VOCABULARY
 
 
 @pytest.fixture(params=["linear", "liger"])
@@ -160,7 +181,9 @@ def test_a_fused_cross_entropy_is_the_plain_one_with_its_gradients(fused, num_it
     labels = torch.randint(11, (3, 5), device=device)
     labels[1, 2:] = -100
     targets = labels[:, 1:].flatten()
-    expected = functional.cross_entropy(head(hidden)[:, :-1].flatten(0, 1).float(), targets, reduction="sum")
+    expected = functional.cross_entropy(
+        head(hidden)[:, :-1].flatten(0, 1).float(), targets, reduction="sum"
+    )
     expected = expected / ((targets >= 0).sum() if num_items is None else num_items)
     inputs = (hidden, head.weight, head.bias)
     wanted = torch.autograd.grad(expected, inputs)
@@ -191,7 +214,9 @@ def test_what_is_not_there_is_refused_before_anything_is_written(recipe_path, tm
 @pytest.mark.parametrize("kind", ["CP", "SP", "TP"])
 def test_several_processes_on_one_block_are_refused(recipe_path, tmp_path, monkeypatch, kind):
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{kind}_SIZE", "2")  # as `accelerate launch` does
-    with pytest.raises(CocaError, match=f"parallelism_config_{kind.lower()}_size: got 2, expected 1"):
+    with pytest.raises(
+        CocaError, match=f"parallelism_config_{kind.lower()}_size: got 2, expected 1"
+    ):
         run_recipe(load_recipe(recipe_path), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -199,7 +224,10 @@ def test_several_processes_on_one_block_are_refused(recipe_path, tmp_path, monke
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["teacher=x", "stages.k.objective=distill"], "stages.k: got fused_cross_entropy with objective distill, wh"),
+        (
+            ["teacher=x", "stages.k.objective=distill"],
+            "stages.k: got fused_cross_entropy with objective distill, wh",
+        ),
         (
             [LOOKUPS, "stages.k.answer_weight=1"],
             "stages.k: got fused_cross_entropy with answer_weight, which",
@@ -215,7 +243,9 @@ def test_what_does_not_go_with_a_fused_cross_entropy_is_refused(recipe_path, set
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_mixed_precision_on_a_gpu_trains_as_float32_does(dtype, recipe_path, tmp_path):
-    """The loss scaler of fp16 skips steps until its scale no longer overflows: then losses only have to be sound."""
+    """The loss scaler of fp16 skips steps until its scale no longer overflows: then losses only
+    have to be sound.
+    """
     losses = {}
     for name, options in {"mixed": [f"training.{dtype}=true"], "full": []}.items():
         out = tmp_path / name

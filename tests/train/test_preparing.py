@@ -1,4 +1,6 @@
-"""Two processes before their first stage: one prepares the blocks, and the other waits outside of collectives."""
+"""Two processes before their first stage: one prepares the blocks, and the other waits outside of
+collectives.
+"""
 
 import json
 import os
@@ -75,7 +77,9 @@ def test_every_host_that_does_not_see_the_blocks_prepares_them(arguments, real_u
         assert (one / name).read_bytes() == (other / name).read_bytes()
 
 
-def test_an_error_of_the_process_that_prepares_ends_all_with_its_line(arguments, real_text, tmp_path):
+def test_an_error_of_the_process_that_prepares_ends_all_with_its_line(
+    arguments, real_text, tmp_path
+):
     rows = (real_text / "topics.jsonl").read_text() + '{"text": 5}\n'
     (tmp_path / "topics.jsonl").write_text(rows)
     changed = [*arguments, f"data.sources.0.path={tmp_path / 'topics.jsonl'}"]
@@ -84,21 +88,33 @@ def test_an_error_of_the_process_that_prepares_ends_all_with_its_line(arguments,
     assert launched.wait() not in (0, None)
     assert time.monotonic() - started < 60
     printed = " ".join(launched.output.read_text().split())
-    assert printed.count(f"error: {tmp_path / 'topics.jsonl'}:60: got int in column 'text', expected text") == 2
+    assert (
+        printed.count(
+            f"error: {tmp_path / 'topics.jsonl'}:60: got int in column 'text', expected text"
+        )
+        == 2
+    )
     assert "CocaError" not in printed, "a traceback"
     assert not (tmp_path / "out/1-k").exists()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_to_one_process_stops_all_and_the_blocks_are_kept(arguments, real_unbroken, tmp_path, rank):
+def test_a_signal_to_one_process_stops_all_and_the_blocks_are_kept(
+    arguments, real_unbroken, tmp_path, rank
+):
     launched = launch(tmp_path, [Run(arguments, DDP, slowly)])
     wait_until_it_prepares(launched, tmp_path)
     os.kill(launched.ranks()[rank], signal.SIGUSR1)
     launched.wait(60)
     printed = " ".join(launched.output.read_text().split())
-    assert "1-k: stopped by SIGUSR1 before it began; the blocks that are prepared are kept" in printed, printed
+    assert (
+        "1-k: stopped by SIGUSR1 before it began; the blocks that are prepared are kept" in printed
+    ), printed
     assert f"exitcode : {EXIT_STOPPED}" in printed
-    assert json.loads((tmp_path / "out/stopped.json").read_text()) == {"signal": "SIGUSR1", "stage": "k"}
+    assert json.loads((tmp_path / "out/stopped.json").read_text()) == {
+        "signal": "SIGUSR1",
+        "stage": "k",
+    }
     state = next(tmp_path.glob("prepared/*/state.json")).read_text()
     assert json.loads(state)["state"]["parts"]["source-0"], "what was tokenised is kept"
     succeed(tmp_path, [Run([*arguments, "--resume"], DDP)])
@@ -106,7 +122,9 @@ def test_a_signal_to_one_process_stops_all_and_the_blocks_are_kept(arguments, re
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_when_one_process_is_killed_the_other_does_not_wait_for_ever(arguments, real_unbroken, tmp_path, rank):
+def test_when_one_process_is_killed_the_other_does_not_wait_for_ever(
+    arguments, real_unbroken, tmp_path, rank
+):
     launched = launch(tmp_path, [Run(arguments, DDP, slowly)])
     wait_until_it_prepares(launched, tmp_path)
     ranks = launched.ranks()

@@ -1,4 +1,6 @@
-"""The same recipe on two processes (DDP over gloo) and on one; and by `accelerate launch`, as people start it."""
+"""The same recipe on two processes (DDP over gloo) and on one; and by `accelerate launch`, as
+people start it.
+"""
 
 import inspect
 import json
@@ -29,12 +31,18 @@ def lines(directory) -> list[dict]:
 
 def assert_close(ours, theirs):
     assert [line["step"] for line in lines(ours)] == [line["step"] for line in lines(theirs)]
-    assert [line["tokens_seen"] for line in lines(ours)] == [line["tokens_seen"] for line in lines(theirs)]
+    assert [line["tokens_seen"] for line in lines(ours)] == [
+        line["tokens_seen"] for line in lines(theirs)
+    ]
     for key in ("loss", "grad_norm"):
-        assert [line[key] for line in lines(ours)] == pytest.approx([line[key] for line in lines(theirs)], abs=1e-4)
+        assert [line[key] for line in lines(ours)] == pytest.approx(
+            [line[key] for line in lines(theirs)], abs=1e-4
+        )
 
 
-def test_two_processes_have_the_losses_of_one_with_the_same_global_batch(recipe_path, unbroken, tmp_path):
+def test_two_processes_have_the_losses_of_one_with_the_same_global_batch(
+    recipe_path, unbroken, tmp_path
+):
     out = tmp_path / "out"
     accumulated = "stages.qkv.gradient_accumulation_steps=2"
     printed = succeed(tmp_path, [Run([recipe_path, "--out", out, *HALVES, accumulated], DDP)])
@@ -52,7 +60,8 @@ def test_two_processes_have_the_losses_of_one_with_the_same_global_batch(recipe_
 def test_two_processes_resume_from_the_checkpoint_that_two_wrote(recipe_path, tmp_path):
     arguments = [recipe_path, HALVES[0], *FOUR_STEPS, "--out", tmp_path / "out"]
     printed = succeed(
-        tmp_path, [Run(arguments, DDP, partial(interrupt_in_step, 4)), Run([*arguments, "--resume"], DDP)]
+        tmp_path,
+        [Run(arguments, DDP, partial(interrupt_in_step, 4)), Run([*arguments, "--resume"], DDP)],
     )
     assert "continues after step 2" in printed
     run_recipe(load_recipe(recipe_path, FOUR_STEPS[:1]), tmp_path / "one", stage="k")
@@ -61,7 +70,14 @@ def test_two_processes_resume_from_the_checkpoint_that_two_wrote(recipe_path, tm
 
 def test_accelerate_launch_trains_a_recipe_on_the_processes_of_its_layout(recipe_path, tmp_path):
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAYOUT)]
-    arguments = [str(recipe_path), "--stage", "k", "stages.k.max_steps=1", "--out", str(tmp_path / "out")]
+    arguments = [
+        str(recipe_path),
+        "--stage",
+        "k",
+        "stages.k.max_steps=1",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [*launcher, "-m", "coca_hf.train", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)

@@ -17,12 +17,16 @@ def test_there_are_recipes():
     assert {"recover.yaml", "three-stage.yaml"} <= {path.name for path in RECIPES}
 
 
-@pytest.mark.parametrize("path", [path for path in RECIPES if "accelerate" not in path.parts], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", [path for path in RECIPES if "accelerate" not in path.parts], ids=lambda p: p.name
+)
 def test_every_recipe_loads_and_says_what_to_expect(path):
     assert len(load_recipe(path).stages) >= 1
     header = [line for line in path.read_text().splitlines() if line.startswith("#")]
     for label in ("Reproduces", "Command", "Cost", "Expect"):
-        assert any(line.startswith(f"# {label}") for line in header), f"{path} does not say: {label}"
+        assert any(line.startswith(f"# {label}") for line in header), (
+            f"{path} does not say: {label}"
+        )
 
 
 def test_a_stage_overrides_the_shared_training_options(recipe_path):
@@ -38,12 +42,18 @@ def test_defaults_are_filled_in_where_the_recipe_says_nothing(recipe_tree, tmp_p
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe_tree))
     recipe = load_recipe(tmp_path / "r.yaml")
     assert recipe.training["report_to"] == ["tensorboard"]
-    assert (recipe.data.seed, recipe.data.sources[0].column, recipe.data.sources[0].split) == (0, "text", "train")
+    assert (recipe.data.seed, recipe.data.sources[0].column, recipe.data.sources[0].split) == (
+        0,
+        "text",
+        "train",
+    )
 
 
 def test_numbers_without_a_dot_are_numbers_at_every_depth(recipe_tree, tmp_path):
     text = yaml.safe_dump(recipe_tree).replace("learning_rate: 0.0005", "learning_rate: 5e-4")
-    text = text.replace("training:", "training:\n  lr_scheduler_kwargs: {start_lr: 1e-7, end_lr: '1e-5'}", 1)
+    text = text.replace(
+        "training:", "training:\n  lr_scheduler_kwargs: {start_lr: 1e-7, end_lr: '1e-5'}", 1
+    )
     (tmp_path / "r.yaml").write_text(text)
     recipe = load_recipe(tmp_path / "r.yaml")
     assert recipe.options(recipe.stages[2])["learning_rate"] == 5e-4
@@ -67,14 +77,20 @@ def test_overrides_reach_stages_by_name_and_sources_by_number(recipe_path):
     ]
     recipe = load_recipe(recipe_path, settings)
     assert recipe.training["learning_rate"] == 2e-4
-    assert (recipe.data.seq_len, recipe.data.sources[1].weight, recipe.model) == (32, 7, "elsewhere")
+    assert (recipe.data.seq_len, recipe.data.sources[1].weight, recipe.model) == (
+        32,
+        7,
+        "elsewhere",
+    )
     assert recipe.options(recipe.stages[2])["max_steps"] == 10
     assert recipe.stages[0].train == ["k_proj", "o_proj"]
     assert recipe.training["lr_scheduler_kwargs"] == {"end_lr": 1e-6}
 
 
 def test_a_recipe_written_out_is_the_same_recipe(recipe_path, tmp_path):
-    recipe = load_recipe(recipe_path, ["training.lr_scheduler_kwargs.start_lr=1e-7", "training.save_strategy=steps"])
+    recipe = load_recipe(
+        recipe_path, ["training.lr_scheduler_kwargs.start_lr=1e-7", "training.save_strategy=steps"]
+    )
     (tmp_path / "again.yaml").write_text(yaml.safe_dump(recipe.to_dict()))
     assert load_recipe(tmp_path / "again.yaml") == recipe
 
@@ -136,7 +152,9 @@ BAD_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("setting", "message"), BAD_SETTINGS.items(), ids=[setting[:60] for setting in BAD_SETTINGS])
+@pytest.mark.parametrize(
+    ("setting", "message"), BAD_SETTINGS.items(), ids=[setting[:60] for setting in BAD_SETTINGS]
+)
 def test_a_bad_setting_is_one_clear_line(recipe_path, setting, message):
     with pytest.raises(CocaError) as caught:
         load_recipe(recipe_path, [setting])
@@ -146,7 +164,12 @@ def test_a_bad_setting_is_one_clear_line(recipe_path, setting, message):
 
 
 def test_an_option_may_be_none_where_that_is_its_default(recipe_path):
-    assert load_recipe(recipe_path, ["training.neftune_noise_alpha=null"]).training["neftune_noise_alpha"] is None
+    assert (
+        load_recipe(recipe_path, ["training.neftune_noise_alpha=null"]).training[
+            "neftune_noise_alpha"
+        ]
+        is None
+    )
 
 
 def test_a_mapping_may_be_merged_into_others(recipe_tree, tmp_path):
@@ -191,7 +214,9 @@ def test_a_recipe_that_is_not_there_is_named(tmp_path):
         load_recipe(tmp_path / "none.yaml")
 
 
-def test_a_typo_ends_the_command_with_code_2_and_makes_nothing(recipe_path, tmp_path, monkeypatch, capsys):
+def test_a_typo_ends_the_command_with_code_2_and_makes_nothing(
+    recipe_path, tmp_path, monkeypatch, capsys
+):
     arguments = [str(recipe_path), "--out", str(tmp_path / "out"), "training.learning_rat=1"]
     monkeypatch.setattr(sys, "argv", ["coca-train", *arguments])
     with pytest.raises(SystemExit) as stopped:

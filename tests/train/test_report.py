@@ -24,16 +24,23 @@ def test_every_loss_of_a_real_run_is_on_its_curve(real_unbroken):
         assert [(point.tokens, point.loss) for point in stage.training] == [
             (line["tokens_seen"], line["loss"]) for line in lines
         ]
-        ends = [(before, record["held_out"]["before"]), (record["tokens_seen"], record["held_out"]["after"])]
+        ends = [
+            (before, record["held_out"]["before"]),
+            (record["tokens_seen"], record["held_out"]["after"]),
+        ]
         assert [(point.tokens, point.loss) for point in stage.held_out] == ends
         before = record["tokens_seen"]
-    seconds = [point.seconds for stage in run.stages for point in [*stage.held_out[:1], *stage.training]]
+    seconds = [
+        point.seconds for stage in run.stages for point in [*stage.held_out[:1], *stage.training]
+    ]
     assert seconds == sorted(seconds)
     assert seconds[0] >= 0
 
 
 def test_the_page_of_a_real_run_has_its_figures_and_its_table(real_unbroken, tmp_path):
-    result = CliRunner().invoke(evaluate_app, ["report", str(real_unbroken), "--out", str(tmp_path / "page")])
+    result = CliRunner().invoke(
+        evaluate_app, ["report", str(real_unbroken), "--out", str(tmp_path / "page")]
+    )
     assert result.exit_code == 0, result.exception
     page = (tmp_path / "page/report.md").read_text()
     for stage in STAGES:
@@ -42,7 +49,9 @@ def test_the_page_of_a_real_run_has_its_figures_and_its_table(real_unbroken, tmp
         cells = [f"{record['tokens_seen']:,}", *(f"{loss:.4f}" for loss in losses)]
         cells += [f"{math.exp(loss):,.2f}" for loss in losses]
         assert f"| out | {stage[2:]} | {' | '.join(cells)} |" in page
-        assert f"| out | {stage[2:]} | 1 x {record['hardware']['device']} |" in page.replace("\\_", "_")
+        assert f"| out | {stage[2:]} | 1 x {record['hardware']['device']} |" in page.replace(
+            "\\_", "_"
+        )
     for figure in ("recovery", "recovery-seconds"):
         assert f"({figure}.png)" in page
         assert (tmp_path / f"page/{figure}.png").read_bytes().startswith(b"\x89PNG")

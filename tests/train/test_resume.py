@@ -1,4 +1,6 @@
-"""Runs that are killed, meet a full disk or learn nonsense: nothing is lost, and they go on as if unbroken."""
+"""Runs that are killed, meet a full disk or learn nonsense: nothing is lost, and they go on as if
+unbroken.
+"""
 
 import errno
 import json
@@ -73,14 +75,20 @@ KILLED = {
     "in step 4": die_in_step_4,
     "with checkpoint-4 half written": die_with_a_checkpoint_half_written,
     "with the result half moved": partial(die_after_moving, "2-qkv/model.safetensors"),
-    "with the record written and checkpoints not cleared": partial(die_after_moving, "2-qkv/training.json"),
+    "with the record written and checkpoints not cleared": partial(
+        die_after_moving, "2-qkv/training.json"
+    ),
 }
 
 
 def losses(out: Path) -> list[dict]:
     """Every line of every stage's log, without what was measured of time and memory."""
     measured = ("seconds", "tokens_per_second", "memory_bytes")
-    lines = [json.loads(line) for stage in STAGES for line in (out / stage / "log.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for stage in STAGES
+        for line in (out / stage / "log.jsonl").read_text().splitlines()
+    ]
     return [{key: value for key, value in line.items() if key not in measured} for line in lines]
 
 
@@ -89,7 +97,9 @@ def assert_same_run(out: Path, unbroken: Path) -> None:
     for stage in STAGES:
         ours, theirs = (load_file(run / stage / "model.safetensors") for run in (out, unbroken))
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-        records = [json.loads((run / stage / "training.json").read_text()) for run in (out, unbroken)]
+        records = [
+            json.loads((run / stage / "training.json").read_text()) for run in (out, unbroken)
+        ]
         for key in ("final_loss", "start_block", "end_block", "tokens_seen"):
             assert records[0][key] == records[1][key]
     assert not list(out.glob("**/checkpoint-*")) + list(out.glob("**/*partial*"))
@@ -111,7 +121,9 @@ def test_a_killed_run_resumes_to_the_same_bits(recipe_path, unbroken, tmp_path, 
     assert_same_run(out, unbroken)
 
 
-def test_log_lines_of_steps_that_are_done_again_are_dropped(recipe_path, unbroken, tmp_path, monkeypatch):
+def test_log_lines_of_steps_that_are_done_again_are_dropped(
+    recipe_path, unbroken, tmp_path, monkeypatch
+):
     out = tmp_path / "out"
     monkeypatch.setattr("coca_hf.train.one_stage._complete", interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -127,9 +139,13 @@ def interrupt(*args):
     raise KeyboardInterrupt
 
 
-def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(recipe_path, unbroken, tmp_path):
+def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(
+    recipe_path, unbroken, tmp_path
+):
     out = tmp_path / "out"
-    message = r"1-k/trainer: cannot be written \(0.01 MB needed, \S+ GB free\): .*; what was saved before"
+    message = (
+        r"1-k/trainer: cannot be written \(0.01 MB needed, \S+ GB free\): .*; what was saved before"
+    )
     with no_file_above(5_000), pytest.raises(CocaError, match=message) as caught:
         run_recipe(load_recipe(recipe_path), out)
     assert not any(word in str(caught.value) for word in ("\n", "Traceback"))
@@ -142,8 +158,12 @@ def test_a_disk_that_is_full_at_the_end_of_a_stage_keeps_its_last_checkpoint(
     recipe_path, unbroken, tmp_path, monkeypatch
 ):
     out = tmp_path / "out"
-    monkeypatch.setattr("coca_hf.train.one_stage.StageTrainer.save_model", save_result_on_a_full_disk)
-    with pytest.raises(CocaError, match=r"1-k: cannot be written \(0.31 MB needed, \S+ GB free\): .*File too large"):
+    monkeypatch.setattr(
+        "coca_hf.train.one_stage.StageTrainer.save_model", save_result_on_a_full_disk
+    )
+    with pytest.raises(
+        CocaError, match=r"1-k: cannot be written \(0.31 MB needed, \S+ GB free\): .*File too large"
+    ):
         run_recipe(load_recipe(recipe_path), out)
     monkeypatch.undo()
     assert last_checkpoint(out / "1-k/trainer").name == "checkpoint-3"
@@ -160,8 +180,12 @@ def test_a_logger_that_finds_the_disk_full_is_one_line_and_the_run_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr("transformers.integrations.TensorBoardCallback.on_log", full)
-        with pytest.raises(CocaError, match=r"1-k: \[Errno 28\] No space left on device; what was saved before is"):
-            run_recipe(load_recipe(recipe_path, ["training.report_to=tensorboard"]), tmp_path / "out")
+        with pytest.raises(
+            CocaError, match=r"1-k: \[Errno 28\] No space left on device; what was saved before is"
+        ):
+            run_recipe(
+                load_recipe(recipe_path, ["training.report_to=tensorboard"]), tmp_path / "out"
+            )
     run_recipe(load_recipe(recipe_path), tmp_path / "out", resume=True)
     assert_same_run(tmp_path / "out", unbroken)
 
@@ -182,11 +206,14 @@ def no_file_above(size: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_last_checkpoint(recipe_path, tmp_path):
+def test_a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_last_checkpoint(
+    recipe_path, tmp_path
+):
     out = tmp_path / "out"
     settings = ["stages.qkv.learning_rate=1e30", "training.save_steps=1"]
     with pytest.raises(
-        CocaError, match=r"2-qkv/trainer: the loss of step 2 is nan, bad step 1 in a row .* lower learning_rate"
+        CocaError,
+        match=r"2-qkv/trainer: the loss of step 2 is nan, bad step 1 in a row .* lower learning_rate",
     ):
         run_recipe(load_recipe(recipe_path, settings), out)
     assert (out / "1-k/training.json").exists()
@@ -196,7 +223,9 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_last_checkpoint
 
 def test_an_empty_directory_resumes_to_a_fresh_run(recipe_path, tmp_path):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out/.recipe.yaml.1.partial").write_text("model: half writ")  # killed while it wrote its first file
+    (tmp_path / "out/.recipe.yaml.1.partial").write_text(
+        "model: half writ"
+    )  # killed while it wrote its first file
     result = run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="k", resume=True)
     assert (result / "training.json").exists()
     assert load_recipe(tmp_path / "out/recipe.yaml") == load_recipe(recipe_path)
@@ -209,7 +238,9 @@ def test_an_out_below_a_file_is_refused_in_one_line(recipe_path, tmp_path):
         run_recipe(load_recipe(recipe_path), tmp_path / "file/out")
 
 
-def test_a_disk_without_room_for_a_checkpoint_is_found_before_writing(recipe_path, unbroken, tmp_path, monkeypatch):
+def test_a_disk_without_room_for_a_checkpoint_is_found_before_writing(
+    recipe_path, unbroken, tmp_path, monkeypatch
+):
     out, real = tmp_path / "out", shutil.disk_usage
     calls = []
 
@@ -241,7 +272,9 @@ def test_a_disk_that_is_really_full_keeps_the_checkpoint_before_and_the_need_is_
     run_recipe(recipe, tmp_path / "unbroken", stage="k")
     out = small_disk / "out"
     weights = load_file(tiny_coca_dir / "model.safetensors")
-    state_bytes = sum(3 * 4 * tensor.numel() + 4 for tensor in weights.values())  # two moments, and a step for each
+    state_bytes = sum(
+        3 * 4 * tensor.numel() + 4 for tensor in weights.values()
+    )  # two moments, and a step for each
 
     plain = Trainer.training_step
 
@@ -260,11 +293,15 @@ def test_a_disk_that_is_really_full_keeps_the_checkpoint_before_and_the_need_is_
     assert last_checkpoint(out / "1-k/trainer").name == "checkpoint-2"
     (small_disk / "filler").unlink()
     run_recipe(recipe, out, stage="k", resume=True)
-    ours, theirs = (load_file(run / "1-k/model.safetensors") for run in (out, tmp_path / "unbroken"))
+    ours, theirs = (
+        load_file(run / "1-k/model.safetensors") for run in (out, tmp_path / "unbroken")
+    )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_weights_that_are_not_those_that_the_stage_before_wrote_are_refused(recipe_path, unbroken, tmp_path):
+def test_weights_that_are_not_those_that_the_stage_before_wrote_are_refused(
+    recipe_path, unbroken, tmp_path
+):
     out = tmp_path / "out"
     shutil.copytree(unbroken / "1-k", out / "1-k")
     shutil.copy(unbroken / "recipe.yaml", out)
@@ -273,7 +310,8 @@ def test_weights_that_are_not_those_that_the_stage_before_wrote_are_refused(reci
     content[-5] ^= 1  # one bit
     weights.write_bytes(content)
     with pytest.raises(
-        CocaError, match=r"1-k/model.safetensors: got xxh3_128 \w{32}, expected \w{32} as training.json"
+        CocaError,
+        match=r"1-k/model.safetensors: got xxh3_128 \w{32}, expected \w{32} as training.json",
     ):
         run_recipe(load_recipe(recipe_path), out, resume=True)
     assert not (out / "2-qkv/training.json").exists()
@@ -289,9 +327,15 @@ def bad_losses(monkeypatch, bad: dict[int, float]):
     monkeypatch.setattr(Trainer, "compute_loss", compute_loss)
 
 
-def test_fewer_bad_steps_than_allowed_are_skipped_and_leave_no_trace_in_the_weights(recipe_path, tmp_path, monkeypatch):
+def test_fewer_bad_steps_than_allowed_are_skipped_and_leave_no_trace_in_the_weights(
+    recipe_path, tmp_path, monkeypatch
+):
     bad_losses(monkeypatch, {2: float("nan"), 3: 50.0})
-    settings = ["training.max_bad_steps=3", "training.spike_factor=3", "training.lr_scheduler_type=constant"]
+    settings = [
+        "training.max_bad_steps=3",
+        "training.spike_factor=3",
+        "training.lr_scheduler_type=constant",
+    ]
     settings.append("training.save_steps=1")
     run_recipe(load_recipe(recipe_path, settings), tmp_path / "out", stage="k")
     kept = json.loads((tmp_path / "out/1-k/training.json").read_text())
@@ -300,7 +344,9 @@ def test_fewer_bad_steps_than_allowed_are_skipped_and_leave_no_trace_in_the_weig
     assert [line["skipped_steps"] for line in lines] == [0, 1, 2]
     once = [*settings, "stages.k.max_steps=1"]
     run_recipe(load_recipe(recipe_path, once), tmp_path / "once", stage="k")
-    ours, theirs = (load_file(tmp_path / name / "1-k/model.safetensors") for name in ("out", "once"))
+    ours, theirs = (
+        load_file(tmp_path / name / "1-k/model.safetensors") for name in ("out", "once")
+    )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -311,12 +357,18 @@ def test_after_a_bad_step_the_run_goes_on_as_the_message_says_from_the_last_chec
     out, saved = tmp_path / "out", ["training.save_steps=1"]
     with pytest.raises(CocaError, match="the loss of step 3 is nan") as caught:
         run_recipe(load_recipe(recipe_path, saved), out, stage="k")
-    assert sorted(path.name for path in (out / "1-k/trainer").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+    assert sorted(path.name for path in (out / "1-k/trainer").glob("checkpoint-*")) == [
+        "checkpoint-1",
+        "checkpoint-2",
+    ]
     shutil.copytree(out, tmp_path / "before")
     shutil.rmtree(tmp_path / "before/1-k/trainer/checkpoint-2")
     (remedy,) = re.findall(r"--resume (\S+)", str(caught.value))
     recipe = load_recipe(recipe_path, [*saved, remedy])
-    results = [run_recipe(recipe, directory, stage="k", resume=True) for directory in (out, tmp_path / "before")]
+    results = [
+        run_recipe(recipe, directory, stage="k", resume=True)
+        for directory in (out, tmp_path / "before")
+    ]
     assert re.findall(r"continues after step \d", capsys.readouterr().out) == [
         "continues after step 2",
         "continues after step 1",
@@ -327,7 +379,9 @@ def test_after_a_bad_step_the_run_goes_on_as_the_message_says_from_the_last_chec
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
-def test_a_spike_stops_the_run_and_its_blocks_and_sources_are_named(recipe_path, tiny_coca_dir, tmp_path, monkeypatch):
+def test_a_spike_stops_the_run_and_its_blocks_and_sources_are_named(
+    recipe_path, tiny_coca_dir, tmp_path, monkeypatch
+):
     bad_losses(monkeypatch, {3: 50.0})
     recipe = load_recipe(recipe_path, ["training.spike_factor=3", "training.save_steps=1"])
     with pytest.raises(CocaError) as caught:
@@ -359,7 +413,14 @@ def change_byte(path):
 
 
 @pytest.mark.parametrize(
-    "file", ["trainer_state.json", "scheduler.pt", "rng_state.pth", "state/.metadata", "state/__0_0.distcp"]
+    "file",
+    [
+        "trainer_state.json",
+        "scheduler.pt",
+        "rng_state.pth",
+        "state/.metadata",
+        "state/__0_0.distcp",
+    ],
 )
 def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_taken(
     recipe_path, tmp_path, monkeypatch, capsys, file
@@ -373,12 +434,18 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_taken(
 
     monkeypatch.setattr(Trainer, "training_step", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run_recipe(load_recipe(recipe_path, ["stages.k.max_steps=5", "training.save_total_limit=2"]), out, stage="k")
+        run_recipe(
+            load_recipe(recipe_path, ["stages.k.max_steps=5", "training.save_total_limit=2"]),
+            out,
+            stage="k",
+        )
     monkeypatch.undo()
     truncate(out / "1-k/trainer/checkpoint-4" / file)
     (out / "1-k/trainer/checkpoint-mine").mkdir()
     recipe = load_recipe(recipe_path, ["stages.k.max_steps=5"])
-    with pytest.raises(CocaError, match=r"checkpoint-4: cannot be read \(.*delete it: --resume then goes on"):
+    with pytest.raises(
+        CocaError, match=r"checkpoint-4: cannot be read \(.*delete it: --resume then goes on"
+    ):
         run_recipe(recipe, out, stage="k", resume=True)
     shutil.rmtree(out / "1-k/trainer/checkpoint-4")
     run_recipe(recipe, out, stage="k", resume=True)
@@ -388,17 +455,34 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_taken(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda _, model, texts: (texts / "words/new.txt").write_text("abc"), "sources.0.new.txt was absent, now 3"),
-        (lambda _, model, texts: append(texts / "digits.jsonl", b'{"code": "1"}'), "sources.1.digits.jsonl was "),
-        (lambda _, model, texts: change_byte(model / "model.safetensors"), "model.model.safetensors was"),
-        (lambda recipe, *_: recipe.training.update(per_device_train_batch_size=8), "blocks_per_step.k was 4"),
+        (
+            lambda _, model, texts: (texts / "words/new.txt").write_text("abc"),
+            "sources.0.new.txt was absent, now 3",
+        ),
+        (
+            lambda _, model, texts: append(texts / "digits.jsonl", b'{"code": "1"}'),
+            "sources.1.digits.jsonl was ",
+        ),
+        (
+            lambda _, model, texts: change_byte(model / "model.safetensors"),
+            "model.model.safetensors was",
+        ),
+        (
+            lambda recipe, *_: recipe.training.update(per_device_train_batch_size=8),
+            "blocks_per_step.k was 4",
+        ),
     ],
     ids=["new file", "changed file", "weights", "batch"],
 )
 def test_other_inputs_are_refused(recipe_tree, tiny_coca_dir, texts, tmp_path, change, message):
-    model, texts = shutil.copytree(tiny_coca_dir, tmp_path / "model"), shutil.copytree(texts, tmp_path / "texts")
+    model, texts = (
+        shutil.copytree(tiny_coca_dir, tmp_path / "model"),
+        shutil.copytree(texts, tmp_path / "texts"),
+    )
     recipe_tree["model"] = str(model)
-    for source, path in zip(recipe_tree["data"]["sources"], ("words/*.txt", "digits.jsonl"), strict=True):
+    for source, path in zip(
+        recipe_tree["data"]["sources"], ("words/*.txt", "digits.jsonl"), strict=True
+    ):
         source["path"] = str(texts / path)
     recipe = Recipe.model_validate(recipe_tree)
     run_recipe(recipe, tmp_path / "out", stage="k")
@@ -409,7 +493,13 @@ def test_other_inputs_are_refused(recipe_tree, tiny_coca_dir, texts, tmp_path, c
 
 def test_a_damaged_record_of_a_stage_is_named(recipe_path, tmp_path):
     run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="k")
-    for content in ("{", "[]", "{}", '{"end_block": "5"}', '{"end_block": 12, "weights_xxh3_128": [1]}'):
+    for content in (
+        "{",
+        "[]",
+        "{}",
+        '{"end_block": "5"}',
+        '{"end_block": 12, "weights_xxh3_128": [1]}',
+    ):
         (tmp_path / "out/1-k/training.json").write_text(content)
         with pytest.raises(CocaError, match=r"1-k/training\.json: "):
             run_recipe(load_recipe(recipe_path), tmp_path / "out", resume=True)
@@ -423,7 +513,9 @@ def test_damaged_inputs_of_a_run_are_named(recipe_path, tmp_path):
             run_recipe(load_recipe(recipe_path), tmp_path / "out", resume=True)
 
 
-def test_a_run_that_failed_before_its_first_step_leaves_room_for_the_corrected_recipe(recipe_path, tmp_path):
+def test_a_run_that_failed_before_its_first_step_leaves_room_for_the_corrected_recipe(
+    recipe_path, tmp_path
+):
     wrong = load_recipe(recipe_path, ["stages.k.lr_scheduler_type=cosine_with_min_lr"])
     with pytest.raises(CocaError, match=r"lr_scheduler_type .*min_lr"):
         run_recipe(wrong, tmp_path / "out", stage="k")

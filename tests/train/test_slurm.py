@@ -1,4 +1,6 @@
-"""scripts/cluster/slurm.sh under a SLURM of its own: two nodes, both on this machine, with a task each."""
+"""scripts/cluster/slurm.sh under a SLURM of its own: two nodes, both on this machine, with a task
+each.
+"""
 
 import json
 import os
@@ -23,8 +25,8 @@ DAEMONS = ["munged", "slurmctld", "slurmd", "sbatch"]
 MISSING = [name for name in DAEMONS if not shutil.which(name, path=BINARIES)]
 SECONDS = 300  # for anything to come about, on a machine with other work
 SETTINGS = ["stages.k.max_steps=300", "stages.qkv.logging_steps=1", "training.save_steps=25"]
-# Nodes have addresses for names, so that MASTER_ADDR is reached; MASTER_PORT comes from the job's number. A job
-# fills both nodes, so that another has to pre-empt it.
+# Nodes have addresses for names, so that MASTER_ADDR is reached; MASTER_PORT comes from the job's
+# number. A job fills both nodes, so that another has to pre-empt it.
 CONF = """
 ClusterName=test
 SlurmctldHost=localhost
@@ -76,18 +78,31 @@ class Slurm:
         self.jobs: list[str] = []
         path = f"{Path(sys.executable).parent}:{BINARIES}"
         layout = "recipes/accelerate/2cpu.yaml"
-        self.environment = {**os.environ, "PATH": path, "SLURM_CONF": str(self.conf), "LAYOUT": layout}
+        self.environment = {
+            **os.environ,
+            "PATH": path,
+            "SLURM_CONF": str(self.conf),
+            "LAYOUT": layout,
+        }
 
     def start(self) -> None:
         directory = self.directory
         with ExitStack() as held:
             free = [held.enter_context(socket.create_server(("", 0))) for _ in range(3)]
             ports = [server.getsockname()[1] for server in free]
-        self.conf.write_text(CONF.format(directory=directory, ports=ports, host=socket.gethostname().split(".")[0]))
+        self.conf.write_text(
+            CONF.format(directory=directory, ports=ports, host=socket.gethostname().split(".")[0])
+        )
         (directory / "gres.conf").write_text("NodeName=127.0.0.[1-2] Name=gpu File=/dev/null\n")
         (directory / "munge.key").write_bytes(os.urandom(1024))
         (directory / "munge.key").chmod(0o600)
-        files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        files = {
+            "key-file": "key",
+            "socket": "socket",
+            "pid-file": "pid",
+            "log-file": "log",
+            "seed-file": "seed",
+        }
         munge = [f"--{option}={directory}/munge.{suffix}" for option, suffix in files.items()]
         self._start("munged", "--foreground", "--force", *munge)
         until((directory / "munge.socket").exists, self._printed)
@@ -106,7 +121,9 @@ class Slurm:
 
     def ask(self, *command: str) -> str:
         """What a command prints; "" where SLURM refuses."""
-        return subprocess.run(command, env=self.environment, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            command, env=self.environment, cwd=ROOT, capture_output=True, text=True
+        ).stdout.strip()
 
     def submit(self, *arguments: str) -> str:
         size = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1"]
@@ -114,7 +131,11 @@ class Slurm:
         return self.jobs[-1]
 
     def state(self, job: str) -> dict[str, str]:
-        return dict(fact.split("=", 1) for fact in self.ask("scontrol", "show", "job", job).split() if "=" in fact)
+        return dict(
+            fact.split("=", 1)
+            for fact in self.ask("scontrol", "show", "job", job).split()
+            if "=" in fact
+        )
 
     def until_state(self, job: str, state: str, restarts: int) -> dict[str, str]:
         """Wait until a job that so far has come back so often is in this state."""
@@ -127,7 +148,9 @@ class Slurm:
         return until(reached, lambda: f"{state}: {self.state(job)}")
 
     def hurry(self, job: str) -> None:
-        """Start a job that came back now, not after 2 min; in the very second of its end, nodes would refuse it."""
+        """Start a job that came back now, not after 2 min; in the very second of its end, nodes
+        would refuse it.
+        """
         self.ask("scontrol", "update", f"JobId={job}", "StartTime=now+3seconds")
 
     def rank(self, job: str, rank: int) -> psutil.Process | None:
@@ -135,7 +158,10 @@ class Slurm:
         wanted = {"SLURM_JOB_ID": job, "RANK": str(rank), "SLURM_CONF": str(self.conf)}
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if process.environ().items() >= wanted.items() and process.parent().name().startswith("slurmstepd"):
+                if (
+                    process.environ().items() >= wanted.items()
+                    and process.parent().name().startswith("slurmstepd")
+                ):
                     return process
         return None
 
@@ -151,16 +177,20 @@ class Slurm:
 
     def _started(self, process: psutil.Process) -> bool:
         with suppress(psutil.Error):
-            steps = tuple(f"slurmstepd: [{job}." for job in self.jobs)  # a title in the place of their environment
-            return " ".join(process.cmdline()).startswith(steps) or process.environ().get("SLURM_CONF") == str(
-                self.conf
-            )
+            steps = tuple(
+                f"slurmstepd: [{job}." for job in self.jobs
+            )  # a title in the place of their environment
+            return " ".join(process.cmdline()).startswith(steps) or process.environ().get(
+                "SLURM_CONF"
+            ) == str(self.conf)
         return False
 
 
 @pytest.fixture
 def slurm():
-    directory = Path(tempfile.mkdtemp(prefix="slurm-"))  # pytest's own is too long a name for a socket
+    directory = Path(
+        tempfile.mkdtemp(prefix="slurm-")
+    )  # pytest's own is too long a name for a socket
     running = Slurm(directory)
     try:
         running.start()
@@ -178,15 +208,27 @@ def steps(out: Path) -> int:
 
 
 def final_losses(out: Path) -> list:
-    records = [json.loads((out / stage / "training.json").read_text()) for stage in ("1-k", "2-qkv", "3-full")]
-    return [(record["final_loss"], record["held_out"], record["hardware"]["processes"]) for record in records]
+    records = [
+        json.loads((out / stage / "training.json").read_text())
+        for stage in ("1-k", "2-qkv", "3-full")
+    ]
+    return [
+        (record["final_loss"], record["held_out"], record["hardware"]["processes"])
+        for record in records
+    ]
 
 
 def test_a_job_killed_then_told_to_stop_then_pre_empted_ends_with_the_losses_of_an_unbroken_run(
     slurm, real_recipe, tmp_path
 ):
     out, log, unbroken = tmp_path / "out", tmp_path / "job.log", tmp_path / "unbroken"
-    command = ["--gpus-per-node=1", f"--output={log}", "scripts/cluster/slurm.sh", str(real_recipe), *SETTINGS]
+    command = [
+        "--gpus-per-node=1",
+        f"--output={log}",
+        "scripts/cluster/slurm.sh",
+        str(real_recipe),
+        *SETTINGS,
+    ]
     command += ["--out", str(out)]
 
     killed = slurm.submit(*command)

@@ -36,9 +36,15 @@ def files(directory) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     ("before", "after", "parts"),
-    [(None, "1-k", ["t_proj"]), ("1-k", "2-qkv", ["q_proj", "t_proj", "v_proj"]), ("2-qkv", "3-full", [""])],
+    [
+        (None, "1-k", ["t_proj"]),
+        ("1-k", "2-qkv", ["q_proj", "t_proj", "v_proj"]),
+        ("2-qkv", "3-full", [""]),
+    ],
 )
-def test_a_stage_changes_the_parameters_it_names_and_no_other_bit(unbroken, tiny_coca_dir, before, after, parts):
+def test_a_stage_changes_the_parameters_it_names_and_no_other_bit(
+    unbroken, tiny_coca_dir, before, after, parts
+):
     old, new = weights(unbroken / before if before else tiny_coca_dir), weights(unbroken / after)
     assert old.keys() == new.keys()
     changed = {name for name in old if not torch.equal(old[name].float(), new[name])}
@@ -47,7 +53,8 @@ def test_a_stage_changes_the_parameters_it_names_and_no_other_bit(unbroken, tiny
 
 def test_the_fraction_that_learns_is_printed_and_recorded(recipe_path, tmp_path, capsys):
     run_recipe(load_recipe(recipe_path), tmp_path / "out")
-    # 3 layers, hidden 48, 6 heads and 2 key/value heads of 8; MLP 80; vocabulary 259, embeddings not tied
+    # 3 layers, hidden 48, 6 heads and 2 key/value heads of 8; MLP 80; vocabulary 259, embeddings
+    # not tied
     of_t, of_q, of_v = 3 * 48 * 2 * 4, 3 * 48 * 6 * 8, 3 * 48 * 2 * 8
     total = of_t + 2 * of_q + of_v + 3 * 3 * 48 * 80 + 7 * 48 + 2 * 259 * 48
     printed = capsys.readouterr().out
@@ -56,19 +63,30 @@ def test_the_fraction_that_learns_is_printed_and_recorded(recipe_path, tmp_path,
         parameters = record(tmp_path / "out" / stage)["parameters"]
         assert parameters == {"trained": count, "total": total, "fraction": count / total}
         share = f"trains {count:,} of {total:,} parameters ({count / total:.1%})"
-        assert f"{stage}: {share} for {steps} steps of 4 blocks, {steps * 4 * 20:,} tokens" in printed
+        assert (
+            f"{stage}: {share} for {steps} steps of 4 blocks, {steps * 4 * 20:,} tokens" in printed
+        )
 
 
 def test_stages_take_up_the_stream_where_the_one_before_ended(unbroken):
-    places = [(record(unbroken / stage)["start_block"], record(unbroken / stage)["end_block"]) for stage in STAGES]
+    places = [
+        (record(unbroken / stage)["start_block"], record(unbroken / stage)["end_block"])
+        for stage in STAGES
+    ]
     assert places == [(0, 12), (12, 32), (32, 48)]
-    assert [record(unbroken / stage)["tokens_seen"] for stage in STAGES] == [12 * 20, 32 * 20, 48 * 20]
+    assert [record(unbroken / stage)["tokens_seen"] for stage in STAGES] == [
+        12 * 20,
+        32 * 20,
+        48 * 20,
+    ]
 
 
 def test_the_log_has_a_line_per_interval_checkpoint_and_end_and_the_record_the_last_loss(unbroken):
     lines = [json.loads(line) for line in (unbroken / "2-qkv/log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 3, 4, 5]
-    assert [line["tokens_seen"] for line in lines] == [(12 + 4 * step) * 20 for step in (2, 3, 4, 5)]
+    assert [line["tokens_seen"] for line in lines] == [
+        (12 + 4 * step) * 20 for step in (2, 3, 4, 5)
+    ]
     assert [line["learning_rate"] for line in lines] == pytest.approx([8e-4, 6e-4, 4e-4, 2e-4])
     kept = record(unbroken / "2-qkv")
     assert kept["final_loss"] == lines[-1]["loss"]
@@ -87,12 +105,16 @@ def test_the_record_says_what_was_run_and_on_what(unbroken, tiny_coca_dir):
     ).stdout
     assert (kept["commit"] or "").removesuffix("+changes") == head.strip()
     conversion = (tiny_coca_dir / "conversion.json").read_bytes()
-    assert all((unbroken / stage / "conversion.json").read_bytes() == conversion for stage in STAGES)
+    assert all(
+        (unbroken / stage / "conversion.json").read_bytes() == conversion for stage in STAGES
+    )
 
 
 def test_a_stages_result_loads_alone_and_leaves_nothing_else_behind(unbroken, tiny_coca_dir):
     for stage in STAGES:
-        model, report = AutoModelForCausalLM.from_pretrained(unbroken / stage, output_loading_info=True)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            unbroken / stage, output_loading_info=True
+        )
         assert not any(report.values())
         assert model.config.use_cache
         assert AutoTokenizer.from_pretrained(unbroken / stage)("ab")["input_ids"]
@@ -120,7 +142,9 @@ def test_the_result_loads_without_coca_hf_through_trust_remote_code(unbroken, tm
     module, total = result.stdout.split()
     model = AutoModelForCausalLM.from_pretrained(unbroken / "3-full")
     assert module == "transformers_modules"
-    assert float(total) == pytest.approx(model(torch.arange(3, 30)[None]).logits.double().sum().item(), abs=1e-3)
+    assert float(total) == pytest.approx(
+        model(torch.arange(3, 30)[None]).logits.double().sum().item(), abs=1e-3
+    )
 
 
 def test_stages_one_by_one_are_the_run_in_one_go(recipe_path, unbroken, tmp_path, capsys):
@@ -139,7 +163,11 @@ def test_a_stage_may_compute_in_another_precision_than_the_one_before(recipe_pat
 
 def test_recomputing_activations_changes_no_bit(recipe_path, unbroken, tmp_path):
     """Below frozen embeddings a careless checkpoint would stop all gradients."""
-    run_recipe(load_recipe(recipe_path, ["training.gradient_checkpointing=true"]), tmp_path / "out", stage="k")
+    run_recipe(
+        load_recipe(recipe_path, ["training.gradient_checkpointing=true"]),
+        tmp_path / "out",
+        stage="k",
+    )
     ours, theirs = weights(tmp_path / "out/1-k"), weights(unbroken / "1-k")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -154,7 +182,9 @@ def test_a_tied_weight_learns_by_either_of_its_names(tiny_coca_dir, recipe_tree,
     result = run_recipe(load_recipe(tmp_path / "r.yaml"), tmp_path / "out")
     assert record(result)["parameters"]["trained"] == 259 * 48
     old, new = weights(tmp_path / "tied"), weights(result)
-    assert {name for name in old if not torch.equal(old[name], new[name])} == {"model.embed_tokens.weight"}
+    assert {name for name in old if not torch.equal(old[name], new[name])} == {
+        "model.embed_tokens.weight"
+    }
 
 
 def test_a_finished_run_is_skipped_and_stays_as_it_is(recipe_path, tmp_path, capsys):
@@ -186,7 +216,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("setting", "message"), REFUSED.items(), ids=REFUSED)
-def test_what_cannot_work_is_refused_before_anything_is_written(recipe_path, tmp_path, setting, message):
+def test_what_cannot_work_is_refused_before_anything_is_written(
+    recipe_path, tmp_path, setting, message
+):
     with pytest.raises(CocaError) as caught:
         run_recipe(load_recipe(recipe_path, setting.split()), tmp_path / "out")
     assert message in str(caught.value)
@@ -200,16 +232,25 @@ def test_a_model_that_lacks_weights_is_refused(recipe_path, tiny_coca_dir, tmp_p
     broken = tmp_path / "broken"
     AutoTokenizer.from_pretrained(tiny_coca_dir).save_pretrained(broken)
     AutoConfig.from_pretrained(tiny_coca_dir).save_pretrained(broken)
-    kept = {name: tensor for name, tensor in weights(tiny_coca_dir).items() if "layers.1.self_attn.t_proj" not in name}
+    kept = {
+        name: tensor
+        for name, tensor in weights(tiny_coca_dir).items()
+        if "layers.1.self_attn.t_proj" not in name
+    }
     save_file(kept, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CocaError, match=r"missing keys: model\.layers\.1\.self_attn\.t_proj\.weight"):
+    with pytest.raises(
+        CocaError, match=r"missing keys: model\.layers\.1\.self_attn\.t_proj\.weight"
+    ):
         run_recipe(load_recipe(recipe_path, [f"model={broken}"]), tmp_path / "out")
 
 
 def test_a_directory_in_use_is_left_alone_without_resume(recipe_path, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/novel.txt").write_text("chapter one")
-    for resume, message in ((False, "not empty; continue what is there with --resume"), (True, "without recipe.yaml")):
+    for resume, message in (
+        (False, "not empty; continue what is there with --resume"),
+        (True, "without recipe.yaml"),
+    ):
         with pytest.raises(CocaError, match=message):
             run_recipe(load_recipe(recipe_path), tmp_path / "out", resume=resume)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["novel.txt"]
@@ -230,14 +271,21 @@ def test_a_changed_recipe_is_refused_with_what_changed(recipe_path, unbroken):
 
 
 def test_a_stage_without_its_predecessor_is_refused(recipe_path, tmp_path):
-    with pytest.raises(CocaError, match=r"--stage full: starts from .*2-qkv, which is not complete; run --stage qkv"):
+    with pytest.raises(
+        CocaError,
+        match=r"--stage full: starts from .*2-qkv, which is not complete; run --stage qkv",
+    ):
         run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="full")
-    with pytest.raises(CocaError, match="--stage: got 'qvk', expected one of k, qkv, full; nearest: qkv"):
+    with pytest.raises(
+        CocaError, match="--stage: got 'qvk', expected one of k, qkv, full; nearest: qkv"
+    ):
         run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="qvk")
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_trains_and_says_where_the_result_lies(recipe_path, tmp_path, monkeypatch, capsys):
+def test_the_command_trains_and_says_where_the_result_lies(
+    recipe_path, tmp_path, monkeypatch, capsys
+):
     out = tmp_path / "out"
     arguments = [str(recipe_path), "--out", str(out), "--stage", "k", "stages.k.max_steps=1"]
     monkeypatch.setattr(sys, "argv", ["coca-train", *arguments])
@@ -250,7 +298,9 @@ def test_the_command_trains_and_says_where_the_result_lies(recipe_path, tmp_path
     assert record(out / "1-k")["tokens"] == 4 * 20
 
 
-def test_a_stage_that_trains_nothing_ends_the_command_with_code_2(recipe_path, tmp_path, monkeypatch, capsys):
+def test_a_stage_that_trains_nothing_ends_the_command_with_code_2(
+    recipe_path, tmp_path, monkeypatch, capsys
+):
     arguments = [str(recipe_path), "--out", str(tmp_path / "out"), "stages.k.train=[t_porj]"]
     monkeypatch.setattr(sys, "argv", ["coca-train", *arguments])
     with pytest.raises(SystemExit) as stopped:
@@ -268,9 +318,16 @@ def test_kept_layers_learn_nothing_in_stage_k_and_where_named_their_queries_keys
     recipe_tree["stages"][1]["train"] = ["q_proj", "k_proj", "t_proj", "v_proj"]
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe_tree))
     run_recipe(load_recipe(tmp_path / "recipe.yaml"), tmp_path / "out")
-    states = [weights(directory) for directory in (tmp_path / "coca", *(tmp_path / "out" / s for s in STAGES[:2]))]
+    states = [
+        weights(directory)
+        for directory in (tmp_path / "coca", *(tmp_path / "out" / s for s in STAGES[:2]))
+    ]
     learnt = [
-        {name.split("self_attn.")[-1] for name in old if ".1." in name and not torch.equal(old[name], new[name])}
+        {
+            name.split("self_attn.")[-1]
+            for name in old
+            if ".1." in name and not torch.equal(old[name], new[name])
+        }
         for old, new in itertools.pairwise(states)
     ]
     assert learnt == [set(), {"q_proj.weight", "k_proj.weight", "v_proj.weight"}]
@@ -294,10 +351,15 @@ def test_a_machine_of_several_gpus_is_one_gpu_to_a_process_and_is_told_how_to_us
     assert printed.count("--num_processes 8") == 1
     record = json.loads((result / "training.json").read_text())
     assert record["blocks_per_step"] == 4
-    assert record["final_loss"] == json.loads((unbroken / "1-k/training.json").read_text())["final_loss"]
+    assert (
+        record["final_loss"]
+        == json.loads((unbroken / "1-k/training.json").read_text())["final_loss"]
+    )
 
 
-def test_a_recipe_says_what_a_step_takes_and_whether_it_takes_it_anywhere(recipe_path, tmp_path, capsys):
+def test_a_recipe_says_what_a_step_takes_and_whether_it_takes_it_anywhere(
+    recipe_path, tmp_path, capsys
+):
     depends = "other numbers of processes have other steps"
     for name, options in {"here": [], "anywhere": ["training.global_batch_size=4"]}.items():
         run_recipe(load_recipe(recipe_path, options), tmp_path / name, stage="k")
@@ -308,11 +370,16 @@ def test_a_recipe_says_what_a_step_takes_and_whether_it_takes_it_anywhere(recipe
 
 def test_an_accumulation_that_contradicts_the_global_batch_is_refused(recipe_path, tmp_path):
     both = ["training.global_batch_size=8", "training.gradient_accumulation_steps=4"]
-    with pytest.raises(CocaError, match="got global_batch_size 8 and gradient_accumulation_steps 4, expected 2 on 1"):
+    with pytest.raises(
+        CocaError,
+        match="got global_batch_size 8 and gradient_accumulation_steps 4, expected 2 on 1",
+    ):
         run_recipe(load_recipe(recipe_path, both), tmp_path / "out")
 
 
-def test_a_package_without_its_metadata_does_not_cost_a_trained_stage(recipe_path, tmp_path, monkeypatch):
+def test_a_package_without_its_metadata_does_not_cost_a_trained_stage(
+    recipe_path, tmp_path, monkeypatch
+):
     def version(package):
         if package == "datasets":
             raise PackageNotFoundError(package)

@@ -1,4 +1,6 @@
-"""Where the first stage starts, with the recipe's `config` over the model's own, or from scratch; and adapters."""
+"""Where the first stage starts, with the recipe's `config` over the model's own, or from scratch;
+and adapters.
+"""
 
 import json
 
@@ -19,13 +21,23 @@ from transformers import (
 import coca_hf
 from coca_hf import CocaError
 from coca_hf.train.model import start_config
-from coca_hf.train.preflight import check_model, check_tokenizer
+from coca_hf.train.preflight import (
+    check_model,
+    check_positions,
+    check_tokenizer,
+    resolve_stages,
+)
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
 from tests.conftest import TINY
 
-WIDE = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 80}
+WIDE = {
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "intermediate_size": 80,
+}
 
 
 def write_recipe(path, tree: dict):
@@ -34,11 +46,17 @@ def write_recipe(path, tree: dict):
 
 
 @pytest.mark.parametrize("kind", ["tiny_llama_dir", "tiny_coca_dir"])
-def test_overrides_of_the_config_are_trained_with_and_kept_in_the_result(kind, recipe_tree, tmp_path, request):
+def test_overrides_of_the_config_are_trained_with_and_kept_in_the_result(
+    kind, recipe_tree, tmp_path, request
+):
     recipe_tree["model"] = str(request.getfixturevalue(kind))
     recipe_tree["stages"] = recipe_tree["stages"][2:]
-    plain = run_recipe(load_recipe(write_recipe(tmp_path / "r.yaml", recipe_tree)), tmp_path / "plain")
-    override = "config={max_position_embeddings: 256, rope_parameters: {rope_type: linear, factor: 4.0}}"
+    plain = run_recipe(
+        load_recipe(write_recipe(tmp_path / "r.yaml", recipe_tree)), tmp_path / "plain"
+    )
+    override = (
+        "config={max_position_embeddings: 256, rope_parameters: {rope_type: linear, factor: 4.0}}"
+    )
     result = run_recipe(load_recipe(tmp_path / "r.yaml", [override]), tmp_path / "out")
     config = AutoConfig.from_pretrained(result)
     assert config.model_type == AutoConfig.from_pretrained(recipe_tree["model"]).model_type
@@ -46,7 +64,10 @@ def test_overrides_of_the_config_are_trained_with_and_kept_in_the_result(kind, r
     assert config.rope_parameters["rope_type"] == "linear"
     assert config.rope_parameters["factor"] == 4
     assert config.rope_parameters["rope_theta"] == 10000  # kept
-    losses = [json.loads((run / "log.jsonl").read_text().splitlines()[0])["loss"] for run in (plain, result)]
+    losses = [
+        json.loads((run / "log.jsonl").read_text().splitlines()[0])["loss"]
+        for run in (plain, result)
+    ]
     assert losses[0] != losses[1]  # the first step already turns by other angles
 
 
@@ -54,14 +75,19 @@ def test_overrides_of_the_config_are_trained_with_and_kept_in_the_result(kind, r
 def scratch_path(recipe_tree, tiny_coca_dir, tmp_path):
     del recipe_tree["model"]
     sizes = {name: size for name, size in TINY.items() if name != "rms_norm_eps"}
-    recipe_tree |= {"tokenizer": str(tiny_coca_dir), "config": {"model_type": "coca_llama", **sizes}}
+    recipe_tree |= {
+        "tokenizer": str(tiny_coca_dir),
+        "config": {"model_type": "coca_llama", **sizes},
+    }
     return write_recipe(tmp_path / "r.yaml", recipe_tree)
 
 
 def test_a_model_from_scratch_trains_to_a_checkpoint_twice_the_same(scratch_path, tmp_path):
     result = run_recipe(load_recipe(scratch_path), tmp_path / "once")
     run_recipe(load_recipe(scratch_path), tmp_path / "again", stage="k")
-    once, again = (load_file(tmp_path / name / "1-k/model.safetensors") for name in ("once", "again"))
+    once, again = (
+        load_file(tmp_path / name / "1-k/model.safetensors") for name in ("once", "again")
+    )
     assert all(once[name].equal(again[name]) for name in once)
     model, report = AutoModelForCausalLM.from_pretrained(result, output_loading_info=True)
     assert not any(report.values())
@@ -101,22 +127,55 @@ def test_a_start_that_does_not_work_is_refused_in_one_line(scratch_path, setting
     assert "\n" not in str(caught.value)
 
 
-def test_a_tokenizer_of_another_model_is_refused_and_tokens_that_were_added_are_not(tiny_tokenizer, tmp_path):
+def test_a_tokenizer_of_another_model_is_refused_and_tokens_that_were_added_are_not(
+    tiny_tokenizer, tmp_path
+):
     tiny_tokenizer.save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.add_tokens(["[PAD]"], special_tokens=True)
     check_tokenizer(tokenizer, LlamaConfig(vocab_size=259))
-    with pytest.raises(CocaError, match="a tokenizer with a token 258, expected one below the model's vocab_size, 99"):
+    with pytest.raises(
+        CocaError,
+        match="a tokenizer with a token 258, expected one below the model's vocab_size, 99",
+    ):
         check_tokenizer(tokenizer, LlamaConfig(vocab_size=99))
+
+
+def test_blocks_skip_to_no_position_that_the_model_does_not_have(recipe_path):
+    recipe = load_recipe(recipe_path, ["data.skip_positions=65"])
+    with pytest.raises(CocaError, match="skip_positions: got 65, expected at most 64, the pos"):
+        check_positions(recipe, LlamaConfig(max_position_embeddings=64))
+    check_positions(recipe, LlamaConfig(max_position_embeddings=65))
+
+
+def test_a_stage_computes_in_bfloat16_on_a_cpu_where_there_is_nothing_else(
+    recipe_path, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    recipe = load_recipe(recipe_path, ["training.bf16=true"])
+    del recipe.training["use_cpu"]
+    for stage in resolve_stages(recipe, tmp_path):
+        assert stage.arguments.bf16
+        assert stage.arguments.device.type == "cpu"
 
 
 @pytest.mark.parametrize("rope_type", ["linear", "dynamic", "longrope"])
 @pytest.mark.parametrize("kind", ["tiny_llama_dir", "tiny_coca_dir"])
-def test_every_model_that_trains_passes_the_look_at_its_shapes(recipe_path, request, kind, rope_type):
+def test_every_model_that_trains_passes_the_look_at_its_shapes(
+    recipe_path, request, kind, rope_type
+):
     rope = {"rope_type": rope_type, "factor": 4.0}
     if rope_type == "longrope":
-        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
-    settings = [f"model={request.getfixturevalue(kind)}", f"config.rope_parameters={rope}", "stages.k.train=all"]
+        rope |= {
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+            "original_max_position_embeddings": 64,
+        }
+    settings = [
+        f"model={request.getfixturevalue(kind)}",
+        f"config.rope_parameters={rope}",
+        "stages.k.train=all",
+    ]
     check_model(load_recipe(recipe_path, [*settings, "stages.qkv.train=all"]))
 
 
@@ -135,7 +194,11 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_passes_the_look_at_its_shapes(recipe_path, tmp_path, family):
     FAMILIES[family].save_pretrained(tmp_path)
-    check_model(load_recipe(recipe_path, [f"model={tmp_path}", *(f"stages.{k}.train=all" for k in ("k", "qkv"))]))
+    check_model(
+        load_recipe(
+            recipe_path, [f"model={tmp_path}", *(f"stages.{k}.train=all" for k in ("k", "qkv"))]
+        )
+    )
 
 
 def test_a_config_without_overrides_is_the_models(recipe_path, tiny_coca_dir):
@@ -153,22 +216,32 @@ def lora_path(recipe_tree, tmp_path):
     return write_recipe(tmp_path / "r.yaml", recipe_tree)
 
 
-def test_adapters_end_as_a_plain_checkpoint_that_differs_by_low_ranks(lora_path, unbroken, tmp_path, capsys):
+def test_adapters_end_as_a_plain_checkpoint_that_differs_by_low_ranks(
+    lora_path, unbroken, tmp_path, capsys
+):
     out = tmp_path / "out"
     run_recipe(load_recipe(lora_path), out)
     # r (inputs + outputs) of q (48, 48), t (48, 8) and v (48, 16), in each of 3 layers
     assert f"2-qkv: trains {3 * 3 * (96 + 56 + 64):,} of" in capsys.readouterr().out
     before, after = (load_file(out / stage / "model.safetensors") for stage in ("1-k", "2-qkv"))
     changed = {name for name in before if not before[name].equal(after[name])}
-    assert changed == {name for name in before if any(part in name for part in ("q_proj", "t_proj", "v_proj"))}
-    assert {torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-3).item() for name in changed} == {3}
+    assert changed == {
+        name for name in before if any(part in name for part in ("q_proj", "t_proj", "v_proj"))
+    }
+    assert {
+        torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-3).item() for name in changed
+    } == {3}
     final = load_file(out / "3-full/model.safetensors")
-    assert {name for name in after if not after[name].equal(final[name])} == {name for name in after if "_proj" in name}
+    assert {name for name in after if not after[name].equal(final[name])} == {
+        name for name in after if "_proj" in name
+    }
     for stage in ("2-qkv", "3-full"):
         model, report = AutoModelForCausalLM.from_pretrained(out / stage, output_loading_info=True)
         assert not any(report.values())
         assert type(model).__name__ == "CocaLlamaForCausalLM"
-        assert {path.name for path in (out / stage).iterdir()} == {path.name for path in (unbroken / stage).iterdir()}
+        assert {path.name for path in (out / stage).iterdir()} == {
+            path.name for path in (unbroken / stage).iterdir()
+        }
 
 
 def test_a_stage_of_adapters_resumes_to_the_same_bits(lora_path, tmp_path, monkeypatch):
@@ -186,12 +259,16 @@ def test_a_stage_of_adapters_resumes_to_the_same_bits(lora_path, tmp_path, monke
     monkeypatch.undo()
     assert (tmp_path / "out/2-qkv/trainer/checkpoint-2/state").exists()
     run_recipe(load_recipe(lora_path), tmp_path / "out", resume=True)
-    ours, theirs = (load_file(tmp_path / run / "3-full/model.safetensors") for run in ("out", "whole"))
+    ours, theirs = (
+        load_file(tmp_path / run / "3-full/model.safetensors") for run in ("out", "whole")
+    )
     assert all(ours[name].equal(theirs[name]) for name in theirs)
 
 
 def test_adapters_need_a_linear_layer(lora_path):
-    with pytest.raises(CocaError, match=r"stages\.qkv: none of \['embed_tokens'\] is a linear layer"):
+    with pytest.raises(
+        CocaError, match=r"stages\.qkv: none of \['embed_tokens'\] is a linear layer"
+    ):
         check_model(load_recipe(lora_path, ["stages.qkv.train=[embed_tokens]"]))
 
 

@@ -38,7 +38,9 @@ def test_what_is_saved_comes_back(tmp_path):
     load_state(other, empty, tmp_path)
     assert torch.equal(other.weight, model.weight)
     assert empty.param_groups[0]["lr"] == 0.01
-    assert torch.equal(empty.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+    assert torch.equal(
+        empty.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"]
+    )
 
 
 @pytest.mark.parametrize("place", [".metadata", "an optimizer's option"])
