@@ -229,6 +229,7 @@ def test_an_empty_directory_resumes_to_a_fresh_run(recipe_path, tmp_path):
     result = run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="k", resume=True)
     assert (result / "training.json").exists()
     assert load_recipe(tmp_path / "out/recipe.yaml") == load_recipe(recipe_path)
+    assert not (tmp_path / "out/.recipe.yaml.1.partial").exists()
 
 
 def test_an_out_below_a_file_is_refused_in_one_line(recipe_path, tmp_path):
