@@ -66,14 +66,7 @@ CONVERSION_RECORD = "conversion.json"  # written by coca-convert; handed on from
 def run_stage(
     recipe: Recipe, stage: ResolvedStage, state: PartialState, blocks: Blocks, stop: StopRequest
 ) -> None:
-    if state.is_main_process:
-        check_base(stage)
-        with saving_to(stage.directory):
-            stage.trainer_dir.mkdir(parents=True, exist_ok=True)
-            for half_written in (stage.directory / PARTIAL, stage.trainer_dir / PARTIAL):
-                shutil.rmtree(half_written, ignore_errors=True)
-            remove_unfinished(stage.directory)
-    state.wait_for_everyone()
+    from_main_process(lambda: _begin(stage))
 
     options, data = recipe.stage_options(stage.of_recipe), recipe.data
     base, tokenizer, objective = in_all_processes(lambda: _load(recipe, stage))
@@ -143,6 +136,15 @@ def run_stage(
     model.config.use_cache = use_cache
     record = make_record(recipe, stage, log, trainer.state, parameters, len(held_out))
     _complete(stage, trainer, tokenizer, record, state)
+
+
+def _begin(stage: ResolvedStage) -> None:
+    check_base(stage)
+    with saving_to(stage.directory):
+        stage.trainer_dir.mkdir(parents=True, exist_ok=True)
+        for half_written in (stage.directory / PARTIAL, stage.trainer_dir / PARTIAL):
+            shutil.rmtree(half_written, ignore_errors=True)
+        remove_unfinished(stage.directory)
 
 
 def _load(
