@@ -199,7 +199,12 @@ class _Calibration:
             for file in sorted(folder.glob("*.py"))
         ]
         options = layout.config.coca_constraint, seed, self.passes
-        self.settings = [layout.source.states(), self.blocks.shape, ids_hash, *options, code]
+        # A fit is in float32, and does not depend on which other layers are kept.
+        config = {**layout.config.to_dict(), "coca_kept_layers": None, "dtype": None}
+        self.settings = [
+            *(layout.source.states(), self.blocks.shape, ids_hash, *options, code),
+            *(config, versions("torch", "transformers")),
+        ]
         self.harms: list[float] | None = None
         self.seconds = 0.0
 

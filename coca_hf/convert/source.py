@@ -55,6 +55,7 @@ TOKENIZER_FILES = (
 COMPANIONS = (*TOKENIZER_FILES, "generation_config.json", *LICENCE_FILES)
 MAX_TOKEN_ID = 1 << 24
 TRAINING_RECORD = "training.json"  # goes along with a CoCA checkpoint
+RECORDS = ("conversion.json", TRAINING_RECORD)
 ADAPTER = "adapter_config.json"
 # What a directory without weights that we read is called by its files, and the remedy; the first
 # that matches.
@@ -402,7 +403,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 def _download(hub_id: str, revision: str | None) -> Path:
     """The directory in the hub's cache with the files of `hub_id` that are read, and no others."""
     directory = _snapshot(
-        hub_id, revision, ["config.json", INDEX, ADAPTER, "README.md", *COMPANIONS]
+        hub_id, revision, ["config.json", INDEX, ADAPTER, "README.md", *RECORDS, *COMPANIONS]
     )
     if os.path.lexists(directory / ADAPTER):
         return directory

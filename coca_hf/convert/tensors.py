@@ -130,7 +130,12 @@ def check_query_bias(config: CocaConfig, target: TargetTensor, numbers: Tensor, 
     """
     if not target.is_query_bias or _layer_number(target) in config.coca_kept_layers:
         return
-    largest, dtype = numbers.abs().max().item(), str(numbers.dtype).removeprefix("torch.")
+    dtype = str(numbers.dtype).removeprefix("torch.")
+    # strict squares the length of a pair; slack multiplies it by the larger number of the pair
+    pairs = numbers.double().abs().view(-1, 2, config.head_dim // 2)
+    length = pairs.square().sum(1).sqrt()
+    other = length if config.coca_constraint == "strict" else pairs.amax(1)
+    largest = (length * other).max().sqrt().item()
     limit = (torch.finfo(numbers.dtype).max / QUERY_SCALE) ** 0.5
     if limit < largest < float("inf"):
         raise CocaError(

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from coca_hf.checkout import commit
+from coca_hf.checkout import commit, versions
 from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.batches import Watch, processes
 from coca_hf.evaluate.loaded_model import LoadedModel
@@ -210,7 +209,8 @@ def now() -> str:
 
 
 def _packages() -> dict[str, str]:
-    return {name: version(name) for name in PACKAGES}
+    found = versions(*PACKAGES)
+    return {name: found[name] for name in PACKAGES if name in found}
 
 
 def _device_name(device: torch.device) -> str:

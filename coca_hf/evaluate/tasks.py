@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from typing_extensions import NotRequired
 
+from coca_hf.checkout import versions
 from coca_hf.errors import CocaError, first_line
 from coca_hf.evaluate.batches import auto_batch_size, compute_all
 from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
@@ -159,7 +159,7 @@ def task_rows(
             **about_model(loaded),
             "batch_size": batch_size,
         }
-        settings["versions"] |= {"lm-eval": version("lm-eval")}
+        settings["versions"] |= {"lm-eval": versions("lm-eval").get("lm-eval")}
         return settings
 
     def found(settings: dict) -> tuple[list[dict], bool]:

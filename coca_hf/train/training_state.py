@@ -8,6 +8,7 @@ from has them. torch keeps it in pickles, and would run what they say; here noth
 is not a name of `_KNOWN`, or that torch takes for data.
 """
 
+import enum
 import io
 import pickle
 import shutil
@@ -119,11 +120,22 @@ def _state(model: nn.Module, optimizer: Optimizer) -> dict:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # of Python 3.11.0 to 3.11.3, for enums
+            return _member
         if name not in _KNOWN.get(module, ()):
             raise pickle.UnpicklingError(
                 f"got {module}.{name} in .metadata, which no checkpoint of ours names"
             )
         return super().find_class(module, name)
+
+
+def _member(kind: Any, name: str) -> Any:
+    """A member of an enum, and nothing else."""
+    if not (isinstance(kind, enum.EnumMeta) and name in kind.__members__):
+        raise pickle.UnpicklingError(
+            f"got attribute {name} in .metadata, expected an enum's member"
+        )
+    return kind[name]
 
 
 class _Reader(dcp.FileSystemReader):

@@ -448,6 +448,16 @@ def test_a_layer_of_other_code_is_fitted_again(
     assert fits == [0, 0, 1, 2]
 
 
+def test_a_layer_of_another_config_is_fitted_again(tiny_llama_dir, text, tmp_path, fits):
+    source = shutil.copytree(tiny_llama_dir, tmp_path / "source")
+    interrupted(source, tmp_path / "dst", text)
+    config = json.loads((source / "config.json").read_text())
+    config["rms_norm_eps"] *= 10
+    (source / "config.json").write_text(json.dumps(config))
+    convert(source, tmp_path / "dst", text)
+    assert fits == [0, 0, 1, 2]
+
+
 def test_a_copied_tensor_that_the_type_cannot_hold_is_refused_before_any_layer(
     tiny_llama_dir, text, tmp_path, fits
 ):
@@ -473,7 +483,7 @@ def test_a_bias_of_queries_that_float16_cannot_square_is_refused_before_any_laye
     nn.init.constant_(model.model.layers[2].self_attn.q_proj.bias, 1040)
     model.save_pretrained(source)
     with pytest.raises(
-        CocaError, match=r"layers\.2\.self_attn\.q_proj\.bias: got numbers up to 1040"
+        CocaError, match=r"layers\.2\.self_attn\.q_proj\.bias: got numbers up to 1236"
     ):
         convert(source, tmp_path / "dst", text)
     assert fits == []

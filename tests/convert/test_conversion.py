@@ -3,6 +3,7 @@ have.
 """
 
 import copy
+import functools
 import json
 import subprocess
 import sys
@@ -259,6 +260,38 @@ def test_a_dtype_too_narrow_for_the_numbers_is_refused_by_tensor(tmp_path):
     ):
         convert_checkpoint(source, tmp_path / "dst", dtype="float16")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bfloat16", "src"]
+
+
+@pytest.mark.parametrize(
+    ("constraint", "fits", "overflows"), [("strict", 720, 730), ("slack", 855, 870)]
+)
+def test_both_numbers_of_a_pair_count_in_what_float16_can_square(
+    tmp_path, constraint, fits, overflows
+):
+    source = saved(llama(attention_bias=True), tmp_path / "src")
+    name = "model.layers.1.self_attn.q_proj.bias"
+    bias = load_file(source / "model.safetensors")[name]
+    half = AutoConfig.from_pretrained(source).head_dim // 2
+    for size, refused in ((fits, False), (overflows, True)):
+        bias[:] = 0
+        bias[1], bias[1 + half] = size, -size
+        stored_with(source, **{name: bias})
+        convert = functools.partial(
+            convert_checkpoint, source, tmp_path / f"{size}", constraint, dtype="float16"
+        )
+        if not refused:
+            convert()
+            continue
+        with pytest.raises(
+            CocaError, match=f"tensor {name}: got numbers up to 1.* squares float16"
+        ):
+            convert()
+    q = torch.zeros(1, 1, 1, 2 * half)
+    q[..., 1] = q[..., 1 + half] = fits  # the worst angle turns the pair onto its larger product
+    angles = torch.linspace(0, 6.3, 500)
+    cos, sin = (f(angles)[None, :, None].expand(1, 500, half) for f in (torch.cos, torch.sin))
+    folded = coca_query(q.expand(1, 1, 500, -1), cos[:, None], sin[:, None], constraint)
+    assert 0.9 * 65504 < folded.abs().max() < 65504
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16])

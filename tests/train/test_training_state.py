@@ -1,14 +1,16 @@
 """What a stage resumes from is read as data: nothing that somebody planted in it runs."""
 
+import io
 import os
 import pickle
 
 import pytest
 import torch
+import torch.distributed.checkpoint.metadata
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
-from coca_hf.train.training_state import load_state, save_state
+from coca_hf.train.training_state import _Unpickler, load_state, save_state
 
 
 class Payload:
@@ -41,6 +43,25 @@ def test_what_is_saved_comes_back(tmp_path):
     assert torch.equal(
         empty.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"]
     )
+
+
+class Attribute:
+    """Pickled as Python 3.11.0 to 3.11.3 pickle the member of an enum."""
+
+    def __init__(self, kind, name):
+        self.kind, self.name = kind, name
+
+    def __reduce__(self):
+        return getattr, (self.kind, self.name)
+
+
+def test_an_enum_that_an_older_python_wrote_is_read_and_no_other_attribute():
+    encoding = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+    written = pickle.dumps(Attribute(encoding, "TORCH_PRESERVE_FORMAT"))
+    assert _Unpickler(io.BytesIO(written)).load() is encoding.TORCH_PRESERVE_FORMAT
+    for kind, name in ((encoding, "__init__"), (torch.Size, "numel")):
+        with pytest.raises(pickle.UnpicklingError, match=f"got attribute {name} in .metadata"):
+            _Unpickler(io.BytesIO(pickle.dumps(Attribute(kind, name)))).load()
 
 
 @pytest.mark.parametrize("place", [".metadata", "an optimizer's option"])
