@@ -114,11 +114,11 @@ def signal_while_the_result_of_stage_k_is_written():
     """To one process only; a step would take longer than the test allows."""
     complete = one_stage._complete
 
-    def signal_and_complete(run, *rest):
-        if os.environ["RANK"] == "1" and run.stage.name == "k":
+    def signal_and_complete(stage, *rest):
+        if os.environ["RANK"] == "1" and stage.name == "k":
             os.kill(os.getpid(), signal.SIGTERM)
             slow_steps(60)
-        complete(run, *rest)
+        complete(stage, *rest)
 
     one_stage._complete = signal_and_complete
 
