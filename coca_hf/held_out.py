@@ -116,7 +116,7 @@ def _rule_of_small(
 
 
 def tokens_per_character(place: Place, encoder: Encoder) -> float:
-    """Of the first document; a tenth less, to hold out rather too much than too little."""
+    """Estimate from the first document, less a tenth: better hold out too much."""
     text = next(iter(read_documents(*place))).text[:100_000]
     return 0.9 * len(encoder.document(text)) / len(text)
 

@@ -473,8 +473,9 @@ def _hash(tensors: dict[str, Tensor]) -> str:
 
 @torch.no_grad()
 def _perplexity(coca: CocaForCausalLM, states: Tensor, token_ids: Tensor) -> float:
-    """Of hidden states after the last layer, (n, m, hidden): the norm and the head are the same in
-    both models.
+    """Perplexity of `token_ids` from states after the last layer, (n, m, hidden).
+
+    The norm and the head are the same in both models.
     """
     norm, head = (
         copy.deepcopy(part).to(states.device, torch.float32)

@@ -95,8 +95,8 @@ def _texts(place: Place, rule: HeldOut) -> Iterator[str]:
 def _blocks(
     texts: Iterator[str], starts: list[int], encoder: Encoder, length: int
 ) -> Iterator[Tensor]:
-    """Of `starts`, rising, places among the characters of `texts`: the next `length` tokens from
-    each, in words.
+    """The next `length` tokens, in whole words, from each of `starts`, rising places among the
+    characters of `texts`.
     """
     ahead, before = deque(starts), 0
     open_blocks: list[Tensor] = []

@@ -20,8 +20,6 @@ max |w_k|:
     |CoCA score|     <= c * d * max |w_q|^2 * hidden^(1/2) max_j |row j of fold(W_K)|
 
 Letters: `models/attention.py`.
-
-Letters: `models/attention.py`.
 """
 
 import torch

@@ -160,5 +160,5 @@ def case_lines(
 
 
 def share_correct(lines: list[dict]) -> float | None:
-    """Of the lines of a raw table `cases`; None for no lines."""
+    """The share of correct lines of a raw table `cases`; None for no lines."""
     return sum(line["correct"] for line in lines) / len(lines) if lines else None

@@ -373,7 +373,7 @@ def _layer_figures(table: Table, angles: Lines) -> list[Figure]:
 
 
 def _share_d(counts: np.ndarray) -> float | None:
-    """Of the angles in 36 bins, those above 180 degrees; None for no angles."""
+    """The share of angles, in 36 bins, that is above 180 degrees; None for no angles."""
     return float(counts[18:].sum() / counts.sum()) if counts.sum() else None
 
 

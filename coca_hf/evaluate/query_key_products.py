@@ -143,7 +143,7 @@ def _visiting_coca(
 
         def products(m: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
             def dot(of_query: int, of_key: int) -> Tensor:
-                """Of every pair, (h, p, j); 0 is angle 0, 1 a quarter turn."""
+                """The products of every pair, (h, p, j); 0 is angle 0, 1 a quarter turn."""
                 query, key = _of_heads(folds[of_query][0], folds[of_key][1], m, n)
                 score = (query * key).unflatten(-1, (2, -1)).sum(-2)[..., :turned]
                 return score * (layer.scaling * layer.head_dim**0.5)

@@ -102,7 +102,7 @@ def shared(row_type: Any, row: dict) -> str:
 
 
 def latest(rows: Iterable[dict], measured: Callable[[dict], T]) -> dict[T, dict]:
-    """Of all rows that agree in `measured`, the one of the latest date; of one date, the last."""
+    """The latest of the rows that agree in `measured`; the last of those with one date."""
     found: dict[T, dict] = {}
     for row in rows:
         key = measured(row)

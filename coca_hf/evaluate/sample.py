@@ -206,6 +206,6 @@ def _refuse_short(found: list[tuple[Document, Tensor]], data: str, min_tokens: i
 
 
 def first_of(names: list[str], most: int) -> str:
-    """Of many names the first, and how many more there are."""
+    """The first of many names, and how many more there are."""
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

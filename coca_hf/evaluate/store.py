@@ -50,7 +50,7 @@ class Progress:
         return items
 
     def begin(self, missing: list[dict], asked: int, noun: str = "rows") -> None:
-        """Of `asked` rows, those with the settings `missing` are about to be made.
+        """Rows with the settings `missing` are about to be made, of `asked` in all.
 
         noun: what is counted, if not rows.
         """

@@ -38,8 +38,9 @@ def rotary_dim(config) -> int:
 
 
 def sequence_lengths(position_ids: Tensor) -> Tensor:
-    """Of every token, (b, m), the length of its sequence: the last position + 1; a row where they
-    fall has several.
+    """The length of each token's sequence, (b, m): its last position + 1.
+
+    A row whose positions fall has several sequences.
     """
     sequence = (position_ids.diff(dim=-1, prepend=position_ids[:, :1]) < 0).cumsum(-1)
     last = torch.zeros_like(position_ids).scatter_reduce(-1, sequence, position_ids, "amax")

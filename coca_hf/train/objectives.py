@@ -136,7 +136,7 @@ def answer_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
     """
     predicts = weights > 0
     losses = cross_entropy(logits[predicts].float(), labels.roll(-1, 1)[predicts], reduction="none")
-    return losses @ weights[predicts] / labels.numel()
+    return (losses * weights[predicts]).sum() / labels.numel()  # autocast would round a @
 
 
 def distillation_loss(
@@ -166,7 +166,7 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, weights: Tensor, temperature: float):
-        gradient = torch.empty_like(student)
+        gradient = _empty_gradient(ctx, student)
         total = weights.new_zeros((), dtype=torch.float32)
         for ours, theirs, weight, to_ours in _chunks(student, teacher, weights, gradient):
             log_p, log_q = (
@@ -174,15 +174,14 @@ class _Divergence(torch.autograd.Function):
                 for logits in (ours, theirs)
             )
             q = log_q.exp()
-            total += log_q.sub_(log_p).mul_(q).sum(-1) @ weight
+            total += (log_q.sub_(log_p).mul_(q).sum(-1) * weight).sum()  # autocast would round a @
             to_ours.copy_(log_p.exp_().sub_(q).mul_(weight[:, None] / temperature))
         ctx.save_for_backward(gradient)
         return total
 
     @staticmethod
     def backward(ctx: Any, to_total: Tensor):
-        (gradient,) = ctx.saved_tensors
-        return gradient * to_total.to(gradient.dtype), None, None, None
+        return _times(ctx, to_total), None, None, None
 
 
 def chunk_cross_entropy_(model: PreTrainedModel) -> None:
@@ -204,7 +203,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor):
-        gradient = torch.empty_like(logits)
+        gradient = _empty_gradient(ctx, logits)
         total = logits.new_zeros((), dtype=torch.float32)
         for some, target, to_logits in _chunks(logits, targets, gradient):
             log_p = log_softmax(some.float(), -1)
@@ -218,8 +217,21 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, to_total: Tensor):
-        (gradient,) = ctx.saved_tensors
-        return gradient * to_total.to(gradient.dtype), None
+        return _times(ctx, to_total), None
+
+
+def _empty_gradient(ctx: Any, logits: Tensor) -> Tensor:
+    """In the dtype of the logits, but float32 for float16, which needs the loss scale first."""
+    ctx.dtype = logits.dtype
+    return torch.empty_like(
+        logits, dtype=torch.float32 if logits.dtype == torch.float16 else logits.dtype
+    )
+
+
+def _times(ctx: Any, to_total: Tensor) -> Tensor:
+    """The gradient that the forward has made, by the chain rule."""
+    (gradient,) = ctx.saved_tensors
+    return (gradient * to_total.to(gradient.dtype)).to(ctx.dtype)
 
 
 def _chunks(logits: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

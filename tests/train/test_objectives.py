@@ -63,6 +63,30 @@ def test_cross_entropy_in_chunks_is_the_plain_one_with_its_gradient(
     torch.testing.assert_close(gradient, wanted)
 
 
+@pytest.mark.parametrize("loss", ["distillation", "cross-entropy"])
+def test_small_gradients_are_scaled_before_float16_rounds_them(loss):
+    model = LlamaForCausalLM(LlamaConfig(**TINY))
+    chunk_cross_entropy_(model)
+    teacher, labels = torch.zeros(1, 2, 11), torch.zeros(1, 2, dtype=torch.long)
+    teacher[..., 0] = 18  # all other predictions are below float16's smallest number
+    gradients = []
+    for dtype in (torch.float16, torch.float32):
+        student = (teacher * 0.99).to(torch.float16).to(dtype).requires_grad_()
+        if loss == "distillation":
+            value = distillation_loss(student, teacher.to(dtype))
+        else:
+            value = model.loss_function(student, labels, 11)
+        gradients.append(torch.autograd.grad(value * 2.0**16, student)[0].float())
+    torch.testing.assert_close(*gradients, rtol=2e-3, atol=0)
+
+
+def test_autocast_leaves_the_divergence_in_float32():
+    student, teacher = torch.randn(3, 50, 11), torch.randn(3, 50, 11)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = distillation_loss(student, teacher)
+    assert torch.equal(found, distillation_loss(student, teacher))
+
+
 def test_attention_transfer_is_the_mean_relative_error():
     ours, theirs = ([torch.randn(2, 3, 5) for _ in range(4)] for _ in range(2))
     blocks = [pair for layer in zip(ours, theirs, strict=True) for pair in zip(*layer, strict=True)]
