@@ -21,6 +21,7 @@ DEFAULTS = {
     # A step that spoils the weights shows in the next one's loss, after its checkpoint
     "save_total_limit": 2,
     "disable_tqdm": False,
+    "ddp_timeout": 600,  # seconds that a process may keep the others waiting
     "ddp_find_unused_parameters": False,  # every parameter that learns is used in every step
 }
 

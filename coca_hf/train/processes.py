@@ -25,6 +25,7 @@ from coca_hf.errors import CocaError
 Made = TypeVar("Made")
 LOOK_SECONDS = 0.2  # between two looks at the notes of other processes
 LOST = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")  # what gloo says
+SILENT = "Timed out waiting"  # what gloo says after ddp_timeout seconds
 FAREWELL_SECONDS = 10.0  # that a process which must end waits for the others to learn why
 EXIT_STOPPED = os.EX_TEMPFAIL if hasattr(os, "EX_TEMPFAIL") else 75
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
@@ -138,7 +139,7 @@ def is_lost_process(error: BaseException) -> bool:
         return any(is_lost_process(failure) for failure, _ in error.failures.values())
     text = str(error)
     return isinstance(error, DistBackendError | DistNetworkError) or (
-        isinstance(error, RuntimeError) and any(words in text for words in LOST)
+        isinstance(error, RuntimeError) and any(words in text for words in (*LOST, SILENT))
     )
 
 
@@ -151,7 +152,11 @@ def losing_processes() -> Iterator[None]:
         if not is_lost_process(error):
             raise
         raise CocaError(
-            "another process of this run has ended, see its own message; continue with --resume"
+            "no answer from another process for training.ddp_timeout seconds: its machine is gone, "
+            "or the network between; continue with --resume"
+            if SILENT in str(error)
+            else "another process of this run has ended, see its own message; continue with "
+            "--resume"
         ) from error
 
 

@@ -5,6 +5,7 @@ Importing torch and transformers takes longer than these runs, so launchers and 
 from one server that has imported them; they are processes of their own, which can be killed.
 """
 
+import ctypes
 import gc
 import json
 import multiprocessing
@@ -67,6 +68,26 @@ class Run:
 
 
 @dataclass
+class Host:
+    """A machine of several: a network namespace, and how launchers in it find the others."""
+
+    namespace: str
+    address: str
+    keeps_rendezvous: bool
+    rendezvous: str
+    number_of_hosts: int = 2
+    restarts: int = 3
+
+    def enter(self) -> None:
+        """Let this process, and all that it starts, see the network of the host."""
+        with open(f"/run/netns/{self.namespace}") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
+                raise OSError(ctypes.get_errno(), "setns")
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as scripts/cluster/torchrun.sh
+
+
+@dataclass
 class Launch:
     """A launcher at work; `output` is what it and all ranks write."""
 
@@ -102,11 +123,17 @@ def warm_server() -> None:
     process.join()
 
 
-def launch(directory: Path, runs: list[Run], processes: int = 2) -> Launch:
-    """Start so many processes that make `runs` one after the other; with 1, without a launcher."""
+def launch(
+    directory: Path, runs: list[Run], processes: int = 2, host: Host | None = None
+) -> Launch:
+    """Start so many processes that make `runs` one after the other; with 1, without a launcher.
+
+    host: where one of the processes runs, under a launcher of its own.
+    """
     output = directory / f"output-{time.monotonic_ns()}.txt"
-    arguments = (str(output), runs, processes)
-    process = server.Process(target=_rank if processes == 1 else _launcher, args=arguments)
+    arguments: tuple = (str(output), runs, processes)
+    target = _rank if processes == 1 else _launcher
+    process = server.Process(target=target, args=(*arguments, host) if host else arguments)
     process.start()
     return Launch(process, output)
 
@@ -119,7 +146,7 @@ def succeed(directory: Path, runs: list[Run], processes: int = 2) -> str:
     return launched.output.read_text()
 
 
-def _launcher(output: str, runs: list[Run], processes: int) -> None:
+def _launcher(output: str, runs: list[Run], processes: int, host: Host | None = None) -> None:
     _write_to(output)
     config = LaunchConfig(
         min_nodes=1,
@@ -131,6 +158,14 @@ def _launcher(output: str, runs: list[Run], processes: int) -> None:
         monitor_interval=0.05,
         max_restarts=0,
     )
+    if host:
+        host.enter()
+        config.min_nodes = config.max_nodes = host.number_of_hosts
+        config.nproc_per_node = processes // host.number_of_hosts
+        config.max_restarts = host.restarts
+        config.run_id, config.rdzv_endpoint = "hosts", host.rendezvous
+        config.rdzv_configs["is_host"] = host.keeps_rendezvous
+        config.local_addr = host.address
     elastic_launch(config, _rank)(output, runs, processes)
 
 

@@ -234,22 +234,34 @@ def test_two_runs_do_not_write_to_one_directory(real_recipe, tmp_path):
     first.wait()
 
 
-def kill(victim, launched):
+def kill(victim, launched, out):
     """`kill -9` of one rank, all of them, or their launcher, if they are there yet; returns when
     all have ended.
+
+    A run whose last stage is done is killed as a whole: torch's launcher of forks may wait forever
+    for a rank that was killed while it waited for the launcher's `multiprocessing.Event`.
     """
     ranks = launched.ranks()
     all_ranks = ranks or [launched.process.pid]
     victims = {"rank 0": all_ranks[:1], "rank 1": all_ranks[-1:], "all ranks": all_ranks}
-    for pid in victims.get(victim, [launched.process.pid]):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    launched.wait()
+    _kill(victims.get(victim, [launched.process.pid]))
+    deadline = time.monotonic() + 240
+    while launched.process.is_alive() and time.monotonic() < deadline:
+        launched.process.join(0.1)
+        if (out / STAGES[-1] / "training.json").exists():
+            _kill([*ranks, launched.process.pid])
+    launched.wait(1)
     for pid in ranks:
         deadline = time.monotonic() + 120
         while os.path.exists(f"/proc/{pid}") and "Z" not in _status(pid):
             assert time.monotonic() < deadline, f"rank {pid} lives on without its launcher"
             time.sleep(0.05)
+
+
+def _kill(pids):
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _status(pid):
@@ -285,7 +297,7 @@ def test_a_run_killed_in_every_stage_launcher_one_rank_and_all_ranks_ends_with_t
             assert launched.process.is_alive(), launched.output.read_text()
             time.sleep(0.01)
         time.sleep(draw.uniform(0, 1))
-        kill(victim, launched)
+        kill(victim, launched, out)
         assert not (out / "3-full/training.json").exists()
     succeed(tmp_path, [Run(arguments, FSDP2)])
     assert final_losses(out) == final_losses(unbroken_in_two[0])
@@ -316,7 +328,7 @@ def killed_at_random(victim, recipe, seconds, draw, directory):
             victim == "launcher" or len(launched.ranks()) == 2
         )
         files = [str(path.relative_to(out)) for path in [*out.glob("*"), *out.glob("*/trainer/*")]]
-        kill(victim, launched)
+        kill(victim, launched, out)
         if (
             is_there
             and launched.process.exitcode

@@ -141,7 +141,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(tiny_llama_d
         return outputs.loss, outputs
 
     loss = objective(text, student, {"input_ids": ids}, 1)
-    assert float(loss) == pytest.approx(0, abs=1e-6)
+    assert loss.item() == pytest.approx(0, abs=1e-6)
     loss.backward()
     assert all(parameter.grad is None for parameter in teacher.parameters())
     assert not teacher.training
