@@ -25,8 +25,8 @@ class LoadedModel:
     """A model under measurement.
 
     path: as the user gave it. fingerprint: changes when the model's files do. tokens_seen: in CoCA
-    training; None for a model that coca_hf did not make. trained_seq_len: tokens in a block of the
-    last stage of that training. commit: of a model on the hub.
+    training; None for a model that coca_hf did not make. trained_seq_len: the positions that the
+    last stage of that training reached. commit: of a model on the hub.
     """
 
     model: Any
@@ -283,18 +283,17 @@ def _fingerprint(path: str, commit: str | None, trust_remote_code: bool) -> str:
 
 
 def _training(directory: Path) -> tuple[int | None, int | None]:
-    """Tokens seen and block length of the last stage of coca-train; 0 tokens if only converted."""
+    """Tokens seen, and the positions that the last stage of coca-train reached: its block length,
+    or further with `skip_positions`. 0 tokens if only converted.
+    """
     record = directory / "training.json"
     if not record.is_file():
         return (0 if (directory / "conversion.json").is_file() else None), None
     try:
         facts = json.loads(record.read_text(encoding="utf-8"))
         tokens_seen = int(facts["tokens_seen"])
-        stages = facts.get("stages") or [{}]
-        seq_len = stages[-1].get("seq_len") or facts.get("recipe", {}).get("data", {}).get(
-            "seq_len"
-        )
-        return tokens_seen, seq_len
+        data = facts.get("recipe", {}).get("data", {})
+        return tokens_seen, data.get("skip_positions") or data.get("seq_len")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise CocaError(
             f"{record}: got no whole number under 'tokens_seen', expected one; delete or repair it"

@@ -50,7 +50,7 @@ class Row(TypedDict):
     rope: Identity[str]
     dtype: Identity[str]
     trained_length: Count | None  # tokens, as the config says
-    trained_seq_len: Count | None  # tokens of a block in the last stage of coca-train
+    trained_seq_len: Count | None  # positions reached in the last stage of coca-train
     tokens_seen: int | None  # in CoCA training
     coca_constraint: str | None
     coca_kept_layers: NotRequired[list[int] | None]
@@ -117,7 +117,7 @@ def label(row: dict) -> str:
 
 
 def last_trained_length(row: dict) -> int | None:
-    """Tokens of a sequence in the model's last training: a stage of coca-train, or its config."""
+    """Positions reached in the model's last training: a stage of coca-train, or its config."""
     return row["trained_seq_len"] or row["trained_length"]
 
 

@@ -9,11 +9,13 @@ import copy
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -160,6 +162,12 @@ def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
         options = recipe.options(stage)
         # transformers asks for it where bf16 is to be computed on a CPU
         options.setdefault("use_cpu", not torch.accelerator.is_available())
+        if options["use_cpu"]:  # where it hands no ddp_timeout on
+            PartialState(
+                cpu=True,
+                backend=options.get("ddp_backend"),
+                timeout=timedelta(seconds=options["ddp_timeout"]),
+            )
         with library_errors(f"{where}: the trainer does not take these options"):
             arguments = TrainingArguments(
                 output_dir=str(directory / "trainer"),

@@ -82,11 +82,14 @@ def test_tokens_seen_are_read_from_the_training_record(checkpoint):
     (checkpoint / "training.json").write_text(json.dumps({"tokens_seen": 123_904}))
     assert load_model(str(checkpoint)).tokens_seen == 123_904
     assert load_model(str(checkpoint)).trained_seq_len is None
-    stages = [{"seq_len": 96}, {"seq_len": 160}]
-    (checkpoint / "training.json").write_text(
-        json.dumps({"tokens_seen": 123_904, "stages": stages})
-    )
-    assert load_model(str(checkpoint)).trained_seq_len == 160
+    for data, reached in (
+        ({"seq_len": 160, "skip_positions": None}, 160),
+        ({"seq_len": 160, "skip_positions": 2048}, 2048),
+    ):
+        (checkpoint / "training.json").write_text(
+            json.dumps({"tokens_seen": 123_904, "recipe": {"data": data}})
+        )
+        assert load_model(str(checkpoint)).trained_seq_len == reached
     for damaged in ('{"tokens": 3}', '{"tokens_seen": 1e999}', "{", "[]", "[" * 9999):
         (checkpoint / "training.json").write_text(damaged)
         with pytest.raises(

@@ -5,6 +5,7 @@ and remove.
 import os
 import subprocess
 import time
+from contextlib import ExitStack
 
 import pytest
 
@@ -81,22 +82,29 @@ def test_a_lost_host_and_then_a_cut_link_end_with_the_losses_of_an_unbroken_run(
     runs = [Run([*arguments, "--out", out, "--resume"], FSDP2, slow_steps)]
     second = hosts[1]
 
-    here, there = (launch(tmp_path, runs, host=host) for host in hosts)
-    logged(out / STAGES[0], [here, there])
-    lose(there)
-    there = launch(tmp_path, runs, host=second)
-    logged(out / STAGES[1], [here, there])
-    ip("-n", second.namespace, "link", "set", "eth0", "down")
-    cut = time.monotonic()
-    message = "no answer from another process"
-    while message not in " ".join(here.output.read_text().split()):
-        assert here.process.is_alive(), here.output.read_text()
-        assert time.monotonic() < cut + 3 * SILENCE, here.output.read_text()
-        time.sleep(0.1)
-    lose(there)
-    ip("-n", second.namespace, "link", "set", "eth0", "up")
-    there = launch(tmp_path, runs, host=second)
-    assert there.wait() == 0, there.output.read_text()
-    assert here.wait() == 0, here.output.read_text()
+    with ExitStack() as at_the_end:
+
+        def start(host):
+            launched = launch(tmp_path, runs, host=host)
+            at_the_end.callback(lose, launched)
+            return launched
+
+        here, there = map(start, hosts)
+        logged(out / STAGES[0], [here, there])
+        lose(there)
+        there = start(second)
+        logged(out / STAGES[1], [here, there])
+        ip("-n", second.namespace, "link", "set", "eth0", "down")
+        cut = time.monotonic()
+        message = "no answer from another process for training.ddp_timeout seconds"
+        while message not in " ".join(here.output.read_text().split()):
+            assert here.process.is_alive(), here.output.read_text()
+            assert time.monotonic() < cut + 2 * SILENCE, here.output.read_text()
+            time.sleep(0.1)
+        lose(there)
+        ip("-n", second.namespace, "link", "set", "eth0", "up")
+        there = start(second)
+        assert there.wait() == 0, there.output.read_text()
+        assert here.wait() == 0, here.output.read_text()
     assert final_losses(out) == final_losses(tmp_path / "unbroken")
     assert not list(out.glob("**/checkpoint-*"))
