@@ -280,7 +280,7 @@ def test_checkpoint_differs_in_queries_and_coefficients_only_and_says_what_was_d
         64,
     )
     assert (facts["held_out_tokens"], facts["seed"]) == (512, 0)
-    assert facts["text"] == str(text)
+    assert facts["text"] == text.name
     assert len(facts["attention_kl"]) == 3
     assert all(layer["kl_fitted"] < layer["kl_start"] for layer in facts["attention_kl"])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "calibrated")
