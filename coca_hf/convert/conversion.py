@@ -42,6 +42,7 @@ from coca_hf.convert.staging import (
 )
 from coca_hf.convert.tensors import source_shapes
 from coca_hf.convert.writer import Progress, WeightsWriter, bytes_of
+from coca_hf.documents import commit_of
 from coca_hf.errors import CocaError
 from coca_hf.held_out import Place
 from coca_hf.models.decoder import CocaForCausalLM
@@ -128,7 +129,7 @@ def convert_checkpoint(
         layout, calibration = Layout(source, form, named), None
         check_kept_number(keep_layers, layout)
         if calibrate_on:
-            place = calibrate_on, column, split, subset, None, True
+            place = calibrate_on, column, split, subset, commit_of(calibrate_on), True
             calibration = _Calibration(
                 layout, place, calibrate_tokens, calibrate_block, calibrate_passes, device, seed
             )
@@ -182,7 +183,7 @@ class _Calibration:
                 "imitates"
             )
         self.device = device
-        self.text, self.seed = place[0], seed
+        self.text, self.text_commit, self.seed = place[0], place[4], seed
         self.tokenizer = layout.source.load_tokenizer()
         text_blocks, self.held_out = calibration_blocks(
             place, self.tokenizer, layout.config, num_tokens, block_tokens, seed
@@ -215,6 +216,7 @@ class _Calibration:
         layout.calibrated = done.tensors
         self.record = {
             "text": self.text,
+            **({"text_commit": self.text_commit} if self.text_commit else {}),
             "blocks_xxh3_128": self.blocks_hash,
             "tokens": self.text_tokens,
             "repeated_tokens": self.blocks.numel() - self.text_tokens,

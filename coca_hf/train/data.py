@@ -28,7 +28,7 @@ import torch
 from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
-from coca_hf.documents import commit_of, is_on_hub, local_files, read_documents
+from coca_hf.documents import Document, commit_of, is_on_hub, local_files, read_documents
 from coca_hf.errors import CocaError
 from coca_hf.held_out import HeldOut, hold_out, shares
 from coca_hf.tokens import Encoder, Piece, batches, pieces_of
@@ -201,7 +201,7 @@ class Corpus:
                 print(f"{damage.args[0].partition(';')[0]}; all blocks are made again", flush=True)
             for file in self.directory.glob("*.bin"):
                 file.unlink()  # not cut: a training may still read it
-            state = self._first_state()
+            state = self._first_state(check_stop)
         order_parts = state["parts"].get("order")
         first = order_parts[-1][0] if order_parts else 0
         progress(first)
@@ -242,14 +242,19 @@ class Corpus:
                 raise
             save()
 
-    def _first_state(self) -> dict[str, Any]:
+    def _first_state(self, check_stop: Callable[[], None]) -> dict[str, Any]:
         commits = self.pin_()
         description = self.directory / "made-of.json"
         description.write_text(json.dumps(self.made_of, indent=2) + "\n", encoding="utf-8")
         weights = [source.weight if source.path else 0 for source in self.data.sources]
         counts = shares(weights, self.data.held_out_blocks)
         chosen = [
-            hold_out(source.place, self.encoder, self.data.seq_len, count)
+            hold_out(
+                functools.partial(_documents, source, check_stop),
+                self.encoder,
+                self.data.seq_len,
+                count,
+            )
             for source, count in zip(self.data.sources, counts, strict=True)
         ]
         held_out = torch.cat([blocks for _, blocks in chosen]).numpy()
@@ -400,14 +405,19 @@ def _pieces(
     source: Source, held_out: HeldOut, document: int, character: int, check_stop: Callable[[], None]
 ) -> Iterator[Piece]:
     """The text to train on, from a place in the source on."""
-    for number, content in enumerate(read_documents(*source.place)):
-        check_stop()
+    for number, content in enumerate(_documents(source, check_stop)):
         if number < document:
             continue
         if len(content.text) > LARGE_DOCUMENT:
             _name_large(content.where, len(content.text))
         text, _ = held_out.split(content.text)
         yield from pieces_of(text, number, character if number == document else 0)
+
+
+def _documents(source: Source, check_stop: Callable[[], None]) -> Iterator[Document]:
+    for document in read_documents(*source.place):
+        check_stop()
+        yield document
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import torch
 from filelock import FileLock
 
 from coca_cli import main
-from coca_hf import CocaError, tokens
+from coca_hf import CocaError, held_out, tokens
 from coca_hf.train import data
 from coca_hf.train.processes import EXIT_STOPPED, Stopped
 from coca_hf.train.recipe import Source, load_recipe
@@ -56,7 +56,6 @@ def plain(corpus, tmp_path):
 def test_prepared_blocks_are_read_and_nothing_else(corpus, plain, monkeypatch):
     corpus().prepare(200)
     monkeypatch.setattr(data, "read_documents", forbidden)
-    monkeypatch.setattr("coca_hf.held_out.read_documents", forbidden)
     assert tokens_of(corpus().blocks()) == plain[:200]
     assert len(corpus().blocks().held_out) == 7
 
@@ -291,22 +290,30 @@ def test_the_command_prepares_what_all_stages_take_and_a_run_from_it_is_the_same
         assert ours == theirs
 
 
+@pytest.mark.parametrize("moment", ["choosing held-out documents", "writing blocks"])
 def test_the_command_is_stopped_by_a_signal_and_continues(
-    recipe_path, tmp_path, monkeypatch, capsys
+    moment, recipe_path, tmp_path, monkeypatch, capsys
 ):
-    plain_append = data.GrowingRows.append
+    kind, name = (
+        (held_out, "_passage") if moment.startswith("choosing") else (data.GrowingRows, "append")
+    )
+    plain, calls = getattr(kind, name), []
 
-    def signal_and_append(*arguments):
+    def signal_and_go_on(*arguments):
+        calls.append(arguments)
         os.kill(os.getpid(), signal.SIGTERM)
-        plain_append(*arguments)
+        return plain(*arguments)
 
-    setting = f"data.prepared={tmp_path / 'blocks'}"
+    settings = [f"data.prepared={tmp_path / 'blocks'}", "data.held_out_blocks=7"]
     with monkeypatch.context() as patch:
-        patch.setattr(data.GrowingRows, "append", signal_and_append)
-        assert command(patch, recipe_path, setting, "--prepare") == EXIT_STOPPED
+        patch.setattr(kind, name, signal_and_go_on)
+        patch.setattr(held_out, "LARGE", held_out.HASHES)  # the first document has a passage
+        assert command(patch, recipe_path, *settings, "--prepare") == EXIT_STOPPED
     assert "stopped by SIGTERM; the same command continues" in " ".join(
         capsys.readouterr().err.split()
     )
+    assert len(calls) <= 2  # the second keeps what is done
+    assert command(monkeypatch, recipe_path, *settings, "--prepare") == 0
     assert command(monkeypatch, recipe_path, setting, "--prepare") == 0
     assert "prepared: 48 blocks" in capsys.readouterr().out
 
