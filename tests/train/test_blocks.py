@@ -134,9 +134,9 @@ def test_another_seed_length_weight_or_text_has_another_place(
         "weight": (light, SEQ_LEN, 7, 0),
         "order": (sources[::-1], SEQ_LEN, 7, 0),
     }
-    for name, (changed, seq_len, held_out, seed) in others.items():
+    for name, (changed, seq_len, num_held_out, seed) in others.items():
         other = make_corpus(
-            changed, tiny_tokenizer, seq_len, tmp_path / "prepared", held_out, seed=seed
+            changed, tiny_tokenizer, seq_len, tmp_path / "prepared", num_held_out, seed=seed
         )
         assert not other.has(1), name
     assert len(corpus().blocks()) == 5
@@ -314,7 +314,6 @@ def test_the_command_is_stopped_by_a_signal_and_continues(
     )
     assert len(calls) <= 2  # the second keeps what is done
     assert command(monkeypatch, recipe_path, *settings, "--prepare") == 0
-    assert command(monkeypatch, recipe_path, setting, "--prepare") == 0
     assert "prepared: 48 blocks" in capsys.readouterr().out
 
 
