@@ -385,6 +385,29 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         ) from None
 
 
+def other_batches(path: Path, recipe: Recipe, world_size: int) -> str | None:
+    """What to say where `recipe`, which is the one at `path` with overrides, takes other numbers of
+    blocks a step than `global_batch_size` there; None where it does not.
+    """
+    try:
+        written = Recipe.model_validate(read_tree(path))
+    except ValidationError:  # only overrides make it a recipe
+        return None
+    expected = {
+        stage.name: written.stage_options(stage).global_batch_size for stage in written.stages
+    }
+    differ = []
+    for stage in recipe.stages:
+        got, wanted = recipe.blocks_per_step(stage, world_size), expected.get(stage.name)
+        if wanted not in (None, got):
+            differ.append(f"stages.{stage.name}: got {got} blocks a step, expected {wanted}")
+    return (
+        f"{'; '.join(differ)}, as {path} says, whose numbers are not of this run"
+        if differ
+        else None
+    )
+
+
 def _check_fused(stage: Stage) -> None:
     """Raises ValueError for what needs the logits that a fused cross-entropy does not give."""
     needs_logits = {
