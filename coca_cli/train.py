@@ -78,9 +78,8 @@ def train_command(
     from accelerate import PartialState
     from transformers.utils.logging import disable_progress_bar
 
-    from coca_hf.train.log import announce
     from coca_hf.train.processes import EXIT_STOPPED, Stopped, ignore_signals
-    from coca_hf.train.recipe import load_recipe, other_batches
+    from coca_hf.train.recipe import load_recipe
     from coca_hf.train.stages import prepare_recipe, run_recipe
 
     disable_progress_bar()  # of loading and saving; the training keeps its own
@@ -94,8 +93,6 @@ def train_command(
                 f"{blocks.directory}: all stages on {world_size} processes take {wanted:,} blocks"
             )
             return
-        if difference := other_batches(recipe, checked, PartialState().num_processes):
-            announce(difference)
         directory = run_recipe(checked, out or Path("runs") / recipe.stem, stage, resume)
     except Stopped as stopped:
         ignore_signals()

@@ -174,9 +174,9 @@ def test_batches_and_lengths_are_the_papers():
 
 @pytest.mark.parametrize("name", [name for name in PATHS if name != "recover.yaml"])
 def test_a_header_states_the_tokens_and_the_disk_that_its_recipe_takes(name):
-    header = re.sub(r"\n#\s+", " ", PATHS[name].read_text())
+    header = re.sub(r"\n#\s+", " ", PATHS[name].read_text()).replace("\u00d7", "x")
     stated = re.search(
-        r"(?:(\d) stages × )?([\d,]+) steps × (\d+) blocks × ([\d,]+) tokens = (?:\d × )?([\d.]+)([MB]) tokens",
+        r"(?:(\d) stages x )?([\d,]+) steps x (\d+) blocks x ([\d,]+) tokens = (?:\d x )?([\d.]+)([MB]) tokens",
         header,
     )
     stages = int(stated[1] or 1)
