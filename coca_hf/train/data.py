@@ -36,6 +36,7 @@ from coca_hf.train.blocks import ANSWER, Blocks, Damaged, GrowingRows, layouts, 
 from coca_hf.train.lookups import Lookups
 from coca_hf.train.processes import Stopped
 from coca_hf.train.recipe import Data, Source
+from coca_hf.train.source_files import contents, keep_hashes
 
 LARGE_DOCUMENT = 10_000_000  # characters: a dozen novels
 SHUFFLE_TOKENS = 2**21  # of a source, from which its next block is drawn: 1024 blocks of 2048
@@ -57,21 +58,30 @@ class Corpus:
         self.data, self.tokenizer, self.encoder = data, tokenizer, Encoder(tokenizer)
 
     @functools.cached_property
+    def files(self) -> list[dict[str, str]]:
+        """What the local files of each source contain, by name."""
+        return [contents(files, Path(self.data.prepared)) for files in self._local_files]
+
+    @property
+    def _local_files(self) -> list[list[Path]]:
+        return [local_files(source.path) if source.path else [] for source in self.data.sources]
+
+    @functools.cached_property
     def made_of(self) -> dict[str, Any]:
         """Everything that decides the blocks.
 
-        Local files count by name, size and time of change; data sets on the hub by revision.
+        Local files count by name and content, wherever they lie; data sets on the hub by revision.
         """
-        described = []
-        for source in self.data.sources:
-            files = local_files(source.path) if source.path else []
-            stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-            described.append(
-                {**source.model_dump(), **({"path": None, "files": stats} if files else {})}
-            )
+        described = [
+            {
+                **source.model_dump(),
+                **({"path": None, "files": list(files.items())} if files else {}),
+            }
+            for source, files in zip(self.data.sources, self.files, strict=True)
+        ]
         small = "uint16" if max(self.tokenizer.get_vocab().values()) < 2**16 else "uint32"
         return {
-            "format": 4,
+            "format": 5,
             "sources": described,
             "tokenizer": tokenizer_hash(self.tokenizer),
             "dtypes": ["uint32" if source.synthetic else small for source in self.data.sources],
@@ -161,6 +171,8 @@ class Corpus:
             directory.mkdir(parents=True, exist_ok=True)
             with ExitStack() as held:
                 self._lock(held, check_stop)
+                files = itertools.chain.from_iterable(self._local_files)
+                keep_hashes(files, directory.parent)
                 self._write(num_blocks, progress, check_stop)
         except OSError as error:
             size = num_blocks * self.data.seq_len * np.dtype(self.made_of["dtypes"][0]).itemsize

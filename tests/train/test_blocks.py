@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -15,7 +16,7 @@ from filelock import FileLock
 
 from coca_cli import main
 from coca_hf import CocaError, held_out, tokens
-from coca_hf.train import data
+from coca_hf.train import data, source_files
 from coca_hf.train.processes import EXIT_STOPPED, Stopped
 from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import run_recipe
@@ -140,8 +141,45 @@ def test_another_seed_length_weight_or_text_has_another_place(
         )
         assert not other.has(1), name
     assert len(corpus().blocks()) == 5
+    file = texts / "words/0.txt"
+    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+    text = file.read_text()
+    try:
+        file.write_text(text.swapcase())
+        os.utime(file, ns=times)
+        assert corpus().directory != prepared
+    finally:
+        file.write_text(text)
+
+
+def test_files_that_are_copied_or_touched_have_the_same_blocks(corpus, sources, texts, tmp_path):
+    prepared = corpus().prepare(5).directory
     os.utime(texts / "words/0.txt", (1, 1))
-    assert corpus().directory != prepared
+    shutil.copytree(texts / "words", tmp_path / "copy")
+    sources[0] = sources[0].model_copy(update={"path": str(tmp_path / "copy/*.txt")})
+    assert corpus().directory == prepared
+    assert corpus().has(5)
+
+
+def test_a_file_is_read_for_its_hash_once_and_again_when_it_was_changed(corpus, texts, monkeypatch):
+    monkeypatch.setattr(source_files, "FRESH_SECONDS", 0)
+    read, plain = [], source_files.file_hash
+
+    def file_hash(file):
+        read.append(file.name)
+        return plain(file)
+
+    monkeypatch.setattr(source_files, "file_hash", file_hash)
+    for _ in range(2):
+        prepared = corpus().prepare(5).directory
+        source_files._read_once.cache_clear()  # another process
+        assert corpus().directory == prepared
+    assert sorted(read) == [*(f"{number}.txt" for number in range(5)), "digits.jsonl"]
+    os.utime(texts / "words/0.txt", (1, 1))
+    assert corpus().directory == prepared
+    assert read[6:] == ["0.txt"]
+    (prepared.parent / "files.json").write_text("[1")
+    assert corpus().directory == prepared
 
 
 def test_the_place_does_not_depend_on_where_the_tokenizer_lies(
@@ -323,7 +361,7 @@ def test_a_run_prepares_the_blocks_of_its_last_stage_and_says_where_they_and_oth
     recipe = load_recipe(recipe_path, [f"data.prepared={tmp_path / 'blocks'}"])
     run_recipe(recipe, tmp_path / "out", stage="k")
     printed = capsys.readouterr().out
-    (made,) = (tmp_path / "blocks").iterdir()
+    (made,) = (tmp_path / "blocks").glob("*/")
     assert f"data: preparing 12 blocks in {made}\n" in printed  # 3 steps of 4
     assert re.search(rf"data: 12 blocks, 0\.0\d MB, in {made}\n", printed)
     assert "also holds" not in printed

@@ -462,7 +462,11 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_taken(
         ),
         (
             lambda _, model, texts: append(texts / "digits.jsonl", b'{"code": "1"}'),
-            "sources.1.digits.jsonl was ",
+            "sources.1.digits.jsonl was .* bytes, xxh3_128 .*, now ",
+        ),
+        (
+            lambda _, model, texts: change_byte(texts / "words/1.txt"),
+            "sources.0.1.txt was .* bytes, xxh3_128 .*, now ",
         ),
         (
             lambda _, model, texts: change_byte(model / "model.safetensors"),
@@ -473,7 +477,7 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_taken(
             "blocks_per_step.k was 4",
         ),
     ],
-    ids=["new file", "changed file", "weights", "batch"],
+    ids=["new file", "longer file", "file of the same size", "weights", "batch"],
 )
 def test_other_inputs_are_refused(recipe_tree, tiny_coca_dir, texts, tmp_path, change, message):
     model, texts = (
