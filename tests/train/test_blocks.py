@@ -361,7 +361,7 @@ def test_a_run_prepares_the_blocks_of_its_last_stage_and_says_where_they_and_oth
     recipe = load_recipe(recipe_path, [f"data.prepared={tmp_path / 'blocks'}"])
     run_recipe(recipe, tmp_path / "out", stage="k")
     printed = capsys.readouterr().out
-    (made,) = (tmp_path / "blocks").glob("*/")
+    (made,) = (path.parent for path in (tmp_path / "blocks").glob("*/state.json"))
     assert f"data: preparing 12 blocks in {made}\n" in printed  # 3 steps of 4
     assert re.search(rf"data: 12 blocks, 0\.0\d MB, in {made}\n", printed)
     assert "also holds" not in printed
