@@ -5,10 +5,12 @@ unbroken.
 import errno
 import json
 import os
+import pickle
 import re
 import resource
 import shutil
 import signal
+import sys
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, Trainer
 
+from coca_cli import main
 from coca_hf import CocaError
 from coca_hf.train import trainer
 from coca_hf.train.data import Corpus
@@ -27,6 +30,7 @@ from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
 from tests.train.corpora import tokens_of
 from tests.train.layouts import Run, launch
+from tests.train.test_training_state import Payload
 
 STAGES = ["1-k", "2-qkv", "3-full"]
 
@@ -451,6 +455,37 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_taken(
     shutil.rmtree(out / "1-k/trainer/checkpoint-4")
     run_recipe(recipe, out, stage="k", resume=True)
     assert "continues after step 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("file", ["state/.metadata", "scheduler.pt", "rng_state.pth"])
+def test_the_command_does_not_run_what_was_planted_in_a_checkpoint_that_it_resumes(
+    file, recipe_path, tmp_path, monkeypatch, capsys
+):
+    plain = Trainer.training_step
+
+    def interrupted(self, *args):
+        if self.state.global_step == 2:
+            raise KeyboardInterrupt
+        return plain(self, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Trainer, "training_step", interrupted)
+        run_recipe(load_recipe(recipe_path), tmp_path / "out")
+    planted = tmp_path / "out/1-k/trainer/checkpoint-2" / file
+    assert planted.exists()
+    if file == "state/.metadata":
+        planted.write_bytes(pickle.dumps(Payload(tmp_path)))
+    else:
+        torch.save(Payload(tmp_path), planted)
+    arguments = ["coca-train", str(recipe_path), "--out", str(tmp_path / "out"), "--resume"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as ended:
+        main.train()
+    assert ended.value.code == 2
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "checkpoint-2: cannot be read" in printed
+    assert "mkdir" in printed
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
