@@ -468,9 +468,10 @@ def test_the_command_does_not_run_what_was_planted_in_a_checkpoint_that_it_resum
             raise KeyboardInterrupt
         return plain(self, *args)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Trainer, "training_step", interrupted)
+    monkeypatch.setattr(Trainer, "training_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         run_recipe(load_recipe(recipe_path), tmp_path / "out")
+    monkeypatch.undo()
     planted = tmp_path / "out/1-k/trainer/checkpoint-2" / file
     assert planted.exists()
     if file == "state/.metadata":
