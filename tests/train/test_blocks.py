@@ -170,6 +170,7 @@ def test_a_file_is_read_for_its_hash_once_and_again_when_it_was_changed(corpus, 
         return plain(file)
 
     monkeypatch.setattr(source_files, "file_hash", file_hash)
+    source_files._read_once.cache_clear()
     for _ in range(2):
         prepared = corpus().prepare(5).directory
         source_files._read_once.cache_clear()  # another process
@@ -328,13 +329,14 @@ def test_the_command_prepares_what_all_stages_take_and_a_run_from_it_is_the_same
         assert ours == theirs
 
 
-@pytest.mark.parametrize("moment", ["choosing held-out documents", "writing blocks"])
+@pytest.mark.parametrize(
+    ("kind", "name", "calls_until_it_ends"),
+    [(held_out, "_rule_of_small", 1), (data.GrowingRows, "append", 2)],
+    ids=["choosing what is held out", "writing blocks, which are kept"],
+)
 def test_the_command_is_stopped_by_a_signal_and_continues(
-    moment, recipe_path, tmp_path, monkeypatch, capsys
+    kind, name, calls_until_it_ends, recipe_path, tmp_path, monkeypatch, capsys
 ):
-    kind, name = (
-        (held_out, "_passage") if moment.startswith("choosing") else (data.GrowingRows, "append")
-    )
     plain, calls = getattr(kind, name), []
 
     def signal_and_go_on(*arguments):
@@ -345,12 +347,11 @@ def test_the_command_is_stopped_by_a_signal_and_continues(
     settings = [f"data.prepared={tmp_path / 'blocks'}", "data.held_out_blocks=7"]
     with monkeypatch.context() as patch:
         patch.setattr(kind, name, signal_and_go_on)
-        patch.setattr(held_out, "LARGE", held_out.HASHES)  # the first document has a passage
         assert command(patch, recipe_path, *settings, "--prepare") == EXIT_STOPPED
     assert "stopped by SIGTERM; the same command continues" in " ".join(
         capsys.readouterr().err.split()
     )
-    assert len(calls) <= 2  # the second keeps what is done
+    assert len(calls) == calls_until_it_ends
     assert command(monkeypatch, recipe_path, *settings, "--prepare") == 0
     assert "prepared: 48 blocks" in capsys.readouterr().out
 
