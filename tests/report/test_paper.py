@@ -179,7 +179,7 @@ def test_a_scale_of_its_own_says_what_a_step_takes():
 
 @functools.cache
 def too_large(recipe, settings, processes, tokenizer) -> list[str]:
-    """The stages whose steps do not fit GPUs of 80 GB, by the plans of models of 2 and of 4 layers:
+    """The stages whose steps do not fit GPUs of 80 GB, by the plans of models of 2 and of 3 layers:
     every further layer adds as much.
     """
     path, model = REPOSITORY / recipe, load_recipe(REPOSITORY / recipe, settings).model
@@ -196,12 +196,12 @@ def too_large(recipe, settings, processes, tokenizer) -> list[str]:
             processes,
             gpu_memory=10_000,  # all of them fit
         )
-        for number in (2, 4)
+        for number in (2, 3)
     ]
     found = []
     for small, large in zip(*(plan.stages for plan in plans), strict=True):
-        of_two_layers = large.memory.peak - small.memory.peak
-        peak = small.memory.peak + (num_layers / 2 - 1) * of_two_layers
+        of_layer = large.memory.peak - small.memory.peak
+        peak = small.memory.peak + (num_layers - 2) * of_layer
         if peak > (1 - RESERVE) * 80 * GIB:
             found.append(f"{recipe}: stages.{small.name} takes {peak / GIB:.0f} GiB")
     return found
