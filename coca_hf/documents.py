@@ -68,7 +68,7 @@ def read_all_documents(
     files = local_files(source)
     rows: Iterator[tuple[str, str, Any]]
     if files:
-        named = zip(files, _names(files), strict=True)
+        named = zip(files, names_of(files), strict=True)
         rows = itertools.chain.from_iterable(_read_file(file, name, column) for file, name in named)
     elif is_on_hub(source):
         rows = _read_hub(source, column, split, subset, revision)
@@ -165,17 +165,17 @@ def local_files(source: str) -> list[Path]:
     return files
 
 
-def _suffix(file: Path) -> str:
-    """The one of SUFFIXES that the file has, or nothing."""
-    return max((suffix for suffix in SUFFIXES if file.name.endswith(suffix)), key=len, default="")
-
-
-def _names(files: list[Path]) -> list[str]:
+def names_of(files: list[Path]) -> list[str]:
     """The files' own names, or, where two are alike, the paths from the directory that all are in."""
     if len({file.name for file in files}) == len(files):
         return [file.name for file in files]
     common = os.path.commonpath([file.parent for file in files])
     return [file.relative_to(common).as_posix() for file in files]
+
+
+def _suffix(file: Path) -> str:
+    """The one of SUFFIXES that the file has, or nothing."""
+    return max((suffix for suffix in SUFFIXES if file.name.endswith(suffix)), key=len, default="")
 
 
 def _is_hub_id(source: str) -> bool:

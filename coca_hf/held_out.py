@@ -11,13 +11,16 @@ document, which may be in verse, in another language or all tables, says little 
 """
 
 import math
+from bisect import insort
+from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor
 
-from coca_hf.documents import read_documents
+from coca_hf.documents import Document
 from coca_hf.tokens import Encoder, split_at_space
 
 HASHES = 2**64
@@ -26,8 +29,8 @@ MOST = 0.1  # of a source's characters
 DOCUMENTS = 16
 TOKEN_CHARACTERS = 16  # far more than a token has on average
 
-
-Place = tuple[str, str, str, str | None, str | None, bool]
+Place = tuple[str, str, str, str | None, str | None, bool]  # the arguments of `read_documents`
+Read = Callable[[], Iterable[Document]]  # reads a source from its beginning
 
 
 class HeldOut(NamedTuple):
@@ -46,35 +49,44 @@ class HeldOut(NamedTuple):
 
 
 def hold_out(
-    place: Place, encoder: Encoder, seq_len: int, num_blocks: int
+    read: Read, encoder: Encoder, seq_len: int, num_blocks: int, from_all: bool = False
 ) -> tuple[HeldOut, Tensor]:
     """Choose what is held out of a source, and pack it into blocks: (blocks, seq_len), int64.
 
-    place: the arguments of `read_documents`.
-
     There are fewer than `num_blocks` blocks, perhaps none, where a tenth of the source has no more.
-    Reads about 1,600 documents, a hundred times as many tokens as there are in the blocks, or the
-    source to its end.
+    Of a large source, the blocks are the first that are held out, after about 1,600 documents or a
+    hundred times as many tokens as there are in the blocks; with `from_all`, which reads the source
+    to its end, the documents of lowest hash give them.
     """
     rule = HeldOut(below=LARGE)
     if num_blocks == 0:
         return HeldOut(), torch.empty(0, seq_len, dtype=torch.int64)
     needed = num_blocks * seq_len
     passage = max(seq_len, math.ceil(needed / DOCUMENTS))
-    tokens: list[Tensor] = []
-    count, seen = 0, []
-    for document in read_documents(*place):
+    chosen: list[tuple[int, Tensor]] = []  # with the documents' hashes
+    count, below, seen = 0, rule.below, []
+    for document in read():
         key = _hash(document.text)
-        seen.append((key, len(document.text)))
-        if key < rule.below:
-            tokens.append(_passage(document.text, encoder, passage))
-            count += len(tokens[-1])
-            if count >= needed:
-                return rule, _pack(tokens, seq_len, num_blocks)
+        if count < needed:
+            seen.append((key, len(document.text)))
+        if key < below:
+            found = key, _passage(document.text, encoder, passage)
+            if from_all:
+                insort(chosen, found, key=itemgetter(0))
+            else:
+                chosen.append(found)
+            count += len(found[1])
+            if count >= needed and not from_all:
+                break
+            while count - len(chosen[-1][1]) >= needed:
+                count -= len(chosen.pop()[1])
+                below = chosen[-1][0]
+    if count >= needed:
+        return rule, _pack([tokens for _, tokens in chosen], seq_len, num_blocks)
     if not seen:
         return HeldOut(), torch.empty(0, seq_len, dtype=torch.int64)
-    rule, passage = _rule_of_small(seen, needed, passage, tokens_per_character(place, encoder))
-    held = (rule.split(document.text)[1] for document in read_documents(*place))
+    rule, passage = _rule_of_small(seen, needed, passage, tokens_per_character(read, encoder))
+    held = (rule.split(document.text)[1] for document in read())
     return rule, _pack(
         [_passage(text, encoder, passage) for text in held if text.strip()], seq_len, num_blocks
     )
@@ -115,9 +127,9 @@ def _rule_of_small(
     return HeldOut(tail=min(MOST, needed / density * MOST / most)), needed
 
 
-def tokens_per_character(place: Place, encoder: Encoder) -> float:
+def tokens_per_character(read: Read, encoder: Encoder) -> float:
     """Estimate from the first document, less a tenth: better hold out too much."""
-    text = next(iter(read_documents(*place))).text[:100_000]
+    text = next(iter(read())).text[:100_000]
     return 0.9 * len(encoder.document(text)) / len(text)
 
 

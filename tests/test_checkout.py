@@ -63,3 +63,26 @@ def test_versions_leave_out_what_is_not_installed():
 def test_the_date_is_in_utc_to_the_second():
     assert datetime.fromisoformat(checkout.now()).utcoffset() == timedelta(0)
     assert "." not in checkout.now()
+
+
+def test_a_record_names_local_files_without_their_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.txt").touch()
+    expected = {
+        "data/a.txt": "a.txt",
+        "data/*.txt": "*.txt",
+        "**/*.txt": "*.txt",
+        "../elsewhere/*.txt": "*.txt",
+        "/absent/b.txt": "b.txt",
+        "~/c": "c",
+        ".": tmp_path.name,
+        "owner/name": "owner/name",
+        "owner/name@main": "owner/name@main",
+        "https://owner.org/licence": "https://owner.org/licence",
+        "mean of the rows / 2": "mean of the rows / 2",
+        "data/" + "y" * 300: "data/" + "y" * 300,
+        "a/null\0byte": "a/null\0byte",
+    }
+    record = {"number": 1, "names": list(expected), "none": None}
+    assert checkout.without_paths(record) == record | {"names": list(expected.values())}

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from coca_cli.evaluate import app as evaluate_app
 from coca_hf import convert_checkpoint
-from coca_hf.models.hub import _without_paths
+from coca_hf.checkout import without_paths
 from tests.hub import HubHandler, serving
 from tests.test_card import FRONT_MATTER, TRAINING, write_rows
 
@@ -140,7 +140,7 @@ def finished_dir(tiny_llama_dir, tmp_path_factory):
     (base / "README.md").write_text(FRONT_MATTER)
     (base / "LICENSE").write_text("Do no harm.")
     convert_checkpoint(base, directory / "coca")
-    (directory / "coca" / "training.json").write_text(json.dumps(TRAINING))
+    (directory / "coca" / "training.json").write_text(json.dumps(without_paths(TRAINING)))
     write_rows(directory)
     options = [
         "card",
@@ -246,26 +246,17 @@ def test_a_card_that_is_in_the_repository_stays(hub, tiny_coca_dir, tmp_path):
     assert hub.files["README.md"].endswith(b"Written by hand.\n")
 
 
-def test_an_upload_names_no_path_of_this_machine(hub, finished_dir, tmp_path):
-    """Records that are not uploaded keep them."""
-    run(hub, tmp_path, sys.executable, "-c", PUSH, str(finished_dir), REPO)
-    assert str(finished_dir.parent) in (finished_dir / "conversion.json").read_text()
+@pytest.mark.parametrize("way", ["push_to_hub", "hf upload"])
+def test_an_upload_names_no_path_of_this_machine(hub, way, finished_dir, tmp_path):
+    if way == "hf upload":
+        run(hub, tmp_path, "hf", "upload", REPO, str(finished_dir))
+    else:
+        run(hub, tmp_path, sys.executable, "-c", PUSH, str(finished_dir), REPO)
     for name, content in hub.files.items():
         assert str(finished_dir.parent).encode() not in content, name
-        assert b"/home/me" not in content, name
-    assert json.loads(hub.files["conversion.json"])["source"] == "base"
-    paths = [
-        source["path"] for source in json.loads(hub.files["training.json"])["stages"][0]["sources"]
-    ]
-    assert paths == ["owner/books", "code.jsonl"]
-
-
-def test_what_no_file_can_be_called_is_no_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "a.txt").touch()
-    names = ["data/" + "y" * 300, "a/null\0byte", "owner/name", "data/a.txt", "/data/b.txt"]
-    assert _without_paths({"names": names})["names"] == [*names[:3], "a.txt", "b.txt"]
+    record = json.loads(hub.files["conversion.json"])
+    assert record["source"] == "base"
+    assert len(record["source_xxh3_128"]) == 32
 
 
 PUSH_OTHERS = """

@@ -172,6 +172,28 @@ def test_batches_and_lengths_are_the_papers():
         assert tokens == pytest.approx(2 * 50e9, rel=1e-4)
 
 
+@pytest.mark.parametrize("name", [name for name in PATHS if name != "recover.yaml"])
+def test_a_header_states_the_tokens_and_the_disk_that_its_recipe_takes(name):
+    header = re.sub(r"\n#\s+", " ", PATHS[name].read_text()).replace("\u00d7", "x")
+    stated = re.search(
+        r"(?:(\d) stages x )?([\d,]+) steps x (\d+) blocks x ([\d,]+) tokens = (?:\d x )?([\d.]+)([MB]) tokens",
+        header,
+    )
+    stages = int(stated[1] or 1)
+    steps, blocks, seq_len = (int(number.replace(",", "")) for number in stated.group(2, 3, 4))
+    recipe = load_recipe(PATHS[name])
+    assert {recipe.blocks_per_step(stage, 8) for stage in recipe.stages} == {blocks}
+    assert sum(recipe.options(stage)["max_steps"] for stage in recipe.stages) == stages * steps
+    assert recipe.data.seq_len == seq_len
+    tokens = recipe.num_blocks(8) * recipe.data.seq_len
+    unit = {"M": 1e6, "B": 1e9}[stated[6]]
+    assert float(stated[5]) == float(f"{tokens / stages / unit:.3g}")
+    disk = re.search(r"([\d.]+) GB of disk", header)
+    assert disk or name == "smollm2-135m/lora.yaml"  # which says nothing of it
+    if disk:  # 2 bytes a token: no vocabulary of theirs is above 65,536
+        assert float(disk[1]) == float(f"{2 * tokens / 1e9:.2g}")
+
+
 @pytest.mark.parametrize("model", ["LLAMA-7B", "runs/three-stage/3-full"])
 def test_position_interpolation_is_for_llama_and_for_coca(load, model):
     config = start_config(load("llama-7b/pi-32k.yaml", f"model={model}"))

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from coca_hf.documents import is_on_hub, read_documents
+from coca_hf.documents import Document, is_on_hub, read_documents
 from coca_hf.errors import CocaError
-from coca_hf.held_out import TOKEN_CHARACTERS, HeldOut, Place, hold_out, tokens_per_character
+from coca_hf.held_out import TOKEN_CHARACTERS, Place, hold_out, tokens_per_character
 from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES
 from coca_hf.tokens import Encoder, Piece
 
@@ -42,8 +42,8 @@ def calibration_blocks(
     block_tokens: int,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Blocks to fit on, (n_b, m), from all over the text, and (n, m) of what coca-train holds out
-    of it: token ids.
+    """Blocks to fit on, (n_b, m), and (n, m) of the documents that coca-train holds out, both from
+    all over the text: token ids.
 
     place: the arguments of `read_documents`; of a data set on the hub the first `HUB_CHARACTERS`
     are read. num_tokens: to fit on, in blocks of `block_tokens`, or fewer where the model is for
@@ -56,9 +56,16 @@ def calibration_blocks(
     wanted = max(1, num_tokens // length)
     encoder = Encoder(tokenizer)
     most = max(1, min(HELD_OUT_BLOCKS, HELD_OUT_TOKENS // length))
-    rule, held_out = hold_out(place, encoder, length, most)
-    characters = sum(map(len, _texts(place, rule)))
-    tokens = int(characters * tokens_per_character(place, encoder)) if characters else 0
+
+    def read() -> Iterator[Document]:
+        return _documents(place)
+
+    def texts() -> Iterator[str]:  # what is not held out
+        return filter(None, (rule.split(document.text)[0] for document in read()))
+
+    rule, held_out = hold_out(read, encoder, length, most, from_all=True)
+    characters = sum(map(len, texts()))
+    tokens = int(characters * tokens_per_character(read, encoder)) if characters else 0
     if not len(held_out) or tokens < wanted * length:
         raise CocaError(
             f"--calibrate {place[0]}: got {len(held_out)} blocks of {length} tokens to hold out, "
@@ -70,7 +77,7 @@ def calibration_blocks(
     draw = random.Random(seed)
     starts = [int((number + draw.random()) / wanted * characters) for number in range(wanted)]
     # the last block may go on at the beginning
-    twice = itertools.chain(_texts(place, rule), _texts(place, rule))
+    twice = itertools.chain(texts(), texts())
     blocks = torch.stack(list(_blocks(twice, starts, encoder, length)))
     if (largest := max(blocks.max(), held_out.max())) >= config.vocab_size:
         raise CocaError(
@@ -81,12 +88,10 @@ def calibration_blocks(
     return blocks, held_out
 
 
-def _texts(place: Place, rule: HeldOut) -> Iterator[str]:
-    """What is not held out of every document."""
+def _documents(place: Place) -> Iterator[Document]:
     left = HUB_CHARACTERS if is_on_hub(place[0]) else math.inf
     for document in read_documents(*place):
-        if text := rule.split(document.text)[0]:
-            yield text
+        yield document
         left -= len(document.text)
         if left <= 0:
             return

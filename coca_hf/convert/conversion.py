@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_hf import models
 from coca_hf.card import write_card
-from coca_hf.checkout import now, versions
+from coca_hf.checkout import now, versions, without_paths
 from coca_hf.convert.calibrate import Calibration, calibrate, default_device, default_passes
 from coca_hf.convert.calibration_text import calibration_blocks, reach, repeated_blocks
 from coca_hf.convert.harm import layer_harms, most_harmful
@@ -42,6 +42,7 @@ from coca_hf.convert.staging import (
 )
 from coca_hf.convert.tensors import source_shapes
 from coca_hf.convert.writer import Progress, WeightsWriter, bytes_of
+from coca_hf.documents import commit_of
 from coca_hf.errors import CocaError
 from coca_hf.held_out import Place
 from coca_hf.models.decoder import CocaForCausalLM
@@ -128,7 +129,7 @@ def convert_checkpoint(
         layout, calibration = Layout(source, form, named), None
         check_kept_number(keep_layers, layout)
         if calibrate_on:
-            place = calibrate_on, column, split, subset, None, True
+            place = calibrate_on, column, split, subset, commit_of(calibrate_on), True
             calibration = _Calibration(
                 layout, place, calibrate_tokens, calibrate_block, calibrate_passes, device, seed
             )
@@ -145,7 +146,7 @@ def convert_checkpoint(
             calibration.run(layout, staging, report)
         WeightsWriter(layout, staging, progress or (lambda done, total: None)).write()
         source.check_unchanged()
-        record = _record(layout, staging.finished.values(), tokenizer, calibration)
+        record = without_paths(_record(layout, staging.finished.values(), tokenizer, calibration))
         (staging.checkpoint / RECORD).write_text(json.dumps(record, indent=2) + "\n")
         write_card(staging.checkpoint)
         staging.publish()
@@ -182,7 +183,7 @@ class _Calibration:
                 "imitates"
             )
         self.device = device
-        self.text, self.seed = place[0], seed
+        self.text, self.text_commit, self.seed = place[0], place[4], seed
         self.tokenizer = layout.source.load_tokenizer()
         text_blocks, self.held_out = calibration_blocks(
             place, self.tokenizer, layout.config, num_tokens, block_tokens, seed
@@ -192,7 +193,7 @@ class _Calibration:
         )
         self.text_tokens = text_blocks.numel()
         self.passes = passes or default_passes(len(self.blocks))
-        ids_hash = xxhash.xxh3_128_hexdigest(bytes_of(self.blocks))
+        self.blocks_hash = xxhash.xxh3_128_hexdigest(bytes_of(self.blocks))
         code = [
             xxhash.xxh3_128_hexdigest(file.read_bytes())
             for folder in CODE
@@ -202,7 +203,7 @@ class _Calibration:
         # A fit is in float32, and does not depend on which other layers are kept.
         config = {**layout.config.to_dict(), "coca_kept_layers": None, "dtype": None}
         self.settings = [
-            *(layout.source.states(), self.blocks.shape, ids_hash, *options, code),
+            *(layout.source.states(), self.blocks.shape, self.blocks_hash, *options, code),
             *(config, versions("torch", "transformers")),
         ]
         self.harms: list[float] | None = None
@@ -215,6 +216,8 @@ class _Calibration:
         layout.calibrated = done.tensors
         self.record = {
             "text": self.text,
+            **({"text_commit": self.text_commit} if self.text_commit else {}),
+            "blocks_xxh3_128": self.blocks_hash,
             "tokens": self.text_tokens,
             "repeated_tokens": self.blocks.numel() - self.text_tokens,
             "block_tokens": self.blocks.shape[1],
@@ -280,9 +283,7 @@ def _record(
     """The content of `conversion.json`, when all shards are `finished`."""
     kind = ", released CoCA layout" if layout.released else ", CoCA" if layout.from_coca else ""
     return {
-        "source": str(Path(layout.form.src).absolute())
-        if Path(layout.form.src).exists()
-        else layout.form.src,
+        "source": layout.form.src,
         "source_format": layout.source.kind + kind,
         "source_xxh3_128": _source_hash(finished),
         **({"source_commit": layout.source.commit} if layout.source.commit else {}),

@@ -18,7 +18,7 @@ from coca_hf.convert.source import Source
 from coca_hf.convert.tensors import (
     Initialiser,
     TargetTensor,
-    check_query_bias,
+    check_queries,
     check_tensors,
     stored_as,
     untie_,
@@ -129,7 +129,7 @@ class Layout:
     def as_stored(self, target: TargetTensor, numbers: Tensor, num_heads: int = 1) -> Tensor:
         """`numbers` of `target` as written. Raises CocaError where the dtype cannot hold them."""
         stored = stored_as(self.dtype_of(target), numbers, target, self.form.src, num_heads)
-        check_query_bias(self.config, target, stored, self.form.src)
+        check_queries(self.config, target, stored, self.form.src)
         return stored
 
     def _num_bytes(self, target: TargetTensor) -> int:

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from coca_hf.convert.config import FAMILIES, coca_config, family_of
-from coca_hf.convert.tensors import Initialiser, check_query_bias, check_tensors, stored_as, untie_
+from coca_hf.convert.tensors import Initialiser, check_queries, check_tensors, stored_as, untie_
 from coca_hf.errors import CocaError
 from coca_hf.models.decoder import CocaForCausalLM
 from coca_hf.models.rotary import CocaRotaryEmbedding
@@ -82,7 +82,7 @@ def patch_(
             )
             made = made.to(parameter.device)
             parameter = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
-        check_query_bias(config, target, parameter.data, where="patch_")
+        check_queries(config, target, parameter.data, where="patch_")
         setattr(
             coca.get_submodule(target.name.rpartition(".")[0]),
             target.name.rpartition(".")[2],

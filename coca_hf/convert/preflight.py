@@ -145,7 +145,7 @@ def check_numbers(layout: Layout, known: Collection[TargetTensor] = ()) -> None:
             made = initialiser.make(target)
             if target.module != "t_proj":  # calibration replaces that one
                 layout.as_stored(target, made)
-        elif layout.is_cast(target) or target.is_query_bias:
+        elif layout.is_cast(target) or target.bounds_queries:
             for block in layout.source.blocks(target.source):
                 layout.as_stored(target, block)
 

@@ -46,8 +46,9 @@ class TargetTensor:
         return self.name.split(".")[-2]
 
     @property
-    def is_query_bias(self) -> bool:
-        return self.name.endswith("q_proj.bias")
+    def bounds_queries(self) -> bool:
+        """Whether its numbers alone say how large queries become: their bias or their norm."""
+        return self.name.endswith(("q_proj.bias", "q_norm.weight"))
 
     @property
     def is_carried_over(self) -> bool:
@@ -123,23 +124,28 @@ def source_shapes(targets: Iterable[TargetTensor], config: CocaConfig) -> dict[s
     return {target.source: target.source_shape for target in targets} | norms
 
 
-def check_query_bias(config: CocaConfig, target: TargetTensor, numbers: Tensor, where: str) -> None:
-    """Raise CocaError for a bias of queries whose square the dtype of `numbers` cannot hold.
+def check_queries(config: CocaConfig, target: TargetTensor, numbers: Tensor, where: str) -> None:
+    """Raise CocaError for a bias or a norm of queries whose square the dtype of `numbers` cannot
+    hold.
 
     Kept layers square nothing.
     """
-    if not target.is_query_bias or _layer_number(target) in config.coca_kept_layers:
+    if not target.bounds_queries or _layer_number(target) in config.coca_kept_layers:
         return
     dtype = str(numbers.dtype).removeprefix("torch.")
-    # strict squares the length of a pair; slack multiplies it by the larger number of the pair
-    pairs = numbers.double().abs().view(-1, 2, config.head_dim // 2)
-    length = pairs.square().sum(1).sqrt()
-    other = length if config.coca_constraint == "strict" else pairs.amax(1)
-    largest = (length * other).max().sqrt().item()
+    if target.module == "q_norm":
+        # it multiplies vectors of length sqrt(d), all of which may be in one number
+        got, largest = "queries", numbers.double().abs().max().item() * config.head_dim**0.5
+    else:
+        # strict squares the length of a pair; slack multiplies it by the larger number of the pair
+        pairs = numbers.double().abs().view(-1, 2, config.head_dim // 2)
+        length = pairs.square().sum(1).sqrt()
+        other = length if config.coca_constraint == "strict" else pairs.amax(1)
+        got, largest = "numbers", (length * other).max().sqrt().item()
     limit = (torch.finfo(numbers.dtype).max / QUERY_SCALE) ** 0.5
     if limit < largest < float("inf"):
         raise CocaError(
-            f"{where}: tensor {target.name}: got numbers up to {largest:g}, whose squares {dtype} "
+            f"{where}: tensor {target.name}: got {got} up to {largest:g}, whose squares {dtype} "
             f"cannot hold, expected at most {limit:.0f}; convert to bfloat16 or float32"
         )
 

@@ -1,10 +1,8 @@
 """What `push_to_hub` of a CoCA model sends besides: its card, its records, its licence."""
 
 import json
-import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import ModelCard, file_exists, hf_hub_download
 from transformers.utils.hub import PushToHubMixin
@@ -81,22 +79,6 @@ def _add_card(card_file: Path, place: Path) -> None:
 
 
 def _add_records(checkpoint: Path, staged: Path) -> None:
-    for name in RECORDS:
-        if (checkpoint / name).is_file():
-            record = _without_paths(json.loads((checkpoint / name).read_text()))
-            (staged / name).write_text(json.dumps(record, indent=2) + "\n")
-    for name in LICENCE_FILES:
+    for name in (*RECORDS, *LICENCE_FILES):
         if (checkpoint / name).is_file():
             shutil.copyfile(checkpoint / name, staged / name)
-
-
-def _without_paths(value: Any) -> Any:
-    """`value` with the last part of every path on this machine in place of the path."""
-    if isinstance(value, dict):
-        return {key: _without_paths(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_paths(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    is_path = value.startswith(("/", "~", ".")) or ("/" in value and os.path.exists(value))
-    return Path(value).name if is_path else value

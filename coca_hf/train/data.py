@@ -28,7 +28,7 @@ import torch
 from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
-from coca_hf.documents import commit_of, is_on_hub, local_files, read_documents
+from coca_hf.documents import Document, commit_of, is_on_hub, local_files, read_documents
 from coca_hf.errors import CocaError
 from coca_hf.held_out import HeldOut, hold_out, shares
 from coca_hf.tokens import Encoder, Piece, batches, pieces_of
@@ -36,6 +36,7 @@ from coca_hf.train.blocks import ANSWER, Blocks, Damaged, GrowingRows, layouts, 
 from coca_hf.train.lookups import Lookups
 from coca_hf.train.processes import Stopped
 from coca_hf.train.recipe import Data, Source
+from coca_hf.train.source_files import contents, keep_hashes
 
 LARGE_DOCUMENT = 10_000_000  # characters: a dozen novels
 SHUFFLE_TOKENS = 2**21  # of a source, from which its next block is drawn: 1024 blocks of 2048
@@ -57,21 +58,30 @@ class Corpus:
         self.data, self.tokenizer, self.encoder = data, tokenizer, Encoder(tokenizer)
 
     @functools.cached_property
+    def files(self) -> list[dict[str, str]]:
+        """What the local files of each source contain, by name."""
+        return [contents(files, Path(self.data.prepared)) for files in self._local_files]
+
+    @property
+    def _local_files(self) -> list[list[Path]]:
+        return [local_files(source.path) if source.path else [] for source in self.data.sources]
+
+    @functools.cached_property
     def made_of(self) -> dict[str, Any]:
         """Everything that decides the blocks.
 
-        Local files count by name, size and time of change; data sets on the hub by revision.
+        Local files count by name and content, wherever they lie; data sets on the hub by revision.
         """
-        described = []
-        for source in self.data.sources:
-            files = local_files(source.path) if source.path else []
-            stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-            described.append(
-                {**source.model_dump(), **({"path": None, "files": stats} if files else {})}
-            )
+        described = [
+            {
+                **source.model_dump(),
+                **({"path": None, "files": list(files.items())} if files else {}),
+            }
+            for source, files in zip(self.data.sources, self.files, strict=True)
+        ]
         small = "uint16" if max(self.tokenizer.get_vocab().values()) < 2**16 else "uint32"
         return {
-            "format": 4,
+            "format": 5,
             "sources": described,
             "tokenizer": tokenizer_hash(self.tokenizer),
             "dtypes": ["uint32" if source.synthetic else small for source in self.data.sources],
@@ -161,6 +171,8 @@ class Corpus:
             directory.mkdir(parents=True, exist_ok=True)
             with ExitStack() as held:
                 self._lock(held, check_stop)
+                files = itertools.chain.from_iterable(self._local_files)
+                keep_hashes(files, directory.parent)
                 self._write(num_blocks, progress, check_stop)
         except OSError as error:
             size = num_blocks * self.data.seq_len * np.dtype(self.made_of["dtypes"][0]).itemsize
@@ -201,7 +213,7 @@ class Corpus:
                 print(f"{damage.args[0].partition(';')[0]}; all blocks are made again", flush=True)
             for file in self.directory.glob("*.bin"):
                 file.unlink()  # not cut: a training may still read it
-            state = self._first_state()
+            state = self._first_state(check_stop)
         order_parts = state["parts"].get("order")
         first = order_parts[-1][0] if order_parts else 0
         progress(first)
@@ -242,14 +254,19 @@ class Corpus:
                 raise
             save()
 
-    def _first_state(self) -> dict[str, Any]:
+    def _first_state(self, check_stop: Callable[[], None]) -> dict[str, Any]:
         commits = self.pin_()
         description = self.directory / "made-of.json"
         description.write_text(json.dumps(self.made_of, indent=2) + "\n", encoding="utf-8")
         weights = [source.weight if source.path else 0 for source in self.data.sources]
         counts = shares(weights, self.data.held_out_blocks)
         chosen = [
-            hold_out(source.place, self.encoder, self.data.seq_len, count)
+            hold_out(
+                functools.partial(_documents, source, check_stop),
+                self.encoder,
+                self.data.seq_len,
+                count,
+            )
             for source, count in zip(self.data.sources, counts, strict=True)
         ]
         held_out = torch.cat([blocks for _, blocks in chosen]).numpy()
@@ -400,14 +417,19 @@ def _pieces(
     source: Source, held_out: HeldOut, document: int, character: int, check_stop: Callable[[], None]
 ) -> Iterator[Piece]:
     """The text to train on, from a place in the source on."""
-    for number, content in enumerate(read_documents(*source.place)):
-        check_stop()
+    for number, content in enumerate(_documents(source, check_stop)):
         if number < document:
             continue
         if len(content.text) > LARGE_DOCUMENT:
             _name_large(content.where, len(content.text))
         text, _ = held_out.split(content.text)
         yield from pieces_of(text, number, character if number == document else 0)
+
+
+def _documents(source: Source, check_stop: Callable[[], None]) -> Iterator[Document]:
+    for document in read_documents(*source.place):
+        check_stop()
+        yield document
 
 
 @functools.cache

@@ -104,20 +104,21 @@ def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
         # of the whole size, which would be counted
         shards = [nn.Parameter(_local(parameter)) for parameter in _learning(model)]
         optimizer = kind(shards, **options)
-        ids = torch.zeros(
-            setting.batch_size, recipe.data.seq_len // setting.sharing, dtype=torch.int64
-        )
+        whole = torch.zeros(setting.batch_size, recipe.data.seq_len, dtype=torch.int64)
+        part = whole[:, : recipe.data.seq_len // setting.sharing].contiguous()
         with shapes_only(base), MemoryTracker(model, optimizer) as tracker:
-            if recipe.data.held_out_blocks and setting.sharing == 1:
-                _measure_held_out(model, base.get_output_embeddings(), ids)
+            if recipe.data.held_out_blocks:
+                _measure_held_out(model, base.get_output_embeddings(), whole)
             for _ in range(2):
-                _step(model, optimizer, ids, accumulated=min(setting.accumulation, 2))
+                _step(model, optimizer, part, accumulated=min(setting.accumulation, 2))
     return Memory(tracker.at_peak, tracker.at_step)
 
 
 @torch.no_grad()
 def _measure_held_out(model: nn.Module, head: nn.Module, ids: Tensor) -> None:
-    """A batch of the loss before the first step, as `held_out_loss` computes it."""
+    """A batch of the loss before the first step, as `held_out_loss` computes it, of blocks that
+    GPUs do not share.
+    """
     model.eval()
     head.train()
     model(input_ids=ids, labels=ids, use_cache=False)

@@ -121,6 +121,11 @@ def run_stage(
         )
         + (f"; continues after step {step:,}" if checkpoint else "")
     )
+    if expected := recipe.batch_in_file(stage.of_recipe):
+        announce(
+            f"stages.{stage.name}: got {stage.blocks_per_step:,} blocks a step, expected "
+            f"{expected:,} as the recipe's file says; the numbers in its header are not of this run"
+        )
     try:
         with wandb_run(stage.arguments, place.get("run_id")):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

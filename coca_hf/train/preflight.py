@@ -28,7 +28,6 @@ from transformers import (
 from transformers.integrations import is_tensorboard_available
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
-from coca_hf.documents import local_files
 from coca_hf.errors import CocaError, library_errors, nearest, one_line, short
 from coca_hf.files import locked
 from coca_hf.train.context_parallel import check_model_for_context_parallel, context_parallel
@@ -378,7 +377,7 @@ def _inputs(
 ) -> dict[str, Any]:
     """What decides the training and is not in the recipe itself.
 
-    Data counts by its size, so that it may be copied elsewhere; the tokenizer by its hash.
+    Data counts by its content, so that it may be copied elsewhere; the tokenizer by its hash.
     """
     on_hub = {key: name for key, (name, _) in origins.items() if not Path(name).exists()}
     local = {
@@ -387,11 +386,7 @@ def _inputs(
         if key not in on_hub and key != "tokenizer"
     }
     return {
-        "sources": [
-            {file.name: f"{file.stat().st_size} bytes" for file in local_files(source.path)}
-            for source in recipe.data.sources
-            if source.path
-        ],
+        "sources": corpus.files,
         **({"commits": commits} if any(commits) else {}),
         "tokenizer": tokenizer_hash(corpus.tokenizer),
         **local,

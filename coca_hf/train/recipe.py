@@ -26,6 +26,7 @@ Relative paths are relative to the current directory. The schedule of the paper,
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -221,6 +222,8 @@ class Recipe(StrictMapping):
     data: Data
     training: dict[str, Any] = Field(default={}, validate_default=True)
     stages: list[Stage] = Field(min_length=1)
+    # global_batch_size of the stages for which overrides of the recipe's file changed it
+    _batches_in_file: dict[str, int] = PrivateAttr({})
 
     @field_validator("training")
     @classmethod
@@ -315,6 +318,19 @@ class Recipe(StrictMapping):
             )
         )
 
+    def batch_in_file(self, stage: Stage) -> int | None:
+        """The recipe's own `global_batch_size` of a stage, where overrides changed it."""
+        return self._batches_in_file.get(stage.name)
+
+    def note_batches_of_(self, written: "Recipe") -> None:
+        """written: the recipe as it is in its file, without overrides."""
+        stages = {stage.name: stage for stage in self.stages}
+        for stage in written.stages:
+            batch = written.stage_options(stage).global_batch_size
+            now = stages.get(stage.name)
+            if batch and now and batch != self.stage_options(now).global_batch_size:
+                self._batches_in_file[stage.name] = batch
+
     def accumulation(self, stage: Stage, world_size: int) -> int:
         """Batches of one process that a step takes. Raises CocaError where global_batch_size cannot
         be had.
@@ -378,11 +394,14 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     for override in overrides:
         override_(tree, override)
     try:
-        return Recipe.model_validate(tree)
+        recipe = Recipe.model_validate(tree)
     except ValidationError as error:
         raise CocaError(
             f"{path}: {'; '.join(explain(tree, problem) for problem in error.errors())}"
         ) from None
+    with suppress(ValidationError):  # only overrides make it a recipe
+        recipe.note_batches_of_(Recipe.model_validate(read_tree(Path(path))))
+    return recipe
 
 
 def _check_fused(stage: Stage) -> None:

@@ -109,7 +109,7 @@ class ResolvedStage:
 
 def model_state(directory: Path) -> dict[str, str | None]:
     """What a model's directory holds: the hashes of its config and its weights."""
-    return {"config.json": _file_hash(directory / "config.json"), **weights_hashes(directory)}
+    return {"config.json": file_hash(directory / "config.json"), **weights_hashes(directory)}
 
 
 def last_checkpoint(trainer_dir: Path) -> Path | None:
@@ -145,7 +145,7 @@ def check_base(stage: ResolvedStage) -> None:
     if stage.base_directory is None or not Path(stage.base).exists():
         return  # from scratch; or on the hub, which vouches for its files
     for name, written in read_record(stage.base_directory).get("weights_xxh3_128", {}).items():
-        found = _file_hash(stage.base_directory / name)
+        found = file_hash(stage.base_directory / name)
         if found != written:
             raise CocaError(
                 f"{stage.base_directory / name}: got xxh3_128 {found or 'of no file'}, expected "
@@ -173,10 +173,10 @@ def read_record(directory: Path) -> dict[str, Any]:
 
 def weights_hashes(directory: Path) -> dict[str, str | None]:
     """The xxh3_128 of every file of weights of a checkpoint, in hexadecimal, by name."""
-    return {path.name: _file_hash(path) for path in sorted(directory.glob("*.safetensors*"))}
+    return {path.name: file_hash(path) for path in sorted(directory.glob("*.safetensors*"))}
 
 
-def _file_hash(file: Path) -> str | None:
+def file_hash(file: Path) -> str | None:
     """The xxh3_128 of a file; None where there is none."""
     digest = xxhash.xxh3_128()
     try:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import TrainerState, TrainingArguments
 
-from coca_hf.checkout import commit
+from coca_hf.checkout import commit, without_paths
 from coca_hf.documents import is_on_hub
 from coca_hf.train.log import StageLog
 from coca_hf.train.recipe import Recipe
@@ -26,7 +26,9 @@ def make_record(
     parameters: dict,
     held_out_blocks: int,
 ) -> dict[str, Any]:
-    """The record of a trained stage, without the hashes of its files. Losses in nats per token."""
+    """The record of a trained stage, without the hashes of its files and without local paths, which
+    OUT/recipe.yaml has. Losses in nats per token.
+    """
     # Each the mean since the one before
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
     end_block = stage.start_block + stage.arguments.max_steps * stage.blocks_per_step
@@ -47,7 +49,7 @@ def make_record(
         "recipe": recipe.to_dict(),
     }
     record["stages"] = [*_stages_before(stage), _summary(recipe, stage, record)]
-    return record
+    return without_paths(record)
 
 
 def _held_out(log: StageLog, seq_len: int, num_blocks: int) -> dict[str, Any] | None:

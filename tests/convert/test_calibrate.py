@@ -7,8 +7,10 @@ import os
 import random
 import shutil
 
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
@@ -33,6 +35,7 @@ from coca_hf.convert.calibration_text import (
 )
 from coca_hf.convert.conversion import CODE
 from coca_hf.convert.writer import WeightsWriter
+from tests.hub import serving_data_set
 from tests.models.families import CASES, WINDOW, stock_model
 
 
@@ -280,7 +283,7 @@ def test_checkpoint_differs_in_queries_and_coefficients_only_and_says_what_was_d
         64,
     )
     assert (facts["held_out_tokens"], facts["seed"]) == (512, 0)
-    assert facts["text"] == str(text)
+    assert facts["text"] == text.name
     assert len(facts["attention_kl"]) == 3
     assert all(layer["kl_fitted"] < layer["kl_start"] for layer in facts["attention_kl"])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "calibrated")
@@ -604,6 +607,22 @@ def test_blocks_come_from_all_files_and_from_no_copy_of_a_held_out_document(
     assert torch.equal(again[0], blocks)
     assert not torch.equal(other[0], blocks)
     assert torch.equal(other[1], held_out)
+
+
+def test_a_data_set_on_the_hub_is_read_and_recorded_at_its_commit(
+    tiny_llama_dir, tmp_path, monkeypatch
+):
+    draw, commit = random.Random(5), "1" * 40
+    rows = ["".join(draw.choices("abcdefgh", k=150)) for _ in range(150)]
+    parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "train.parquet")
+    files = {"train.parquet": (tmp_path / "train.parquet").read_bytes()}
+    with serving_data_set("somebody/lines", files, tmp_path, monkeypatch) as server:
+        record = convert(tiny_llama_dir, tmp_path / "dst", "somebody/lines", calibrate_passes=1)
+    facts = record["calibration"]
+    assert (facts["text"], facts["text_commit"]) == ("somebody/lines", commit)
+    read = [path for path in server.asked if "/resolve/" in path]
+    assert read
+    assert all(f"/resolve/{commit}/" in path for path in read)
 
 
 def test_short_texts_of_another_column_are_joined_with_the_end_token(tiny_llama_dir, tmp_path):

@@ -26,6 +26,7 @@ from coca_hf import CocaError, CocaLlamaConfig, CocaLlamaForCausalLM, convert_ch
 from coca_hf.convert.initialise import initial_scales, initial_t
 from coca_hf.models.attention import QUERY_SCALE, coca_key, coca_query
 from tests.conftest import TINY
+from tests.models.families import stock_model
 from tests.models.test_golden import GOLDEN
 
 IDS = torch.arange(60).view(2, 30) * 5 % 251
@@ -294,6 +295,35 @@ def test_both_numbers_of_a_pair_count_in_what_float16_can_square(
     assert 0.9 * 65504 < folded.abs().max() < 65504
 
 
+def test_a_norm_of_queries_whose_square_float16_cannot_hold_is_refused(tmp_path):
+    source = saved(stock_model("qwen3"), tmp_path / "src")
+    name, d = "model.layers.1.self_attn.q_norm.weight", 14
+    weight = load_file(source / "model.safetensors")[name]
+    weight[3] = 1020 / d**0.5
+    stored_with(source, **{name: weight})
+    convert_checkpoint(source, tmp_path / "held", dtype="float16")
+    held = AutoModelForCausalLM.from_pretrained(tmp_path / "held", dtype=torch.float16)
+    q = torch.zeros(1, 1, 500, d, dtype=torch.float16)
+    q[..., 3] = 5  # all of a query in one number, which the norm makes the root of d
+    angles = torch.linspace(0, 6.3, 500)
+    cos, sin = (
+        f(angles)[None, None, :, None].expand(1, 1, 500, d // 2).half()
+        for f in (torch.cos, torch.sin)
+    )
+    folded = coca_query(held.model.layers[1].self_attn.q_norm(q), cos, sin, "slack")
+    assert 0.9 * 65504 < folded.abs().max() < 65504
+
+    weight[3] = -278
+    stored_with(source, **{name: weight})
+    refusal = rf"tensor {name}: got queries up to 1040.18, whose squares float16 cannot hold, expected at most 1024"
+    with pytest.raises(CocaError, match=refusal):
+        convert_checkpoint(source, tmp_path / "dst", dtype="float16")
+    with pytest.raises(CocaError, match=refusal):
+        patch_(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float16))
+    convert_checkpoint(source, tmp_path / "kept", dtype="float16", keep_layers=[1])
+    convert_checkpoint(source, tmp_path / "dst", dtype="bfloat16")
+
+
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16])
 def test_a_bias_of_queries_whose_square_float16_cannot_hold_is_refused(tmp_path, stored):
     source = saved(llama(attention_bias=True).to(stored), tmp_path / "src")
@@ -407,7 +437,7 @@ def test_record_says_what_was_converted_and_by_which_rule(tiny_llama_dir, tiny_c
     model = AutoModelForCausalLM.from_pretrained(tiny_coca_dir)
     count = {name: parameter.numel() for name, parameter in model.named_parameters()}
     total = sum(count.values())
-    assert record["source"] == str(tiny_llama_dir)
+    assert record["source"] == tiny_llama_dir.name
     tensors = load_file(tiny_llama_dir / "model.safetensors")
     hashes = {
         name: xxhash.xxh3_128_hexdigest(tensors[name].numpy().tobytes()) for name in sorted(tensors)

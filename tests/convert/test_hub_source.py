@@ -4,13 +4,16 @@ called.
 
 import json
 import re
+import shutil
 from urllib.parse import unquote
 
 import huggingface_hub
 import pytest
+from huggingface_hub import ModelCard
 
 from coca_hf import CocaError, convert_checkpoint
 from tests.hub import HubHandler, serving
+from tests.test_card import FRONT_MATTER, TRAINING
 
 REPO, OLD, NEW = "owner/model", "1" * 40, "2" * 40
 
@@ -147,6 +150,28 @@ def test_a_revision_is_the_one_that_is_converted_and_recorded(hub, tmp_path, con
     assert (code, printed.count("\n")) == (2, 1)
     assert "owner/model: no such directory, and not on the hub within reach" in printed
     assert "Revision Not Found" in printed
+
+
+def test_a_coca_model_brings_the_records_the_card_and_the_licence_of_its_base(
+    hub, tmp_path, tiny_llama_dir
+):
+    base = shutil.copytree(tiny_llama_dir, tmp_path / "base")
+    (base / "README.md").write_text(FRONT_MATTER)
+    (base / "LICENSE").write_text("Do no harm.")
+    made = convert_checkpoint(base, tmp_path / "coca")
+    (tmp_path / "coca/training.json").write_text(json.dumps(TRAINING))
+    hub.commits[NEW] = {
+        file.name: file.read_bytes() for file in (tmp_path / "coca").iterdir() if file.is_file()
+    }
+    record = convert_checkpoint(REPO, tmp_path / "dst", ntk_length=128)
+    assert (record["source"], record["source_format"]) == (REPO, "safetensors, CoCA")
+    assert record["base"] == made["base"]
+    assert record["base"]["license_name"] == "llama3"
+    assert (tmp_path / "dst/LICENSE").read_text() == "Do no harm."
+    assert json.loads((tmp_path / "dst/training.json").read_text()) == TRAINING
+    card = ModelCard.load(tmp_path / "dst/README.md")
+    assert (card.data.license, card.data.license_name) == ("other", "llama3")
+    assert "Tokens seen in CoCA training: 41." in card.text
 
 
 def test_what_was_downloaded_before_is_enough_without_the_hub(hub, tmp_path, monkeypatch):

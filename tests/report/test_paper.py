@@ -12,11 +12,14 @@ import pytest
 import typer
 import yaml
 from accelerate.commands.launch import launch_command_parser
+from transformers import LlamaConfig
 
 from coca_cli import convert, evaluate, train
 from coca_cli.options import parse_lengths
+from coca_hf import CocaLlamaConfig
 from coca_hf.evaluate.rope import parse_ropes
 from coca_hf.evaluate.sample import check_preset
+from coca_hf.train.gpu_plan import GIB, RESERVE, plan_recipe
 from coca_hf.train.model import start_config
 from coca_hf.train.recipe import load_recipe
 
@@ -174,13 +177,43 @@ def test_a_scale_of_its_own_says_what_a_step_takes():
     )
 
 
+@functools.cache
+def too_large(recipe, settings, processes, tokenizer) -> list[str]:
+    """The stages whose steps do not fit GPUs of 80 GB, by the plans of models of 2 and of 3 layers:
+    every further layer adds as much.
+    """
+    path, model = REPOSITORY / recipe, load_recipe(REPOSITORY / recipe, settings).model
+    if model is None:
+        start = [f"tokenizer={tokenizer}", "config.vocab_size=50277"]  # gpt-neox-20b's
+    else:  # LLaMA-7B's sizes are the defaults
+        config = LlamaConfig() if model == "huggyllama/llama-7b" else CocaLlamaConfig()
+        config.save_pretrained(tokenizer.parent / config.model_type)
+        start = [f"model={tokenizer.parent / config.model_type}"]
+    num_layers = start_config(load_recipe(path, [*settings, *start])).num_hidden_layers
+    plans = [
+        plan_recipe(
+            load_recipe(path, [*settings, *start, f"config.num_hidden_layers={number}"]),
+            processes,
+            gpu_memory=10_000,  # all of them fit
+        )
+        for number in (2, 3)
+    ]
+    found = []
+    for small, large in zip(*(plan.stages for plan in plans), strict=True):
+        of_layer = large.memory.peak - small.memory.peak
+        peak = small.memory.peak + (num_layers - 2) * of_layer
+        if peak > (1 - RESERVE) * 80 * GIB:
+            found.append(f"{recipe}: stages.{small.name} takes {peak / GIB:.0f} GiB")
+    return found
+
+
 class World:
     """Runs the commands of make.py on names: each asks for what it reads, and makes what it would
     make.
     """
 
-    def __init__(self):
-        self.batches, self.dtypes = [], set()
+    def __init__(self, tokenizer):
+        self.batches, self.dtypes, self.tokenizer = [], set(), tokenizer
 
     def run(self, words, check):
         if words[0] == "bash":
@@ -215,6 +248,8 @@ class World:
         assert Path(f"{recipe.data.seq_len} tokens for {processes}").is_dir(), (
             "nobody prepared the blocks"
         )
+        settings = tuple(given["settings"])
+        assert not too_large(str(given["recipe"]), settings, processes, self.tokenizer)
         batch = recipe.options(stages[0])["per_device_train_batch_size"]
         blocks = processes * batch * recipe.accumulation(stages[0], processes)
         self.batches.append((recipe.data.seq_len, blocks))
@@ -228,11 +263,13 @@ class World:
 
 
 @pytest.mark.parametrize("name", tables)
-def test_a_table_at_the_scale_of_the_paper_completes_on_one_machine(name, tmp_path, monkeypatch):
+def test_a_table_at_the_scale_of_the_paper_completes_on_one_machine(
+    name, tmp_path, monkeypatch, tiny_llama_dir
+):
     """Each command finds what it reads, and each step has the paper's tokens, whatever the number
-    of GPUs.
+    of GPUs, and fits them.
     """
-    world = World()
+    world = World(tiny_llama_dir)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "run", world.run)
     monkeypatch.setattr(sys, "argv", ["make.py", name, "--scale", "paper"])
@@ -240,3 +277,10 @@ def test_a_table_at_the_scale_of_the_paper_completes_on_one_machine(name, tmp_pa
     assert (tmp_path / "runs" / "paper" / "paper" / name / "report.html").is_file()
     assert set(world.batches) <= {(512, 512), (2048, 256), (32768, 32)}
     assert world.dtypes == {"bfloat16"}
+
+
+def test_a_step_that_does_not_fit_its_gpus_is_named(tiny_llama_dir):
+    recipe, model = "recipes/llama-7b/pi-32k.yaml", ("model=huggyllama/llama-7b",)
+    assert too_large(recipe, model, 8, tiny_llama_dir) == []
+    (found,) = too_large(recipe, model, 1, tiny_llama_dir)
+    assert re.fullmatch(rf"{recipe}: stages.\S+ takes 1\d\d GiB", found)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -14,8 +15,8 @@ import torch
 from filelock import FileLock
 
 from coca_cli import main
-from coca_hf import CocaError, tokens
-from coca_hf.train import data
+from coca_hf import CocaError, held_out, tokens
+from coca_hf.train import data, source_files
 from coca_hf.train.processes import EXIT_STOPPED, Stopped
 from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import run_recipe
@@ -56,7 +57,6 @@ def plain(corpus, tmp_path):
 def test_prepared_blocks_are_read_and_nothing_else(corpus, plain, monkeypatch):
     corpus().prepare(200)
     monkeypatch.setattr(data, "read_documents", forbidden)
-    monkeypatch.setattr("coca_hf.held_out.read_documents", forbidden)
     assert tokens_of(corpus().blocks()) == plain[:200]
     assert len(corpus().blocks().held_out) == 7
 
@@ -135,14 +135,52 @@ def test_another_seed_length_weight_or_text_has_another_place(
         "weight": (light, SEQ_LEN, 7, 0),
         "order": (sources[::-1], SEQ_LEN, 7, 0),
     }
-    for name, (changed, seq_len, held_out, seed) in others.items():
+    for name, (changed, seq_len, num_held_out, seed) in others.items():
         other = make_corpus(
-            changed, tiny_tokenizer, seq_len, tmp_path / "prepared", held_out, seed=seed
+            changed, tiny_tokenizer, seq_len, tmp_path / "prepared", num_held_out, seed=seed
         )
         assert not other.has(1), name
     assert len(corpus().blocks()) == 5
+    file = texts / "words/0.txt"
+    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+    text = file.read_text()
+    try:
+        file.write_text(text.swapcase())
+        os.utime(file, ns=times)
+        assert corpus().directory != prepared
+    finally:
+        file.write_text(text)
+
+
+def test_files_that_are_copied_or_touched_have_the_same_blocks(corpus, sources, texts, tmp_path):
+    prepared = corpus().prepare(5).directory
     os.utime(texts / "words/0.txt", (1, 1))
-    assert corpus().directory != prepared
+    shutil.copytree(texts / "words", tmp_path / "copy")
+    sources[0] = sources[0].model_copy(update={"path": str(tmp_path / "copy/*.txt")})
+    assert corpus().directory == prepared
+    assert corpus().has(5)
+
+
+def test_a_file_is_read_for_its_hash_once_and_again_when_it_was_changed(corpus, texts, monkeypatch):
+    monkeypatch.setattr(source_files, "FRESH_SECONDS", 0)
+    read, plain = [], source_files.file_hash
+
+    def file_hash(file):
+        read.append(file.name)
+        return plain(file)
+
+    monkeypatch.setattr(source_files, "file_hash", file_hash)
+    source_files._read_once.cache_clear()
+    for _ in range(2):
+        prepared = corpus().prepare(5).directory
+        source_files._read_once.cache_clear()  # another process
+        assert corpus().directory == prepared
+    assert sorted(read) == [*(f"{number}.txt" for number in range(5)), "digits.jsonl"]
+    os.utime(texts / "words/0.txt", (1, 1))
+    assert corpus().directory == prepared
+    assert read[6:] == ["0.txt"]
+    (prepared.parent / "files.json").write_text("[1")
+    assert corpus().directory == prepared
 
 
 def test_the_place_does_not_depend_on_where_the_tokenizer_lies(
@@ -291,23 +329,30 @@ def test_the_command_prepares_what_all_stages_take_and_a_run_from_it_is_the_same
         assert ours == theirs
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "calls_until_it_ends"),
+    [(held_out, "_rule_of_small", 1), (data.GrowingRows, "append", 2)],
+    ids=["choosing what is held out", "writing blocks, which are kept"],
+)
 def test_the_command_is_stopped_by_a_signal_and_continues(
-    recipe_path, tmp_path, monkeypatch, capsys
+    kind, name, calls_until_it_ends, recipe_path, tmp_path, monkeypatch, capsys
 ):
-    plain_append = data.GrowingRows.append
+    plain, calls = getattr(kind, name), []
 
-    def signal_and_append(*arguments):
+    def signal_and_go_on(*arguments):
+        calls.append(arguments)
         os.kill(os.getpid(), signal.SIGTERM)
-        plain_append(*arguments)
+        return plain(*arguments)
 
-    setting = f"data.prepared={tmp_path / 'blocks'}"
+    settings = [f"data.prepared={tmp_path / 'blocks'}", "data.held_out_blocks=7"]
     with monkeypatch.context() as patch:
-        patch.setattr(data.GrowingRows, "append", signal_and_append)
-        assert command(patch, recipe_path, setting, "--prepare") == EXIT_STOPPED
+        patch.setattr(kind, name, signal_and_go_on)
+        assert command(patch, recipe_path, *settings, "--prepare") == EXIT_STOPPED
     assert "stopped by SIGTERM; the same command continues" in " ".join(
         capsys.readouterr().err.split()
     )
-    assert command(monkeypatch, recipe_path, setting, "--prepare") == 0
+    assert len(calls) == calls_until_it_ends
+    assert command(monkeypatch, recipe_path, *settings, "--prepare") == 0
     assert "prepared: 48 blocks" in capsys.readouterr().out
 
 
@@ -317,7 +362,7 @@ def test_a_run_prepares_the_blocks_of_its_last_stage_and_says_where_they_and_oth
     recipe = load_recipe(recipe_path, [f"data.prepared={tmp_path / 'blocks'}"])
     run_recipe(recipe, tmp_path / "out", stage="k")
     printed = capsys.readouterr().out
-    (made,) = (tmp_path / "blocks").iterdir()
+    (made,) = (path.parent for path in (tmp_path / "blocks").glob("*/state.json"))
     assert f"data: preparing 12 blocks in {made}\n" in printed  # 3 steps of 4
     assert re.search(rf"data: 12 blocks, 0\.0\d MB, in {made}\n", printed)
     assert "also holds" not in printed

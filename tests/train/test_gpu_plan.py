@@ -185,6 +185,19 @@ def test_gpus_that_share_a_block_have_the_activations_of_their_part(recipe, path
     assert "stages.k: planned without the keys and values that GPUs exchange" in plan.notes
 
 
+def test_gpus_that_share_a_block_read_held_out_blocks_whole(recipe):
+    wide = 40 * VOCAB
+    coca_hf.CocaLlamaConfig(vocab_size=wide, **TINY).save_pretrained(recipe.model)
+    none = recipe.model_copy(update={"data": recipe.data.model_copy(update={"held_out_blocks": 0})})
+    counted, not_counted = (
+        measure(of_recipe, recipe.stages[0], Setting(4, BATCH, 1, True, sharing=4)).peak
+        for of_recipe in (recipe, none)
+    )
+    logits = BATCH * SEQ_LEN * wide * 4
+    assert not_counted < 1.3 * logits  # of a fourth of a block, and what the backward makes of them
+    assert counted > 2 * logits  # and the probabilities' logarithms
+
+
 def test_accumulation_keeps_the_gradients_of_all_shards_on_every_process(recipe):
     plain, accumulated = (
         measure(recipe, recipe.stages[1], Setting(32, BATCH, accumulation, False)).at_peak[

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from coca_hf import held_out
-from coca_hf.held_out import HeldOut, shares
+from coca_hf.documents import read_documents
+from coca_hf.held_out import LARGE, HeldOut, shares
 from coca_hf.tokens import Encoder
 from coca_hf.train.recipe import Source
 from tests.train.corpora import make_corpus, tokens_of
@@ -27,6 +28,10 @@ def make_source(path, letters: str, lengths: list[int], weight: float = 1) -> So
 def grams(block) -> set[tuple[int, ...]]:
     tokens = list(map(int, block))
     return {tuple(tokens[start : start + GRAM]) for start in range(len(tokens) - GRAM + 1)}
+
+
+def read_of(source):
+    return lambda: read_documents(*source.place)
 
 
 @pytest.fixture
@@ -90,7 +95,7 @@ def test_a_source_gives_at_most_a_tenth_and_all_else_is_trained_on(
 
 def test_no_more_is_held_out_than_fills_the_blocks(tiny_tokenizer, tmp_path):
     source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, [3001])
-    rule, blocks = held_out.hold_out(source.place, Encoder(tiny_tokenizer), SEQ_LEN, 3)
+    rule, blocks = held_out.hold_out(read_of(source), Encoder(tiny_tokenizer), SEQ_LEN, 3)
     assert len(blocks) == 3
     assert 3 * SEQ_LEN / 3001 < rule.tail < 4 * SEQ_LEN / 3001
 
@@ -115,7 +120,7 @@ def test_shares_add_up():
 def test_blocks_are_of_many_documents_where_the_source_can_spare_them(tiny_tokenizer, tmp_path):
     source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, [900] * 400)
     encoder = Encoder(tiny_tokenizer)
-    rule, blocks = held_out.hold_out(source.place, encoder, SEQ_LEN, 32)
+    rule, blocks = held_out.hold_out(read_of(source), encoder, SEQ_LEN, 32)
     texts = [json.loads(line)["text"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     held = [text for text in texts if rule.split(text)[1]]
     assert held_out.DOCUMENTS <= len(held) < 20
@@ -131,3 +136,20 @@ def test_a_passage_is_from_the_middle_of_a_long_document(tiny_tokenizer):
     text = "a" * 5000 + "b" * (3 * held_out.TOKEN_CHARACTERS) + "c" * 5000
     assert tiny_tokenizer.decode(held_out._passage(text, encoder, 3)) == "bbb"
     assert tiny_tokenizer.decode(held_out._passage("short", encoder, 3)) == "sho"
+
+
+@pytest.mark.parametrize("from_all", [False, True])
+def test_a_large_source_gives_its_first_held_out_documents_or_those_from_all_over_it(
+    from_all, tiny_tokenizer, tmp_path
+):
+    source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, [33] * 9000)
+    read, encoder = read_of(source), Encoder(tiny_tokenizer)
+    rule, blocks = held_out.hold_out(read, encoder, SEQ_LEN, 32, from_all)
+    assert rule == HeldOut(below=LARGE)  # what is trained on does not depend on it
+    texts = [document.text for document in read()]
+    held = [number for number, text in enumerate(texts) if not rule.split(text)[0]]
+    text = tiny_tokenizer.decode(blocks.flatten())
+    places = [number for number in held if texts[number][:20] in text]
+    assert 15 < len(places) < len(held) / 2
+    assert (places == held[: len(places)]) == (not from_all)
+    assert (max(places) > 6000) == from_all

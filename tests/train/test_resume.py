@@ -5,10 +5,12 @@ unbroken.
 import errno
 import json
 import os
+import pickle
 import re
 import resource
 import shutil
 import signal
+import sys
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, Trainer
 
+from coca_cli import main
 from coca_hf import CocaError
 from coca_hf.train import trainer
 from coca_hf.train.data import Corpus
@@ -27,6 +30,7 @@ from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
 from tests.train.corpora import tokens_of
 from tests.train.layouts import Run, launch
+from tests.train.test_training_state import Payload
 
 STAGES = ["1-k", "2-qkv", "3-full"]
 
@@ -453,6 +457,37 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_taken(
     assert "continues after step 2" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("file", ["state/.metadata", "scheduler.pt", "rng_state.pth"])
+def test_the_command_does_not_run_what_was_planted_in_a_checkpoint_that_it_resumes(
+    file, recipe_path, tmp_path, monkeypatch, capsys
+):
+    plain = Trainer.training_step
+
+    def interrupted(self, *args):
+        if self.state.global_step == 2:
+            raise KeyboardInterrupt
+        return plain(self, *args)
+
+    monkeypatch.setattr(Trainer, "training_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(load_recipe(recipe_path), tmp_path / "out")
+    monkeypatch.undo()
+    planted = tmp_path / "out/1-k/trainer/checkpoint-2" / file
+    assert planted.exists()
+    if file == "state/.metadata":
+        planted.write_bytes(pickle.dumps(Payload(tmp_path)))
+    else:
+        torch.save(Payload(tmp_path), planted)
+    arguments = ["coca-train", str(recipe_path), "--out", str(tmp_path / "out"), "--resume"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as ended:
+        main.train()
+    assert ended.value.code == 2
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "checkpoint-2: cannot be read" in printed
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -462,7 +497,11 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_taken(
         ),
         (
             lambda _, model, texts: append(texts / "digits.jsonl", b'{"code": "1"}'),
-            "sources.1.digits.jsonl was ",
+            "sources.1.digits.jsonl was .* bytes, xxh3_128 .*, now ",
+        ),
+        (
+            lambda _, model, texts: change_byte(texts / "words/1.txt"),
+            "sources.0.1.txt was .* bytes, xxh3_128 .*, now ",
         ),
         (
             lambda _, model, texts: change_byte(model / "model.safetensors"),
@@ -473,7 +512,7 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_taken(
             "blocks_per_step.k was 4",
         ),
     ],
-    ids=["new file", "changed file", "weights", "batch"],
+    ids=["new file", "longer file", "file of the same size", "weights", "batch"],
 )
 def test_other_inputs_are_refused(recipe_tree, tiny_coca_dir, texts, tmp_path, change, message):
     model, texts = (

@@ -18,6 +18,7 @@ from coca_cli import main
 from coca_hf import CocaError, convert_checkpoint
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
+from coca_hf.train.trainer import StageTrainer
 
 STAGES = ["1-k", "2-qkv", "3-full"]
 
@@ -95,9 +96,13 @@ def test_the_log_has_a_line_per_interval_checkpoint_and_end_and_the_record_the_l
 
 def test_the_record_says_what_was_run_and_on_what(unbroken, tiny_coca_dir):
     kept = record(unbroken / "2-qkv")
-    assert kept["base_model"] == str(unbroken / "1-k")
+    assert kept["base_model"] == "1-k"
     assert kept["stage"] == {"name": "qkv", "train": ["q_proj", "t_proj", "v_proj"]}
-    assert kept["recipe"] == yaml.safe_load((unbroken / "recipe.yaml").read_text())
+    recipe = yaml.safe_load((unbroken / "recipe.yaml").read_text())
+    recipe["model"], recipe["data"]["prepared"] = tiny_coca_dir.name, "prepared"
+    words, digits = recipe["data"]["sources"]
+    words["path"], digits["path"] = "*.txt", "digits.jsonl"
+    assert kept["recipe"] == recipe
     assert kept["versions"]["torch"] == torch.__version__
     assert kept["hardware"]["processes"] == 1
     head = subprocess.run(
@@ -366,6 +371,38 @@ def test_a_recipe_says_what_a_step_takes_and_whether_it_takes_it_anywhere(
         printed = capsys.readouterr().out
         assert "3 steps of 4 blocks" in printed
         assert (depends in printed) == (name == "here")
+
+
+OTHER_BATCHES = {  # blocks a step of the stages k and qkv
+    "training.global_batch_size=8": (8, 8),
+    "stages.qkv.global_batch_size=8": (4, 8),
+    "training.global_batch_size=null": (2, 2),
+    "training.global_batch_size=4": (4, 4),
+    "training.learning_rate=1e-4": (4, 4),
+}
+
+
+@pytest.mark.parametrize("setting", OTHER_BATCHES)
+def test_a_step_of_other_blocks_than_the_recipes_file_says_is_announced_before_it_is_taken(
+    setting, recipe_tree, tmp_path, capsys
+):
+    recipe_tree["training"] |= {"per_device_train_batch_size": 2, "global_batch_size": 4}
+    recipe_tree["stages"] = [stage | {"max_steps": 1} for stage in recipe_tree["stages"][:2]]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe_tree))
+    seen = []
+    plain_step = StageTrainer.training_step
+
+    def training_step(*arguments):
+        seen.append(capsys.readouterr().out)
+        return plain_step(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StageTrainer, "training_step", training_step)
+        run_recipe(load_recipe(tmp_path / "recipe.yaml", [setting]), tmp_path / "out")
+    printed = "".join(seen)
+    for stage, blocks in zip(("k", "qkv"), OTHER_BATCHES[setting], strict=True):
+        line = f"stages.{stage}: got {blocks} blocks a step, expected 4 as the recipe's file says"
+        assert printed.count(line) == (blocks != 4)
 
 
 def test_an_accumulation_that_contradicts_the_global_batch_is_refused(recipe_path, tmp_path):
