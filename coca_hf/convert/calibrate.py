@@ -269,8 +269,7 @@ class _Run:
             self._report(report, layers, notice if is_first else None)
         with self._timed("measure"):
             perplexity = self._perplexity()
-        for path in (self._record_file, *(states.file for states in self.states)):
-            path.unlink(missing_ok=True)
+        self._remove_states()
         return Calibration(FittedTensors(self.files), layers, perplexity, dict(self.seconds))
 
     def _fit_layer(self, number: int, positions: Tensor, passes: int, seed: int) -> LayerFit:
@@ -325,11 +324,14 @@ class _Run:
     @torch.no_grad()
     def _embed(self) -> None:
         embeddings, states = self.pairs.embeddings(), self.states[0]
-        for file in (half.file for half in self.states):
-            file.unlink(missing_ok=True)
+        self._remove_states()
         ids = torch.cat((self.blocks, *[self.held_out] * 3))
         for some in batches(states):
             states[some] = embeddings[ids[some]]
+
+    def _remove_states(self) -> None:
+        for path in (self._record_file, *(states.file for states in self.states)):
+            path.unlink(missing_ok=True)
 
     @property
     def _record_file(self) -> Path:
