@@ -134,6 +134,7 @@ def convert_command(
     If it is interrupted, run the same command again: it continues.
     """
     from coca_hf.convert import convert_checkpoint
+    from coca_hf.convert.calibrate import CalibrationProgress
 
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -149,6 +150,15 @@ def convert_command(
     ) as bar:
         layers = bar.add_task("calibrating layers", visible=calibrate is not None, total=None)
         task = bar.add_task(f"converting {src}", visible=False)
+
+        def show_layers(progress: CalibrationProgress) -> None:
+            if progress.notice:
+                console.print(progress.notice)
+            if progress.divergence is not None:
+                text = f"calibrating layers, divergence {progress.divergence:.3g} nats"
+                bar.update(layers, description=text)
+            bar.update(layers, completed=progress.layers_done, total=progress.num_layers)
+
         record = convert_checkpoint(
             src,
             dst,
@@ -174,7 +184,7 @@ def convert_command(
             subset=subset,
             device=device,
             seed=seed,
-            calibrate_progress=lambda done, total: bar.update(layers, completed=done, total=total),
+            calibrate_progress=show_layers,
             keep_layers=None if keep_layers is None else _layers(keep_layers),
             revision=revision,
             ignore_fields=ignore_field or (),

@@ -16,8 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from coca_hf import patch_
-from coca_hf.convert.calibrate import Angles, divergences, fit, run_original_
+from coca_hf.convert.calibrate import divergences, fit, run_original
 from coca_hf.convert.calibration_text import skipped_positions
+from coca_hf.convert.layer_pairs import Angles
 
 LAYER = 3  # of those that calibration is tried on
 WHEELS = Path(__file__).parents[1] / "quickstart" / "downloads"
@@ -132,8 +133,8 @@ def test_calibration_in_short_blocks_brings_attention_nearer_in_long_ones(files)
     def seen(ids, positions):
         states = original.model.embed_tokens(ids).detach()
         for layer in original.model.layers[:LAYER]:
-            run_original_(layer, states, positions, angles)
-        return run_original_(original.model.layers[LAYER], states, positions, angles)
+            run_original(layer, states, states, positions, angles)
+        return run_original(original.model.layers[LAYER], states, states, positions, angles)
 
     long = seen(held_out, torch.arange(2048)[None])
 

@@ -22,16 +22,23 @@ two maps: nothing else is differentiated through a map.
 With the gradient of ReLU half of the coefficients soon are negative for every token, and stay so:
 `Keys`.
 
-Letters: see `models/attention.py`; n_b blocks of text. Memory is n_b m (2 hidden + (h + g) d) * 4
-bytes and a layer.
+No model is whole in memory. A pair of layers is read at a time (`LayerPairs`), the hidden states
+before and after it lie in files, and memory holds, for one layer, what the original's attention
+sees and makes of it (`Seen`). A run that is killed continues with the layer it was at.
+
+Weights that are stored in 16 bits are multiplied in bfloat16 where the processor has AMX; scores
+and their softmax, the residual stream, the fitted weights and what is measured stay float32.
+
+Letters: see `models/attention.py`; n_b blocks of text.
 """
 
-import copy
-import functools
+import contextlib
 import itertools
+import json
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,15 +46,17 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from transformers import PreTrainedModel
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear, scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_hf.convert.calibration_text import reach, skipped_positions
-from coca_hf.files import replacing
+from coca_hf.convert.hidden_states import BATCH_TOKENS, HiddenStates, batches
+from coca_hf.convert.layer_pairs import FITTED, Angles, LayerPairs
+from coca_hf.convert.layout import Layout
+from coca_hf.files import replace_text, replacing
 from coca_hf.models.attention import CocaAttention, coca_query, turn, turns
-from coca_hf.models.decoder import CocaForCausalLM
+from coca_hf.weights import size_in_words
 
 STEPS = 1280  # of every layer at least; more visits to blocks make larger steps
 QUERIES = 48  # of a block in one step
@@ -56,17 +65,15 @@ RELATIVE_RATE = 0.03  # the learning rate, over the root mean square of W_Q
 BETAS = (0.8, 0.95)
 WARMUP_STEPS = 10
 LEAK = 0.1  # of the gradient that reaches a coefficient below zero
-BATCH_TOKENS = 4096  # of a forward
 MEASURED_QUERIES = 256  # of a held-out block
+PROCESS_BYTES = 700_000_000  # of Python with torch and transformers
 # of transformers' attention functions, the one that notes queries and keys
 ATTENTION = "coca_calibration"
-
-Report = Callable[[int, int], None]  # layers done, layers in all
 
 
 class LayerFit(NamedTuple):
     """What a layer came to: KL(original's map || CoCA's), nats, mean over heads and held-out
-    queries.
+    queries. Zero where the layer keeps the original's attention.
     """
 
     kl_start: float
@@ -76,11 +83,26 @@ class LayerFit(NamedTuple):
 class Calibration(NamedTuple):
     """The fitted tensors by name in the CoCA model, float32, and what they are worth on held-out
     text.
+
+    seconds: of this run, by what they were spent on.
     """
 
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     layers: list[LayerFit]
     perplexity: dict[str, float]  # of `original`, `start`, `calibrated`
+    seconds: dict[str, float]
+
+
+class CalibrationProgress(NamedTuple):
+    """divergence: mean `kl_fitted` so far, nats. notice: a line for whoever waits."""
+
+    layers_done: int
+    num_layers: int
+    divergence: float | None
+    notice: str | None
+
+
+Report = Callable[[CalibrationProgress], None]
 
 
 class Seen(NamedTuple):
@@ -93,15 +115,36 @@ class Seen(NamedTuple):
     sin: Tensor
 
 
-@contextmanager
-def _tf32() -> Iterator[None]:
-    """Matrix products of GPUs in TF32."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+class FittedTensors(Mapping[str, Tensor]):
+    """The tensors of calibrated layers by name in the CoCA model, read when they are asked for."""
+
+    def __init__(self, files: Mapping[int, Path]):
+        self._places: dict[str, tuple[Path, str]] = {}
+        for number, file in files.items():
+            with safe_open(file, "pt") as stream:
+                for name in stream.keys():  # noqa: SIM118
+                    self._places[f"model.layers.{number}.self_attn.{name}"] = file, name
+
+    def __getitem__(self, name: str) -> Tensor:
+        file, stored_name = self._places[name]
+        with safe_open(file, "pt") as stream:
+            return stream.get_tensor(stored_name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+class Needs(NamedTuple):
+    """Bytes that calibration takes on a CPU, computed from the shapes; the disk's are hidden states
+    and fitted layers.
+    """
+
+    memory: int
+    disk_states: int
+    disk_layers: int
 
 
 def default_device() -> str:
@@ -113,89 +156,250 @@ def default_passes(num_blocks: int) -> int:
     return max(4, math.ceil(STEPS / num_blocks))
 
 
-@_tf32()
+def matrix_dtype(layout: Layout, device: str) -> torch.dtype:
+    """What the matrices of `layout`'s source are multiplied in."""
+    queries = next(target for target in layout.targets if target.module == "q_proj")
+    stored_in_16_bits = layout.source.dtype(queries.source).itemsize == 2
+    has_amx = device == "cpu" and torch.cpu.get_capabilities().get("amx_bf16", False)
+    return torch.bfloat16 if stored_in_16_bits and has_amx else torch.float32
+
+
+def needs(layout: Layout, blocks: Tensor, held_out: Tensor, dtype: torch.dtype) -> Needs:
+    config, tokens = layout.config, blocks.numel() + held_out.numel()
+    layer = [target for target in layout.targets if target.name.startswith("model.layers.0.")]
+    fitted = sum(math.prod(target.shape) for target in layer if target.module in FITTED)
+    weights = sum(math.prod(target.shape) for target in layer) * dtype.itemsize
+    heads = config.num_attention_heads + config.num_key_value_heads
+    seen = tokens * (config.hidden_size + heads * config.head_dim) * dtype.itemsize
+    batch = max(BATCH_TOKENS, blocks.shape[1])
+    activations = batch * (3 * config.intermediate_size * dtype.itemsize + 32 * config.hidden_size)
+    head = 6 * config.vocab_size * config.hidden_size
+    num_fitted = config.num_hidden_layers - len(config.coca_kept_layers)
+    return Needs(
+        # of fitted weights also the gradient and Adam's two moments
+        PROCESS_BYTES + max(weights + 16 * fitted + seen + activations, head),
+        2 * (tokens + 2 * held_out.numel()) * config.hidden_size * 4,
+        num_fitted * fitted * 4,
+    )
+
+
 def calibrate(
-    original: PreTrainedModel,
-    coca: CocaForCausalLM,
+    pairs: LayerPairs,
     blocks: Tensor,
     held_out: Tensor,
-    finished: Path,
+    folder: Path,
     settings: str = "",
     seed: int = 0,
     passes: int | None = None,
-    device: str | None = None,
-    report: Report = lambda done, total: None,
+    report: Report = lambda progress: None,
 ) -> Calibration:
-    """Fit the queries and coefficients of `coca`, which `patch_` or a conversion made of
-    `original`, layer by layer.
+    """Fit the queries and coefficients of the CoCA layers of `pairs`, layer by layer.
 
-    blocks: (n_b, m) token ids to fit on; held_out: (n, m) others, to measure on. finished: a
-    directory where every layer's tensors are kept when it is done, and taken from if they were made
-    with the same `settings`. seed: of the order of the blocks. passes: over the blocks, by default
-    `default_passes`. device: by default the GPU, where there is one. Layers that keep the
-    original's attention stay as they are, and so do both models; on one machine and number of
-    threads the same arguments give the same bits.
+    blocks: (n_b, m) token ids to fit on; held_out: (n, m) others, to measure on. folder: where
+    every layer's tensors are kept when it is done, and taken from if they were made with the same
+    `settings`, and the hidden states meanwhile. seed: of the order of the blocks. passes: over the
+    blocks, by default `default_passes`. Layers that keep the original's attention stay as they are;
+    on one machine and number of threads the same arguments give the same bits.
     """
-    device = device or default_device()
-    passes = passes or default_passes(len(blocks))
-    base: Any = original.base_model
-    angles = Angles(base, coca, device)
-    positions = skipped_positions(len(blocks), blocks.shape[1], reach(coca.config), seed).to(device)
-    in_order = torch.arange(held_out.shape[1], device=device).expand(held_out.shape)
-    embed: Any = original.get_input_embeddings()
-    with torch.no_grad():
-        states = embed(blocks.to(embed.weight.device)).float().to(_storage(coca, blocks, device))
-        embedded = embed(held_out.to(embed.weight.device)).float().to(device)
-    streams = {name: embedded.clone() for name in ("original", "start", "calibrated")}
-    tensors: dict[str, Tensor] = {}
-    layers: list[LayerFit] = []
-    finished.mkdir(exist_ok=True)
-    for number, (theirs, ours) in enumerate(zip(base.layers, coca.model.layers, strict=True)):
-        start: Any
-        theirs, start = (
-            copy.deepcopy(layer).to(device, torch.float32).eval() for layer in (theirs, ours)
+    with _precision(pairs.dtype):
+        return _Run(pairs, blocks, held_out, folder, settings).fit_layers(
+            seed, passes or default_passes(len(blocks)), report
         )
-        fitted = copy.deepcopy(start)
-        attention = fitted.self_attn
-        seen = run_original_(theirs, states, positions, angles)
-        seen_held_out = run_original_(theirs, streams["original"], in_order, angles)
-        if hasattr(attention, "t_proj"):
-            file = finished / f"layer-{number:05}.safetensors"
-            if (kept := _load(file, settings)) is None:
-                fit(attention, seen, passes, seed + number)
-                _save(_fitted_tensors(attention), file, settings)
+
+
+@contextlib.contextmanager
+def _precision(dtype: torch.dtype) -> Iterator[None]:
+    """Matrix products of GPUs in TF32, of CPUs in `dtype`."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    is_half = dtype == torch.bfloat16
+    try:  # no cache: the weights change from step to step
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_half, cache_enabled=False):
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+class _Run:
+    """A calibration in `folder`.
+
+    layer-N.safetensors  the fitted tensors of layer N, with the settings and a hash
+    states-0, states-1   the hidden states before a layer of even and of odd number: of the blocks,
+                         and of the held-out ones in the original, the start and the calibrated model
+    states.json          the layer that comes next, and the hash of the states before it
+    """
+
+    def __init__(
+        self, pairs: LayerPairs, blocks: Tensor, held_out: Tensor, folder: Path, settings: str
+    ):
+        self.pairs, self.blocks, self.held_out = pairs, blocks, held_out
+        self.settings, self.folder = settings, folder
+        self.seconds: Counter[str] = Counter()
+        folder.mkdir(exist_ok=True)
+        shape = len(blocks) + 3 * len(held_out), blocks.shape[1], pairs.config.hidden_size
+        self.states = [HiddenStates(folder / f"states-{side}", shape) for side in (0, 1)]
+        self.files = {
+            number: folder / f"layer-{number:05}.safetensors"
+            for number in range(len(pairs))
+            if pairs.is_fitted(number)
+        }
+        self.missing = {n for n, file in self.files.items() if _load(file, settings) is None}
+
+    def fit_layers(self, seed: int, passes: int, report: Report) -> Calibration:
+        layers = self._finished_layers()
+        first = len(layers)
+        if first == 0:
+            self._embed()
+        needed = needs(self.pairs.layout, self.blocks, self.held_out, self.pairs.dtype)
+        disk = size_in_words(needed.disk_states + needed.disk_layers)
+        notice = (
+            f"calibrating {len(self.missing)} of {len(self.pairs)} layers: about "
+            f"{size_in_words(needed.memory)} of memory and {disk} of disk in {self.folder}"
+        )
+        self._report(report, layers, notice if self.missing else None)
+        positions = skipped_positions(*self.blocks.shape, reach(self.pairs.config), seed)
+        for number in range(first, len(self.pairs)):
+            began = time.perf_counter()
+            layers.append(self._fit_layer(number, positions.to(self.pairs.device), passes, seed))
+            self._record(layers)
+            seconds = time.perf_counter() - began
+            in_all = in_words(seconds * len(self.missing))
+            notice = f"layer {number} took {seconds:,.0f} s; calibration takes about {in_all}"
+            is_first = number == min(self.missing, default=None)
+            self._report(report, layers, notice if is_first else None)
+        with self._timed("measure"):
+            perplexity = self._perplexity()
+        self._remove_states()
+        return Calibration(FittedTensors(self.files), layers, perplexity, dict(self.seconds))
+
+    def _fit_layer(self, number: int, positions: Tensor, passes: int, seed: int) -> LayerFit:
+        """Fit a layer, and put all states through it."""
+        pairs, angles = self.pairs, self.pairs.angles
+        before, after = (
+            dict(zip(("text", "original", "start", "calibrated"), parts, strict=True))
+            for parts in (self._parts(number), self._parts(number + 1))
+        )
+        in_order = torch.arange(self.held_out.shape[1], device=pairs.device)
+        in_order = in_order.expand(self.held_out.shape)
+        with self._timed("read"):
+            theirs, ours = pairs.load(number)
+        text = None
+        with self._timed("forward"):
+            if self._carries_text(number):
+                storage = _storage(pairs, self.blocks)
+                text = run_original(
+                    theirs, before["text"], after["text"], positions, angles, storage
+                )
+        with self._timed("measure"):
+            seen = run_original(theirs, before["original"], after["original"], in_order, angles)
+            run_coca(ours, before["start"], after["start"], in_order, angles)
+        result = LayerFit(0.0, 0.0)
+        if number in self.files:
+            attention = ours.self_attn
+            with self._timed("measure"):
+                start = divergences(attention, seen).mean().item()
+            if number in self.missing:
+                assert text is not None
+                with self._timed("steps"):
+                    fit(attention, text, passes, seed + number)
+                _save(_fitted_tensors(attention), self.files[number], self.settings)
             else:
-                attention.load_state_dict(kept, strict=False)
-            prefix = f"model.layers.{number}.self_attn."
-            tensors |= {
-                prefix + name: tensor.cpu() for name, tensor in _fitted_tensors(attention).items()
+                attention.load_state_dict(
+                    _load(self.files[number], self.settings) or {}, strict=False
+                )
+            with self._timed("measure"):
+                result = LayerFit(start, divergences(attention, seen).mean().item())
+        with self._timed("measure"):
+            run_coca(ours, before["calibrated"], after["calibrated"], in_order, angles)
+        return result
+
+    def _parts(self, number: int) -> Iterator[HiddenStates]:
+        """The states before layer `number`: of the text, and of what is held out in each model."""
+        return self.states[number % 2].split(len(self.blocks), *[len(self.held_out)] * 3)
+
+    def _carries_text(self, number: int) -> bool:
+        """Whether the states of the text are needed before layer `number`."""
+        return any(missing >= number for missing in self.missing)
+
+    @torch.no_grad()
+    def _embed(self) -> None:
+        embeddings, states = self.pairs.embeddings(), self.states[0]
+        self._remove_states()
+        ids = torch.cat((self.blocks, *[self.held_out] * 3))
+        for some in batches(states):
+            states[some] = embeddings[ids[some]]
+
+    def _remove_states(self) -> None:
+        for path in (self._record_file, *(states.file for states in self.states)):
+            path.unlink(missing_ok=True)
+
+    @property
+    def _record_file(self) -> Path:
+        return self.folder / "states.json"
+
+    def _record(self, layers: list[LayerFit]) -> None:
+        """Note that `layers` are done: a run that is killed continues after them."""
+        with self._timed("states"):
+            record = {
+                "settings": self.settings,
+                "kept": list(self.pairs.config.coca_kept_layers),
+                "carries_text": self._carries_text(len(layers)),
+                "hash": self.states[len(layers) % 2].hash(),
+                "layers": layers,
             }
-            before, after = (
-                divergences(one, seen_held_out).mean() for one in (start.self_attn, attention)
-            )
-            layers.append(LayerFit(before.item(), after.item()))
-        else:
-            layers.append(LayerFit(0.0, 0.0))
-        for name, layer in (("start", start), ("calibrated", fitted)):
-            _run_coca_(layer, streams[name], in_order, angles)
-        del seen
-        report(number + 1, len(base.layers))
-    perplexity = {
-        name: _perplexity(coca, stream, held_out.to(device)) for name, stream in streams.items()
-    }
-    return Calibration(tensors, layers, perplexity)
+            replace_text(self._record_file, json.dumps(record))
+
+    def _finished_layers(self) -> list[LayerFit]:
+        """The layers whose successor's states are here, whole."""
+        try:
+            record = json.loads(self._record_file.read_text())
+            layers = [LayerFit(*map(float, layer)) for layer in record["layers"]]
+            kept, number = list(self.pairs.config.coca_kept_layers), len(layers)
+            is_same = (record["settings"], record["kept"]) == (self.settings, kept)
+            has_all = self._carries_text(number) <= record["carries_text"]
+            is_whole = self.states[number % 2].hash() == record["hash"]
+        except (OSError, ValueError, LookupError, TypeError):
+            return []
+        all_fitted = all(missing >= number for missing in self.missing)
+        return layers if is_same and has_all and is_whole and all_fitted else []
+
+    def _report(self, report: Report, layers: list[LayerFit], notice: str | None) -> None:
+        found = [layer.kl_fitted for number, layer in enumerate(layers) if number in self.files]
+        divergence = sum(found) / len(found) if found else None
+        report(CalibrationProgress(len(layers), len(self.pairs), divergence, notice))
+
+    @contextlib.contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[what] += time.perf_counter() - began
+
+    @torch.no_grad()
+    @torch.autocast("cpu", enabled=False)
+    def _perplexity(self) -> dict[str, float]:
+        """Perplexity of the held-out text from the states after the last layer.
+
+        The norm and the head are the same in both models.
+        """
+        norm, head = self.pairs.norm_and_head()
+        following = self.held_out[:, 1:].flatten().to(head.device).split(512)
+        found = {}
+        _, *streams = self._parts(len(self.pairs))
+        for name, stream in zip(("original", "start", "calibrated"), streams, strict=True):
+            rows = stream[:][:, :-1].flatten(0, 1).to(head.device).split(512)
+            losses = [
+                cross_entropy(linear(norm(row), head), ids, reduction="sum").item()
+                for row, ids in zip(rows, following, strict=True)
+            ]
+            found[name] = math.exp(sum(losses) / self.held_out[:, 1:].numel())
+        return found
 
 
-class Angles:
-    """cos and sin of positions (b, m), as both models have them."""
-
-    def __init__(self, base: nn.Module, coca: CocaForCausalLM, device: str):
-        rotary: list[Any] = [
-            copy.deepcopy(module).to(device) for module in (base.rotary_emb, coca.model.rotary_emb)
-        ]
-        self.original, self.coca = (
-            functools.partial(module, torch.zeros(1, device=device)) for module in rotary
-        )
+def in_words(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
 
 
 def attend_and_note(
@@ -215,53 +419,67 @@ def attend_and_note(
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend_and_note)
 
 
-def _storage(coca: CocaForCausalLM, blocks: Tensor, device: str) -> str:
-    """Where hidden states and what a layer makes of them are kept: on the GPU if they take at most
-    half of it.
-    """
-    if not device.startswith("cuda"):
-        return device
-    config = coca.config
+def _storage(pairs: LayerPairs, blocks: Tensor) -> str:
+    """Where what a layer makes of the text is kept: on the GPU if it takes at most half of it."""
+    if not pairs.device.startswith("cuda"):
+        return pairs.device
+    config = pairs.config
     heads = config.num_attention_heads + config.num_key_value_heads
-    needed = blocks.numel() * (2 * config.hidden_size + heads * config.head_dim) * 4
-    return device if needed < torch.cuda.mem_get_info(device)[0] / 2 else "cpu"
-
-
-def _batches(states: Tensor) -> Iterator[slice]:
-    at_once = max(1, BATCH_TOKENS // states.shape[1])
-    return (slice(start, start + at_once) for start in range(0, len(states), at_once))
+    needed = blocks.numel() * (config.hidden_size + heads * config.head_dim) * 4
+    return pairs.device if needed < torch.cuda.mem_get_info(pairs.device)[0] / 2 else "cpu"
 
 
 @torch.no_grad()
-def run_original_(layer: Any, states: Tensor, positions: Tensor, angles: Angles) -> Seen:
+def run_original(
+    layer: Any,
+    states: Tensor | HiddenStates,
+    after: Tensor | HiddenStates,
+    positions: Tensor,
+    angles: Angles,
+    storage: str | None = None,
+) -> Seen:
     """Put `states`, (n_b, m, hidden), through `layer`, whose attention function is changed.
-    positions: (n_b, m).
+
+    after: gets what comes out; may be `states`. positions: (n_b, m). storage: the device of what is
+    returned, by default that of `positions`.
     """
     attention = layer.self_attn if hasattr(layer, "self_attn") else layer.attention
     attention.config._attn_implementation = ATTENTION
-    kept: list[Tensor] = []
-    for some in _batches(states):
+    device, kept = storage or positions.device, list[Tensor]()
+    is_half = torch.is_autocast_enabled("cpu")
+    dtype = torch.get_autocast_dtype("cpu") if is_half else torch.float32
+    for some in batches(states):
         batch, at = states[some].to(positions.device), positions[some]
-        after = layer(
+        result = layer(
             batch, attention_mask=None, position_ids=at, position_embeddings=angles.original(at)
         )
         noted = layer.input_layernorm(batch), *attention.noted
         kept = kept or [
-            torch.empty(len(states), *part.shape[1:], device=states.device) for part in noted
+            torch.empty(len(states), *part.shape[1:], device=device, dtype=dtype) for part in noted
         ]
         for whole, part in zip(kept, noted, strict=True):
             whole[some] = part
-        states[some] = after
-    return Seen(*kept, *(part.to(states.device) for part in angles.coca(positions)))
+        after[some] = result
+    del attention.noted
+    return Seen(*kept, *(part.to(device) for part in angles.coca(positions)))
 
 
 @torch.no_grad()
-def _run_coca_(layer: Any, states: Tensor, positions: Tensor, angles: Angles) -> None:
+def run_coca(
+    layer: Any,
+    states: Tensor | HiddenStates,
+    after: Tensor | HiddenStates,
+    positions: Tensor,
+    angles: Angles,
+) -> None:
     layer.self_attn.config._attn_implementation = ATTENTION
-    for some in _batches(states):
-        states[some] = layer(
-            states[some], attention_mask=None, position_embeddings=angles.coca(positions[some])
+    for some in batches(states):
+        after[some] = layer(
+            states[some].to(positions.device),
+            attention_mask=None,
+            position_embeddings=angles.coca(positions[some]),
         )
+    del layer.self_attn.noted
 
 
 def fit(attention: CocaAttention, seen: Seen, passes: int, seed: int) -> None:
@@ -332,15 +550,15 @@ def backward(
     at most.
     """
     device = attention.q_proj.weight.device
-    their_query = seen.queries[blocks[:, None], rows].transpose(1, 2).to(device)
+    their_query = seen.queries[blocks[:, None], rows].transpose(1, 2).to(device, torch.float32)
     inputs, their_key, cos, sin = (
         part.index_select(0, blocks).to(device)
         for part in (seen.inputs, seen.keys, seen.cos, seen.sin)
     )
-    rows = rows.to(device)
+    their_key, rows = their_key.float(), rows.to(device)
     query, key = fold(attention, inputs, (cos, sin), rows)
     to_query, to_key = torch.empty_like(query), torch.zeros_like(key)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
         for part, visible in parts:
             hidden = later_keys(rows[:, part], visible)
             some_query, some_key = query[:, :, part], key[:, :, :visible]
@@ -424,6 +642,7 @@ class Keys(torch.autograd.Function):
 
 
 @torch.no_grad()
+@torch.autocast("cpu", enabled=False)
 def divergences(attention: CocaAttention, seen: Seen) -> Tensor:
     """KL(original's map || CoCA's) in nats of every head, (h,): mean over blocks and queries,
     evenly chosen of many.
@@ -432,7 +651,7 @@ def divergences(attention: CocaAttention, seen: Seen) -> Tensor:
     rows = torch.arange(length - 1, -1, -math.ceil(length / MEASURED_QUERIES), device=device)[None]
     found = []
     for block in zip(*(part.split(1) for part in seen), strict=True):
-        inputs, queries, keys, cos, sin = (part.to(device) for part in block)
+        inputs, queries, keys, cos, sin = (part.to(device, torch.float32) for part in block)
         hidden = later_keys(rows, length)
         log_maps = scores(*fold(attention, inputs, (cos, sin), rows)).add_(hidden).log_softmax(-1)
         maps = scores(queries[:, rows[0]].transpose(1, 2), keys).add_(hidden).softmax(-1)
@@ -469,20 +688,3 @@ def _hash(tensors: dict[str, Tensor]) -> str:
         digest.update(name.encode())
         digest.update(tensors[name].cpu().contiguous().numpy().data)
     return digest.hexdigest()
-
-
-@torch.no_grad()
-def _perplexity(coca: CocaForCausalLM, states: Tensor, token_ids: Tensor) -> float:
-    """Perplexity of `token_ids` from states after the last layer, (n, m, hidden).
-
-    The norm and the head are the same in both models.
-    """
-    norm, head = (
-        copy.deepcopy(part).to(states.device, torch.float32)
-        for part in (coca.model.norm, coca.get_output_embeddings())
-    )
-    pairs = zip(
-        states[:, :-1].flatten(0, 1).split(512), token_ids[:, 1:].flatten().split(512), strict=True
-    )
-    losses = [cross_entropy(head(norm(row)), ids, reduction="sum").item() for row, ids in pairs]
-    return math.exp(sum(losses) / token_ids[:, 1:].numel())

@@ -1,7 +1,6 @@
 """Convert a checkpoint on disk, a block at a time: `convert_checkpoint`."""
 
 import contextlib
-import copy
 import json
 import math
 import os
@@ -11,17 +10,25 @@ from pathlib import Path
 
 import torch
 import xxhash
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from coca_hf import models
 from coca_hf.card import write_card
 from coca_hf.checkout import now, versions, without_paths
-from coca_hf.convert.calibrate import Calibration, calibrate, default_device, default_passes
+from coca_hf.convert.calibrate import (
+    Calibration,
+    Report,
+    calibrate,
+    default_device,
+    default_passes,
+    matrix_dtype,
+    needs,
+)
 from coca_hf.convert.calibration_text import calibration_blocks, reach, repeated_blocks
-from coca_hf.convert.harm import layer_harms, most_harmful
+from coca_hf.convert.harm import harm_bytes, layer_harms, most_harmful
 from coca_hf.convert.initialise import RULE
+from coca_hf.convert.layer_pairs import LayerPairs
 from coca_hf.convert.layout import Form, Layout
-from coca_hf.convert.patch import patch_
 from coca_hf.convert.preflight import (
     check_device,
     check_kept_layers,
@@ -45,7 +52,6 @@ from coca_hf.convert.writer import Progress, WeightsWriter, bytes_of
 from coca_hf.documents import commit_of
 from coca_hf.errors import CocaError
 from coca_hf.held_out import Place
-from coca_hf.models.decoder import CocaForCausalLM
 from coca_hf.weights import parse_size
 
 RECORD = "conversion.json"
@@ -74,7 +80,7 @@ def convert_checkpoint(
     subset: str | None = None,
     device: str | None = None,
     seed: int = 0,
-    calibrate_progress: Progress | None = None,
+    calibrate_progress: Report | None = None,
     keep_layers: Sequence[int] | int | str | None = None,
     revision: str | None = None,
     ignore_fields: Collection[str] = (),
@@ -99,7 +105,7 @@ def convert_checkpoint(
     calibrate_block, calibrate_passes: tokens in a block, and passes over the blocks
     column, split, subset: of the text, as `read_documents` takes them
     device, seed: where layers are fitted, and what draws the text
-    calibrate_progress: called with layers done and in all
+    calibrate_progress: called with a `CalibrationProgress` before the first layer and after each
     keep_layers: numbers, from 0, of the layers that keep the original's attention; or, with
         calibrate_on, how many, or `auto`: those whose conversion harms most (`harm.py`)
     revision: branch, tag or commit of a hub id
@@ -108,7 +114,7 @@ def convert_checkpoint(
     Raises CocaError for input that is not understood, and leaves `dst` as it was.
     """
     src, target, device = os.fspath(src), Path(dst).absolute(), device or default_device()
-    report = calibrate_progress or (lambda done, total: None)
+    report = calibrate_progress or (lambda progress: None)
 
     # What can be refused is refused before the first number is written, the cheapest first.
     shard_bytes = parse_size(max_shard_size, "--max-shard-size")
@@ -133,6 +139,7 @@ def convert_checkpoint(
             calibration = _Calibration(
                 layout, place, calibrate_tokens, calibrate_block, calibrate_passes, device, seed
             )
+            calibration.ranks_layers = isinstance(keep_layers, (int, str))
         tokenizer = _begin(staging, layout, calibration)
         if calibration:
             check_numbers(layout)
@@ -159,7 +166,7 @@ def _begin(
     """Write all but weights, record and card; returns the source's tokenizer, where one loads."""
     layout.calibrated_from = calibration.settings if calibration else None
     staging.begin(layout.made_from(), layout.shards)
-    check_room(layout, staging)
+    check_room(layout, staging, *(calibration.disk_bytes(layout) if calibration else ()))
     layout.config.save_pretrained(staging.checkpoint)  # also copies the modelling files
     return layout.source.save_companions(staging.checkpoint, layout.form.ntk_length)
 
@@ -206,13 +213,20 @@ class _Calibration:
             *(layout.source.states(), self.blocks.shape, self.blocks_hash, *options, code),
             *(config, versions("torch", "transformers")),
         ]
+        self.ranks_layers = False
         self.harms: list[float] | None = None
         self.seconds = 0.0
 
-    def run(self, layout: Layout, staging: Staging, progress: Progress) -> None:
+    def disk_bytes(self, layout: Layout) -> tuple[int, int]:
+        """What it takes before weights are written, and what it keeps until they are."""
+        needed = needs(layout, self.blocks, self.held_out, matrix_dtype(layout, self.device))
+        ranking = harm_bytes(layout.config, self.held_out) if self.ranks_layers else 0
+        return max(needed.disk_states, ranking), needed.disk_layers
+
+    def run(self, layout: Layout, staging: Staging, report: Report) -> None:
         """Fit the layers of `layout`, which gets the tensors; `record` gets what was done."""
         began = time.perf_counter()
-        done, original, _ = self._fit(layout, staging, progress)
+        done = self._fit(layout, staging, report)
         layout.calibrated = done.tensors
         self.record = {
             "text": self.text,
@@ -221,7 +235,7 @@ class _Calibration:
             "tokens": self.text_tokens,
             "repeated_tokens": self.blocks.numel() - self.text_tokens,
             "block_tokens": self.blocks.shape[1],
-            "reach": reach(original.config),
+            "reach": reach(layout.config),
             "held_out_tokens": self.held_out.numel(),
             "seed": self.seed,
             "passes": self.passes,
@@ -230,48 +244,34 @@ class _Calibration:
             "attention_kl": [layer._asdict() for layer in done.layers],
             **({"layer_harm": self.harms} if self.harms else {}),
             "seconds": round(self.seconds + time.perf_counter() - began, 1),
+            "seconds_by_part": {part: round(spent, 1) for part, spent in done.seconds.items()},
         }
 
     def most_harmful(
-        self, layout: Layout, number: int | str, staging: Staging, progress: Progress
+        self, layout: Layout, number: int | str, staging: Staging, report: Report
     ) -> list[int]:
         """Fit all layers; returns the `number` (or `auto`) whose conversion harms most."""
         began = time.perf_counter()
-        done, original, coca = self._fit(layout, staging, progress)
+        done = self._fit(layout, staging, report)
         text_blocks = self.held_out[: max(1, len(self.held_out) // 2)]
         repeated = repeated_blocks(text_blocks, self.tokenizer, layout.config, self.seed)
         blocks = torch.cat((text_blocks, repeated))
-        self.harms = layer_harms(original, coca, done.tensors, blocks, self.device)
+        pairs = LayerPairs(layout, self.device)
+        self.harms = layer_harms(pairs, done.tensors, blocks, staging.calibrated)
         self.seconds = time.perf_counter() - began
         return most_harmful(self.harms, None if number == "auto" else int(number))
 
-    def _fit(
-        self, layout: Layout, staging: Staging, progress: Progress
-    ) -> tuple[Calibration, PreTrainedModel, CocaForCausalLM]:
-        config = layout.config
-        original = layout.source.load_model().eval()
-        if original.dtype == torch.float16 != config.dtype:
-            original.float()  # patch_ refuses what float16 cannot hold, though it is not written
-        present = [field for field in layout.form.ignored_fields if hasattr(original.config, field)]
-        coca = patch_(  # shares all weights but W_T
-            copy.copy(original),
-            config.coca_constraint,
-            keep_layers=config.coca_kept_layers,
-            ignore_fields=present,
-        )
-        done = calibrate(
-            original,
-            coca,
+    def _fit(self, layout: Layout, staging: Staging, report: Report) -> Calibration:
+        return calibrate(
+            LayerPairs(layout, self.device, matrix_dtype(layout, self.device)),
             self.blocks,
             self.held_out,
             staging.calibrated,
             json.dumps(self.settings, default=str),
             self.seed,
             self.passes,
-            self.device,
-            progress,
+            report,
         )
-        return done, original, coca
 
 
 def _record(

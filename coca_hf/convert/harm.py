@@ -10,16 +10,19 @@ passages (`repeated_blocks`). `coca-eval layers` measures more: each layer as th
 converted, too.
 """
 
-import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.nn.functional import linear
 
-from coca_hf.convert.calibrate import ATTENTION, Angles
-from coca_hf.models.decoder import CocaForCausalLM
+from coca_hf.convert.calibrate import ATTENTION
+from coca_hf.convert.hidden_states import HiddenStates
+from coca_hf.convert.layer_pairs import LayerPairs
+from coca_hf.models.decoder import CocaConfig
 
 AUTO_SHARE = 0.5  # of the summed harm: `auto` keeps the fewest layers that do this much of it
 CHUNK = 512  # tokens whose predictions are in memory at once
@@ -27,47 +30,51 @@ CHUNK = 512  # tokens whose predictions are in memory at once
 
 @torch.no_grad()
 def layer_harms(
-    original: PreTrainedModel,
-    coca: CocaForCausalLM,
-    fitted: dict[str, Tensor],
-    blocks: Tensor,
-    device: str,
+    pairs: LayerPairs, fitted: Mapping[str, Tensor], blocks: Tensor, folder: Path
 ) -> list[float]:
-    """The harm of every layer on `blocks`, (n, m) token ids; both models stay as they are.
+    """The harm of every layer of `pairs` on `blocks`, (n, m) token ids.
 
-    coca: the CoCA model of `original`; fitted: by name, what calibration made of its tensors.
-    Memory: the states of a model for every layer, n m hidden * 4 bytes each, on the CPU, and two
-    layers on `device`.
+    fitted: by name in the CoCA model, what calibration made of its tensors. folder: gets a file of
+    `harm_bytes` while this runs; memory holds a pair of layers and a block.
     """
-    base: Any = original.base_model
-    angles = Angles(base, coca, device)
-    embed: Any = original.get_input_embeddings()
-    streams = [
-        embed(blocks.to(embed.weight.device)).float().cpu()
-    ]  # of the original, then with layer 0 converted, …
-    for number, layers in enumerate(zip(base.layers, coca.model.layers, strict=True)):
-        theirs, ours = (copy.deepcopy(layer).to(device, torch.float32).eval() for layer in layers)
-        prefix = f"model.layers.{number}."
-        own = {
-            name.removeprefix(prefix): tensor
-            for name, tensor in fitted.items()
-            if name.startswith(prefix)
-        }
-        ours.load_state_dict(own, strict=False)
-        converted = _run(ours, streams[0], angles.coca, device)
-        streams = [_run(theirs, stream, angles.original, device) for stream in streams]
-        streams.append(converted)
-    last = coca.model.norm, coca.get_output_embeddings()
-    norm, head = (copy.deepcopy(module).to(device, torch.float32) for module in last)
+    file, shape = folder / "states-harm", (*blocks.shape, pairs.config.hidden_size)
+    states = HiddenStates(file, (len(blocks) * (len(pairs) + 1), *shape[1:]))
+    # of the original, then with layer 0 converted, …
+    streams = list(states.split(*[len(blocks)] * (len(pairs) + 1)))
+    try:
+        streams[0][:] = pairs.embeddings()[blocks]
+        for number in range(len(pairs)):
+            theirs, ours = pairs.load(number)
+            prefix = f"model.layers.{number}."
+            names = [name for name in fitted if name.startswith(prefix)]
+            own = {name.removeprefix(prefix): fitted[name] for name in names}
+            ours.load_state_dict(own, strict=False)
+            _run(ours, streams[0], streams[number + 1], pairs.angles.coca, pairs.device)
+            for stream in streams[: number + 1]:
+                _run(theirs, stream, stream, pairs.angles.original, pairs.device)
+        return _divergences(pairs, streams)
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _divergences(pairs: LayerPairs, streams: list[HiddenStates]) -> list[float]:
+    """KL of the predictions of the first stream to those of each of the others, nats."""
+    norm, head = pairs.norm_and_head()
     harms = torch.zeros(len(streams) - 1, dtype=torch.float64)
-    for original_states, *others in zip(
-        *(stream.flatten(0, 1).split(CHUNK) for stream in streams), strict=True
-    ):
-        reference = head(norm(original_states.to(device))).log_softmax(-1)
-        for layer, states in enumerate(others):
-            prediction = head(norm(states.to(device))).log_softmax(-1)
+    blocks, length, _ = streams[0].shape
+    chunks = [slice(start, start + CHUNK) for start in range(0, length, CHUNK)]
+    for block, rows in itertools.product(range(blocks), chunks):
+        chosen = (stream[block : block + 1][0, rows].to(pairs.device) for stream in streams)
+        log_predictions = (linear(norm(states), head).log_softmax(-1) for states in chosen)
+        reference = next(log_predictions)
+        for layer, prediction in enumerate(log_predictions):
             harms[layer] += (reference.exp() * (reference - prediction)).sum().item()
-    return (harms / blocks.numel()).tolist()
+    return (harms / (blocks * length)).tolist()
+
+
+def harm_bytes(config: CocaConfig, blocks: Tensor) -> int:
+    """Bytes of the hidden states of `blocks` in a model for each layer, and in the original."""
+    return blocks.numel() * config.hidden_size * 4 * (config.num_hidden_layers + 1)
 
 
 def most_harmful(harms: list[float], number: int | None) -> list[int]:
@@ -79,10 +86,14 @@ def most_harmful(harms: list[float], number: int | None) -> list[int]:
     return sorted(order[:number])
 
 
-def _run(layer: Any, states: Tensor, angles: Callable, device: str) -> Tensor:
-    """What `layer` makes of `states`, (n, m, hidden), a block at a time."""
+def _run(
+    layer: Any, states: HiddenStates, after: HiddenStates, angles: Callable, device: str
+) -> None:
+    """Put `states`, (n, m, hidden), through `layer`, a block at a time."""
     attention = layer.self_attn if hasattr(layer, "self_attn") else layer.attention
     attention.config._attn_implementation = ATTENTION
     at = torch.arange(states.shape[1], device=device)[None]
     options = {"attention_mask": None, "position_ids": at, "position_embeddings": angles(at)}
-    return torch.cat([layer(block.to(device), **options).cpu() for block in states.split(1)])
+    for number in range(len(states)):
+        block = slice(number, number + 1)
+        after[block] = layer(states[block].to(device), **options)

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import version
 
 import torch
@@ -81,7 +81,7 @@ class Layout:
         )
         self.base = base_metadata(form.src, source.directory)
         self.calibrated_from: object = None
-        self.calibrated: dict[str, Tensor] = {}
+        self.calibrated: Mapping[str, Tensor] = {}
         self.config.dtype = self._dtype or self._stored_dtype()
         self.shards = self._group(form.shard_bytes)
 

@@ -122,13 +122,21 @@ def check_target(src: str, target: Path, overwrite: bool) -> None:
         )
 
 
-def check_room(layout: Layout, staging: Staging) -> None:
-    needed = layout.num_bytes(*(shard for shard in layout.shards if shard not in staging.finished))
+def check_room(layout: Layout, staging: Staging, states: int = 0, layers: int = 0) -> None:
+    """Raise OSError where the disk has too little room.
+
+    states, layers: bytes of calibration's hidden states, which are gone before weights are written,
+    and of its layers, which are not.
+    """
+    weights = layout.num_bytes(*(shard for shard in layout.shards if shard not in staging.finished))
+    there = sum(file.stat().st_size for file in staging.calibrated.glob("[ls]*-*"))
+    needed = max(weights, states) + layers - there
     free = shutil.disk_usage(staging.directory).free
     if needed > free:
+        remedy = ", or fewer --calibrate-tokens" if states > weights else ""
         raise OSError(
             f"disk full: {size_in_words(free)} free, expected {size_in_words(needed)}; free some "
-            "or choose another destination"
+            f"or choose another destination{remedy}"
         )
 
 

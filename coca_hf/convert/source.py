@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from coca_hf.convert.tensors import Shape
 from coca_hf.errors import CocaError, one_line
@@ -167,11 +167,6 @@ class SafetensorsSource:
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         return load_tokenizer(self.directory)
 
-    def load_model(self) -> PreTrainedModel:
-        from transformers import AutoModelForCausalLM
-
-        return AutoModelForCausalLM.from_pretrained(self.directory, dtype="auto")
-
     def states(self) -> list[tuple[int, ...]]:
         """What changes whenever a file of weights is written to."""
         return sorted(self._current_states().values())
@@ -243,9 +238,6 @@ class GgufSource:
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         return self._tokenizer
-
-    def load_model(self) -> PreTrainedModel:
-        return self._model
 
     def states(self) -> list[tuple[int, ...]]:
         found = self.config_file.stat()

@@ -2,7 +2,8 @@
 
 .DST.incomplete/lock            held by the one process that writes, until it ends or dies
 .DST.incomplete/manifest.jsonl  what is made here and from what, then a line per finished shard
-.DST.incomplete/calibrated/     a file per calibrated layer, which says itself from what it is made
+.DST.incomplete/calibrated/     a file per calibrated layer, which says itself from what it is made,
+                                and the hidden states before the next layer
 .DST.incomplete/checkpoint/     renamed to DST when it is complete
 .DST.incomplete/replaced/       the former DST, from just before that rename until just after it
 

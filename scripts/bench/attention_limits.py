@@ -32,13 +32,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from coca_hf.convert import calibrate
 from coca_hf.convert.calibrate import (
     LEAK,
-    Angles,
     Seen,
     divergences,
     fit,
     folded,
     later_keys,
-    run_original_,
+    run_original,
     scores,
 )
 from coca_hf.convert.calibration_text import (
@@ -47,6 +46,7 @@ from coca_hf.convert.calibration_text import (
     repeated_blocks,
     skipped_positions,
 )
+from coca_hf.convert.layer_pairs import Angles
 from coca_hf.models.attention import CocaAttention
 
 KINDS = ("first token", "token before", "others")
@@ -95,7 +95,7 @@ def main() -> None:
     with torch.no_grad():
         states = original.model.embed_tokens(torch.cat(parts))
     for number, layer in enumerate(original.model.layers[: max(options.layers) + 1]):
-        seen = run_original_(layer, states, positions, angles)
+        seen = run_original(layer, states, states, positions, angles)
         if number in options.layers:
             split = [
                 Seen(*both)

@@ -1,7 +1,8 @@
 """Conversion at full size against `cp -r`: wall time and peak memory on a synthetic LLaMA-7B-shaped
-fp16 checkpoint.
+fp16 checkpoint. With --calibrate the same of calibration, and what a whole model would take.
 
     python scripts/bench/convert.py --out docs/results/convert-7b.json  # needs 28 GB of disk
+    python scripts/bench/convert.py --layers 3 --calibrate TEXT --out docs/results/calibrate-7b.json
 
 Every round copies and converts once, in turn; the source is dropped from the page cache before
 each, and each is timed until its files are on the disk (`sync`). Memory: `rss` is the peak resident
@@ -22,7 +23,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from measure import SHAPES, write
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from coca_hf.convert.calibrate import STEPS
 
 CONVERT = "import sys; from coca_cli.main import convert; sys.argv[0] = 'coca-convert'; convert()"
 BLOCK_NUMBERS = 1 << 25
@@ -40,11 +44,18 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="in place of the shape's")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--max-shard-size", default="1GB")
+    parser.add_argument("--calibrate", type=Path, help="text to calibrate on, once")
+    parser.add_argument("--calibrate-tokens", type=int, default=32768)
+    parser.add_argument("--calibrate-passes", type=int)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.dir, prefix=".bench-convert-") as folder:
-        result = measure(Path(folder), options)
-    show(result)
+        if options.calibrate:
+            result = measure_calibration(Path(folder), options)
+            print(json.dumps(result, indent=1))
+        else:
+            result = measure(Path(folder), options)
+            show(result)
     write(result, options.out)
 
 
@@ -89,16 +100,64 @@ def measure(folder: Path, options: argparse.Namespace) -> dict:
     }
 
 
+def measure_calibration(folder: Path, options: argparse.Namespace) -> dict:
+    """Calibrate the source once; project every part of a layer's seconds to all layers, and to the
+    default tokens and steps.
+    """
+    source, layers = folder / "source", options.layers or SHAPES[options.shape]["num_hidden_layers"]
+    config = LlamaConfig(**SHAPES[options.shape] | {"num_hidden_layers": layers})
+    num_bytes = make_source(source, config)
+    byte_tokenizer().save_pretrained(source)
+    extra = ["--calibrate", options.calibrate, "--calibrate-tokens", options.calibrate_tokens]
+    if options.calibrate_passes:
+        extra += ["--calibrate-passes", options.calibrate_passes]
+    row = run([sys.executable, "-c", CONVERT, str(source), str(folder / "coca"), *map(str, extra)])
+    facts = json.loads((folder / "coca" / "conversion.json").read_text())["calibration"]
+    tokens = facts["tokens"] + facts["repeated_tokens"]
+    steps = min(tokens // facts["block_tokens"] * facts["passes"], STEPS)
+    busy = (row["user_seconds"] + row["system_seconds"]) / row["seconds"]
+    per_layer = {part: spent / layers for part, spent in facts["seconds_by_part"].items()}
+    factors = {"forward": 65536 / tokens, "steps": STEPS / steps}
+    projected = {part: spent * factors.get(part, 1.0) for part, spent in per_layer.items()}
+    all_layers = SHAPES[options.shape]["num_hidden_layers"]
+    return {
+        "task": "calibrate-bench",
+        "source_bytes": num_bytes,
+        "layers": layers,
+        "tokens": tokens,
+        "steps": steps,
+        **row,
+        "share_of_a_processor": busy,
+        "seconds_per_layer": per_layer,
+        "projected_seconds_per_layer": projected,
+        "projected_hours": sum(projected.values()) * all_layers / 3600,
+        "projected_hours_of_processor": sum(projected.values()) * busy * all_layers / 3600,
+        "hardware": {
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
+        },
+    }
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocab = {token: number for number, token in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
 def make_source(directory: Path, config: LlamaConfig, shard_bytes: int = 5_000_000_000) -> int:
-    """Write a checkpoint of finite random fp16 numbers below 2, in shards; returns the bytes of its
-    tensors.
+    """Write a checkpoint of random fp16 numbers, deviation 0.02, norms 1, in shards; returns the
+    bytes of its tensors.
     """
     directory.mkdir()
     config.dtype = "float16"
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(directory)
-    random = np.random.default_rng(0).integers(0, 1 << 16, BLOCK_NUMBERS, dtype=np.uint16) & 0xBFFF
-    data = memoryview(random).cast("B")
+    random = np.random.default_rng(0).standard_normal(BLOCK_NUMBERS, dtype=np.float32)
+    data = memoryview((0.02 * random).astype(np.float16)).cast("B")
+    ones = memoryview(np.ones(config.hidden_size, np.float16)).cast("B")
     shards: list[dict[str, tuple]] = [{}]
     with torch.device("meta"):
         shapes = {
@@ -122,6 +181,8 @@ def make_source(directory: Path, config: LlamaConfig, shard_bytes: int = 5_000_0
             for index, (name, shape) in enumerate(shard.items()):
                 offset = 2 * 7919 * (index + total % 1000)  # so that no two tensors are equal
                 left = 2 * int(np.prod(shape))
+                if len(shape) == 1:
+                    left -= stream.write(ones)
                 while left:
                     left -= stream.write(data[offset : offset + min(left, len(data) - offset)])
                     offset = 0

@@ -3,9 +3,12 @@
 import copy
 import json
 import math
+import multiprocessing
 import os
 import random
+import re
 import shutil
+import signal
 
 import pyarrow
 import pytest
@@ -17,15 +20,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3C
 
 from coca_cli import main as cli
 from coca_hf import CocaError, convert_checkpoint, patch_
+from coca_hf.convert import calibrate as calibrate_module
 from coca_hf.convert.calibrate import (
-    Angles,
+    CalibrationProgress,
     Keys,
     Strata,
     backward,
     calibrate,
     divergences,
     fit,
-    run_original_,
+    matrix_dtype,
+    run_original,
 )
 from coca_hf.convert.calibration_text import (
     calibration_blocks,
@@ -34,9 +39,13 @@ from coca_hf.convert.calibration_text import (
     skipped_positions,
 )
 from coca_hf.convert.conversion import CODE
+from coca_hf.convert.layer_pairs import Angles, LayerPairs
 from coca_hf.convert.writer import WeightsWriter
 from tests.hub import serving_data_set
 from tests.models.families import CASES, WINDOW, stock_model
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["coca_hf"])
 
 
 def blocks_of(number, length=WINDOW, vocab_size=89, seed=0):
@@ -49,47 +58,91 @@ def perplexity(model, ids):
     return math.exp(model(input_ids=ids, labels=ids).loss.item())
 
 
-def bits_of(model):
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
 @pytest.mark.parametrize("constraint", ["slack", "strict"])
 @pytest.mark.parametrize("case", CASES)
 def test_attention_comes_nearer_and_perplexities_are_those_of_the_models(
-    case, constraint, tmp_path
+    case, constraint, pairs_of, tmp_path
 ):
     original, ids = stock_model(case), blocks_of(24)
-    coca = patch_(copy.copy(original), constraint).eval()
-    before = bits_of(original) | {f"coca.{name}": tensor for name, tensor in bits_of(coca).items()}
-    result = calibrate(original, coca, ids, ids, tmp_path / "layers", passes=10)
-    after = bits_of(original) | {f"coca.{name}": tensor for name, tensor in bits_of(coca).items()}
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    result = calibrate(pairs_of(original, constraint), ids, ids, tmp_path / "layers", passes=10)
     assert {name.split(".")[-2] for name in result.tensors} == {"q_proj", "t_proj"}
     assert all(layer.kl_fitted < 0.9 * layer.kl_start for layer in result.layers), result.layers
 
+    coca = patch_(copy.copy(original), constraint).eval()
     expected = {"original": perplexity(original, ids), "start": perplexity(coca, ids)}
-    assert not coca.load_state_dict(result.tensors, strict=False).unexpected_keys
+    assert not coca.load_state_dict(dict(result.tensors), strict=False).unexpected_keys
     expected["calibrated"] = perplexity(coca, ids)
     assert result.perplexity == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3-window", "neox-partial"])
-def test_kept_layers_are_not_fitted_and_the_streams_pass_through_them(case, tmp_path):
+def test_a_layer_at_a_time_gives_the_bits_of_fits_in_a_whole_model(case, pairs_of, tmp_path):
     original, ids = stock_model(case), blocks_of(24)
+    found = calibrate(pairs_of(original), ids, ids[:3], tmp_path / "layers", seed=5, passes=3)
+    coca = patch_(copy.copy(original)).eval()
+    angles = Angles(original.base_model, coca, "cpu")
+    positions = skipped_positions(24, WINDOW, reach(original.config), seed=5)
+    states = original.get_input_embeddings()(ids).detach()
+    for number, layer in enumerate(original.base_model.layers):
+        seen = run_original(copy.deepcopy(layer), states, states, positions, angles)
+        attention = copy.deepcopy(coca.model.layers[number].self_attn)
+        fit(attention, seen, passes=3, seed=5 + number)
+        for name, tensor in attention.state_dict().items():
+            if name.startswith(("q_proj", "t_proj")):
+                assert torch.equal(found.tensors[f"model.layers.{number}.self_attn.{name}"], tensor)
+
+
+@pytest.mark.parametrize("case", ["llama-biases", "qwen3", "neox-sequential"])
+def test_matrices_in_bfloat16_bring_attention_as_near(case, pairs_of, tmp_path):
+    original, ids = stock_model(case), blocks_of(24)
+    exact, rounded = (
+        calibrate(pairs_of(original, dtype=dtype), ids, ids, tmp_path / str(dtype), passes=20)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert rounded.tensors["model.layers.1.self_attn.q_proj.weight"].dtype == torch.float32
+    for one, other in zip(exact.layers, rounded.layers, strict=True):
+        assert one != other
+        assert one.kl_start == pytest.approx(other.kl_start, rel=0.03)
+        assert other.kl_fitted < 1.05 * one.kl_fitted
+    assert rounded.perplexity == pytest.approx(exact.perplexity, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("has_amx", "device", "stored", "expected"),
+    [
+        (True, "cpu", torch.float16, torch.bfloat16),
+        (True, "cpu", torch.bfloat16, torch.bfloat16),
+        (True, "cpu", torch.float32, torch.float32),
+        (True, "cuda", torch.float16, torch.float32),
+        (False, "cpu", torch.float16, torch.float32),
+    ],
+)
+def test_weights_of_16_bits_are_multiplied_in_bfloat16_where_the_processor_has_amx(
+    has_amx, device, stored, expected, pairs_of, monkeypatch
+):
+    layout = pairs_of(stock_model("llama").to(stored)).layout
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": has_amx})
+    assert matrix_dtype(layout, device) == expected
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3-window", "neox-partial"])
+def test_kept_layers_are_not_fitted_and_the_streams_pass_through_them(case, pairs_of, tmp_path):
+    original, ids = stock_model(case), blocks_of(24)
+    pairs = pairs_of(original, kept_layers=[1])
+    result = calibrate(pairs, ids, ids, tmp_path / "layers", passes=10)
     coca = patch_(copy.copy(original), keep_layers=[1]).eval()
-    result = calibrate(original, coca, ids, ids, tmp_path / "layers", passes=10)
     assert {name.split(".")[2] for name in result.tensors} == {"0", "2"}
     assert [layer.kl_start > layer.kl_fitted for layer in result.layers] == [True, False, True]
     expected = {"original": perplexity(original, ids), "start": perplexity(coca, ids)}
-    assert not coca.load_state_dict(result.tensors, strict=False).unexpected_keys
+    assert not coca.load_state_dict(dict(result.tensors), strict=False).unexpected_keys
     expected["calibrated"] = perplexity(coca, ids)
     assert result.perplexity == pytest.approx(expected, rel=1e-4)
 
 
-def test_divergence_is_that_of_the_two_models_maps(tmp_path):
+def test_divergence_is_that_of_the_two_models_maps(pairs_of, tmp_path):
     original, ids = stock_model("llama"), blocks_of(60, length=20)  # more than a batch
     coca = patch_(copy.copy(original), "slack").eval()
-    result = calibrate(original, coca, ids, ids, tmp_path / "layers", passes=1)
+    result = calibrate(pairs_of(original), ids, ids, tmp_path / "layers", passes=1)
     # of the first layer alone, both models see the same inputs
     coca.set_attn_implementation("eager")
     ours, theirs = (
@@ -106,7 +159,8 @@ def test_gradients_are_those_of_the_divergence_of_the_models_maps(case):
     positions = torch.tensor([0, 1, 2, 7, 8, 9, 30, 31, 32, 33, 40, 41, 60]).expand(5, -1)
     layer = copy.deepcopy(original.base_model.layers[0])
     embedded = original.get_input_embeddings()(ids).detach()
-    seen = run_original_(layer, embedded, positions, Angles(original.base_model, coca, "cpu"))
+    angles = Angles(original.base_model, coca, "cpu")
+    seen = run_original(layer, embedded, embedded, positions, angles)
     blocks, rows = torch.tensor([3, 1]), torch.tensor([[2, 3, 7], [5, 6, 12]])
     attention = coca.model.layers[0].self_attn
     attention.zero_grad()
@@ -207,7 +261,7 @@ def test_coefficients_that_are_negative_for_every_token_come_back():
         copy.deepcopy(original.model.layers[0]),
         original.model.embed_tokens(ids).detach(),
     )
-    seen = run_original_(layer, states, positions, angles)
+    seen = run_original(layer, states, states, positions, angles)
     attention = coca.model.layers[0].self_attn
     nn.init.constant_(attention.t_proj.bias, -2)
     assert attention.coefficients(seen.inputs).max() < 0
@@ -324,9 +378,9 @@ def test_killed_between_layers_it_goes_on_to_the_same_bits(tiny_llama_dir, text,
     expected = convert(tiny_llama_dir, tmp_path / "whole", text)
     layers = tmp_path / ".cut.incomplete" / "calibrated"
 
-    def stop_after_two(done, total):
-        assert total == 3
-        if done == 2:
+    def stop_after_two(progress):
+        assert progress.num_layers == 3
+        if progress.layers_done == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -336,7 +390,7 @@ def test_killed_between_layers_it_goes_on_to_the_same_bits(tiny_llama_dir, text,
     kept = {file.name: file.stat().st_mtime_ns for file in layers.glob("*.safetensors")}
     assert sorted(kept) == ["layer-00000.safetensors", "layer-00001.safetensors"]
 
-    def look(done, total):
+    def look(progress):
         now = {file.name: file.stat().st_mtime_ns for file in layers.glob("*.safetensors")}
         assert {name: now[name] for name in kept} == kept
 
@@ -361,11 +415,7 @@ def test_layers_of_another_seed_text_or_source_are_not_taken(
     source = tmp_path / "source"
     shutil.copytree(tiny_llama_dir, source)
 
-    def stop(done, total):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        convert(source, tmp_path / "dst", text, calibrate_progress=stop)
+    interrupted(source, tmp_path / "dst", text)
     options = {"seed": 1} if change == "seed" else {}
     if change == "text":
         text.write_text(text.read_text().replace("times", "plus"))
@@ -380,11 +430,125 @@ def test_layers_of_another_seed_text_or_source_are_not_taken(
 def interrupted(*arguments, **options):
     """Convert until the first layer is done."""
 
-    def stop(done, total):
-        raise KeyboardInterrupt
+    def stop(progress):
+        if progress.layers_done:
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         convert(*arguments, **options, calibrate_progress=stop)
+
+
+def convert_killed(*arguments):
+    """Convert until the process is killed, in the second layer's fit."""
+
+    def killed(attention, *others):
+        if attention.layer_idx == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return fit(attention, *others)
+
+    calibrate_module.fit = killed
+    convert(*arguments)
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """The numbers of the layers that were read to be run."""
+    found, load = [], LayerPairs.load
+
+    def noted(pairs, number):
+        found.append(number)
+        return load(pairs, number)
+
+    monkeypatch.setattr(LayerPairs, "load", noted)
+    return found
+
+
+def test_killed_in_a_layer_it_continues_with_that_layer_to_the_same_bits(
+    tiny_llama_dir, text, tmp_path, fits, loads
+):
+    expected = convert(tiny_llama_dir, tmp_path / "whole", text)
+    fits.clear()
+    loads.clear()
+    arguments = tiny_llama_dir, tmp_path / "cut", text
+    process = PROCESSES.Process(target=convert_killed, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    record = convert(*arguments)
+    assert fits == loads == [1, 2]
+    ours, theirs = weights(tmp_path / "cut"), weights(tmp_path / "whole")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    for fact in ("perplexity", "attention_kl"):
+        assert record["calibration"][fact] == expected["calibration"][fact]
+
+
+def test_damaged_states_are_made_again_and_fitted_layers_are_not(
+    tiny_llama_dir, text, tmp_path, fits, loads
+):
+    interrupted(tiny_llama_dir, tmp_path / "dst", text)
+    folder = tmp_path / ".dst.incomplete" / "calibrated"
+    for states in (folder / "states-0", folder / "states-1"):
+        states.write_bytes(states.read_bytes()[:-1] + b"?")
+    convert(tiny_llama_dir, tmp_path / "dst", text)
+    assert fits == [0, 1, 2]
+    assert loads == [0, 0, 1, 2]
+    convert(tiny_llama_dir, tmp_path / "whole", text)
+    ours, theirs = weights(tmp_path / "dst"), weights(tmp_path / "whole")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_hidden_states_are_on_the_disk_while_layers_are_fitted_and_gone_afterwards(
+    pairs_of, tmp_path
+):
+    sizes = []
+
+    def look(progress):
+        found = sorted((tmp_path / "layers").glob("states-*"))
+        sizes.append([file.stat().st_size for file in found])
+
+    ids = blocks_of(24)
+    calibrate(pairs_of(stock_model("llama")), ids, ids[:5], tmp_path / "layers", report=look)
+    whole = (24 + 3 * 5) * WINDOW * 48 * 4
+    assert sizes == [[whole], [whole, whole], [whole, whole], [whole, whole]]
+    assert sorted(file.name for file in (tmp_path / "layers").iterdir()) == [
+        f"layer-0000{number}.safetensors" for number in range(3)
+    ]
+
+
+def test_too_little_room_for_the_hidden_states_is_refused_before_any_layer(
+    tiny_llama_dir, text, tmp_path, fits, monkeypatch
+):
+    free = shutil.disk_usage(tmp_path)._replace(free=200_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    convert_checkpoint(tiny_llama_dir, tmp_path / "plain")
+    with pytest.raises(
+        CocaError,
+        match=r"dst: not written: disk full: 0\.20 MB free, expected \d\.\d\d MB; free some or "
+        r"choose another destination, or fewer --calibrate-tokens",
+    ) as refused:
+        convert(tiny_llama_dir, tmp_path / "dst", text, calibrate_tokens=1024)
+    assert "\n" not in str(refused.value)
+    assert fits == []
+
+
+def test_progress_has_layers_and_divergence_and_says_what_it_takes(pairs_of, tmp_path):
+    found, ids = [], blocks_of(24)
+    pairs = pairs_of(stock_model("llama"), kept_layers=[0])
+    result = calibrate(pairs, ids, ids, tmp_path / "layers", passes=1, report=found.append)
+    fitted = [layer.kl_fitted for layer in result.layers]
+    assert [progress[:3] for progress in found] == [
+        (0, 3, None),
+        (1, 3, None),
+        (2, 3, fitted[1]),
+        (3, 3, pytest.approx(sum(fitted[1:]) / 2)),
+    ]
+    first, _, second, last = (progress.notice for progress in found)
+    assert re.fullmatch(
+        r"calibrating 2 of 3 layers: about .* of memory and .* of disk in .*/layers", first
+    )
+    assert second == "layer 1 took 0 s; calibration takes about 0 min"
+    assert last is None
+    assert isinstance(found[0], CalibrationProgress)
 
 
 @pytest.fixture

@@ -164,7 +164,9 @@ def test_unpatch_restores_the_original_of_a_model_with_kept_layers(case):
 
 
 @EVERY_CASE
-def test_the_harm_of_a_layer_is_what_its_conversion_alone_changes_in_the_predictions(case):
+def test_the_harm_of_a_layer_is_what_its_conversion_alone_changes_in_the_predictions(
+    case, pairs_of, tmp_path
+):
     original = stock_model(case)
     coca = patch_(copy.copy(original)).eval()
     draw = torch.Generator().manual_seed(1)
@@ -174,7 +176,8 @@ def test_the_harm_of_a_layer_is_what_its_conversion_alone_changes_in_the_predict
         if "q_proj" in name or "t_proj" in name
     }
     ids = tokens(3, WINDOW)
-    harms = layer_harms(original, coca, fitted, ids, "cpu")
+    harms = layer_harms(pairs_of(original), fitted, ids, tmp_path)
+    assert not (tmp_path / "states-harm").exists()
     reference = original(ids).logits.double().log_softmax(-1)
     for number in range(3):
         swapped = patch_(copy.copy(original), keep_layers={0, 1, 2} - {number}).eval()

@@ -18,10 +18,14 @@ def anonymous_bytes():
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
-def convert_watched(src, dst, peak):
+def convert_watched(src, dst, peak, options):
     seen = []
+
+    def look(*_):
+        seen.append(anonymous_bytes())
+
     convert_checkpoint(
-        src, dst, max_shard_size="5MB", progress=lambda *_: seen.append(anonymous_bytes())
+        src, dst, max_shard_size="5MB", progress=look, calibrate_progress=look, **options
     )
     peak.put(max(seen))
 
@@ -29,8 +33,17 @@ def convert_watched(src, dst, peak):
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="Linux says what a process holds"
 )
-def test_memory_does_not_grow_with_the_number_of_layers(tmp_path):
-    peaks, sizes = [], []
+@pytest.mark.parametrize("calibrates", [False, True], ids=["copied", "calibrated"])
+def test_memory_does_not_grow_with_the_number_of_layers(calibrates, tiny_tokenizer, tmp_path):
+    peaks, sizes, options = [], [], {}
+    if calibrates:
+        (tmp_path / "text.txt").write_text(" ".join(map(str, range(4000))))
+        options = {
+            "calibrate_on": str(tmp_path / "text.txt"),
+            "calibrate_tokens": 320,
+            "calibrate_block": 64,
+            "calibrate_passes": 1,
+        }
     for num_layers in (8, 32):
         src, dst = tmp_path / f"src-{num_layers}", tmp_path / f"dst-{num_layers}"
         config = LlamaConfig(
@@ -44,8 +57,9 @@ def test_memory_does_not_grow_with_the_number_of_layers(tmp_path):
         )
         torch.manual_seed(2)
         LlamaForCausalLM(config).save_pretrained(src, max_shard_size="20MB")
+        tiny_tokenizer.save_pretrained(src)
         peak = PROCESSES.SimpleQueue()
-        process = PROCESSES.Process(target=convert_watched, args=(src, dst, peak))
+        process = PROCESSES.Process(target=convert_watched, args=(src, dst, peak, options))
         process.start()
         process.join()
         assert process.exitcode == 0

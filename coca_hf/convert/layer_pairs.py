@@ -1,0 +1,114 @@
+"""The original and the CoCA model that a layout makes of it, a pair of layers at a time.
+
+No model is ever whole in memory: both are built without numbers, and a layer gets them from the
+source when it is asked for.
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coca_hf.convert.config import coca_config, family_of
+from coca_hf.convert.layout import Layout
+from coca_hf.convert.tensors import TargetTensor
+from coca_hf.models.decoder import CocaConfig
+from coca_hf.models.rotary import CocaRotaryEmbedding
+
+FITTED = ("q_proj", "t_proj")  # the projections that calibration changes
+
+
+class Angles:
+    """cos and sin of positions (b, m), as both models have them."""
+
+    def __init__(self, base: nn.Module, coca: Any, device: str):
+        rotary: list[Any] = [
+            copy.deepcopy(module).to(device) for module in (base.rotary_emb, coca.model.rotary_emb)
+        ]
+        self.original, self.coca = (
+            functools.partial(module, torch.zeros(1, device=device)) for module in rotary
+        )
+
+
+class LayerPairs:
+    """The layers of `layout`'s source and of the CoCA model, on `device`, in evaluation mode.
+
+    dtype: of the matrices; those that calibration fits, and all vectors, are float32. config: of
+    the CoCA model, without the NTK base that `layout` may write.
+    """
+
+    def __init__(self, layout: Layout, device: str, dtype: torch.dtype = torch.float32):
+        self.layout, self.device, self.dtype = layout, device, dtype
+        source, family = layout.source, family_of(layout.config)
+        original_config = family.config.from_dict(source.config)
+        self.config: CocaConfig = coca_config(
+            source.config,
+            layout.config.coca_constraint,
+            str(source.config_file),
+            layout.config.coca_kept_layers,
+            layout.form.ignored_fields,
+        )
+        with torch.device("meta"):
+            original = family.causal_lm(original_config).eval()
+            self._coca: Any = family.coca_causal_lm(self.config).eval()
+        self._base: Any = original.base_model
+        self._base_name = original.base_model_prefix
+        self._base.rotary_emb = type(self._base.rotary_emb)(original_config)
+        self._coca.model.rotary_emb = CocaRotaryEmbedding(self.config)
+        self.angles = Angles(self._base, self._coca, device)
+        self._targets = {target.name: target for target in layout.targets}
+
+    def __len__(self) -> int:
+        return self.config.num_hidden_layers
+
+    def is_fitted(self, number: int) -> bool:
+        return number not in self.config.coca_kept_layers
+
+    def load(self, number: int) -> tuple[Any, Any]:
+        """Layer `number` of the original and of the CoCA model; what is equal is shared."""
+        read = functools.cache(self.layout.source.read)
+        carried_over = functools.cache(lambda name: self._on_device(read(name)))
+        prefix = f"{self._base_name}.layers.{number}."
+        theirs = _filled(self._base.layers[number], lambda name: carried_over(prefix + name))
+        initialiser = self.layout.initialiser(read)
+
+        def made(name: str) -> Tensor:
+            target = self._targets[f"model.layers.{number}.{name}"]
+            if self.is_fitted(number) and target.module in FITTED:
+                return initialiser.make(target).to(self.device, torch.float32, copy=True)
+            if target.is_carried_over:
+                return carried_over(target.source)
+            return self._on_device(initialiser.make(target))
+
+        return theirs, _filled(self._coca.model.layers[number], made)
+
+    def embeddings(self) -> Tensor:
+        """(vocabulary, hidden), as stored."""
+        return self._read("model.embed_tokens.weight")
+
+    def norm_and_head(self) -> tuple[nn.Module, Tensor]:
+        """What follows the layers, the same in both models, in float32: the norm, and the head's
+        (vocabulary, hidden).
+        """
+        norm = _filled(self._coca.model.norm, lambda name: self._read(f"model.norm.{name}").float())
+        name = (
+            "lm_head.weight" if "lm_head.weight" in self._targets else "model.embed_tokens.weight"
+        )
+        return norm.to(self.device), self._read(name).to(self.device, torch.float32)
+
+    def _read(self, name: str) -> Tensor:
+        target: TargetTensor = self._targets[name]
+        return self.layout.source.read(target.source)
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, self.dtype if tensor.dim() == 2 else torch.float32)
+
+
+def _filled(module: nn.Module, tensor_of: Callable[[str], Tensor]) -> Any:
+    """A copy of `module`, which has no numbers, with those that `tensor_of` returns by name."""
+    copied = copy.deepcopy(module)
+    copied.load_state_dict({name: tensor_of(name) for name in copied.state_dict()}, assign=True)
+    return copied
