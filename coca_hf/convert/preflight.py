@@ -4,6 +4,7 @@
 refused by `Layout`, damaged files by `open_source`, and what a previous run left by `Staging`.
 """
 
+import errno
 import math
 import os
 import re
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 
 from coca_hf.convert.layout import DTYPES, Form, Layout
-from coca_hf.convert.staging import Staging, staging_directory
+from coca_hf.convert.staging import Staging, lock, staging_directory
 from coca_hf.convert.tensors import TargetTensor
 from coca_hf.errors import CocaError
 from coca_hf.weights import size_in_words
@@ -122,9 +123,32 @@ def check_target(src: str, target: Path, overwrite: bool) -> None:
         )
 
 
-def check_room(layout: Layout, staging: Staging) -> None:
-    needed = layout.num_bytes(*(shard for shard in layout.shards if shard not in staging.finished))
-    free = shutil.disk_usage(staging.directory).free
+def check_staging(target: Path) -> None:
+    """What making the staging directory of `target` would raise, for a dry run, which makes none.
+
+    Raises CocaError where another process writes there or something foreign is in the way, and
+    OSError where nothing can be written.
+    """
+    directory = staging_directory(target)
+    if os.path.lexists(directory):
+        with lock(Staging(target)):
+            Staging(target).check()
+    parent = _existing(directory)
+    if not parent.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(parent))
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(parent))
+
+
+def free_bytes(target: Path) -> int:
+    """On the disk of `target`, with what an earlier run has written: it is kept or makes room."""
+    written = (staging_directory(target) / "checkpoint").glob("*.safetensors")
+    free = shutil.disk_usage(_existing(staging_directory(target))).free
+    return free + sum(file.stat().st_size for file in written)
+
+
+def check_room(layout: Layout, target: Path) -> None:
+    needed, free = layout.num_bytes(*layout.shards), free_bytes(target)
     if needed > free:
         raise OSError(
             f"disk full: {size_in_words(free)} free, expected {size_in_words(needed)}; free some "
@@ -148,6 +172,11 @@ def check_numbers(layout: Layout, known: Collection[TargetTensor] = ()) -> None:
         elif layout.is_cast(target) or target.is_query_bias:
             for block in layout.source.blocks(target.source):
                 layout.as_stored(target, block)
+
+
+def _existing(path: Path) -> Path:
+    """The nearest of `path` and the directories above it that is there."""
+    return next(found for found in (path, *path.parents) if found.exists())
 
 
 def _is_mount_point(path: Path) -> bool:

@@ -11,11 +11,13 @@ from io import FileIO
 from pathlib import Path
 
 import torch
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.utils import HFValidationError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coca_hf.convert.tensors import Shape
-from coca_hf.errors import CocaError, one_line
+from coca_hf.errors import CocaError, library_errors, one_line
 from coca_hf.models.hub import LICENCE_FILES
 from coca_hf.weights import (
     FLOATS,
@@ -57,6 +59,8 @@ MAX_TOKEN_ID = 1 << 24
 TRAINING_RECORD = "training.json"  # goes along with a CoCA checkpoint
 RECORDS = ("conversion.json", TRAINING_RECORD)
 ADAPTER = "adapter_config.json"
+# What is fetched from the hub before it is known which files of weights there are.
+OTHER_FILES = ["config.json", INDEX, ADAPTER, "README.md", *RECORDS, *COMPANIONS]
 # What a directory without weights that we read is called by its files, and the remedy; the first
 # that matches.
 FOREIGN = {
@@ -106,6 +110,10 @@ class SafetensorsSource:
             self._files, self._file_of = open_weights(directory)
             stack.pop_all()
         self._states = self._current_states()
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file of weights, by name."""
+        return {name: weights.size for name, weights in self._files.items()}
 
     def shapes(self) -> dict[str, Shape]:
         return {name: weights.tensors[name].shape for name, weights in self._file_of.items()}
@@ -223,6 +231,9 @@ class GgufSource:
         }
         self._tensors = self._model.state_dict()
 
+    def sizes(self) -> dict[str, int]:
+        return {self.config_file.name: self.config_file.stat().st_size}
+
     def shapes(self) -> dict[str, Shape]:
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
@@ -281,8 +292,11 @@ def _passed_over(file: Path) -> str | None:
 Source = SafetensorsSource | GgufSource
 
 
-def open_source(source: str, revision: str | None = None) -> Source:
+def open_source(source: str, revision: str | None = None, scratch: Path | None = None) -> Source:
     """Open a checkpoint: a directory, a .gguf file or a hub id, at a `revision`.
+
+    scratch: a directory, for a dry run. It then takes what the cache of the hub lacks, the headers
+    of weights without their numbers; see `has_numbers`.
 
     Raises CocaError where it is absent, has no weights that can be read safely, or is ambiguous.
     """
@@ -298,7 +312,7 @@ def open_source(source: str, revision: str | None = None) -> Source:
         raise CocaError(
             f"{source}: got a file, expected a checkpoint directory, a .gguf file or a hub id"
         )
-    directory = path if path.is_dir() else _download(source, revision)
+    directory = path if path.is_dir() else _download(source, revision, scratch)
     if os.path.lexists(directory / ADAPTER):
         base = read_json(checkpoint_file(directory, ADAPTER)).get("base_model_name_or_path")
         raise CocaError(
@@ -329,6 +343,11 @@ def open_source(source: str, revision: str | None = None) -> Source:
             if found := sorted(fnmatch.filter(names, pattern)):
                 raise CocaError(f"{source}: got {what.format(found[0])}")
     raise CocaError(f"{source}: got no weights, expected {SINGLE}, {INDEX} or a .gguf file")
+
+
+def has_numbers(source: Source, scratch: Path | None) -> bool:
+    """Whether its weights are here; `scratch` has their headers alone."""
+    return scratch is None or scratch not in source.directory.parents
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
@@ -400,23 +419,41 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _download(hub_id: str, revision: str | None) -> Path:
-    """The directory in the hub's cache with the files of `hub_id` that are read, and no others."""
-    directory = _snapshot(
-        hub_id, revision, ["config.json", INDEX, ADAPTER, "README.md", *RECORDS, *COMPANIONS]
-    )
+def _download(hub_id: str, revision: str | None, scratch: Path | None) -> Path:
+    """The directory in the hub's cache with the files of `hub_id` that are read, and no others.
+
+    With `scratch`, the directory there, unless the cache has all files.
+    """
+    cache = scratch if scratch and _is_to_download(hub_id, revision, OTHER_FILES) else None
+    directory = _snapshot(hub_id, revision, OTHER_FILES, cache)
     if os.path.lexists(directory / ADAPTER):
         return directory
+    commit = directory.name
     shards = set(read_index(directory).values()) if os.path.lexists(directory / INDEX) else set()
-    return _snapshot(hub_id, directory.name, [SINGLE, *map(glob.escape, sorted(shards))])
+    weights = [SINGLE, *map(glob.escape, sorted(shards))]
+    if not scratch or not (cache or _is_to_download(hub_id, commit, weights)):
+        return _snapshot(hub_id, commit, weights)
+    directory = _snapshot(hub_id, commit, OTHER_FILES, scratch)
+    for name in sorted(shards or {SINGLE} & set(_names_on_hub(hub_id, directory))):
+        _write_header(hub_id, commit, directory, name)
+    return directory
 
 
-def _snapshot(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import HFValidationError
-
+def _is_to_download(hub_id: str, revision: str | None, patterns: list[str]) -> bool:
     try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
+        found = snapshot_download(hub_id, revision=revision, allow_patterns=patterns, dry_run=True)
+    except Exception:  # whatever it is, `_snapshot` meets it too, and finds the cache without a hub
+        return False
+    return any(file.will_download for file in found)
+
+
+def _snapshot(
+    hub_id: str, revision: str | None, patterns: list[str], cache: Path | None = None
+) -> Path:
+    try:
+        return Path(
+            snapshot_download(hub_id, revision=revision, allow_patterns=patterns, cache_dir=cache)
+        )
     except HFValidationError:
         raise CocaError(
             f"{hub_id}: no such directory, and not the form of a hub id (owner/name)"
@@ -427,10 +464,23 @@ def _snapshot(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
         ) from error
 
 
+def _write_header(hub_id: str, commit: str, directory: Path, name: str) -> None:
+    """Write a safetensors file of a repository without its numbers, which take no disk."""
+    with library_errors(f"{hub_id}: the header of {name} cannot be read"):
+        tensors = HfApi().parse_safetensors_file_metadata(hub_id, name, revision=commit).tensors
+    entries = {
+        tensor: {name: getattr(entry, name) for name in ("dtype", "shape", "data_offsets")}
+        for tensor, entry in tensors.items()
+    }
+    text = json.dumps(entries).encode()
+    end = max((entry.data_offsets[1] for entry in tensors.values()), default=0)
+    with checkpoint_file(directory, name).open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(file.tell() + end)
+
+
 def _names_on_hub(hub_id: str, directory: Path) -> list[str]:
     """The files of a repository; where the hub does not answer, those of its snapshot."""
-    from huggingface_hub import HfApi
-
     try:
         return HfApi().list_repo_files(hub_id, revision=directory.name)
     except Exception:  # offline: huggingface_hub has many classes for it

@@ -4,12 +4,15 @@ called.
 
 import json
 import re
+import tempfile
 from urllib.parse import unquote
 
 import huggingface_hub
 import pytest
+from safetensors.torch import load_file
 
 from coca_hf import CocaError, convert_checkpoint
+from tests.convert.test_destination import files_of
 from tests.hub import HubHandler, serving
 
 REPO, OLD, NEW = "owner/model", "1" * 40, "2" * 40
@@ -147,6 +150,39 @@ def test_a_revision_is_the_one_that_is_converted_and_recorded(hub, tmp_path, con
     assert (code, printed.count("\n")) == (2, 1)
     assert "owner/model: no such directory, and not on the hub within reach" in printed
     assert "Revision Not Found" in printed
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_dry_run_of_a_model_on_the_hub_downloads_no_weights_and_leaves_the_cache_as_it_is(
+    hub, tmp_path, tiny_llama_dir, convert, monkeypatch, sharded
+):
+    files = hub.commits[NEW]
+    size = len(files["model.safetensors"])
+    if sharded:
+        names = load_file(tiny_llama_dir / "model.safetensors").keys()
+        files["a.safetensors"] = files.pop("model.safetensors")
+        index = {"weight_map": dict.fromkeys(names, "a.safetensors")}
+        files["model.safetensors.index.json"] = json.dumps(index).encode()
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    before = files_of(tmp_path)
+    plan = convert_checkpoint(REPO, tmp_path / "dst", dry_run=True)
+    assert files_of(tmp_path) == before
+    assert plan["read"]["files"] == 1
+    assert plan["read"]["bytes"] == pytest.approx(size, rel=0.01)
+    assert (plan["source_commit"], plan["numbers_checked"]) == (NEW, False)
+    code, printed = convert(REPO, tmp_path / "dst", "--dry-run")
+    assert code == 0
+    assert f"{REPO} at commit {NEW}: safetensors" in printed
+    assert "not checked           the numbers of the weights, which only the hub has" in printed
+
+    record = convert_checkpoint(REPO, tmp_path / "dst")
+    assert plan["parameters"] == record["parameters"]
+    before, hub.downloaded[:] = files_of(tmp_path), []
+    plan = convert_checkpoint(REPO, tmp_path / "other", dry_run=True)
+    assert plan["numbers_checked"]
+    assert hub.downloaded == []
+    assert files_of(tmp_path) == before
 
 
 def test_what_was_downloaded_before_is_enough_without_the_hub(hub, tmp_path, monkeypatch):
