@@ -81,6 +81,21 @@ def convert_command(
         list[str] | None,
         typer.Option(help="Leave out a field of config.json that is not understood; repeatable."),
     ] = None,
+    allow_pickle: Annotated[
+        bool,
+        typer.Option(
+            "--allow-pickle",
+            help="Read pytorch_model.bin where SRC has no safetensors; tensors alone are read, and "
+            "nothing in it is run.",
+        ),
+    ] = False,
+    adapter: Annotated[
+        str | None,
+        typer.Option(
+            help="Merge this directory of peft, plain LoRA on linear layers, into SRC as it is "
+            "read."
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -203,6 +218,8 @@ def convert_command(
             dry_run=dry_run,
             push_to_hub=push_to_hub,
             private=not public,
+            allow_pickle=allow_pickle,
+            adapter=adapter,
         )
     if dry_run:
         _print_plan(record, dst)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from coca_hf import models
 from coca_hf.card import write_card
 from coca_hf.checkout import now, versions
+from coca_hf.convert.adapter import Adapter
 from coca_hf.convert.calibrate import Calibration, calibrate, default_device, default_passes
 from coca_hf.convert.calibration_text import calibration_blocks, reach, repeated_blocks
 from coca_hf.convert.harm import layer_harms, most_harmful
@@ -84,6 +85,8 @@ def convert_checkpoint(
     dry_run: bool = False,
     push_to_hub: str | None = None,
     private: bool = True,
+    allow_pickle: bool = False,
+    adapter: str | os.PathLike | None = None,
 ) -> dict:
     """Convert the checkpoint `src` to CoCA in the directory `dst`; returns its record.
 
@@ -91,7 +94,8 @@ def convert_checkpoint(
     hidden directory beside `dst`, and the same call continues from there. Safetensors are read in
     blocks, a few shards of `dst` at a time; memory holds the projections of one layer for each.
 
-    src: a directory (safetensors, also of the released code; or GGUF), a .gguf file, or a hub id
+    src: a directory (safetensors, also of the released code; pickles; or GGUF), a .gguf file, or a
+        hub id
     constraint: `slack`, the default, or `strict`
     dtype: `auto`, the source's, or a name in `DTYPES`
     overwrite: replace a checkpoint at `dst`
@@ -114,6 +118,8 @@ def convert_checkpoint(
         weights, and return what would be read and written (`_plan`) in place of the record
     push_to_hub: a repository to create and to upload `dst` to, as in `owner/name`
     private: whether nobody else sees that repository
+    allow_pickle: read pickled weights, as tensors alone, where `src` has no safetensors
+    adapter: a directory of peft with plain LoRA on linear layers, to merge into `src`
 
     Raises CocaError for input that is not understood, and leaves `dst` as it was; and, with `dst`
     complete, where the upload fails.
@@ -139,9 +145,13 @@ def convert_checkpoint(
             check_staging(target)
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         staging = stack.enter_context(locked_staging(scratch / "dst" if scratch else target))
-        check_target(src, target, overwrite)
+        check_target([src] if adapter is None else [src, os.fspath(adapter)], target, overwrite)
         staging.former = contents_of(target)
-        source = stack.enter_context(contextlib.closing(open_source(src, revision, scratch)))
+        lora = None
+        if adapter is not None:
+            lora = stack.enter_context(contextlib.closing(Adapter(Path(adapter))))
+        source = open_source(src, revision, allow_pickle, lora, scratch)
+        stack.enter_context(contextlib.closing(source))
         named = None if isinstance(keep_layers, (int, str)) else keep_layers
         layout, calibration = Layout(source, form, named), None
         check_kept_number(keep_layers, layout)
@@ -343,6 +353,7 @@ def _record(
             if layout.form.ignored_fields
             else {}
         ),
+        **({"adapter": layout.source.adapter.record} if layout.source.adapter else {}),
         "base": layout.base,
         "constraint": layout.config.coca_constraint,
         "kept_layers": layout.config.coca_kept_layers,

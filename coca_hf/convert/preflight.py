@@ -92,10 +92,11 @@ def check_paths(src: str, dst: str | os.PathLike) -> None:
             raise CocaError(f"{path}: cannot be used ({reason}); choose another path") from error
 
 
-def check_target(src: str, target: Path, overwrite: bool) -> None:
-    source = Path(src).absolute().resolve()
+def check_target(sources: Collection[str], target: Path, overwrite: bool) -> None:
+    found = [source for source in (Path(name).resolve() for name in sources) if source.exists()]
+    within = {directory for source in found for directory in (source, *source.parents)}
     for directory in (target.resolve(), staging_directory(target).resolve()):
-        if source.exists() and directory in (source, *source.parents):
+        if directory in within:
             raise CocaError(
                 f"{directory}: is the source itself or holds it; choose another destination"
             )

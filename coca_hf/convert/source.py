@@ -16,12 +16,16 @@ from huggingface_hub.utils import HFValidationError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from coca_hf.convert.adapter import CONFIG as ADAPTER
+from coca_hf.convert.adapter import Adapter
 from coca_hf.convert.tensors import Shape
 from coca_hf.errors import CocaError, library_errors, one_line
 from coca_hf.models.hub import LICENCE_FILES
 from coca_hf.weights import (
     FLOATS,
     INDEX,
+    PICKLE,
+    PICKLE_INDEX,
     SINGLE,
     checkpoint_file,
     file_within,
@@ -58,7 +62,6 @@ COMPANIONS = (*TOKENIZER_FILES, "generation_config.json", *LICENCE_FILES)
 MAX_TOKEN_ID = 1 << 24
 TRAINING_RECORD = "training.json"  # goes along with a CoCA checkpoint
 RECORDS = ("conversion.json", TRAINING_RECORD)
-ADAPTER = "adapter_config.json"
 # What is fetched from the hub before it is known which files of weights there are.
 OTHER_FILES = ["config.json", INDEX, ADAPTER, "README.md", *RECORDS, *COMPANIONS]
 # What a directory without weights that we read is called by its files, and the remedy; the first
@@ -69,7 +72,11 @@ FOREIGN = {
         "repository with -hf in its name, or convert it with transformers' "
         "convert_llama_weights_to_hf.py"
     ),
-    ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.ckpt"): (
+    ("pytorch_model*.bin",): (
+        "only pickled weights ({}), which can run code when read; expected safetensors; pass "
+        f"--allow-pickle, which reads tensors alone, from {PICKLE} or the files of {PICKLE_INDEX}"
+    ),
+    ("*.bin", "*.pt", "*.pth", "*.ckpt"): (
         "only pickled weights ({}), which can run code when read; expected safetensors; load the "
         "model with transformers and save_pretrained it to a new directory"
     ),
@@ -84,18 +91,24 @@ FOREIGN = {
 }
 
 
-class SafetensorsSource:
-    """A directory with `config.json` and safetensors weights, which are read when asked for.
+class DirectorySource:
+    """A directory with `config.json` and weights, which are read when asked for.
 
     config_file: what errors about `config` name. commit: of the hub's repository that the directory
-    is a snapshot of.
+    is a snapshot of. pickled: whether the weights are pickles; otherwise safetensors. adapter: is
+    merged into the weights as they are read; whoever opened it closes it.
 
     Raises CocaError where a file is absent, outside the directory, truncated or corrupted.
     """
 
-    kind = "safetensors"
-
-    def __init__(self, directory: Path, commit: str | None = None):
+    def __init__(
+        self,
+        directory: Path,
+        commit: str | None = None,
+        pickled: bool = False,
+        adapter: Adapter | None = None,
+    ):
+        self.kind = "pickles" if pickled else "safetensors"
         self.directory, self.commit, self.config_file = directory, commit, directory / "config.json"
         self.config = read_json(checkpoint_file(directory, "config.json"))
         self._companions: dict[str, FileIO] = {}
@@ -107,7 +120,12 @@ class SafetensorsSource:
                 self._companions[name] = stack.enter_context(
                     open_regular(file_within(directory, name))
                 )
-            self._files, self._file_of = open_weights(directory)
+            self._files, self._file_of = open_weights(directory, pickled)
+            stack.callback(self.close)
+            self.adapter = adapter
+            if adapter:
+                adapter.check(self.shapes(), bool(self.config.get("tie_word_embeddings")))
+                self._files[str(adapter.weights.file.absolute())] = adapter.weights
             stack.pop_all()
         self._states = self._current_states()
 
@@ -129,13 +147,17 @@ class SafetensorsSource:
 
     def read(self, name: str) -> Tensor:
         weights = self._file_of[name]
-        return weights.read(name).view(self.dtype(name)).view(weights.tensors[name].shape)
+        stored = weights.read(name).view(self.dtype(name)).view(weights.tensors[name].shape)
+        return self.adapter.merged(name, stored) if self._is_adapted(name) else stored
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         """The numbers of a tensor in order, as 1-d tensors.
 
         They share a buffer: use each before asking for the next.
         """
+        if self._is_adapted(name):
+            yield self.read(name).flatten()
+            return
         dtype = self.dtype(name)
         for block in self._file_of[name].blocks(name):
             yield block.view(dtype)
@@ -178,17 +200,24 @@ class SafetensorsSource:
     def load_model(self) -> PreTrainedModel:
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(self.directory, dtype="auto")
+        model = AutoModelForCausalLM.from_pretrained(self.directory, dtype="auto")
+        for name in self.adapter.targets if self.adapter else ():
+            model.get_parameter(name).data.copy_(self.read(name))
+        return model
 
     def states(self) -> list[tuple[int, ...]]:
-        """What changes whenever a file of weights is written to."""
-        return sorted(self._current_states().values())
+        """What changes whenever a file of weights, or the factor of the adapter, does."""
+        adapter = [(int(self.adapter.record["xxh3_128"], 16),)] if self.adapter else []
+        return sorted([*self._current_states().values(), *adapter])
 
     def close(self) -> None:
         for weights in self._files.values():
             weights.close()
         for stream in self._companions.values():
             stream.close()
+
+    def _is_adapted(self, name: str) -> bool:
+        return self.adapter is not None and name in self.adapter.targets
 
     def _current_states(self) -> dict[str, tuple[int, ...]]:
         return {name: weights.state() for name, weights in self._files.items()}
@@ -198,11 +227,16 @@ class GgufSource:
     """A GGUF file; transformers builds its model in memory, dequantized to float32."""
 
     kind = "gguf"
-    commit = None
+    commit = adapter = None
 
-    def __init__(self, file: Path):
+    def __init__(self, file: Path, adapter: Adapter | None = None):
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+        if adapter:
+            raise CocaError(
+                f"{file}: --adapter: got a GGUF file, whose weights are quantized, expected the "
+                "safetensors checkpoint that the adapter was trained on"
+            )
         self.directory, self.config_file = file.parent, file
         try:
             self._model = AutoModelForCausalLM.from_pretrained(
@@ -289,12 +323,19 @@ def _passed_over(file: Path) -> str | None:
     return None
 
 
-Source = SafetensorsSource | GgufSource
+Source = DirectorySource | GgufSource
 
 
-def open_source(source: str, revision: str | None = None, scratch: Path | None = None) -> Source:
+def open_source(
+    source: str,
+    revision: str | None = None,
+    allow_pickle: bool = False,
+    adapter: Adapter | None = None,
+    scratch: Path | None = None,
+) -> Source:
     """Open a checkpoint: a directory, a .gguf file or a hub id, at a `revision`.
 
+    allow_pickle: read pickled weights where there are no safetensors. adapter: to merge into them.
     scratch: a directory, for a dry run. It then takes what the cache of the hub lacks, the headers
     of weights without their numbers; see `has_numbers`.
 
@@ -308,21 +349,23 @@ def open_source(source: str, revision: str | None = None, scratch: Path | None =
         )
     if path.is_file():
         if path.suffix == ".gguf":
-            return GgufSource(path)
+            return GgufSource(path, adapter)
         raise CocaError(
             f"{source}: got a file, expected a checkpoint directory, a .gguf file or a hub id"
         )
-    directory = path if path.is_dir() else _download(source, revision, scratch)
+    directory = path if path.is_dir() else _download(source, revision, allow_pickle, scratch)
     if os.path.lexists(directory / ADAPTER):
         base = read_json(checkpoint_file(directory, ADAPTER)).get("base_model_name_or_path")
         raise CocaError(
-            f"{source}: got an adapter of {base}, expected a whole model; merge it first (with "
-            "peft: AutoPeftModelForCausalLM.from_pretrained(SRC).merge_and_unload()."
-            f"save_pretrained(DIR)), or remove {ADAPTER} where the weights beside it are merged "
-            "already"
+            f"{source}: got an adapter of {base}, expected a whole model; pass its base as SRC and "
+            f"its directory as --adapter, or remove {ADAPTER} where the weights beside it are "
+            "merged already"
         )
+    commit = None if path.is_dir() else directory.name
     if os.path.lexists(directory / INDEX) or os.path.lexists(directory / SINGLE):
-        return SafetensorsSource(directory, None if path.is_dir() else directory.name)
+        return DirectorySource(directory, commit, adapter=adapter)
+    if allow_pickle and any(os.path.lexists(directory / name) for name in (PICKLE, PICKLE_INDEX)):
+        return DirectorySource(directory, commit, pickled=True, adapter=adapter)
     names = os.listdir(directory) if path.is_dir() else _names_on_hub(source, directory)
     gguf_files = sorted(name for name in names if name.endswith(".gguf"))
     if gguf_files and not path.is_dir():
@@ -332,7 +375,7 @@ def open_source(source: str, revision: str | None = None, scratch: Path | None =
             "itself"
         )
     if len(gguf_files) == 1:
-        return GgufSource(directory / gguf_files[0])
+        return GgufSource(directory / gguf_files[0], adapter)
     if gguf_files:
         raise CocaError(
             f"{source}: got {len(gguf_files)} GGUF files ({', '.join(gguf_files)}), expected one; "
@@ -419,22 +462,30 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _download(hub_id: str, revision: str | None, scratch: Path | None) -> Path:
+def _download(hub_id: str, revision: str | None, allow_pickle: bool, scratch: Path | None) -> Path:
     """The directory in the hub's cache with the files of `hub_id` that are read, and no others.
 
     With `scratch`, the directory there, unless the cache has all files.
     """
-    cache = scratch if scratch and _is_to_download(hub_id, revision, OTHER_FILES) else None
-    directory = _snapshot(hub_id, revision, OTHER_FILES, cache)
+    others = [*OTHER_FILES, PICKLE_INDEX] if allow_pickle else OTHER_FILES
+    cache = scratch if scratch and _is_to_download(hub_id, revision, others) else None
+    directory = _snapshot(hub_id, revision, others, cache)
     if os.path.lexists(directory / ADAPTER):
         return directory
-    commit = directory.name
-    shards = set(read_index(directory).values()) if os.path.lexists(directory / INDEX) else set()
-    weights = [SINGLE, *map(glob.escape, sorted(shards))]
+    commit, names = directory.name, set(_names_on_hub(hub_id, directory))
+    pickled = allow_pickle and not names & {SINGLE, INDEX}
+    single, index = (PICKLE, PICKLE_INDEX) if pickled else (SINGLE, INDEX)
+    shards = set(read_index(directory, index).values()) if index in names else set()
+    weights = [single, *map(glob.escape, sorted(shards))]
     if not scratch or not (cache or _is_to_download(hub_id, commit, weights)):
         return _snapshot(hub_id, commit, weights)
-    directory = _snapshot(hub_id, commit, OTHER_FILES, scratch)
-    for name in sorted(shards or {SINGLE} & set(_names_on_hub(hub_id, directory))):
+    if pickled:
+        raise CocaError(
+            f"{hub_id}: --dry-run: got pickled weights, whose shapes are known once they are "
+            f"downloaded; expected safetensors; run `hf download {hub_id}` first"
+        )
+    directory = _snapshot(hub_id, commit, others, scratch)
+    for name in sorted(shards or {SINGLE} & names):
         _write_header(hub_id, commit, directory, name)
     return directory
 

@@ -2,6 +2,7 @@
 called.
 """
 
+import io
 import json
 import re
 import tempfile
@@ -9,6 +10,7 @@ from urllib.parse import unquote
 
 import huggingface_hub
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from coca_hf import CocaError, convert_checkpoint
@@ -183,6 +185,32 @@ def test_a_dry_run_of_a_model_on_the_hub_downloads_no_weights_and_leaves_the_cac
     assert plan["numbers_checked"]
     assert hub.downloaded == []
     assert files_of(tmp_path) == before
+
+
+def test_pickles_on_the_hub_are_downloaded_with_the_flag_alone(hub, tmp_path, tiny_llama_dir):
+    files = hub.commits[NEW]
+    del files["model.safetensors"]
+    tensors = load_file(tiny_llama_dir / "model.safetensors")
+    for number, names in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2])):
+        shard = io.BytesIO()
+        torch.save({name: tensors[name] for name in names}, shard)
+        files[f"pytorch_model-{number}.bin"] = shard.getvalue()
+    weight_map = {
+        name: f"pytorch_model-{number}.bin"
+        for number in (0, 1)
+        for name in sorted(tensors)[number::2]
+    }
+    files["pytorch_model.bin.index.json"] = json.dumps({"weight_map": weight_map}).encode()
+    for options in ({}, {"allow_pickle": True, "dry_run": True}):
+        message = "pass --allow-pickle" if not options else "run `hf download owner/model` first"
+        with pytest.raises(CocaError, match=message):
+            convert_checkpoint(REPO, tmp_path / "dst", **options)
+        assert not {name for name in hub.downloaded if name.endswith(".bin")}
+    convert_checkpoint(REPO, tmp_path / "dst", allow_pickle=True)
+    assert {"pytorch_model-0.bin", "pytorch_model-1.bin"} < set(hub.downloaded)
+    convert_checkpoint(tiny_llama_dir, tmp_path / "direct")
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("dst", "direct")]
+    assert weights[0] == weights[1]
 
 
 def test_what_was_downloaded_before_is_enough_without_the_hub(hub, tmp_path, monkeypatch):
