@@ -168,14 +168,14 @@ class PickledFile:
                 "expected a dictionary of tensors as torch.save writes since 1.6; convert it where "
                 "you trust it, with transformers' save_pretrained"
             ) from error
-        for name, tensor in found.items() if isinstance(found, dict) else [("", found)]:
+        expected = "expected a dictionary of dense tensors that lie in the file"
+        if not isinstance(found, dict):
+            raise CocaError(f"{file}: got a {type(found).__name__}, {expected}")
+        for name, tensor in found.items():
             is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
             is_here = is_dense and tensor.device.type == "cpu" and tensor.nbytes <= self.size
             if not isinstance(name, str) or not is_here:
-                raise CocaError(
-                    f"{file}: got {type(tensor).__name__} {short(name)}, expected a dictionary of "
-                    "dense tensors that lie in the file"
-                )
+                raise CocaError(f"{file}: got a {type(tensor).__name__}, {short(name)}, {expected}")
         self._tensors: dict[str, Tensor] = found
         self.tensors = {
             name: StoredTensor(

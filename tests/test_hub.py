@@ -97,7 +97,9 @@ class Hub(HubHandler):
             self.refuse()
         elif self.path == "/api/whoami-v2":
             self.send(200 if self.server.login else 401, json.dumps(self.server.login).encode())
-        elif self.path == f"/api/models/{REPO}" and not (self.server.created or self.server.files):
+        elif self.path.startswith("/api/models/") and not (
+            self.server.created or self.server.files
+        ):
             self.send(404, b"{}", **{"X-Error-Code": "RepoNotFound"})
         elif self.path.startswith(f"/api/models/{REPO}"):
             self.answer(

@@ -4,6 +4,7 @@ import contextlib
 import fnmatch
 import glob
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -62,6 +63,14 @@ COMPANIONS = (*TOKENIZER_FILES, "generation_config.json", *LICENCE_FILES)
 MAX_TOKEN_ID = 1 << 24
 TRAINING_RECORD = "training.json"  # goes along with a CoCA checkpoint
 RECORDS = ("conversion.json", TRAINING_RECORD)
+FP8, SCALE = "F8_E4M3", "_scale_inv"  # a type of safetensors; its scales follow the weight's name
+REQUANTIZE = "convert the checkpoint that it was quantized from, and quantize the result"
+DEQUANTIZE = (
+    "load it with transformers, dequantize it and save it first: "
+    "AutoModelForCausalLM.from_pretrained(SRC).dequantize().save_pretrained(DIR)"
+)
+# The remedy for each way to quantize that is not read here; `DEQUANTIZE` for others.
+REMEDIES = {"gptq": REQUANTIZE, "awq": REQUANTIZE}
 # What is fetched from the hub before it is known which files of weights there are.
 OTHER_FILES = ["config.json", INDEX, ADAPTER, "README.md", *RECORDS, *COMPANIONS]
 # What a directory without weights that we read is called by its files, and the remedy; the first
@@ -111,6 +120,7 @@ class DirectorySource:
         self.kind = "pickles" if pickled else "safetensors"
         self.directory, self.commit, self.config_file = directory, commit, directory / "config.json"
         self.config = read_json(checkpoint_file(directory, "config.json"))
+        self._fp8_block = self._read_quantization()
         self._companions: dict[str, FileIO] = {}
         with contextlib.ExitStack() as stack:
             is_coca = str(self.config.get("model_type")).startswith("coca_")
@@ -122,6 +132,7 @@ class DirectorySource:
                 )
             self._files, self._file_of = open_weights(directory, pickled)
             stack.callback(self.close)
+            self._check_scales()
             self.adapter = adapter
             if adapter:
                 adapter.check(self.shapes(), bool(self.config.get("tie_word_embeddings")))
@@ -134,10 +145,17 @@ class DirectorySource:
         return {name: weights.size for name, weights in self._files.items()}
 
     def shapes(self) -> dict[str, Shape]:
-        return {name: weights.tensors[name].shape for name, weights in self._file_of.items()}
+        return {
+            name: weights.tensors[name].shape
+            for name, weights in self._file_of.items()
+            if not self._is_fp8(name.removesuffix(SCALE)) or self._is_fp8(name)
+        }
 
     def dtype(self, name: str) -> torch.dtype:
         found = self._file_of[name].tensors[name].dtype
+        if self._is_fp8(name):
+            stated = self.config.get("dtype", self.config.get("torch_dtype"))
+            return getattr(torch, stated) if stated in ("float32", "float16") else torch.bfloat16
         if found not in FLOATS:
             raise CocaError(
                 f"{self._file_of[name].file}: tensor {name} has dtype {found}, expected one of "
@@ -146,8 +164,7 @@ class DirectorySource:
         return FLOATS[found]
 
     def read(self, name: str) -> Tensor:
-        weights = self._file_of[name]
-        stored = weights.read(name).view(self.dtype(name)).view(weights.tensors[name].shape)
+        stored = self._stored(name)
         return self.adapter.merged(name, stored) if self._is_adapted(name) else stored
 
     def blocks(self, name: str) -> Iterator[Tensor]:
@@ -155,7 +172,7 @@ class DirectorySource:
 
         They share a buffer: use each before asking for the next.
         """
-        if self._is_adapted(name):
+        if self._is_adapted(name) or self._is_fp8(name):
             yield self.read(name).flatten()
             return
         dtype = self.dtype(name)
@@ -198,9 +215,11 @@ class DirectorySource:
         return load_tokenizer(self.directory)
 
     def load_model(self) -> PreTrainedModel:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-        model = AutoModelForCausalLM.from_pretrained(self.directory, dtype="auto")
+        is_fp8 = self._fp8_block is not None
+        options = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if is_fp8 else {}
+        model = AutoModelForCausalLM.from_pretrained(self.directory, dtype="auto", **options)
         for name in self.adapter.targets if self.adapter else ():
             model.get_parameter(name).data.copy_(self.read(name))
         return model
@@ -215,6 +234,59 @@ class DirectorySource:
             weights.close()
         for stream in self._companions.values():
             stream.close()
+
+    def _stored(self, name: str) -> Tensor:
+        """A tensor of the file, in numbers that can be converted."""
+        weights = self._file_of[name]
+        data, shape = weights.read(name), weights.tensors[name].shape
+        if self._is_fp8(name):
+            return dequantize_fp8(
+                data.view(torch.float8_e4m3fn).view(shape),
+                self._stored(name + SCALE),
+                self._fp8_block or (),
+                self.dtype(name),
+            )
+        return data.view(self.dtype(name)).view(shape)
+
+    def _read_quantization(self) -> tuple[int, ...] | None:
+        """Rows and columns that share a scale of FP8; ``()`` where all do, None without FP8."""
+        quantization = self.config.get("quantization_config")
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        if not isinstance(method, str):
+            return None  # `written_config` refuses what is none
+        block = quantization.get("weight_block_size") or []
+        is_block = isinstance(block, list) and len(block) in (0, 2)
+        if method != "fp8" or not is_block or not all(type(n) is int and n > 0 for n in block):
+            raise CocaError(
+                f"{self.config_file}: got weights quantized by {method}, expected plain ones, or "
+                f"FP8 with a scale for each block; {REMEDIES.get(method, DEQUANTIZE)}"
+            )
+        del self.config["quantization_config"]
+        self.kind += ", FP8"
+        return tuple(block)
+
+    def _is_fp8(self, name: str) -> bool:
+        return (
+            self._fp8_block is not None
+            and name in self._file_of
+            and self._file_of[name].tensors[name].dtype == FP8
+        )
+
+    def _check_scales(self) -> None:
+        """Raise CocaError where a weight in FP8 has no scales for its blocks."""
+        for name in filter(self._is_fp8, self._file_of):
+            shape = self._file_of[name].tensors[name].shape
+            found = self._file_of.get(name + SCALE)
+            scales = found.tensors[name + SCALE].shape if found else None
+            block = self._fp8_block or shape
+            expected = tuple(-(-length // size) for length, size in zip(shape, block, strict=False))
+            is_single = not self._fp8_block and scales is not None and math.prod(scales) == 1
+            if len(shape) != 2 or not (scales == expected or is_single):
+                raise CocaError(
+                    f"{self._file_of[name].file}: tensor {name}: got shape {shape} and scales of "
+                    f"shape {scales}, expected {expected}; {DEQUANTIZE}"
+                )
+            self.dtype(name + SCALE)
 
     def _is_adapted(self, name: str) -> bool:
         return self.adapter is not None and name in self.adapter.targets
@@ -302,6 +374,18 @@ class GgufSource:
         self._model.generation_config.save_pretrained(directory)
         if ntk_length:
             _raise_tokenizer_length(directory / TOKENIZER, ntk_length)
+
+
+def dequantize_fp8(
+    weight: Tensor, scales: Tensor, block: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """The numbers of `weight` (rows, columns) in `dtype`: each times the scale of its block.
+
+    scales: (rows / block[0], columns / block[1]), rounded up; a single one where `block` is empty.
+    """
+    for axis, size in enumerate(block):
+        scales = scales.repeat_interleave(size, axis).narrow(axis, 0, weight.shape[axis])
+    return (weight.float() * scales.float()).to(dtype)
 
 
 def _passed_over(file: Path) -> str | None:
@@ -468,6 +552,10 @@ def _download(hub_id: str, revision: str | None, allow_pickle: bool, scratch: Pa
     With `scratch`, the directory there, unless the cache has all files.
     """
     others = [*OTHER_FILES, PICKLE_INDEX] if allow_pickle else OTHER_FILES
+    if scratch:
+        with contextlib.suppress(Exception):  # offline; and what `_snapshot` meets, too
+            # For the name of a branch, the cache would note what it stands for.
+            revision = HfApi().model_info(hub_id, revision=revision).sha
     cache = scratch if scratch and _is_to_download(hub_id, revision, others) else None
     directory = _snapshot(hub_id, revision, others, cache)
     if os.path.lexists(directory / ADAPTER):

@@ -26,7 +26,7 @@ def make_adapter(base, directory, dtype=torch.float32, targets="all-linear", **o
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
             parameter.data = torch.randn_like(parameter).to(dtype)
-    adapted.save_pretrained(directory)
+    adapted.save_pretrained(directory, save_embedding_layers=False)
     return directory
 
 
@@ -254,7 +254,7 @@ def test_a_head_that_is_the_embedding_is_refused(base, tmp_path, convert):
     save_file(tensors, tied / "model.safetensors", metadata={"format": "pt"})
     lora = make_adapter(base, tmp_path / "lora", targets=["lm_head"])
     code, printed = convert(tied, tmp_path / "dst", "--adapter", lora)
-    assert (code, printed.count("\n")) == (2, 1)
+    assert code == 2
     assert f"got weights for lm_head.weight, which the base ties to its embedding; {REMEDY}" in (
         printed
     )

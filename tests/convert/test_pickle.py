@@ -111,20 +111,20 @@ def damaged(directory, tensors):
 REFUSED = {
     "nested": (
         lambda d, t: save_single(d, {"state_dict": t}),
-        "got dict 'state_dict', expected a dictionary of dense tensors that lie in the file",
+        "got a dict, 'state_dict', expected a dictionary of dense tensors that lie in the file",
     ),
-    "a tensor": (lambda d, t: save_single(d, torch.ones(2)), "got Tensor '', expected a dictio"),
+    "a tensor": (lambda d, t: save_single(d, torch.ones(2)), "got a Tensor, expected a dictio"),
     "sparse": (
         lambda d, t: save_single(d, t | {"x": torch.ones(2, 2).to_sparse()}),
-        "got Tensor 'x', expected a dictionary of dense tensors",
+        "got a Tensor, 'x', expected a dictionary of dense tensors",
     ),
     "without memory": (
         lambda d, t: save_single(d, t | {"x": torch.ones(2, device="meta")}),
-        "got Tensor 'x', expected a dictionary of dense tensors",
+        "got a Tensor, 'x', expected a dictionary of dense tensors",
     ),
     "larger than the file": (
         lambda d, t: save_single(d, t | {"x": torch.ones(1).expand(1 << 40)}),
-        "got Tensor 'x', expected a dictionary of dense tensors that lie in the file",
+        "got a Tensor, 'x', expected a dictionary of dense tensors that lie in the file",
     ),
     "integers": (
         lambda d, t: save_single(

@@ -33,9 +33,11 @@ def test_a_conversion_is_pushed_to_a_new_repository_with_its_card_first(
     )
     assert code == 0
     assert f"Uploaded to {REPO}, {'public' if public else 'private'}." in printed
-    assert [(asked["name"], asked["private"]) for asked in hub.created] == [
-        ("tiny-coca", not public)
-    ]
+    (asked,) = hub.created
+    assert asked["name"] == "tiny-coca"
+    # `private` until huggingface_hub 2
+    private = asked.get("private", asked.get("visibility") == "private")
+    assert private == (not public)
     assert hub.commits[0] == ["README.md"]
     assert hub.files == {file.name: file.read_bytes() for file in dst.iterdir()}
 
@@ -46,7 +48,7 @@ LOGINS = {
     "empty": ("", {}, "got no name of a repository, expected OWNER/NAME"),
     "odd letters": ("somebody/tiny coca", {}, "got no name of a repository"),
     "no login": (REPO, {"token": None}, "got no login, expected one that may write; run `hf auth"),
-    "invalid token": (REPO, {"login": None}, "the hub does not let us in (Invalid user token"),
+    "invalid token": (REPO, {"login": {}}, "the hub does not let us in (Invalid user token"),
     "another's": ("else/tiny", {}, "got the owner else, expected one that this login writes for: "),
     "reads": (
         REPO,
@@ -91,7 +93,8 @@ def test_a_failed_upload_keeps_the_checkpoint_and_names_the_command_that_continu
     dst = tmp_path / "dst"
     hub.fails_at = fails_at
     code, printed = convert(tiny_llama_dir, dst, "--push-to-hub", REPO)
-    assert (code, printed.count("\n")) == (2, 1)
+    assert code == 2
+    assert printed.splitlines()[-1].startswith(f"error: {REPO}: not uploaded; ")  # after its bars
     command = f"hf upload {REPO} {dst} --private"
     assert f"not uploaded; the checkpoint is complete in {dst}, and `{command}` cont" in printed
     assert "model.safetensors" not in hub.files
