@@ -165,14 +165,16 @@ class DirectorySource:
 
     def read(self, name: str) -> Tensor:
         stored = self._stored(name)
-        return self.adapter.merged(name, stored) if self._is_adapted(name) else stored
+        if self.adapter and name in self.adapter.targets:
+            return self.adapter.merged(name, stored)
+        return stored
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         """The numbers of a tensor in order, as 1-d tensors.
 
         They share a buffer: use each before asking for the next.
         """
-        if self._is_adapted(name) or self._is_fp8(name):
+        if self._is_fp8(name) or (self.adapter and name in self.adapter.targets):
             yield self.read(name).flatten()
             return
         dtype = self.dtype(name)
@@ -251,9 +253,9 @@ class DirectorySource:
     def _read_quantization(self) -> tuple[int, ...] | None:
         """Rows and columns that share a scale of FP8; ``()`` where all do, None without FP8."""
         quantization = self.config.get("quantization_config")
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        if not isinstance(method, str):
+        if not isinstance(quantization, dict) or "quant_method" not in quantization:
             return None  # `written_config` refuses what is none
+        method = str(quantization["quant_method"])
         block = quantization.get("weight_block_size") or []
         is_block = isinstance(block, list) and len(block) in (0, 2)
         if method != "fp8" or not is_block or not all(type(n) is int and n > 0 for n in block):
@@ -287,9 +289,6 @@ class DirectorySource:
                     f"shape {scales}, expected {expected}; {DEQUANTIZE}"
                 )
             self.dtype(name + SCALE)
-
-    def _is_adapted(self, name: str) -> bool:
-        return self.adapter is not None and name in self.adapter.targets
 
     def _current_states(self) -> dict[str, tuple[int, ...]]:
         return {name: weights.state() for name, weights in self._files.items()}
