@@ -81,6 +81,41 @@ def convert_command(
         list[str] | None,
         typer.Option(help="Leave out a field of config.json that is not understood; repeatable."),
     ] = None,
+    allow_pickle: Annotated[
+        bool,
+        typer.Option(
+            "--allow-pickle",
+            help="Read pytorch_model.bin where SRC has no safetensors; tensors alone are read, and "
+            "nothing in it is run.",
+        ),
+    ] = False,
+    adapter: Annotated[
+        str | None,
+        typer.Option(
+            help="Merge this directory of peft, plain LoRA on linear layers, into SRC as it is "
+            "read."
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check everything that can be checked and print what would be read and written; "
+            "write nothing, and download no weights.",
+        ),
+    ] = False,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OWNER/NAME",
+            help="Upload the result to a new repository on the hub, which is private. Login and "
+            "name are checked first.",
+        ),
+    ] = None,
+    public: Annotated[
+        bool,
+        typer.Option("--public", help="Let everybody see the repository of --push-to-hub."),
+    ] = False,
     calibrate_tokens: Annotated[
         int,
         typer.Option(
@@ -133,6 +168,8 @@ def convert_command(
 
     If it is interrupted, run the same command again: it continues.
     """
+    if public and push_to_hub is None:
+        raise BadOption("--public: got it without --push-to-hub, expected both")
     from coca_hf.convert import convert_checkpoint
     from coca_hf.convert.calibrate import CalibrationProgress
 
@@ -188,8 +225,18 @@ def convert_command(
             keep_layers=None if keep_layers is None else _layers(keep_layers),
             revision=revision,
             ignore_fields=ignore_field or (),
+            dry_run=dry_run,
+            push_to_hub=push_to_hub,
+            private=not public,
+            allow_pickle=allow_pickle,
+            adapter=adapter,
         )
-    _print_conversion(record, dst)
+    if dry_run:
+        _print_plan(record, dst)
+    else:
+        _print_conversion(record, dst)
+        if push_to_hub:
+            console.print(f"Uploaded to {push_to_hub}, {'public' if public else 'private'}.")
 
 
 def _layers(text: str) -> list[int] | int | str:
@@ -231,17 +278,53 @@ def _harmed_most(count: int, out: Path) -> list[int]:
     return ranked
 
 
-def _print_conversion(record: dict, dst: str) -> None:
-    parameters, cache = record["parameters"], record["kv_cache_bytes_per_token"]
-    shares = record["trainable_fraction"]
-    console.print(f"{dst}: {record['constraint']}, {record['dtype']}")
+def _print_plan(plan: dict, dst: str) -> None:
+    from coca_hf.weights import size_in_words
+
+    read, written, kept = plan["read"], plan["written"], plan["kept_layers"]
+    commit = f" at commit {plan['source_commit']}" if "source_commit" in plan else ""
+    console.print(f"{dst}: not written (--dry-run)")
+    console.print(
+        f"  would read            {plan['source']}{commit}: {plan['source_format']}, "
+        f"{size_in_words(read['bytes'])} of weights, files: {read['files']}"
+    )
+    console.print(
+        f"  would write           {plan['constraint']}, {plan['dtype']}, "
+        f"{size_in_words(written['bytes'])} of weights, files: {written['files']}; "
+        f"{size_in_words(plan['free_bytes'])} free"
+    )
+    _print_parameters(plan)
+    if isinstance(kept, list):
+        kept = f"layers {', '.join(map(str, kept))}" if kept else "no layer"
+    else:
+        kept = f"the layers that calibration finds ({kept})"
+    console.print(f"  original attention    kept in {kept}")
+    if calibration := plan.get("calibration"):
+        console.print(
+            f"  would calibrate       {calibration['tokens']:,} tokens, "
+            f"{calibration['passes']} passes, on {calibration['device']}"
+        )
+    if not plan["numbers_checked"]:
+        console.print("  not checked           the numbers of the weights, which only the hub has")
+
+
+def _print_parameters(facts: dict) -> None:
+    parameters, cache = facts["parameters"], facts["kv_cache_bytes_per_token"]
     console.print(
         f"  parameters            {parameters['before']:,} before, {parameters['after']:,} after",
     )
+    console.print(
+        f"  key/value cache       {cache['before']:,} bytes per token before, "
+        f"{cache['after']:,} after"
+    )
+
+
+def _print_conversion(record: dict, dst: str) -> None:
+    shares = record["trainable_fraction"]
+    console.print(f"{dst}: {record['constraint']}, {record['dtype']}")
+    _print_parameters(record)
     k, qkv, full = f"{shares['k']:.1%}", f"{shares['qkv']:.1%}", f"{shares['full']:.0%}"
     console.print(f"  trained per stage     k {k}, qkv {qkv}, full {full}")
-    before, after = f"{cache['before']:,}", f"{cache['after']:,}"
-    console.print(f"  key/value cache       {before} bytes per token before, {after} after")
     if record["kept_layers"]:
         console.print(
             f"  original attention    kept in layers {', '.join(map(str, record['kept_layers']))}",

@@ -175,6 +175,7 @@ def _conversion(record: dict, base: str) -> str:
     parameters, kept = record["parameters"], record.get("kept_layers")
     lines = {
         "source": f"{base}, {record['source_format']}",
+        **({"adapter": f"{record['adapter']['name']}, merged"} if "adapter" in record else {}),
         "form": record["constraint"],
         **({"original attention": f"layers {_numbers(kept)}"} if kept else {}),
         "dtype": record["dtype"],

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, first_line, short
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 BLOCK_BYTES = 1 << 19  # what is done with a block finds it in the processor's cache
 MAX_HEADER_BYTES = 32_000_000
 MAX_CONFIG_BYTES = 10_000_000
@@ -43,6 +44,7 @@ DTYPE_BITS = {
     **{"I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
 }
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+STORED_AS = {dtype: name for name, dtype in FLOATS.items()}
 UNITS = {"": 1} | {f"{letter}B": 1000**power for power, letter in enumerate(["", *"KMGT"])}
 UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
 
@@ -145,24 +147,87 @@ class WeightsFile:
         return bytes(header)
 
 
-def open_weights(directory: Path) -> tuple[dict[str, WeightsFile], dict[str, WeightsFile]]:
-    """The open safetensors files of a checkpoint by name, and the one that holds each tensor.
+class PickledFile:
+    """An open file of pickled tensors, as `torch.save` writes; otherwise like `WeightsFile`.
+
+    It is read by torch's unpickler for weights alone, which calls nothing that the file names. The
+    numbers are mapped into memory: read when they are used.
+    """
+
+    def __init__(self, file: Path):
+        self.file = file
+        with open_regular(file) as stream:
+            self.size = os.fstat(stream.fileno()).st_size
+        try:
+            found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # zip files and pickles have many ways to be wrong
+            named = re.search(r"GLOBAL (\S+)", str(error))
+            what = f"it names {named[1]}" if named else first_line(error)[:200]
+            raise CocaError(
+                f"{file}: cannot be read as tensors alone ({what}), and nothing in it was run; "
+                "expected a dictionary of tensors as torch.save writes since 1.6; convert it where "
+                "you trust it, with transformers' save_pretrained"
+            ) from error
+        expected = "expected a dictionary of dense tensors that lie in the file"
+        if not isinstance(found, dict):
+            raise CocaError(f"{file}: got a {type(found).__name__}, {expected}")
+        for name, tensor in found.items():
+            is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+            is_here = is_dense and tensor.device.type == "cpu" and tensor.nbytes <= self.size
+            if not isinstance(name, str) or not is_here:
+                raise CocaError(f"{file}: got a {type(tensor).__name__}, {short(name)}, {expected}")
+        self._tensors: dict[str, Tensor] = found
+        self.tensors = {
+            name: StoredTensor(
+                STORED_AS.get(tensor.dtype, str(tensor.dtype)),
+                tuple(tensor.shape),
+                0,
+                tensor.nbytes,
+            )
+            for name, tensor in found.items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name].detach().contiguous().flatten().view(torch.uint8)
+
+    def blocks(self, name: str) -> Iterator[Tensor]:
+        yield from self.read(name).split(BLOCK_BYTES)
+
+    def state(self) -> tuple[int, ...]:
+        found = self.file.stat()
+        return found.st_size, found.st_mtime_ns
+
+    def close(self) -> None:
+        self._tensors.clear()
+
+
+AnyFile = WeightsFile | PickledFile
+
+
+def open_weights(
+    directory: Path, pickled: bool = False
+) -> tuple[dict[str, AnyFile], dict[str, AnyFile]]:
+    """The open files of a checkpoint's weights by name, and the one that holds each tensor.
+
+    pickled: whether they are pickles; otherwise safetensors.
 
     Raises CocaError where one is absent, outside the checkpoint or corrupted, or where index and
     files do not agree.
     """
-    single = os.path.lexists(directory / SINGLE)  # first, as in transformers
-    weight_map = None if single else read_index(directory)
-    files: dict[str, WeightsFile] = {}
+    single_name, index_name = (PICKLE, PICKLE_INDEX) if pickled else (SINGLE, INDEX)
+    single = os.path.lexists(directory / single_name)  # first, as in transformers
+    weight_map = None if single else read_index(directory, index_name)
+    files: dict[str, AnyFile] = {}
     try:
-        for name in sorted(set(weight_map.values())) if weight_map else [SINGLE]:
+        for name in sorted(set(weight_map.values())) if weight_map else [single_name]:
             file = checkpoint_file(directory, name)
             if weight_map and not file.is_file():
                 raise CocaError(
-                    f"{directory / INDEX}: names {name}, which is not in {directory}; download it",
+                    f"{directory / index_name}: names {name}, which is not in {directory}; "
+                    "download it",
                 )
-            files[name] = WeightsFile(file)
-        file_of: dict[str, WeightsFile] = {}
+            files[name] = PickledFile(file) if pickled else WeightsFile(file)
+        file_of: dict[str, AnyFile] = {}
         for weights in files.values():
             for tensor in weights.tensors:
                 if tensor in file_of:
@@ -174,7 +239,7 @@ def open_weights(directory: Path) -> tuple[dict[str, WeightsFile], dict[str, Wei
         for tensor, name in (weight_map or {}).items():
             if file_of.get(tensor) is not files[name]:
                 problem = f"tensor {tensor} is not in {name}; download the checkpoint again"
-                raise CocaError(f"{directory / INDEX}: {problem}")
+                raise CocaError(f"{directory / index_name}: {problem}")
     except BaseException:
         for weights in files.values():
             weights.close()
@@ -214,12 +279,14 @@ def file_within(directory: Path, name: str) -> Path:
     return directory / name
 
 
-def read_index(directory: Path) -> dict[str, str]:
+def read_index(directory: Path, name: str = INDEX) -> dict[str, str]:
     """The file of every tensor, by name, as the index of a sharded checkpoint has them."""
-    index = directory / INDEX
+    index = directory / name
     if not os.path.lexists(index):
-        raise CocaError(f"{directory}: got no weights, expected {SINGLE} or {INDEX}")
-    weight_map = read_json(checkpoint_file(directory, INDEX), MAX_INDEX_BYTES).get("weight_map")
+        raise CocaError(
+            f"{directory}: got no weights, expected {name.removesuffix('.index.json')} or {name}"
+        )
+    weight_map = read_json(checkpoint_file(directory, name), MAX_INDEX_BYTES).get("weight_map")
     weight_map = weight_map if isinstance(weight_map, dict) else {}
     if not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
         raise CocaError(f"{index}: got no weight_map, expected one from tensor names to file names")

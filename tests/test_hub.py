@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from base64 import b64decode
+from contextlib import contextmanager
 
 import pytest
 from huggingface_hub import ModelCard
@@ -27,7 +28,8 @@ REPO = "somebody/tiny-coca"
 class Hub(HubHandler):
     """One model repository: creation, branches, uploads inline and by LFS, commits, downloads.
 
-    `branches` holds the files of every branch, `files` those of main.
+    `branches` holds the files of every branch, `files` those of main. `commits` has the names of
+    the files of each commit; one with the file `fails_at` fails. `login` is what whoami answers.
     """
 
     def do_POST(self):
@@ -53,7 +55,11 @@ class Hub(HubHandler):
             rf"/api/models/{REPO}/commit/([^?]+)(\?create_pr=1)?", self.path
         ):
             files = hub.branches.setdefault("refs/pr/1", {}) if match[2] else hub.branches[match[1]]
-            for line in map(json.loads, body.splitlines()):
+            lines = [json.loads(line) for line in body.splitlines()]
+            hub.commits.append([line["value"]["path"] for line in lines if line["key"] != "header"])
+            if hub.fails_at in hub.commits[-1]:
+                return self.send(503, b"{}")
+            for line in lines:
                 if line["key"] == "file":
                     files[line["value"]["path"]] = b64decode(line["value"]["content"])
                 elif line["key"] == "lfsFile":
@@ -89,6 +95,12 @@ class Hub(HubHandler):
             )
         elif "/tree/" in self.path:
             self.refuse()
+        elif self.path == "/api/whoami-v2":
+            self.send(200 if self.server.login else 401, json.dumps(self.server.login).encode())
+        elif self.path.startswith("/api/models/") and not (
+            self.server.created or self.server.files
+        ):
+            self.send(404, b"{}", **{"X-Error-Code": "RepoNotFound"})
         elif self.path.startswith(f"/api/models/{REPO}"):
             self.answer(
                 {
@@ -154,11 +166,19 @@ def finished_dir(tiny_llama_dir, tmp_path_factory):
     return directory / "coca"
 
 
-@pytest.fixture
-def hub():
+@contextmanager
+def serving_repository():
+    """A `Hub` whose repository, `REPO`, has not been created."""
     with serving(Hub) as server:
         server.created, server.files, server.objects, server.refused = [], {}, {}, []
-        server.branches = {"main": server.files}
+        server.branches, server.commits, server.fails_at = {"main": server.files}, [], None
+        server.login = {"name": "somebody", "orgs": [{"name": "Lab"}], "auth": {}}
+        yield server
+
+
+@pytest.fixture
+def hub():
+    with serving_repository() as server:
         yield server
 
 

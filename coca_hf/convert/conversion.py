@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import tempfile
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from coca_hf import models
 from coca_hf.card import write_card
 from coca_hf.checkout import now, versions, without_paths
+from coca_hf.convert.adapter import Adapter
 from coca_hf.convert.calibrate import (
     Calibration,
     Report,
@@ -37,9 +39,11 @@ from coca_hf.convert.preflight import (
     check_options,
     check_paths,
     check_room,
+    check_staging,
     check_target,
+    free_bytes,
 )
-from coca_hf.convert.source import open_source
+from coca_hf.convert.source import has_numbers, open_source
 from coca_hf.convert.staging import (
     FinishedShard,
     Staging,
@@ -48,6 +52,7 @@ from coca_hf.convert.staging import (
     staging_directory,
 )
 from coca_hf.convert.tensors import source_shapes
+from coca_hf.convert.upload import check_repository, upload
 from coca_hf.convert.writer import Progress, WeightsWriter, bytes_of
 from coca_hf.documents import commit_of
 from coca_hf.errors import CocaError
@@ -84,6 +89,11 @@ def convert_checkpoint(
     keep_layers: Sequence[int] | int | str | None = None,
     revision: str | None = None,
     ignore_fields: Collection[str] = (),
+    dry_run: bool = False,
+    push_to_hub: str | None = None,
+    private: bool = True,
+    allow_pickle: bool = False,
+    adapter: str | os.PathLike | None = None,
 ) -> dict:
     """Convert the checkpoint `src` to CoCA in the directory `dst`; returns its record.
 
@@ -91,7 +101,8 @@ def convert_checkpoint(
     hidden directory beside `dst`, and the same call continues from there. Safetensors are read in
     blocks, a few shards of `dst` at a time; memory holds the projections of one layer for each.
 
-    src: a directory (safetensors, also of the released code; or GGUF), a .gguf file, or a hub id
+    src: a directory (safetensors, also of the released code; pickles; or GGUF), a .gguf file, or a
+        hub id
     constraint: `slack`, the default, or `strict`
     dtype: `auto`, the source's, or a name in `DTYPES`
     overwrite: replace a checkpoint at `dst`
@@ -110,8 +121,15 @@ def convert_checkpoint(
         calibrate_on, how many, or `auto`: those whose conversion harms most (`harm.py`)
     revision: branch, tag or commit of a hub id
     ignore_fields: fields of config.json that we do not know and you call inert
+    dry_run: make every check that comes before the first weight, write nothing, download no
+        weights, and return what would be read and written (`_plan`) in place of the record
+    push_to_hub: a repository to create and to upload `dst` to, as in `owner/name`
+    private: whether nobody else sees that repository
+    allow_pickle: read pickled weights, as tensors alone, where `src` has no safetensors
+    adapter: a directory of peft with plain LoRA on linear layers, to merge into `src`
 
-    Raises CocaError for input that is not understood, and leaves `dst` as it was.
+    Raises CocaError for input that is not understood, and leaves `dst` as it was; and, with `dst`
+    complete, where the upload fails.
     """
     src, target, device = os.fspath(src), Path(dst).absolute(), device or default_device()
     report = calibrate_progress or (lambda progress: None)
@@ -126,11 +144,21 @@ def convert_checkpoint(
     check_kept_layers(keep_layers, calibrate_on)
     if calibrate_on:
         check_device(device)
+    if push_to_hub is not None:
+        check_repository(push_to_hub)
     with _os_errors(target), contextlib.ExitStack() as stack:
-        staging = stack.enter_context(locked_staging(target))
-        check_target(src, target, overwrite)
+        scratch = None
+        if dry_run:
+            check_staging(target)
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        staging = stack.enter_context(locked_staging(scratch / "dst" if scratch else target))
+        check_target([src] if adapter is None else [src, os.fspath(adapter)], target, overwrite)
         staging.former = contents_of(target)
-        source = stack.enter_context(contextlib.closing(open_source(src, revision)))
+        lora = None
+        if adapter is not None:
+            lora = stack.enter_context(contextlib.closing(Adapter(Path(adapter))))
+        source = open_source(src, revision, allow_pickle, lora, scratch)
+        stack.enter_context(contextlib.closing(source))
         named = None if isinstance(keep_layers, (int, str)) else keep_layers
         layout, calibration = Layout(source, form, named), None
         check_kept_number(keep_layers, layout)
@@ -140,13 +168,19 @@ def convert_checkpoint(
                 layout, place, calibrate_tokens, calibrate_block, calibrate_passes, device, seed
             )
             calibration.ranks_layers = isinstance(keep_layers, (int, str))
+        check_room(layout, target, *(calibration.disk_bytes(layout) if calibration else ()))
         tokenizer = _begin(staging, layout, calibration)
-        if calibration:
+        numbers_are_here = has_numbers(source, scratch)
+        if (calibration or dry_run) and numbers_are_here:
             check_numbers(layout)
             if isinstance(keep_layers, (int, str)):  # any layer may be kept
                 every_layer = range(layout.config.num_hidden_layers)
                 check_numbers(Layout(source, form, every_layer), known=layout.targets)
-
+        if dry_run:
+            plan = _plan(layout, keep_layers, calibration, target)
+            return {**plan, "numbers_checked": numbers_are_here}
+        if calibration:
+            if isinstance(keep_layers, (int, str)):
                 kept = calibration.most_harmful(layout, keep_layers, staging, report)
                 layout = Layout(source, form, kept)
                 tokenizer = _begin(staging, layout, calibration)
@@ -157,6 +191,8 @@ def convert_checkpoint(
         (staging.checkpoint / RECORD).write_text(json.dumps(record, indent=2) + "\n")
         write_card(staging.checkpoint)
         staging.publish()
+    if push_to_hub is not None:
+        upload(target, push_to_hub, private)
     return record
 
 
@@ -166,9 +202,33 @@ def _begin(
     """Write all but weights, record and card; returns the source's tokenizer, where one loads."""
     layout.calibrated_from = calibration.settings if calibration else None
     staging.begin(layout.made_from(), layout.shards)
-    check_room(layout, staging, *(calibration.disk_bytes(layout) if calibration else ()))
     layout.config.save_pretrained(staging.checkpoint)  # also copies the modelling files
     return layout.source.save_companions(staging.checkpoint, layout.form.ntk_length)
+
+
+def _plan(
+    layout: Layout,
+    keep_layers: Sequence[int] | int | str | None,
+    calibration: "_Calibration | None",
+    target: Path,
+) -> dict:
+    """What a conversion of `layout` would read and write, in files and bytes of weights."""
+    sizes = layout.source.sizes().values()
+    return {
+        "source": layout.form.src,
+        "source_format": _source_format(layout),
+        **({"source_commit": layout.source.commit} if layout.source.commit else {}),
+        "read": {"files": len(sizes), "bytes": sum(sizes)},
+        "written": {"files": len(layout.shards), "bytes": layout.num_bytes(*layout.shards)},
+        "free_bytes": free_bytes(target),
+        "constraint": layout.config.coca_constraint,
+        "kept_layers": keep_layers
+        if isinstance(keep_layers, (int, str))
+        else layout.config.coca_kept_layers,
+        "dtype": str(layout.config.dtype).removeprefix("torch."),
+        **_summary(layout),
+        **({"calibration": calibration.plan()} if calibration else {}),
+    }
 
 
 class _Calibration:
@@ -247,6 +307,9 @@ class _Calibration:
             "seconds_by_part": {part: round(spent, 1) for part, spent in done.seconds.items()},
         }
 
+    def plan(self) -> dict:
+        return {"tokens": self.blocks.numel(), "passes": self.passes, "device": self.device}
+
     def most_harmful(
         self, layout: Layout, number: int | str, staging: Staging, report: Report
     ) -> list[int]:
@@ -281,10 +344,9 @@ def _record(
     calibration: _Calibration | None,
 ) -> dict:
     """The content of `conversion.json`, when all shards are `finished`."""
-    kind = ", released CoCA layout" if layout.released else ", CoCA" if layout.from_coca else ""
     return {
         "source": layout.form.src,
-        "source_format": layout.source.kind + kind,
+        "source_format": _source_format(layout),
         "source_xxh3_128": _source_hash(finished),
         **({"source_commit": layout.source.commit} if layout.source.commit else {}),
         **(
@@ -292,6 +354,7 @@ def _record(
             if layout.form.ignored_fields
             else {}
         ),
+        **({"adapter": layout.source.adapter.record} if layout.source.adapter else {}),
         "base": layout.base,
         "constraint": layout.config.coca_constraint,
         "kept_layers": layout.config.coca_kept_layers,
@@ -304,6 +367,11 @@ def _record(
         "date": now(),
         **({"calibration": calibration.record} if calibration else {}),
     }
+
+
+def _source_format(layout: Layout) -> str:
+    kind = ", released CoCA layout" if layout.released else ", CoCA" if layout.from_coca else ""
+    return layout.source.kind + kind
 
 
 def _needs_its_regex_mended(tokenizer: PreTrainedTokenizerBase | None) -> bool:

@@ -4,6 +4,7 @@
 refused by `Layout`, damaged files by `open_source`, and what a previous run left by `Staging`.
 """
 
+import errno
 import math
 import os
 import re
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 
 from coca_hf.convert.layout import DTYPES, Form, Layout
-from coca_hf.convert.staging import Staging, staging_directory
+from coca_hf.convert.staging import Staging, lock, staging_directory
 from coca_hf.convert.tensors import TargetTensor
 from coca_hf.errors import CocaError
 from coca_hf.weights import size_in_words
@@ -91,10 +92,11 @@ def check_paths(src: str, dst: str | os.PathLike) -> None:
             raise CocaError(f"{path}: cannot be used ({reason}); choose another path") from error
 
 
-def check_target(src: str, target: Path, overwrite: bool) -> None:
-    source = Path(src).absolute().resolve()
+def check_target(sources: Collection[str], target: Path, overwrite: bool) -> None:
+    found = [source for source in (Path(name).resolve() for name in sources) if source.exists()]
+    within = {directory for source in found for directory in (source, *source.parents)}
     for directory in (target.resolve(), staging_directory(target).resolve()):
-        if source.exists() and directory in (source, *source.parents):
+        if directory in within:
             raise CocaError(
                 f"{directory}: is the source itself or holds it; choose another destination"
             )
@@ -122,16 +124,42 @@ def check_target(src: str, target: Path, overwrite: bool) -> None:
         )
 
 
-def check_room(layout: Layout, staging: Staging, states: int = 0, layers: int = 0) -> None:
-    """Raise OSError where the disk has too little room.
+def check_staging(target: Path) -> None:
+    """What making the staging directory of `target` would raise, for a dry run, which makes none.
+
+    Raises CocaError where another process writes there or something foreign is in the way, and
+    OSError where nothing can be written.
+    """
+    directory = staging_directory(target)
+    if os.path.lexists(directory):
+        with lock(Staging(target)):
+            Staging(target).check()
+    parent = _existing(directory)
+    if not parent.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(parent))
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(parent))
+
+
+def free_bytes(target: Path) -> int:
+    """On the disk of `target`, with what an earlier run has written: it is kept or makes room."""
+    directory = staging_directory(target)
+    written = [
+        *(directory / "checkpoint").glob("*.safetensors"),
+        *Staging(target).calibrated.glob("[ls]*-*"),
+    ]
+    free = shutil.disk_usage(_existing(directory)).free
+    return free + sum(file.stat().st_size for file in written)
+
+
+def check_room(layout: Layout, target: Path, states: int = 0, layers: int = 0) -> None:
+    """Raise OSError where the disk of `target` has too little room.
 
     states, layers: bytes of calibration's hidden states, which are gone before weights are written,
     and of its layers, which are not.
     """
-    weights = layout.num_bytes(*(shard for shard in layout.shards if shard not in staging.finished))
-    there = sum(file.stat().st_size for file in staging.calibrated.glob("[ls]*-*"))
-    needed = max(weights, states) + layers - there
-    free = shutil.disk_usage(staging.directory).free
+    weights = layout.num_bytes(*layout.shards)
+    needed, free = max(weights, states) + layers, free_bytes(target)
     if needed > free:
         remedy = ", or fewer --calibrate-tokens" if states > weights else ""
         raise OSError(
@@ -156,6 +184,11 @@ def check_numbers(layout: Layout, known: Collection[TargetTensor] = ()) -> None:
         elif layout.is_cast(target) or target.bounds_queries:
             for block in layout.source.blocks(target.source):
                 layout.as_stored(target, block)
+
+
+def _existing(path: Path) -> Path:
+    """The nearest of `path` and the directories above it that is there."""
+    return next(found for found in (path, *path.parents) if found.exists())
 
 
 def _is_mount_point(path: Path) -> bool:

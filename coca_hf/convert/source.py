@@ -4,6 +4,7 @@ import contextlib
 import fnmatch
 import glob
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -11,15 +12,21 @@ from io import FileIO
 from pathlib import Path
 
 import torch
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.utils import HFValidationError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from coca_hf.convert.adapter import CONFIG as ADAPTER
+from coca_hf.convert.adapter import Adapter
 from coca_hf.convert.tensors import Shape
-from coca_hf.errors import CocaError, one_line
+from coca_hf.errors import CocaError, library_errors, one_line
 from coca_hf.models.hub import LICENCE_FILES
 from coca_hf.weights import (
     FLOATS,
     INDEX,
+    PICKLE,
+    PICKLE_INDEX,
     SINGLE,
     checkpoint_file,
     file_within,
@@ -56,7 +63,16 @@ COMPANIONS = (*TOKENIZER_FILES, "generation_config.json", *LICENCE_FILES)
 MAX_TOKEN_ID = 1 << 24
 TRAINING_RECORD = "training.json"  # goes along with a CoCA checkpoint
 RECORDS = ("conversion.json", TRAINING_RECORD)
-ADAPTER = "adapter_config.json"
+FP8, SCALE = "F8_E4M3", "_scale_inv"  # a type of safetensors; its scales follow the weight's name
+REQUANTIZE = "convert the checkpoint that it was quantized from, and quantize the result"
+DEQUANTIZE = (
+    "load it with transformers, dequantize it and save it first: "
+    "AutoModelForCausalLM.from_pretrained(SRC).dequantize().save_pretrained(DIR)"
+)
+# The remedy for each way to quantize that is not read here; `DEQUANTIZE` for others.
+REMEDIES = {"gptq": REQUANTIZE, "awq": REQUANTIZE}
+# What is fetched from the hub before it is known which files of weights there are.
+OTHER_FILES = ["config.json", INDEX, ADAPTER, "README.md", *RECORDS, *COMPANIONS]
 # What a directory without weights that we read is called by its files, and the remedy; the first
 # that matches.
 FOREIGN = {
@@ -65,7 +81,11 @@ FOREIGN = {
         "repository with -hf in its name, or convert it with transformers' "
         "convert_llama_weights_to_hf.py"
     ),
-    ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.ckpt"): (
+    ("pytorch_model*.bin",): (
+        "only pickled weights ({}), which can run code when read; expected safetensors; pass "
+        f"--allow-pickle, which reads tensors alone, from {PICKLE} or the files of {PICKLE_INDEX}"
+    ),
+    ("*.bin", "*.pt", "*.pth", "*.ckpt"): (
         "only pickled weights ({}), which can run code when read; expected safetensors; load the "
         "model with transformers and save_pretrained it to a new directory"
     ),
@@ -80,20 +100,27 @@ FOREIGN = {
 }
 
 
-class SafetensorsSource:
-    """A directory with `config.json` and safetensors weights, which are read when asked for.
+class DirectorySource:
+    """A directory with `config.json` and weights, which are read when asked for.
 
     config_file: what errors about `config` name. commit: of the hub's repository that the directory
-    is a snapshot of.
+    is a snapshot of. pickled: whether the weights are pickles; otherwise safetensors. adapter: is
+    merged into the weights as they are read; whoever opened it closes it.
 
     Raises CocaError where a file is absent, outside the directory, truncated or corrupted.
     """
 
-    kind = "safetensors"
-
-    def __init__(self, directory: Path, commit: str | None = None):
+    def __init__(
+        self,
+        directory: Path,
+        commit: str | None = None,
+        pickled: bool = False,
+        adapter: Adapter | None = None,
+    ):
+        self.kind = "pickles" if pickled else "safetensors"
         self.directory, self.commit, self.config_file = directory, commit, directory / "config.json"
         self.config = read_json(checkpoint_file(directory, "config.json"))
+        self._fp8_block = self._read_quantization()
         self._companions: dict[str, FileIO] = {}
         with contextlib.ExitStack() as stack:
             is_coca = str(self.config.get("model_type")).startswith("coca_")
@@ -103,15 +130,32 @@ class SafetensorsSource:
                 self._companions[name] = stack.enter_context(
                     open_regular(file_within(directory, name))
                 )
-            self._files, self._file_of = open_weights(directory)
+            self._files, self._file_of = open_weights(directory, pickled)
+            stack.callback(self.close)
+            self._check_scales()
+            self.adapter = adapter
+            if adapter:
+                adapter.check(self.shapes(), bool(self.config.get("tie_word_embeddings")))
+                self._files[str(adapter.weights.file.absolute())] = adapter.weights
             stack.pop_all()
         self._states = self._current_states()
 
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file of weights, by name."""
+        return {name: weights.size for name, weights in self._files.items()}
+
     def shapes(self) -> dict[str, Shape]:
-        return {name: weights.tensors[name].shape for name, weights in self._file_of.items()}
+        return {
+            name: weights.tensors[name].shape
+            for name, weights in self._file_of.items()
+            if not self._is_fp8(name.removesuffix(SCALE)) or self._is_fp8(name)
+        }
 
     def dtype(self, name: str) -> torch.dtype:
         found = self._file_of[name].tensors[name].dtype
+        if self._is_fp8(name):
+            stated = self.config.get("dtype", self.config.get("torch_dtype"))
+            return getattr(torch, stated) if stated in ("float32", "float16") else torch.bfloat16
         if found not in FLOATS:
             raise CocaError(
                 f"{self._file_of[name].file}: tensor {name} has dtype {found}, expected one of "
@@ -120,14 +164,19 @@ class SafetensorsSource:
         return FLOATS[found]
 
     def read(self, name: str) -> Tensor:
-        weights = self._file_of[name]
-        return weights.read(name).view(self.dtype(name)).view(weights.tensors[name].shape)
+        stored = self._stored(name)
+        if self.adapter and name in self.adapter.targets:
+            return self.adapter.merged(name, stored)
+        return stored
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         """The numbers of a tensor in order, as 1-d tensors.
 
         They share a buffer: use each before asking for the next.
         """
+        if self._is_fp8(name) or (self.adapter and name in self.adapter.targets):
+            yield self.read(name).flatten()
+            return
         dtype = self.dtype(name)
         for block in self._file_of[name].blocks(name):
             yield block.view(dtype)
@@ -168,14 +217,68 @@ class SafetensorsSource:
         return load_tokenizer(self.directory)
 
     def states(self) -> list[tuple[int, ...]]:
-        """What changes whenever a file of weights is written to."""
-        return sorted(self._current_states().values())
+        """What changes whenever a file of weights, or the factor of the adapter, does."""
+        adapter = [(int(self.adapter.record["xxh3_128"], 16),)] if self.adapter else []
+        return sorted([*self._current_states().values(), *adapter])
 
     def close(self) -> None:
         for weights in self._files.values():
             weights.close()
         for stream in self._companions.values():
             stream.close()
+
+    def _stored(self, name: str) -> Tensor:
+        """A tensor of the file, in numbers that can be converted."""
+        weights = self._file_of[name]
+        data, shape = weights.read(name), weights.tensors[name].shape
+        if self._is_fp8(name):
+            return dequantize_fp8(
+                data.view(torch.float8_e4m3fn).view(shape),
+                self._stored(name + SCALE),
+                self._fp8_block or (),
+                self.dtype(name),
+            )
+        return data.view(self.dtype(name)).view(shape)
+
+    def _read_quantization(self) -> tuple[int, ...] | None:
+        """Rows and columns that share a scale of FP8; ``()`` where all do, None without FP8."""
+        quantization = self.config.get("quantization_config")
+        if not isinstance(quantization, dict) or "quant_method" not in quantization:
+            return None  # `written_config` refuses what is none
+        method = str(quantization["quant_method"])
+        block = quantization.get("weight_block_size") or []
+        is_block = isinstance(block, list) and len(block) in (0, 2)
+        if method != "fp8" or not is_block or not all(type(n) is int and n > 0 for n in block):
+            raise CocaError(
+                f"{self.config_file}: got weights quantized by {method}, expected plain ones, or "
+                f"FP8 with a scale for each block; {REMEDIES.get(method, DEQUANTIZE)}"
+            )
+        del self.config["quantization_config"]
+        self.kind += ", FP8"
+        return tuple(block)
+
+    def _is_fp8(self, name: str) -> bool:
+        return (
+            self._fp8_block is not None
+            and name in self._file_of
+            and self._file_of[name].tensors[name].dtype == FP8
+        )
+
+    def _check_scales(self) -> None:
+        """Raise CocaError where a weight in FP8 has no scales for its blocks."""
+        for name in filter(self._is_fp8, self._file_of):
+            shape = self._file_of[name].tensors[name].shape
+            found = self._file_of.get(name + SCALE)
+            scales = found.tensors[name + SCALE].shape if found else None
+            block = self._fp8_block or shape
+            expected = tuple(-(-length // size) for length, size in zip(shape, block, strict=False))
+            is_single = not self._fp8_block and scales is not None and math.prod(scales) == 1
+            if len(shape) != 2 or not (scales == expected or is_single):
+                raise CocaError(
+                    f"{self._file_of[name].file}: tensor {name}: got shape {shape} and scales of "
+                    f"shape {scales}, expected {expected}; {DEQUANTIZE}"
+                )
+            self.dtype(name + SCALE)
 
     def _current_states(self) -> dict[str, tuple[int, ...]]:
         return {name: weights.state() for name, weights in self._files.items()}
@@ -185,11 +288,16 @@ class GgufSource:
     """A GGUF file; transformers builds its model in memory, dequantized to float32."""
 
     kind = "gguf"
-    commit = None
+    commit = adapter = None
 
-    def __init__(self, file: Path):
+    def __init__(self, file: Path, adapter: Adapter | None = None):
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+        if adapter:
+            raise CocaError(
+                f"{file}: --adapter: got a GGUF file, whose weights are quantized, expected the "
+                "safetensors checkpoint that the adapter was trained on"
+            )
         self.directory, self.config_file = file.parent, file
         try:
             self._model = AutoModelForCausalLM.from_pretrained(
@@ -217,6 +325,9 @@ class GgufSource:
             k: v for k, v in self._model.config.to_dict().items() if k != "quantization_config"
         }
         self._tensors = self._model.state_dict()
+
+    def sizes(self) -> dict[str, int]:
+        return {self.config_file.name: self.config_file.stat().st_size}
 
     def shapes(self) -> dict[str, Shape]:
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
@@ -251,6 +362,18 @@ class GgufSource:
             _raise_tokenizer_length(directory / TOKENIZER, ntk_length)
 
 
+def dequantize_fp8(
+    weight: Tensor, scales: Tensor, block: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """The numbers of `weight` (rows, columns) in `dtype`: each times the scale of its block.
+
+    scales: (rows / block[0], columns / block[1]), rounded up; a single one where `block` is empty.
+    """
+    for axis, size in enumerate(block):
+        scales = scales.repeat_interleave(size, axis).narrow(axis, 0, weight.shape[axis])
+    return (weight.float() * scales.float()).to(dtype)
+
+
 def _passed_over(file: Path) -> str | None:
     """The scaled RoPE or window that a GGUF file has where transformers does not look."""
     from gguf import GGUFReader
@@ -270,11 +393,21 @@ def _passed_over(file: Path) -> str | None:
     return None
 
 
-Source = SafetensorsSource | GgufSource
+Source = DirectorySource | GgufSource
 
 
-def open_source(source: str, revision: str | None = None) -> Source:
+def open_source(
+    source: str,
+    revision: str | None = None,
+    allow_pickle: bool = False,
+    adapter: Adapter | None = None,
+    scratch: Path | None = None,
+) -> Source:
     """Open a checkpoint: a directory, a .gguf file or a hub id, at a `revision`.
+
+    allow_pickle: read pickled weights where there are no safetensors. adapter: to merge into them.
+    scratch: a directory, for a dry run. It then takes what the cache of the hub lacks, the headers
+    of weights without their numbers; see `has_numbers`.
 
     Raises CocaError where it is absent, has no weights that can be read safely, or is ambiguous.
     """
@@ -286,21 +419,23 @@ def open_source(source: str, revision: str | None = None) -> Source:
         )
     if path.is_file():
         if path.suffix == ".gguf":
-            return GgufSource(path)
+            return GgufSource(path, adapter)
         raise CocaError(
             f"{source}: got a file, expected a checkpoint directory, a .gguf file or a hub id"
         )
-    directory = path if path.is_dir() else _download(source, revision)
+    directory = path if path.is_dir() else _download(source, revision, allow_pickle, scratch)
     if os.path.lexists(directory / ADAPTER):
         base = read_json(checkpoint_file(directory, ADAPTER)).get("base_model_name_or_path")
         raise CocaError(
-            f"{source}: got an adapter of {base}, expected a whole model; merge it first (with "
-            "peft: AutoPeftModelForCausalLM.from_pretrained(SRC).merge_and_unload()."
-            f"save_pretrained(DIR)), or remove {ADAPTER} where the weights beside it are merged "
-            "already"
+            f"{source}: got an adapter of {base}, expected a whole model; pass its base as SRC and "
+            f"its directory as --adapter, or remove {ADAPTER} where the weights beside it are "
+            "merged already"
         )
+    commit = None if path.is_dir() else directory.name
     if os.path.lexists(directory / INDEX) or os.path.lexists(directory / SINGLE):
-        return SafetensorsSource(directory, None if path.is_dir() else directory.name)
+        return DirectorySource(directory, commit, adapter=adapter)
+    if allow_pickle and any(os.path.lexists(directory / name) for name in (PICKLE, PICKLE_INDEX)):
+        return DirectorySource(directory, commit, pickled=True, adapter=adapter)
     names = os.listdir(directory) if path.is_dir() else _names_on_hub(source, directory)
     gguf_files = sorted(name for name in names if name.endswith(".gguf"))
     if gguf_files and not path.is_dir():
@@ -310,7 +445,7 @@ def open_source(source: str, revision: str | None = None) -> Source:
             "itself"
         )
     if len(gguf_files) == 1:
-        return GgufSource(directory / gguf_files[0])
+        return GgufSource(directory / gguf_files[0], adapter)
     if gguf_files:
         raise CocaError(
             f"{source}: got {len(gguf_files)} GGUF files ({', '.join(gguf_files)}), expected one; "
@@ -321,6 +456,11 @@ def open_source(source: str, revision: str | None = None) -> Source:
             if found := sorted(fnmatch.filter(names, pattern)):
                 raise CocaError(f"{source}: got {what.format(found[0])}")
     raise CocaError(f"{source}: got no weights, expected {SINGLE}, {INDEX} or a .gguf file")
+
+
+def has_numbers(source: Source, scratch: Path | None) -> bool:
+    """Whether its weights are here; `scratch` has their headers alone."""
+    return scratch is None or scratch not in source.directory.parents
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
@@ -392,23 +532,53 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _download(hub_id: str, revision: str | None) -> Path:
-    """The directory in the hub's cache with the files of `hub_id` that are read, and no others."""
-    directory = _snapshot(
-        hub_id, revision, ["config.json", INDEX, ADAPTER, "README.md", *RECORDS, *COMPANIONS]
-    )
+def _download(hub_id: str, revision: str | None, allow_pickle: bool, scratch: Path | None) -> Path:
+    """The directory in the hub's cache with the files of `hub_id` that are read, and no others.
+
+    With `scratch`, the directory there, unless the cache has all files.
+    """
+    others = [*OTHER_FILES, PICKLE_INDEX] if allow_pickle else OTHER_FILES
+    if scratch:
+        with contextlib.suppress(Exception):  # offline; and what `_snapshot` meets, too
+            # For the name of a branch, the cache would note what it stands for.
+            revision = HfApi().model_info(hub_id, revision=revision).sha
+    cache = scratch if scratch and _is_to_download(hub_id, revision, others) else None
+    directory = _snapshot(hub_id, revision, others, cache)
     if os.path.lexists(directory / ADAPTER):
         return directory
-    shards = set(read_index(directory).values()) if os.path.lexists(directory / INDEX) else set()
-    return _snapshot(hub_id, directory.name, [SINGLE, *map(glob.escape, sorted(shards))])
+    commit, names = directory.name, set(_names_on_hub(hub_id, directory))
+    pickled = allow_pickle and not names & {SINGLE, INDEX}
+    single, index = (PICKLE, PICKLE_INDEX) if pickled else (SINGLE, INDEX)
+    shards = set(read_index(directory, index).values()) if index in names else set()
+    weights = [single, *map(glob.escape, sorted(shards))]
+    if not scratch or not (cache or _is_to_download(hub_id, commit, weights)):
+        return _snapshot(hub_id, commit, weights)
+    if pickled:
+        raise CocaError(
+            f"{hub_id}: --dry-run: got pickled weights, whose shapes are known once they are "
+            f"downloaded; expected safetensors; run `hf download {hub_id}` first"
+        )
+    directory = _snapshot(hub_id, commit, others, scratch)
+    for name in sorted(shards or {SINGLE} & names):
+        _write_header(hub_id, commit, directory, name)
+    return directory
 
 
-def _snapshot(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import HFValidationError
-
+def _is_to_download(hub_id: str, revision: str | None, patterns: list[str]) -> bool:
     try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
+        found = snapshot_download(hub_id, revision=revision, allow_patterns=patterns, dry_run=True)
+    except Exception:  # whatever it is, `_snapshot` meets it too, and finds the cache without a hub
+        return False
+    return any(file.will_download for file in found)
+
+
+def _snapshot(
+    hub_id: str, revision: str | None, patterns: list[str], cache: Path | None = None
+) -> Path:
+    try:
+        return Path(
+            snapshot_download(hub_id, revision=revision, allow_patterns=patterns, cache_dir=cache)
+        )
     except HFValidationError:
         raise CocaError(
             f"{hub_id}: no such directory, and not the form of a hub id (owner/name)"
@@ -419,10 +589,23 @@ def _snapshot(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
         ) from error
 
 
+def _write_header(hub_id: str, commit: str, directory: Path, name: str) -> None:
+    """Write a safetensors file of a repository without its numbers, which take no disk."""
+    with library_errors(f"{hub_id}: the header of {name} cannot be read"):
+        tensors = HfApi().parse_safetensors_file_metadata(hub_id, name, revision=commit).tensors
+    entries = {
+        tensor: {name: getattr(entry, name) for name in ("dtype", "shape", "data_offsets")}
+        for tensor, entry in tensors.items()
+    }
+    text = json.dumps(entries).encode()
+    end = max((entry.data_offsets[1] for entry in tensors.values()), default=0)
+    with checkpoint_file(directory, name).open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(file.tell() + end)
+
+
 def _names_on_hub(hub_id: str, directory: Path) -> list[str]:
     """The files of a repository; where the hub does not answer, those of its snapshot."""
-    from huggingface_hub import HfApi
-
     try:
         return HfApi().list_repo_files(hub_id, revision=directory.name)
     except Exception:  # offline: huggingface_hub has many classes for it

@@ -215,7 +215,7 @@ def locked_staging(target: Path) -> Iterator[Staging]:
         parent for parent in staging.directory.parents if not parent.exists()
     ]  # by us, from here on
     try:
-        with _lock(staging):
+        with lock(staging):
             staging.check()
             staging.recover()
             try:
@@ -239,7 +239,8 @@ def locked_staging(target: Path) -> Iterator[Staging]:
                 directory.rmdir()
 
 
-def _lock(staging: Staging) -> contextlib.ExitStack:
+def lock(staging: Staging) -> contextlib.ExitStack:
+    """Make the directory of `staging` and hold its lock. Raises CocaError where another does."""
     directory = staging.directory
     busy = f"{staging.target}: another conversion is writing it; wait for it or choose another name"
     held = contextlib.ExitStack()

@@ -21,10 +21,9 @@ from coca_hf.convert.layout import Layout
 from coca_hf.convert.staging import FinishedShard, Staging
 from coca_hf.convert.tensors import Initialiser, TargetTensor
 from coca_hf.errors import CocaError
-from coca_hf.weights import FLOATS, INDEX, WeightsFile
+from coca_hf.weights import INDEX, STORED_AS, WeightsFile
 
 SHARDS_AT_ONCE = 3  # two to keep two processors busy, and one that waits for the disk
-STORED_AS = {dtype: name for name, dtype in FLOATS.items()}
 
 Progress = Callable[[int, int], None]
 

@@ -111,10 +111,20 @@ DAMAGE = {
         lambda d: (d / "model.safetensors").unlink(),
         "got no weights, expected model.safetensors",
     ),
-    "pickle only": (pickle_only, "got only pickled weights (pytorch_model.bin)"),
+    "pickle only": (
+        pickle_only,
+        "got only pickled weights (pytorch_model.bin), which can run code when read; expected "
+        "safetensors; pass --allow-pickle",
+    ),
+    "pickle of another name": (
+        lambda d: (d / "model.safetensors").rename(d / "model.pt"),
+        "got only pickled weights (model.pt), which can run code when read; expected safetensors; "
+        "load the model with transformers",
+    ),
     "adapter": (
         lambda d: [(d / "model.safetensors").unlink(), adapter(d)],
-        "got an adapter of owner/base, expected a whole model; merge it first (with peft: AutoPeftModel",
+        "got an adapter of owner/base, expected a whole model; pass its base as SRC and its directory "
+        "as --adapter",
     ),
     "adapter beside weights": (
         lambda d: adapter(d),

@@ -2,16 +2,21 @@
 called.
 """
 
+import io
 import json
 import re
 import shutil
+import tempfile
 from urllib.parse import unquote
 
 import huggingface_hub
 import pytest
+import torch
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file
 
 from coca_hf import CocaError, convert_checkpoint
+from tests.convert.test_destination import files_of
 from tests.hub import HubHandler, serving
 from tests.test_card import FRONT_MATTER, TRAINING
 
@@ -172,6 +177,65 @@ def test_a_coca_model_brings_the_records_the_card_and_the_licence_of_its_base(
     card = ModelCard.load(tmp_path / "dst/README.md")
     assert (card.data.license, card.data.license_name) == ("other", "llama3")
     assert "Tokens seen in CoCA training: 41." in card.text
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_dry_run_of_a_model_on_the_hub_downloads_no_weights_and_leaves_the_cache_as_it_is(
+    hub, tmp_path, tiny_llama_dir, convert, monkeypatch, sharded
+):
+    files = hub.commits[NEW]
+    size = len(files["model.safetensors"])
+    if sharded:
+        names = load_file(tiny_llama_dir / "model.safetensors").keys()
+        files["a.safetensors"] = files.pop("model.safetensors")
+        index = {"weight_map": dict.fromkeys(names, "a.safetensors")}
+        files["model.safetensors.index.json"] = json.dumps(index).encode()
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    before = files_of(tmp_path)
+    plan = convert_checkpoint(REPO, tmp_path / "dst", dry_run=True)
+    assert files_of(tmp_path) == before
+    assert plan["read"]["files"] == 1
+    assert plan["read"]["bytes"] == pytest.approx(size, rel=0.01)
+    assert (plan["source_commit"], plan["numbers_checked"]) == (NEW, False)
+    code, printed = convert(REPO, tmp_path / "dst", "--dry-run")
+    assert code == 0
+    assert f"{REPO} at commit {NEW}: safetensors" in printed
+    assert "not checked           the numbers of the weights, which only the hub has" in printed
+
+    record = convert_checkpoint(REPO, tmp_path / "dst")
+    assert plan["parameters"] == record["parameters"]
+    before, hub.downloaded[:] = files_of(tmp_path), []
+    plan = convert_checkpoint(REPO, tmp_path / "other", dry_run=True)
+    assert plan["numbers_checked"]
+    assert hub.downloaded == []
+    assert files_of(tmp_path) == before
+
+
+def test_pickles_on_the_hub_are_downloaded_with_the_flag_alone(hub, tmp_path, tiny_llama_dir):
+    files = hub.commits[NEW]
+    del files["model.safetensors"]
+    tensors = load_file(tiny_llama_dir / "model.safetensors")
+    for number, names in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2])):
+        shard = io.BytesIO()
+        torch.save({name: tensors[name] for name in names}, shard)
+        files[f"pytorch_model-{number}.bin"] = shard.getvalue()
+    weight_map = {
+        name: f"pytorch_model-{number}.bin"
+        for number in (0, 1)
+        for name in sorted(tensors)[number::2]
+    }
+    files["pytorch_model.bin.index.json"] = json.dumps({"weight_map": weight_map}).encode()
+    for options in ({}, {"allow_pickle": True, "dry_run": True}):
+        message = "pass --allow-pickle" if not options else "run `hf download owner/model` first"
+        with pytest.raises(CocaError, match=message):
+            convert_checkpoint(REPO, tmp_path / "dst", **options)
+        assert not {name for name in hub.downloaded if name.endswith(".bin")}
+    convert_checkpoint(REPO, tmp_path / "dst", allow_pickle=True)
+    assert {"pytorch_model-0.bin", "pytorch_model-1.bin"} < set(hub.downloaded)
+    convert_checkpoint(tiny_llama_dir, tmp_path / "direct")
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("dst", "direct")]
+    assert weights[0] == weights[1]
 
 
 def test_what_was_downloaded_before_is_enough_without_the_hub(hub, tmp_path, monkeypatch):

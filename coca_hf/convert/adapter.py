@@ -1,0 +1,157 @@
+"""LoRA adapters of peft, added to the weights of their base as these are read."""
+
+import contextlib
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import xxhash
+from torch import Tensor
+
+from coca_hf.convert.tensors import Shape
+from coca_hf.errors import CocaError, short
+from coca_hf.weights import BLOCK_BYTES, FLOATS, WeightsFile, checkpoint_file, read_json
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+REMEDY = "merge it with peft's merge_and_unload first, and convert the result"
+# Fields that say nothing about what is merged. Those that are off (null, false, empty) do not,
+# either, and the rest is refused.
+INERT = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_dropout",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+}
+EXPECTED = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian"),  # others change the base
+    "use_rslora": (True, False),
+}
+
+
+class Adapter:
+    """A directory with plain LoRA on linear layers: W + B A alpha / r, or / sqrt(r) with rslora.
+
+    weights: its open file. targets: the names of the base's tensors that it adds to. record: what
+    `conversion.json` says about it.
+
+    Raises CocaError for an adapter of any other kind.
+    """
+
+    def __init__(self, directory: Path):
+        if not (directory / CONFIG).exists():
+            raise CocaError(
+                f"--adapter: got {directory}, expected a directory with {CONFIG} and {WEIGHTS}, as "
+                "peft saves them"
+            )
+        self.config_file = checkpoint_file(directory, CONFIG)
+        config = read_json(self.config_file)
+        self.rank, self.scale = self._rank_and_scale(config)
+        self.weights = WeightsFile(checkpoint_file(directory, WEIGHTS))
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.weights.close)
+            self.targets = self._check_names()
+            stack.pop_all()
+        self.record = {"name": directory.absolute().name, "xxh3_128": self._hash()}
+
+    def check(self, shapes: Mapping[str, Shape], tied: bool) -> None:
+        """Raise CocaError where the base, whose tensors have `shapes`, is of another form.
+
+        tied: whether its head is its embedding.
+        """
+        for name in sorted(self.targets):
+            lora_a, lora_b = (self.weights.tensors[stored].shape for stored in self._pair(name))
+            if tied and name in ("lm_head.weight", "embed_out.weight"):
+                raise CocaError(
+                    f"{self.weights.file}: got weights for {name}, which the base ties to its "
+                    f"embedding; {REMEDY}"
+                )
+            expected = (*lora_b[:1], *lora_a[1:])
+            if shapes.get(name) != expected:
+                raise CocaError(
+                    f"{self.weights.file}: got weights for {name} of shape {expected}, expected "
+                    f"{shapes.get(name, 'a tensor of the base')}; is the base "
+                    "another model?"
+                )
+
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """`weight`, which is called `name`, with the adapter: rounded once, as peft does."""
+        lora_a, lora_b = (
+            self.weights.read(stored)
+            .view(FLOATS[self.weights.tensors[stored].dtype])
+            .view(self.weights.tensors[stored].shape)
+            .float()
+            for stored in self._pair(name)
+        )
+        return (weight + (lora_b @ lora_a) * self.scale).to(weight.dtype)
+
+    def close(self) -> None:
+        self.weights.close()
+
+    def _rank_and_scale(self, config: dict) -> tuple[int, float]:
+        for field, value in {"peft_type": None, **config}.items():
+            known = EXPECTED.get(field)
+            is_plain = value in known if known else not value or field in INERT
+            if not is_plain and field not in ("r", "lora_alpha"):
+                raise CocaError(
+                    f"{self.config_file}: got {field}={short(value)}, expected plain LoRA on "
+                    f"linear layers; {REMEDY}"
+                )
+        rank, alpha = config.get("r"), config.get("lora_alpha")
+        if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
+            raise CocaError(
+                f"{self.config_file}: got r={short(rank)}, lora_alpha={short(alpha)}, expected a "
+                "rank from 1 and a number"
+            )
+        return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+    def _check_names(self) -> set[str]:
+        targets = set()
+        for stored, tensor in self.weights.tensors.items():
+            found = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", stored)
+            if not found or len(tensor.shape) != 2 or tensor.dtype not in FLOATS:
+                raise CocaError(
+                    f"{self.weights.file}: got {stored}, {tensor.dtype} of shape {tensor.shape}, "
+                    f"expected plain LoRA on linear layers; {REMEDY}"
+                )
+            targets.add(f"{found[1]}.weight")
+        for name in sorted(targets):
+            found_ranks = [
+                self.weights.tensors[stored].shape[axis] if stored in self.weights.tensors else None
+                for axis, stored in enumerate(self._pair(name))
+            ]
+            if found_ranks != [self.rank, self.rank]:
+                raise CocaError(
+                    f"{self.weights.file}: got ranks {found_ranks} of lora_A and lora_B for "
+                    f"{name}, expected {self.rank} from {CONFIG}; is the adapter complete?"
+                )
+        if not targets:
+            raise CocaError(f"{self.weights.file}: got no tensors, expected those of an adapter")
+        return targets
+
+    def _pair(self, name: str) -> tuple[str, str]:
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+
+    def _hash(self) -> str:
+        """xxh3_128 of the file of weights and of the factor."""
+        digest = xxhash.xxh3_128(repr(self.scale).encode())
+        buffer = bytearray(BLOCK_BYTES)
+        for offset in range(0, self.weights.size, BLOCK_BYTES):
+            block = memoryview(buffer)[: self.weights.size - offset]
+            self.weights.read_into(block, offset)
+            digest.update(block)
+        return digest.hexdigest()

@@ -1,0 +1,162 @@
+"""`--allow-pickle`: pytorch_model.bin as tensors alone, and nothing that is planted in it runs."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from coca_hf import convert_checkpoint
+
+
+@pytest.fixture
+def tensors(tiny_llama_dir):
+    return load_file(tiny_llama_dir / "model.safetensors")
+
+
+@pytest.fixture
+def source(tmp_path, tiny_llama_dir):
+    directory = shutil.copytree(tiny_llama_dir, tmp_path / "source")
+    (directory / "model.safetensors").unlink()
+    return directory
+
+
+def save_sharded(directory, tensors):
+    names = sorted(tensors)
+    shards = {"pytorch_model-1.bin": names[::2], "pytorch_model-2.bin": names[1::2]}
+    for file, held in shards.items():
+        torch.save({name: tensors[name] for name in held}, directory / file)
+    weight_map = {name: file for file, held in shards.items() for name in held}
+    index = directory / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+
+
+def save_single(directory, tensors):
+    torch.save(tensors, directory / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("save", [save_single, save_sharded])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_pickles_convert_to_the_bits_of_safetensors(
+    source, tensors, tmp_path, convert, tiny_llama_dir, save, dtype
+):
+    save(source, {name: tensor.to(dtype) for name, tensor in tensors.items()})
+    code, printed = convert(source, tmp_path / "dst")
+    assert (code, printed.count("\n")) == (2, 1)
+    assert "pass --allow-pickle, which reads tensors alone" in printed
+    code, _ = convert(source, tmp_path / "dst", "--allow-pickle", "--max-shard-size", "100KB")
+    assert code == 0
+    options = {"dtype": str(dtype).removeprefix("torch."), "max_shard_size": "100KB"}
+    convert_checkpoint(tiny_llama_dir, tmp_path / "expected", **options)
+    for file in (tmp_path / "expected").glob("*.safetensors"):
+        if dtype == torch.float32:  # otherwise W_T comes from rounded numbers
+            assert (tmp_path / "dst" / file.name).read_bytes() == file.read_bytes()
+        else:
+            for name, tensor in load_file(file).items():
+                got = load_file(tmp_path / "dst" / file.name)[name]
+                assert "t_proj" in name or torch.equal(got, tensor)
+    record = json.loads((tmp_path / "dst" / "conversion.json").read_text())
+    assert record["source_format"] == "pickles"
+
+
+def test_safetensors_are_read_where_both_are(tiny_llama_dir, tmp_path):
+    both = shutil.copytree(tiny_llama_dir, tmp_path / "both")
+    (both / "pytorch_model.bin").write_bytes(b"no zip file")
+    record = convert_checkpoint(both, tmp_path / "dst", allow_pickle=True)
+    assert record["source_format"] == "safetensors"
+
+
+class Payload:
+    def __init__(self, victim):
+        self.victim = victim
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.victim),)
+
+
+@pytest.mark.parametrize("place", ["beside tensors", "instead", "a list"])
+def test_a_planted_payload_is_named_and_not_run(source, tensors, tmp_path, convert, place):
+    payload = Payload(tmp_path / "victim")
+    planted = {"beside tensors": tensors | {"x": payload}, "instead": payload, "a list": [payload]}
+    torch.save(planted[place], source / "pytorch_model.bin")
+    code, printed = convert(source, tmp_path / "dst", "--allow-pickle")
+    assert (code, printed.count("\n")) == (2, 1)
+    assert (
+        "cannot be read as tensors alone (it names posix.mkdir), and nothing in it was" in printed
+    )
+    assert "weights_only" not in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_pickle_of_the_time_before_zip_files_does_not_run_either(source, tmp_path, convert):
+    torch.save(
+        Payload(tmp_path / "victim"),
+        source / "pytorch_model.bin",
+        _use_new_zipfile_serialization=False,
+    )
+    code, printed = convert(source, tmp_path / "dst", "--allow-pickle")
+    assert (code, printed.count("\n")) == (2, 1)
+    assert "cannot be read as tensors alone (" in printed
+    assert not (tmp_path / "victim").exists()
+
+
+def damaged(directory, tensors):
+    save_single(directory, tensors)
+    file = directory / "pytorch_model.bin"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+REFUSED = {
+    "nested": (
+        lambda d, t: save_single(d, {"state_dict": t}),
+        "got a dict, 'state_dict', expected a dictionary of dense tensors that lie in the file",
+    ),
+    "a tensor": (lambda d, t: save_single(d, torch.ones(2)), "got a Tensor, expected a dictio"),
+    "sparse": (
+        lambda d, t: save_single(d, t | {"x": torch.ones(2, 2).to_sparse()}),
+        "got a Tensor, 'x', expected a dictionary of dense tensors",
+    ),
+    "without memory": (
+        lambda d, t: save_single(d, t | {"x": torch.ones(2, device="meta")}),
+        "got a Tensor, 'x', expected a dictionary of dense tensors",
+    ),
+    "larger than the file": (
+        lambda d, t: save_single(d, t | {"x": torch.ones(1).expand(1 << 40)}),
+        "got a Tensor, 'x', expected a dictionary of dense tensors that lie in the file",
+    ),
+    "integers": (
+        lambda d, t: save_single(
+            d, t | {"model.norm.weight": t["model.norm.weight"].to(torch.int8)}
+        ),
+        "tensor model.norm.weight has dtype torch.int8, expected one of F64, F32, F16, BF16",
+    ),
+    "damaged": (damaged, "pytorch_model.bin: cannot be read as tensors alone ("),
+    "absent shard": (
+        lambda d, t: [save_sharded(d, t), (d / "pytorch_model-2.bin").unlink()],
+        "pytorch_model.bin.index.json: names pytorch_model-2.bin, which is not in",
+    ),
+}
+
+
+@pytest.mark.parametrize(("save", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_no_dictionary_of_tensors_is_one_line_and_exit_code_2(
+    source, tensors, tmp_path, convert, save, message
+):
+    save(source, tensors)
+    code, printed = convert(source, tmp_path / "dst", "--allow-pickle")
+    assert (code, printed.count("\n")) == (2, 1)
+    assert message in printed
+    assert not (tmp_path / "dst").exists()
+
+
+def test_a_tensor_that_was_saved_transposed_is_read_by_its_values(
+    source, tensors, tmp_path, tiny_llama_dir
+):
+    q = "model.layers.0.self_attn.q_proj.weight"
+    save_single(source, tensors | {q: tensors[q].T.contiguous().T})
+    convert_checkpoint(source, tmp_path / "dst", allow_pickle=True)
+    convert_checkpoint(tiny_llama_dir, tmp_path / "expected")
+    name = "model.safetensors"
+    assert (tmp_path / "dst" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()

@@ -1,0 +1,109 @@
+"""`--push-to-hub`: what is refused before the work, what is uploaded in which order, and what stays."""
+
+import huggingface_hub
+import pytest
+
+from coca_hf.convert.upload import check_repository
+from tests.test_hub import REPO, run, serving_repository
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """The hub of this process."""
+    with serving_repository() as server:
+        for name, value in {
+            "ENDPOINT": server.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": server.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True,
+            "HF_TOKEN_PATH": str(tmp_path / "no-token"),
+        }.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.setenv("HF_TOKEN", "hf_nobody")
+        yield server
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_a_conversion_is_pushed_to_a_new_repository_with_its_card_first(
+    hub, public, tiny_llama_dir, tmp_path, convert
+):
+    dst = tmp_path / "dst"
+    code, printed = convert(
+        tiny_llama_dir, dst, "--push-to-hub", REPO, *(["--public"] if public else [])
+    )
+    assert code == 0
+    assert f"Uploaded to {REPO}, {'public' if public else 'private'}." in printed
+    (asked,) = hub.created
+    assert asked["name"] == "tiny-coca"
+    # `private` until huggingface_hub 2
+    private = asked.get("private", asked.get("visibility") == "private")
+    assert private == (not public)
+    assert hub.commits[0] == ["README.md"]
+    assert hub.files == {file.name: file.read_bytes() for file in dst.iterdir()}
+
+
+LOGINS = {
+    "no owner": ("tiny-coca", {}, "got no name of a repository, expected OWNER/NAME"),
+    "three parts": ("a/b/c", {}, "got no name of a repository, expected OWNER/NAME"),
+    "empty": ("", {}, "got no name of a repository, expected OWNER/NAME"),
+    "odd letters": ("somebody/tiny coca", {}, "got no name of a repository"),
+    "no login": (REPO, {"token": None}, "got no login, expected one that may write; run `hf auth"),
+    "invalid token": (REPO, {"login": {}}, "the hub does not let us in (Invalid user token"),
+    "another's": ("else/tiny", {}, "got the owner else, expected one that this login writes for: "),
+    "reads": (
+        REPO,
+        {"login": {"name": "somebody", "auth": {"accessToken": {"role": "read"}}}},
+        "got a token that only reads, expected one that may write",
+    ),
+    "exists": (REPO, {"files": {"README.md": b"mine"}}, "is on the hub already, and is left as"),
+}
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize(("name", "state", "message"), LOGINS.values(), ids=LOGINS.keys())
+def test_what_could_not_be_pushed_is_refused_before_the_work(
+    hub, name, state, message, dry_run, tiny_llama_dir, tmp_path, convert, monkeypatch
+):
+    if "token" in state:
+        monkeypatch.delenv("HF_TOKEN")
+    hub.login = state.get("login", hub.login)
+    hub.files.update(state.get("files", {}))
+    monkeypatch.setattr("coca_hf.convert.conversion.open_source", None)
+    dry = ["--dry-run"] if dry_run else []
+    code, printed = convert(tiny_llama_dir, tmp_path / "dst", "--push-to-hub", name, *dry)
+    assert (code, printed.count("\n")) == (2, 1)
+    assert f"--push-to-hub {name}: {message}" in printed
+    assert (hub.created, hub.commits) == ([], [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_organisation_of_the_login_may_be_pushed_to(hub):
+    check_repository("lab/tiny-coca")
+
+
+def test_a_dry_run_pushes_nothing(hub, tiny_llama_dir, tmp_path, convert):
+    code, _ = convert(tiny_llama_dir, tmp_path / "dst", "--push-to-hub", REPO, "--dry-run")
+    assert (code, hub.created) == (0, [])
+
+
+@pytest.mark.parametrize("fails_at", ["README.md", "model.safetensors"])
+def test_a_failed_upload_keeps_the_checkpoint_and_names_the_command_that_continues(
+    hub, fails_at, tiny_llama_dir, tmp_path, convert
+):
+    dst = tmp_path / "dst"
+    hub.fails_at = fails_at
+    code, printed = convert(tiny_llama_dir, dst, "--push-to-hub", REPO)
+    assert code == 2
+    assert printed.splitlines()[-1].startswith(f"error: {REPO}: not uploaded; ")  # after its bars
+    command = f"hf upload {REPO} {dst} --private"
+    assert f"not uploaded; the checkpoint is complete in {dst}, and `{command}` cont" in printed
+    assert "model.safetensors" not in hub.files
+    hub.fails_at = None
+    run(hub, tmp_path / "home", *command.split())
+    assert hub.files == {file.name: file.read_bytes() for file in dst.iterdir() if file.is_file()}
+
+
+def test_public_is_refused_without_a_repository(tiny_llama_dir, tmp_path, convert):
+    code, printed = convert(tiny_llama_dir, tmp_path / "dst", "--public")
+    assert (code, printed.count("\n")) == (2, 1)
+    assert "--public: got it without --push-to-hub, expected both" in printed
