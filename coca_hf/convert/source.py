@@ -193,14 +193,20 @@ class GgufSource:
     commit = None
 
     def __init__(self, file: Path):
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+        import transformers
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        if not hasattr(transformers, "GgufConfig"):  # 5.16
+            raise CocaError(
+                f"{file}: got transformers {transformers.__version__}, expected one that has "
+                "GgufConfig, to read GGUF; pip install --upgrade 'transformers<5.24'"
+            )
         self.directory, self.config_file = file.parent, file
         try:
             self._model = AutoModelForCausalLM.from_pretrained(
                 file.parent,
                 gguf_file=file.name,
-                quantization_config=GgufConfig(dequantize=True),
+                quantization_config=transformers.GgufConfig(dequantize=True),
                 dtype=torch.float32,
             )
             self._tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
