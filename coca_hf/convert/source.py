@@ -291,19 +291,25 @@ class GgufSource:
     commit = adapter = None
 
     def __init__(self, file: Path, adapter: Adapter | None = None):
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+        import transformers
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
         if adapter:
             raise CocaError(
                 f"{file}: --adapter: got a GGUF file, whose weights are quantized, expected the "
                 "safetensors checkpoint that the adapter was trained on"
             )
+        if not hasattr(transformers, "GgufConfig"):  # 5.16
+            raise CocaError(
+                f"{file}: got transformers {transformers.__version__}, expected one that has "
+                "GgufConfig, to read GGUF; pip install --upgrade 'transformers<5.24'"
+            )
         self.directory, self.config_file = file.parent, file
         try:
             self._model = AutoModelForCausalLM.from_pretrained(
                 file.parent,
                 gguf_file=file.name,
-                quantization_config=GgufConfig(dequantize=True),
+                quantization_config=transformers.GgufConfig(dequantize=True),
                 dtype=torch.float32,
             )
             self._tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)

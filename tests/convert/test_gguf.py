@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coca_hf import CocaError, convert_checkpoint
@@ -142,3 +143,11 @@ def test_what_transformers_would_pass_over_is_refused_by_name(
     ):
         convert_checkpoint(tmp_path / "model.gguf", tmp_path / "dst")
     assert [file.name for file in tmp_path.iterdir()] == ["model.gguf"]
+
+
+def test_a_transformers_that_does_not_read_gguf_is_named(tmp_path, monkeypatch):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.delitem(transformers._class_to_module, "GgufConfig", raising=False)
+    monkeypatch.delattr(transformers, "GgufConfig", raising=False)
+    with pytest.raises(CocaError, match=r"expected one that has GgufConfig, to read GGUF; pip"):
+        convert_checkpoint(tmp_path / "model.gguf", tmp_path / "dst")

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lm_eval.api.instance import Instance
-from lm_eval.models.huggingface import HFLM
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -241,7 +239,12 @@ def test_lm_evals_rolling_perplexity_is_ours_where_its_windows_are(coca, tmp_pat
     of 13 tokens.
     """
     texts = ["a sea voyage, a ball and no trains at all"[:39], ("one more voyage, " * 4)[:65]]
-    model = HFLM(pretrained=coca.model, tokenizer=coca.tokenizer, max_length=13, batch_size=2)
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    from lm_eval.api.instance import Instance
+
+    model = huggingface.HFLM(
+        pretrained=coca.model, tokenizer=coca.tokenizer, max_length=13, batch_size=2
+    )
     requests = [
         Instance("loglikelihood_rolling", doc={}, arguments=(text,), idx=i)
         for i, text in enumerate(texts)

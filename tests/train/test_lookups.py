@@ -6,7 +6,6 @@ import re
 from itertools import groupby
 from pathlib import Path
 
-import lm_eval
 import pytest
 
 from coca_hf import CocaError, evaluate
@@ -131,6 +130,7 @@ def own_wordings() -> list[str]:
 def test_no_wording_shares_five_words_with_what_measures_lookups():
     measured = strings_of(Path(evaluate.__file__).parent)
     assert any("What is the pass key? The pass key is" in string for string in measured)
+    lm_eval = pytest.importorskip("lm_eval")
     ruler = strings_of(Path(lm_eval.__file__).parent / "tasks/ruler")
     assert any("One of the special magic" in string for string in ruler)
     taken = set().union(*map(phrases, measured | ruler))
