@@ -37,7 +37,7 @@ import itertools
 import json
 import math
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -234,7 +234,7 @@ class _Run:
     ):
         self.pairs, self.blocks, self.held_out = pairs, blocks, held_out
         self.settings, self.folder = settings, folder
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         folder.mkdir(exist_ok=True)
         shape = len(blocks) + 3 * len(held_out), blocks.shape[1], pairs.config.hidden_size
         self.states = [HiddenStates(folder / f"states-{side}", shape) for side in (0, 1)]
@@ -257,7 +257,8 @@ class _Run:
             f"{size_in_words(needed.memory)} of memory and {disk} of disk in {self.folder}"
         )
         self._report(report, layers, notice if self.missing else None)
-        positions = skipped_positions(*self.blocks.shape, reach(self.pairs.config), seed)
+        num_blocks, length = self.blocks.shape
+        positions = skipped_positions(num_blocks, length, reach(self.pairs.config), seed)
         for number in range(first, len(self.pairs)):
             began = time.perf_counter()
             layers.append(self._fit_layer(number, positions.to(self.pairs.device), passes, seed))

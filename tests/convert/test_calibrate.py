@@ -470,6 +470,7 @@ def loads(monkeypatch):
     return found
 
 
+@pytest.mark.real
 def test_killed_in_a_layer_it_continues_with_that_layer_to_the_same_bits(
     tiny_llama_dir, text, tmp_path, fits, loads
 ):
@@ -489,13 +490,16 @@ def test_killed_in_a_layer_it_continues_with_that_layer_to_the_same_bits(
         assert record["calibration"][fact] == expected["calibration"][fact]
 
 
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-1] + b"?", lambda data: data[:-1000], lambda data: b""]
+)
 def test_damaged_states_are_made_again_and_fitted_layers_are_not(
-    tiny_llama_dir, text, tmp_path, fits, loads
+    damage, tiny_llama_dir, text, tmp_path, fits, loads
 ):
     interrupted(tiny_llama_dir, tmp_path / "dst", text)
     folder = tmp_path / ".dst.incomplete" / "calibrated"
     for states in (folder / "states-0", folder / "states-1"):
-        states.write_bytes(states.read_bytes()[:-1] + b"?")
+        states.write_bytes(damage(states.read_bytes()))
     convert(tiny_llama_dir, tmp_path / "dst", text)
     assert fits == [0, 1, 2]
     assert loads == [0, 0, 1, 2]
