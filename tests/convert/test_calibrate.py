@@ -814,6 +814,9 @@ def test_command_prints_what_it_was_worth_or_one_line_of_error(
     ]
     assert code == 0
     assert f"{values['start']:,.4g} before, {values['calibrated']:,.4g} after" in printed
+    needed = r"calibrating 3 of 3 layers: about 7\d\d\.\d\d MB of memory and \d\.\d\d MB of disk in"
+    assert re.match(needed, printed)
+    assert re.search(r"\nlayer 0 took \d+ s; calibration takes about \d+ min\n", printed)
     code, printed = command(tmp_path / "other", "--calibrate", text, "--calibrate-tokens", 10**6)
     assert (code, printed.count("\n")) == (2, 1)
     assert "give more text, or a smaller --calibrate-tokens" in printed
