@@ -15,7 +15,8 @@ class HiddenStates:
     """Blocks of hidden states, (n, m, hidden) in float32, in a file that is read and written.
 
     It is indexed by slices of blocks, as a tensor is. The file is not mapped into memory: its pages
-    would count as ours, and a full disk would be a SIGBUS instead of an error.
+    would count as ours, and a full disk would be a SIGBUS instead of an error. Reading raises
+    OSError where the file is too short.
     """
 
     def __init__(self, file: Path, shape: tuple[int, int, int], first: int = 0):
@@ -26,9 +27,10 @@ class HiddenStates:
 
     def __getitem__(self, blocks: slice) -> Tensor:
         start, stop, _ = blocks.indices(len(self))
-        numbers = np.fromfile(
-            self.file, np.float32, (stop - start) * self._per_block, offset=self._offset(start)
-        )
+        count = (stop - start) * self._per_block
+        numbers = np.fromfile(self.file, np.float32, count, offset=self._offset(start))
+        if len(numbers) < count:
+            raise OSError(f"{self.file} became shorter while it was read")
         return torch.from_numpy(numbers).view(-1, *self.shape[1:])
 
     def __setitem__(self, blocks: slice, states: Tensor) -> None:

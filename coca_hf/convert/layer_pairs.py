@@ -67,6 +67,7 @@ class LayerPairs:
     def is_fitted(self, number: int) -> bool:
         return number not in self.config.coca_kept_layers
 
+    @torch.autocast("cpu", enabled=False)  # W_T's scale is exact, and some sources are float16
     def load(self, number: int) -> tuple[Any, Any]:
         """Layer `number` of the original and of the CoCA model; what is equal is shared."""
         read = functools.cache(self.layout.source.read)
