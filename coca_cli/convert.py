@@ -302,7 +302,9 @@ def _print_plan(plan: dict, dst: str) -> None:
     if calibration := plan.get("calibration"):
         console.print(
             f"  would calibrate       {calibration['tokens']:,} tokens, "
-            f"{calibration['passes']} passes, on {calibration['device']}"
+            f"{calibration['passes']} passes, on {calibration['device']}, with "
+            f"{size_in_words(calibration['memory_bytes'])} of memory and "
+            f"{size_in_words(calibration['disk_bytes'])} of disk; its first layer tells the time"
         )
     if not plan["numbers_checked"]:
         console.print("  not checked           the numbers of the weights, which only the hub has")

@@ -227,7 +227,7 @@ def _plan(
         else layout.config.coca_kept_layers,
         "dtype": str(layout.config.dtype).removeprefix("torch."),
         **_summary(layout),
-        **({"calibration": calibration.plan()} if calibration else {}),
+        **({"calibration": calibration.plan(layout)} if calibration else {}),
     }
 
 
@@ -307,8 +307,15 @@ class _Calibration:
             "seconds_by_part": {part: round(spent, 1) for part, spent in done.seconds.items()},
         }
 
-    def plan(self) -> dict:
-        return {"tokens": self.blocks.numel(), "passes": self.passes, "device": self.device}
+    def plan(self, layout: Layout) -> dict:
+        needed = needs(layout, self.blocks, self.held_out, matrix_dtype(layout, self.device))
+        return {
+            "tokens": self.blocks.numel(),
+            "passes": self.passes,
+            "device": self.device,
+            "memory_bytes": needed.memory,
+            "disk_bytes": sum(self.disk_bytes(layout)),
+        }
 
     def most_harmful(
         self, layout: Layout, number: int | str, staging: Staging, report: Report

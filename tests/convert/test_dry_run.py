@@ -165,7 +165,8 @@ def test_a_calibration_is_planned_with_its_text_and_not_begun(
         *(*options, "--calibrate-passes", "3", "--keep-layers", "2"),
     )
     assert code == 0
-    assert "would calibrate       512 tokens, 3 passes, on cpu" in printed
+    assert "would calibrate       512 tokens, 3 passes, on cpu, with " in printed
+    assert " of memory and " in printed
     assert "kept in the layers that calibration finds (2)" in printed
     assert everything_in(tmp_path) == before
     text.write_text("short")
