@@ -166,7 +166,7 @@ def convert_command(
 ) -> None:
     """Convert a LLaMA, Mistral, Qwen2, Qwen3 or GPT-NeoX checkpoint to CoCA.
 
-    If it is interrupted, run the same command again: it continues.
+    If it is interrupted before DST is there, run the same command again: it continues.
     """
     if public and push_to_hub is None:
         raise BadOption("--public: got it without --push-to-hub, expected both")

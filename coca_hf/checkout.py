@@ -54,11 +54,14 @@ def now() -> str:
 def without_paths(value: Any) -> Any:
     """A record that may leave this machine: paths and globs of local files become their last part.
 
-    value: strings, numbers, lists and dicts. Ids on the hub stay. A relative path is told from an
-    id by the files that it finds, so that this has to run in the directory that it is relative to.
+    value: strings, numbers, lists and dicts. Ids on the hub stay, in dicts that are `on_hub` and
+    under `base` whatever they are. A relative path is told from an id by the files that it finds,
+    so that this has to run in the directory that it is relative to.
     """
     if isinstance(value, dict):
-        return {key: without_paths(item) for key, item in value.items()}
+        if value.get("on_hub"):
+            return value
+        return {key: item if key == "base" else without_paths(item) for key, item in value.items()}
     if isinstance(value, list):
         return [without_paths(item) for item in value]
     if not isinstance(value, str):

@@ -111,7 +111,12 @@ class Adapter:
                     f"linear layers; {REMEDY}"
                 )
         rank, alpha = config.get("r"), config.get("lora_alpha")
-        if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
+        if (
+            not isinstance(rank, int)
+            or rank < 1
+            or not isinstance(alpha, int | float)
+            or not math.isfinite(alpha)
+        ):
             raise CocaError(
                 f"{self.config_file}: got r={short(rank)}, lora_alpha={short(alpha)}, expected a "
                 "rank from 1 and a number"

@@ -26,8 +26,9 @@ No model is whole in memory. A pair of layers is read at a time (`LayerPairs`), 
 before and after it lie in files, and memory holds, for one layer, what the original's attention
 sees and makes of it (`Seen`). A run that is killed continues with the layer it was at.
 
-Weights that are stored in 16 bits are multiplied in bfloat16 where the processor has AMX; scores
-and their softmax, the residual stream, the fitted weights and what is measured stay float32.
+Weights that are stored in 16 bits are multiplied in bfloat16 where the processor has AMX, also in
+the original that is imitated and measured against; scores and their softmax, divergences, the
+residual stream and the fitted weights stay float32.
 
 Letters: see `models/attention.py`; n_b blocks of text.
 """
@@ -129,6 +130,9 @@ class FittedTensors(Mapping[str, Tensor]):
         file, stored_name = self._places[name]
         with safe_open(file, "pt") as stream:
             return stream.get_tensor(stored_name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -331,8 +335,8 @@ class _Run:
             states[some] = embeddings[ids[some]]
 
     def _remove_states(self) -> None:
-        for path in (self._record_file, *(states.file for states in self.states)):
-            path.unlink(missing_ok=True)
+        for path in self.folder.glob("states*"):
+            path.unlink()
 
     @property
     def _record_file(self) -> Path:

@@ -43,7 +43,7 @@ from coca_hf.convert.preflight import (
     check_target,
     free_bytes,
 )
-from coca_hf.convert.source import has_numbers, open_source
+from coca_hf.convert.source import TRAINING_RECORD, has_numbers, open_source
 from coca_hf.convert.staging import (
     FinishedShard,
     Staging,
@@ -139,7 +139,7 @@ def convert_checkpoint(
     form = Form(
         src, constraint, dtype, shard_bytes, ntk_length, ntk_factor, released, ignore_fields
     )
-    check_paths(src, dst)
+    check_paths([src] if adapter is None else [src, os.fspath(adapter)], dst)
     check_options(form)
     check_kept_layers(keep_layers, calibrate_on)
     if calibrate_on:
@@ -150,7 +150,7 @@ def convert_checkpoint(
         scratch = None
         if dry_run:
             check_staging(target)
-            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory())).resolve()
         staging = stack.enter_context(locked_staging(scratch / "dst" if scratch else target))
         check_target([src] if adapter is None else [src, os.fspath(adapter)], target, overwrite)
         staging.former = contents_of(target)
@@ -189,6 +189,10 @@ def convert_checkpoint(
         source.check_unchanged()
         record = without_paths(_record(layout, staging.finished.values(), tokenizer, calibration))
         (staging.checkpoint / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+        training = staging.checkpoint / TRAINING_RECORD
+        if training.exists():  # that of a CoCA source; older ones have paths
+            trained = without_paths(json.loads(training.read_text(encoding="utf-8")))
+            training.write_text(json.dumps(trained, indent=2) + "\n", encoding="utf-8")
         write_card(staging.checkpoint)
         staging.publish()
     if push_to_hub is not None:
@@ -266,11 +270,14 @@ class _Calibration:
             for folder in CODE
             for file in sorted(folder.glob("*.py"))
         ]
-        options = layout.config.coca_constraint, seed, self.passes
-        # A fit is in float32, and does not depend on which other layers are kept.
+        held_out_hash = xxhash.xxh3_128_hexdigest(bytes_of(self.held_out))
+        options = layout.config.coca_constraint, seed, self.passes, held_out_hash
+        products = device, str(matrix_dtype(layout, device))
+        # Fitted tensors are float32, and do not depend on which other layers are kept.
         config = {**layout.config.to_dict(), "coca_kept_layers": None, "dtype": None}
         self.settings = [
-            *(layout.source.states(), self.blocks.shape, self.blocks_hash, *options, code),
+            *(layout.source.states(), self.blocks.shape, self.blocks_hash, *options, *products),
+            code,
             *(config, versions("torch", "transformers")),
         ]
         self.ranks_layers = False
@@ -280,7 +287,8 @@ class _Calibration:
     def disk_bytes(self, layout: Layout) -> tuple[int, int]:
         """What it takes before weights are written, and what it keeps until they are."""
         needed = needs(layout, self.blocks, self.held_out, matrix_dtype(layout, self.device))
-        ranking = harm_bytes(layout.config, self.held_out) if self.ranks_layers else 0
+        ranked = 2 * max(1, len(self.held_out) // 2) * self.held_out.shape[1]
+        ranking = harm_bytes(layout.config, ranked) if self.ranks_layers else 0
         return max(needed.disk_states, ranking), needed.disk_layers
 
     def run(self, layout: Layout, staging: Staging, report: Report) -> None:

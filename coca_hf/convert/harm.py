@@ -72,9 +72,9 @@ def _divergences(pairs: LayerPairs, streams: list[HiddenStates]) -> list[float]:
     return (harms / (blocks * length)).tolist()
 
 
-def harm_bytes(config: CocaConfig, blocks: Tensor) -> int:
-    """Bytes of the hidden states of `blocks` in a model for each layer, and in the original."""
-    return blocks.numel() * config.hidden_size * 4 * (config.num_hidden_layers + 1)
+def harm_bytes(config: CocaConfig, num_tokens: int) -> int:
+    """Bytes of hidden states in a model for each layer, and in the original."""
+    return num_tokens * config.hidden_size * 4 * (config.num_hidden_layers + 1)
 
 
 def most_harmful(harms: list[float], number: int | None) -> list[int]:

@@ -69,12 +69,12 @@ def check_device(device: str) -> None:
         ) from error
 
 
-def check_paths(src: str, dst: str | os.PathLike) -> None:
+def check_paths(sources: Collection[str], dst: str | os.PathLike) -> None:
     """Raise CocaError for a path that cannot be looked up, or that no file in UTF-8 can name."""
     if Path(dst).name in ("", ".."):
         raise CocaError(f"DST: got {os.fspath(dst)!r}, expected the name of a directory to write")
     target = Path(dst).absolute()
-    for path in (Path(src).absolute(), target, staging_directory(target)):
+    for path in (*(Path(src).absolute() for src in sources), target, staging_directory(target)):
         try:
             str(path).encode()
             path.stat()

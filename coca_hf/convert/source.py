@@ -69,8 +69,7 @@ DEQUANTIZE = (
     "load it with transformers, dequantize it and save it first: "
     "AutoModelForCausalLM.from_pretrained(SRC).dequantize().save_pretrained(DIR)"
 )
-# The remedy for each way to quantize that is not read here; `DEQUANTIZE` for others.
-REMEDIES = {"gptq": REQUANTIZE, "awq": REQUANTIZE}
+CAN_DEQUANTIZE = ("bitsandbytes", "higgs")  # in transformers
 # What is fetched from the hub before it is known which files of weights there are.
 OTHER_FILES = ["config.json", INDEX, ADAPTER, "README.md", *RECORDS, *COMPANIONS]
 # What a directory without weights that we read is called by its files, and the remedy; the first
@@ -251,7 +250,8 @@ class DirectorySource:
         if method != "fp8" or not is_block or not all(type(n) is int and n > 0 for n in block):
             raise CocaError(
                 f"{self.config_file}: got weights quantized by {method}, expected plain ones, or "
-                f"FP8 with a scale for each block; {REMEDIES.get(method, DEQUANTIZE)}"
+                f"FP8 with a scale for each block; "
+                + (DEQUANTIZE if method in CAN_DEQUANTIZE else REQUANTIZE)
             )
         del self.config["quantization_config"]
         self.kind += ", FP8"
@@ -271,12 +271,14 @@ class DirectorySource:
             found = self._file_of.get(name + SCALE)
             scales = found.tensors[name + SCALE].shape if found else None
             block = self._fp8_block or shape
-            expected = tuple(-(-length // size) for length, size in zip(shape, block, strict=False))
+            expected = tuple(
+                -(-length // max(1, size)) for length, size in zip(shape, block, strict=False)
+            )
             is_single = not self._fp8_block and scales is not None and math.prod(scales) == 1
             if len(shape) != 2 or not (scales == expected or is_single):
                 raise CocaError(
                     f"{self._file_of[name].file}: tensor {name}: got shape {shape} and scales of "
-                    f"shape {scales}, expected {expected}; {DEQUANTIZE}"
+                    f"shape {scales}, expected {expected}; {REQUANTIZE}"
                 )
             self.dtype(name + SCALE)
 
@@ -558,7 +560,7 @@ def _download(hub_id: str, revision: str | None, allow_pickle: bool, scratch: Pa
     shards = set(read_index(directory, index).values()) if index in names else set()
     weights = [single, *map(glob.escape, sorted(shards))]
     if not scratch or not (cache or _is_to_download(hub_id, commit, weights)):
-        return _snapshot(hub_id, commit, weights)
+        return _snapshot(hub_id, commit, weights, local_files_only=bool(scratch))
     if pickled:
         raise CocaError(
             f"{hub_id}: --dry-run: got pickled weights, whose shapes are known once they are "
@@ -579,11 +581,21 @@ def _is_to_download(hub_id: str, revision: str | None, patterns: list[str]) -> b
 
 
 def _snapshot(
-    hub_id: str, revision: str | None, patterns: list[str], cache: Path | None = None
+    hub_id: str,
+    revision: str | None,
+    patterns: list[str],
+    cache: Path | None = None,
+    local_files_only: bool = False,
 ) -> Path:
     try:
         return Path(
-            snapshot_download(hub_id, revision=revision, allow_patterns=patterns, cache_dir=cache)
+            snapshot_download(
+                hub_id,
+                revision=revision,
+                allow_patterns=patterns,
+                cache_dir=cache,
+                local_files_only=local_files_only,
+            )
         )
     except HFValidationError:
         raise CocaError(

@@ -171,9 +171,9 @@ class Corpus:
             directory.mkdir(parents=True, exist_ok=True)
             with ExitStack() as held:
                 self._lock(held, check_stop)
-                files = itertools.chain.from_iterable(self._local_files)
-                keep_hashes(files, directory.parent)
+                self.keep_hashes()
                 self._write(num_blocks, progress, check_stop)
+                self._check_unchanged()
         except OSError as error:
             size = num_blocks * self.data.seq_len * np.dtype(self.made_of["dtypes"][0]).itemsize
             raise CocaError(
@@ -183,6 +183,24 @@ class Corpus:
                 f"choose another data.prepared"
             ) from error
         return self.blocks()
+
+    def keep_hashes(self) -> None:
+        """Keep the hashes of local files for the runs that follow, and for other processes."""
+        with suppress(OSError):  # a cache
+            prepared = Path(self.data.prepared)
+            prepared.mkdir(parents=True, exist_ok=True)
+            keep_hashes(itertools.chain.from_iterable(self._local_files), prepared)
+
+    def _check_unchanged(self) -> None:
+        """Raises CocaError, and forgets the blocks, where a file is not what they are named by."""
+        for before, files in zip(self.files, self._local_files, strict=True):
+            now = contents(files, Path(self.data.prepared))
+            if changed := [name for name in before if now.get(name) != before[name]]:
+                (self.directory / "state.json").unlink()
+                raise CocaError(
+                    f"{changed[0]}: changed while its blocks were prepared; run the same command "
+                    f"again, in another --out if this one has begun"
+                )
 
     def _lock(self, held: ExitStack, check_stop: Callable[[], None]) -> None:
         lock = FileLock(self.directory / "lock")

@@ -43,7 +43,12 @@ from coca_hf.train.model import (
     start_config,
     start_tokenizer,
 )
-from coca_hf.train.processes import from_main_process
+from coca_hf.train.processes import (
+    Stopped,
+    StopRequest,
+    from_main_process,
+    main_process_first,
+)
 from coca_hf.train.recipe import Recipe
 from coca_hf.train.resume import begin_out, check_inputs, check_out, noted_commits
 from coca_hf.train.run_directory import ResolvedStage, model_state
@@ -71,13 +76,19 @@ class Checked:
 
 
 def preflight(
-    recipe: Recipe, out_dir: Path, only: str | None, resume: bool, until_the_end: ExitStack
+    recipe: Recipe,
+    out_dir: Path,
+    only: str | None,
+    resume: bool,
+    until_the_end: ExitStack,
+    stop: StopRequest,
 ) -> Checked:
     """Check everything that can be known before the first stage, then begin OUT or continue it.
 
     Every process calls this. only: the name of the one stage to run, or None for all.
-    until_the_end: holds the lock of OUT. Raises CocaError, in every process, for the first thing
-    that does not work; nothing but the lock is written before all is checked.
+    until_the_end: holds the lock of OUT. Raises, in every process, CocaError for the first thing
+    that does not work, and Stopped where a signal comes; nothing but the lock is written before all
+    is checked.
     """
     # 1. In every process, because each has its own launcher and device
     check_launcher()
@@ -89,9 +100,20 @@ def preflight(
     )
     # 2. In the main process, which alone writes
     from_main_process(lambda: lock(out_dir, until_the_end))
-    origins, commits = from_main_process(
-        lambda: _check_and_begin(recipe, out_dir, stages, chosen, num_blocks, resume)
-    )
+    try:  # the others wait outside of collectives, as hashes of large files take long
+        found = main_process_first(
+            lambda check: (
+                _check_and_begin(recipe, out_dir, stages, chosen, num_blocks, resume)
+                if PartialState().is_main_process
+                else None
+            ),
+            stop,
+        )
+    except Stopped as stopped:
+        raise Stopped(
+            f"{out_dir}: stopped by {stopped} before the first stage; continue with --resume"
+        ) from None
+    origins, commits = from_main_process(lambda: found)
     at_commits = _at(recipe, origins)
     directory = origins["model"][1] if recipe.model else None
     chosen = [
@@ -136,6 +158,7 @@ def _check_and_begin(
     # All weights, for their hashes
     inputs = _inputs(origins, recipe, corpus, commits, stages)
     check_inputs(out_dir, inputs)
+    corpus.keep_hashes()
     begin_out(out_dir, given, inputs)
     return origins, commits
 
@@ -161,13 +184,13 @@ def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
         options = recipe.options(stage)
         # transformers asks for it where bf16 is to be computed on a CPU
         options.setdefault("use_cpu", not torch.accelerator.is_available())
-        if options["use_cpu"]:  # where it hands no ddp_timeout on
-            PartialState(
-                cpu=True,
-                backend=options.get("ddp_backend"),
-                timeout=timedelta(seconds=options["ddp_timeout"]),
-            )
         with library_errors(f"{where}: the trainer does not take these options"):
+            if options["use_cpu"]:  # where transformers hands no ddp_timeout on
+                PartialState(
+                    cpu=True,
+                    backend=options.get("ddp_backend"),
+                    timeout=timedelta(seconds=options["ddp_timeout"]),
+                )
             arguments = TrainingArguments(
                 output_dir=str(directory / "trainer"),
                 remove_unused_columns=False,

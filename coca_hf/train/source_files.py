@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from coca_hf.documents import names_of
+from coca_hf.errors import CocaError
 from coca_hf.files import replace_text
 from coca_hf.train.run_directory import file_hash
 from coca_hf.weights import size_in_words
@@ -80,4 +81,7 @@ def _read(file: Path) -> str:
     size = file.stat().st_size
     if size >= LARGE:
         print(f"{file}: reading {size_in_words(size)} for their hash, once", flush=True)
-    return file_hash(file) or "of no file"
+    try:
+        return file_hash(file) or "of no file"
+    except OSError as error:
+        raise CocaError(f"{file}: cannot be read: {error.strerror}; mend or remove it") from None

@@ -56,7 +56,7 @@ def run_recipe(
     does not see them there, one of its own processes prepares them, too.
     """
     with stop_on_signals() as stop, ExitStack() as until_the_end, losing_processes():
-        checked = preflight(recipe, Path(out_dir), stage, resume, until_the_end)
+        checked = preflight(recipe, Path(out_dir), stage, resume, until_the_end, stop)
         return _run_stages(checked, stop)
 
 

@@ -195,6 +195,10 @@ REFUSED = {
         "got peft_type=None, expected plain LoRA",
     ),
     "no rank": (lambda d: edit_adapter(d, r=0), "got r=0, lora_alpha=7, expected a rank from 1"),
+    "an alpha that is no number": (
+        lambda d: edit_adapter(d, lora_alpha=float("nan")),
+        "got r=3, lora_alpha=nan, expected a rank from 1 and a number",
+    ),
     "another rank": (
         lambda d: edit_adapter(d, r=4),
         "got ranks [3, 3] of lora_A and lora_B for model.layers.0.mlp.down_proj.weight, expected 4",

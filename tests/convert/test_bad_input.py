@@ -245,7 +245,7 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("place", ["source", "destination"])
+@pytest.mark.parametrize("place", ["source", "destination", "adapter"])
 @pytest.mark.parametrize(("name", "message"), NAMES.values(), ids=NAMES.keys())
 def test_path_that_cannot_be_used_is_refused_before_anything_is_read(
     source, tmp_path, convert, place, name, message
@@ -255,7 +255,12 @@ def test_path_that_cannot_be_used_is_refused_before_anything_is_read(
         source.rename(tmp_path / name)
     before = sorted(tmp_path.iterdir())
     path = tmp_path / name
-    code, printed = convert(*([path, tmp_path / "dst"] if place == "source" else [source, path]))
+    words = {
+        "source": [path, tmp_path / "dst"],
+        "destination": [source, path],
+        "adapter": [source, tmp_path / "dst", "--adapter", path],
+    }
+    code, printed = convert(*words[place])
     assert (code, printed.count("\n")) == (2, 1)
     assert message in printed
     assert sorted(tmp_path.iterdir()) == before

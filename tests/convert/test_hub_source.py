@@ -190,7 +190,8 @@ def test_a_dry_run_of_a_model_on_the_hub_downloads_no_weights_and_leaves_the_cac
         files["a.safetensors"] = files.pop("model.safetensors")
         index = {"weight_map": dict.fromkeys(names, "a.safetensors")}
         files["model.safetensors.index.json"] = json.dumps(index).encode()
-    (tmp_path / "tmp").mkdir()
+    (tmp_path / "real").mkdir()
+    (tmp_path / "tmp").symlink_to("real")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     before = files_of(tmp_path)
     plan = convert_checkpoint(REPO, tmp_path / "dst", dry_run=True)

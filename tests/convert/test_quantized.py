@@ -102,6 +102,11 @@ REFUSED = {
         "quantized by bitsandbytes, expected plain ones, or FP8 with a scale for each block; load "
         "it with transformers, dequantize it and save it first: AutoModelForCausalLM.from_pre",
     ),
+    "compressed-tensors": (
+        {"quant_method": "compressed-tensors"},
+        "quantized by compressed-tensors, expected plain ones, or FP8 with a scale for each block; "
+        "convert the checkpoint that it was quantized from",
+    ),
     "a block of three": (
         {"quant_method": "fp8", "weight_block_size": [1, 2, 3]},
         "quantized by fp8, expected plain ones, or FP8 with a scale for each block",
@@ -129,6 +134,10 @@ DAMAGE = {
     "other scales": (
         lambda w: w.update({f"{Q1}_scale_inv": torch.ones(2, 3)}),
         f"tensor {Q1}: got shape (48, 48) and scales of shape (2, 3), expected (3, 3)",
+    ),
+    "a weight of no rows": (
+        lambda w: w.update({Q1: torch.empty(0, 48).to(torch.float8_e4m3fn)}),
+        f"tensor {Q1}: got shape (0, 48) and scales of shape (3, 3), expected (0, 3)",
     ),
     "scales of bytes": (
         lambda w: w.update({f"{Q1}_scale_inv": torch.ones(3, 3, dtype=torch.uint8)}),

@@ -183,6 +183,26 @@ def test_a_file_is_read_for_its_hash_once_and_again_when_it_was_changed(corpus, 
     assert corpus().directory == prepared
 
 
+def test_a_file_that_changes_while_its_blocks_are_prepared_leaves_none(corpus, texts, plain):
+    before = (texts / "digits.jsonl").read_text()
+    (texts / "digits.jsonl").write_text(before)
+
+    def change(done):
+        (texts / "digits.jsonl").write_text(before.replace("1", "2"))
+
+    with pytest.raises(CocaError, match=r"digits\.jsonl: changed while its blocks were prepared"):
+        corpus().prepare(400, change)
+    (texts / "digits.jsonl").write_text(before)
+    assert not corpus().has(1)
+    assert tokens_of(corpus().prepare(400)) == plain
+
+
+def test_what_cannot_be_read_for_its_hash_is_named(corpus, texts):
+    (texts / "words/a-directory.txt").mkdir()
+    with pytest.raises(CocaError, match=r"a-directory\.txt: cannot be read: Is a directory"):
+        corpus().prepare(5)
+
+
 def test_the_place_does_not_depend_on_where_the_tokenizer_lies(
     corpus, sources, tiny_tokenizer, tmp_path
 ):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from coca_hf import tokens
+from coca_hf.train import source_files
 from coca_hf.train.data import Corpus
 from coca_hf.train.processes import EXIT_STOPPED
 from tests.train.layouts import DDP, Run, launch, log_lines, succeed
@@ -51,6 +52,16 @@ def start_slowly():
     Corpus._first_state = first_state
 
 
+def read_slowly():
+    plain = source_files._read
+
+    def read(file):
+        time.sleep(5)  # there are two
+        return plain(file)
+
+    source_files._read = read
+
+
 def with_disks_of_their_own():
     shared = Corpus.directory.fget
     Corpus.directory = property(lambda self: shared(self).with_name(f"on-{os.environ['RANK']}"))
@@ -66,6 +77,11 @@ def wait_until_it_prepares(launched, directory: Path) -> None:
 def test_a_preparation_may_take_longer_than_collectives_may(arguments, real_unbroken, tmp_path):
     printed = succeed(tmp_path, [Run([*arguments, "training.ddp_timeout=10"], DDP, start_slowly)])
     assert printed.count("data: preparing 12 blocks") == 1
+    assert losses(tmp_path / "out") == pytest.approx(losses(real_unbroken), abs=1e-4)
+
+
+def test_hashes_of_files_may_take_longer_than_collectives_may(arguments, real_unbroken, tmp_path):
+    succeed(tmp_path, [Run([*arguments, "training.ddp_timeout=8"], DDP, read_slowly)])
     assert losses(tmp_path / "out") == pytest.approx(losses(real_unbroken), abs=1e-4)
 
 
