@@ -31,7 +31,7 @@ def test_a_conversion_is_pushed_to_a_new_repository_with_its_card_first(
     code, printed = convert(
         tiny_llama_dir, dst, "--push-to-hub", REPO, *(["--public"] if public else [])
     )
-    assert code == 0
+    assert code == 0, printed
     assert f"Uploaded to {REPO}, {'public' if public else 'private'}." in printed
     (asked,) = hub.created
     assert asked["name"] == "tiny-coca"

@@ -45,9 +45,9 @@ def slowly(seconds: float = 0.1):
 def start_slowly():
     plain = Corpus._first_state
 
-    def first_state(self):
+    def first_state(self, check_stop):
         time.sleep(15)
-        return plain(self)
+        return plain(self, check_stop)
 
     Corpus._first_state = first_state
 
