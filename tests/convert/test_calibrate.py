@@ -103,7 +103,7 @@ def test_matrices_in_bfloat16_bring_attention_as_near(case, pairs_of, tmp_path):
     for one, other in zip(exact.layers, rounded.layers, strict=True):
         assert one != other
         assert one.kl_start == pytest.approx(other.kl_start, rel=0.03)
-        assert other.kl_fitted < one.kl_fitted + 0.005 * one.kl_start
+        assert other.kl_fitted < one.kl_fitted + 0.01 * one.kl_start
     assert rounded.perplexity == pytest.approx(exact.perplexity, rel=0.03)
 
 

@@ -197,10 +197,11 @@ def test_a_file_that_changes_while_its_blocks_are_prepared_leaves_none(corpus, t
     assert tokens_of(corpus().prepare(400)) == plain
 
 
-def test_what_cannot_be_read_for_its_hash_is_named(corpus, texts):
-    (texts / "words/a-directory.txt").mkdir()
+def test_what_cannot_be_read_for_its_hash_is_named(tiny_tokenizer, tmp_path):
+    (tmp_path / "a-directory.txt").mkdir()
+    sources = [Source(path=str(tmp_path / "*.txt"), weight=1)]
     with pytest.raises(CocaError, match=r"a-directory\.txt: cannot be read: Is a directory"):
-        corpus().prepare(5)
+        make_corpus(sources, tiny_tokenizer, SEQ_LEN, tmp_path / "prepared", 7).prepare(5)
 
 
 def test_the_place_does_not_depend_on_where_the_tokenizer_lies(
