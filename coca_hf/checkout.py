@@ -1,16 +1,11 @@
-"""What records of conversion and training share: coca_hf's commit, versions of packages, the date,
-and names in the place of paths.
-"""
+"""Which code made a record, and when: coca_hf's commit, versions of packages, the date."""
 
 import functools
-import glob
-import os
 import platform
 import subprocess
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 
 @functools.cache
@@ -49,24 +44,3 @@ def versions(*packages: str) -> dict[str, str]:
 def now() -> str:
     """The time in UTC, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-def without_paths(value: Any) -> Any:
-    """A record that may leave this machine: paths and globs of local files become their last part.
-
-    value: strings, numbers, lists and dicts. Ids on the hub stay, in dicts that are `on_hub` and
-    under `base` whatever they are. A relative path is told from an id by the files that it finds,
-    so that this has to run in the directory that it is relative to.
-    """
-    if isinstance(value, dict):
-        if value.get("on_hub"):
-            return value
-        return {key: item if key == "base" else without_paths(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [without_paths(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    is_here = "/" in value and (os.path.exists(value) or glob.glob(value, recursive=True))
-    if is_here or value.startswith(("/", "~", ".")):
-        return os.path.basename(os.path.abspath(value))
-    return value

@@ -8,6 +8,7 @@ from importlib.metadata import version
 import pytest
 
 from coca_hf import checkout
+from coca_hf.models.hub import without_paths
 
 
 @pytest.fixture
@@ -85,4 +86,4 @@ def test_a_record_names_local_files_without_their_paths(tmp_path, monkeypatch):
         "a/null\0byte": "a/null\0byte",
     }
     record = {"number": 1, "names": list(expected), "none": None}
-    assert checkout.without_paths(record) == record | {"names": list(expected.values())}
+    assert without_paths(record) == record | {"names": list(expected.values())}

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from coca_cli.evaluate import app as evaluate_app
 from coca_hf import convert_checkpoint
-from coca_hf.checkout import without_paths
+from coca_hf.models.hub import without_paths
 from tests.hub import HubHandler, serving
 from tests.test_card import FRONT_MATTER, TRAINING, write_rows
 
@@ -277,6 +277,13 @@ def test_an_upload_names_no_path_of_this_machine(hub, way, finished_dir, tmp_pat
     record = json.loads(hub.files["conversion.json"])
     assert record["source"] == "base"
     assert len(record["source_xxh3_128"]) == 32
+
+
+def test_push_to_hub_sends_no_path_of_a_record_that_has_some(hub, finished_dir, tmp_path):
+    older = shutil.copytree(finished_dir, tmp_path / "older")
+    (older / "training.json").write_text(json.dumps(TRAINING))
+    run(hub, tmp_path, sys.executable, "-c", PUSH, str(older), REPO)
+    assert json.loads(hub.files["training.json"]) == without_paths(TRAINING)
 
 
 PUSH_OTHERS = """

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from coca_hf import models
 from coca_hf.card import write_card
-from coca_hf.checkout import now, versions, without_paths
+from coca_hf.checkout import now, versions
 from coca_hf.convert.adapter import Adapter
 from coca_hf.convert.calibrate import (
     Calibration,
@@ -57,6 +57,7 @@ from coca_hf.convert.writer import Progress, WeightsWriter, bytes_of
 from coca_hf.documents import commit_of
 from coca_hf.errors import CocaError
 from coca_hf.held_out import Place
+from coca_hf.models.hub import without_paths
 from coca_hf.weights import parse_size
 
 RECORD = "conversion.json"
@@ -139,7 +140,8 @@ def convert_checkpoint(
     form = Form(
         src, constraint, dtype, shard_bytes, ntk_length, ntk_factor, released, ignore_fields
     )
-    check_paths([src] if adapter is None else [src, os.fspath(adapter)], dst)
+    sources = [src] if adapter is None else [src, os.fspath(adapter)]
+    check_paths(sources, dst)
     check_options(form)
     check_kept_layers(keep_layers, calibrate_on)
     if calibrate_on:
@@ -152,7 +154,7 @@ def convert_checkpoint(
             check_staging(target)
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory())).resolve()
         staging = stack.enter_context(locked_staging(scratch / "dst" if scratch else target))
-        check_target([src] if adapter is None else [src, os.fspath(adapter)], target, overwrite)
+        check_target(sources, target, overwrite)
         staging.former = contents_of(target)
         lora = None
         if adapter is not None:

@@ -1,8 +1,11 @@
 """What `push_to_hub` of a CoCA model sends besides: its card, its records, its licence."""
 
+import glob
 import json
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import ModelCard, file_exists, hf_hub_download
 from transformers.utils.hub import PushToHubMixin
@@ -79,6 +82,31 @@ def _add_card(card_file: Path, place: Path) -> None:
 
 
 def _add_records(checkpoint: Path, staged: Path) -> None:
-    for name in (*RECORDS, *LICENCE_FILES):
+    for name in RECORDS:
+        if (checkpoint / name).is_file():
+            record = without_paths(json.loads((checkpoint / name).read_text(encoding="utf-8")))
+            (staged / name).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    for name in LICENCE_FILES:
         if (checkpoint / name).is_file():
             shutil.copyfile(checkpoint / name, staged / name)
+
+
+def without_paths(value: Any) -> Any:
+    """A record that may leave this machine: paths and globs of local files become their last part.
+
+    value: strings, numbers, lists and dicts. Ids on the hub stay, in dicts that are `on_hub` and
+    under `base` whatever they are. A relative path is told from an id by the files that it finds,
+    so that this has to run in the directory that it is relative to.
+    """
+    if isinstance(value, dict):
+        if value.get("on_hub"):
+            return value
+        return {key: item if key == "base" else without_paths(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_paths(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    is_here = "/" in value and (os.path.exists(value) or glob.glob(value, recursive=True))
+    if is_here or value.startswith(("/", "~", ".")):
+        return os.path.basename(os.path.abspath(value))
+    return value

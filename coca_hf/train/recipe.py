@@ -25,6 +25,7 @@ Relative paths are relative to the current directory. The schedule of the paper,
 `end_lr`, is `lr_scheduler_kwargs: {start_lr: 1e-7, end_lr: 1e-5}`.
 """
 
+import copy
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -391,6 +392,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     is), a value of the wrong type, a stage without a length.
     """
     tree = read_tree(Path(path))
+    written = copy.deepcopy(tree)
     for override in overrides:
         override_(tree, override)
     try:
@@ -400,7 +402,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
             f"{path}: {'; '.join(explain(tree, problem) for problem in error.errors())}"
         ) from None
     with suppress(ValidationError):  # only overrides make it a recipe
-        recipe.note_batches_of_(Recipe.model_validate(read_tree(Path(path))))
+        recipe.note_batches_of_(Recipe.model_validate(written))
     return recipe
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from transformers import TrainerState, TrainingArguments
 
-from coca_hf.checkout import commit, without_paths
+from coca_hf.checkout import commit
 from coca_hf.documents import is_on_hub
+from coca_hf.models.hub import without_paths
 from coca_hf.train.log import StageLog
 from coca_hf.train.recipe import Recipe
 from coca_hf.train.run_directory import ResolvedStage, read_record

@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from coca_hf import CocaError, convert_checkpoint
-from coca_hf.checkout import without_paths
+from coca_hf.models.hub import without_paths
 from tests.convert.test_destination import files_of
 from tests.hub import HubHandler, serving
 from tests.test_card import FRONT_MATTER, TRAINING

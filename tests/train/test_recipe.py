@@ -1,5 +1,6 @@
 """What a recipe may say, and what is said to someone who wrote something else."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -85,6 +86,16 @@ def test_overrides_reach_stages_by_name_and_sources_by_number(recipe_path):
     assert recipe.options(recipe.stages[2])["max_steps"] == 10
     assert recipe.stages[0].train == ["k_proj", "o_proj"]
     assert recipe.training["lr_scheduler_kwargs"] == {"end_lr": 1e-6}
+
+
+def test_a_recipe_may_come_from_a_pipe(recipe_path):
+    read, write = os.pipe()
+    os.write(write, recipe_path.read_bytes())
+    os.close(write)
+    assert load_recipe(f"/dev/fd/{read}", ["data.seed=3"]) == load_recipe(
+        recipe_path, ["data.seed=3"]
+    )
+    os.close(read)
 
 
 def test_a_recipe_written_out_is_the_same_recipe(recipe_path, tmp_path):
