@@ -161,11 +161,14 @@ def default_passes(num_blocks: int) -> int:
 
 
 def matrix_dtype(layout: Layout, device: str) -> torch.dtype:
-    """What the matrices of `layout`'s source are multiplied in."""
+    """What the matrices of `layout`'s source are multiplied in: bfloat16 for weights of at most 16
+    bits, which those of a GGUF file are, on a processor with AMX.
+    """
+    source = layout.source
     queries = next(target for target in layout.targets if target.module == "q_proj")
-    stored_in_16_bits = layout.source.dtype(queries.source).itemsize == 2
+    at_most_16_bits = source.kind == "gguf" or source.dtype(queries.source).itemsize == 2
     has_amx = device == "cpu" and torch.cpu.get_capabilities().get("amx_bf16", False)
-    return torch.bfloat16 if stored_in_16_bits and has_amx else torch.float32
+    return torch.bfloat16 if at_most_16_bits and has_amx else torch.float32
 
 
 def needs(layout: Layout, blocks: Tensor, held_out: Tensor, dtype: torch.dtype) -> Needs:

@@ -118,19 +118,21 @@ def test_the_start_of_w_t_is_exact_under_autocast(pairs_of):
 
 
 @pytest.mark.parametrize(
-    ("has_amx", "device", "stored", "expected"),
+    ("has_amx", "device", "kind", "stored", "expected"),
     [
-        (True, "cpu", torch.float16, torch.bfloat16),
-        (True, "cpu", torch.bfloat16, torch.bfloat16),
-        (True, "cpu", torch.float32, torch.float32),
-        (True, "cuda", torch.float16, torch.float32),
-        (False, "cpu", torch.float16, torch.float32),
+        (True, "cpu", "safetensors", torch.float16, torch.bfloat16),
+        (True, "cpu", "safetensors", torch.bfloat16, torch.bfloat16),
+        (True, "cpu", "safetensors", torch.float32, torch.float32),
+        (True, "cpu", "gguf", torch.float32, torch.bfloat16),
+        (True, "cuda", "safetensors", torch.float16, torch.float32),
+        (False, "cpu", "gguf", torch.float32, torch.float32),
     ],
 )
-def test_weights_of_16_bits_are_multiplied_in_bfloat16_where_the_processor_has_amx(
-    has_amx, device, stored, expected, pairs_of, monkeypatch
+def test_weights_of_at_most_16_bits_are_multiplied_in_bfloat16_where_the_processor_has_amx(
+    has_amx, device, kind, stored, expected, pairs_of, monkeypatch
 ):
     layout = pairs_of(stock_model("llama").to(stored)).layout
+    monkeypatch.setattr(layout.source, "kind", kind)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": has_amx})
     assert matrix_dtype(layout, device) == expected
 
