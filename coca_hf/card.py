@@ -12,12 +12,8 @@ from coca_hf.page import escape
 from coca_hf.weights import checkpoint_file, open_regular, read_json
 
 CARD = "README.md"
-CARRIED_OVER = (
-    "license",
-    "license_name",
-    "license_link",
-    "language",
-)  # from the card of the base model
+# from the card of the base model
+CARRIED_OVER = ("license", "license_name", "license_link", "language")
 MARK = "<!-- written by coca_hf from conversion.json and training.json -->"
 FRONT_MATTER_BYTES = 100_000
 

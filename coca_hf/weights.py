@@ -94,9 +94,8 @@ class WeightsFile:
     def read(self, name: str) -> Tensor:
         """The bytes of a tensor, as uint8."""
         stored = self.tensors[name]
-        data = torch.from_numpy(
-            np.empty(stored.num_bytes, np.uint8),
-        )  # NumPy asks for huge pages: half the time
+        # NumPy asks for huge pages: half the time
+        data = torch.from_numpy(np.empty(stored.num_bytes, np.uint8))
         self.read_into(data.numpy().data, stored.start)
         self._advise(stored, "DONTNEED")
         return data

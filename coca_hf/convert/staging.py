@@ -211,9 +211,8 @@ def locked_staging(target: Path) -> Iterator[Staging]:
     not make.
     """
     staging = Staging(target)
-    made = [
-        parent for parent in staging.directory.parents if not parent.exists()
-    ]  # by us, from here on
+    # by us, from here on
+    made = [parent for parent in staging.directory.parents if not parent.exists()]
     try:
         with lock(staging):
             staging.check()

@@ -318,9 +318,8 @@ def split_query_key_value(fused: Tensor, part: int, config: CocaConfig) -> Tenso
     second halves, unturned second halves (`models/gpt_neox.py` says why). fused: (h * 3 * d, ...).
     Returns (h * d, ...).
     """
-    heads = fused.unflatten(0, (config.num_attention_heads, 3, config.head_dim))[
-        :, part
-    ]  # (h, d, ...)
+    # (h, d, ...)
+    heads = fused.unflatten(0, (config.num_attention_heads, 3, config.head_dim))[:, part]
     if part == 2:
         return heads.flatten(0, 1)
     turned, unturned = heads.tensor_split([rotary_dim(config)], dim=1)

@@ -12,13 +12,8 @@ from transformers.utils.hub import PushToHubMixin
 
 CARD = "README.md"
 RECORDS = ("conversion.json", "training.json")
-LICENCE_FILES = (
-    "LICENSE",
-    "LICENSE.txt",
-    "LICENSE.md",
-    "USE_POLICY.md",
-    "NOTICE",
-)  # they go where the weights go
+# they go where the weights go
+LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "USE_POLICY.md", "NOTICE")
 
 
 class PushesItsCard(PushToHubMixin):

@@ -100,9 +100,8 @@ class StageLog(TrainerCallback, ExportableState):
             self._append({"step": state.global_step, "held_out_loss": logs["eval_loss"], **place})
         elif "loss" in logs:
             values = {name: logs.get(name) for name in COLUMNS}
-            values |= {
-                name: value for name, value in logs.items() if name.startswith("loss_")
-            }  # of an objective's parts
+            # of an objective's parts
+            values |= {name: value for name, value in logs.items() if name.startswith("loss_")}
             self._append({"step": state.global_step, **values, **place})
 
     def _append(self, line: dict) -> None:

@@ -39,10 +39,8 @@ SHORTEST_PASSAGE = 8  # tokens
 MOST_PASSAGES = 16
 FACT_TOKENS = 48  # what a fact and its questions take, roughly
 LINE_TOKENS = 12  # the least that a line of a list takes, roughly
-WORD_MARKS = (
-    "Ġ",
-    "▁",
-)  # at the beginning of tokens that begin a word: byte-level BPE, SentencePiece
+# at the beginning of tokens that begin a word: byte-level BPE, SentencePiece
+WORD_MARKS = ("Ġ", "▁")
 
 
 class MarkedTokens(NamedTuple):
@@ -92,9 +90,8 @@ class Lookups:
         """A block of as many tokens as `text`: lookups, and between them as much of the text as
         there is room for.
         """
-        spare = list(
-            text
-        )  # passages are taken from its end, and what stands between lookups from its start
+        # passages are taken from its end, and what stands between lookups from its start
+        spare = list(text)
         makers = [self._copies, self._facts, self._list]
         makers = [draw.choice(makers)] if draw.random() < 0.75 else makers
         room = int(len(text) * draw.uniform(0.3, 1) / len(makers))
@@ -233,9 +230,8 @@ def _laid_out(lookups: list[Lookup], text: Sequence[int], draw: random.Random) -
     cuts = sorted(draw.randint(0, between) for _ in pieces)
     if cuts and draw.random() < 0.5:  # the block ends with an answer
         cuts[-1] = between
-    if (
-        draw.random() < 0.25
-    ):  # a phrase again and again, amid which everything is easy to see and hard to place
+    # a phrase again and again, amid which everything is easy to see and hard to place
+    if draw.random() < 0.25:
         phrase = list(text[: draw.randint(8, 32)])
         text = phrase * (len(text) // len(phrase) + 1)
     runs = [

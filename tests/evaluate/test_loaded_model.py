@@ -248,11 +248,8 @@ def test_a_tokenizer_far_smaller_than_the_embedding_is_warned_of_and_padding_is_
         in warn_small_tokenizer(loaded)
     )
     loaded.model.set_input_embeddings(nn.Embedding(51_200, 2))
-    for tokens, warned in [
-        (50_295, False),
-        (46_080, False),
-        (46_079, True),
-    ]:  # phi-2's, and a tenth fewer
+    # phi-2's, and a tenth fewer
+    for tokens, warned in [(50_295, False), (46_080, False), (46_079, True)]:
         loaded.tokenizer = range(tokens)
         assert (warn_small_tokenizer(loaded) is not None) == warned
 

@@ -184,9 +184,8 @@ def _rank(output: str, runs: list[Run], processes: int) -> None:
         )
         if run.hook:
             run.hook()
-        PartialState.destroy_process_group = (
-            _destroy if run is runs[-1] else _keep
-        )  # the next run needs it
+        # the next run needs it
+        PartialState.destroy_process_group = _destroy if run is runs[-1] else _keep
         try:
             main.train()
         except SystemExit as ended:
@@ -233,7 +232,6 @@ def log_lines(stage_dir: Path) -> list[dict]:
     return [line for line in lines if "loss" in line]
 
 
-get_checkpoint_conversion_mapping(
-    "llama"
-)  # compiles its hundreds of patterns here, once for all processes
+# compiles its hundreds of patterns here, once for all processes
+get_checkpoint_conversion_mapping("llama")
 gc.freeze()  # what processes are forked with: no collection in them needs to look at it

@@ -339,9 +339,8 @@ def test_the_command_prepares_what_all_stages_take_and_a_run_from_it_is_the_same
     monkeypatch.undo()  # `unbroken` has the sizes of the product
     setting = f"data.prepared={tmp_path / 'blocks'}"
     assert command(monkeypatch, recipe_path, setting, "--prepare", "--world-size", "2") == 0
-    assert (
-        "prepared: 96 blocks, 1,920 tokens in" in capsys.readouterr().out
-    )  # 2 processes x 4 x (3 + 5 + 4) steps
+    # 2 processes x 4 x (3 + 5 + 4) steps
+    assert "prepared: 96 blocks, 1,920 tokens in" in capsys.readouterr().out
     run_recipe(load_recipe(recipe_path, [setting]), tmp_path / "out")
     assert "data: 96 blocks, 0.01 MB, in" in capsys.readouterr().out
     for stage in ("1-k", "2-qkv", "3-full"):

@@ -55,9 +55,8 @@ def test_a_pass_is_every_packed_block_once_and_the_next_pass_is_the_same_in_anot
     assert Counter(first) == Counter(second) == Counter(expected)
     assert first != expected
     assert first != second
-    assert (
-        sum(block.count(tiny_tokenizer.eos_token_id) for block in first) == 4
-    )  # five documents; the last tail fills no block
+    # five documents; the last tail fills no block
+    assert sum(block.count(tiny_tokenizer.eos_token_id) for block in first) == 4
 
 
 def test_a_buffer_smaller_than_the_source_still_draws_every_block_once(

@@ -48,9 +48,8 @@ def counted(model, checkpointing: bool = False) -> tuple[int, int]:
 
 
 def build(config, train):
-    model = AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager"
-    )  # its products are all counted
+    # its products are all counted
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     freeze_(model, Stage.model_validate({"name": "any", "train": train}))
     return model
 

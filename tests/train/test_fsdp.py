@@ -34,21 +34,13 @@ from tests.train.test_memory import assert_as_trained, bytes_of
 pytestmark = pytest.mark.real
 STAGES = {"1-k": ["t_proj"], "2-qkv": ["q_proj", "t_proj", "v_proj"], "3-full": [""]}
 
-LORA = [
-    "stages.qkv.lora={r: 4, alpha: 6}",
-    "stages.full.lora={r: 2, alpha: 6}",
-]  # the ranks are even, so that halves are equal
+# the ranks are even, so that halves are equal
+LORA = ["stages.qkv.lora={r: 4, alpha: 6}", "stages.full.lora={r: 2, alpha: 6}"]
 FRUGAL = ["training.gradient_checkpointing=true", "training.fused_cross_entropy=true"]
-BF16 = [
-    "training.bf16=true",
-    "training.per_device_train_batch_size=1",
-]  # two batches a step and process
-ONE_STAGE = [
-    "--stage",
-    "k",
-    "stages.k.train=all",
-    "stages.k.max_steps=5",
-]  # of which it saves 2, 4 and 5
+# two batches a step and process
+BF16 = ["training.bf16=true", "training.per_device_train_batch_size=1"]
+# of which it saves 2, 4 and 5
+ONE_STAGE = ["--stage", "k", "stages.k.train=all", "stages.k.max_steps=5"]
 FULL = FSDP2 | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
 
 

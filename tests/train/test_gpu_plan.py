@@ -32,9 +32,8 @@ STAGES = [{"name": "k", "train": ["t_proj"]}, {"name": "full", "train": "all"}]
 
 @pytest.fixture
 def path(tmp_path):
-    coca_hf.CocaLlamaConfig(vocab_size=VOCAB, **TINY).save_pretrained(
-        tmp_path / "model"
-    )  # no weights
+    # no weights
+    coca_hf.CocaLlamaConfig(vocab_size=VOCAB, **TINY).save_pretrained(tmp_path / "model")
     tree = {
         "model": str(tmp_path / "model"),
         "data": {"seq_len": SEQ_LEN, "sources": [{"path": "absent.txt", "weight": 1}]},
@@ -51,9 +50,8 @@ def path(tmp_path):
 
 @pytest.fixture
 def recipe(path, monkeypatch):
-    monkeypatch.setattr(
-        measuring, "_BLOCK_BYTES", 1
-    )  # closed forms do not round up to an allocator's blocks
+    # closed forms do not round up to an allocator's blocks
+    monkeypatch.setattr(measuring, "_BLOCK_BYTES", 1)
     return load_recipe(path)
 
 
@@ -77,9 +75,8 @@ def test_weights_gradients_and_optimizer_are_exactly_the_shards(recipe, number, 
         shard_bytes(parameter, world_size) for parameter in model.parameters()
     )
     assert held["gradients"] == trained
-    assert held["optimizer"] == 2 * trained + 4 * len(
-        learning
-    )  # two moments, and a step counter for each
+    # two moments, and a step counter for each
+    assert held["optimizer"] == 2 * trained + 4 * len(learning)
 
 
 def real_run(recipe, stage, checkpointing: bool) -> tuple[int, int]:
@@ -137,9 +134,8 @@ def test_the_peak_is_that_of_a_real_run_on_a_cpu(recipe, number, checkpointing):
     memory = measure(recipe, recipe.stages[number], Setting(1, BATCH, 1, checkpointing))
     peak, saved = real_run(recipe, recipe.stages[number], checkpointing)
     assert memory.peak == pytest.approx(peak, rel=0.015)
-    if (
-        not checkpointing
-    ):  # at the peak, early in the backward, the last of what was saved is free again
+    # at the peak, early in the backward, the last of what was saved is free again
+    if not checkpointing:
         assert memory.at_peak["activations"] == pytest.approx(
             saved, rel={"k": 0.07, "full": 0.01}[recipe.stages[number].name]
         )
@@ -152,9 +148,8 @@ def test_float32_logits_are_in_the_measure_unless_cross_entropy_is_fused(recipe,
     config.save_pretrained(recipe.model)
     logits = BATCH * SEQ_LEN * wide * 4
     memory = measure(recipe, recipe.stages[0], Setting(32, BATCH, 1, True))
-    assert (
-        memory.peak > 3 * logits
-    )  # the probabilities' logarithms, their gradient, and that of the logits
+    # the probabilities' logarithms, their gradient, and that of the logits
+    assert memory.peak > 3 * logits
     fused = recipe.model_copy(update={"training": {**recipe.training, "fused_cross_entropy": True}})
     assert (
         measure(fused, recipe.stages[0], Setting(32, BATCH, 1, True)).peak

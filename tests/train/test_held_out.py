@@ -59,9 +59,8 @@ def test_no_trace_of_a_held_out_block_is_ever_trained_on(kind, prepared, tmp_pat
     if kind.endswith("copies of them"):
         (tmp_path / "a.jsonl").write_text(2 * (tmp_path / "a.jsonl").read_text())
     text = sum(DOCUMENTS[kind])
-    blocks = prepared(
-        [source], 3 * text // SEQ_LEN, held_out_blocks=6
-    )  # one whole pass at the least
+    # one whole pass at the least
+    blocks = prepared([source], 3 * text // SEQ_LEN, held_out_blocks=6)
     held = blocks.held_out
     assert held.shape == (6, SEQ_LEN)
     assert held.dtype == torch.int64
@@ -126,9 +125,8 @@ def test_blocks_are_of_many_documents_where_the_source_can_spare_them(tiny_token
     assert held_out.DOCUMENTS <= len(held) < 20
     found = [sum(tiny_tokenizer.decode(block) in text for block in blocks) for text in held]
     assert len(blocks) == 32
-    assert (
-        found[: held_out.DOCUMENTS] == [2] * held_out.DOCUMENTS
-    )  # and none across the border of two documents
+    # and none across the border of two documents
+    assert found[: held_out.DOCUMENTS] == [2] * held_out.DOCUMENTS
 
 
 def test_a_passage_is_from_the_middle_of_a_long_document(tiny_tokenizer):

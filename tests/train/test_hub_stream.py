@@ -49,10 +49,9 @@ def test_the_blocks_are_those_of_the_files_on_disk(hub, tiny_tokenizer, tmp_path
     sources = {
         path: [Source(path=path, weight=1, column="code")] for path in (REPO, str(hub.local))
     }
+    # several passes
     streamed, local = (
-        make_corpus(of_path, tiny_tokenizer, SEQ_LEN, tmp_path / "prepared", 3).prepare(
-            200
-        )  # several passes
+        make_corpus(of_path, tiny_tokenizer, SEQ_LEN, tmp_path / "prepared", 3).prepare(200)
         for of_path in sources.values()
     )
     assert tokens_of(streamed) == tokens_of(local)

@@ -86,9 +86,8 @@ def test_a_signal_to_one_process_stops_all_after_a_checkpoint_and_nothing_is_los
     assert not (out / "stopped.json").exists()
     for stage in STAGES:
         ours, theirs = log_lines(out / stage), log_lines(real_unbroken / stage)
-        assert ours[-1]["loss"] == pytest.approx(
-            theirs[-1]["loss"], abs=0.5
-        )  # means over other intervals
+        # means over other intervals
+        assert ours[-1]["loss"] == pytest.approx(theirs[-1]["loss"], abs=0.5)
         assert ours[-1]["tokens_seen"] == theirs[-1]["tokens_seen"]
     for ours, theirs in zip(final_losses(out), final_losses(real_unbroken), strict=True):
         assert ours[1] == pytest.approx(theirs[1], abs=1e-5)
@@ -289,9 +288,8 @@ def test_a_run_killed_in_every_stage_launcher_one_rank_and_all_ranks_ends_with_t
     draw = random.Random(os.environ.get("COCA_KILLS_SEED", 0))
     out = tmp_path / "out"
     arguments = [real_recipe, "--out", out, "--resume"]
-    for stage, victim in zip(
-        STAGES, VICTIMS, strict=False
-    ):  # each kill comes later than the one before
+    # each kill comes later than the one before
+    for stage, victim in zip(STAGES, VICTIMS, strict=False):
         launched = launch(tmp_path, [Run(arguments, FSDP2, slow_steps)])
         while not (out / stage / "log.jsonl").exists():
             assert launched.process.is_alive(), launched.output.read_text()

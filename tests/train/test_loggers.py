@@ -28,11 +28,8 @@ from tests.train.test_resume import die_in_step_4
 
 STAGES = ["1-k", "2-qkv", "3-full"]
 LOGGERS = ["training.report_to=[wandb,trackio]", "training.project=tiny"]
-BLOCK, HEAD, COMPLETE = (
-    2**15,
-    7,
-    (1, 4),
-)  # of LevelDB's log format, in which Weights & Biases writes its files
+# of LevelDB's log format, in which Weights & Biases writes its files
+BLOCK, HEAD, COMPLETE = (2**15, 7, (1, 4))
 
 
 def log_to(directory, then=None):

@@ -153,7 +153,6 @@ def test_every_wording_has_its_places():
             assert form[0].isspace()
         assert all(form.endswith("{value}") for form in relation.asked)
     assert all(form[0].isspace() and form.endswith("{value}") for form in wordings.QUESTIONS)
-    assert all(
-        form.line.strip() != "{key}: {value}" for form in wordings.FORMS
-    )  # the list that recall measures
+    # the list that recall measures
+    assert all(form.line.strip() != "{key}: {value}" for form in wordings.FORMS)
     assert all("{key}" in form.line and form.line.count("{value}") == 1 for form in wordings.FORMS)

@@ -45,9 +45,8 @@ def _bytes(value) -> int:
     if not isinstance(value, Tensor):
         return 0
     local = value.to_local() if isinstance(value, DTensor) else value
-    return (
-        local.numel() * local.element_size() if local.dim() else 0
-    )  # Adam counts steps, for each parameter
+    # Adam counts steps, for each parameter
+    return local.numel() * local.element_size() if local.dim() else 0
 
 
 def assert_as_trained(measured: dict[str, int], trained: int, processes: int = 1) -> None:

@@ -157,9 +157,8 @@ def test_the_held_out_loss_of_a_fused_cross_entropy_never_holds_all_logits_and_i
     with Largest() as largest:
         fused = held_out_loss(model, model.get_output_embeddings(), blocks, 2)
     assert fused == pytest.approx(plain, rel=1e-6)
-    assert (
-        largest.numbers == TINY["hidden_size"] * VOCABULARY
-    )  # the head itself; all logits are 120 * VOCABULARY
+    # the head itself; all logits are 120 * VOCABULARY
+    assert largest.numbers == TINY["hidden_size"] * VOCABULARY
 
 
 @pytest.fixture(params=["linear", "liger"])

@@ -227,9 +227,8 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_last_checkpoint
 
 def test_an_empty_directory_resumes_to_a_fresh_run(recipe_path, tmp_path):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out/.recipe.yaml.1.partial").write_text(
-        "model: half writ"
-    )  # killed while it wrote its first file
+    # killed while it wrote its first file
+    (tmp_path / "out/.recipe.yaml.1.partial").write_text("model: half writ")
     result = run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="k", resume=True)
     assert (result / "training.json").exists()
     assert load_recipe(tmp_path / "out/recipe.yaml") == load_recipe(recipe_path)
@@ -277,9 +276,8 @@ def test_a_disk_that_is_really_full_keeps_the_checkpoint_before_and_the_need_is_
     run_recipe(recipe, tmp_path / "unbroken", stage="k")
     out = small_disk / "out"
     weights = load_file(tiny_coca_dir / "model.safetensors")
-    state_bytes = sum(
-        3 * 4 * tensor.numel() + 4 for tensor in weights.values()
-    )  # two moments, and a step for each
+    # two moments, and a step for each
+    state_bytes = sum(3 * 4 * tensor.numel() + 4 for tensor in weights.values())
 
     plain = Trainer.training_step
 

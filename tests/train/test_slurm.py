@@ -177,9 +177,8 @@ class Slurm:
 
     def _started(self, process: psutil.Process) -> bool:
         with suppress(psutil.Error):
-            steps = tuple(
-                f"slurmstepd: [{job}." for job in self.jobs
-            )  # a title in the place of their environment
+            # a title in the place of their environment
+            steps = tuple(f"slurmstepd: [{job}." for job in self.jobs)
             return " ".join(process.cmdline()).startswith(steps) or process.environ().get(
                 "SLURM_CONF"
             ) == str(self.conf)
@@ -188,9 +187,8 @@ class Slurm:
 
 @pytest.fixture
 def slurm():
-    directory = Path(
-        tempfile.mkdtemp(prefix="slurm-")
-    )  # pytest's own is too long a name for a socket
+    # pytest's own is too long a name for a socket
+    directory = Path(tempfile.mkdtemp(prefix="slurm-"))
     running = Slurm(directory)
     try:
         running.start()
