@@ -154,6 +154,9 @@ def test_three_stages_lower_the_held_out_perplexity_and_the_result_generates(sta
             "\n\n".join(text for _, text in chosen), encoding="utf-8"
         )
     recipe = tmp_path / "recipe.yaml"
+    has_amx = str(
+        torch.cpu.get_capabilities().get("amx_bf16", False)
+    ).lower()  # as quickstart.sh has it
     recipe.write_text(f"""
 model: {start}
 data:
@@ -161,7 +164,8 @@ data:
   seq_len: 128
   held_out_blocks: 4
   sources: [{{path: {tmp_path}/train.txt, weight: 1}}]
-training: {{per_device_train_batch_size: 4, learning_rate: 2.0e-5, adam_beta2: 0.95, logging_steps: 2}}
+training:
+  {{bf16: {has_amx}, per_device_train_batch_size: 4, learning_rate: 2.0e-5, adam_beta2: 0.95, logging_steps: 2}}
 stages:
   - {{name: k, train: [t_proj], max_steps: 2}}
   - {{name: qkv, train: [q_proj, t_proj, v_proj], max_steps: 2}}

@@ -301,11 +301,6 @@ class GgufSource:
                 f"{file}: --adapter: got a GGUF file, whose weights are quantized, expected the "
                 "safetensors checkpoint that the adapter was trained on"
             )
-        if not hasattr(transformers, "GgufConfig"):  # 5.16
-            raise CocaError(
-                f"{file}: got transformers {transformers.__version__}, expected one that has "
-                "GgufConfig, to read GGUF; pip install --upgrade 'transformers<5.24'"
-            )
         self.directory, self.config_file = file.parent, file
         try:
             self._model = AutoModelForCausalLM.from_pretrained(

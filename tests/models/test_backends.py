@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from coca_hf import CocaLlamaConfig, convert_checkpoint
 from coca_hf.models.rotary import CocaRotaryEmbedding
@@ -38,7 +38,8 @@ def test_continuous_batching_gives_the_tokens_of_generate(constraint):
     model = tiny_model(constraint)
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (5, 19, 11)]
     config = GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    results = model.generate_batch(prompts, generation_config=config, progress_bar=False)
+    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)  # and not all of the memory
+    results = model.generate_batch(prompts, config, small, progress_bar=False)
     got = [
         result.generated_tokens
         for result in sorted(results.values(), key=lambda result: result.request_id)

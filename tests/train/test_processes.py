@@ -55,7 +55,7 @@ def test_two_processes_have_the_losses_of_one_with_the_same_global_batch(
 
 @pytest.mark.skipif(
     "map_location = self.args.device" in inspect.getsource(Trainer._load_optimizer_and_scheduler),
-    reason="this transformers (5.16.1 does) loads optimizers to the device cpu:0, unknown to torch; GPUs are fine",
+    reason="this transformers (5.17 does) loads optimizers to the device cpu:0, unknown to torch; GPUs are fine",
 )
 def test_two_processes_resume_from_the_checkpoint_that_two_wrote(recipe_path, tmp_path):
     arguments = [recipe_path, HALVES[0], *FOUR_STEPS, "--out", tmp_path / "out"]
