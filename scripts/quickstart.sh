@@ -34,7 +34,7 @@ evaluate "$out/start" "+ CoCA, calibrated"
 
 say "5/7 Train on text and lookups, the original as the teacher"
 bf16=$(grep -qE 'amx_bf16|avx512_bf16' /proc/cpuinfo 2> /dev/null && echo true || echo false)
-coca-train recipes/recover.yaml --out "$out/train" --resume training.bf16="$bf16"
+coca-train recipes/recover.yaml --out "$out/train" --resume training.bf16="$bf16" stages.recover.max_steps=60
 
 say "6/7 Evaluate the result"
 evaluate "$out/train/1-recover" "+ CoCA, recovered"
