@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
@@ -23,7 +25,7 @@ from transformers import (
 )
 
 from coca_hf.errors import CocaError, one_line
-from coca_hf.models.decoder import MASKS, CocaConfig, CocaForCausalLM
+from coca_hf.models.decoder import MASKS, CocaConfig, CocaForCausalLM, CocaPreTrainedModel
 from coca_hf.models.gpt_neox import CocaGPTNeoXConfig, CocaGPTNeoXForCausalLM
 from coca_hf.models.llama import CocaLlamaConfig, CocaLlamaForCausalLM
 from coca_hf.models.mistral import CocaMistralConfig, CocaMistralForCausalLM
@@ -70,6 +72,12 @@ FAMILIES = {
         frozenset({"rotary_pct", "rotary_emb_base"}),
         partial_rotary=True,
     ),
+}
+
+# The heads in the place of the language head, as class names end, and the classes by config
+CLASSIFIERS = {
+    "ForSequenceClassification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    "ForTokenClassification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
 }
 
 # Written by transformers, by trainers and by model authors over the years; they say nothing about
@@ -151,6 +159,15 @@ def family_of(config: CocaConfig) -> Family:
     return FAMILIES[config.model_type.removeprefix("coca_")]
 
 
+def coca_class(config: CocaConfig) -> type[CocaPreTrainedModel]:
+    """The model of the family that `architectures` names: causal, unless it is a classifier."""
+    causal_lm = family_of(config).coca_causal_lm
+    for head, classes in CLASSIFIERS.items():
+        if config.architectures == [causal_lm.__name__.replace("ForCausalLM", head)]:
+            return classes[type(config)]
+    return causal_lm
+
+
 def written_config(
     config: Mapping,
     constraint: str | None,
@@ -209,7 +226,9 @@ def coca_config(
     _check_fields(config, family, where, ignore_option)
     understood = family.understands() - {"transformers_version"}
     fields = {field: value for field, value in config.items() if field in understood}
-    fields["architectures"] = [family.coca_causal_lm.__name__]
+    causal_lm, found = family.causal_lm.__name__, config.get("architectures")
+    heads = [[causal_lm.replace("ForCausalLM", head)] for head in CLASSIFIERS]
+    fields["architectures"] = [f"Coca{found[0] if found in heads else causal_lm}"]
     if "torch_dtype" in config:
         fields.setdefault("dtype", config["torch_dtype"])
     try:
