@@ -74,7 +74,7 @@ FAMILIES = {
     ),
 }
 
-# The heads in the place of the language head, as class names end, and the classes by config
+# By the end of their names: classes with another head than the language head, by their config
 CLASSIFIERS = {
     "ForSequenceClassification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     "ForTokenClassification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
@@ -159,13 +159,18 @@ def family_of(config: CocaConfig) -> Family:
     return FAMILIES[config.model_type.removeprefix("coca_")]
 
 
+def head_of(architectures: object) -> str:
+    """`ForCausalLM`, unless the `architectures` of a config.json name a classifier."""
+    named = architectures[0] if isinstance(architectures, list) and architectures else None
+    return next((head for head in CLASSIFIERS if str(named).endswith(head)), "ForCausalLM")
+
+
 def coca_class(config: CocaConfig) -> type[CocaPreTrainedModel]:
-    """The model of the family that `architectures` names: causal, unless it is a classifier."""
-    causal_lm = family_of(config).coca_causal_lm
-    for head, classes in CLASSIFIERS.items():
-        if config.architectures == [causal_lm.__name__.replace("ForCausalLM", head)]:
-            return classes[type(config)]
-    return causal_lm
+    """The family's model with the head that `architectures` names."""
+    head = head_of(config.architectures)
+    if head in CLASSIFIERS:
+        return CLASSIFIERS[head][type(config)]
+    return family_of(config).coca_causal_lm
 
 
 def written_config(
@@ -226,9 +231,8 @@ def coca_config(
     _check_fields(config, family, where, ignore_option)
     understood = family.understands() - {"transformers_version"}
     fields = {field: value for field, value in config.items() if field in understood}
-    causal_lm, found = family.causal_lm.__name__, config.get("architectures")
-    heads = [[causal_lm.replace("ForCausalLM", head)] for head in CLASSIFIERS]
-    fields["architectures"] = [f"Coca{found[0] if found in heads else causal_lm}"]
+    head = head_of(config.get("architectures"))
+    fields["architectures"] = [family.coca_causal_lm.__name__.replace("ForCausalLM", head)]
     if "torch_dtype" in config:
         fields.setdefault("dtype", config["torch_dtype"])
     try:
