@@ -126,12 +126,12 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
             "unpatch_: got a model without its original projections, expected patch_(model, "
             "keep_original=True); load the original again"
         )
-    training, embeddings = model.training, model.get_input_embeddings()
-    vocab_size = model.config.vocab_size
+    training, vocab_size = model.training, model.config.vocab_size
+    head = getattr(model.get_output_embeddings(), "weight", None)  # classifiers have none
     coca = type(model), model.__dict__
     model.__class__, model.__dict__ = model.__dict__[ORIGINAL]
     if (
-        model.get_input_embeddings().weight is not embeddings.weight
+        getattr(model.get_output_embeddings(), "weight", None) is not head
         or model.config.vocab_size != vocab_size
     ):
         model.__class__, model.__dict__ = coca
