@@ -58,6 +58,6 @@ for config, model, causal_lm in (
     (CocaQwen3Config, CocaQwen3Model, CocaQwen3ForCausalLM),
 ):
     AutoConfig.register(config.model_type, config)
-    AutoModel.register(config, model)
+    AutoModel.register(config, model, exist_ok=True)
     AutoModelForCausalLM.register(config, causal_lm)
 del config, model, causal_lm, register_kernels

@@ -16,6 +16,11 @@ CARD = "README.md"
 CARRIED_OVER = ("license", "license_name", "license_link", "language")
 MARK = "<!-- written by coca_hf from conversion.json and training.json -->"
 FRONT_MATTER_BYTES = 100_000
+PIPELINES = {
+    "CausalLM": "text-generation",
+    "SequenceClassification": "text-classification",
+    "TokenClassification": "token-classification",
+}
 
 _TEMPLATE = """---
 {{ card_data }}
@@ -29,11 +34,11 @@ _TEMPLATE = """---
 ## Load
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {{ auto_class }}, AutoTokenizer
 
 checkpoint = "."  # this directory, or the id of this repository
 tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)
+model = {{ auto_class }}.from_pretrained(checkpoint, trust_remote_code=True)
 ```
 
 With coca_hf installed, `import coca_hf` takes the place of `trust_remote_code=True`.
@@ -118,12 +123,13 @@ def _card(
     base_model: str | None,
 ) -> ModelCard:
     base, stages = conversion.get("base", {}), training.get("stages", [])
+    head = conversion.get("architecture", "ForCausalLM").partition("For")[2]
     base_id = base_model or base.get("model")
     sources = [source for stage in stages for source in stage["sources"] if source["on_hub"]]
     data_sets = dict.fromkeys(source["path"] for source in sources)
     data = ModelCardData(
         library_name="transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag=PIPELINES[head],
         base_model=base_id,
         tags=["coca", "long-context"],
         datasets=list(data_sets) or None,
@@ -134,6 +140,7 @@ def _card(
         data,
         template_str=_TEMPLATE,
         mark=MARK,
+        auto_class=f"AutoModelFor{head}",
         title=f"{escape(name)} with CoCA",
         lead=_lead(conversion, stages, base_id or name),
         conversion=_conversion(conversion, base_id or name),

@@ -44,7 +44,9 @@ DTYPE_BITS = {
     **{"I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
 }
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-STORED_AS = {dtype: name for name, dtype in FLOATS.items()}
+# With those that quantized weights are stored in
+TYPES = {**FLOATS, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I8": torch.int8}
+STORED_AS = {dtype: name for name, dtype in TYPES.items()}
 UNITS = {"": 1} | {f"{letter}B": 1000**power for power, letter in enumerate(["", *"KMGT"])}
 UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
 

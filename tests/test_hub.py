@@ -236,7 +236,7 @@ def test_a_checkpoint_goes_up_whole_with_its_card_and_comes_down_without_coca_hf
             json.loads(hub.files[name]).keys()
             == json.loads((finished_dir / name).read_text()).keys()
         )
-    assert len(json.loads(hub.files["config.json"])["auto_map"]) == 3
+    assert len(json.loads(hub.files["config.json"])["auto_map"]) == 5
 
     pushed, written = (
         ModelCard(hub.files["README.md"].decode()),

@@ -1,4 +1,4 @@
-"""trl's SFTTrainer on the name of a CoCA directory, with packed sequences."""
+"""trl's SFTTrainer on the name of a CoCA directory, with packed sequences, and its RewardTrainer."""
 
 import os
 import subprocess
@@ -7,9 +7,10 @@ import sys
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
-from trl import SFTConfig, SFTTrainer
+from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from coca_hf import CocaLlamaForCausalLM
+from coca_hf.models.llama import CocaLlamaForSequenceClassification
 
 # 18 or 19 tokens, and </s>
 TEXTS = [f"{number} and {number} make {2 * number}." for number in range(10, 59)]
@@ -55,6 +56,30 @@ def test_sft_trains_from_a_directory_name_with_packing_and_saves_a_coca_checkpoi
     assert not any(report.values())
     ids = torch.arange(17)[None]
     assert torch.equal(loaded(ids).logits, trainer.model.eval()(ids).logits)
+
+
+def test_a_reward_model_trains_from_the_name_of_a_converted_directory(tiny_coca_dir, tmp_path):
+    arguments = RewardConfig(
+        output_dir=str(tmp_path / "run"),
+        max_length=64,
+        per_device_train_batch_size=5,
+        max_steps=8,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        bf16=False,
+    )
+    texts = {"chosen": [text + "yes" for text in TEXTS], "rejected": [t + " no" for t in TEXTS]}
+    trainer = RewardTrainer(
+        str(tiny_coca_dir), args=arguments, train_dataset=Dataset.from_dict(texts)
+    )
+    assert type(trainer.model) is CocaLlamaForSequenceClassification
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert sum(losses[-2:]) < 0.5 * sum(losses[:2])
 
 
 def test_packed_texts_get_the_logits_that_each_has_alone(tiny_coca_dir, tmp_path):

@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
@@ -23,7 +25,7 @@ from transformers import (
 )
 
 from coca_hf.errors import CocaError, one_line
-from coca_hf.models.decoder import MASKS, CocaConfig, CocaForCausalLM
+from coca_hf.models.decoder import MASKS, CocaConfig, CocaForCausalLM, CocaPreTrainedModel
 from coca_hf.models.gpt_neox import CocaGPTNeoXConfig, CocaGPTNeoXForCausalLM
 from coca_hf.models.llama import CocaLlamaConfig, CocaLlamaForCausalLM
 from coca_hf.models.mistral import CocaMistralConfig, CocaMistralForCausalLM
@@ -70,6 +72,12 @@ FAMILIES = {
         frozenset({"rotary_pct", "rotary_emb_base"}),
         partial_rotary=True,
     ),
+}
+
+# By the end of their names: classes with another head than the language head, by their config
+CLASSIFIERS = {
+    "ForSequenceClassification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    "ForTokenClassification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
 }
 
 # Written by transformers, by trainers and by model authors over the years; they say nothing about
@@ -151,6 +159,20 @@ def family_of(config: CocaConfig) -> Family:
     return FAMILIES[config.model_type.removeprefix("coca_")]
 
 
+def head_of(architectures: object) -> str:
+    """`ForCausalLM`, unless the `architectures` of a config.json name a classifier."""
+    named = architectures[0] if isinstance(architectures, list) and architectures else None
+    return next((head for head in CLASSIFIERS if str(named).endswith(head)), "ForCausalLM")
+
+
+def coca_class(config: CocaConfig) -> type[CocaPreTrainedModel]:
+    """The family's model with the head that `architectures` names."""
+    head = head_of(config.architectures)
+    if head in CLASSIFIERS:
+        return CLASSIFIERS[head][type(config)]
+    return family_of(config).coca_causal_lm
+
+
 def written_config(
     config: Mapping,
     constraint: str | None,
@@ -209,7 +231,8 @@ def coca_config(
     _check_fields(config, family, where, ignore_option)
     understood = family.understands() - {"transformers_version"}
     fields = {field: value for field, value in config.items() if field in understood}
-    fields["architectures"] = [family.coca_causal_lm.__name__]
+    head = head_of(config.get("architectures"))
+    fields["architectures"] = [family.coca_causal_lm.__name__.replace("ForCausalLM", head)]
     if "torch_dtype" in config:
         fields.setdefault("dtype", config["torch_dtype"])
     try:

@@ -27,6 +27,7 @@ from coca_hf.convert.calibrate import (
     needs,
 )
 from coca_hf.convert.calibration_text import calibration_blocks, reach, repeated_blocks
+from coca_hf.convert.config import coca_class, head_of
 from coca_hf.convert.harm import harm_bytes, layer_harms, most_harmful
 from coca_hf.convert.initialise import RULE
 from coca_hf.convert.layer_pairs import LayerPairs
@@ -255,6 +256,12 @@ class _Calibration:
                 "--calibrate: got a CoCA checkpoint, expected an original, whose attention it "
                 "imitates"
             )
+        if head_of(layout.config.architectures) != "ForCausalLM":
+            raise CocaError(
+                f"--calibrate: got {layout.source.config['architectures'][0]}, expected a causal "
+                "language model, whose predictions it measures; leave --calibrate out, or "
+                "calibrate the model that the classifier was trained from"
+            )
         self.device = device
         self.text, self.text_commit, self.seed = place[0], place[4], seed
         self.tokenizer = layout.source.load_tokenizer()
@@ -373,6 +380,7 @@ def _record(
         ),
         **({"adapter": layout.source.adapter.record} if layout.source.adapter else {}),
         "base": layout.base,
+        "architecture": coca_class(layout.config).__name__,
         "constraint": layout.config.coca_constraint,
         "kept_layers": layout.config.coca_kept_layers,
         "dtype": str(layout.config.dtype).removeprefix("torch."),

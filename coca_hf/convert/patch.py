@@ -5,10 +5,10 @@ from collections.abc import Collection, Iterable
 import torch
 from transformers import PreTrainedModel
 
-from coca_hf.convert.config import FAMILIES, coca_config, family_of
+from coca_hf.convert.config import CLASSIFIERS, FAMILIES, coca_class, coca_config
 from coca_hf.convert.tensors import Initialiser, check_queries, check_tensors, stored_as, untie_
 from coca_hf.errors import CocaError
-from coca_hf.models.decoder import CocaForCausalLM
+from coca_hf.models.decoder import CocaPreTrainedModel
 from coca_hf.models.rotary import CocaRotaryEmbedding
 
 ORIGINAL = (
@@ -23,7 +23,7 @@ def patch_(
     keep_original: bool = False,
     keep_layers: Iterable[int] = (),
     ignore_fields: Collection[str] = (),
-) -> CocaForCausalLM:
+) -> CocaPreTrainedModel:
     """Turn `model` into its family's CoCA model, in place; returns it.
 
     It is initialised as by `convert_checkpoint`. All weights but the key's stay the very same
@@ -36,14 +36,17 @@ def patch_(
     Gradient checkpointing and `enable_input_require_grads` stay on; hooks of others are refused, as
     they would be lost.
 
-    Raises CocaError where the model is not a plain causal LM of a supported family (already CoCA,
-    quantized, compiled, sharded, wrapped), has hooks, or has not all of its weights in memory.
+    Raises CocaError where the model is not a plain causal LM or classifier of a supported family
+    (already CoCA, quantized, compiled, sharded, wrapped), has hooks, or has not all of its weights
+    in memory.
     """
-    if isinstance(model, CocaForCausalLM):
+    if isinstance(model, CocaPreTrainedModel):
         raise CocaError("patch_: got a CoCA model already; there is nothing to patch")
     supported = {family.causal_lm for family in FAMILIES.values()}
+    for classes in CLASSIFIERS.values():
+        supported |= {classes.get(family.config, None) for family in FAMILIES.values()} - {None}
     if type(model) not in supported:
-        names = sorted(causal_lm.__name__ for causal_lm in supported)
+        names = sorted(model_class.__name__ for model_class in supported)
         raise CocaError(
             f"patch_: got {type(model).__name__}, expected one of {', '.join(names)}; unwrap it "
             "first"
@@ -55,7 +58,7 @@ def patch_(
 
     _check_movable(model)
     config = coca_config(
-        model.config.to_dict(),
+        model.config.to_dict() | {"architectures": [type(model).__name__]},
         constraint,
         "patch_: model.config",
         sorted(keep_layers),
@@ -69,7 +72,7 @@ def patch_(
     targets, _ = check_tensors(shapes, config, where="patch_")
     initialiser = Initialiser(config, targets, lambda name: source[name].cpu(), where="patch_")
     with torch.device("meta"):
-        coca = family_of(config).coca_causal_lm(config)
+        coca = coca_class(config)(config)
     for target in targets:
         parameter = source[target.source]
         if not target.is_carried_over:
@@ -90,7 +93,8 @@ def patch_(
         )
     coca.tie_weights()
     coca.model.rotary_emb = CocaRotaryEmbedding(config).to(model.device)
-    coca.generation_config = model.generation_config
+    if model.can_generate():
+        coca.generation_config = model.generation_config
     coca.train(model.training)
     checkpointing = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     if checkpointing:
@@ -103,7 +107,7 @@ def patch_(
     return model
 
 
-def unpatch_(model: CocaForCausalLM) -> PreTrainedModel:
+def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
     """Undo `patch_(model, keep_original=True)`, in place; returns the model.
 
     What the two share was trained, moved or cast together; what only the original has is as it was
@@ -113,7 +117,7 @@ def unpatch_(model: CocaForCausalLM) -> PreTrainedModel:
     Raises CocaError where the original was not kept, which cannot be computed from the CoCA model,
     or where the embeddings were resized since.
     """
-    if not isinstance(model, CocaForCausalLM):
+    if not isinstance(model, CocaPreTrainedModel):
         raise CocaError(
             f"unpatch_: got {type(model).__name__}, expected a model that patch_ changed"
         )
@@ -122,15 +126,12 @@ def unpatch_(model: CocaForCausalLM) -> PreTrainedModel:
             "unpatch_: got a model without its original projections, expected patch_(model, "
             "keep_original=True); load the original again"
         )
-    training, head, vocab_size = (
-        model.training,
-        model.get_output_embeddings(),
-        model.config.vocab_size,
-    )
+    training, vocab_size = model.training, model.config.vocab_size
+    head = getattr(model.get_output_embeddings(), "weight", None)  # classifiers have none
     coca = type(model), model.__dict__
     model.__class__, model.__dict__ = model.__dict__[ORIGINAL]
     if (
-        model.get_output_embeddings().weight is not head.weight
+        getattr(model.get_output_embeddings(), "weight", None) is not head
         or model.config.vocab_size != vocab_size
     ):
         model.__class__, model.__dict__ = coca

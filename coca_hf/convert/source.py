@@ -4,7 +4,6 @@ import contextlib
 import fnmatch
 import glob
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -19,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from coca_hf.convert.adapter import CONFIG as ADAPTER
 from coca_hf.convert.adapter import Adapter
+from coca_hf.convert.quantized import FOUR_BITS, quantized_weights
 from coca_hf.convert.tensors import Shape
 from coca_hf.errors import CocaError, library_errors, one_line
 from coca_hf.models.hub import LICENCE_FILES
@@ -63,13 +63,6 @@ COMPANIONS = (*TOKENIZER_FILES, "generation_config.json", *LICENCE_FILES)
 MAX_TOKEN_ID = 1 << 24
 TRAINING_RECORD = "training.json"  # goes along with a CoCA checkpoint
 RECORDS = ("conversion.json", TRAINING_RECORD)
-FP8, SCALE = "F8_E4M3", "_scale_inv"  # a type of safetensors; its scales follow the weight's name
-REQUANTIZE = "convert the checkpoint that it was quantized from, and quantize the result"
-DEQUANTIZE = (
-    "load it with transformers, dequantize it and save it first: "
-    "AutoModelForCausalLM.from_pretrained(SRC).dequantize().save_pretrained(DIR)"
-)
-CAN_DEQUANTIZE = ("bitsandbytes", "higgs")  # in transformers
 # What is fetched from the hub before it is known which files of weights there are.
 OTHER_FILES = ["config.json", INDEX, ADAPTER, "README.md", *RECORDS, *COMPANIONS]
 # What a directory without weights that we read is called by its files, and the remedy; the first
@@ -119,7 +112,6 @@ class DirectorySource:
         self.kind = "pickles" if pickled else "safetensors"
         self.directory, self.commit, self.config_file = directory, commit, directory / "config.json"
         self.config = read_json(checkpoint_file(directory, "config.json"))
-        self._fp8_block = self._read_quantization()
         self._companions: dict[str, FileIO] = {}
         with contextlib.ExitStack() as stack:
             is_coca = str(self.config.get("model_type")).startswith("coca_")
@@ -131,7 +123,13 @@ class DirectorySource:
                 )
             self._files, self._file_of = open_weights(directory, pickled)
             stack.callback(self.close)
-            self._check_scales()
+            method, self._quantized = quantized_weights(
+                self.config, self._file_of, self.config_file
+            )
+            if method:
+                self.kind += f", {method}"
+                del self.config["quantization_config"]
+            self._beside = {name for weight in self._quantized.values() for name in weight.beside}
             self.adapter = adapter
             if adapter:
                 adapter.check(self.shapes(), bool(self.config.get("tie_word_embeddings")))
@@ -145,14 +143,16 @@ class DirectorySource:
 
     def shapes(self) -> dict[str, Shape]:
         return {
-            name: weights.tensors[name].shape
+            name: self._quantized[name].shape
+            if name in self._quantized
+            else weights.tensors[name].shape
             for name, weights in self._file_of.items()
-            if not self._is_fp8(name.removesuffix(SCALE)) or self._is_fp8(name)
+            if name not in self._beside
         }
 
     def dtype(self, name: str) -> torch.dtype:
         found = self._file_of[name].tensors[name].dtype
-        if self._is_fp8(name):
+        if name in self._quantized:
             stated = self.config.get("dtype", self.config.get("torch_dtype"))
             return getattr(torch, stated) if stated in ("float32", "float16") else torch.bfloat16
         if found not in FLOATS:
@@ -173,7 +173,7 @@ class DirectorySource:
 
         They share a buffer: use each before asking for the next.
         """
-        if self._is_fp8(name) or (self.adapter and name in self.adapter.targets):
+        if name in self._quantized or (self.adapter and name in self.adapter.targets):
             yield self.read(name).flatten()
             return
         dtype = self.dtype(name)
@@ -228,59 +228,10 @@ class DirectorySource:
 
     def _stored(self, name: str) -> Tensor:
         """A tensor of the file, in numbers that can be converted."""
+        if name in self._quantized:
+            return self._quantized[name].read().to(self.dtype(name))
         weights = self._file_of[name]
-        data, shape = weights.read(name), weights.tensors[name].shape
-        if self._is_fp8(name):
-            return dequantize_fp8(
-                data.view(torch.float8_e4m3fn).view(shape),
-                self._stored(name + SCALE),
-                self._fp8_block or (),
-                self.dtype(name),
-            )
-        return data.view(self.dtype(name)).view(shape)
-
-    def _read_quantization(self) -> tuple[int, ...] | None:
-        """Rows and columns that share a scale of FP8; ``()`` where all do, None without FP8."""
-        quantization = self.config.get("quantization_config")
-        if not isinstance(quantization, dict) or "quant_method" not in quantization:
-            return None  # `written_config` refuses what is none
-        method = str(quantization["quant_method"])
-        block = quantization.get("weight_block_size") or []
-        is_block = isinstance(block, list) and len(block) in (0, 2)
-        if method != "fp8" or not is_block or not all(type(n) is int and n > 0 for n in block):
-            raise CocaError(
-                f"{self.config_file}: got weights quantized by {method}, expected plain ones, or "
-                f"FP8 with a scale for each block; "
-                + (DEQUANTIZE if method in CAN_DEQUANTIZE else REQUANTIZE)
-            )
-        del self.config["quantization_config"]
-        self.kind += ", FP8"
-        return tuple(block)
-
-    def _is_fp8(self, name: str) -> bool:
-        return (
-            self._fp8_block is not None
-            and name in self._file_of
-            and self._file_of[name].tensors[name].dtype == FP8
-        )
-
-    def _check_scales(self) -> None:
-        """Raise CocaError where a weight in FP8 has no scales for its blocks."""
-        for name in filter(self._is_fp8, self._file_of):
-            shape = self._file_of[name].tensors[name].shape
-            found = self._file_of.get(name + SCALE)
-            scales = found.tensors[name + SCALE].shape if found else None
-            block = self._fp8_block or shape
-            expected = tuple(
-                -(-length // max(1, size)) for length, size in zip(shape, block, strict=False)
-            )
-            is_single = not self._fp8_block and scales is not None and math.prod(scales) == 1
-            if len(shape) != 2 or not (scales == expected or is_single):
-                raise CocaError(
-                    f"{self._file_of[name].file}: tensor {name}: got shape {shape} and scales of "
-                    f"shape {scales}, expected {expected}; {REQUANTIZE}"
-                )
-            self.dtype(name + SCALE)
+        return weights.read(name).view(self.dtype(name)).view(weights.tensors[name].shape)
 
     def _current_states(self) -> dict[str, tuple[int, ...]]:
         return {name: weights.state() for name, weights in self._files.items()}
@@ -363,18 +314,6 @@ class GgufSource:
         self._model.generation_config.save_pretrained(directory)
         if ntk_length:
             _raise_tokenizer_length(directory / TOKENIZER, ntk_length)
-
-
-def dequantize_fp8(
-    weight: Tensor, scales: Tensor, block: tuple[int, ...], dtype: torch.dtype
-) -> Tensor:
-    """The numbers of `weight` (rows, columns) in `dtype`: each times the scale of its block.
-
-    scales: (rows / block[0], columns / block[1]), rounded up; a single one where `block` is empty.
-    """
-    for axis, size in enumerate(block):
-        scales = scales.repeat_interleave(size, axis).narrow(axis, 0, weight.shape[axis])
-    return (weight.float() * scales.float()).to(dtype)
 
 
 def _passed_over(file: Path) -> str | None:
@@ -606,6 +545,11 @@ def _write_header(hub_id: str, commit: str, directory: Path, name: str) -> None:
     """Write a safetensors file of a repository without its numbers, which take no disk."""
     with library_errors(f"{hub_id}: the header of {name} cannot be read"):
         tensors = HfApi().parse_safetensors_file_metadata(hub_id, name, revision=commit).tensors
+    if any(FOUR_BITS in tensor for tensor in tensors):
+        raise CocaError(
+            f"{hub_id}: --dry-run: got weights of four bits, whose shapes are known once they are "
+            f"downloaded; run `hf download {hub_id}` first"
+        )
     entries = {
         tensor: {name: getattr(entry, name) for name in ("dtype", "shape", "data_offsets")}
         for tensor, entry in tensors.items()

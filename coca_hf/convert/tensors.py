@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from coca_hf.convert.config import family_of
+from coca_hf.convert.config import coca_class, family_of, head_of
 from coca_hf.convert.initialise import fold_pairs, initial_scales, initial_t
 from coca_hf.errors import CocaError, one_line
 from coca_hf.models.attention import QUERY_SCALE
@@ -103,11 +103,11 @@ def check_tensors(
         )
     unknown = [name for name in shapes if name not in expected and not is_derived(name, config)]
     if unknown:
-        family = family_of(config)
+        family, head = family_of(config), head_of(config.architectures)
         plain = (family.coca_causal_lm if from_coca else family.causal_lm).__name__
         raise CocaError(
             f"{where}: tensor {unknown[0]} is not understood{_and_more(unknown)}; expected a plain "
-            f"{plain}"
+            f"{plain.replace('ForCausalLM', head)}"
         )
     for name, shape in expected.items():
         if shapes[name] != shape:
@@ -264,7 +264,7 @@ def _targets(
 ) -> Iterator[TargetTensor]:
     try:
         with torch.device("meta"):
-            model = family_of(config).coca_causal_lm(config)
+            model = coca_class(config)(config)
     except Exception as error:  # sizes that torch refuses
         raise CocaError(f"{where}: its config.json makes no model ({one_line(error)})") from error
     describe = _gpt_neox_target if config.model_type == "coca_gpt_neox" else _llama_target
@@ -302,6 +302,8 @@ def _gpt_neox_target(
         return TargetTensor(name, shape, source, (3 * config.hidden_size, *shape[1:]), pick)
     if name == "lm_head.weight":  # older files, and GPT-NeoX's own code, have the second name
         return TargetTensor(name, shape, name if name in shapes else "embed_out.weight", shape)
+    if name.startswith("score.") and head_of(config.architectures) == "ForTokenClassification":
+        return TargetTensor(name, shape, name.replace("score", "classifier"), shape)
     source = name.replace("model.", "gpt_neox.", 1).replace(
         ".self_attn.o_proj.", ".attention.dense."
     )

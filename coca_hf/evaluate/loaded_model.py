@@ -195,7 +195,10 @@ def _load_weights(
 ) -> Any:
     expected = AutoModelForCausalLM._model_mapping.get(type(config), None)
     found = getattr(config, "architectures", None) or []
-    carries_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    is_classifier = any(str(name).endswith("Classification") for name in found)
+    carries_code = not is_classifier and "AutoModelForCausalLM" in (
+        getattr(config, "auto_map", None) or {}
+    )
     if not (carries_code and trust_remote_code) and (
         expected is None or (found and expected.__name__ not in found)
     ):

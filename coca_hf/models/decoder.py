@@ -10,15 +10,26 @@ checkpoints, so that those load with `trust_remote_code=True` without coca_hf. L
 import inspect
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, LlamaPreTrainedModel, PreTrainedConfig
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    LlamaForCausalLM,
+    LlamaPreTrainedModel,
+    PreTrainedConfig,
+)
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
@@ -66,6 +77,8 @@ class CocaConfig(PreTrainedConfig):
             "AutoConfig": f"{file}.{family}Config",
             "AutoModel": f"{file}.{family}Model",  # vLLM's Transformers backend asks for this one
             "AutoModelForCausalLM": f"{file}.{family}ForCausalLM",
+            "AutoModelForSequenceClassification": f"{file}.{family}ForSequenceClassification",
+            "AutoModelForTokenClassification": f"{file}.{family}ForTokenClassification",
         }
 
     def validate_sizes(self):
@@ -439,3 +452,22 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
         return super()._get_candidate_generator(
             *args, model_kwargs=model_kwargs, assistant_model=assistant_model, **kwargs
         )
+
+
+def classifiers(base: type[CocaPreTrainedModel], model: type[CocaModel]) -> tuple[Any, Any]:
+    """A family's models with transformers' heads for sequences and for tokens, over its `model`.
+
+    base: the family's `PreTrainedModel`. All three are registered with transformers' Auto classes:
+    the heads build their model with `AutoModel`, also where this code came with a checkpoint.
+    """
+    config, family = model.config_class, model.__name__.removesuffix("Model")
+    AutoModel.register(config, model)
+    made = []
+    for auto, head in (
+        (AutoModelForSequenceClassification, GenericForSequenceClassification),
+        (AutoModelForTokenClassification, GenericForTokenClassification),
+    ):
+        name = head.__name__.replace("Generic", family)
+        made.append(type(name, (head, base), {"__module__": model.__module__}))
+        auto.register(config, made[-1])
+    return made[0], made[1]

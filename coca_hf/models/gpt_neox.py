@@ -24,7 +24,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP
 
 from .attention import CocaAttention, KeptAttention
-from .decoder import CocaConfig, CocaForCausalLM, CocaModel, CocaPreTrainedModel
+from .decoder import (
+    CocaConfig,
+    CocaForCausalLM,
+    CocaModel,
+    CocaPreTrainedModel,
+    classifiers,
+)
 
 
 @strict
@@ -94,3 +100,8 @@ class CocaGPTNeoXModel(CocaGPTNeoXPreTrainedModel, CocaModel):
 
 class CocaGPTNeoXForCausalLM(CocaGPTNeoXPreTrainedModel, CocaForCausalLM):
     model_class = CocaGPTNeoXModel
+
+
+CocaGPTNeoXForSequenceClassification, CocaGPTNeoXForTokenClassification = classifiers(
+    CocaGPTNeoXPreTrainedModel, CocaGPTNeoXModel
+)

@@ -11,6 +11,7 @@ from .decoder import (
     CocaForCausalLM,
     CocaModel,
     CocaPreTrainedModel,
+    classifiers,
     t_plan,
 )
 
@@ -36,3 +37,8 @@ class CocaLlamaModel(CocaLlamaPreTrainedModel, CocaModel):
 
 class CocaLlamaForCausalLM(CocaLlamaPreTrainedModel, CocaForCausalLM):
     model_class = CocaLlamaModel
+
+
+CocaLlamaForSequenceClassification, CocaLlamaForTokenClassification = classifiers(
+    CocaLlamaPreTrainedModel, CocaLlamaModel
+)

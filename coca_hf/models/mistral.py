@@ -12,6 +12,7 @@ from .decoder import (
     CocaForCausalLM,
     CocaModel,
     CocaPreTrainedModel,
+    classifiers,
     t_plan,
 )
 
@@ -39,3 +40,8 @@ class CocaMistralModel(CocaMistralPreTrainedModel, CocaModel):
 
 class CocaMistralForCausalLM(CocaMistralPreTrainedModel, CocaForCausalLM):
     model_class = CocaMistralModel
+
+
+CocaMistralForSequenceClassification, CocaMistralForTokenClassification = classifiers(
+    CocaMistralPreTrainedModel, CocaMistralModel
+)

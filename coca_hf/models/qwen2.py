@@ -14,6 +14,7 @@ from .decoder import (
     CocaForCausalLM,
     CocaModel,
     CocaPreTrainedModel,
+    classifiers,
     t_plan,
 )
 
@@ -61,3 +62,8 @@ class CocaQwen2Model(CocaQwen2PreTrainedModel, CocaModel):
 
 class CocaQwen2ForCausalLM(CocaQwen2PreTrainedModel, CocaForCausalLM):
     model_class = CocaQwen2Model
+
+
+CocaQwen2ForSequenceClassification, CocaQwen2ForTokenClassification = classifiers(
+    CocaQwen2PreTrainedModel, CocaQwen2Model
+)

@@ -26,6 +26,7 @@ from .decoder import (
     CocaForCausalLM,
     CocaModel,
     CocaPreTrainedModel,
+    classifiers,
     t_plan,
 )
 
@@ -72,3 +73,8 @@ class CocaQwen3Model(CocaQwen3PreTrainedModel, CocaModel):
 
 class CocaQwen3ForCausalLM(CocaQwen3PreTrainedModel, CocaForCausalLM):
     model_class = CocaQwen3Model
+
+
+CocaQwen3ForSequenceClassification, CocaQwen3ForTokenClassification = classifiers(
+    CocaQwen3PreTrainedModel, CocaQwen3Model
+)

@@ -509,11 +509,13 @@ def test_stock_llama_refuses_a_coca_checkpoint_loudly(tiny_coca_dir):
     )
 
 
-def test_config_survives_a_round_trip_with_its_three_auto_classes(tmp_path, tiny_coca_dir):
+def test_config_survives_a_round_trip_with_its_auto_classes(tmp_path, tiny_coca_dir):
     AutoConfig.from_pretrained(tiny_coca_dir).save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == {
         "AutoConfig": "llama.CocaLlamaConfig",
         "AutoModel": "llama.CocaLlamaModel",
         "AutoModelForCausalLM": "llama.CocaLlamaForCausalLM",
+        "AutoModelForSequenceClassification": "llama.CocaLlamaForSequenceClassification",
+        "AutoModelForTokenClassification": "llama.CocaLlamaForTokenClassification",
     }
     assert {"attention.py", "llama.py", "rotary.py"} <= {file.name for file in tmp_path.iterdir()}

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from coca_hf import CocaError, convert_checkpoint
 from coca_hf.models.hub import without_paths
 from tests.convert.test_destination import files_of
+from tests.convert.test_quantized import quantized_by_bitsandbytes
 from tests.hub import HubHandler, serving
 from tests.test_card import FRONT_MATTER, TRAINING
 
@@ -212,6 +213,24 @@ def test_a_dry_run_of_a_model_on_the_hub_downloads_no_weights_and_leaves_the_cac
     assert plan["numbers_checked"]
     assert hub.downloaded == []
     assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_dry_run_refuses_four_bits_on_the_hub_whose_headers_have_no_shapes_and_plans_eight(
+    hub, tmp_path, tiny_llama_dir, bits
+):
+    quantized = quantized_by_bitsandbytes(
+        tiny_llama_dir, tmp_path / "quantized", **{f"load_in_{bits}bit": True}
+    )
+    hub.commits[NEW] |= {file.name: file.read_bytes() for file in quantized.iterdir()}
+    if bits == 4:
+        with pytest.raises(CocaError, match=r"shapes are known once .* run `hf download owner/mod"):
+            convert_checkpoint(REPO, tmp_path / "dst", dry_run=True)
+    else:
+        plan = convert_checkpoint(REPO, tmp_path / "dst", dry_run=True)
+        convert_checkpoint(REPO, tmp_path / "dst")
+        written = load_file(tmp_path / "dst" / "model.safetensors").values()
+        assert plan["written"]["bytes"] == sum(tensor.nbytes for tensor in written)
 
 
 def test_pickles_on_the_hub_are_downloaded_with_the_flag_alone(hub, tmp_path, tiny_llama_dir):

@@ -12,7 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     LlamaForCausalLM,
-    LlamaForSequenceClassification,
+    LlamaForQuestionAnswering,
 )
 
 import coca_hf
@@ -71,8 +71,8 @@ def test_another_model_of_the_process_is_left_alone(tiny_llama_dir):
     [
         (lambda d: patch_(LlamaForCausalLM.from_pretrained(d)), "got a CoCA model already"),
         (
-            lambda d: LlamaForSequenceClassification.from_pretrained(d),
-            "got LlamaForSequenceClassification, expected",
+            lambda d: LlamaForQuestionAnswering.from_pretrained(d),
+            "got LlamaForQuestionAnswering, expected",
         ),
         (
             lambda d: torch.compile(LlamaForCausalLM.from_pretrained(d)),

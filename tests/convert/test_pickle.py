@@ -130,7 +130,7 @@ REFUSED = {
         lambda d, t: save_single(
             d, t | {"model.norm.weight": t["model.norm.weight"].to(torch.int8)}
         ),
-        "tensor model.norm.weight has dtype torch.int8, expected one of F64, F32, F16, BF16",
+        "tensor model.norm.weight has dtype I8, expected one of F64, F32, F16, BF16",
     ),
     "damaged": (damaged, "pytorch_model.bin: cannot be read as tensors alone ("),
     "absent shard": (

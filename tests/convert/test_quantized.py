@@ -1,14 +1,18 @@
-"""Quantized sources: FP8 is read by blocks, and other methods are refused with what to do."""
+"""Quantized sources: FP8 and bitsandbytes are read a weight at a time, and other methods are refused
+with what to do.
+"""
 
+import json
 import shutil
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from coca_hf import convert_checkpoint
-from tests.convert.test_adapter import assert_same_bits
+from tests.convert.test_adapter import assert_same_bits, make_adapter
 from tests.convert.test_bad_input import edit_config, edit_weights
 
 Q1 = "model.layers.1.self_attn.q_proj.weight"
@@ -41,7 +45,9 @@ def source(tmp_path, tiny_llama_dir):
 def dequantized(source, directory):
     """What transformers makes of it, as a plain checkpoint."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
-    assert model.dtype == torch.bfloat16
+    if getattr(model, "hf_quantizer", None):  # FP8 is dequantized when it is loaded
+        model.dequantize()
+    assert str(model.dtype) == "torch." + json.loads((source / "config.json").read_text())["dtype"]
     shutil.copytree(source, directory)
     save_file(model.state_dict(), directory / "model.safetensors", metadata={"format": "pt"})
     edit_config(directory, quantization_config=...)
@@ -90,30 +96,119 @@ def test_a_calibration_of_fp8_is_that_of_the_dequantized_model(source, tmp_path)
     assert_same_bits(tmp_path / "dst", tmp_path / "expected")
 
 
+BITS = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "nf4, double": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_quant_storage": "bfloat16",
+    },
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "fp4, double": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "fp4",
+        "bnb_4bit_use_double_quant": True,
+    },
+    "int8": {"load_in_8bit": True},
+    "int8, with its head, without layer 1": {
+        "load_in_8bit": True,
+        "llm_int8_skip_modules": ["model.layers.1"],
+    },
+}
+
+
+def quantized_by_bitsandbytes(source, directory, dtype="bfloat16", **bits):
+    pytest.importorskip("bitsandbytes")
+    model = AutoModelForCausalLM.from_pretrained(
+        source, quantization_config=BitsAndBytesConfig(**bits), device_map="cpu", dtype=dtype
+    )
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("bits", BITS.values(), ids=BITS.keys())
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_bitsandbytes_converts_to_the_bits_of_the_model_that_transformers_dequantizes(
+    source, tmp_path, convert, bits, dtype
+):
+    quantized_by_bitsandbytes(source, tmp_path / "quantized", dtype, **bits)
+    code, _ = convert(tmp_path / "quantized", tmp_path / "dst")
+    assert code == 0
+    plain = dequantized(tmp_path / "quantized", tmp_path / "plain")
+    record = convert_checkpoint(plain, tmp_path / "expected")
+    assert_same_bits(tmp_path / "dst", tmp_path / "expected")
+    written = json.loads((tmp_path / "dst" / "conversion.json").read_text())
+    assert written["source_format"] == "safetensors, bitsandbytes"
+    same = ("dtype", "parameters", "source_xxh3_128", "kv_cache_bytes_per_token")
+    assert [written[key] for key in same] == [record[key] for key in same]
+    assert "quantization_config" not in (tmp_path / "dst" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_a_dry_run_of_four_bits_has_the_sizes_and_the_dtype_of_what_is_written(
+    source, tmp_path, dtype
+):
+    quantized_by_bitsandbytes(source, tmp_path / "quantized", **BITS["nf4"])
+    planned = convert_checkpoint(
+        tmp_path / "quantized", tmp_path / "dst", dtype=dtype, dry_run=True
+    )
+    assert planned["dtype"] == {"auto": "bfloat16", "float32": "float32"}[dtype]
+    convert_checkpoint(tmp_path / "quantized", tmp_path / "dst", dtype=dtype)
+    written = load_file(tmp_path / "dst" / "model.safetensors").values()
+    assert planned["written"] == {"files": 1, "bytes": sum(tensor.nbytes for tensor in written)}
+
+
+def test_an_adapter_is_merged_into_dequantized_weights(source, tmp_path, convert):
+    quantized_by_bitsandbytes(source, tmp_path / "quantized", **BITS["nf4, double"])
+    lora = make_adapter(source, tmp_path / "lora")
+    code, _ = convert(tmp_path / "quantized", tmp_path / "dst", "--adapter", lora)
+    assert code == 0
+    plain = dequantized(tmp_path / "quantized", tmp_path / "plain")
+    convert_checkpoint(plain, tmp_path / "expected", adapter=lora)
+    assert_same_bits(tmp_path / "dst", tmp_path / "expected")
+
+
+def test_pickled_weights_of_four_bits_convert_to_the_bits_of_safetensors(source, tmp_path):
+    quantized = quantized_by_bitsandbytes(source, tmp_path / "quantized", **BITS["fp4, double"])
+    convert_checkpoint(quantized, tmp_path / "expected")
+    file = quantized / "model.safetensors"
+    torch.save(load_file(file), quantized / "pytorch_model.bin")
+    file.unlink()
+    convert_checkpoint(quantized, tmp_path / "dst", allow_pickle=True)
+    assert_same_bits(tmp_path / "dst", tmp_path / "expected")
+
+
+def test_without_bitsandbytes_its_weights_are_refused_in_one_line(
+    source, tmp_path, convert, monkeypatch
+):
+    edit_config(source, quantization_config={"load_in_8bit": True})  # older than quant_method
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    code, printed = convert(source, tmp_path / "dst")
+    assert (code, printed.count("\n")) == (2, 1)
+    assert "config.json: got weights quantized by bitsandbytes, which is not installed; " in printed
+    assert "pip install 'coca-hf[qlora]'" in printed
+
+
 REFUSED = {
     "gptq": (
         {"quant_method": "gptq", "bits": 4},
-        "quantized by gptq, expected plain ones, or FP8 with a scale for each block; convert the "
-        "checkpoint that it was quantized from, and quantize the result",
+        "quantized by gptq, expected plain ones, FP8 with a scale for each block, or bitsandbytes; "
+        "convert the checkpoint that it was quantized from, and quantize the result",
     ),
-    "awq": ({"quant_method": "awq"}, "quantized by awq, expected plain ones, or FP8 with a scale "),
-    "bitsandbytes": (
-        {"quant_method": "bitsandbytes", "load_in_4bit": True},
-        "quantized by bitsandbytes, expected plain ones, or FP8 with a scale for each block; load "
-        "it with transformers, dequantize it and save it first: AutoModelForCausalLM.from_pre",
-    ),
+    "awq": ({"quant_method": "awq"}, "quantized by awq, expected plain ones, FP8 with a scale "),
     "compressed-tensors": (
         {"quant_method": "compressed-tensors"},
-        "quantized by compressed-tensors, expected plain ones, or FP8 with a scale for each block; "
-        "convert the checkpoint that it was quantized from",
+        "quantized by compressed-tensors, expected plain ones, FP8 with a scale for each block, or "
+        "bitsandbytes; convert the checkpoint that it was quantized from",
     ),
     "a block of three": (
         {"quant_method": "fp8", "weight_block_size": [1, 2, 3]},
-        "quantized by fp8, expected plain ones, or FP8 with a scale for each block",
+        "quantized by fp8, expected plain ones, FP8 with a scale for each block, or bitsandbytes",
     ),
     "a block of nothing": (
         {"quant_method": "fp8", "weight_block_size": [0, 2]},
-        "quantized by fp8, expected plain ones, or FP8 with a scale for each block",
+        "quantized by fp8, expected plain ones, FP8 with a scale for each block, or bitsandbytes",
     ),
 }
 
@@ -156,5 +251,95 @@ def test_scales_that_do_not_fit_are_one_line_and_exit_code_2(
 ):
     edit_weights(quantize_(source, [16, 16]), damage)
     code, printed = convert(source, tmp_path / "dst")
+    assert (code, printed.count("\n")) == (2, 1)
+    assert message in printed
+
+
+STATE = f"{Q1}.quant_state.bitsandbytes__nf4"
+
+
+def describe(weights, **changes):
+    """Change the JSON that describes the weight `Q1`."""
+    state = json.loads(bytes(weights[STATE].tolist())) | changes
+    weights[STATE] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+
+BAD_BITS = {
+    "more rows": (
+        "nf4, double",
+        lambda w: describe(w, shape=[4800, 48]),
+        f"tensor {Q1}.absmax: got ('U8', (36,)), expected ('U8', (3600,)); convert the checkpoint ",
+    ),
+    "rows of half a block": (
+        "nf4",
+        lambda w: describe(w, shape=[47, 48]),
+        f"tensor {Q1}: got 1152 bytes, expected 1128, four bits for each number of (47, 48); conv",
+    ),
+    "other rows and columns": (
+        "nf4",
+        lambda w: describe(w, shape=[24, 96]),
+        f"tensor {Q1} has shape (24, 96), expected (48, 48) from config.json",
+    ),
+    "no size": (
+        "nf4",
+        lambda w: describe(w, blocksize=0),
+        f"tensor {STATE}: does not describe a weight; convert the checkpoint that it was quantized "
+        "from, and quantize the result: got sizes (48, 48, 0, 1)",
+    ),
+    "a dtype of integers": (
+        "nf4",
+        lambda w: describe(w, dtype="int8"),
+        f"tensor {STATE}: does not describe a weight; convert the checkpoint that it was quantized "
+        "from, and quantize the result: got dtype int8",
+    ),
+    "a size that bitsandbytes does not have": (
+        "nf4",
+        lambda w: (
+            describe(w, blocksize=48),
+            w.update({f"{Q1}.absmax": torch.ones(48)}),
+        ),
+        f"tensor {Q1}: bitsandbytes does not dequantize it: invalid blocksize 48",
+    ),
+    "a long description": (
+        "nf4",
+        lambda w: describe(w, comment="x" * 10_000),
+        "quantize the result: more than 10000 bytes",
+    ),
+    "no weight": (
+        "nf4",
+        lambda w: w.pop(Q1),
+        f"tensor {Q1}: got 0 bytes, expected 1152",
+    ),
+    "a short table": (
+        "nf4, double",
+        lambda w: w.update({f"{Q1}.nested_quant_map": torch.ones(255)}),
+        f"tensor {Q1}.nested_quant_map: got ('F32', (255,)), expected ('F32', (256,));",
+    ),
+    "no scales": (
+        "int8",
+        lambda w: w.pop(Q1.replace("weight", "SCB")),
+        f"tensor {Q1}_format is not understood",
+    ),
+    "fewer scales": (
+        "int8",
+        lambda w: w.update({Q1.replace("weight", "SCB"): torch.ones(47)}),
+        "layers.1.self_attn.q_proj.SCB: got ('F32', (47,)), expected ('F32', (48,)); convert the ",
+    ),
+    "the order of a GPU": (
+        "int8",
+        lambda w: w.update({f"{Q1}_format": torch.tensor(2, dtype=torch.uint8)}),
+        f"tensor {Q1}_format: got 2, expected 0, the order of rows and columns; convert the check",
+    ),
+}
+
+
+@pytest.mark.parametrize(("bits", "damage", "message"), BAD_BITS.values(), ids=BAD_BITS.keys())
+def test_weights_of_bitsandbytes_that_do_not_fit_are_one_line_and_exit_code_2(
+    source, tmp_path, convert, capsys, bits, damage, message
+):
+    quantized_by_bitsandbytes(source, tmp_path / "quantized", **BITS[bits])
+    edit_weights(tmp_path / "quantized", damage)
+    capsys.readouterr()  # the progress of transformers
+    code, printed = convert(tmp_path / "quantized", tmp_path / "dst")
     assert (code, printed.count("\n")) == (2, 1)
     assert message in printed

@@ -4,6 +4,7 @@ take.
 
 import copy
 import itertools
+import sys
 
 import pytest
 import torch
@@ -155,8 +156,12 @@ def test_declarations_that_sharding_and_serving_read(case):
         "AutoConfig": f"{file}.{family}Config",
         "AutoModel": f"{file}.{family}Model",
         "AutoModelForCausalLM": f"{file}.{family}ForCausalLM",
+        "AutoModelForSequenceClassification": f"{file}.{family}ForSequenceClassification",
+        "AutoModelForTokenClassification": f"{file}.{family}ForTokenClassification",
     }
-    assert all(hasattr(coca_hf, name.split(".")[1]) for name in model.config.auto_map.values())
+    assert all(hasattr(coca_hf, f"{family}{kind}") for kind in ("Config", "Model", "ForCausalLM"))
+    carried = sys.modules[type(model).__module__]
+    assert all(hasattr(carried, name.split(".")[1]) for name in model.config.auto_map.values())
 
 
 @pytest.mark.parametrize("case", ["mistral-window", "qwen2", "qwen3-window", "neox-partial"])

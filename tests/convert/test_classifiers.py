@@ -1,0 +1,168 @@
+"""Heads for sequences and for tokens in the place of the language head, over every family."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from coca_hf import CocaError, convert_checkpoint, patch_, unpatch_
+from coca_hf.convert.config import CLASSIFIERS, FAMILIES
+from coca_hf.evaluate.loaded_model import load_model as load_for_evaluation
+from coca_hf.train.model import load_model as load_for_training
+from tests.models.families import CASES, stock_config, stock_model
+
+ONE_CASE_EACH = {family: case for case, (family, _) in reversed(CASES.items())}
+HEADS = {
+    "SequenceClassification": AutoModelForSequenceClassification,
+    "TokenClassification": AutoModelForTokenClassification,
+}
+EVERY_CLASSIFIER = pytest.mark.parametrize(
+    ("family", "head"),
+    [
+        (name, head)
+        for name, family in FAMILIES.items()
+        for head in HEADS
+        if CLASSIFIERS[f"For{head}"].get(family.config, None)
+    ],
+)
+
+
+def stock_classifier(family, head):
+    """Transformers' own, with random weights, of which no bias is zero."""
+    torch.manual_seed(7)
+    config = stock_config(ONE_CASE_EACH[family], id2label={0: "bad", 1: "so-so", 2: "good"})
+    model = HEADS[head].from_config(config, attn_implementation="sdpa").double().eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+    return model
+
+
+def class_name(family, head):
+    return FAMILIES[family].coca_causal_lm.__name__.replace("CausalLM", head)
+
+
+def padded():
+    """Three texts, (3, 19), of which two are padded, on the right and on the left; and their mask."""
+    ids = torch.randint(1, 89, (3, 19), generator=torch.Generator().manual_seed(8))
+    mask = torch.ones_like(ids)
+    mask[1, 11:] = mask[2, :6] = 0
+    return ids * mask, mask
+
+
+@EVERY_CLASSIFIER
+def test_a_classifier_with_all_layers_kept_has_the_logits_of_transformers_beside_padding(
+    tmp_path, family, head
+):
+    stock = stock_classifier(family, head)
+    stock.save_pretrained(tmp_path / "src")
+    convert_checkpoint(tmp_path / "src", tmp_path / "dst", keep_layers=[0, 1, 2])
+    loaded, report = HEADS[head].from_pretrained(
+        tmp_path / "dst", dtype=torch.float64, output_loading_info=True
+    )
+    assert not any(report.values())
+    assert type(loaded).__name__ == class_name(family, head)
+    assert loaded.config.architectures == [type(loaded).__name__]
+    assert loaded.config.id2label == {0: "bad", 1: "so-so", 2: "good"}
+    ids, mask = padded()
+    of_text = slice(None) if head == "SequenceClassification" else mask.bool()
+    expected = stock(ids, attention_mask=mask).logits[of_text]
+    assert expected.std() > 0.1
+    got = loaded.eval()(ids, attention_mask=mask).logits[of_text]
+    assert (
+        got - expected
+    ).abs().max() < 1e-5  # angles are float32, and left padding moves positions
+    patched = patch_(copy.deepcopy(stock), keep_layers=[0, 1, 2])
+    got = patched(ids, attention_mask=mask).logits[of_text]
+    assert (got - expected).abs().max() < 1e-5
+
+
+@EVERY_CLASSIFIER
+def test_a_converted_classifier_is_the_patched_one_which_can_be_unpatched(tmp_path, family, head):
+    stock = stock_classifier(family, head).float()
+    stock.save_pretrained(tmp_path / "src")
+    record = convert_checkpoint(tmp_path / "src", tmp_path / "dst")
+    assert record["architecture"] == class_name(family, head)
+    loaded = HEADS[head].from_pretrained(tmp_path / "dst")
+    ids, mask = padded()
+    before = stock(ids, attention_mask=mask).logits
+    patched = patch_(stock, keep_original=True)
+    assert type(patched) is type(loaded)
+    logits = patched(ids, attention_mask=mask).logits
+    assert torch.equal(loaded(ids, attention_mask=mask).logits, logits)
+    assert (logits - before).abs().max() > 1e-2
+    assert torch.equal(unpatch_(patched)(ids, attention_mask=mask).logits, before)
+    card = (tmp_path / "dst" / "README.md").read_text()
+    assert f"model = AutoModelFor{head}.from_pretrained(checkpoint, trust_remote_code" in card
+    tag = {"SequenceClassification": "text", "TokenClassification": "token"}[head]
+    assert f"pipeline_tag: {tag}-classification\n" in card
+
+
+WITHOUT_COCA_HF = """
+import sys
+sys.modules["coca_hf"] = None
+import torch
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+ids = torch.arange(1, 61).view(2, 30)
+for auto in (AutoModelForSequenceClassification, AutoModelForTokenClassification):
+    for source in sys.argv[1:]:
+        options = {"trust_remote_code": True, "output_loading_info": True}
+        model, report = auto.from_pretrained(source, num_labels=1, **options)
+        assert report["missing_keys"] - {"score.bias"} == {"score.weight"}, report
+        assert type(model).__module__.startswith("transformers_modules"), type(model).__module__
+        copy = f"{source}-{auto.__name__}"
+        model.save_pretrained(copy)
+        again, report = auto.from_pretrained(copy, **options)
+        assert not any(report.values()), report
+        assert torch.equal(again.eval()(ids).logits, model.eval()(ids).logits)
+        torch.save(model(ids).logits, f"{copy}/logits.pt")
+"""
+
+
+def test_a_converted_causal_model_loads_as_a_classifier_without_coca_hf_and_with_it(tmp_path):
+    directories = []
+    for family, case in ONE_CASE_EACH.items():
+        stock_model(case).save_pretrained(tmp_path / "src" / family)
+        convert_checkpoint(tmp_path / "src" / family, tmp_path / family)
+        directories.append(str(tmp_path / family))
+    command = [sys.executable, "-c", WITHOUT_COCA_HF, *directories]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    ids = torch.arange(1, 61).view(2, 30)
+    for auto in HEADS.values():
+        for directory in directories:
+            model = auto.from_pretrained(f"{directory}-{auto.__name__}").eval()
+            assert type(model).__module__.startswith("coca_hf.")
+            logits = torch.load(f"{directory}-{auto.__name__}/logits.pt")
+            assert torch.equal(model(ids).logits, logits)
+            causal = AutoModelForCausalLM.from_pretrained(directory)
+            embeddings = [m.get_input_embeddings().weight for m in (model, causal)]
+            assert torch.equal(*embeddings)
+
+
+def test_what_needs_a_language_head_refuses_a_classifier_in_one_line(
+    tmp_path, tiny_tokenizer, convert, capsys
+):
+    stock_classifier("llama", "SequenceClassification").float().save_pretrained(tmp_path / "src")
+    tiny_tokenizer.save_pretrained(tmp_path / "src")
+    convert_checkpoint(tmp_path / "src", tmp_path / "dst")
+    (tmp_path / "text.txt").write_text("text " * 1000)
+    capsys.readouterr()  # the progress of transformers
+    code, printed = convert(
+        *(tmp_path / "src", tmp_path / "again", "--calibrate", tmp_path / "text.txt")
+    )
+    assert (code, printed.count("\n")) == (2, 1)
+    assert "--calibrate: got LlamaForSequenceClassification, expected a causal language" in printed
+    found = r"got CocaLlamaForSequenceClassification, expected a causal language model .CocaLlama"
+    for trust_remote_code in (False, True):
+        with pytest.raises(CocaError, match=found):
+            load_for_evaluation(str(tmp_path / "dst"), trust_remote_code=trust_remote_code)
+    with pytest.raises(CocaError, match=r"missing keys: lm_head.weight; .* keys: score.weight"):
+        load_for_training(str(tmp_path / "dst"))
