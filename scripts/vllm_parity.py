@@ -8,9 +8,9 @@ probabilities.
 
 The server answers 20 prompts one after another and then all at once. Both sides are float32, and
 transformers decodes with its cache. Tokens are equal, except that greedy decoding may branch where
-the two best tokens of transformers are
-within TOLERANCE of each other: a tie that rounding decides. Such a prompt is compared up to there,
-and counted. Exits with 1 where tokens differ otherwise or a log probability by more than TOLERANCE.
+the two best tokens of transformers are within TOLERANCE of each other: a tie that rounding decides.
+Such a prompt is compared up to there, and counted. Exits with 1 where tokens differ otherwise or a
+log probability by more than TOLERANCE.
 """
 
 import argparse

@@ -7,11 +7,10 @@ Layer by layer, on the hidden states that the original has there, Adam minimises
     mean over queries m of  w_m KL(original's map || CoCA's map),      w_m proportional to (m + 1)^(-1/2)
 
 Fitting the outputs instead leaves most of the error (LoLCATs, arXiv 2410.10254, starts linear
-attention so). The
-weights guard the first few tokens: a CoCA score is largest at distance 0, and a second token that
-attends to itself looks like the first one, which some MLP then makes another attention sink of. No
-gradient passes from layer to layer: every layer sees what the original's sees, so that none has to
-make up for the others.
+attention so). The weights guard the first few tokens: a CoCA score is largest at distance 0, and a
+second token that attends to itself looks like the first one, which some MLP then makes another
+attention sink of. No gradient passes from layer to layer: every layer sees what the original's
+sees, so that none has to make up for the others.
 
 Blocks have thousands of keys, because the competition of many keys is not learnt among few. Maps of
 all their queries would not fit into memory. A step makes those of a few queries again, from the

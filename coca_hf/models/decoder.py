@@ -223,12 +223,10 @@ class CocaModel(CocaPreTrainedModel):
         dynamic NTK, longrope.
 
         Where `position_ids` is absent it is counted from a 2-d `attention_mask`, because the slack
-        score depends on
-        absolute positions: padding must not move them. Under dynamic NTK and longrope a cache keeps
-        the `rope_length` it was begun with; ValueError for another one, or where none was planned
-        (`planned_length`). A row that is
-        padded on the left has its padding less: `left_padding`, (b,), counted from a 2-d mask by
-        default.
+        score depends on absolute positions: padding must not move them. Under dynamic NTK and
+        longrope a cache keeps the `rope_length` it was begun with; ValueError for another one, or
+        where none was planned (`planned_length`). A row that is padded on the left has its padding
+        less: `left_padding`, (b,), counted from a 2-d mask by default.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(

@@ -152,8 +152,7 @@ def announce(text: str) -> None:
 
 @contextmanager
 def wandb_run(arguments: TrainingArguments, run_id: str | None) -> Iterator[None]:
-    """The run that Hugging Face's callback logs a stage to; a stage that resumes continues its
-    own.
+    """The run that Hugging Face's callback logs a stage to; a stage that resumes continues its own.
 
     By itself the callback would log all stages to one. Raises CocaError where Weights & Biases
     begins none.
