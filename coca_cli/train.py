@@ -105,8 +105,7 @@ def train_command(
         say(f"checkpoint: {directory}")
         say(
             f"next: coca-eval perplexity {directory} --data TEXT --lengths {lengths} --rope "
-            f"default,dynamic:2 "
-            f"--out {directory.parent / 'rows'}"
+            f"default,dynamic:2 --out {directory.parent / 'rows'}"
         )
     PartialState().destroy_process_group()  # or a process that exits under gloo's threads may abort
 

@@ -75,8 +75,7 @@ def read_all_documents(
     else:
         raise CocaError(
             f"{source}: got no such file, expected a {', '.join(SUFFIXES)} file, a directory or a "
-            f"glob of them, "
-            f"or the id of a data set on the hub"
+            "glob of them, or the id of a data set on the hub"
         )
     for name, where, text in rows:
         if text is None or (isinstance(text, str) and (not text or text.isspace())):
@@ -102,8 +101,7 @@ def _check_characters(where: str, text: str) -> None:
     except UnicodeEncodeError as error:  # JSON can write it; tokenizers do not take it
         raise CocaError(
             f"{where}: got half of a surrogate pair at character {error.start}, expected text that "
-            f"UTF-8 can write; "
-            f"mend or remove it"
+            "UTF-8 can write; mend or remove it"
         ) from None
 
 
@@ -324,8 +322,7 @@ def _read_hub(
             raise _unread(dataset_id, error) from error
         raise CocaError(
             f"{dataset_id}: the hub gave nothing after row {row_number} ({first_line(error)}); "
-            f"when it answers again, "
-            f"the same command continues, a training with --resume"
+            "when it answers again, the same command continues, a training with --resume"
         ) from error
 
 

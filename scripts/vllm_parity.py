@@ -334,8 +334,7 @@ def show(rounds: dict[str, list[Comparison]]) -> None:
     console.print(
         f"{sum(line.passed for line in lines)} of {len(lines)} completions equal, "
         f"{sum(line.passed and line.branched_at_a_tie for line in lines)} of them up to a tie; "
-        f"largest log probability "
-        f"difference {max(line.largest_difference for line in lines):.1e}",
+        f"largest log probability difference {max(line.largest_difference for line in lines):.1e}",
         highlight=False,
     )
 

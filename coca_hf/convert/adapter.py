@@ -83,8 +83,7 @@ class Adapter:
             if shapes.get(name) != expected:
                 raise CocaError(
                     f"{self.weights.file}: got weights for {name} of shape {expected}, expected "
-                    f"{shapes.get(name, 'a tensor of the base')}; is the base "
-                    "another model?"
+                    f"{shapes.get(name, 'a tensor of the base')}; is the base another model?"
                 )
 
     def merged(self, name: str, weight: Tensor) -> Tensor:

@@ -69,10 +69,8 @@ def calibration_blocks(
     if not len(held_out) or tokens < wanted * length:
         raise CocaError(
             f"--calibrate {place[0]}: got {len(held_out)} blocks of {length} tokens to hold out, "
-            f"and about "
-            f"{tokens:,} tokens to fit on, expected at least 1 and {wanted * length:,}; give more "
-            f"text, or a smaller "
-            f"--calibrate-tokens or --calibrate-block"
+            f"and about {tokens:,} tokens to fit on, expected at least 1 and {wanted * length:,}; "
+            "give more text, or a smaller --calibrate-tokens or --calibrate-block"
         )
     draw = random.Random(seed)
     starts = [int((number + draw.random()) / wanted * characters) for number in range(wanted)]

@@ -98,8 +98,7 @@ class CocaConfig(PreTrainedConfig):
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads is {self.num_attention_heads}, expected a multiple of "
-                f"num_key_value_heads, which "
-                f"is {self.num_key_value_heads}"
+                f"num_key_value_heads, which is {self.num_key_value_heads}"
             )
 
     def validate_kept_layers(self):
@@ -335,16 +334,14 @@ def planned_length(
     if noted is None:
         raise ValueError(
             "past_key_values: got keys whose rotary angles were not planned, and this RoPE type "
-            "has them depend on the "
-            "total length; start again without the old cache, with rope_length=(tokens in all) "
-            "from the first call on"
+            "has them depend on the total length; start again without the old cache, with "
+            "rope_length=(tokens in all) from the first call on"
         )
     wanted = asked if asked is not None else total_len
     if wanted is not None and (asked is not None or wanted > noted):
         raise ValueError(
             f"past_key_values: got {wanted} tokens in all, but the rotary angles were planned for "
-            f"{noted}; start again "
-            f"without the old cache, with rope_length={wanted}"
+            f"{noted}; start again without the old cache, with rope_length={wanted}"
         )
     return noted
 
@@ -431,8 +428,7 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
         if total_len > planned:
             raise ValueError(
                 f"generate: got {total_len} tokens in all, but the rotary angles were planned for "
-                f"{planned}; start "
-                f"again without the old cache, with rope_length={total_len}"
+                f"{planned}; start again without the old cache, with rope_length={total_len}"
             )
         if cache is not None:
             cache.rope_length = planned

@@ -179,8 +179,7 @@ class Corpus:
             raise CocaError(
                 f"{directory}: cannot be written: {error}; all {num_blocks:,} blocks take up to "
                 f"{size / 1e9:.1f} GB; make room and run the same command again, which continues, "
-                f"or "
-                f"choose another data.prepared"
+                "or choose another data.prepared"
             ) from error
         return self.blocks()
 
@@ -380,8 +379,7 @@ class Corpus:
     def _too_short(self, source: Source) -> CocaError:
         return CocaError(
             f"{source.path}: got fewer than {self.data.seq_len} tokens in all its documents "
-            f"together, "
-            f"expected a block or more; add text or lower data.seq_len"
+            "together, expected a block or more; add text or lower data.seq_len"
         )
 
 

@@ -96,8 +96,7 @@ def plan_recipe(
     if world_size < 1 or not 0 < gpu_memory < math.inf or not 0 < mfu <= 1:
         raise CocaError(
             f"got --world-size {world_size}, --gpu-memory {gpu_memory:g}, --mfu {mfu:g}; expected "
-            f"one GPU or more, "
-            f"memory above 0 GB and an MFU above 0, at most 1"
+            "one GPU or more, memory above 0 GB and an MFU above 0, at most 1"
         )
     if dist.is_initialized():
         raise CocaError(
@@ -242,8 +241,7 @@ def plan_table(plan: Plan) -> Table:
     """
     table = Table(
         title=f"{plan.world_size} x {plan.gpu}, {plan.gpu_bytes / GIB:g} GB each, "
-        f"at MFU {plan.mfu:g} of "
-        f"{plan.peak_flops / 1e12:g} TFLOPS (dense bf16)",
+        f"at MFU {plan.mfu:g} of {plan.peak_flops / 1e12:g} TFLOPS (dense bf16)",
     )
     lines: dict[str, list[str]] = {}
     for stage in plan.stages:

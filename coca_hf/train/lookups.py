@@ -77,8 +77,7 @@ class Lookups:
         if not getattr(tokenizer, "is_fast", False):
             raise CocaError(
                 f"synthetic lookups: got {type(tokenizer).__name__}, expected a tokenizer with "
-                f"tokenizer.json, which "
-                f"says where its tokens lie in the text; leave the source out"
+                "tokenizer.json, which says where its tokens lie in the text; leave the source out"
             )
         self._tokenizer = tokenizer
         vocabulary = tokenizer.get_vocab()

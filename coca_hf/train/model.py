@@ -296,8 +296,7 @@ def freeze_(model: nn.Module, stage: Stage) -> None:
             parts = {part for name in names for part in name.split(".")[:-1] if not part.isdigit()}
             raise CocaError(
                 f"stages.{stage.name}.train: {type(model).__name__} has no parameters in "
-                f"{module!r}; "
-                f"nearest: {nearest(module, sorted(parts))}"
+                f"{module!r}; nearest: {nearest(module, sorted(parts))}"
             )
     model.requires_grad_(stage.train == "all")
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -304,9 +304,8 @@ def check_optimizer(arguments: TrainingArguments, where: str) -> None:
             )
     except Exception as error:  # whatever the many optimizers make of their options
         raise CocaError(
-            f"{where}: optim {optim}, optim_args {short(arguments.optim_args)}, "
-            f"lr_scheduler_type {schedule}, "
-            f"lr_scheduler_kwargs {short(arguments.lr_scheduler_kwargs)} do not work: "
+            f"{where}: optim {optim}, optim_args {short(arguments.optim_args)}, lr_scheduler_type "
+            f"{schedule}, lr_scheduler_kwargs {short(arguments.lr_scheduler_kwargs)} do not work: "
             f"{one_line(error)}"
         ) from error
 

@@ -120,8 +120,7 @@ class Data(StrictMapping):
         if self.skip_positions is not None and self.skip_positions <= self.seq_len:
             raise ValueError(
                 f"got skip_positions {self.skip_positions}, expected more than seq_len, "
-                f"{self.seq_len}: the positions "
-                f"that a block is to reach"
+                f"{self.seq_len}: the positions that a block is to reach"
             )
         return self
 
@@ -262,8 +261,7 @@ class Recipe(StrictMapping):
             if options.get("max_steps", 0) <= 0:
                 raise ValueError(
                     f"stages.{stage.name}: got max_steps {options.get('max_steps')}, expected a "
-                    f"number above 0; "
-                    f"say how long the stage is, here or under training"
+                    "number above 0; say how long the stage is, here or under training"
                 )
             check_options(stage.name, options)
             try:
@@ -354,9 +352,8 @@ class Recipe(StrictMapping):
         if given != blocks // at_once:
             raise CocaError(
                 f"stages.{stage.name}: got global_batch_size {blocks} and "
-                f"gradient_accumulation_steps {given}, "
-                f"expected {blocks // at_once} on {world_size} processes; leave "
-                f"gradient_accumulation_steps out"
+                f"gradient_accumulation_steps {given}, expected {blocks // at_once} on "
+                f"{world_size} processes; leave gradient_accumulation_steps out"
             )
         return blocks // at_once
 
@@ -368,8 +365,7 @@ class Recipe(StrictMapping):
         if world_size % size:
             raise CocaError(
                 f"stages.{stage.name}: got context_parallel_size {size} on {world_size} processes, "
-                f"expected a divisor "
-                f"of their number"
+                "expected a divisor of their number"
             )
         return world_size // size
 
@@ -442,8 +438,7 @@ def _check_maps(stage: Stage, options: StageOptions) -> None:
     if attention != "eager":
         raise ValueError(
             f"stages.{stage.name}: got objective attention-maps with attn_implementation "
-            f"{attention}, expected eager, "
-            f"which alone has the maps"
+            f"{attention}, expected eager, which alone has the maps"
         )
 
 

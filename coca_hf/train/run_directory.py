@@ -84,8 +84,7 @@ class ResolvedStage:
         if "end_block" not in record:
             raise CocaError(
                 f"{self.before.directory / RECORD}: got no end_block, expected the record of a "
-                f"stage; train that stage "
-                f"again"
+                "stage; train that stage again"
             )
         return record["end_block"]
 
@@ -133,8 +132,7 @@ def reading(checkpoint: Path) -> Iterator[None]:
         reason = _reason(error)[:200]
         raise CocaError(
             f"{checkpoint}: cannot be read ({reason}); delete it: --resume then goes on from the "
-            f"one before it, or "
-            f"starts the stage again"
+            "one before it, or starts the stage again"
         ) from error
 
 
@@ -149,10 +147,8 @@ def check_base(stage: ResolvedStage) -> None:
         if found != written:
             raise CocaError(
                 f"{stage.base_directory / name}: got xxh3_128 {found or 'of no file'}, expected "
-                f"{written} as {RECORD} "
-                f"beside it says; the file was damaged or replaced: restore it, or train that "
-                f"stage again with another "
-                f"--out"
+                f"{written} as {RECORD} beside it says; the file was damaged or replaced: restore "
+                "it, or train that stage again with another --out"
             )
 
 
@@ -207,8 +203,7 @@ def saving_to(directory: Path, num_bytes: int | None = None) -> Iterator[None]:
         needed = f" ({size_in_words(num_bytes)} needed, {free} free)" if num_bytes else ""
         raise CocaError(
             f"{directory}: cannot be written{needed}: {_reason(error)}; what was saved before is "
-            f"untouched: make room, "
-            f"then continue with --resume"
+            "untouched: make room, then continue with --resume"
         ) from error
 
 

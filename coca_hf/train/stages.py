@@ -147,8 +147,7 @@ def _name_others(corpus: Corpus) -> None:
         )
         announce(
             f"data: {parent} also holds blocks of other recipes or data ({len(others)} "
-            f"directories, "
-            f"{size_in_words(num_bytes)}); delete those that no run needs"
+            f"directories, {size_in_words(num_bytes)}); delete those that no run needs"
         )
 
 

@@ -204,12 +204,10 @@ class StageTrainer(Trainer):
         )
         return (
             f"{self.args.output_dir}: {what}, bad step {self._bad_in_a_row} in a row "
-            f"(max_bad_steps: {most}), on "
-            f"{blocks}; the last checkpoints are kept: skip more with --resume "
-            f"stages.{stage}.max_bad_steps={3 * most} "
-            f"(if that ends here too, the newest checkpoint may be spoilt: delete it), or lower "
-            f"learning_rate (or "
-            f"max_grad_norm) and start again with another --out"
+            f"(max_bad_steps: {most}), on {blocks}; the last checkpoints are kept: skip more with "
+            f"--resume stages.{stage}.max_bad_steps={3 * most} (if that ends here too, the newest "
+            "checkpoint may be spoilt: delete it), or lower learning_rate (or max_grad_norm) and "
+            "start again with another --out"
         )
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:

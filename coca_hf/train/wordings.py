@@ -35,11 +35,9 @@ SURNAMES = _words(
 )
 BODIES = _words(
     "the old mill,the red house,the station,the north depot,the harbour office,the museum,the "
-    "bakery,the night train,"
-    "room 14,the second unit,the observatory,the village school,the Blue Anchor,the council,the "
-    "upper laboratory,"
-    "the west gate,the printing house,the theatre,the farm by the river,the customs house,the "
-    "orchestra,the archive"
+    "bakery,the night train,room 14,the second unit,the observatory,the village school,the Blue "
+    "Anchor,the council,the upper laboratory,the west gate,the printing house,the theatre,the farm "
+    "by the river,the customs house,the orchestra,the archive"
 )
 
 PROPERTY = Relation(

@@ -243,9 +243,8 @@ def show(result: dict) -> None:
     for row in result["rows"]:
         print(
             f"| {row['round']} | {row['command']} | {row['seconds']:.1f} | "
-            f"{row['user_seconds']:.1f} "
-            f"| {row['system_seconds']:.1f} | {row['rss_bytes'] / 1e9:.2f} GB | "
-            f"{row['anonymous_bytes'] / 1e9:.2f} GB |"
+            f"{row['user_seconds']:.1f} | {row['system_seconds']:.1f} | "
+            f"{row['rss_bytes'] / 1e9:.2f} GB | {row['anonymous_bytes'] / 1e9:.2f} GB |"
         )
     print(f"ratio by round: {', '.join(f'{ratio:.2f}' for ratio in result['ratio_by_round'])}")
 

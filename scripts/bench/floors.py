@@ -228,8 +228,7 @@ def table(made: list[Row]) -> str:
     ]
     lines += [
         f"| {row.what} | {row.against} | {row.goal} | {duration(row.theirs)} | "
-        f"{duration(row.ours)} "
-        f"| {row.predicted:.2f}x | {row.measured} |"
+        f"{duration(row.ours)} | {row.predicted:.2f}x | {row.measured} |"
         for row in made
     ]
     return "\n".join(lines)

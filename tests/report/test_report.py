@@ -42,11 +42,8 @@ def test_the_page_holds_every_value_by_model_rope_and_length(tmp_path):
     )
     page = markdown_of([original, coca])
     assert (
-        "| model | 512 | 1024 | 4096 |\n"
-        "| --- | ---: | ---: | ---: |\n"
-        "| llama | 7.26 | 7.00 | 9.67e+04 |\n"
-        "| coca | 8.50 |  |  |\n"
-        "| coca + dynamic:4 |  | 8.25 |  |\n"
+        "| model | 512 | 1024 | 4096 |\n| --- | ---: | ---: | ---: |\n| llama | 7.26 | 7.00 | "
+        "9.67e+04 |\n| coca | 8.50 |  |  |\n| coca + dynamic:4 |  | 8.25 |  |\n"
     ) in page
     assert "| model | 4096 |\n| --- | ---: |\n| coca + dynamic:4 | 0.81 |" in page
     assert (
