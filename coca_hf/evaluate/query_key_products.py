@@ -61,8 +61,12 @@ def visiting_products(
     after biases, norms and whatever else comes before. CoCA's q and t are those that its attention
     hands to `rotated`.
     """
+    is_rotated = getattr(model.config, "no_rope_layers", None)  # by layer, of SmolLM3
     if attentions := [
-        module for module in model.modules() if isinstance(module, attention.CocaAttention)
+        module
+        for module in model.modules()
+        if isinstance(module, attention.CocaAttention)
+        and (is_rotated is None or is_rotated[module.layer_idx])
     ]:
         with _visiting_coca(attentions, len(theta), visit):
             yield
@@ -88,6 +92,8 @@ def visiting_products(
             h = torch.complex(query[..., real], query[..., imag]) * torch.complex(
                 key[..., real], -key[..., imag]
             )
+            d = q.shape[-1]  # what Granite multiplies scores by is in its config
+            h = h * getattr(model.config, "attention_multiplier", d**-0.5) * d**0.5
             return h, torch.zeros_like(h)
 
         visit(next(layers), products)
