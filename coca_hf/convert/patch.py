@@ -28,10 +28,10 @@ def patch_(
 
     It is initialised as by `convert_checkpoint`. All weights but the key's stay the very same
     parameters; the fused projections of GPT-NeoX and Phi-3 are split, so that what they held
-    besides is new, too. No other model of the process changes. keep_original: hold on to what is replaced, with the
-    memory it takes, so that `unpatch_` can bring it back. keep_layers: numbers, from 0, of the
-    layers that keep the original's attention. ignore_fields: fields of the model's config that we
-    do not know and you call inert.
+    besides is new, too. No other model of the process changes. keep_original: hold on to what is
+    replaced, with the memory it takes, so that `unpatch_` can bring it back. keep_layers: numbers,
+    from 0, of the layers that keep the original's attention. ignore_fields: fields of the model's
+    config that we do not know and you call inert.
 
     Gradient checkpointing and `enable_input_require_grads` stay on; hooks of others are refused, as
     they would be lost.

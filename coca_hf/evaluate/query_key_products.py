@@ -79,6 +79,7 @@ def visiting_products(
             f"expected one with RoPE as in transformers' LLaMA, Mistral, Qwen or GPT-NeoX"
         )
     layers = itertools.count()
+    multiplier = getattr(model.config, "attention_multiplier", None)  # Granite's 1 / sqrt(d)
 
     def seen(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
@@ -92,8 +93,8 @@ def visiting_products(
             h = torch.complex(query[..., real], query[..., imag]) * torch.complex(
                 key[..., real], -key[..., imag]
             )
-            d = q.shape[-1]  # what Granite multiplies scores by is in its config
-            h = h * getattr(model.config, "attention_multiplier", d**-0.5) * d**0.5
+            if multiplier is not None:
+                h = h * (multiplier * q.shape[-1] ** 0.5)
             return h, torch.zeros_like(h)
 
         visit(next(layers), products)

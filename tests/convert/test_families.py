@@ -443,7 +443,7 @@ def test_a_missing_tensor_is_named(tmp_path, converted, case, name, message):
 
 def test_phi3_as_microsoft_writes_it_has_the_logits_of_the_reference(tmp_path):
     """Its code's name, older fields, longrope that is partial; 12 of 23 tokens are trained."""
-    rope = {"type": "su", "short_factor": [1.0, 1.2, 1.5], "long_factor": [2.0, 3.0, 5.0]}
+    rope = {"type": "longrope", "short_factor": [1.0, 1.2, 1.5], "long_factor": [2.0, 3.0, 5.0]}
     fields = {
         "rope_scaling": rope,
         "rope_theta": 500.0,
