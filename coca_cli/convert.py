@@ -164,7 +164,7 @@ def convert_command(
         typer.Option(help="Seed for drawing the text to fit on.", rich_help_panel=CALIBRATION),
     ] = 0,
 ) -> None:
-    """Convert a LLaMA, Mistral, Qwen2, Qwen3 or GPT-NeoX checkpoint to CoCA.
+    """Convert a checkpoint of LLaMA, Mistral, Qwen2, Qwen3, Phi-3, Granite, SmolLM3 or GPT-NeoX.
 
     If it is interrupted before DST is there, run the same command again: it continues.
     """

@@ -16,10 +16,12 @@ from coca_hf.errors import CocaError  # noqa: E402
 from coca_hf.kernels import register as register_kernels  # noqa: E402
 from coca_hf.models.alibi import AlibiLlamaConfig, AlibiLlamaForCausalLM, AlibiLlamaModel  # noqa: E402
 from coca_hf.models.gpt_neox import CocaGPTNeoXConfig, CocaGPTNeoXForCausalLM, CocaGPTNeoXModel  # noqa: E402
+from coca_hf.models.granite import CocaGraniteConfig, CocaGraniteForCausalLM, CocaGraniteModel  # noqa: E402
 from coca_hf.models.llama import CocaLlamaConfig, CocaLlamaForCausalLM, CocaLlamaModel  # noqa: E402
 from coca_hf.models.mistral import CocaMistralConfig, CocaMistralForCausalLM, CocaMistralModel  # noqa: E402
 from coca_hf.models.qwen2 import CocaQwen2Config, CocaQwen2ForCausalLM, CocaQwen2Model  # noqa: E402
 from coca_hf.models.qwen3 import CocaQwen3Config, CocaQwen3ForCausalLM, CocaQwen3Model  # noqa: E402
+from coca_hf.models.smollm3 import CocaSmolLM3Config, CocaSmolLM3ForCausalLM, CocaSmolLM3Model  # noqa: E402
 
 __version__ = version("coca-hf")
 __all__ = [
@@ -30,6 +32,9 @@ __all__ = [
     "CocaGPTNeoXConfig",
     "CocaGPTNeoXForCausalLM",
     "CocaGPTNeoXModel",
+    "CocaGraniteConfig",
+    "CocaGraniteForCausalLM",
+    "CocaGraniteModel",
     "CocaLlamaConfig",
     "CocaLlamaForCausalLM",
     "CocaLlamaModel",
@@ -42,6 +47,9 @@ __all__ = [
     "CocaQwen3Config",
     "CocaQwen3ForCausalLM",
     "CocaQwen3Model",
+    "CocaSmolLM3Config",
+    "CocaSmolLM3ForCausalLM",
+    "CocaSmolLM3Model",
     "__version__",
     "convert_checkpoint",
     "patch_",
@@ -52,10 +60,12 @@ register_kernels()
 for config, model, causal_lm in (
     (AlibiLlamaConfig, AlibiLlamaModel, AlibiLlamaForCausalLM),
     (CocaGPTNeoXConfig, CocaGPTNeoXModel, CocaGPTNeoXForCausalLM),
+    (CocaGraniteConfig, CocaGraniteModel, CocaGraniteForCausalLM),
     (CocaLlamaConfig, CocaLlamaModel, CocaLlamaForCausalLM),
     (CocaMistralConfig, CocaMistralModel, CocaMistralForCausalLM),
     (CocaQwen2Config, CocaQwen2Model, CocaQwen2ForCausalLM),
     (CocaQwen3Config, CocaQwen3Model, CocaQwen3ForCausalLM),
+    (CocaSmolLM3Config, CocaSmolLM3Model, CocaSmolLM3ForCausalLM),
 ):
     AutoConfig.register(config.model_type, config)
     AutoModel.register(config, model, exist_ok=True)

@@ -12,33 +12,41 @@ from transformers import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from coca_hf.errors import CocaError, one_line
 from coca_hf.models.decoder import MASKS, CocaConfig, CocaForCausalLM, CocaPreTrainedModel
 from coca_hf.models.gpt_neox import CocaGPTNeoXConfig, CocaGPTNeoXForCausalLM
+from coca_hf.models.granite import CocaGraniteConfig, CocaGraniteForCausalLM
 from coca_hf.models.llama import CocaLlamaConfig, CocaLlamaForCausalLM
 from coca_hf.models.mistral import CocaMistralConfig, CocaMistralForCausalLM
 from coca_hf.models.qwen2 import CocaQwen2Config, CocaQwen2ForCausalLM
 from coca_hf.models.qwen3 import CocaQwen3Config, CocaQwen3ForCausalLM
 from coca_hf.models.rotary import SUPPORTED_ROPE_TYPES, ntk_base, rotary_dim
+from coca_hf.models.smollm3 import CocaSmolLM3Config, CocaSmolLM3ForCausalLM
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """transformers' classes and ours.
+    """transformers' classes of a source, and ours of what it becomes.
 
-    other_fields: understood in a config.json without being fields of `config`.
+    other_fields: understood in a config.json without being fields of both configurations.
     """
 
     config: type[PreTrainedConfig]
@@ -49,8 +57,11 @@ class Family:
     partial_rotary: bool = False
 
     def understands(self) -> set[str]:
-        fields = {field.name for field in dataclasses.fields(self.config)}
-        return fields | {"rope_theta", "rope_scaling"} | self.other_fields
+        theirs, ours = (
+            {field.name for field in dataclasses.fields(config)}
+            for config in (self.config, self.coca_config)
+        )
+        return (theirs & ours) | {"rope_theta", "rope_scaling"} | self.other_fields
 
 
 FAMILIES = {
@@ -64,12 +75,23 @@ FAMILIES = {
         frozenset({"head_dim"}),
     ),
     "qwen3": Family(Qwen3Config, Qwen3ForCausalLM, CocaQwen3Config, CocaQwen3ForCausalLM),
+    "granite": Family(GraniteConfig, GraniteForCausalLM, CocaGraniteConfig, CocaGraniteForCausalLM),
+    "smollm3": Family(SmolLM3Config, SmolLM3ForCausalLM, CocaSmolLM3Config, CocaSmolLM3ForCausalLM),
     "gpt_neox": Family(
         GPTNeoXConfig,
         GPTNeoXForCausalLM,
         CocaGPTNeoXConfig,
         CocaGPTNeoXForCausalLM,
         frozenset({"rotary_pct", "rotary_emb_base"}),
+        partial_rotary=True,
+    ),
+    # Its fused projections are split while they are read, and what is left is Mistral's
+    "phi3": Family(
+        Phi3Config,
+        Phi3ForCausalLM,
+        CocaMistralConfig,
+        CocaMistralForCausalLM,
+        frozenset({"original_max_position_embeddings", "partial_rotary_factor"}),
         partial_rotary=True,
     ),
 }
@@ -79,6 +101,12 @@ CLASSIFIERS = {
     "ForSequenceClassification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     "ForTokenClassification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
 }
+
+_UNBOUNDED = (
+    "its attention reads hidden states that no norm has bounded and divides keys by their size; "
+    "CoCA's coefficients have no such norm, so that nothing would bound its scores"
+)
+REFUSED_FAMILIES = {"olmo2": _UNBOUNDED, "olmo3": _UNBOUNDED}
 
 # Written by transformers, by trainers and by model authors over the years; they say nothing about
 # weights or attention. Nor do names that begin with an underscore, or fields that are null. fmt:
@@ -104,6 +132,7 @@ INERT_FIELDS = {
     "length_penalty",
     "max_length",
     "max_sequence_length",
+    "max_window_layers",
     "min_length",
     "model_max_length",
     "model_name",
@@ -116,6 +145,7 @@ INERT_FIELDS = {
     "output_scores",
     "pad_token",
     "prefix",
+    "pretraining_tp",
     "remove_invalid_values",
     "repetition_penalty",
     "return_dict_in_generate",
@@ -143,10 +173,15 @@ IGNORE_OPTION = "--ignore-field {}"
 # their place.
 REFUSED_WHEN_SET = {
     "add_cross_attention": "decoders alone",
+    "attention_bias": "projections without biases",
     "cross_attention_hidden_size": "decoders alone",
+    "embd_pdrop": "dropout of attention alone",
+    "lm_head_bias": "projections without biases",
+    "mlp_bias": "projections without biases",
     "pruned_heads": "models with all of their heads",
     "quantization_config": "plain float64, float32, float16, bfloat16; load it dequantized and "
     "save it first",
+    "resid_pdrop": "dropout of attention alone",
     "rope_interleaved": "pairs (x[j], x[j + d/2])",
     "sliding_window": "a window of mistral, qwen2, qwen3",
     "tie_encoder_decoder": "decoders alone",
@@ -155,7 +190,7 @@ REFUSED_WHEN_SET = {
 
 
 def family_of(config: CocaConfig) -> Family:
-    """The family that a CoCA configuration belongs to."""
+    """The family that a CoCA configuration belongs to; its source may be of another one."""
     return FAMILIES[config.model_type.removeprefix("coca_")]
 
 
@@ -236,6 +271,9 @@ def coca_config(
     if "torch_dtype" in config:
         fields.setdefault("dtype", config["torch_dtype"])
     try:
+        if not issubclass(family.coca_config, family.config):  # which has defaults of its own
+            own = family.config(**fields).to_dict()
+            fields = {name: own[name] for name in understood - family.other_fields if name in own}
         result = family.coca_config(
             **fields, coca_constraint=constraint, coca_kept_layers=list(kept_layers)
         )
@@ -359,7 +397,7 @@ def _without_fields(
     for field in ignored:
         if field not in config:
             raise CocaError(f"{where}: {ignore_option.format(field)}: got no such field")
-        if field in understood or field in REFUSED_WHEN_SET or field in ("auto_map", "model_type"):
+        if field in understood or field in REFUSED_WHEN_SET or field == "model_type":
             raise CocaError(
                 f"{where}: {ignore_option.format(field)}: got a field that changes the model, "
                 "expected an inert one"
@@ -373,6 +411,8 @@ def _family(model_type: object, where: str) -> Family:
             f"{where}: got a CoCA checkpoint already (model_type {model_type!r}); train or "
             "evaluate it"
         )
+    if isinstance(model_type, str) and model_type in REFUSED_FAMILIES:
+        raise CocaError(f"{where}: {model_type!r} is refused: {REFUSED_FAMILIES[model_type]}")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CocaError(
             f"{where}: got model_type {model_type!r}, supported: {', '.join(map(repr, FAMILIES))}"
@@ -385,8 +425,8 @@ def _check_fields(config: Mapping, family: Family, where: str, ignore_option: st
     if config.get("auto_map"):
         raise CocaError(
             f"{where}: auto_map names the checkpoint's own code, which is never run; expected a "
-            f"plain {name!r}; remove auto_map if the weights are those of transformers' "
-            f"{family.causal_lm.__name__}"
+            f"plain {name!r}; {ignore_option.format('auto_map')} leaves it out, if the weights are "
+            f"those of transformers' {family.causal_lm.__name__}"
         )
     understood = family.understands()
     for field, value in config.items():

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coca_hf.convert.config import coca_config, family_of
+from coca_hf.convert.config import FAMILIES, coca_config
 from coca_hf.convert.layout import Layout
 from coca_hf.convert.tensors import TargetTensor
 from coca_hf.models.decoder import CocaConfig
@@ -42,7 +42,8 @@ class LayerPairs:
 
     def __init__(self, layout: Layout, device: str, dtype: torch.dtype = torch.float32):
         self.layout, self.device, self.dtype = layout, device, dtype
-        source, family = layout.source, family_of(layout.config)
+        source = layout.source
+        family = FAMILIES[source.config["model_type"]]
         original_config = family.config.from_dict(source.config)
         self.config: CocaConfig = coca_config(
             source.config,
@@ -87,18 +88,19 @@ class LayerPairs:
         return theirs, _filled(self._coca.model.layers[number], made)
 
     def embeddings(self) -> Tensor:
-        """(vocabulary, hidden), as stored."""
-        return self._read("model.embed_tokens.weight")
+        """What the layers get of every token, (vocabulary, hidden), in the dtype of the source."""
+        return self._coca.model.before_layers(self._read("model.embed_tokens.weight"))
 
     def norm_and_head(self) -> tuple[nn.Module, Tensor]:
         """What follows the layers, the same in both models, in float32: the norm, and the head's
-        (vocabulary, hidden).
+        (vocabulary, hidden), over Granite's `logits_scaling`.
         """
         norm = _filled(self._coca.model.norm, lambda name: self._read(f"model.norm.{name}").float())
         name = (
             "lm_head.weight" if "lm_head.weight" in self._targets else "model.embed_tokens.weight"
         )
-        return norm.to(self.device), self._read(name).to(self.device, torch.float32)
+        head = self._read(name).to(self.device, torch.float32)
+        return norm.to(self.device), head / getattr(self.config, "logits_scaling", 1.0)
 
     def _read(self, name: str) -> Tensor:
         target: TargetTensor = self._targets[name]

@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 from coca_hf.card import base_metadata
-from coca_hf.convert.config import written_config
+from coca_hf.convert.config import FAMILIES, written_config
 from coca_hf.convert.initialise import RULE
 from coca_hf.convert.source import Source
 from coca_hf.convert.tensors import (
@@ -77,7 +77,11 @@ class Layout:
             )
         untie_(self.config, shapes, self._are_equal)
         self.targets, self.released = check_tensors(
-            shapes, self.config, form.src, form.released, self.from_coca
+            shapes,
+            self.config,
+            None if self.from_coca else FAMILIES[source.config["model_type"]],
+            form.src,
+            form.released,
         )
         self.base = base_metadata(form.src, source.directory)
         self.calibrated_from: object = None

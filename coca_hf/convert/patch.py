@@ -27,11 +27,11 @@ def patch_(
     """Turn `model` into its family's CoCA model, in place; returns it.
 
     It is initialised as by `convert_checkpoint`. All weights but the key's stay the very same
-    parameters; GPT-NeoX's fused projection is split, so that those of queries and values are new,
-    too. No other model of the process changes. keep_original: hold on to what is replaced, with the
-    memory it takes, so that `unpatch_` can bring it back. keep_layers: numbers, from 0, of the
-    layers that keep the original's attention. ignore_fields: fields of the model's config that we
-    do not know and you call inert.
+    parameters; the fused projections of GPT-NeoX and Phi-3 are split, so that what they held
+    besides is new, too. No other model of the process changes. keep_original: hold on to what is
+    replaced, with the memory it takes, so that `unpatch_` can bring it back. keep_layers: numbers,
+    from 0, of the layers that keep the original's attention. ignore_fields: fields of the model's
+    config that we do not know and you call inert.
 
     Gradient checkpointing and `enable_input_require_grads` stay on; hooks of others are refused, as
     they would be lost.
@@ -69,7 +69,7 @@ def patch_(
     source = dict(model.named_parameters())
     shapes = {name: tuple(p.shape) for name, p in source.items()}
     untie_(config, shapes, lambda first, second: torch.equal(source[first], source[second]))
-    targets, _ = check_tensors(shapes, config, where="patch_")
+    targets, _ = check_tensors(shapes, config, FAMILIES[model.config.model_type], where="patch_")
     initialiser = Initialiser(config, targets, lambda name: source[name].cpu(), where="patch_")
     with torch.device("meta"):
         coca = coca_class(config)(config)
@@ -111,8 +111,7 @@ def unpatch_(model: CocaPreTrainedModel) -> PreTrainedModel:
     """Undo `patch_(model, keep_original=True)`, in place; returns the model.
 
     What the two share was trained, moved or cast together; what only the original has is as it was
-    when it was patched: its key projections, and of GPT-NeoX, where q, k and v are one projection,
-    those of queries and values, too.
+    when it was patched: its key projections, and the fused ones of GPT-NeoX and Phi-3.
 
     Raises CocaError where the original was not kept, which cannot be computed from the CoCA model,
     or where the embeddings were resized since.

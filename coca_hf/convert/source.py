@@ -317,7 +317,7 @@ class GgufSource:
 
 
 def _passed_over(file: Path) -> str | None:
-    """The scaled RoPE or window that a GGUF file has where transformers does not look."""
+    """The scaled or partial RoPE or window that a GGUF file has where transformers does not look."""
     from gguf import GGUFReader
 
     reader = GGUFReader(file)
@@ -332,6 +332,10 @@ def _passed_over(file: Path) -> str | None:
         )
         if value and value != "none":
             return f"{name}={value!r}"
+    sizes = ("rope.dimension_count", "attention.head_count", "embedding_length")
+    turned, heads, width = (reader.fields.get(f"phi3.{size}") for size in sizes)
+    if turned and heads and width and turned.contents() * heads.contents() < width.contents():
+        return f"phi3.rope.dimension_count={turned.contents()}"
     return None
 
 

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from coca_hf.convert.config import coca_class, family_of, head_of
+from coca_hf.convert.config import Family, coca_class, family_of, head_of
 from coca_hf.convert.initialise import fold_pairs, initial_scales, initial_t
 from coca_hf.errors import CocaError, one_line
 from coca_hf.models.attention import QUERY_SCALE
@@ -77,23 +77,23 @@ def untie_(
 def check_tensors(
     shapes: Mapping[str, Shape],
     config: CocaConfig,
+    family: Family | None,
     where: str,
     released: bool = False,
-    from_coca: bool = False,
 ) -> tuple[list[TargetTensor], bool]:
     """The tensors of the CoCA checkpoint, whose sources are among `shapes`; and `released`.
 
-    released: whether the source is of the authors' released code, with full-width t in the place of
-    keys. Where it has a `t_proj`, it is; GPT-NeoX sources do not say. from_coca: the source is a
-    CoCA checkpoint of ours.
+    family: of the source; None for a CoCA checkpoint of ours. released: whether the source is of
+    the authors' released code, with full-width t in the place of keys. Where it has a `t_proj`, it
+    is; GPT-NeoX sources do not say.
 
     Raises CocaError naming the first tensor that is missing, not understood or of the wrong shape.
     """
-    released = not from_coca and (
+    released = family is not None and (
         released or any(name.endswith("t_proj.weight") for name in shapes)
     )
     _check_released(released, config, where)
-    targets = list(_targets(config, shapes, released, from_coca, where))
+    targets = list(_targets(config, shapes, family, released, where))
     expected = source_shapes(targets, config)
     missing = [name for name in expected if name not in shapes]
     if missing:
@@ -103,8 +103,8 @@ def check_tensors(
         )
     unknown = [name for name in shapes if name not in expected and not is_derived(name, config)]
     if unknown:
-        family, head = family_of(config), head_of(config.architectures)
-        plain = (family.coca_causal_lm if from_coca else family.causal_lm).__name__
+        head = head_of(config.architectures)
+        plain = (family.causal_lm if family else family_of(config).coca_causal_lm).__name__
         raise CocaError(
             f"{where}: tensor {unknown[0]} is not understood{_and_more(unknown)}; expected a plain "
             f"{plain.replace('ForCausalLM', head)}"
@@ -260,21 +260,26 @@ class Initialiser:
 
 
 def _targets(
-    config: CocaConfig, shapes: Mapping[str, Shape], released: bool, from_coca: bool, where: str
+    config: CocaConfig,
+    shapes: Mapping[str, Shape],
+    family: Family | None,
+    released: bool,
+    where: str,
 ) -> Iterator[TargetTensor]:
     try:
         with torch.device("meta"):
             model = coca_class(config)(config)
     except Exception as error:  # sizes that torch refuses
         raise CocaError(f"{where}: its config.json makes no model ({one_line(error)})") from error
-    describe = _gpt_neox_target if config.model_type == "coca_gpt_neox" else _llama_target
+    others = {"gpt_neox": _gpt_neox_target, "phi3": _phi3_target}
+    describe = others.get(family.config.model_type, _llama_target) if family else None
     for name, tensor in model.state_dict().items():
         if name != "lm_head.weight" or not config.tie_word_embeddings:
             shape = tuple(tensor.shape)
             yield (
-                TargetTensor(name, shape, name, shape)
-                if from_coca
-                else describe(config, name, shape, shapes, released)
+                describe(config, name, shape, shapes, released)
+                if describe
+                else TargetTensor(name, shape, name, shape)
             )
 
 
@@ -313,6 +318,42 @@ def _gpt_neox_target(
     return TargetTensor(name, shape, source, shape)
 
 
+PHI3_FUSED = {
+    "q": ("qkv_proj", 0),
+    "k": ("qkv_proj", 1),
+    "t": ("qkv_proj", 1),
+    "v": ("qkv_proj", 2),
+    "gate": ("gate_up_proj", 0),
+    "up": ("gate_up_proj", 1),
+}
+
+
+def _phi3_target(
+    config: CocaConfig, name: str, shape: Shape, shapes: Mapping[str, Shape], released: bool
+) -> TargetTensor:
+    module = re.fullmatch(r"(.*\.)(q|k|t|v|gate|up)_proj\.weight", name)
+    if module is None:
+        return TargetTensor(name, shape, name, shape)
+    fused, part = PHI3_FUSED[module[2]]
+    sizes = [config.intermediate_size] * 2
+    if fused == "qkv_proj":
+        groups = config.num_key_value_heads
+        sizes = [heads * config.head_dim for heads in (config.num_attention_heads, groups, groups)]
+    pick = partial(split_rows, sizes=sizes, part=part, config=config)
+    return TargetTensor(name, shape, f"{module[1]}{fused}.weight", (sum(sizes), shape[1]), pick)
+
+
+def split_rows(fused: Tensor, sizes: list[int], part: int, config: CocaConfig) -> Tensor:
+    """Part `part`, of `sizes`, of the rows of query, key and value, or of the MLP's gate and up.
+
+    Query and key rows come in the order of `split_query_key_value`.
+    """
+    rows = fused.split(sizes)[part]
+    if len(sizes) == 3 and part < 2:
+        return _by_pairs(rows.unflatten(0, (-1, config.head_dim)), config)
+    return rows.clone()  # shares no memory with the others
+
+
 def split_query_key_value(fused: Tensor, part: int, config: CocaConfig) -> Tensor:
     """Query (part 0), key (1) or value (2) rows of GPT-NeoX's fused weight or bias.
 
@@ -320,10 +361,12 @@ def split_query_key_value(fused: Tensor, part: int, config: CocaConfig) -> Tenso
     second halves, unturned second halves (`models/gpt_neox.py` says why). fused: (h * 3 * d, ...).
     Returns (h * d, ...).
     """
-    # (h, d, ...)
     heads = fused.unflatten(0, (config.num_attention_heads, 3, config.head_dim))[:, part]
-    if part == 2:
-        return heads.flatten(0, 1)
+    return heads.flatten(0, 1) if part == 2 else _by_pairs(heads, config)
+
+
+def _by_pairs(heads: Tensor, config: CocaConfig) -> Tensor:
+    """Rows (h, d, ...), of which the first are turned, as (h * d, ...) in CoCA's order of pairs."""
     turned, unturned = heads.tensor_split([rotary_dim(config)], dim=1)
     halves = [
         half for side in (0, 1) for half in (turned.chunk(2, 1)[side], unturned.chunk(2, 1)[side])

@@ -61,8 +61,12 @@ def visiting_products(
     after biases, norms and whatever else comes before. CoCA's q and t are those that its attention
     hands to `rotated`.
     """
+    is_rotated = getattr(model.config, "no_rope_layers", None)  # by layer, of SmolLM3
     if attentions := [
-        module for module in model.modules() if isinstance(module, attention.CocaAttention)
+        module
+        for module in model.modules()
+        if isinstance(module, attention.CocaAttention)
+        and (is_rotated is None or is_rotated[module.layer_idx])
     ]:
         with _visiting_coca(attentions, len(theta), visit):
             yield
@@ -75,6 +79,7 @@ def visiting_products(
             f"expected one with RoPE as in transformers' LLaMA, Mistral, Qwen or GPT-NeoX"
         )
     layers = itertools.count()
+    multiplier = getattr(model.config, "attention_multiplier", None)  # Granite's 1 / sqrt(d)
 
     def seen(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
@@ -88,6 +93,8 @@ def visiting_products(
             h = torch.complex(query[..., real], query[..., imag]) * torch.complex(
                 key[..., real], -key[..., imag]
             )
+            if multiplier is not None:
+                h = h * (multiplier * q.shape[-1] ** 0.5)
             return h, torch.zeros_like(h)
 
         visit(next(layers), products)

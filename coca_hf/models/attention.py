@@ -225,7 +225,7 @@ class KeptAttention(CocaAttention):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.scaling = self.head_dim**-0.5
+        self.scaling *= QUERY_SCALE
         del self.t_proj
         width = config.num_key_value_heads * self.head_dim
         self.k_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import repeat_kv
 
-from .attention import CocaAttention, KeptAttention, rotate
+from .attention import QUERY_SCALE, CocaAttention, KeptAttention, rotate
 
 
 def coca_scores(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
@@ -60,9 +60,8 @@ class ReferenceCocaAttention(CocaAttention):
         leading = hidden_states.shape[:-1]
         q, t, value = self.project(hidden_states)
         cos, sin = (part.unsqueeze(1) for part in position_embeddings)
-        scores = (
-            coca_scores(q, t.relu(), cos, sin, self.config.coca_constraint) * self.head_dim**-0.5
-        )
+        scores = coca_scores(q, t.relu(), cos, sin, self.config.coca_constraint)
+        scores = scores * (self.scaling * QUERY_SCALE)
         if attention_mask is None:
             future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
             scores = scores.masked_fill(future, torch.finfo(scores.dtype).min)

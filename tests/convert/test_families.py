@@ -67,7 +67,7 @@ def test_converted_checkpoint_loads_clean_and_gives_the_logits_of_the_reference(
     stock = AutoModelForCausalLM.from_pretrained(src, attn_implementation="eager")
     assert sum(p.numel() for p in stock.parameters()) == record["parameters"]["before"]
     first, second = pairs(stock.config)
-    for layer in range(3):
+    for layer in {0, 1, 2} - {*model.config.coca_kept_layers}:
         attention = model.model.layers[layer].self_attn
         scales = torch.tensor(record["start"]["scales"][layer])
         for name, rows in key_rows(stock, layer).items():
@@ -94,9 +94,12 @@ def test_patched_model_equals_the_converted_checkpoint(converted, case):
         patched(tokens()).logits, AutoModelForCausalLM.from_pretrained(dst)(tokens()).logits
     )
     kept = {id(parameter) for parameter in patched.parameters()}
-    replaced = ("k_proj", "k_norm", "query_key_value")
+    layers = [f".{layer}." for layer in patched.config.coca_kept_layers]
+    replaced = ("k_proj", "k_norm", "query_key_value", "qkv_proj", "gate_up_proj")
     assert all(
-        (id(p) in kept) != any(part in name for part in replaced) for name, p in before.items()
+        (id(p) in kept)
+        != (any(part in name for part in replaced) and not any(layer in name for layer in layers))
+        for name, p in before.items()
     )
 
 
@@ -183,7 +186,7 @@ for source in sys.argv[1:]:
 
 
 def test_loads_and_saves_without_coca_hf_by_its_own_code(tmp_path, converted):
-    cases = ["mistral-window", "qwen2-window", "qwen3-window", "neox-partial"]
+    cases = ["mistral-window", "qwen2-window", "qwen3-window", "granite", "neox-partial"]
     directories = [
         tmp_path / f"{case}-{constraint}" for case in cases for constraint in ("slack", "strict")
     ]
@@ -347,6 +350,21 @@ def test_the_released_350m_converts_and_gives_the_logits_of_the_released_arithme
         ),
         ("mistral", {"model_type": "coca_mistral"}, "got a CoCA checkpoint already"),
         (
+            "llama",
+            {"model_type": "olmo2"},
+            "'olmo2' is refused: its attention reads hidden states that no norm has bounded",
+        ),
+        (
+            "phi3-window",
+            {"resid_pdrop": 0.1},
+            "resid_pdrop=0.1 is not .* 'phi3'; supported: dropout of attention alone",
+        ),
+        (
+            "phi3-window",
+            {"mlp_bias": True},
+            "mlp_bias=True is not .* 'phi3'; supported: projections without biases",
+        ),
+        (
             "mistral",
             {"layer_types": ["full_attention"] * 3},
             "layer_types=.* is not understood for 'mistral'",
@@ -410,6 +428,7 @@ def test_what_coca_does_not_support_is_refused_by_name(tmp_path, converted, case
     [
         ("qwen2", "model.layers.1.self_attn.k_proj.bias", "is missing"),
         ("qwen3", "model.layers.1.self_attn.k_norm.weight", "is missing"),
+        ("phi3-partial", "model.layers.1.self_attn.qkv_proj.weight", "is missing"),
         ("neox-partial", "gpt_neox.layers.2.attention.query_key_value.weight", "is missing"),
     ],
 )
@@ -420,6 +439,31 @@ def test_a_missing_tensor_is_named(tmp_path, converted, case, name, message):
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CocaError, match=f"tensor {name} {message}"):
         convert_checkpoint(source, tmp_path / "dst")
+
+
+def test_phi3_as_microsoft_writes_it_has_the_logits_of_the_reference(tmp_path):
+    """Its code's name, older fields, longrope that is partial; 12 of 23 tokens are trained."""
+    rope = {"type": "longrope", "short_factor": [1.0, 1.2, 1.5], "long_factor": [2.0, 3.0, 5.0]}
+    fields = {
+        "rope_scaling": rope,
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 12,
+    }
+    stock = stock_model("phi3-partial", rope_parameters=..., **fields)
+    stock.save_pretrained(tmp_path / "src")
+    config = json.loads((tmp_path / "src" / "config.json").read_text())
+    del config["rope_parameters"]
+    config |= fields | {"attention_bias": False, "auto_map": {"AutoConfig": "phi3.Phi3Config"}}
+    (tmp_path / "src" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CocaError, match="--ignore-field auto_map leaves it out, if the weights"):
+        convert_checkpoint(tmp_path / "src", tmp_path / "dst")
+    convert_checkpoint(tmp_path / "src", tmp_path / "dst", ignore_fields=["auto_map"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dst").double()
+    carry_t_(stock, model).double()
+    for ids in (tokens(), tokens(2, 11)):
+        expected = reference_logits(stock, "slack", ids, torch.ones_like(ids))
+        assert (model(ids).logits - expected).abs().max() < 1e-5
 
 
 def test_older_gpt_neox_files_convert_to_the_same_weights(tmp_path, converted):

@@ -29,6 +29,7 @@ CASES = {
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
     "mistral": ("llama", {"sliding_window": None}),  # in llama.cpp a LLaMA
     "qwen2": ("qwen2", {"head_dim": ...}),
+    "phi3": ("phi3", {"head_dim": ..., "pad_token_id": None}),
     "qwen3": ("qwen3", {"head_dim": 128}),  # what transformers gives every qwen3 of GGUF
 }
 
@@ -71,6 +72,7 @@ def write_gguf(file, model, arch, tokenizer, change=lambda writer: None):
     writer.add_token_merges(["a b", "c d"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    writer.add_pad_token_id(0)  # Phi-3's default is beyond this vocabulary
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -124,16 +126,19 @@ CHANGES = {
         gguf.RopeScalingType.YARN
     ),
     "llama.attention.sliding_window=7": lambda writer: writer.add_sliding_window(7),
+    "phi3.rope.dimension_count=6": lambda writer: writer.add_rope_dimension_count(6),
     "": lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.NONE),
 }
 
 
-@pytest.mark.parametrize("case", ["llama"])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("case", "change"),
+    [("phi3" if change.startswith("phi3") else "llama", change) for change in CHANGES],
+)
 def test_what_transformers_would_pass_over_is_refused_by_name(
     case, change, model, tiny_tokenizer, tmp_path
 ):
-    write_gguf(tmp_path / "model.gguf", model, "llama", tiny_tokenizer, CHANGES[change])
+    write_gguf(tmp_path / "model.gguf", model, CASES[case][0], tiny_tokenizer, CHANGES[change])
     if not change:
         convert_checkpoint(tmp_path / "model.gguf", tmp_path / "dst")
         return

@@ -61,7 +61,7 @@ def test_kept_layers_have_the_sources_tensors_and_the_checkpoint_loads_clean(con
     assert sum(p.numel() for p in model.parameters()) == record["parameters"]["after"]
     patched = patch_(AutoModelForCausalLM.from_pretrained(src), keep_layers=[0, 2])
     assert torch.equal(patched(tokens()).logits, model(tokens()).logits)
-    if CASES[case][0] != "gpt_neox":
+    if CASES[case][0] not in ("gpt_neox", "phi3"):
         before, after = load_file(src / "model.safetensors"), load_file(dst / "model.safetensors")
         assert {name for name in after if "k_proj" in name or "k_norm" in name} == {
             name for name in before if ("k_proj" in name or "k_norm" in name) and ".1." not in name
@@ -101,7 +101,7 @@ def test_the_card_names_the_kept_layers(converted):
 def test_loads_and_saves_without_coca_hf_by_its_own_code(converted, tmp_path):
     directories = [
         tmp_path / case
-        for case in ("mistral-window", "qwen2-window", "qwen3-window", "neox-partial")
+        for case in ("mistral-window", "qwen2-window", "qwen3-window", "smollm3", "neox-partial")
     ]
     for directory in directories:
         shutil.copytree(converted(directory.name)[1], directory)
@@ -173,7 +173,8 @@ def test_the_harm_of_a_layer_is_what_its_conversion_alone_changes_in_the_predict
     fitted = {
         name: tensor + 0.1 * torch.randn(tensor.shape, generator=draw)
         for name, tensor in coca.state_dict().items()
-        if "q_proj" in name or "t_proj" in name
+        if ("q_proj" in name or "t_proj" in name)
+        and int(name.split(".")[2]) not in coca.config.coca_kept_layers
     }
     ids = tokens(3, WINDOW)
     harms = layer_harms(pairs_of(original), fitted, ids, tmp_path)
@@ -186,7 +187,7 @@ def test_the_harm_of_a_layer_is_what_its_conversion_alone_changes_in_the_predict
         changed.load_state_dict(own, strict=False)
         other = changed(ids).logits.double().log_softmax(-1)
         expected = (reference.exp() * (reference - other)).sum(-1).mean().item()
-        assert harms[number] == pytest.approx(expected, rel=1e-4)
+        assert harms[number] == pytest.approx(expected, rel=1e-4, abs=1e-9)
 
 
 def test_auto_keeps_the_fewest_layers_that_do_half_of_the_harm():

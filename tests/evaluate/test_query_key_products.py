@@ -9,10 +9,12 @@ from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
     GPTNeoXConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 from transformers.models.llama import modeling_llama
 
@@ -33,6 +35,7 @@ CONFIGS = {
     "mistral": MistralConfig(**TINY, **SIZE, sliding_window=None),
     "qwen2, biases": Qwen2Config(**TINY, **SIZE),
     "qwen3, norms": Qwen3Config(**TINY, **SIZE, head_dim=12),
+    "granite": GraniteConfig(**TINY, **SIZE, attention_multiplier=0.5),
     "gpt_neox, partial": GPTNeoXConfig(**NEOX, **SIZE, rotary_pct=0.5),
     "cohere, neighbours": CohereConfig(**{**TINY, "pad_token_id": 0}, **SIZE),
 }
@@ -106,6 +109,15 @@ def test_products_of_coca_give_the_scores_that_its_attention_really_has(family, 
         scores[:, m, n] = parts.real.sum(-1) * d**-0.5
         assert scores[:, m, n].std() > 0.05  # or else every softmax is alike
         torch.testing.assert_close(scores.softmax(-1), weights[0].double(), rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+def test_layers_without_rotary_embedding_have_no_products():
+    config = SmolLM3Config(**TINY, **SIZE, pad_token_id=0, no_rope_layers=[1, 0, 1])
+    model, visited = patch_(AutoModelForCausalLM.from_config(config)), []
+    with visiting_products(model, frequencies(model), lambda layer, of: visited.append(layer)):
+        model(torch.arange(9)[None])
+    assert visited == [0, 2]
 
 
 @torch.no_grad()

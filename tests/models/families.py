@@ -65,6 +65,31 @@ CASES = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.5,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 1.3,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    # the last layer is not rotated, and kept
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 3}),
+    "phi3-window": ("phi3", {"sliding_window": WINDOW, "tie_word_embeddings": True}),
+    # 6 of 8 are turned
+    "phi3-partial": (
+        "phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.75,
+            }
+        },
+    ),
     # 12 of 32 are turned
     "neox-partial": ("gpt_neox", NEOX | {"rotary_pct": 0.375, "use_parallel_residual": True}),
     "neox-sequential": ("gpt_neox", NEOX | {"rotary_pct": 1.0, "use_parallel_residual": False}),
@@ -123,6 +148,12 @@ def key_rows(stock, layer):
             name: p.data.unflatten(0, (-1, 3, head_dim))[:, 1]
             for name, p in fused.named_parameters()
         }
+    if config.model_type == "phi3":
+        heads = stock.model.layers[layer].self_attn.qkv_proj.weight.data.unflatten(
+            0, (-1, head_dim)
+        )
+        queries, groups = config.num_attention_heads, config.num_key_value_heads
+        return {"weight": heads[queries : queries + groups]}
     projection = stock.model.layers[layer].self_attn.k_proj
     return {name: p.data.unflatten(0, (-1, head_dim)) for name, p in projection.named_parameters()}
 
@@ -134,6 +165,8 @@ def carry_t_(stock, coca):
     first, second = pairs(stock.config)
     for layer, coca_layer in enumerate(coca.model.layers):
         attention = coca_layer.self_attn
+        if layer in coca.config.coca_kept_layers:
+            continue
         for name, rows in key_rows(stock, layer).items():
             t = (
                 getattr(attention.t_proj, name)
@@ -154,8 +187,12 @@ def reference_logits(stock, constraint, ids, mask):
     base = stock.base_model
     first, second = pairs(stock.config)
     _, turned = turned_dims(stock.config)
+    file = importlib.import_module(type(stock).__module__)
+    plain = file.eager_attention_forward
 
     def attend(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+        if not getattr(module, "use_rope", True):
+            return plain(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
         cos, sin = base.rotary_emb(query, position_ids)
         still = len(first) - turned // 2
         cos = torch.nn.functional.pad(cos[:, None, :, : turned // 2], (0, still), value=1.0)
@@ -174,9 +211,7 @@ def reference_logits(stock, constraint, ids, mask):
         return (weights @ value).transpose(1, 2).contiguous(), weights
 
     with pytest.MonkeyPatch.context() as replaced:
-        replaced.setattr(
-            importlib.import_module(type(stock).__module__), "eager_attention_forward", attend
-        )
+        replaced.setattr(file, "eager_attention_forward", attend)
         return stock(ids, attention_mask=mask, position_ids=position_ids, use_cache=False).logits
 
 
@@ -186,9 +221,10 @@ def coca_model(case, constraint, **options):
     """
     model = coca_hf.patch_(stock_model(case), constraint)
     generator = torch.Generator().manual_seed(4)
-    for layer in model.model.layers:
-        for parameter in layer.self_attn.t_proj.parameters():
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
+    for number, layer in enumerate(model.model.layers):
+        if number not in model.config.coca_kept_layers:
+            for parameter in layer.self_attn.t_proj.parameters():
+                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
     model.set_attn_implementation(options.get("attn_implementation", "sdpa"))
     return model
 

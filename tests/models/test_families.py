@@ -139,7 +139,7 @@ def test_pairs_that_are_not_turned_do_not_depend_on_positions():
     assert here.std() > 0.1
 
 
-@pytest.mark.parametrize("case", ["mistral-window", "qwen2", "qwen3", "neox-partial"])
+@pytest.mark.parametrize("case", ["mistral-window", "qwen2", "qwen3", "granite", "neox-partial"])
 def test_declarations_that_sharding_and_serving_read(case):
     model = coca_model(case, "slack")
     family = type(model).__name__.removesuffix("ForCausalLM")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coca_hf import CocaError
+from coca_hf import CocaError, CocaGraniteConfig, CocaGraniteForCausalLM
 from coca_hf.train import objectives
 from coca_hf.train.model import load_model
 from coca_hf.train.objectives import liger_cross_entropy, linear_cross_entropy
@@ -159,6 +159,14 @@ def test_the_held_out_loss_of_a_fused_cross_entropy_never_holds_all_logits_and_i
     assert fused == pytest.approx(plain, rel=1e-6)
     # the head itself; all logits are 120 * VOCABULARY
     assert largest.numbers == TINY["hidden_size"] * VOCABULARY
+
+
+def test_a_fused_cross_entropy_scales_the_logits_of_granite():
+    config = CocaGraniteConfig(**TINY, vocab_size=53, logits_scaling=0.25, initializer_range=0.4)
+    model, ids = CocaGraniteForCausalLM(config).train(), torch.arange(40).view(2, 20)
+    plain = model(ids, labels=ids).loss.item()
+    objectives.fuse_cross_entropy_(model)
+    assert model(ids, labels=ids).loss.item() == pytest.approx(plain, rel=1e-6)
 
 
 @pytest.fixture(params=["linear", "liger"])

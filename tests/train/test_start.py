@@ -183,6 +183,8 @@ FAMILIES = {
     "CocaMistral": coca_hf.CocaMistralConfig(**TINY, sliding_window=8),
     "CocaQwen2": coca_hf.CocaQwen2Config(**TINY),
     "CocaQwen3": coca_hf.CocaQwen3Config(**TINY, head_dim=8),
+    "CocaGranite": coca_hf.CocaGraniteConfig(**TINY),
+    "CocaSmolLM3": coca_hf.CocaSmolLM3Config(**TINY),
     "CocaGPTNeoX": coca_hf.CocaGPTNeoXConfig(**WIDE),
     "AlibiLlama": coca_hf.AlibiLlamaConfig(**TINY),
     "Mistral": MistralConfig(**TINY, sliding_window=8),

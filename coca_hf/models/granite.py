@@ -1,0 +1,76 @@
+"""Granite with Collinear Constrained Attention: LLaMA with four factors of its configuration, on
+embeddings, scores, what layers add, and logits.
+"""
+
+from huggingface_hub.dataclasses import strict
+from torch import Tensor
+from transformers import GraniteConfig
+from transformers.models.granite.modeling_granite import GraniteDecoderLayer, GraniteForCausalLM
+
+from .attention import QUERY_SCALE, CocaAttention, KeptAttention
+from .decoder import (
+    CocaConfig,
+    CocaDecoderLayer,
+    CocaForCausalLM,
+    CocaModel,
+    CocaPreTrainedModel,
+    classifiers,
+    t_plan,
+)
+
+
+@strict
+class CocaGraniteConfig(GraniteConfig, CocaConfig):
+    model_type = "coca_granite"
+    base_model_tp_plan = t_plan(GraniteConfig.base_model_tp_plan)
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def logit_scale(self) -> float:
+        """`1 / logits_scaling`, by the name that vLLM's Transformers backend reads."""
+        return 1 / self.logits_scaling
+
+
+class CocaGraniteAttention(CocaAttention):
+    def __init__(self, config: CocaGraniteConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.scaling = config.attention_multiplier / QUERY_SCALE
+
+
+class KeptGraniteAttention(KeptAttention, CocaGraniteAttention):
+    pass
+
+
+class CocaGraniteDecoderLayer(CocaDecoderLayer):
+    attention_class = CocaGraniteAttention
+    kept_attention_class = KeptGraniteAttention
+    forward = GraniteDecoderLayer.forward
+
+    def __init__(self, config: CocaGraniteConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.residual_multiplier = config.residual_multiplier
+
+
+class CocaGranitePreTrainedModel(CocaPreTrainedModel):
+    config: CocaGraniteConfig
+    _no_split_modules = ["CocaGraniteDecoderLayer"]
+
+
+class CocaGraniteModel(CocaGranitePreTrainedModel, CocaModel):
+    layer_class = CocaGraniteDecoderLayer
+
+    def before_layers(self, inputs_embeds: Tensor) -> Tensor:
+        return inputs_embeds * self.config.embedding_multiplier
+
+
+class CocaGraniteForCausalLM(CocaGranitePreTrainedModel, CocaForCausalLM):
+    model_class = CocaGraniteModel
+    forward = GraniteForCausalLM.forward
+
+
+CocaGraniteForSequenceClassification, CocaGraniteForTokenClassification = classifiers(
+    CocaGranitePreTrainedModel, CocaGraniteModel
+)

@@ -1,0 +1,68 @@
+"""SmolLM3 with Collinear Constrained Attention. Its layers without rotary embedding
+(`no_rope_layers`) have no angles that CoCA could constrain; they keep the original's attention.
+"""
+
+from huggingface_hub.dataclasses import strict
+from torch import Tensor
+from transformers import SmolLM3Config
+
+from .attention import KeptAttention
+from .decoder import (
+    CocaConfig,
+    CocaDecoderLayer,
+    CocaForCausalLM,
+    CocaModel,
+    CocaPreTrainedModel,
+    classifiers,
+    kept_plan,
+    t_plan,
+)
+
+
+@strict
+class CocaSmolLM3Config(SmolLM3Config, CocaConfig):
+    """`coca_kept_layers` always has the layers without rotary embedding."""
+
+    model_type = "coca_smollm3"
+    base_model_tp_plan = t_plan(SmolLM3Config.base_model_tp_plan)
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        is_rotated = self.no_rope_layers[: self.num_hidden_layers]
+        still = {layer for layer, rotated in enumerate(is_rotated) if not rotated}
+        self.coca_kept_layers = sorted([*self.coca_kept_layers, *still - {*self.coca_kept_layers}])
+        if self.coca_kept_layers:
+            self.base_model_tp_plan = kept_plan(self.base_model_tp_plan)
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+
+class KeptSmolLM3Attention(KeptAttention):
+    def rotated(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.config.no_rope_layers[self.layer_idx]:
+            return q, k
+        return super().rotated(q, k, cos, sin)
+
+
+class CocaSmolLM3DecoderLayer(CocaDecoderLayer):
+    kept_attention_class = KeptSmolLM3Attention
+
+
+class CocaSmolLM3PreTrainedModel(CocaPreTrainedModel):
+    config: CocaSmolLM3Config
+    _no_split_modules = ["CocaSmolLM3DecoderLayer"]
+
+
+class CocaSmolLM3Model(CocaSmolLM3PreTrainedModel, CocaModel):
+    layer_class = CocaSmolLM3DecoderLayer
+
+
+class CocaSmolLM3ForCausalLM(CocaSmolLM3PreTrainedModel, CocaForCausalLM):
+    model_class = CocaSmolLM3Model
+
+
+CocaSmolLM3ForSequenceClassification, CocaSmolLM3ForTokenClassification = classifiers(
+    CocaSmolLM3PreTrainedModel, CocaSmolLM3Model
+)
