@@ -16,7 +16,7 @@ Cross-entropy may be fused with the model's head, so that the logits of all toke
 at once.
 
 The original, the teacher, runs once per batch on the same tokens, without gradients; every GPU has
-all its weights, in float32, and computes in the stage's precision. Where attention is compared,
+all its weights, and computes in the stage's precision. Where attention is compared,
 each model works on its own hidden states: one forward of each gives all layers, and a layer learns
 to undo what the layers below it changed, which it would not see on the teacher's.
 """
@@ -366,9 +366,20 @@ class Objective:
 
 
 @functools.lru_cache(maxsize=1)
-def load_teacher(name: str, attn_implementation: str | None = None) -> PreTrainedModel:
-    """The teacher of a recipe, loaded once for all its stages that want the same attention."""
-    return load_model(name, None, attn_implementation)
+def load_teacher(
+    name: str, attn_implementation: str | None = None, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """The teacher of a recipe, loaded once for all its stages that want the same.
+
+    dtype: what autocast multiplies in. Matrices are kept in it, for half the memory and without
+    rounding them in every step; all else, and embeddings that are the head too, is float32.
+    """
+    teacher = load_model(name, None, attn_implementation)
+    embeddings = teacher.get_input_embeddings().weight
+    for module in teacher.modules():
+        if isinstance(module, nn.Linear) and module.weight is not embeddings:
+            module.to(dtype)
+    return teacher
 
 
 @contextmanager

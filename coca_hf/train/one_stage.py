@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers import (
@@ -174,8 +175,11 @@ def _load(
         return base, tokenizer, None
     teacher = None
     if recipe.teacher and stage.of_recipe.needs_teacher:
+        half = torch.bfloat16 if stage.arguments.bf16 else torch.float16
         teacher = load_teacher(
-            recipe.teacher, "eager" if "attention-maps" in stage.of_recipe.objective else None
+            recipe.teacher,
+            "eager" if "attention-maps" in stage.of_recipe.objective else None,
+            half if stage.arguments.bf16 or stage.arguments.fp16 else torch.float32,
         )
     return (
         base,

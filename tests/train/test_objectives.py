@@ -18,6 +18,7 @@ from coca_hf.train.objectives import (
     attention_transfer_loss,
     chunk_cross_entropy_,
     distillation_loss,
+    load_teacher,
 )
 from coca_hf.train.preflight import check_teacher
 from coca_hf.train.recipe import load_recipe
@@ -129,6 +130,22 @@ def test_attention_maps_train_the_attention_towards_the_teachers(tiny_coca_dir):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_teacher_kept_in_half_precision_predicts_the_same_bits_under_autocast(
+    dtype, tied, tiny_tokenizer, tmp_path
+):
+    config = LlamaConfig(vocab_size=len(tiny_tokenizer), **TINY, tie_word_embeddings=tied)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    whole, half = load_model(str(tmp_path)), load_teacher(str(tmp_path), None, dtype)
+    kept = {parameter.dtype for parameter in half.parameters() if parameter.dim() == 2}
+    assert kept == {dtype, torch.float32}  # these of the embeddings
+    assert half.lm_head.weight.dtype == (torch.float32 if tied else dtype)
+    with torch.autocast("cpu", dtype), torch.no_grad():
+        ids = torch.arange(4, 64).view(2, 30)
+        assert torch.equal(half(input_ids=ids).logits, whole(input_ids=ids).logits)
 
 
 def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(tiny_llama_dir):
