@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up .venv, and .venv-vllm for the tests marked real; run linter, formatter, type checker and the whole test suite;
-# then, unless only the quick part is asked for, some of it on the oldest supported versions (scripts/oldest.sh).
+# then, unless only the quick part is asked for, that part on the lowest supported versions (scripts/oldest.sh).
 # Arguments go to pytest: scripts/test.sh -m 'not real' is the quick part.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -414,11 +414,14 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-        largest = max(tokenizer.get_vocab().values(), default=0)
-        if largest > MAX_TOKEN_ID:  # saving it counts up to there
-            raise ValueError(f"got token id {largest}, expected at most {MAX_TOKEN_ID}")
-        return tokenizer
+        if (
+            directory / "tokenizer.json"
+        ).is_file():  # loading and saving count up to its largest id
+            vocab = json.loads((directory / "tokenizer.json").read_bytes())["model"]["vocab"]
+            largest = max(vocab.values(), default=0) if isinstance(vocab, dict) else 0
+            if largest > MAX_TOKEN_ID:
+                raise ValueError(f"got token id {largest}, expected at most {MAX_TOKEN_ID}")
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # transformers raises what its readers raise
         reason = " ".join(str(error).split())[:200]
         raise CocaError(
