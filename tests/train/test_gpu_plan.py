@@ -189,9 +189,8 @@ def test_gpus_that_share_a_block_read_held_out_blocks_whole(recipe):
         for of_recipe in (recipe, none)
     )
     logits = BATCH * SEQ_LEN * wide * 4
-    assert (
-        not_counted < 1.35 * logits
-    )  # of a fourth of a block, and what the backward makes of them
+    # of a fourth of a block, and what the backward makes of them
+    assert not_counted < 1.35 * logits
     assert counted > 2 * logits  # and the probabilities' logarithms
 
 
