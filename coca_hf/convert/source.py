@@ -414,9 +414,8 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        if (
-            directory / "tokenizer.json"
-        ).is_file():  # loading and saving count up to its largest id
+        # Loading and saving count up to its largest id
+        if (directory / "tokenizer.json").is_file():
             vocab = json.loads((directory / "tokenizer.json").read_bytes())["model"]["vocab"]
             largest = max(vocab.values(), default=0) if isinstance(vocab, dict) else 0
             if largest > MAX_TOKEN_ID:
