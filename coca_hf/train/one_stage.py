@@ -51,6 +51,7 @@ from coca_hf.train.run_directory import (
     STOPPED,
     ResolvedStage,
     check_base,
+    file_hash,
     last_checkpoint,
     reading,
     saving_to,
@@ -248,6 +249,7 @@ def _complete(
         if state.is_main_process:
             (partial / "training_args.bin").unlink()  # a pickle, and training.json says more
             record["weights_xxh3_128"] = weights_hashes(partial)
+            record["config_xxh3_128"] = file_hash(partial / "config.json")
             tokenizer.save_pretrained(partial)
             for name in (CONVERSION_RECORD, *LICENCE_FILES):
                 if stage.base_directory and (stage.base_directory / name).exists():
