@@ -62,6 +62,7 @@ from coca_hf.train.training_record import make_record
 from coca_hf.train.training_state import check_room
 
 CONVERSION_RECORD = "conversion.json"  # written by coca-convert; handed on from stage to stage
+SENTENCEPIECE = "tokenizer.model"  # which transformers does not write, and other engines read
 
 
 def run_stage(
@@ -251,7 +252,7 @@ def _complete(
             record["weights_xxh3_128"] = weights_hashes(partial)
             record["config_xxh3_128"] = file_hash(partial / "config.json")
             tokenizer.save_pretrained(partial)
-            for name in (CONVERSION_RECORD, *LICENCE_FILES):
+            for name in (CONVERSION_RECORD, SENTENCEPIECE, *LICENCE_FILES):
                 if stage.base_directory and (stage.base_directory / name).exists():
                     shutil.copy(stage.base_directory / name, partial)
             if (partial / CONVERSION_RECORD).exists():
