@@ -35,6 +35,7 @@ from coca_hf.train.data import Corpus, tokenizer_hash
 from coca_hf.train.log import announce
 from coca_hf.train.model import (
     building,
+    check_whole,
     load_config,
     located,
     model_from_config,
@@ -142,6 +143,8 @@ def _check_and_begin(
     noted, on_hub = noted_commits(out_dir, len(given.data.sources))
     names = {key: name for key in MODELS if (name := getattr(given, key))}
     origins = {key: located(on_hub.get(key, name)) for key, name in names.items()}
+    for key in [key for key in ("model", "teacher") if key in origins]:
+        check_whole(*origins[key])
     recipe = _at(given, origins)
     check_model(recipe)
     check_kernels(recipe)
