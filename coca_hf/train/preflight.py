@@ -149,6 +149,7 @@ def _check_and_begin(
     check_model(recipe)
     check_kernels(recipe)
     config = start_config(recipe)
+    check_plain(recipe.start, config)
     if recipe.teacher:
         check_teacher(recipe.teacher, config)
     # The tokenizer, and a block of every source
@@ -327,6 +328,16 @@ def check_model(recipe: Recipe) -> None:
         with torch.device("meta"):
             model = model_from_config(recipe)
         stage_model(model, stage)
+
+
+def check_plain(name: str, config: PreTrainedConfig) -> None:
+    """Raises CocaError for quantized weights, which have no gradients."""
+    if quantization := getattr(config, "quantization_config", None):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise CocaError(
+            f"{name}: got weights quantized by {method}, expected plain ones; dequantize it first: "
+            f"AutoModelForCausalLM.from_pretrained(…).dequantize().save_pretrained(DIR)"
+        )
 
 
 def check_kernels(recipe: Recipe) -> None:

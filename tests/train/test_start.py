@@ -158,6 +158,17 @@ def test_a_model_beside_an_adapter_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_quantized_model_is_refused_before_anything_is_written(recipe_tree, tmp_path):
+    recipe_tree["model"] = str(shutil.copytree(recipe_tree["model"], tmp_path / "model"))
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    recipe = load_recipe(write_recipe(tmp_path / "r.yaml", recipe_tree))
+    with pytest.raises(CocaError, match="got weights quantized by bitsandbytes, expected plain"):
+        run_recipe(recipe, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_blocks_skip_to_no_position_that_the_model_does_not_have(recipe_path):
     recipe = load_recipe(recipe_path, ["data.skip_positions=65"])
     with pytest.raises(CocaError, match="skip_positions: got 65, expected at most 64, the pos"):
