@@ -13,10 +13,15 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 CALIBRATION = "With --calibrate"
+OF_CALIBRATION = (
+    *("calibrate_tokens", "calibrate_block", "calibrate_passes"),
+    *("column", "split", "subset", "device", "seed"),
+)
 
 
 @app.command()
 def convert_command(
+    context: typer.Context,
     src: Annotated[
         str,
         typer.Argument(help="Checkpoint to convert: a directory, a .gguf file or a hub id."),
@@ -127,7 +132,7 @@ def convert_command(
     calibrate_block: Annotated[
         int,
         typer.Option(
-            min=2,
+            min=4,
             help="Tokens in a block; at most the trained length and the attention window.",
             rich_help_panel=CALIBRATION,
         ),
@@ -161,7 +166,12 @@ def convert_command(
     ] = None,
     seed: Annotated[
         int,
-        typer.Option(help="Seed for drawing the text to fit on.", rich_help_panel=CALIBRATION),
+        typer.Option(
+            min=0,
+            max=2**32 - 1,
+            help="Seed for drawing the text to fit on.",
+            rich_help_panel=CALIBRATION,
+        ),
     ] = 0,
 ) -> None:
     """Convert a checkpoint of LLaMA, Mistral, Qwen2, Qwen3, Phi-3, Granite, SmolLM3 or GPT-NeoX.
@@ -170,6 +180,11 @@ def convert_command(
     """
     if public and push_to_hub is None:
         raise BadOption("--public: got it without --push-to-hub, expected both")
+    for name in OF_CALIBRATION if calibrate is None else ():
+        given = context.get_parameter_source(name)
+        if given is not None and given.name == "COMMANDLINE":
+            option = name.replace("_", "-")
+            raise BadOption(f"--{option}: got it without --calibrate, expected both")
     from coca_hf.convert import convert_checkpoint
     from coca_hf.convert.calibrate import CalibrationProgress
 

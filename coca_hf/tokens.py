@@ -41,12 +41,7 @@ class Encoder:
                 f"documents"
             )
         self.tokenizer = tokenizer
-        probe = tokenizer("a", add_special_tokens=False)["input_ids"]
-        with_special = tokenizer("a")["input_ids"]
-        start = next(
-            i for i in range(len(with_special)) if with_special[i : i + len(probe)] == probe
-        )
-        self._before, after = with_special[:start], with_special[start + len(probe) :]
+        self._before, after = around_text(tokenizer)
         self._after = (
             after if after[-1:] == [tokenizer.eos_token_id] else [*after, tokenizer.eos_token_id]
         )
@@ -68,6 +63,14 @@ class Encoder:
     def document(self, text: str) -> Tensor:
         """The tokens of a whole document, (tokens,), int64."""
         return torch.cat([self([piece]) for piece in pieces_of(text)])
+
+
+def around_text(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """The special tokens that the tokenizer puts before a text, and those that it puts after it."""
+    probe = tokenizer("a", add_special_tokens=False)["input_ids"]
+    with_special = tokenizer("a")["input_ids"]
+    start = next(i for i in range(len(with_special)) if with_special[i : i + len(probe)] == probe)
+    return with_special[:start], with_special[start + len(probe) :]
 
 
 def pieces_of(text: str, document: int = 0, character: int = 0) -> Iterator[Piece]:

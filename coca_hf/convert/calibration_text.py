@@ -24,6 +24,7 @@ from coca_hf.held_out import TOKEN_CHARACTERS, Place, hold_out, tokens_per_chara
 from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES
 from coca_hf.tokens import Encoder, Piece
 
+SHORTEST_BLOCK = 4  # in tokens: its queries are taken in as many parts
 SHORTEST_PERIOD = 16  # of a repeated passage
 SHORT_PERIOD = 128  # of half of them at most
 SKIPS = 8  # places of a block where positions are left out, at most,
@@ -49,10 +50,15 @@ def calibration_blocks(
     are read. num_tokens: to fit on, in blocks of `block_tokens`, or fewer where the model is for
     fewer. A block that reaches the end of a document goes on with the next one.
 
-    Raises CocaError where there is too little text, or the tokenizer has words that the model does
-    not know.
+    Raises CocaError where there is too little text, blocks are too short, or the tokenizer has
+    words that the model does not know.
     """
     length = min(block_tokens, reach(config))
+    if length < SHORTEST_BLOCK:
+        raise CocaError(
+            f"--calibrate: got blocks of {length} tokens, expected at least {SHORTEST_BLOCK}: the least "
+            "of --calibrate-block, the trained length and the attention window"
+        )
     wanted = max(1, num_tokens // length)
     encoder = Encoder(tokenizer)
     most = max(1, min(HELD_OUT_BLOCKS, HELD_OUT_TOKENS // length))

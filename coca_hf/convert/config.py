@@ -38,7 +38,7 @@ from coca_hf.models.llama import CocaLlamaConfig, CocaLlamaForCausalLM
 from coca_hf.models.mistral import CocaMistralConfig, CocaMistralForCausalLM
 from coca_hf.models.qwen2 import CocaQwen2Config, CocaQwen2ForCausalLM
 from coca_hf.models.qwen3 import CocaQwen3Config, CocaQwen3ForCausalLM
-from coca_hf.models.rotary import SUPPORTED_ROPE_TYPES, ntk_base, rotary_dim
+from coca_hf.models.rotary import SUPPORTED_ROPE_TYPES, ntk_base, rotary_dim, unscaled_len
 from coca_hf.models.smollm3 import CocaSmolLM3Config, CocaSmolLM3ForCausalLM
 
 
@@ -298,7 +298,7 @@ def bake_ntk_(config: CocaConfig, length: int, factor: float | None, where: str)
     configuration in errors.
     """
     rope = config.rope_parameters
-    trained_len = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    trained_len = unscaled_len(config)
     if rope["rope_type"] == "default" and "original_max_position_embeddings" in rope:
         raise CocaError(
             f"{where}: --ntk-length: got a checkpoint with an NTK base for "

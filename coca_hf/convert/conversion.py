@@ -33,6 +33,7 @@ from coca_hf.convert.initialise import RULE
 from coca_hf.convert.layer_pairs import LayerPairs
 from coca_hf.convert.layout import Form, Layout
 from coca_hf.convert.preflight import (
+    check_calibration_text,
     check_device,
     check_kept_layers,
     check_kept_number,
@@ -147,6 +148,7 @@ def convert_checkpoint(
     check_kept_layers(keep_layers, calibrate_on)
     if calibrate_on:
         check_device(device)
+        check_calibration_text(calibrate_on, split, subset)
     if push_to_hub is not None:
         check_repository(push_to_hub)
     with _os_errors(target), contextlib.ExitStack() as stack:

@@ -14,6 +14,7 @@ from coca_hf.errors import CocaError
 from coca_hf.evaluate.batches import Watch, auto_batch_size, compute_all
 from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
 from coca_hf.evaluate.perplexity import keeps_logits
+from coca_hf.tokens import around_text
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
@@ -55,9 +56,9 @@ def fit_case(
     prompt, depth: by the amount of filler. line: holds the answer, in every prompt. Special tokens
     count. `length` must fit a prompt without filler: see `check_room`.
     """
-    filler = most_that_fits(lambda amount: len(tokenizer(prompt(amount))["input_ids"]), length)
+    filler = most_that_fits(lambda amount: len(prompt_ids(tokenizer, prompt(amount))), length)
     text = prompt(filler)
-    token_ids = tokenizer(text)["input_ids"]
+    token_ids = prompt_ids(tokenizer, text)
     from_line = text[text.index(line) :]
     return Case(
         key=key,
@@ -65,8 +66,14 @@ def fit_case(
         depth=depth(filler) if filler else 0.0,
         distance=len(tokenizer(from_line, add_special_tokens=False)["input_ids"]),
         token_ids=token_ids,
-        answer_ids=tokenizer(f"{text} {answer}")["input_ids"][len(token_ids) :],
+        answer_ids=prompt_ids(tokenizer, f"{text} {answer}")[len(token_ids) :],
     )
+
+
+def prompt_ids(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text that is to be continued: without those that the tokenizer puts after it."""
+    token_ids = tokenizer(text)["input_ids"]
+    return token_ids[: len(token_ids) - len(around_text(tokenizer)[1])]
 
 
 def check_room(
@@ -78,8 +85,8 @@ def check_room(
     the prompts. of: ends the message about the length.
     """
     for prompt in longer:
-        check_vocabulary(loaded, torch.tensor(loaded.tokenizer(prompt)["input_ids"]), what)
-    least = max(len(loaded.tokenizer(prompt)["input_ids"]) for prompt in shortest)
+        check_vocabulary(loaded, torch.tensor(prompt_ids(loaded.tokenizer, prompt)), what)
+    least = max(len(prompt_ids(loaded.tokenizer, prompt)) for prompt in shortest)
     if length < least:
         raise CocaError(f"--lengths: got {length}, expected at least {least} tokens{of}")
 

@@ -47,6 +47,7 @@ class CopyingRow(Row):
     subset: NotRequired[Shared[str | None]]
     data_revision: NotRequired[Shared[str | None]]
     data_hash: NotRequired[Identity[str | None]]
+    text_hash: NotRequired[str | None]
 
 
 def copying_rows(

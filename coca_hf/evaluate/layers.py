@@ -87,9 +87,15 @@ def layer_rows(
     RoPE settings are put on both models. Holds the states of a batch between the layers of both
     models.
 
-    Raises CocaError where the models are not of one family, size and vocabulary, and for lengths
-    below 5.
+    Raises CocaError where the models are not of one family, size and vocabulary or in the wrong
+    order, and for lengths below 5.
     """
+    is_coca = [hasattr(one.model.config, "coca_constraint") for one in (original, converted)]
+    if is_coca == [True, False]:
+        raise CocaError(
+            f"{original.path}: got a CoCA model before {converted.path}, which is none; expected "
+            "the original first"
+        )
     check_baseline(converted, original, sample, original.path)
     check_copy_lengths(lengths)
 

@@ -271,6 +271,7 @@ def _fingerprint(path: str, commit: str | None, trust_remote_code: bool) -> str:
     if directory.is_dir():
         patterns = (
             "config.json",
+            "adapter_config.json",
             "*.safetensors",
             "*.bin",
             "tokenizer*",

@@ -49,7 +49,8 @@ class Range(TypedDict):
 
 
 class PositionRow(TextRow):
-    """`ranges` are cut at `EDGES`, the trained length of the config and the window's end.
+    """`ranges` are cut at `EDGES`, the trained length of the config and the window's end, or where
+    the next bucket begins.
 
     The raw table `buckets` has document (index into `document_names`), first (index of the bucket),
     tokens and nll (their sum in nats). `in_ranges` makes other ranges from it.
@@ -113,9 +114,11 @@ def position_rows(
 def in_ranges(buckets: list[dict], length: int, edges: list[int]) -> list[dict]:
     """Perplexity by ranges of indices, cut at those of `edges` that lie below `length`.
 
-    buckets: lines of the raw table. A bucket belongs to the range that its first index lies in.
+    buckets: lines of the raw table. An edge within a bucket cuts where the next bucket begins.
     """
-    cuts = [0, *sorted({edge for edge in edges if 0 < edge < length}), length]
+    begins = sorted({bucket["first"] for bucket in buckets})
+    found = {next((first for first in begins if first >= edge), length) for edge in edges}
+    cuts = [0, *sorted(cut for cut in found if 0 < cut < length), length]
     ranges = []
     for first, end in itertools.pairwise(cuts):
         within = [bucket for bucket in buckets if first <= bucket["first"] < end]

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from coca_hf.errors import CocaError
-from coca_hf.models.rotary import ntk_base
+from coca_hf.models.rotary import ntk_base, unscaled_len
 
 _UNTRAINED = ("default", "dynamic")  # RoPE types that extend the length without training
 KINDS = ("linear", "dynamic", "yarn")
@@ -100,9 +100,7 @@ def use_rope_(model: PreTrainedModel, rope: Rope, total_len: int) -> None:
         kind, factor = rope
         if kind == "default" and parameters["rope_type"] == "dynamic":
             kind, factor = "dynamic", parameters["factor"]
-        trained_len = (
-            parameters.get("original_max_position_embeddings") or config.max_position_embeddings
-        )
+        trained_len = unscaled_len(config)
         if kind == "linear":
             parameters.update(rope_type="linear", factor=factor)
         elif kind == "yarn":

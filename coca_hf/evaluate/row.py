@@ -76,6 +76,7 @@ class TextRow(Row):
     document_names: Shared[Names]
     skipped_documents: NotRequired[Names]
     data_hash: NotRequired[Identity[str]]  # of the very tokens
+    text_hash: NotRequired[str | None]  # of the documents, whatever the tokenizer
     max_tokens: Setting[int | None]
     seed: Setting[int]
 

@@ -23,7 +23,7 @@ class Sample:
 
     settings: the arguments that drew it: data, column, split, seed, max_tokens, ... skipped: names
     of the documents that are empty or too short. left_out: the number of documents of fewer than
-    `min_bytes` bytes, which are not drawn.
+    `min_bytes` bytes, which are not drawn. text_hash: of the documents' text, whatever the tokenizer.
     """
 
     settings: dict
@@ -31,6 +31,7 @@ class Sample:
     token_ids: list[Tensor] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     left_out: int = 0
+    text_hash: str | None = None
 
     def describe(self) -> dict:
         """What a row says about its documents; `data_hash` is of the very tokens."""
@@ -45,6 +46,7 @@ class Sample:
             "skipped_documents": self.skipped,
             "left_out_documents": self.left_out,
             "data_hash": digest.hexdigest()[:16],
+            "text_hash": self.text_hash,
         }
 
 
@@ -166,6 +168,10 @@ def draw_sample(
         )
     found = [(document, tokenize(document) if ids is None else ids) for document, ids in drawn]
     _refuse_short(found, data, min_tokens)
+    digest = hashlib.sha256()
+    for document, _ in found:
+        digest.update(f"{len(document.text)} {document.text}".encode())
+    sample.text_hash = digest.hexdigest()[:16]
     for document, ids in found:
         check_vocabulary(loaded, ids, document.where)
         sample.names.append(document.name)

@@ -37,6 +37,16 @@ def rotary_dim(config) -> int:
     return int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
 
 
+def unscaled_len(config) -> int:
+    """The length up to which dynamic NTK and longrope change no angle.
+
+    As in transformers, dynamic NTK does not read `original_max_position_embeddings`.
+    """
+    rope = config.rope_parameters
+    original = rope.get("original_max_position_embeddings")
+    return (rope["rope_type"] != "dynamic" and original) or config.max_position_embeddings
+
+
 def sequence_lengths(position_ids: Tensor) -> Tensor:
     """The length of each token's sequence, (b, m): its last position + 1.
 
@@ -112,8 +122,7 @@ class CocaRotaryEmbedding(nn.Module):
 
     def trained_len(self) -> int:
         """The length up to which neither dynamic NTK nor longrope changes an angle."""
-        rope = self.config.rope_parameters
-        return rope.get("original_max_position_embeddings") or self.config.max_position_embeddings
+        return unscaled_len(self.config)
 
     @torch.no_grad()
     def forward(

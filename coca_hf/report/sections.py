@@ -24,7 +24,8 @@ def models(tables: Sequence[Table]) -> Section:
         lines.append([name, attention, dtype, f"{length:,}" if length else "", seen])
     header = ["model", "attention", "dtype", "trained length", "tokens seen"]
     grid = Grid(header, lines, numbers_from=3)
-    return Section("Models", [grid, *_little_training(rows), *_changed(rows)])
+    notices = [*_little_training(rows), *_changed(rows), *_of_other_texts(tables)]
+    return Section("Models", [grid, *notices])
 
 
 def how_made(tables: Sequence[Table]) -> Section:
@@ -76,6 +77,22 @@ def _changed(rows: list[dict]) -> list[Text]:
             text = (
                 f"{model}: its rows are of {count} states of {what}; of each measurement the "
                 f"latest row is shown, so numbers of one line may not belong together."
+            )
+            notices.append(Text(text, notice=True))
+    return notices
+
+
+def _of_other_texts(tables: Sequence[Table]) -> list[Text]:
+    """A notice before tables of models that read different texts under the same names."""
+    notices = []
+    for table in tables:
+        latest = max(table.rows, key=lambda row: row["date"]).get("text_hash")
+        others = [row for row in table.rows if row.get("text_hash") not in (latest, None)]
+        if latest and others:
+            names = ", ".join(dict.fromkeys(row["model"] for row in others))
+            text = (
+                f"{table.measurement.title}, {table.settings}: the text of these documents changed "
+                f"before the latest number; measure {names} again to compare."
             )
             notices.append(Text(text, notice=True))
     return notices

@@ -28,6 +28,7 @@ from transformers import (
     masking_utils,
 )
 
+from coca_hf.convert.adapter import CONFIG as ADAPTER
 from coca_hf.errors import CocaError, library_errors, nearest, short
 from coca_hf.models.hub import CARD, LICENCE_FILES, RECORDS
 from coca_hf.train.recipe import Recipe, Stage
@@ -52,10 +53,22 @@ def located(name: str) -> tuple[str, Path]:
     if Path(name).exists():
         return name, Path(name)
     path, _, revision = name.partition("@")
-    files = ["config.json", "tokenizer_config.json", CARD, *RECORDS, *LICENCE_FILES]
+    files = ["config.json", ADAPTER, "tokenizer_config.json", CARD, *RECORDS, *LICENCE_FILES]
     with loading(name):
         directory = Path(snapshot_download(path, revision=revision or None, allow_patterns=files))
     return f"{path}@{directory.name}", directory
+
+
+def check_whole(name: str, directory: Path) -> None:
+    """Raises CocaError for a model beside an adapter of peft: transformers would load the base that
+    the adapter names and save the adapter alone, without what was trained.
+    """
+    if (directory / ADAPTER).exists():
+        raise CocaError(
+            f"{name}: got {ADAPTER}, with which transformers loads another base and saves an "
+            f"adapter alone, expected a whole model; merge the adapter (merge_and_unload), or "
+            f"remove {ADAPTER} where that is done"
+        )
 
 
 def loading(name: str) -> AbstractContextManager[None]:

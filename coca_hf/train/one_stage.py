@@ -52,6 +52,7 @@ from coca_hf.train.run_directory import (
     STOPPED,
     ResolvedStage,
     check_base,
+    file_hash,
     last_checkpoint,
     reading,
     saving_to,
@@ -62,6 +63,7 @@ from coca_hf.train.training_record import make_record
 from coca_hf.train.training_state import check_room
 
 CONVERSION_RECORD = "conversion.json"  # written by coca-convert; handed on from stage to stage
+SENTENCEPIECE = "tokenizer.model"  # which transformers does not write, and other engines read
 
 
 def run_stage(
@@ -252,8 +254,9 @@ def _complete(
         if state.is_main_process:
             (partial / "training_args.bin").unlink()  # a pickle, and training.json says more
             record["weights_xxh3_128"] = weights_hashes(partial)
+            record["config_xxh3_128"] = file_hash(partial / "config.json")
             tokenizer.save_pretrained(partial)
-            for name in (CONVERSION_RECORD, *LICENCE_FILES):
+            for name in (CONVERSION_RECORD, SENTENCEPIECE, *LICENCE_FILES):
                 if stage.base_directory and (stage.base_directory / name).exists():
                     shutil.copy(stage.base_directory / name, partial)
             if (partial / CONVERSION_RECORD).exists():

@@ -35,6 +35,7 @@ from coca_hf.train.data import Corpus, tokenizer_hash
 from coca_hf.train.log import announce
 from coca_hf.train.model import (
     building,
+    check_whole,
     load_config,
     located,
     model_from_config,
@@ -142,10 +143,13 @@ def _check_and_begin(
     noted, on_hub = noted_commits(out_dir, len(given.data.sources))
     names = {key: name for key in MODELS if (name := getattr(given, key))}
     origins = {key: located(on_hub.get(key, name)) for key, name in names.items()}
+    for key in [key for key in ("model", "teacher") if key in origins]:
+        check_whole(*origins[key])
     recipe = _at(given, origins)
     check_model(recipe)
     check_kernels(recipe)
     config = start_config(recipe)
+    check_plain(recipe.start, config)
     if recipe.teacher:
         check_teacher(recipe.teacher, config)
     # The tokenizer, and a block of every source
@@ -323,6 +327,16 @@ def check_model(recipe: Recipe) -> None:
         with torch.device("meta"):
             model = model_from_config(recipe)
         stage_model(model, stage)
+
+
+def check_plain(name: str, config: PreTrainedConfig) -> None:
+    """Raises CocaError for quantized weights, which have no gradients."""
+    if quantization := getattr(config, "quantization_config", None):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise CocaError(
+            f"{name}: got weights quantized by {method}, expected plain ones; dequantize it first: "
+            f"AutoModelForCausalLM.from_pretrained(…).dequantize().save_pretrained(DIR)"
+        )
 
 
 def check_kernels(recipe: Recipe) -> None:

@@ -137,12 +137,16 @@ def reading(checkpoint: Path) -> Iterator[None]:
 
 
 def check_base(stage: ResolvedStage) -> None:
-    """Raises CocaError where the weights that `stage` starts from are not those that the stage
-    before it wrote.
+    """Raises CocaError where the model that `stage` starts from is not what the stage before it
+    wrote: its weights and, of a stage of this run, its config.
     """
     if stage.base_directory is None or not Path(stage.base).exists():
         return  # from scratch; or on the hub, which vouches for its files
-    for name, written in read_record(stage.base_directory).get("weights_xxh3_128", {}).items():
+    record = read_record(stage.base_directory)
+    hashes = dict(record.get("weights_xxh3_128", {}))
+    if stage.before and "config_xxh3_128" in record:
+        hashes["config.json"] = record["config_xxh3_128"]
+    for name, written in hashes.items():
         found = file_hash(stage.base_directory / name)
         if found != written:
             raise CocaError(
@@ -158,7 +162,8 @@ def read_record(directory: Path) -> dict[str, Any]:
     """
     path = directory / RECORD
     record = read_json(path) if path.exists() else {}
-    for key, kind in {"end_block": int, "weights_xxh3_128": dict, "stages": list}.items():
+    kinds = {"end_block": int, "weights_xxh3_128": dict, "config_xxh3_128": str, "stages": list}
+    for key, kind in kinds.items():
         if not isinstance(record.get(key, kind()), kind):
             raise CocaError(
                 f"{path}: got {key} {short(record[key])}; restore the file, or train that stage "

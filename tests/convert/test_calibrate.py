@@ -857,4 +857,36 @@ def test_too_little_text_and_what_is_coca_already_are_refused(
         convert(tiny_llama_dir, tmp_path / "dst", tmp_path / "none.txt")
     with pytest.raises(CocaError, match="--calibrate: got a CoCA checkpoint, expected an original"):
         convert(tiny_coca_dir, tmp_path / "dst", text, ntk_length=128)
+    with pytest.raises(CocaError, match="got --split, --subset, which only data sets on the hub"):
+        convert(tiny_llama_dir, tmp_path / "dst", text, split="test", subset="en")
+    with pytest.raises(CocaError, match="got blocks of 3 tokens, expected at least 4: the least"):
+        convert(tiny_llama_dir, tmp_path / "dst", text, calibrate_block=3)
     assert not list(tmp_path.glob("*dst*"))
+
+
+def test_the_shortest_blocks_can_be_fitted(tiny_llama_dir, text, tmp_path):
+    options = {"calibrate_block": 4, "calibrate_tokens": 60, "calibrate_passes": 1}
+    record = convert_checkpoint(
+        tiny_llama_dir, tmp_path / "dst", calibrate_on=str(text), device="cpu", **options
+    )
+    assert record["calibration"]["block_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("calibrate-tokens", 9), ("calibrate-block", 9), ("calibrate-passes", 9)),
+        *(("column", "text"), ("split", "test"), ("subset", "en")),
+        *(("device", "cpu"), ("seed", 1)),
+    ],
+)
+def test_an_option_of_calibration_is_refused_without_it(
+    tiny_llama_dir, tmp_path, monkeypatch, capsys, option, value
+):
+    arguments = ["coca-convert", str(tiny_llama_dir), str(tmp_path / "dst"), f"--{option}={value}"]
+    monkeypatch.setattr("sys.argv", arguments)
+    with pytest.raises(SystemExit) as ended:
+        cli.convert()
+    expected = f"error: --{option}: got it without --calibrate, expected both\n"
+    assert (ended.value.code, capsys.readouterr().err) == (2, expected)
+    assert not list(tmp_path.iterdir())

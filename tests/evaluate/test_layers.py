@@ -167,6 +167,11 @@ def test_a_model_whose_layers_are_not_understood_is_refused(tiny_tokenizer, book
         measure([gpt2, gpt2], books, tmp_path / "out")
 
 
+def test_models_in_the_wrong_order_are_refused(llama, coca, books, tmp_path):
+    with pytest.raises(CocaError, match=r"got a CoCA model before .*; expected the original first"):
+        measure([coca, llama], books, tmp_path / "out")
+
+
 def test_lengths_without_two_copies_are_refused(llama, coca, books, tmp_path):
     sample = draw_sample(coca, str(books), 4, special_tokens=False)
     with pytest.raises(CocaError, match="--lengths: got 4, expected at least 5"):

@@ -4,9 +4,16 @@ import shutil
 import pytest
 import torch
 from huggingface_hub import constants
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, T5Config, dynamic_module_utils
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    T5Config,
+    dynamic_module_utils,
+)
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.loaded_model import load_model, warn_small_tokenizer
@@ -73,6 +80,16 @@ def test_the_fingerprint_changes_with_the_weights_only(checkpoint):
     weights = load_file(checkpoint / "model.safetensors")
     weights["lm_head.weight"] += 1
     save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    assert load_model(str(checkpoint)).fingerprint != before
+
+
+def test_the_fingerprint_changes_with_the_adapter_that_transformers_puts_on_a_model(checkpoint):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    adapter = LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM")
+    get_peft_model(model, adapter).save_pretrained(checkpoint)
+    before = load_model(str(checkpoint)).fingerprint
+    config = json.loads((checkpoint / "adapter_config.json").read_text())
+    (checkpoint / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 64}))
     assert load_model(str(checkpoint)).fingerprint != before
 
 

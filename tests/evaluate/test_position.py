@@ -128,6 +128,19 @@ def test_ranges_are_cut_where_people_ask_and_at_the_trained_length(llama, books,
     assert firsts == [(0, 32), (32, 96), (96, 128)]
 
 
+def test_a_range_says_which_tokens_it_has_where_buckets_do_not_end_at_its_edges(
+    llama, books, tmp_path
+):
+    row, _ = measure(llama, books, tmp_path / "out", 128, bucket=50)  # trained length 64
+    assert [(part["first"], part["end"]) for part in row["ranges"]] == [(0, 100), (100, 128)]
+    _, single = measure(llama, books, tmp_path / "single", 128, bucket=1)
+    expected = in_ranges(single, 128, [100])
+    assert [part["tokens"] for part in row["ranges"]] == [part["tokens"] for part in expected]
+    assert [part["perplexity"] for part in row["ranges"]] == pytest.approx(
+        [part["perplexity"] for part in expected]
+    )
+
+
 def test_a_range_beyond_a_float_has_no_perplexity():
     buckets = [{"first": 0, "tokens": 8, "nll": 16.0}, {"first": 8, "tokens": 1, "nll": 800.0}]
     assert [part["perplexity"] for part in in_ranges(buckets, 16, [8])] == [

@@ -1,13 +1,16 @@
+import copy
 import math
 import re
 
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.answers import score_answers
-from coca_hf.evaluate.passkey import FILLER
+from coca_hf.evaluate.passkey import FILLER, VARIANTS
+from coca_hf.evaluate.passkey import make_case as make_passkey
 from coca_hf.evaluate.recall import make_case, recall_rows
 from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.store import RowStore
@@ -54,6 +57,26 @@ def test_a_case_depends_on_seed_length_pairs_and_number_only(tiny_tokenizer):
     assert make_case(tiny_tokenizer, 300, 7, 3, 8) == case
     others = [(300, 7, 4, 8), (300, 8, 3, 8), (301, 7, 3, 8), (300, 7, 3, 9)]
     assert len({case.answer, *(make_case(tiny_tokenizer, *other).answer for other in others)}) == 5
+
+
+@pytest.mark.parametrize("variant", [None, *VARIANTS])
+def test_a_prompt_goes_on_where_the_tokenizer_ends_texts(tiny_tokenizer, variant):
+    ends = copy.deepcopy(tiny_tokenizer)
+    ends.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+
+    def case_of(tokenizer, length):
+        if variant:
+            return make_passkey(tokenizer, length, 7, 3, variant)
+        return make_case(tokenizer, length, 7, 3, 8)
+
+    case, expected = case_of(ends, 501), case_of(tiny_tokenizer, 501)
+    assert case.token_ids[0] == 1
+    assert tiny_tokenizer.decode(case.token_ids[1:]).endswith(
+        tiny_tokenizer.decode(expected.token_ids[-9:])
+    )
+    assert case.answer_ids == tiny_tokenizer(f" {case.answer}")["input_ids"]
 
 
 def test_a_model_that_looks_up_finds_all_and_one_that_guesses_none(tiny_tokenizer, tmp_path):

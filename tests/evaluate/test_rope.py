@@ -166,8 +166,10 @@ def test_decoding_with_a_cache_equals_the_full_forward_under_dynamic(directory):
         assert_close(step, expected[:, start:end])
 
 
-def test_a_checkpoint_that_is_dynamic_itself_is_evaluated_with_one_base(directory):
+@pytest.mark.parametrize("original", [None, 32])  # transformers does not read it for this type
+def test_a_checkpoint_that_is_dynamic_itself_is_evaluated_with_one_base(directory, original):
     model = load(directory, "dynamic", 3.0)
+    model.config.rope_parameters["original_max_position_embeddings"] = original
     use_rope_(model, Rope("default"), LENGTH)
     logits_of(model, tokens(190))  # the stock module would now keep the longer base
     reference = load(directory)

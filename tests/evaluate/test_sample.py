@@ -48,6 +48,15 @@ def test_documents_are_cut_to_their_first_tokens(llama, many):
         for short, long in zip(cut.token_ids, whole.token_ids, strict=True)
     )
     assert cut.describe()["data_hash"] != whole.describe()["data_hash"]
+    assert cut.describe()["text_hash"] == whole.describe()["text_hash"]
+
+
+def test_another_text_of_the_same_name_has_another_hash(llama, many):
+    before = draw_sample(llama, many, 10).describe()
+    Path(many, "07.txt").write_text("07 " + "y" * 54)
+    after = draw_sample(llama, many, 10).describe()
+    assert after["document_names"] == before["document_names"]
+    assert after["text_hash"] != before["text_hash"]
 
 
 def test_documents_shorter_than_the_window_are_refused_all_at_once_with_the_remedy(llama, many):

@@ -57,8 +57,13 @@ def config_of(rope):
     )
 
 
+NAMES_ANOTHER_LENGTH = ROPES["dynamic"] | {"original_max_position_embeddings": 32}
+
+
 @pytest.mark.parametrize("length", [40, 150])
-@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES.keys())
+@pytest.mark.parametrize(
+    "rope", [*ROPES.values(), NAMES_ANOTHER_LENGTH], ids=[*ROPES, "dynamic-names-another-length"]
+)
 def test_angles_are_those_of_transformers_for_a_fresh_module(rope, length):
     positions = torch.arange(length)[None]
     cos, sin = CocaRotaryEmbedding(config_of(rope))(torch.empty(0), positions)

@@ -487,6 +487,15 @@ def test_rows_of_several_states_of_a_model_or_a_text_are_told_of(tmp_path):
     assert "its files" not in text
 
 
+def test_models_that_read_different_texts_of_one_name_are_told_of(tmp_path):
+    first = row(text_hash="t")
+    second = row(model="coca", date="2027-01-01T00:00:00+00:00")
+    notice = "the text of these documents changed before the latest number; measure llama again"
+    for name, text_hash, is_told in (("one", "t", False), ("old", None, False), ("two", "u", True)):
+        run = write_rows(tmp_path / name, first, second | {"text_hash": text_hash})
+        assert (notice in markdown_of([run])) == is_told
+
+
 def test_a_page_replaces_its_predecessor_and_leaves_nothing_else_behind(tmp_path):
     run = write_rows(tmp_path / "a", row(value=8.0))
     write_report([run], tmp_path / "page")

@@ -320,6 +320,22 @@ def test_weights_that_are_not_those_that_the_stage_before_wrote_are_refused(
     assert not (out / "2-qkv/training.json").exists()
 
 
+def test_a_config_that_is_not_what_the_stage_before_wrote_is_refused(
+    recipe_path, unbroken, tmp_path
+):
+    out = tmp_path / "out"
+    shutil.copytree(unbroken / "1-k", out / "1-k")
+    shutil.copy(unbroken / "recipe.yaml", out)
+    config = json.loads((out / "1-k/config.json").read_text())
+    (out / "1-k/config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    with pytest.raises(
+        CocaError,
+        match=r"1-k/config.json: got xxh3_128 \w{32}, expected \w{32} as training.json",
+    ):
+        run_recipe(load_recipe(recipe_path), out, resume=True)
+    assert not (out / "2-qkv/training.json").exists()
+
+
 def bad_losses(monkeypatch, bad: dict[int, float]):
     """In these steps (counted from 1) the loss is multiplied."""
     plain = Trainer.compute_loss

@@ -3,6 +3,7 @@ and adapters.
 """
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -139,6 +140,33 @@ def test_a_tokenizer_of_another_model_is_refused_and_tokens_that_were_added_are_
         match="a tokenizer with a token 258, expected one below the model's vocab_size, 99",
     ):
         check_tokenizer(tokenizer, LlamaConfig(vocab_size=99))
+
+
+@pytest.mark.parametrize("key", ["model", "teacher"])
+def test_a_model_beside_an_adapter_is_refused_before_anything_is_written(
+    recipe_tree, tiny_llama_dir, tmp_path, key
+):
+    recipe_tree["teacher"] = str(tiny_llama_dir)
+    recipe_tree[key] = str(shutil.copytree(recipe_tree[key], tmp_path / key))
+    (tmp_path / key / "adapter_config.json").write_text("{}")
+    recipe = load_recipe(write_recipe(tmp_path / "r.yaml", recipe_tree))
+    with pytest.raises(
+        CocaError,
+        match=rf"/{key}: got adapter_config.json, .* merge the adapter \(merge_and_unload",
+    ):
+        run_recipe(recipe, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_quantized_model_is_refused_before_anything_is_written(recipe_tree, tmp_path):
+    recipe_tree["model"] = str(shutil.copytree(recipe_tree["model"], tmp_path / "model"))
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    recipe = load_recipe(write_recipe(tmp_path / "r.yaml", recipe_tree))
+    with pytest.raises(CocaError, match="got weights quantized by bitsandbytes, expected plain"):
+        run_recipe(recipe, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_blocks_skip_to_no_position_that_the_model_does_not_have(recipe_path):

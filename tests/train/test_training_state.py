@@ -45,6 +45,20 @@ def test_what_is_saved_comes_back(tmp_path):
     )
 
 
+def test_a_bit_that_changed_on_the_disk_is_not_trained_on(tmp_path):
+    model, optimizer = trained()
+    save_state(model, optimizer, tmp_path)
+    [file] = (tmp_path / "state").glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    place = content.find(model.weight.detach().numpy().tobytes())
+    assert place > 0
+    content[place] ^= 1
+    file.write_bytes(content)
+    other = nn.Linear(3, 5)
+    with pytest.raises(CheckpointException, match="got another CRC-32 than was written"):
+        load_state(other, torch.optim.AdamW(other.parameters()), tmp_path)
+
+
 class Attribute:
     """Pickled as Python 3.11.0 to 3.11.3 pickle the member of an enum."""
 
