@@ -334,8 +334,8 @@ def check_plain(name: str, config: PreTrainedConfig) -> None:
     if quantization := getattr(config, "quantization_config", None):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise CocaError(
-            f"{name}: got weights quantized by {method}, expected plain ones; dequantize it first: "
-            f"AutoModelForCausalLM.from_pretrained(…).dequantize().save_pretrained(DIR)"
+            f"{name}: got weights quantized by {method}, expected plain ones: those that were "
+            "quantized, or what coca-convert makes of these"
         )
 
 
