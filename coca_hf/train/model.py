@@ -117,6 +117,12 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
         )
     if not overrides:
         return config
+    tied = overrides.get("tie_word_embeddings", config.tie_word_embeddings)
+    if recipe.model is not None and tied != config.tie_word_embeddings:
+        raise CocaError(
+            f"config.tie_word_embeddings: got {tied}, expected {config.tie_word_embeddings}, as "
+            f"{recipe.model} has its head; leave it out"
+        )
     merged = {}
     for key, value in overrides.items():
         before = getattr(config, key)

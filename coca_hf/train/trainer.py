@@ -136,6 +136,8 @@ class StageTrainer(Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with reading(Path(checkpoint or "")):
+            if checkpoint and not any(Path(checkpoint).glob("rng_state*.pth")):
+                raise FileNotFoundError("rng_state.pth is not there")
             super()._load_rng_state(checkpoint)
 
     def training_step(self, model: nn.Module, inputs: dict, num_items_in_batch=None) -> Tensor:

@@ -432,17 +432,18 @@ def change_byte(path):
 
 
 @pytest.mark.parametrize(
-    "file",
+    ("damage", "file"),
     [
-        "trainer_state.json",
-        "scheduler.pt",
-        "rng_state.pth",
-        "state/.metadata",
-        "state/__0_0.distcp",
+        (truncate, "trainer_state.json"),
+        (truncate, "scheduler.pt"),
+        (truncate, "rng_state.pth"),
+        (Path.unlink, "rng_state.pth"),
+        (truncate, "state/.metadata"),
+        (truncate, "state/__0_0.distcp"),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_taken(
-    recipe_path, tmp_path, monkeypatch, capsys, file
+    recipe_path, tmp_path, monkeypatch, capsys, damage, file
 ):
     out, plain = tmp_path / "out", Trainer.training_step
 
@@ -459,7 +460,7 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_taken(
             stage="k",
         )
     monkeypatch.undo()
-    truncate(out / "1-k/trainer/checkpoint-4" / file)
+    damage(out / "1-k/trainer/checkpoint-4" / file)
     (out / "1-k/trainer/checkpoint-mine").mkdir()
     recipe = load_recipe(recipe_path, ["stages.k.max_steps=5"])
     with pytest.raises(

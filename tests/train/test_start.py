@@ -231,6 +231,13 @@ def test_every_family_passes_the_look_at_its_shapes(recipe_path, tmp_path, famil
     )
 
 
+def test_a_checkpoint_keeps_the_head_that_it_has(recipe_path):
+    with pytest.raises(
+        CocaError, match=r"config\.tie_word_embeddings: got True, expected False, as"
+    ):
+        start_config(load_recipe(recipe_path, ["config.tie_word_embeddings=true"]))
+
+
 def test_a_config_without_overrides_is_the_models(recipe_path, tiny_coca_dir):
     config = start_config(load_recipe(recipe_path))
     assert config.to_dict() == AutoConfig.from_pretrained(tiny_coca_dir).to_dict()
