@@ -57,17 +57,17 @@ __all__ = [
 ]
 
 register_kernels()
-for config, model, causal_lm in (
-    (AlibiLlamaConfig, AlibiLlamaModel, AlibiLlamaForCausalLM),
-    (CocaGPTNeoXConfig, CocaGPTNeoXModel, CocaGPTNeoXForCausalLM),
-    (CocaGraniteConfig, CocaGraniteModel, CocaGraniteForCausalLM),
-    (CocaLlamaConfig, CocaLlamaModel, CocaLlamaForCausalLM),
-    (CocaMistralConfig, CocaMistralModel, CocaMistralForCausalLM),
-    (CocaQwen2Config, CocaQwen2Model, CocaQwen2ForCausalLM),
-    (CocaQwen3Config, CocaQwen3Model, CocaQwen3ForCausalLM),
-    (CocaSmolLM3Config, CocaSmolLM3Model, CocaSmolLM3ForCausalLM),
+for config, causal_lm in (
+    (AlibiLlamaConfig, AlibiLlamaForCausalLM),
+    (CocaGPTNeoXConfig, CocaGPTNeoXForCausalLM),
+    (CocaGraniteConfig, CocaGraniteForCausalLM),
+    (CocaLlamaConfig, CocaLlamaForCausalLM),
+    (CocaMistralConfig, CocaMistralForCausalLM),
+    (CocaQwen2Config, CocaQwen2ForCausalLM),
+    (CocaQwen3Config, CocaQwen3ForCausalLM),
+    (CocaSmolLM3Config, CocaSmolLM3ForCausalLM),
 ):
     AutoConfig.register(config.model_type, config)
-    AutoModel.register(config, model, exist_ok=True)
     AutoModelForCausalLM.register(config, causal_lm)
-del config, model, causal_lm, register_kernels
+AutoModel.register(AlibiLlamaConfig, AlibiLlamaModel)  # the others: `decoder.classifiers`
+del config, causal_lm, register_kernels

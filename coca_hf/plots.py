@@ -134,9 +134,10 @@ def line_figure(
                 axes.set_ylim(-0.03, 1.05)  # room for whole markers at 0 and 1
             elif y_scale == "zero":
                 axes.set_ylim(bottom=0)
+            # a logarithmic axis needs a number
             elif y_scale == "log" and any(
                 value and value <= FAR for curve in curves for value in curve.values
-            ):  # it needs a number
+            ):
                 _log_values(axes)
             if legend and len(lines) > 1:
                 lines.sort(key=lambda line: -_last(line.get_ydata()))

@@ -37,23 +37,15 @@ from coca_hf.weights import (
 )
 
 TOKENIZER = "tokenizer_config.json"
+# Which transformers does not write, and other engines read
+FOREIGN_TOKENIZERS = (
+    *("tokenizer.model*", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model"),
+    *("tekken.json", "tokenizer.tiktoken", "qwen.tiktoken"),
+)
 TOKENIZER_FILES = (
-    *(
-        "tokenizer*.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-        "vocab.txt",
-        "merges.txt",
-    ),
-    *(
-        "tokenizer.model*",
-        "spiece.model",
-        "sentencepiece.bpe.model",
-        "tiktoken.model",
-        "tekken.json",
-    ),
-    *("tokenizer.tiktoken", "qwen.tiktoken"),
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt"),
+    *FOREIGN_TOKENIZERS,
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
 )
 # Copied as they are: what from_pretrained and the serving engines look for beside weights and

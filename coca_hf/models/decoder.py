@@ -62,6 +62,11 @@ class CocaConfig(PreTrainedConfig):
     coca_constraint: Literal["slack", "strict"] = "slack"
     coca_kept_layers: list[int] = field(default_factory=list)
 
+    @property
+    def head_dim(self) -> int:
+        """Of families whose configuration has no field of this name."""
+        return self.hidden_size // self.num_attention_heads
+
     def __post_init__(self, **kwargs):
         if (self.rope_parameters or {}).get("rope_type") == "default":
             # Written by coca-convert --ntk-length; transformers would warn of it at every load

@@ -50,10 +50,6 @@ class CocaGPTNeoXConfig(GPTNeoXConfig, CocaConfig):
     }
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
-
-    @property
     def num_key_value_heads(self) -> int:
         return self.num_attention_heads
 

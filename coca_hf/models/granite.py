@@ -25,10 +25,6 @@ class CocaGraniteConfig(GraniteConfig, CocaConfig):
     base_model_tp_plan = t_plan(GraniteConfig.base_model_tp_plan)
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
-
-    @property
     def logit_scale(self) -> float:
         """`1 / logits_scaling`, by the name that vLLM's Transformers backend reads."""
         return 1 / self.logits_scaling

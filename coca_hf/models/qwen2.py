@@ -25,7 +25,8 @@ class CocaQwen2Config(Qwen2Config, CocaConfig):
     base_model_tp_plan = t_plan(Qwen2Config.base_model_tp_plan)
     attention_bias = True  # on q, t and v; no field of Qwen2's
 
-    head_dim: int | None = None  # some checkpoints set it, and Qwen2Attention reads it
+    # some checkpoints set it, and Qwen2Attention reads it
+    head_dim: int | None = None  # type: ignore[assignment]
 
     def __post_init__(self, **kwargs):
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads

@@ -34,10 +34,6 @@ class CocaSmolLM3Config(SmolLM3Config, CocaConfig):
         if self.coca_kept_layers:
             self.base_model_tp_plan = kept_plan(self.base_model_tp_plan)
 
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
-
 
 class KeptSmolLM3Attention(KeptAttention):
     def rotated(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from transformers import (
 from transformers.integrations import TensorBoardCallback
 
 from coca_hf.card import write_card
+from coca_hf.convert.source import FOREIGN_TOKENIZERS
 from coca_hf.errors import CocaError, library_errors, one_line
 from coca_hf.files import remove_unfinished, replace_text
 from coca_hf.models.hub import LICENCE_FILES
@@ -63,7 +64,6 @@ from coca_hf.train.training_record import make_record
 from coca_hf.train.training_state import check_room
 
 CONVERSION_RECORD = "conversion.json"  # written by coca-convert; handed on from stage to stage
-SENTENCEPIECE = "tokenizer.model"  # which transformers does not write, and other engines read
 
 
 def run_stage(
@@ -256,9 +256,9 @@ def _complete(
             record["weights_xxh3_128"] = weights_hashes(partial)
             record["config_xxh3_128"] = file_hash(partial / "config.json")
             tokenizer.save_pretrained(partial)
-            for name in (CONVERSION_RECORD, SENTENCEPIECE, *LICENCE_FILES):
-                if stage.base_directory and (stage.base_directory / name).exists():
-                    shutil.copy(stage.base_directory / name, partial)
+            for pattern in (CONVERSION_RECORD, *FOREIGN_TOKENIZERS, *LICENCE_FILES):
+                for file in stage.base_directory.glob(pattern) if stage.base_directory else ():
+                    shutil.copy(file, partial)
             if (partial / CONVERSION_RECORD).exists():
                 write_card(partial, record)
             for path in partial.iterdir():

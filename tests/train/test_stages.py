@@ -129,12 +129,14 @@ def test_a_stages_result_loads_alone_and_leaves_nothing_else_behind(unbroken, ti
         assert {path.name for path in (unbroken / stage).iterdir()} == expected
 
 
-def test_the_file_of_sentencepiece_goes_from_stage_to_stage(recipe_path, tiny_coca_dir, tmp_path):
+def test_tokenizers_of_other_engines_go_from_stage_to_stage(recipe_path, tiny_coca_dir, tmp_path):
     model = shutil.copytree(tiny_coca_dir, tmp_path / "model")
-    (model / "tokenizer.model").write_bytes(b"\x00mine")
+    for name in ("tokenizer.model", "tekken.json"):
+        (model / name).write_bytes(b"\x00mine")
     short = [f"stages.{name}.max_steps=1" for name in ("k", "qkv", "full")]
     last = run_recipe(load_recipe(recipe_path, [f"model={model}", *short]), tmp_path / "out")
-    assert (last / "tokenizer.model").read_bytes() == b"\x00mine"
+    for name in ("tokenizer.model", "tekken.json"):
+        assert (last / name).read_bytes() == b"\x00mine"
 
 
 ALONE = """
