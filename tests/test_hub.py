@@ -10,13 +10,15 @@ import sys
 from base64 import b64decode
 from contextlib import contextmanager
 
+import huggingface_hub
 import pytest
+import transformers.utils.hub
 from huggingface_hub import ModelCard
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from coca_cli.evaluate import app as evaluate_app
-from coca_hf import convert_checkpoint
+from coca_hf import convert_checkpoint, patch_
 from coca_hf.models.hub import without_paths
 from tests.hub import HubHandler, serving
 from tests.test_card import FRONT_MATTER, TRAINING, write_rows
@@ -177,13 +179,26 @@ def serving_repository():
 
 
 @pytest.fixture
-def hub():
+def hub(monkeypatch, tmp_path):
+    """The hub of this process."""
     with serving_repository() as server:
+        for name, value in {
+            "ENDPOINT": server.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": server.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True,
+            "HF_HUB_CACHE": str(tmp_path / "hub"),
+            "HF_TOKEN_PATH": str(tmp_path / "no-token"),
+        }.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", server.url)
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # it has its own endpoint
+        monkeypatch.setenv("HF_TOKEN", "hf_nobody")
         yield server
 
 
-def run(hub, home, *command, cwd=None):
-    """Run a command whose hub is the stand-in, in directory `cwd`; returns its last line."""
+def run(hub, home, *command):
+    """Run a command whose hub is the stand-in; returns its last line."""
     environment = os.environ | {
         "HF_ENDPOINT": hub.url,
         "HF_TOKEN": "hf_nobody",
@@ -192,20 +207,15 @@ def run(hub, home, *command, cwd=None):
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
-    finished = subprocess.run(
-        command, env=environment, cwd=cwd, capture_output=True, text=True, check=False
-    )
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, f"{finished.stderr[-3000:]}\nrefused: {hub.refused}"
     return finished.stdout.splitlines()[-1] if finished.stdout else ""
 
 
-PUSH = """
-import sys
-import coca_hf
-from transformers import AutoModelForCausalLM, AutoTokenizer
-AutoModelForCausalLM.from_pretrained(sys.argv[1]).push_to_hub(sys.argv[2])
-AutoTokenizer.from_pretrained(sys.argv[1]).push_to_hub(sys.argv[2])
-"""
+def push(directory, **options):
+    AutoModelForCausalLM.from_pretrained(directory).push_to_hub(REPO, **options)
+
+
 PULL = """
 import sys
 sys.modules["coca_hf"] = None  # importing it fails
@@ -216,14 +226,23 @@ print(type(model).__module__.split(".")[0], repr(model(ids).logits.double().sum(
 """
 
 
-@pytest.mark.parametrize("way", ["model.push_to_hub", "hf upload"])
-def test_a_checkpoint_goes_up_whole_with_its_card_and_comes_down_without_coca_hf(
-    hub, way, finished_dir, tiny_tokenizer, tmp_path
+def test_hf_upload_of_a_checkpoint_sends_every_file_and_no_path_of_this_machine(
+    hub, finished_dir, tmp_path
 ):
-    if way == "hf upload":
-        run(hub, tmp_path / "up", "hf", "upload", REPO, str(finished_dir))
-    else:
-        run(hub, tmp_path / "up", sys.executable, "-c", PUSH, str(finished_dir), REPO)
+    run(hub, tmp_path, "hf", "upload", REPO, str(finished_dir))
+    assert hub.files == {file.name: file.read_bytes() for file in finished_dir.iterdir()}
+    for name, content in hub.files.items():
+        assert str(finished_dir.parent).encode() not in content, name
+    record = json.loads(hub.files["conversion.json"])
+    assert record["source"] == "base"
+    assert len(record["source_xxh3_128"]) == 32
+
+
+def test_a_checkpoint_goes_up_whole_with_its_card_and_comes_down_without_coca_hf(
+    hub, finished_dir, tiny_tokenizer, tmp_path
+):
+    push(finished_dir)
+    AutoTokenizer.from_pretrained(finished_dir).push_to_hub(REPO)
     assert hub.created[0]["name"] == REPO.split("/")[1]
     code = {path.name for path in finished_dir.glob("*.py")}
     assert {"attention.py", "llama.py", "rotary.py"} <= code
@@ -232,11 +251,10 @@ def test_a_checkpoint_goes_up_whole_with_its_card_and_comes_down_without_coca_hf
     }
     assert hub.files["LICENSE"] == (finished_dir / "LICENSE").read_bytes()
     for name in ("conversion.json", "training.json"):
-        assert (
-            json.loads(hub.files[name]).keys()
-            == json.loads((finished_dir / name).read_text()).keys()
-        )
+        assert json.loads(hub.files[name]) == json.loads((finished_dir / name).read_text())
     assert len(json.loads(hub.files["config.json"])["auto_map"]) == 5
+    for name, content in hub.files.items():
+        assert str(finished_dir.parent).encode() not in content, name
 
     pushed, written = (
         ModelCard(hub.files["README.md"].decode()),
@@ -259,79 +277,38 @@ def test_a_checkpoint_goes_up_whole_with_its_card_and_comes_down_without_coca_hf
     assert found == f"transformers_modules {expected!r}"
 
 
-def test_a_card_that_is_in_the_repository_stays(hub, tiny_coca_dir, tmp_path):
+def test_a_card_that_is_in_the_repository_stays(hub, tiny_coca_dir):
     hub.files["README.md"] = b"---\nlicense: mit\n---\nWritten by hand.\n"
-    run(hub, tmp_path, sys.executable, "-c", PUSH, str(tiny_coca_dir), REPO)
+    push(tiny_coca_dir)
     assert "model.safetensors" in hub.files
     assert hub.files["README.md"].endswith(b"Written by hand.\n")
-
-
-@pytest.mark.parametrize("way", ["push_to_hub", "hf upload"])
-def test_an_upload_names_no_path_of_this_machine(hub, way, finished_dir, tmp_path):
-    if way == "hf upload":
-        run(hub, tmp_path, "hf", "upload", REPO, str(finished_dir))
-    else:
-        run(hub, tmp_path, sys.executable, "-c", PUSH, str(finished_dir), REPO)
-    for name, content in hub.files.items():
-        assert str(finished_dir.parent).encode() not in content, name
-    record = json.loads(hub.files["conversion.json"])
-    assert record["source"] == "base"
-    assert len(record["source_xxh3_128"]) == 32
 
 
 def test_push_to_hub_sends_no_path_of_a_record_that_has_some(hub, finished_dir, tmp_path):
     older = shutil.copytree(finished_dir, tmp_path / "older")
     (older / "training.json").write_text(json.dumps(TRAINING))
-    run(hub, tmp_path, sys.executable, "-c", PUSH, str(older), REPO)
+    push(older)
     assert json.loads(hub.files["training.json"]) == without_paths(TRAINING)
-
-
-PUSH_OTHERS = """
-import sys
-import coca_hf
-from transformers import AutoModelForCausalLM
-patched = coca_hf.patch_(AutoModelForCausalLM.from_pretrained(sys.argv[1]))
-patched.name_or_path = sys.argv[3]
-patched.push_to_hub(sys.argv[2])
-"""
 
 
 @pytest.mark.parametrize("came_from", ["", "the original"])
 def test_a_model_from_no_coca_checkpoint_is_sent_without_files_of_other_directories(
-    hub, came_from, tiny_llama_dir, tmp_path
+    hub, came_from, tiny_llama_dir, tmp_path, monkeypatch
 ):
     original = shutil.copytree(tiny_llama_dir, tmp_path / "original")
     for name in ("README.md", "LICENSE", "NOTICE", "conversion.json"):
         (original / name).write_text("a secret" if name != "conversion.json" else '{"a": "secret"}')
-    name_or_path = str(original) if came_from else ""
-    run(
-        hub,
-        tmp_path,
-        sys.executable,
-        "-c",
-        PUSH_OTHERS,
-        str(tiny_llama_dir),
-        REPO,
-        name_or_path,
-        cwd=original,
-    )
+    monkeypatch.chdir(original)
+    patched = patch_(AutoModelForCausalLM.from_pretrained(tiny_llama_dir))
+    patched.name_or_path = str(original) if came_from else ""
+    patched.push_to_hub(REPO)
     assert "model.safetensors" in hub.files
     assert b"automatically generated" in hub.files["README.md"]
     assert not {"LICENSE", "NOTICE", "conversion.json"} & set(hub.files)
 
 
-PUSH_TO_BRANCH = """
-import sys
-import coca_hf
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-model.push_to_hub(sys.argv[2], revision="step-100", tags=["mine"])
-"""
-
-
-def test_a_branch_gets_the_card_and_keeps_one_that_was_edited(hub, finished_dir, tmp_path):
-    push = [sys.executable, "-c", PUSH_TO_BRANCH, str(finished_dir), REPO]
-    run(hub, tmp_path, *push)
+def test_a_branch_gets_the_card_and_keeps_one_that_was_edited(hub, finished_dir):
+    push(finished_dir, revision="step-100", tags=["mine"])
     assert hub.files == {}
     branch = hub.branches["step-100"]
     assert {"README.md", "model.safetensors", "conversion.json", "LICENSE"} <= {*branch}
@@ -339,16 +316,13 @@ def test_a_branch_gets_the_card_and_keeps_one_that_was_edited(hub, finished_dir,
     assert card.data.tags == ["coca", "long-context", "mine"]
     assert card.text.strip() == ModelCard.load(finished_dir / "README.md").text.strip()
     branch["README.md"] += b"Edited by hand.\n"
-    run(hub, tmp_path, *push)
+    push(finished_dir, revision="step-100", tags=["mine"])
     assert branch["README.md"].endswith(b"Edited by hand.\n")
     assert "README.md" not in hub.files
 
 
-def test_a_pull_request_gets_no_card_and_no_records(hub, finished_dir, tmp_path):
-    push = PUSH.partition("AutoTokenizer.from")[0].replace(
-        "sys.argv[2]", "sys.argv[2], create_pr=True"
-    )
-    run(hub, tmp_path, sys.executable, "-c", push, str(finished_dir), REPO)
+def test_a_pull_request_gets_no_card_and_no_records(hub, finished_dir):
+    push(finished_dir, create_pr=True)
     assert hub.files == {}
     assert "model.safetensors" in hub.branches["refs/pr/1"]
     assert not {"LICENSE", "conversion.json", "training.json"} & {*hub.branches["refs/pr/1"]}
