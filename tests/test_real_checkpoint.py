@@ -6,15 +6,19 @@ import copy
 import json
 import math
 import pydoc_data.topics
+import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
+from coca_cli.convert import app as convert_app
+from coca_cli.evaluate import app as evaluate_app
+from coca_cli.train import app as train_app
 from coca_hf import patch_
 from coca_hf.convert.calibrate import divergences, fit, run_original
 from coca_hf.convert.calibration_text import skipped_positions
@@ -32,12 +36,13 @@ pytestmark = [
 ]
 
 
-def run(*command):
-    finished = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, check=False
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    return finished
+COMMANDS = {"coca-convert": convert_app, "coca-train": train_app, "coca-eval": evaluate_app}
+
+
+def run(command, *words):
+    """In this process, because imports take seconds."""
+    result = CliRunner().invoke(COMMANDS[command], [str(word) for word in words])
+    assert result.exit_code == 0, result.output[-3000:]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +50,10 @@ def files(tmp_path_factory):
     """quickstart_files.py's output: the original as a plain checkpoint, and the GGUF file."""
     directory = tmp_path_factory.mktemp("real")
     (directory / "downloads").symlink_to(WHEELS)
-    run(sys.executable, Path(__file__).parents[1] / "scripts" / "quickstart_files.py", directory)
+    script = Path(__file__).parents[1] / "scripts" / "quickstart_files.py"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "argv", [str(script), str(directory)])
+        runpy.run_path(str(script), run_name="__main__")
     return directory
 
 
@@ -180,18 +188,9 @@ stages:
     result = tmp_path / "train" / "3-full"
     values = {}
     for model in (start, result):
-        run(
-            *(
-                "coca-eval",
-                "perplexity",
-                model,
-                "--data",
-                tmp_path / "held-out.txt",
-                "--lengths",
-                128,
-            ),
-            *("--max-tokens", 1025, "--batch-size", 4, "--out", tmp_path / "eval"),
-        )
+        options = ["--lengths", "128", "--max-tokens", "1025", "--batch-size", "4"]
+        data, out = tmp_path / "held-out.txt", tmp_path / "eval"
+        run("coca-eval", "perplexity", model, "--data", data, *options, "--out", out)
         row = json.loads((tmp_path / "eval" / "rows.jsonl").read_text().splitlines()[-1])
         values[model] = row["value"]
         assert row["tokens"] == 1024

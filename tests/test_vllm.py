@@ -34,12 +34,11 @@ YARN = {
 @pytest.mark.parametrize(
     ("load", "constraint", "case", "changes"),
     [
-        ("plugin", "strict", "llama", {}),
-        ("self-contained", "slack", "llama", {"rope_parameters": YARN}),
+        ("plugin", "slack", "llama", {"rope_parameters": YARN}),
         ("plugin", "strict", "qwen3-window", {"head_dim": 32, "sliding_window": 100}),
         ("self-contained", "slack", "neox-partial", {}),
     ],
-    ids=["plugin", "self-contained", "qwen3", "gpt_neox"],
+    ids=["llama", "qwen3", "gpt_neox"],
 )
 def test_the_server_gives_the_tokens_and_logprobs_of_transformers(
     load, constraint, case, changes, tiny_tokenizer, tmp_path
