@@ -65,6 +65,7 @@ def _run(site, code, *arguments):
     )
 
 
+@pytest.mark.real
 def test_the_base_has_at_most_nine_dependencies_and_patches_converts_and_generates(
     base_site, tiny_llama_dir, tmp_path
 ):
@@ -76,6 +77,7 @@ def test_the_base_has_at_most_nine_dependencies_and_patches_converts_and_generat
     assert done.stdout.endswith("torch.Size([3, 8])\n")
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     ("command", "arguments", "module", "extra"),
     [

@@ -117,6 +117,7 @@ def test_in_process_it_measures_what_the_model_says(loaded, task_dir, expected):
     )
 
 
+@pytest.mark.real
 def test_its_command_runs_a_self_contained_directory_without_coca_hf(
     tiny_coca_dir, task_dir, expected, tmp_path
 ):

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
@@ -115,6 +116,7 @@ print(type(trainer.model).__module__.split(".")[0], sum("t_proj" in name for nam
 """
 
 
+@pytest.mark.real
 def test_sft_trains_a_self_contained_directory_without_coca_hf(tiny_coca_dir, tmp_path):
     finished = subprocess.run(
         [sys.executable, "-c", ALONE, tiny_coca_dir, tmp_path / "run"],

@@ -164,27 +164,6 @@ def test_declarations_that_sharding_and_serving_read(case):
     assert all(hasattr(carried, name.split(".")[1]) for name in model.config.auto_map.values())
 
 
-@pytest.mark.parametrize("case", ["mistral-window", "neox-partial"])
-def test_fresh_models_train_record_and_compile(case):
-    """From a configuration alone: every parameter gets a gradient, and the whole is one graph."""
-    config = coca_model(case, "slack").config
-    torch.manual_seed(3)
-    model, ids = (
-        AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval(),
-        tokens(),
-    )
-    output = model(ids, labels=ids, output_attentions=True, output_hidden_states=True)
-    output.loss.backward()
-    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
-    assert len(output.attentions) == 3
-    assert len(output.hidden_states) == 4
-    model.set_attn_implementation("sdpa")
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(
-        compiled(ids, use_cache=False).logits, output.logits, atol=1e-4, rtol=1e-4
-    )
-
-
 def test_dropout_of_gpt_neox_is_applied_in_training_only():
     config = coca_model("neox-partial", "slack").config
     config.hidden_dropout = 0.5

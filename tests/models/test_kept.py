@@ -236,10 +236,10 @@ def test_fresh_models_train_record_and_compile(case):
         AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval(),
         tokens(),
     )
-    output = model(ids, labels=ids, output_attentions=True)
+    output = model(ids, labels=ids, output_attentions=True, output_hidden_states=True)
     output.loss.backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
-    assert len(output.attentions) == 3
+    assert (len(output.attentions), len(output.hidden_states)) == (3, 4)
     model.set_attn_implementation("sdpa")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(
