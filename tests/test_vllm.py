@@ -34,7 +34,7 @@ YARN = {
 @pytest.mark.parametrize(
     ("load", "constraint", "case", "changes"),
     [
-        ("plugin", "slack", "llama", {"rope_parameters": YARN}),
+        ("self-contained", "slack", "llama", {"rope_parameters": YARN}),
         ("plugin", "strict", "qwen3-window", {"head_dim": 32, "sliding_window": 100}),
         ("self-contained", "slack", "neox-partial", {}),
     ],
