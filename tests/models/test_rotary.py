@@ -16,36 +16,30 @@ from tests.conftest import TINY
 from tests.models.families import MENDED_CACHES
 from tests.models.test_llama import tiny_model, tokens
 
+TRAINED = {"original_max_position_embeddings": 64}
+LONGROPE = {
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7, 1.9, 2.1],
+    "long_factor": [1.0, 2.0, 3.0, 5.0, 7.0, 11.0, 13.0, 17.0],
+}
+FIELDS = {
+    "default": {},
+    "linear": {"factor": 3.0},
+    "dynamic": {"factor": 3.0},
+    "yarn": {"factor": 3.0} | TRAINED,
+    "llama3": {"factor": 3.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | TRAINED,
+    "longrope": {"factor": 3.0} | LONGROPE | TRAINED,
+}
 ROPES = {
-    "default": {"rope_type": "default", "rope_theta": 50000.0},
-    "linear": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 3.0},
-    "dynamic": {"rope_type": "dynamic", "rope_theta": 50000.0, "factor": 3.0},
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 50000.0,
-        "factor": 3.0,
-        "original_max_position_embeddings": 64,
-    },
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 50000.0,
-        "factor": 3.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-    "longrope": {
-        "rope_type": "longrope",
-        "rope_theta": 50000.0,
-        "factor": 3.0,
-        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7, 1.9, 2.1],
-        "long_factor": [1.0, 2.0, 3.0, 5.0, 7.0, 11.0, 13.0, 17.0],
-        "original_max_position_embeddings": 64,
-    },
+    rope_type: {"rope_type": rope_type, "rope_theta": 50000.0} | fields
+    for rope_type, fields in FIELDS.items()
 }
 
-# of a tiny model
-LONG_FACTORS = {"longrope": {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 5.0]}}
+
+def model_of(rope, constraint="slack"):
+    """A tiny model in float64, with a RoPE type and 64 trained tokens."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 5.0]}
+    parameters = ROPES[rope] | (factors if rope == "longrope" else {})
+    return tiny_model(constraint, rope_parameters=parameters).double()
 
 
 def config_of(rope):
@@ -115,8 +109,7 @@ def test_a_sequence_has_its_own_logits_padded_packed_or_alone(rope, constraint):
     """A row of 10 tokens beside one of 100, where 64 are trained: forward, generate with every
     cache, and packed.
     """
-    parameters = ROPES[rope] | LONG_FACTORS.get(rope, {})
-    model = tiny_model(constraint, rope_parameters=parameters).double()
+    model = model_of(rope, constraint)
     short, long = tokens(1, 100)[:, 90:], tokens(1, 100)
     ids = torch.cat((pad(short, (90, 0)), long))
     mask = torch.cat((pad(torch.ones_like(short), (90, 0)), torch.ones_like(long)))
@@ -165,7 +158,7 @@ def test_a_cast_of_the_model_rounds_no_frequency(dtype, rope):
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
 def test_padded_rows_keep_their_angles_in_a_second_turn(rope):
-    model = tiny_model(rope_parameters=ROPES[rope] | LONG_FACTORS.get(rope, {})).double()
+    model = model_of(rope)
     short, long = tokens(1, 90)[:, 80:], tokens(1, 90)
     ids, mask = torch.cat((pad(short, (80, 0)), long)), torch.ones(2, 90, dtype=torch.long)
     mask[0, :80] = 0
@@ -194,9 +187,7 @@ def test_generation_past_the_trained_length_equals_the_full_forward(
     """The angles follow from prompt + new tokens, so a cache is exact: at 1, 1.5 and 3 times the 64
     tokens trained.
     """
-    model = tiny_model(
-        constraint, rope_parameters=ROPES[rope] | LONG_FACTORS.get(rope, {})
-    ).double()
+    model = model_of(rope, constraint)
     prompt = tokens(1, prompt_len)
     out = model.generate(
         prompt, max_length=total, return_dict_in_generate=True, output_logits=True, do_sample=False
@@ -215,8 +206,13 @@ def test_generation_past_the_trained_length_equals_the_full_forward(
     assert (torch.cat(steps, dim=1) - expected).abs().max() < 1e-11
 
 
-def test_a_dialogue_goes_on_within_its_planned_length_and_is_refused_beyond_it():
-    model = tiny_model(rope_parameters=dict(ROPES["dynamic"])).double()
+def refused(got, planned):
+    message = f"got {got} tokens in all, but the rotary angles were planned for {planned}; start"
+    return pytest.raises(ValueError, match=message)
+
+
+def test_a_dialogue_continues_within_its_planned_length_and_is_refused_beyond_it():
+    model = model_of("dynamic")
     prompt = tokens(1, 60)
     whole = model.generate(prompt, max_length=100, rope_length=120, do_sample=False)
     first = model.generate(
@@ -226,10 +222,7 @@ def test_a_dialogue_goes_on_within_its_planned_length_and_is_refused_beyond_it()
         first.sequences, past_key_values=first.past_key_values, max_length=100, do_sample=False
     )
     assert torch.equal(second, whole)
-    with pytest.raises(
-        ValueError,
-        match="got 130 tokens in all, but the rotary angles were planned for 120; start again",
-    ):
+    with refused(130, 120):
         model.generate(first.sequences, past_key_values=first.past_key_values, max_length=130)
     with pytest.raises(ValueError, match="planned for 70"):
         model.generate(prompt, max_length=80, rope_length=70)
@@ -239,7 +232,7 @@ def test_a_dialogue_goes_on_within_its_planned_length_and_is_refused_beyond_it()
 @pytest.mark.parametrize("planned", [None, 30])
 def test_a_dialogue_within_the_trained_length_needs_no_plan(rope, planned):
     """Up to 64 tokens all plans have the same angles."""
-    model = tiny_model(rope_parameters=ROPES[rope] | LONG_FACTORS.get(rope, {})).double()
+    model = model_of(rope)
     prompt = tokens(1, 20)
     first = model.generate(
         prompt, max_length=30, rope_length=planned, do_sample=False, return_dict_in_generate=True
@@ -251,9 +244,7 @@ def test_a_dialogue_within_the_trained_length_needs_no_plan(rope, planned):
         first.sequences, attention_mask=mask, past_key_values=cache, max_length=64, do_sample=False
     )
     assert torch.equal(second, model.generate(prompt, max_length=64, do_sample=False))
-    with pytest.raises(
-        ValueError, match="got 65 tokens in all, but the rotary angles were planned for 64"
-    ):
+    with refused(65, 64):
         model.generate(second, past_key_values=cache, max_length=65)
 
 
@@ -267,7 +258,7 @@ CACHES = {
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_plan_is_noted_on_any_cache_and_what_breaks_it_is_refused(kind):
     """Two turns over a cache that the user supplies, against one forward under one base."""
-    model = tiny_model(rope_parameters=dict(ROPES["dynamic"])).double()
+    model = model_of("dynamic")
     prompt, options = (
         tokens(1, 60),
         {"do_sample": False, "return_dict_in_generate": True, "output_logits": True},
@@ -277,25 +268,19 @@ def test_a_plan_is_noted_on_any_cache_and_what_breaks_it_is_refused(kind):
     second = model.generate(first.sequences, max_length=100, past_key_values=cache, **options)
     full = model(second.sequences, rope_length=120, use_cache=False).logits[:, 79:-1]
     assert (torch.stack(second.logits, dim=1) - full).abs().max() < 1e-5
-    with pytest.raises(
-        ValueError, match="got 121 tokens in all, but the rotary angles were planned for 120; start"
-    ):
+    with refused(121, 120):
         model.generate(second.sequences, max_length=121, past_key_values=cache)
-    with pytest.raises(
-        ValueError, match="got 150 tokens in all, but the rotary angles were planned for 120; start"
-    ):
+    with refused(150, 120):
         model.generate(second.sequences, max_length=110, past_key_values=cache, rope_length=150)
     unplanned = CACHES[kind](model.config)
     model.generate(prompt, max_length=80, past_key_values=unplanned)
-    with pytest.raises(
-        ValueError, match="got 90 tokens in all, but the rotary angles were planned for 80; start"
-    ):
+    with refused(90, 80):
         model.generate(tokens(1, 82), max_length=90, past_key_values=unplanned)
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
-def test_a_cache_of_forward_goes_on_only_under_one_plan(rope):
-    model = tiny_model(rope_parameters=ROPES[rope] | LONG_FACTORS.get(rope, {})).double()
+def test_a_cache_of_forward_continues_only_under_one_plan(rope):
+    model = model_of(rope)
     ids = tokens(1, 90)
 
     def filled(length, **options):
@@ -333,7 +318,7 @@ def test_a_cache_of_forward_goes_on_only_under_one_plan(rope):
 
 @MENDED_CACHES
 def test_a_cache_that_is_reset_has_no_plan():
-    model, ids = tiny_model(rope_parameters=dict(ROPES["dynamic"])).double(), tokens(1, 90)
+    model, ids = model_of("dynamic"), tokens(1, 90)
     cache = model(ids[:, :40], use_cache=True).past_key_values
     cache.reset()
     expected = model(ids, use_cache=False, rope_length=100).logits
@@ -343,7 +328,7 @@ def test_a_cache_that_is_reset_has_no_plan():
 
 
 def test_a_plain_llama_assists_a_model_of_dynamic_ntk():
-    model = tiny_model(rope_parameters=dict(ROPES["dynamic"])).double()
+    model = model_of("dynamic")
     torch.manual_seed(5)
     assistant = LlamaForCausalLM(LlamaConfig(**TINY, vocab_size=model.config.vocab_size)).double()
     options = {"max_new_tokens": 12, "do_sample": False}
@@ -355,7 +340,7 @@ def test_a_plain_llama_assists_a_model_of_dynamic_ntk():
 
 @pytest.mark.parametrize("rope", ["default", "dynamic"])
 def test_generating_from_embeddings_equals_generating_from_their_ids(rope):
-    model, ids = tiny_model(rope_parameters=dict(ROPES[rope])).double(), tokens(1, 60)
+    model, ids = model_of(rope), tokens(1, 60)
     embeddings, options = (
         model.get_input_embeddings()(ids),
         {"max_new_tokens": 15, "do_sample": False},
