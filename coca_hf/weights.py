@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from coca_hf.errors import CocaError, first_line, short
+from coca_hf.errors import CocaError, first_line, library_errors, short
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -30,18 +30,12 @@ MAX_CONFIG_BYTES = 10_000_000
 MAX_INDEX_BYTES = 100_000_000
 # Bits of every type that the format knows; which of them can be converted is for the caller to say.
 DTYPE_BITS = {
-    **{
-        "BOOL": 8,
-        "U8": 8,
-        "I8": 8,
-        "F8_E5M2": 8,
-        "F8_E4M3": 8,
-        "F8_E8M0": 8,
-        "F8_E4M3FNUZ": 8,
-        "F8_E5M2FNUZ": 8,
-    },
-    **{"I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32},
-    **{"I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 8),
+    **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
 }
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # With those that quantized weights are stored in
@@ -133,8 +127,7 @@ class WeightsFile:
     def _read_header(self) -> bytes:
         if self.size < 8:
             raise _corrupted(
-                self.file,
-                f"got {self.size} bytes, expected a header's length of 8 bytes first",
+                self.file, f"got {self.size} bytes, expected a header's length of 8 bytes first"
             )
         length = bytearray(8)
         self.read_into(memoryview(length), 0)
@@ -180,10 +173,7 @@ class PickledFile:
         self._tensors: dict[str, Tensor] = found
         self.tensors = {
             name: StoredTensor(
-                STORED_AS.get(tensor.dtype, str(tensor.dtype)),
-                tuple(tensor.shape),
-                0,
-                tensor.nbytes,
+                STORED_AS.get(tensor.dtype, str(tensor.dtype)), (*tensor.shape,), 0, tensor.nbytes
             )
             for name, tensor in found.items()
         }
@@ -225,7 +215,7 @@ def open_weights(
             if weight_map and not file.is_file():
                 raise CocaError(
                     f"{directory / index_name}: names {name}, which is not in {directory}; "
-                    "download it",
+                    "download it"
                 )
             files[name] = PickledFile(file) if pickled else WeightsFile(file)
         file_of: dict[str, AnyFile] = {}
@@ -256,19 +246,15 @@ def checkpoint_file(directory: Path, name: str) -> Path:
     """
     if not name or Path(name).name != name or name in (".", "..") or "\0" in name:
         raise CocaError(
-            f"{directory}: got the file name {name!r}, expected a file in the directory itself",
+            f"{directory}: got the file name {name!r}, expected a file in the directory itself"
         )
     return file_within(directory, name)
 
 
 def file_within(directory: Path, name: str) -> Path:
     """The same for a file whose `name`, relative to the checkpoint, we chose ourselves."""
-    try:
+    with library_errors(f"{directory / name}: its links lead nowhere; copy the file there"):
         home, target = directory.resolve(), (directory / name).resolve()
-    except (OSError, RuntimeError) as error:  # a circle of links
-        raise CocaError(
-            f"{directory / name}: its links lead nowhere ({error}); copy the file there",
-        ) from error
     repository = home.parent.parent
     is_hub_cache = home.parent.name == "snapshots" and repository.name.startswith("models--")
     blobs = repository / "blobs" if is_hub_cache else home
@@ -304,12 +290,10 @@ def read_json(file: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     if len(text) > max_bytes:
         size = file.stat().st_size
         raise CocaError(
-            f"{file}: got {size} bytes, expected at most {max_bytes}; is this the right file?",
+            f"{file}: got {size} bytes, expected at most {max_bytes}; is this the right file?"
         )
-    try:
+    with library_errors(f"{file}: not JSON"):
         content = parse_json(text)
-    except (ValueError, RecursionError) as error:
-        raise CocaError(f"{file}: not JSON ({error})") from error
     if not isinstance(content, dict):
         raise CocaError(f"{file}: got a {type(content).__name__}, expected a JSON object")
     return content
@@ -382,19 +366,16 @@ def _parse_header(text: bytes, file_size: int, file: Path) -> dict[str, StoredTe
 def _parse_entry(name: str, entry: Any, first: int, file: Path) -> StoredTensor:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise _corrupted(
-            file,
-            f"tensor {name}: expected exactly dtype, shape and data_offsets in the header",
+            file, f"tensor {name}: expected exactly dtype, shape and data_offsets in the header"
         )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise _corrupted(
-            file,
-            f"tensor {name}: got dtype {dtype!r}, expected one of {', '.join(DTYPE_BITS)}",
+            file, f"tensor {name}: got dtype {dtype!r}, expected one of {', '.join(DTYPE_BITS)}"
         )
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise _corrupted(
-            file,
-            f"tensor {name}: shape and data_offsets are not lists of whole numbers",
+            file, f"tensor {name}: shape and data_offsets are not lists of whole numbers"
         )
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if 8 * (offsets[1] - offsets[0]) != bits:

@@ -38,21 +38,20 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.functional import cross_entropy, linear, scaled_dot_product_attention
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from torch.nn.functional import cross_entropy, linear
 
 from coca_hf.convert.calibration_text import reach, skipped_positions
 from coca_hf.convert.hidden_states import BATCH_TOKENS, HiddenStates, batches
-from coca_hf.convert.layer_pairs import FITTED, Angles, LayerPairs
+from coca_hf.convert.layer_pairs import FITTED, Angles, LayerPairs, run_layer
 from coca_hf.convert.layout import Layout
 from coca_hf.files import replace_text, replacing
 from coca_hf.models.attention import CocaAttention, coca_query, turn, turns
@@ -67,8 +66,6 @@ WARMUP_STEPS = 10
 LEAK = 0.1  # of the gradient that reaches a coefficient below zero
 MEASURED_QUERIES = 256  # of a held-out block
 PROCESS_BYTES = 700_000_000  # of Python with torch and transformers
-# of transformers' attention functions, the one that notes queries and keys
-ATTENTION = "coca_calibration"
 
 
 class LayerFit(NamedTuple):
@@ -84,10 +81,10 @@ class Calibration(NamedTuple):
     """The fitted tensors by name in the CoCA model, float32, and what they are worth on held-out
     text.
 
-    seconds: of this run, by what they were spent on.
+    tensors: mapped from their files. seconds: of this run, by what they were spent on.
     """
 
-    tensors: Mapping[str, Tensor]
+    tensors: dict[str, Tensor]
     layers: list[LayerFit]
     perplexity: dict[str, float]  # of `original`, `start`, `calibrated`
     seconds: dict[str, float]
@@ -115,31 +112,6 @@ class Seen(NamedTuple):
     sin: Tensor
 
 
-class FittedTensors(Mapping[str, Tensor]):
-    """The tensors of calibrated layers by name in the CoCA model, read when they are asked for."""
-
-    def __init__(self, files: Mapping[int, Path]):
-        self._places: dict[str, tuple[Path, str]] = {}
-        for number, file in files.items():
-            with safe_open(file, "pt") as stream:
-                for name in stream.keys():  # noqa: SIM118
-                    self._places[f"model.layers.{number}.self_attn.{name}"] = file, name
-
-    def __getitem__(self, name: str) -> Tensor:
-        file, stored_name = self._places[name]
-        with safe_open(file, "pt") as stream:
-            return stream.get_tensor(stored_name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._places
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-
 class Needs(NamedTuple):
     """Bytes that calibration takes on a CPU, computed from the shapes; the disk's are hidden states
     and fitted layers.
@@ -148,10 +120,6 @@ class Needs(NamedTuple):
     memory: int
     disk_states: int
     disk_layers: int
-
-
-def default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def default_passes(num_blocks: int) -> int:
@@ -194,23 +162,21 @@ def calibrate(
     blocks: Tensor,
     held_out: Tensor,
     folder: Path,
-    settings: str = "",
+    passes: int,
     seed: int = 0,
-    passes: int | None = None,
+    settings: str = "",
     report: Report = lambda progress: None,
 ) -> Calibration:
     """Fit the queries and coefficients of the CoCA layers of `pairs`, layer by layer.
 
     blocks: (n_b, m) token ids to fit on; held_out: (n, m) others, to measure on. folder: where
     every layer's tensors are kept when it is done, and taken from if they were made with the same
-    `settings`, and the hidden states meanwhile. seed: of the order of the blocks. passes: over the
-    blocks, by default `default_passes`. Layers that keep the original's attention stay as they are;
-    on one machine and number of threads the same arguments give the same bits.
+    `settings`, and the hidden states meanwhile. passes: over the blocks. seed: of their order.
+    Layers that keep the original's attention stay as they are; on one machine and number of threads
+    the same arguments give the same bits.
     """
     with _precision(pairs.dtype):
-        return _Run(pairs, blocks, held_out, folder, settings).fit_layers(
-            seed, passes or default_passes(len(blocks)), report
-        )
+        return _Run(pairs, blocks, held_out, folder, settings).fit_layers(seed, passes, report)
 
 
 @contextlib.contextmanager
@@ -277,7 +243,7 @@ class _Run:
         with self._timed("measure"):
             perplexity = self._perplexity()
         self._remove_states()
-        return Calibration(FittedTensors(self.files), layers, perplexity, dict(self.seconds))
+        return Calibration(self._fitted_tensors(), layers, perplexity, dict(self.seconds))
 
     def _fit_layer(self, number: int, positions: Tensor, passes: int, seed: int) -> LayerFit:
         """Fit a layer, and put all states through it."""
@@ -299,7 +265,7 @@ class _Run:
                 )
         with self._timed("measure"):
             seen = run_original(theirs, before["original"], after["original"], in_order, angles)
-            run_coca(ours, before["start"], after["start"], in_order, angles)
+            run_layer(ours, before["start"], after["start"], in_order, angles.coca)
         result = LayerFit(0.0, 0.0)
         if number in self.files:
             attention = ours.self_attn
@@ -309,7 +275,9 @@ class _Run:
                 assert text is not None
                 with self._timed("steps"):
                     fit(attention, text, passes, seed + number)
-                _save(_fitted_tensors(attention), self.files[number], self.settings)
+                tensors = attention.state_dict()
+                fitted = {name: tensors[name] for name in tensors if name.startswith(FITTED)}
+                _save(fitted, self.files[number], self.settings)
             else:
                 attention.load_state_dict(
                     _load(self.files[number], self.settings) or {}, strict=False
@@ -317,8 +285,15 @@ class _Run:
             with self._timed("measure"):
                 result = LayerFit(start, divergences(attention, seen).mean().item())
         with self._timed("measure"):
-            run_coca(ours, before["calibrated"], after["calibrated"], in_order, angles)
+            run_layer(ours, before["calibrated"], after["calibrated"], in_order, angles.coca)
         return result
+
+    def _fitted_tensors(self) -> dict[str, Tensor]:
+        return {
+            f"model.layers.{number}.self_attn.{name}": tensor
+            for number, file in self.files.items()
+            for name, tensor in load_file(file).items()
+        }
 
     def _parts(self, number: int) -> Iterator[HiddenStates]:
         """The states before layer `number`: of the text, and of what is held out in each model."""
@@ -409,23 +384,6 @@ def in_words(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
 
 
-def attend_and_note(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **kwargs
-):
-    """Causal attention; leaves the rotated queries and keys in `module.noted`. As transformers
-    calls it.
-    """
-    module.noted = ((query * scaling).transpose(1, 2), key)
-    groups = query.shape[1] // key.shape[1]
-    key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
-    return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling).transpose(
-        1, 2
-    ), None
-
-
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend_and_note)
-
-
 def _storage(pairs: LayerPairs, blocks: Tensor) -> str:
     """Where what a layer makes of the text is kept: on the GPU if it takes at most half of it."""
     if not pairs.device.startswith("cuda"):
@@ -445,48 +403,23 @@ def run_original(
     angles: Angles,
     storage: str | None = None,
 ) -> Seen:
-    """Put `states`, (n_b, m, hidden), through `layer`, whose attention function is changed.
+    """Put `states` through `layer`, as in `run_layer`.
 
-    after: gets what comes out; may be `states`. positions: (n_b, m). storage: the device of what is
-    returned, by default that of `positions`.
+    storage: the device of what is returned, by default that of `positions`.
     """
-    attention = layer.self_attn if hasattr(layer, "self_attn") else layer.attention
-    attention.config._attn_implementation = ATTENTION
     device, kept = storage or positions.device, list[Tensor]()
     is_half = torch.is_autocast_enabled("cpu")
     dtype = torch.get_autocast_dtype("cpu") if is_half else torch.float32
-    for some in batches(states):
-        batch, at = states[some].to(positions.device), positions[some]
-        result = layer(
-            batch, attention_mask=None, position_ids=at, position_embeddings=angles.original(at)
-        )
-        noted = layer.input_layernorm(batch), *attention.noted
-        kept = kept or [
-            torch.empty(len(states), *part.shape[1:], device=device, dtype=dtype) for part in noted
-        ]
-        for whole, part in zip(kept, noted, strict=True):
+
+    def keep(some: slice, *seen: Tensor) -> None:
+        if not kept:
+            shapes = [(len(states), *part.shape[1:]) for part in seen]
+            kept.extend(torch.empty(shape, device=device, dtype=dtype) for shape in shapes)
+        for whole, part in zip(kept, seen, strict=True):
             whole[some] = part
-        after[some] = result
-    del attention.noted
+
+    run_layer(layer, states, after, positions, angles.original, keep)
     return Seen(*kept, *(part.to(device) for part in angles.coca(positions)))
-
-
-@torch.no_grad()
-def run_coca(
-    layer: Any,
-    states: Tensor | HiddenStates,
-    after: Tensor | HiddenStates,
-    positions: Tensor,
-    angles: Angles,
-) -> None:
-    layer.self_attn.config._attn_implementation = ATTENTION
-    for some in batches(states):
-        after[some] = layer(
-            states[some].to(positions.device),
-            attention_mask=None,
-            position_embeddings=angles.coca(positions[some]),
-        )
-    del layer.self_attn.noted
 
 
 def fit(attention: CocaAttention, seen: Seen, passes: int, seed: int) -> None:
@@ -664,13 +597,6 @@ def divergences(attention: CocaAttention, seen: Seen) -> Tensor:
         maps = scores(queries[:, rows[0]].transpose(1, 2), keys).add_(hidden).softmax(-1)
         found.append((torch.xlogy(maps, maps) - maps * log_maps).sum(-1).mean((0, 2)))
     return torch.stack(found).mean(0)
-
-
-def _fitted_tensors(attention: CocaAttention) -> dict[str, Tensor]:
-    tensors = attention.state_dict()
-    return {
-        name: tensor for name, tensor in tensors.items() if name.startswith(("q_proj.", "t_proj."))
-    }
 
 
 def _save(tensors: dict[str, Tensor], file: Path, settings: str) -> None:

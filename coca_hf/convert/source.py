@@ -3,6 +3,7 @@
 import contextlib
 import fnmatch
 import glob
+import importlib.util
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ from coca_hf.convert.adapter import CONFIG as ADAPTER
 from coca_hf.convert.adapter import Adapter
 from coca_hf.convert.quantized import FOUR_BITS, quantized_weights
 from coca_hf.convert.tensors import Shape
-from coca_hf.errors import CocaError, library_errors, one_line
+from coca_hf.errors import CocaError, library_errors
 from coca_hf.models.hub import LICENCE_FILES
 from coca_hf.weights import (
     FLOATS,
@@ -107,12 +108,10 @@ class DirectorySource:
         self._companions: dict[str, FileIO] = {}
         with contextlib.ExitStack() as stack:
             is_coca = str(self.config.get("model_type")).startswith("coca_")
-            for name in _companions_in(
-                directory, (*COMPANIONS, TRAINING_RECORD) if is_coca else COMPANIONS
-            ):
-                self._companions[name] = stack.enter_context(
-                    open_regular(file_within(directory, name))
-                )
+            patterns = (*COMPANIONS, TRAINING_RECORD) if is_coca else COMPANIONS
+            for name in _companions_in(directory, patterns):
+                file = open_regular(file_within(directory, name))
+                self._companions[name] = stack.enter_context(file)
             self._files, self._file_of = open_weights(directory, pickled)
             stack.callback(self.close)
             method, self._quantized = quantized_weights(
@@ -245,7 +244,9 @@ class GgufSource:
                 "safetensors checkpoint that the adapter was trained on"
             )
         self.directory, self.config_file = file.parent, file
-        try:
+        if importlib.util.find_spec("gguf") is None:
+            raise CocaError(f"{file}: GGUF needs the gguf package; pip install 'coca-hf[gguf]'")
+        with library_errors(f"{file}: cannot be read as GGUF"):
             self._model = AutoModelForCausalLM.from_pretrained(
                 file.parent,
                 gguf_file=file.name,
@@ -254,22 +255,13 @@ class GgufSource:
             )
             self._tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
             passed_over = _passed_over(file)
-        except ImportError as error:
-            raise CocaError(
-                f"{file}: GGUF needs the gguf package; pip install 'coca-hf[gguf]'"
-            ) from error
-        except Exception as error:  # the readers of gguf and transformers raise many kinds
-            raise CocaError(
-                f"{file}: cannot be read as GGUF ({' '.join(str(error).split())[:200]})"
-            ) from error
         if passed_over:
             raise CocaError(
                 f"{file}: got {passed_over}, which transformers' reader of GGUF passes over "
                 "although it changes the model; expected the original safetensors checkpoint"
             )
-        self.config = {
-            k: v for k, v in self._model.config.to_dict().items() if k != "quantization_config"
-        }
+        self.config = self._model.config.to_dict()
+        self.config.pop("quantization_config", None)
         self._tensors = self._model.state_dict()
 
     def sizes(self) -> dict[str, int]:
@@ -317,13 +309,10 @@ def _passed_over(file: Path) -> str | None:
         if tensor.name.startswith(("rope_freqs", "rope_factors")):  # LLaMA 3's scaling; longrope's
             return tensor.name
     for name, field in reader.fields.items():
-        value = (
-            field.contents()
-            if name.endswith((".rope.scaling.type", ".attention.sliding_window"))
-            else None
-        )
-        if value and value != "none":
-            return f"{name}={value!r}"
+        if name.endswith((".rope.scaling.type", ".attention.sliding_window")):
+            value = field.contents()
+            if value and value != "none":
+                return f"{name}={value!r}"
     sizes = ("rope.dimension_count", "attention.head_count", "embedding_length")
     turned, heads, width = (reader.fields.get(f"phi3.{size}") for size in sizes)
     if turned and heads and width and turned.contents() * heads.contents() < width.contents():
@@ -405,7 +394,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint as transformers loads it, without the checkpoint's own code."""
     from transformers import AutoTokenizer
 
-    try:
+    with library_errors(f"{directory}: got no tokenizer that can be read, expected one"):
         # Loading and saving count up to its largest id
         if (directory / "tokenizer.json").is_file():
             vocab = json.loads((directory / "tokenizer.json").read_bytes())["model"]["vocab"]
@@ -413,11 +402,6 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
             if largest > MAX_TOKEN_ID:
                 raise ValueError(f"got token id {largest}, expected at most {MAX_TOKEN_ID}")
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # transformers raises what its readers raise
-        reason = " ".join(str(error).split())[:200]
-        raise CocaError(
-            f"{directory}: got no tokenizer that can be read, expected one ({reason})"
-        ) from error
 
 
 def _keep_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
@@ -453,10 +437,8 @@ def _behaviour(tokenizer: PreTrainedTokenizerBase) -> tuple:
 def _raise_tokenizer_length(file: Path, length: int) -> None:
     """Serving engines take the smaller of the tokenizer's length and the model's."""
     tokenizer = read_json(file) if file.is_file() else {}
-    if (
-        isinstance(tokenizer.get("model_max_length"), int)
-        and tokenizer["model_max_length"] < length
-    ):
+    stated = tokenizer.get("model_max_length")
+    if isinstance(stated, int) and stated < length:
         file.write_text(json.dumps(tokenizer | {"model_max_length": length}, indent=2) + "\n")
 
 
@@ -483,7 +465,7 @@ def _download(hub_id: str, revision: str | None, allow_pickle: bool, scratch: Pa
             # For the name of a branch, the cache would note what it stands for.
             revision = HfApi().model_info(hub_id, revision=revision).sha
     cache = scratch if scratch and _is_to_download(hub_id, revision, others) else None
-    directory = _snapshot(hub_id, revision, others, cache)
+    directory = _snapshot(hub_id, revision, others, cache_dir=cache)
     if os.path.lexists(directory / ADAPTER):
         return directory
     commit, names = directory.name, set(_names_on_hub(hub_id, directory))
@@ -498,7 +480,7 @@ def _download(hub_id: str, revision: str | None, allow_pickle: bool, scratch: Pa
             f"{hub_id}: --dry-run: got pickled weights, whose shapes are known once they are "
             f"downloaded; expected safetensors; run `hf download {hub_id}` first"
         )
-    directory = _snapshot(hub_id, commit, others, scratch)
+    directory = _snapshot(hub_id, commit, others, cache_dir=scratch)
     for name in sorted(shards or {SINGLE} & names):
         _write_header(hub_id, commit, directory, name)
     return directory
@@ -512,31 +494,16 @@ def _is_to_download(hub_id: str, revision: str | None, patterns: list[str]) -> b
     return any(file.will_download for file in found)
 
 
-def _snapshot(
-    hub_id: str,
-    revision: str | None,
-    patterns: list[str],
-    cache: Path | None = None,
-    local_files_only: bool = False,
-) -> Path:
-    try:
-        return Path(
-            snapshot_download(
-                hub_id,
-                revision=revision,
-                allow_patterns=patterns,
-                cache_dir=cache,
-                local_files_only=local_files_only,
-            )
-        )
-    except HFValidationError:
-        raise CocaError(
-            f"{hub_id}: no such directory, and not the form of a hub id (owner/name)"
-        ) from None
-    except Exception as error:  # offline, unknown, gated: huggingface_hub has a class for each
-        raise CocaError(
-            f"{hub_id}: no such directory, and not on the hub within reach ({one_line(error)})"
-        ) from error
+def _snapshot(hub_id: str, revision: str | None, patterns: list[str], **options) -> Path:
+    # offline, unknown, gated: huggingface_hub has an error for each
+    with library_errors(f"{hub_id}: no such directory, and not on the hub within reach"):
+        try:
+            found = snapshot_download(hub_id, revision=revision, allow_patterns=patterns, **options)
+        except HFValidationError:
+            raise CocaError(
+                f"{hub_id}: no such directory, and not the form of a hub id (owner/name)"
+            ) from None
+    return Path(found)
 
 
 def _write_header(hub_id: str, commit: str, directory: Path, name: str) -> None:

@@ -523,7 +523,7 @@ def test_hidden_states_are_on_the_disk_while_layers_are_fitted_and_gone_afterwar
         sizes.append([file.stat().st_size for file in found])
 
     ids = blocks_of(24)
-    calibrate(pairs_of(stock_model("llama")), ids, ids[:5], tmp_path / "layers", report=look)
+    calibrate(pairs_of(stock_model("llama")), ids, ids[:5], tmp_path / "layers", 1, report=look)
     whole = (24 + 3 * 5) * WINDOW * 48 * 4
     assert sizes == [[whole], [whole, whole], [whole, whole], [whole, whole]]
     assert sorted(file.name for file in (tmp_path / "layers").iterdir()) == [

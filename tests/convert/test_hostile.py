@@ -364,7 +364,7 @@ def test_duplicate_key_is_refused(source, name):
             f'{{"weight_map": {{"{K0}": "a.safetensors", "{K0}": "b.safetensors"}}}}'
         )
         key = K0
-    assert f"{source / name}: not JSON (the key '{key}' comes twice)" in refusal(source)
+    assert f"{source / name}: not JSON: the key '{key}' comes twice" in refusal(source)
 
 
 @pytest.mark.timeout(20)

@@ -48,7 +48,7 @@ LOGINS = {
     "empty": ("", {}, "got no name of a repository, expected OWNER/NAME"),
     "odd letters": ("somebody/tiny coca", {}, "got no name of a repository"),
     "no login": (REPO, {"token": None}, "got no login, expected one that may write; run `hf auth"),
-    "invalid token": (REPO, {"login": {}}, "the hub does not let us in (Invalid user token"),
+    "invalid token": (REPO, {"login": {}}, "the hub does not let us in: Invalid user token"),
     "another's": ("else/tiny", {}, "got the owner else, expected one that this login writes for: "),
     "reads": (
         REPO,
