@@ -339,7 +339,7 @@ def _understood_fields(
 
 
 def _family(model_type: object, where: str) -> Family:
-    if model_type in {family.becomes for family in FAMILIES.values()}:
+    if model_type in [family.becomes for family in FAMILIES.values()]:
         raise CocaError(
             f"{where}: got a CoCA checkpoint already (model_type {model_type!r}); train or "
             "evaluate it"

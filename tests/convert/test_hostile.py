@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from coca_hf import CocaError, convert_checkpoint
 from coca_hf.weights import parse_size
-from tests.convert.test_bad_input import edit_config, index
+from tests.convert.checkpoints import edit_config, index
 
 K0 = "model.layers.0.self_attn.k_proj.weight"
 

@@ -15,9 +15,9 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
-from coca_hf import CocaError, convert_checkpoint
+from coca_hf import convert_checkpoint
 from coca_hf.models.hub import without_paths
-from tests.convert.test_destination import files_of
+from tests.convert.checkpoints import assert_same_weights, files_of, record_of, refuses
 from tests.convert.test_quantized import quantized_by_bitsandbytes
 from tests.hub import HubHandler, serving
 from tests.test_card import FRONT_MATTER, TRAINING
@@ -92,28 +92,11 @@ def hub(tmp_path, monkeypatch, tiny_llama_dir):
         yield server
 
 
-UNREAD = (
-    *(
-        "consolidated.safetensors",
-        "original/consolidated.00.pth",
-        "original/tokenizer.model",
-        "onnx/model.onnx",
-    ),
-    *(
-        "onnx/model.safetensors",
-        "checkpoint-5/model.safetensors",
-        "pytorch_model.bin",
-        "model.fp16.safetensors",
-    ),
-    *(
-        "onnx/config.json",
-        "onnx/tokenizer.json",
-        "tf_model.h5",
-        "modeling_evil.py",
-        "optimizer.pt",
-        "q4.gguf",
-    ),
-)
+UNREAD = """
+    consolidated.safetensors original/consolidated.00.pth original/tokenizer.model onnx/model.onnx
+    onnx/model.safetensors checkpoint-5/model.safetensors pytorch_model.bin model.fp16.safetensors
+    onnx/config.json onnx/tokenizer.json tf_model.h5 modeling_evil.py optimizer.pt q4.gguf
+"""
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -123,7 +106,7 @@ def test_what_is_read_is_downloaded_and_no_more(hub, tmp_path, tiny_llama_dir, s
     files |= {
         "LICENSE": b"mine",
         "additional_chat_templates/rag.jinja": b"rag",
-        **dict.fromkeys(UNREAD, b"x"),
+        **dict.fromkeys(UNREAD.split(), b"x"),
     }
     if sharded:
         names = json.loads(files["model.safetensors"][8:].partition(b"}}")[0] + b"}}").keys() - {
@@ -139,22 +122,18 @@ def test_what_is_read_is_downloaded_and_no_more(hub, tmp_path, tiny_llama_dir, s
     assert record["source"] == record["base"]["model"] == REPO
     assert record["source_commit"] == NEW
     convert_checkpoint(tiny_llama_dir, tmp_path / "direct")
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("dst", "direct")]
-    assert weights[0] == weights[1]
+    assert_same_weights(tmp_path / "dst", tmp_path / "direct")
     assert (tmp_path / "dst" / "additional_chat_templates" / "rag.jinja").read_bytes() == b"rag"
 
 
-def test_a_revision_is_the_one_that_is_converted_and_recorded(hub, tmp_path, convert):
+def test_a_revision_is_the_one_that_is_converted_and_recorded(hub, tmp_path, convert, refusal):
     hub.commits[OLD] = hub.commits[OLD] | {"LICENSE": b"old"}
     for revision in ("v1", OLD):
         code, _ = convert(REPO, tmp_path / "dst", "--revision", revision, "--overwrite")
         assert code == 0
         assert (tmp_path / "dst" / "LICENSE").read_bytes() == b"old"
-        assert (
-            json.loads((tmp_path / "dst" / "conversion.json").read_text())["source_commit"] == OLD
-        )
-    code, printed = convert(REPO, tmp_path / "other", "--revision", "v2")
-    assert (code, printed.count("\n")) == (2, 1)
+        assert record_of(tmp_path / "dst")["source_commit"] == OLD
+    printed = refusal(REPO, tmp_path / "other", "--revision", "v2")
     assert "owner/model: no such directory, and not on the hub within reach" in printed
     assert "Revision Not Found" in printed
 
@@ -224,8 +203,12 @@ def test_a_dry_run_refuses_four_bits_on_the_hub_whose_headers_have_no_shapes_and
     )
     hub.commits[NEW] |= {file.name: file.read_bytes() for file in quantized.iterdir()}
     if bits == 4:
-        with pytest.raises(CocaError, match=r"shapes are known once .* run `hf download owner/mod"):
-            convert_checkpoint(REPO, tmp_path / "dst", dry_run=True)
+        refuses(
+            r"shapes are known once .* run `hf download owner/mod",
+            REPO,
+            tmp_path / "dst",
+            dry_run=True,
+        )
     else:
         plan = convert_checkpoint(REPO, tmp_path / "dst", dry_run=True)
         convert_checkpoint(REPO, tmp_path / "dst")
@@ -249,22 +232,19 @@ def test_pickles_on_the_hub_are_downloaded_with_the_flag_alone(hub, tmp_path, ti
     files["pytorch_model.bin.index.json"] = json.dumps({"weight_map": weight_map}).encode()
     for options in ({}, {"allow_pickle": True, "dry_run": True}):
         message = "pass --allow-pickle" if not options else "run `hf download owner/model` first"
-        with pytest.raises(CocaError, match=message):
-            convert_checkpoint(REPO, tmp_path / "dst", **options)
+        refuses(message, REPO, tmp_path / "dst", **options)
         assert not {name for name in hub.downloaded if name.endswith(".bin")}
     convert_checkpoint(REPO, tmp_path / "dst", allow_pickle=True)
     assert {"pytorch_model-0.bin", "pytorch_model-1.bin"} < set(hub.downloaded)
     convert_checkpoint(tiny_llama_dir, tmp_path / "direct")
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("dst", "direct")]
-    assert weights[0] == weights[1]
+    assert_same_weights(tmp_path / "dst", tmp_path / "direct")
 
 
 def test_what_was_downloaded_before_is_enough_without_the_hub(hub, tmp_path, monkeypatch):
     convert_checkpoint(REPO, tmp_path / "dst")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     convert_checkpoint(REPO, tmp_path / "again")
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("dst", "again")]
-    assert weights[0] == weights[1]
+    assert_same_weights(tmp_path / "dst", tmp_path / "again")
 
 
 REPOSITORIES = {
@@ -294,7 +274,6 @@ def test_a_repository_without_weights_that_we_read_is_called_what_it_is(
 ):
     del hub.commits[NEW]["model.safetensors"]
     hub.commits[NEW] |= files
-    with pytest.raises(CocaError, match=re.escape(message)):
-        convert_checkpoint(REPO, tmp_path / "dst")
+    refuses(re.escape(message), REPO, tmp_path / "dst")
     assert not {"pytorch_model.bin", "q4.gguf", "consolidated.safetensors"} & set(hub.downloaded)
     assert {path.name for path in tmp_path.iterdir()} == {"cache"}

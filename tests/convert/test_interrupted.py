@@ -3,27 +3,24 @@ what is finished.
 """
 
 import json
-import multiprocessing
 import os
 import random
 import resource
 import shutil
 import signal
-import subprocess
-import time
 from threading import Lock
 
 import pytest
 import torch
 import xxhash
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_hf import CocaError, convert_checkpoint
+from tests.convert import checkpoints
+from tests.convert.checkpoints import PROCESSES, Stop, edit_weights, record_of, refuses
 
 SHARDS = {"max_shard_size": "300KB"}
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["coca_hf"])
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +43,10 @@ def expected(source):
     directory = source.parent / "expected"
     convert_checkpoint(source, directory, **SHARDS)
     assert len(list(directory.glob("*.safetensors"))) > 8
-    return weights_of(directory)
+    return bytes_of(directory)
 
 
-def weights_of(directory):
+def bytes_of(directory):
     return {file.name: file.read_bytes() for file in sorted(directory.glob("model*"))}
 
 
@@ -81,10 +78,6 @@ def convert_reporting(src, dst, started, result):
         result.put(str(error))
 
 
-class Stop(BaseException):
-    """Like KeyboardInterrupt, at a chosen moment."""
-
-
 def stop_after(num_bytes, action=None):
     def progress(done, total):
         if done >= num_bytes:
@@ -103,41 +96,6 @@ def interrupted(source, dst, num_bytes=2_000_000, **options):
     finished = staged(dst)
     assert len(finished) >= 3
     return finished
-
-
-@pytest.mark.real
-@pytest.mark.timeout(90)
-def test_killed_at_twenty_random_moments_it_is_absent_or_complete_and_goes_on_from_what_is_finished(
-    source, expected, tmp_path
-):
-    dst, moment = tmp_path / "dst", random.Random(7)
-    resumed, duration = 0, 0.6
-    signals = [signal.SIGINT, signal.SIGTERM] * 2 + [signal.SIGKILL] * 20
-    while signals:
-        before = staged(dst)
-        started, result = PROCESSES.Event(), PROCESSES.Queue()
-        process = PROCESSES.Process(target=convert_reporting, args=(source, dst, started, result))
-        process.start()
-        assert started.wait(30)
-        begun = time.monotonic()
-        process.join(moment.uniform(0, duration))
-        if process.is_alive():
-            os.kill(process.pid, signals.pop())
-        process.join()
-        if dst.exists():
-            duration = min(duration, time.monotonic() - begun)
-            assert weights_of(dst) == expected
-            assert kept(dst, before)
-            resumed += bool(before)
-            shutil.rmtree(dst)
-        assert {file.name for file in tmp_path.iterdir()} <= {".dst.incomplete"}
-    before = staged(dst)
-    convert_checkpoint(source, dst, **SHARDS)
-    assert weights_of(dst) == expected
-    assert kept(dst, before)
-    assert resumed + bool(before) >= 1
-    assert [file.name for file in tmp_path.iterdir()] == ["dst"]
-    AutoModelForCausalLM.from_pretrained(dst)
 
 
 def convert_killed(src, dst, num_bytes):
@@ -166,7 +124,7 @@ def test_five_times_killed_after_a_shard_was_finished_it_goes_on_from_there_each
         assert len(before) >= 2
         convert_checkpoint(source, dst, **SHARDS)
         assert kept(dst, before)
-        assert weights_of(dst) == expected
+        assert bytes_of(dst) == expected
         shutil.rmtree(dst)
         assert not list(tmp_path.iterdir())
 
@@ -190,31 +148,9 @@ def test_of_two_conversions_at_once_one_wins_and_the_other_says_so(source, expec
         refusals = ("another conversion is writing it", "exists and is left as it is")
         assert answers.pop(answers.index("converted")) == "converted"
         assert any(reason in answers[0] for reason in refusals), answers
-        assert weights_of(dst) == expected
+        assert bytes_of(dst) == expected
         shutil.rmtree(dst)
         assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.real
-@pytest.mark.timeout(60)
-def test_second_command_while_the_first_writes_ends_with_code_2_and_leaves_the_first_alone(
-    source, expected, tmp_path
-):
-    dst = tmp_path / "dst"
-    answers = []
-
-    def second():
-        if not answers:
-            command = ["coca-convert", str(source), str(dst)]
-            answers.append(subprocess.run(command, capture_output=True, text=True, check=False))
-
-    convert_checkpoint(source, dst, **SHARDS, progress=stop_after(1_000_000, second))
-    assert answers[0].returncode == 2
-    assert answers[0].stderr == (
-        f"error: {dst}: another conversion is writing it; wait for it or choose another name\n"
-    )
-    assert weights_of(dst) == expected
-    assert [file.name for file in tmp_path.iterdir()] == ["dst"]
 
 
 def test_rerun_keeps_the_finished_shards_and_gives_the_same_files(source, expected, tmp_path):
@@ -222,11 +158,8 @@ def test_rerun_keeps_the_finished_shards_and_gives_the_same_files(source, expect
     before = interrupted(source, dst)
     record = convert_checkpoint(source, dst, **SHARDS)
     assert kept(dst, before)
-    assert weights_of(dst) == expected
-    assert (
-        record["start"]
-        == json.loads((source.parent / "expected" / "conversion.json").read_text())["start"]
-    )
+    assert bytes_of(dst) == expected
+    assert record["start"] == record_of(source.parent / "expected")["start"]
     assert [file.name for file in tmp_path.iterdir()] == ["dst"]
 
 
@@ -236,7 +169,7 @@ def test_rerun_keeps_shards_of_another_type_than_the_source(source, tmp_path):
     convert_checkpoint(source, dst, **SHARDS, dtype="bfloat16")
     assert kept(dst, before)
     convert_checkpoint(source, tmp_path / "fresh", **SHARDS, dtype="bfloat16")
-    assert weights_of(dst) == weights_of(tmp_path / "fresh")
+    assert bytes_of(dst) == bytes_of(tmp_path / "fresh")
 
 
 def hashes_of(weights):
@@ -249,10 +182,7 @@ def hashes_of(weights):
 def test_manifest_has_the_hash_of_every_tensor_that_was_read_and_written(source, tmp_path):
     interrupted(source, tmp_path / "dst")
     manifest = tmp_path / ".dst.incomplete" / "manifest.jsonl"
-    of_source = hashes_of(
-        {n: t for file in source.glob("*.safetensors") for n, t in load_file(file).items()}
-    )
-    made = 0
+    of_source, made = hashes_of(checkpoints.weights_of(source)), 0
     for line in map(json.loads, manifest.read_text().splitlines()[1:]):
         written = hashes_of(load_file(manifest.parent / "checkpoint" / line["shard"]))
         assert line["written"] == written
@@ -260,9 +190,8 @@ def test_manifest_has_the_hash_of_every_tensor_that_was_read_and_written(source,
         copied = {name for name in written if "t_proj" not in name}
         assert copied <= line["read"].keys()
         for name in written.keys() - copied:
-            assert {name.replace("t_proj", part) for part in ("q_proj", "k_proj")} <= line[
-                "read"
-            ].keys()
+            read = {name.replace("t_proj", part) for part in ("q_proj", "k_proj")}
+            assert read <= line["read"].keys()
             made += 1
     assert made
 
@@ -289,7 +218,7 @@ def test_rerun_makes_a_damaged_shard_again_and_keeps_the_others(source, expected
     convert_checkpoint(source, dst, **SHARDS)
     before.pop(file.name)
     assert kept(dst, before)
-    assert weights_of(dst) == expected
+    assert bytes_of(dst) == expected
 
 
 def test_progress_counts_every_byte_once_and_comes_from_one_thread_at_a_time(
@@ -305,8 +234,8 @@ def test_progress_counts_every_byte_once_and_comes_from_one_thread_at_a_time(
     convert_checkpoint(source, tmp_path / "dst", **SHARDS, progress=progress)
     done, totals = zip(*steps, strict=True)
     assert list(done) == sorted(done)
-    files = [load_file(file) for file in (tmp_path / "dst").glob("*.safetensors")]
-    assert done[-1] == sum(tensor.nbytes for weights in files for tensor in weights.values())
+    written = checkpoints.weights_of(tmp_path / "dst").values()
+    assert done[-1] == sum(tensor.nbytes for tensor in written)
     assert set(totals[1:]) == {done[-1]}
 
 
@@ -324,60 +253,51 @@ def test_threads_of_torch_are_as_many_as_before(source, tmp_path, stopped):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(
-    "manifest", ["", "{", '{"made_from": "x"}\n', "[]\n[]\n", "\xff\n", "whole, then cut"]
-)
-def test_rerun_with_a_damaged_manifest_gives_the_same_files(source, expected, tmp_path, manifest):
+def values(**changed):
+    """A change of the first shard's line."""
+
+    def change(text):
+        first, second, *others = text.splitlines()
+        return "\n".join([first, json.dumps(json.loads(second) | changed), *others, ""])
+
+    return change
+
+
+MANIFESTS = {
+    **{text: lambda _, text=text: text for text in ("", "{", '{"made_from": "x"}\n', "[]\n[]\n")},
+    **{"not UTF-8": lambda text: "\xff\n", "cut": lambda text: text[:-7]},
+    **{"shard": values(shard=5), "no such shard": values(shard="no-such-shard")},
+    **{"written": values(written=None), "nothing written": values(written={})},
+    **{"no hashes": values(written="0"), "read": values(read=3)},
+    **{"no hash": values(read={"model.norm.weight": 1})},
+    **{"no such tensor": values(read={"no.such.tensor": "1"})},
+    **{"scales": values(scales=[1.0]), "no such layer": values(scales={"x": [1.0]})},
+}
+
+
+@pytest.mark.parametrize("change", MANIFESTS.values(), ids=MANIFESTS.keys())
+def test_rerun_with_a_damaged_manifest_gives_the_same_files(source, expected, tmp_path, change):
     interrupted(source, tmp_path / "dst")
     file = tmp_path / ".dst.incomplete" / "manifest.jsonl"
-    file.write_text(
-        file.read_text()[:-7] if manifest == "whole, then cut" else manifest, encoding="latin-1"
-    )
+    file.write_text(change(file.read_text()), encoding="latin-1")
     convert_checkpoint(source, tmp_path / "dst", **SHARDS)
-    assert weights_of(tmp_path / "dst") == expected
+    assert bytes_of(tmp_path / "dst") == expected
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"shard": 5},
-        {"written": None},
-        {"written": {}},
-        {"written": "0"},
-        {"read": 3},
-        {"read": {"model.norm.weight": 1}},
-        {"read": {"no.such.tensor": "1"}},
-        {"scales": [1.0]},
-        {"scales": {"x": [1.0]}},
-        {"shard": "no-such-shard"},
-    ],
-    ids=str,
-)
-def test_rerun_with_a_manifest_of_wrong_values_gives_the_same_files(
-    source, expected, tmp_path, changed
+@pytest.mark.parametrize("options", [{}, {"constraint": "strict"}], ids=["number", "option"])
+def test_rerun_starts_over_when_a_number_of_the_source_or_an_option_is_another(
+    source, tmp_path, options
 ):
-    interrupted(source, tmp_path / "dst")
-    file = tmp_path / ".dst.incomplete" / "manifest.jsonl"
-    first, second, *others = file.read_text().splitlines()
-    file.write_text("\n".join([first, json.dumps(json.loads(second) | changed), *others, ""]))
-    convert_checkpoint(source, tmp_path / "dst", **SHARDS)
-    assert weights_of(tmp_path / "dst") == expected
-
-
-def test_rerun_starts_over_when_a_number_of_the_source_or_an_option_is_another(source, tmp_path):
-    changed = shutil.copytree(source, tmp_path / "changed")
-    for number, (change, options) in enumerate(((True, {}), (False, {"constraint": "strict"}))):
-        dst = tmp_path / f"dst{number}"
-        interrupted(source if not change else changed, dst)
-        if change:
-            file = sorted(changed.glob("*.safetensors"))[0]
-            stat, weights = file.stat(), load_file(file)
-            next(iter(weights.values())).view(-1)[3] += 1
-            save_file(weights, file, metadata={"format": "pt"})
-            os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-        convert_checkpoint(changed, dst, **SHARDS, **options)
-        convert_checkpoint(changed, tmp_path / "fresh", **SHARDS, **options, overwrite=True)
-        assert weights_of(dst) == weights_of(tmp_path / "fresh")
+    changed, dst = shutil.copytree(source, tmp_path / "changed"), tmp_path / "dst"
+    interrupted(changed, dst)
+    if not options:
+        file = sorted(changed.glob("*.safetensors"))[0]
+        stat = file.stat()
+        edit_weights(changed, lambda w: next(iter(w.values())).view(-1)[3].add_(1), file.name)
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    convert_checkpoint(changed, dst, **SHARDS, **options)
+    convert_checkpoint(changed, tmp_path / "fresh", **SHARDS, **options)
+    assert bytes_of(dst) == bytes_of(tmp_path / "fresh")
 
 
 def test_source_shard_that_vanished_is_named_and_the_rerun_goes_on_when_it_is_back(
@@ -387,20 +307,19 @@ def test_source_shard_that_vanished_is_named_and_the_rerun_goes_on_when_it_is_ba
     before = interrupted(copy, dst)
     shard = sorted(copy.glob("*.safetensors"))[-1]
     shard.rename(tmp_path / "away")
-    with pytest.raises(CocaError, match=f"names {shard.name}, which is not in"):
-        convert_checkpoint(copy, dst, **SHARDS)
+    refuses(f"names {shard.name}, which is not in", copy, dst, **SHARDS)
     assert not dst.exists()
     shutil.copyfile(tmp_path / "away", shard)
     convert_checkpoint(copy, dst, **SHARDS)
     assert kept(dst, before)
-    assert weights_of(dst) == expected
+    assert bytes_of(dst) == expected
 
 
 def test_source_that_is_deleted_while_it_is_read_is_read_to_its_end(source, expected, tmp_path):
     copy, dst = shutil.copytree(source, tmp_path / "copy"), tmp_path / "dst"
     delete = stop_after(1_000_000, lambda: shutil.rmtree(copy, ignore_errors=True))
     convert_checkpoint(copy, dst, **SHARDS, progress=delete)
-    assert weights_of(dst) == expected
+    assert bytes_of(dst) == expected
 
 
 def test_source_that_shrinks_while_it_is_read_is_an_error_that_keeps_what_is_finished(
@@ -408,12 +327,13 @@ def test_source_that_shrinks_while_it_is_read_is_an_error_that_keeps_what_is_fin
 ):
     copy, dst = shutil.copytree(source, tmp_path / "copy"), tmp_path / "dst"
     shard = sorted(copy.glob("*.safetensors"))[-1]
-    with pytest.raises(
-        CocaError, match=f"{shard.name} became shorter while it was read; what is finished is kept"
-    ):
-        convert_checkpoint(
-            copy, dst, **SHARDS, progress=stop_after(1_000_000, lambda: os.truncate(shard, 100))
-        )
+    refuses(
+        f"{shard.name} became shorter while it was read; what is finished is kept",
+        copy,
+        dst,
+        **SHARDS,
+        progress=stop_after(1_000_000, lambda: os.truncate(shard, 100)),
+    )
     assert not dst.exists()
     assert staged(dst)
 
@@ -424,10 +344,13 @@ def test_file_size_limit_is_one_line_and_the_rerun_goes_on(source, expected, tmp
         2_000_000, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
     )
     try:
-        with pytest.raises(
-            CocaError, match=r"not written: .*File too large.*the same command continues"
-        ):
-            convert_checkpoint(source, dst, **SHARDS, progress=limit)
+        refuses(
+            r"not written: .*File too large.*the same command continues",
+            source,
+            dst,
+            **SHARDS,
+            progress=limit,
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     before = staged(dst)
@@ -435,7 +358,7 @@ def test_file_size_limit_is_one_line_and_the_rerun_goes_on(source, expected, tmp
     assert not dst.exists()
     convert_checkpoint(source, dst, **SHARDS)
     assert kept(dst, before)
-    assert weights_of(dst) == expected
+    assert bytes_of(dst) == expected
 
 
 def fill(disk):
@@ -445,19 +368,20 @@ def fill(disk):
 
 def test_disk_that_fills_up_is_one_line_and_the_rerun_goes_on(source, expected, small_disk):
     dst = small_disk / "dst"
-    with pytest.raises(
-        CocaError, match="disk full while writing; free some space; what is finished is kept"
-    ):
-        convert_checkpoint(
-            source, dst, **SHARDS, progress=stop_after(2_000_000, lambda: fill(small_disk))
-        )
+    refuses(
+        "disk full while writing; free some space; what is finished is kept",
+        source,
+        dst,
+        **SHARDS,
+        progress=stop_after(2_000_000, lambda: fill(small_disk)),
+    )
     before = staged(dst)
     assert len(before) >= 3
     assert not dst.exists()
     (small_disk / "filler").unlink()
     convert_checkpoint(source, dst, **SHARDS)
     assert kept(dst, before)
-    assert weights_of(dst) == expected
+    assert bytes_of(dst) == expected
     assert [file.name for file in small_disk.iterdir()] == ["dst"]
 
 
@@ -465,52 +389,36 @@ def test_overwrite_that_fails_keeps_the_old_checkpoint(source, small_disk):
     dst = small_disk / "dst"
     dst.mkdir()
     (dst / "config.json").write_text("{}")
-    with pytest.raises(CocaError, match="disk full while writing"):
-        convert_checkpoint(
-            source, dst, overwrite=True, progress=stop_after(2_000_000, lambda: fill(small_disk))
-        )
+    refuses(
+        "disk full while writing",
+        source,
+        dst,
+        overwrite=True,
+        progress=stop_after(2_000_000, lambda: fill(small_disk)),
+    )
     assert (dst / "config.json").read_text() == "{}"
     assert sorted(file.name for file in small_disk.iterdir()) == ["dst", "filler"]
 
 
 def test_disk_that_is_too_small_is_refused_before_anything_is_written(source, small_disk):
     (small_disk / "filler").write_bytes(bytes(5_000_000))
-    with pytest.raises(
-        CocaError, match=r"disk full: \d+\.\d\d MB free, expected \d+\.\d\d MB; free some or"
-    ):
-        convert_checkpoint(source, small_disk / "dst")
+    refuses(
+        r"disk full: \d+\.\d\d MB free, expected \d+\.\d\d MB; free some or",
+        source,
+        small_disk / "dst",
+    )
     assert [file.name for file in small_disk.iterdir()] == ["filler"]
 
 
-def test_kill_between_the_two_renames_of_an_overwrite_loses_neither_checkpoint(
-    source, expected, tmp_path
-):
-    """The state that such a kill leaves, made by hand: the old one moved away, the new one complete
-    but in staging.
-    """
-    dst = tmp_path / "dst"
-    before = interrupted(source, dst)
-    replaced = tmp_path / ".dst.incomplete" / "replaced"
-    replaced.mkdir()
-    (replaced / "config.json").write_text("old")
-    with pytest.raises(CocaError, match="exists and is left as it is"):
-        convert_checkpoint(source, dst, **SHARDS)
-    assert (dst / "config.json").read_text() == "old"
-    convert_checkpoint(source, dst, **SHARDS, overwrite=True)
-    assert kept(dst, before)
-    assert weights_of(dst) == expected
-    assert [file.name for file in tmp_path.iterdir()] == ["dst"]
-
-
 def test_bad_weights_found_late_leave_nothing(source, tmp_path):
-    copy = shutil.copytree(source, tmp_path / "copy")
-    for file in copy.glob("*.safetensors"):
-        weights = load_file(file)
-        if "model.layers.7.self_attn.q_proj.weight" in weights:
-            weights["model.layers.7.self_attn.q_proj.weight"][5, 5] = torch.nan
-            save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(CocaError, match="layer 7: queries or keys are zero, infinite or NaN"):
-        convert_checkpoint(copy, tmp_path / "dst", **SHARDS)
+    copy, name = (
+        shutil.copytree(source, tmp_path / "copy"),
+        "model.layers.7.self_attn.q_proj.weight",
+    )
+    file = record_of(copy, "model.safetensors.index.json")["weight_map"][name]
+    edit_weights(copy, lambda weights: weights[name][5, 5].fill_(torch.nan), file)
+    message = "layer 7: queries or keys are zero, infinite or NaN"
+    refuses(message, copy, tmp_path / "dst", **SHARDS)
     assert [file.name for file in tmp_path.iterdir()] == ["copy"]
 
 
@@ -522,6 +430,5 @@ def test_what_is_in_the_place_of_the_staging_directory_is_left_alone(source, tmp
     elsewhere.mkdir()
     (elsewhere / "mine").touch()
     make(tmp_path / ".dst.incomplete", elsewhere)
-    with pytest.raises(CocaError, match=r"\.dst\.incomplete: is in the way"):
-        convert_checkpoint(source, tmp_path / "dst")
+    refuses(r"\.dst\.incomplete: is in the way", source, tmp_path / "dst")
     assert [file.name for file in elsewhere.iterdir()] == ["mine"]

@@ -14,6 +14,7 @@ from coca_hf import CocaError, convert_checkpoint
 from coca_hf.evaluate.rope import check_rope, parse_ropes, trained_length, warn_beyond_trained
 from coca_hf.models.rotary import ntk_base
 from tests.conftest import TINY
+from tests.convert.checkpoints import refuses
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 5000.0, "factor": 3.0}
 
@@ -227,5 +228,9 @@ def test_coca_source_that_is_not_understood_is_refused(
 
 def test_an_export_is_not_baked_again(tmp_path, tiny_coca_dir):
     convert_checkpoint(tiny_coca_dir, tmp_path / "once", ntk_length=128)
-    with pytest.raises(CocaError, match="got a checkpoint with an NTK base for 128 tokens already"):
-        convert_checkpoint(tmp_path / "once", tmp_path / "twice", ntk_length=256)
+    refuses(
+        "got a checkpoint with an NTK base for 128 tokens already",
+        tmp_path / "once",
+        tmp_path / "twice",
+        ntk_length=256,
+    )

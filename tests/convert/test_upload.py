@@ -62,7 +62,7 @@ LOGINS = {
 @pytest.mark.parametrize("dry_run", [False, True])
 @pytest.mark.parametrize(("name", "state", "message"), LOGINS.values(), ids=LOGINS.keys())
 def test_what_could_not_be_pushed_is_refused_before_the_work(
-    hub, name, state, message, dry_run, tiny_llama_dir, tmp_path, convert, monkeypatch
+    hub, name, state, message, dry_run, tiny_llama_dir, tmp_path, refusal, monkeypatch
 ):
     if "token" in state:
         monkeypatch.delenv("HF_TOKEN")
@@ -70,8 +70,7 @@ def test_what_could_not_be_pushed_is_refused_before_the_work(
     hub.files.update(state.get("files", {}))
     monkeypatch.setattr("coca_hf.convert.conversion.open_source", None)
     dry = ["--dry-run"] if dry_run else []
-    code, printed = convert(tiny_llama_dir, tmp_path / "dst", "--push-to-hub", name, *dry)
-    assert (code, printed.count("\n")) == (2, 1)
+    printed = refusal(tiny_llama_dir, tmp_path / "dst", "--push-to-hub", name, *dry)
     assert f"--push-to-hub {name}: {message}" in printed
     assert (hub.created, hub.commits) == ([], [])
     assert list(tmp_path.iterdir()) == []
@@ -103,7 +102,6 @@ def test_a_failed_upload_keeps_the_checkpoint_and_names_the_command_that_continu
     assert hub.files == {file.name: file.read_bytes() for file in dst.iterdir() if file.is_file()}
 
 
-def test_public_is_refused_without_a_repository(tiny_llama_dir, tmp_path, convert):
-    code, printed = convert(tiny_llama_dir, tmp_path / "dst", "--public")
-    assert (code, printed.count("\n")) == (2, 1)
+def test_public_is_refused_without_a_repository(tiny_llama_dir, tmp_path, refusal):
+    printed = refusal(tiny_llama_dir, tmp_path / "dst", "--public")
     assert "--public: got it without --push-to-hub, expected both" in printed
