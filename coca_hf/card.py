@@ -100,10 +100,10 @@ def write_card(
         raise CocaError(
             f"{path}: not written by coca_hf, and left as it is; move it to have a card made"
         )
-    conversion = _read_record(directory / "conversion.json")
+    conversion = read_json(directory / "conversion.json")
     if training is None:
-        trained = (directory / "training.json").exists()
-        training = _read_record(directory / "training.json") if trained else {}
+        file = directory / "training.json"
+        training = read_json(file) if file.exists() else {}
     with library_errors(f"{directory}: its records are not what coca-convert and coca-train write"):
         card = _card(conversion, training, measured, base_model)
     with replacing(path) as unfinished:
@@ -229,14 +229,6 @@ def _front_matter(directory: Path) -> dict:
         return ModelCard(match[0]).data.to_dict() if match else {}
     except Exception:  # a reader of YAML raises errors of its own
         return {}
-
-
-def _read_record(path: Path) -> dict:
-    if not path.exists():
-        raise CocaError(
-            f"{path}: no such file, expected a checkpoint that coca-convert or coca-train made"
-        )
-    return read_json(path)
 
 
 def _numbers(numbers: list[int]) -> str:

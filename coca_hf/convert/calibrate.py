@@ -1,33 +1,24 @@
-"""A start from activations: fit W_Q and W_T of every layer to the original's attention
-(`--calibrate`).
+"""`--calibrate`: fit W_Q and W_T of every layer to the original's attention.
 
 Layer by layer, on the hidden states that the original has there, Adam minimises over W_Q and W_T
 (and their biases)
 
     mean over queries m of  w_m KL(original's map || CoCA's map),      w_m proportional to (m + 1)^(-1/2)
 
-Fitting the outputs instead leaves most of the error (LoLCATs, arXiv 2410.10254, starts linear
-attention so). The weights guard the first few tokens: a CoCA score is largest at distance 0, and a
-second token that attends to itself looks like the first one, which some MLP then makes another
-attention sink of. No gradient passes from layer to layer: every layer sees what the original's
-sees, so that none has to make up for the others.
-
-Blocks have thousands of keys, because the competition of many keys is not learnt among few. Maps of
-all their queries would not fit into memory. A step makes those of a few queries again, from the
-original's own queries and keys, and draws the queries in proportion to w_m, so that none is
-computed to count little (`Strata`). The gradient of KL by CoCA's scores is the difference of the
-two maps: nothing else is differentiated through a map.
-
-With the gradient of ReLU half of the coefficients soon are negative for every token, and stay so:
-`Keys`.
-
-No model is whole in memory. A pair of layers is read at a time (`LayerPairs`), the hidden states
-before and after it lie in files, and memory holds, for one layer, what the original's attention
-sees and makes of it (`Seen`). A run that is killed continues with the layer it was at.
-
-Weights that are stored in 16 bits are multiplied in bfloat16 where the processor has AMX, also in
-the original that is imitated and measured against; scores and their softmax, divergences, the
-residual stream and the fitted weights stay float32.
+- Fitting the outputs instead leaves most of the error (LoLCATs, arXiv 2410.10254, starts linear
+  attention so). No gradient passes from layer to layer: none has to make up for the others.
+- The weights guard the first few tokens: a CoCA score is largest at distance 0, and a second token
+  that attends to itself looks like the first one, which some MLP then makes an attention sink of.
+- The competition of many keys is not learnt among few, so that blocks have thousands. A step makes
+  the maps of a few queries, drawn in proportion to w_m (`Strata`), from the original's own queries
+  and keys. The gradient of KL by CoCA's scores is the difference of the two maps.
+- With the gradient of ReLU half of the coefficients soon are negative for every token, and stay so:
+  `Keys`.
+- Memory holds a pair of layers (`LayerPairs`) and what the original's attention sees there
+  (`Seen`); hidden states lie in files. A run that is killed continues with the layer it was at.
+- Weights that are stored in 16 bits are multiplied in bfloat16 where the processor has AMX, also in
+  the original; scores and their softmax, divergences, the residual stream and the fitted weights
+  stay float32.
 
 Letters: see `models/attention.py`; n_b blocks of text.
 """
