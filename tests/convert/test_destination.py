@@ -83,13 +83,8 @@ def test_overwrite_keeps_a_checkpoint_that_changed_meanwhile(tiny_llama_dir, old
         change(old)
         changed.update(files_of(old))
 
-    refuses(
-        "the checkpoint there changed meanwhile, and is left as it is; what is fini",
-        tiny_llama_dir,
-        old,
-        overwrite=True,
-        progress=once(act),
-    )
+    message = "the checkpoint there changed meanwhile, and is left as it is; what is fini"
+    refuses(message, tiny_llama_dir, old, overwrite=True, progress=once(act))
     assert files_of(old) == changed
     assert b"theirs" in changed.values()
     convert_checkpoint(tiny_llama_dir, old, overwrite=True)
@@ -106,12 +101,8 @@ def test_what_takes_the_place_of_a_checkpoint_that_is_being_replaced_is_kept_bes
     old.rename(staging / "replaced")
     write(old / "config.json", "theirs")
     for overwrite in (False, True):
-        refuses(
-            r"dst: appeared while .* is kept in .*replaced; move one of them",
-            tiny_llama_dir,
-            old,
-            overwrite=overwrite,
-        )
+        message = r"dst: appeared while .* is kept in .*replaced; move one of them"
+        refuses(message, tiny_llama_dir, old, overwrite=overwrite)
         assert (old / "config.json").read_text() == "theirs"
         assert (staging / "replaced" / "config.json").read_text() == "old"
     old.rename(tmp_path / "theirs")
@@ -241,12 +232,8 @@ def test_a_staging_directory_with_a_link_in_it_is_refused_and_what_it_leads_to_k
     write(victim / "b.safetensors", "mine")
     prepare(interrupted / name, victim)
     before = files_of(victim)
-    refuses(
-        r"is in the way, expected what coca-convert makes there; remove it",
-        tiny_llama_dir,
-        tmp_path / "dst",
-        max_shard_size="20KB",
-    )
+    message = r"is in the way, expected what coca-convert makes there; remove it"
+    refuses(message, tiny_llama_dir, tmp_path / "dst", max_shard_size="20KB")
     assert files_of(victim) == before
     assert not (tmp_path / "dst").exists()
 
@@ -288,11 +275,8 @@ def test_a_source_in_the_staging_directory_of_its_destination_is_refused(
     tiny_llama_dir, tmp_path, interrupted
 ):
     before = files_of(interrupted)
-    refuses(
-        r"\.dst\.incomplete: is the source itself or holds it",
-        interrupted / "checkpoint",
-        tmp_path / "dst",
-    )
+    message = r"\.dst\.incomplete: is the source itself or holds it"
+    refuses(message, interrupted / "checkpoint", tmp_path / "dst")
     assert files_of(interrupted) == before
 
 
@@ -306,12 +290,8 @@ def test_a_replaced_checkpoint_that_cannot_be_removed_does_not_undo_the_new_one(
     monkeypatch.setattr(
         shutil, "rmtree", lambda path: (refuse if path.name == "replaced" else remove)(path)
     )
-    refuses(
-        r"dst: is written; but what is left .* cannot be removed: .*replaced",
-        tiny_llama_dir,
-        old,
-        overwrite=True,
-    )
+    message = r"dst: is written; but what is left .* cannot be removed: .*replaced"
+    refuses(message, tiny_llama_dir, old, overwrite=True)
     assert record_of(old, "config.json")["model_type"] == "coca_llama"
 
 

@@ -294,22 +294,16 @@ def test_the_released_350m_converts_and_gives_the_logits_of_the_released_arithme
     of 100,864 tokens, and its depth, 3 of 24 layers.
     """
     config, source = PAPER_350M | {"vocab_size": 89, "num_hidden_layers": 3}, tmp_path / "src"
-    with torch.device("meta"):
-        shapes = {
-            n: p.shape for n, p in GPTNeoXForCausalLM(GPTNeoXConfig(**config)).state_dict().items()
-        }
-    generator = torch.Generator().manual_seed(5)
-    weights = {
-        name: torch.randn(shape, generator=generator).mul_(0.05) for name, shape in shapes.items()
-    }
-    weights = {name: (1 + w if "norm.weight" in name else w).half() for name, w in weights.items()}
-    for layer in range(3):
-        weights[f"gpt_neox.layers.{layer}.attention.rotary_emb.inv_freq"] = torch.ones(32)
-    source.mkdir()
-    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    torch.manual_seed(5)
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(**config))
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, 1.0 if "norm.weight" in name else 0.0, 0.05)
+    model.half().save_pretrained(source)
+    angles = "gpt_neox.layers.{}.attention.rotary_emb.inv_freq"
+    stored = {angles.format(layer): torch.ones(32) for layer in range(3)}
+    edit_weights(source, lambda weights: weights.update(stored))
     (source / "config.json").write_text(json.dumps(config))
     convert_checkpoint(source, tmp_path / "dst", released=True)
-    del weights
 
     ids, mask = tokens(1, 13), torch.ones(1, 13, dtype=torch.long)
     got = AutoModelForCausalLM.from_pretrained(tmp_path / "dst", dtype=torch.float32)(ids).logits

@@ -143,9 +143,6 @@ def test_what_transformers_would_pass_over_is_refused_by_name(
     if not change:
         convert_checkpoint(tmp_path / "model.gguf", tmp_path / "dst")
         return
-    refuses(
-        rf"model\.gguf: got {re.escape(change)}, which transformers' reader",
-        tmp_path / "model.gguf",
-        tmp_path / "dst",
-    )
+    message = rf"model\.gguf: got {re.escape(change)}, which transformers' reader"
+    refuses(message, tmp_path / "model.gguf", tmp_path / "dst")
     assert [file.name for file in tmp_path.iterdir()] == ["model.gguf"]

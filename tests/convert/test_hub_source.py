@@ -203,12 +203,8 @@ def test_a_dry_run_refuses_four_bits_on_the_hub_whose_headers_have_no_shapes_and
     )
     hub.commits[NEW] |= {file.name: file.read_bytes() for file in quantized.iterdir()}
     if bits == 4:
-        refuses(
-            r"shapes are known once .* run `hf download owner/mod",
-            REPO,
-            tmp_path / "dst",
-            dry_run=True,
-        )
+        message = r"shapes are known once .* run `hf download owner/mod"
+        refuses(message, REPO, tmp_path / "dst", dry_run=True)
     else:
         plan = convert_checkpoint(REPO, tmp_path / "dst", dry_run=True)
         convert_checkpoint(REPO, tmp_path / "dst")

@@ -51,26 +51,31 @@ def bytes_of(directory):
 
 
 def staged(dst):
-    """The finished shards in the staging directory of `dst`, with what tells a file from its copy.
-
-    A kill between the last rename and the cleaning up leaves a manifest without them: they are in
-    `dst`.
-    """
+    """The finished shards in the staging directory of `dst`, with what tells a file from its copy."""
     manifest = dst.parent / f".{dst.name}.incomplete" / "manifest.jsonl"
-    if not manifest.exists() or not (manifest.parent / "checkpoint").is_dir():
-        return {}
     lines = [json.loads(line) for line in manifest.read_text().splitlines() if line.endswith("}")]
-    files = {line["shard"]: manifest.parent / "checkpoint" / line["shard"] for line in lines[1:]}
-    return {name: (file.stat().st_ino, file.stat().st_mtime_ns) for name, file in files.items()}
+    return places(manifest.parent / "checkpoint", [line["shard"] for line in lines[1:]])
 
 
-def kept(dst, before):
-    files = {name: (dst / name).stat() for name in before}
-    return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in files.items()} == before
+def places(directory, names):
+    files = {name: (directory / name).stat() for name in names}
+    return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in files.items()}
 
 
-def convert_reporting(src, dst, started, result):
-    started.set()
+def goes_on(source, dst, expected, before=None, **options):
+    """Convert again, which keeps the shards of `before`, by default the finished ones, at least
+    two; returns the record.
+    """
+    before = staged(dst) if before is None else before
+    assert len(before) >= 2
+    record = convert_checkpoint(source, dst, **SHARDS, **options)
+    assert places(dst, before) == before
+    assert bytes_of(dst) == expected
+    assert not (dst.parent / ".dst.incomplete").exists()
+    return record
+
+
+def convert_reporting(src, dst, result):
     try:
         convert_checkpoint(src, dst, **SHARDS)
         result.put("converted")
@@ -113,18 +118,13 @@ def test_five_times_killed_after_a_shard_was_finished_it_goes_on_from_there_each
     """
     dst, moment = tmp_path / "dst", random.Random(8)
     for _ in range(5):
-        process = PROCESSES.Process(
-            target=convert_killed, args=(source, dst, moment.uniform(2e6, 3.3e6))
-        )
+        arguments = source, dst, moment.uniform(2e6, 3.3e6)
+        process = PROCESSES.Process(target=convert_killed, args=arguments)
         process.start()
         process.join()
         assert process.exitcode == -signal.SIGKILL
         assert not dst.exists()
-        before = staged(dst)
-        assert len(before) >= 2
-        convert_checkpoint(source, dst, **SHARDS)
-        assert kept(dst, before)
-        assert bytes_of(dst) == expected
+        goes_on(source, dst, expected)
         shutil.rmtree(dst)
         assert not list(tmp_path.iterdir())
 
@@ -135,11 +135,8 @@ def test_of_two_conversions_at_once_one_wins_and_the_other_says_so(source, expec
     dst = tmp_path / "dst"
     for _ in range(4):
         result = PROCESSES.Queue()
-        started = [PROCESSES.Event() for _ in range(2)]
-        processes = [
-            PROCESSES.Process(target=convert_reporting, args=(source, dst, e, result))
-            for e in started
-        ]
+        arguments = source, dst, result
+        processes = [PROCESSES.Process(target=convert_reporting, args=arguments) for _ in "12"]
         for process in processes:
             process.start()
         answers = sorted(result.get(timeout=30) for _ in processes)
@@ -154,22 +151,15 @@ def test_of_two_conversions_at_once_one_wins_and_the_other_says_so(source, expec
 
 
 def test_rerun_keeps_the_finished_shards_and_gives_the_same_files(source, expected, tmp_path):
-    dst = tmp_path / "dst"
-    before = interrupted(source, dst)
-    record = convert_checkpoint(source, dst, **SHARDS)
-    assert kept(dst, before)
-    assert bytes_of(dst) == expected
+    interrupted(source, tmp_path / "dst")
+    record = goes_on(source, tmp_path / "dst", expected)
     assert record["start"] == record_of(source.parent / "expected")["start"]
-    assert [file.name for file in tmp_path.iterdir()] == ["dst"]
 
 
 def test_rerun_keeps_shards_of_another_type_than_the_source(source, tmp_path):
-    dst = tmp_path / "dst"
-    before = interrupted(source, dst, num_bytes=1_600_000, dtype="bfloat16")
-    convert_checkpoint(source, dst, **SHARDS, dtype="bfloat16")
-    assert kept(dst, before)
     convert_checkpoint(source, tmp_path / "fresh", **SHARDS, dtype="bfloat16")
-    assert bytes_of(dst) == bytes_of(tmp_path / "fresh")
+    interrupted(source, tmp_path / "dst", num_bytes=1_600_000, dtype="bfloat16")
+    goes_on(source, tmp_path / "dst", bytes_of(tmp_path / "fresh"), dtype="bfloat16")
 
 
 def hashes_of(weights):
@@ -215,10 +205,8 @@ def test_rerun_makes_a_damaged_shard_again_and_keeps_the_others(source, expected
     before = interrupted(source, dst)
     file = tmp_path / ".dst.incomplete" / "checkpoint" / next(iter(before))
     damage(file)
-    convert_checkpoint(source, dst, **SHARDS)
     before.pop(file.name)
-    assert kept(dst, before)
-    assert bytes_of(dst) == expected
+    goes_on(source, dst, expected, before)
 
 
 def test_progress_counts_every_byte_once_and_comes_from_one_thread_at_a_time(
@@ -304,15 +292,13 @@ def test_source_shard_that_vanished_is_named_and_the_rerun_goes_on_when_it_is_ba
     source, expected, tmp_path
 ):
     copy, dst = shutil.copytree(source, tmp_path / "copy"), tmp_path / "dst"
-    before = interrupted(copy, dst)
+    interrupted(copy, dst)
     shard = sorted(copy.glob("*.safetensors"))[-1]
     shard.rename(tmp_path / "away")
     refuses(f"names {shard.name}, which is not in", copy, dst, **SHARDS)
     assert not dst.exists()
     shutil.copyfile(tmp_path / "away", shard)
-    convert_checkpoint(copy, dst, **SHARDS)
-    assert kept(dst, before)
-    assert bytes_of(dst) == expected
+    goes_on(copy, dst, expected)
 
 
 def test_source_that_is_deleted_while_it_is_read_is_read_to_its_end(source, expected, tmp_path):
@@ -339,26 +325,20 @@ def test_source_that_shrinks_while_it_is_read_is_an_error_that_keeps_what_is_fin
 
 
 def test_file_size_limit_is_one_line_and_the_rerun_goes_on(source, expected, tmp_path):
-    dst, limits = tmp_path / "dst", resource.getrlimit(resource.RLIMIT_FSIZE)
-    limit = stop_after(
-        2_000_000, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
-    )
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        refuses(
-            r"not written: .*File too large.*the same command continues",
-            source,
-            dst,
-            **SHARDS,
-            progress=limit,
-        )
+        message = r"not written: .*File too large.*the same command continues"
+        limit = (resource.RLIMIT_FSIZE, (200_000, limits[1]))
+        fails_once(message, source, tmp_path / "dst", lambda: resource.setrlimit(*limit))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    before = staged(dst)
-    assert len(before) >= 2
+    goes_on(source, tmp_path / "dst", expected)
+
+
+def fails_once(message, source, dst, action):
+    """Convert until 2 MB are written, then act so that the disk takes no more."""
+    refuses(message, source, dst, **SHARDS, progress=stop_after(2_000_000, action))
     assert not dst.exists()
-    convert_checkpoint(source, dst, **SHARDS)
-    assert kept(dst, before)
-    assert bytes_of(dst) == expected
 
 
 def fill(disk):
@@ -367,22 +347,11 @@ def fill(disk):
 
 
 def test_disk_that_fills_up_is_one_line_and_the_rerun_goes_on(source, expected, small_disk):
-    dst = small_disk / "dst"
-    refuses(
-        "disk full while writing; free some space; what is finished is kept",
-        source,
-        dst,
-        **SHARDS,
-        progress=stop_after(2_000_000, lambda: fill(small_disk)),
-    )
-    before = staged(dst)
-    assert len(before) >= 3
-    assert not dst.exists()
+    message = "disk full while writing; free some space; what is finished is kept"
+    fails_once(message, source, small_disk / "dst", lambda: fill(small_disk))
     (small_disk / "filler").unlink()
-    convert_checkpoint(source, dst, **SHARDS)
-    assert kept(dst, before)
-    assert bytes_of(dst) == expected
-    assert [file.name for file in small_disk.iterdir()] == ["dst"]
+    assert len(staged(small_disk / "dst")) >= 3
+    goes_on(source, small_disk / "dst", expected)
 
 
 def test_overwrite_that_fails_keeps_the_old_checkpoint(source, small_disk):
@@ -402,19 +371,14 @@ def test_overwrite_that_fails_keeps_the_old_checkpoint(source, small_disk):
 
 def test_disk_that_is_too_small_is_refused_before_anything_is_written(source, small_disk):
     (small_disk / "filler").write_bytes(bytes(5_000_000))
-    refuses(
-        r"disk full: \d+\.\d\d MB free, expected \d+\.\d\d MB; free some or",
-        source,
-        small_disk / "dst",
-    )
+    message = r"disk full: \d+\.\d\d MB free, expected \d+\.\d\d MB; free some or"
+    refuses(message, source, small_disk / "dst")
     assert [file.name for file in small_disk.iterdir()] == ["filler"]
 
 
 def test_bad_weights_found_late_leave_nothing(source, tmp_path):
-    copy, name = (
-        shutil.copytree(source, tmp_path / "copy"),
-        "model.layers.7.self_attn.q_proj.weight",
-    )
+    copy = shutil.copytree(source, tmp_path / "copy")
+    name = "model.layers.7.self_attn.q_proj.weight"
     file = record_of(copy, "model.safetensors.index.json")["weight_map"][name]
     edit_weights(copy, lambda weights: weights[name][5, 5].fill_(torch.nan), file)
     message = "layer 7: queries or keys are zero, infinite or NaN"

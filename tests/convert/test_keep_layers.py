@@ -90,23 +90,14 @@ def test_a_longer_ntk_base_keeps_the_kept_layers_and_turns_them_too(converted, c
         # what is left of positions is that of the kept layers
         torch.nn.init.zeros_(attention.o_proj.weight)
     assert (unbaked(tokens()).logits - twice(tokens()).logits).abs().max() > 1e-2
-    refuses(
-        r"--keep-layers: got \[1\], expected \[0, 2\], the source's",
-        dst,
-        tmp_path / "other",
-        ntk_length=160,
-        keep_layers=[1],
-    )
+    message = r"--keep-layers: got \[1\], expected \[0, 2\], the source's"
+    refuses(message, dst, tmp_path / "other", ntk_length=160, keep_layers=[1])
 
 
 @pytest.mark.parametrize("layers", [[3], [-1], [1, 1]])
 def test_layers_that_are_not_there_are_refused(layers, tiny_llama_dir, tmp_path):
-    refuses(
-        "expected different numbers of layers, from 0 to 2",
-        tiny_llama_dir,
-        tmp_path / "dst",
-        keep_layers=layers,
-    )
+    message = "expected different numbers of layers, from 0 to 2"
+    refuses(message, tiny_llama_dir, tmp_path / "dst", keep_layers=layers)
     with pytest.raises(CocaError, match="expected different numbers of layers, from 0 to 2"):
         patch_(AutoModelForCausalLM.from_pretrained(tiny_llama_dir), keep_layers=layers)
     assert not list(tmp_path.iterdir())
@@ -114,13 +105,8 @@ def test_layers_that_are_not_there_are_refused(layers, tiny_llama_dir, tmp_path)
 
 def test_the_released_layout_has_no_keys_to_keep(tmp_path):
     write_golden(tmp_path / "src", "neox")
-    refuses(
-        "--keep-layers: got the released CoCA layout, which has no keys",
-        tmp_path / "src",
-        tmp_path / "dst",
-        released=True,
-        keep_layers=[0],
-    )
+    message = "--keep-layers: got the released CoCA layout, which has no keys"
+    refuses(message, tmp_path / "src", tmp_path / "dst", released=True, keep_layers=[0])
 
 
 @EVERY_CASE

@@ -182,56 +182,49 @@ def test_without_bitsandbytes_its_weights_are_refused_in_one_line(
     assert "pip install 'coca-hf[qlora]'" in printed
 
 
+REMEDY = "convert the checkpoint that it was quantized from, and quantize the result"
 REFUSED = {
-    "gptq": (
-        {"quant_method": "gptq", "bits": 4},
-        "quantized by gptq, expected plain ones, FP8 with a scale for each block, or bitsandbytes; "
-        "convert the checkpoint that it was quantized from, and quantize the result",
-    ),
-    "awq": ({"quant_method": "awq"}, "quantized by awq, expected plain ones, FP8 with a scale "),
-    "compressed-tensors": (
-        {"quant_method": "compressed-tensors"},
-        "quantized by compressed-tensors, expected plain ones, FP8 with a scale for each block, or "
-        "bitsandbytes; convert the checkpoint that it was quantized from",
-    ),
-    "a block of three": (
-        {"quant_method": "fp8", "weight_block_size": [1, 2, 3]},
-        "quantized by fp8, expected plain ones, FP8 with a scale for each block, or bitsandbytes",
-    ),
-    "a block of nothing": (
-        {"quant_method": "fp8", "weight_block_size": [0, 2]},
-        "quantized by fp8, expected plain ones, FP8 with a scale for each block, or bitsandbytes",
-    ),
+    "gptq": {"quant_method": "gptq", "bits": 4},
+    "awq": {"quant_method": "awq"},
+    "compressed-tensors": {"quant_method": "compressed-tensors"},
+    "a block of three": {"quant_method": "fp8", "weight_block_size": [1, 2, 3]},
+    "a block of nothing": {"quant_method": "fp8", "weight_block_size": [0, 2]},
 }
 
 
-@pytest.mark.parametrize(("method", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_another_method_is_refused_with_what_to_do(source, tmp_path, refusal, method, message):
+@pytest.mark.parametrize("method", REFUSED.values(), ids=REFUSED.keys())
+def test_another_method_is_refused_with_what_to_do(source, tmp_path, refusal, method):
     edit_config(source, quantization_config=method)
-    assert f"config.json: got weights {message}" in refusal(source, tmp_path / "dst")
+    expected = "expected plain ones, FP8 with a scale for each block, or bitsandbytes"
+    message = f"got weights quantized by {method['quant_method']}, {expected}; {REMEDY}"
+    assert f"config.json: {message}" in refusal(source, tmp_path / "dst")
 
 
+def put(tensor, name=Q1):
+    """A damage: another tensor of this name."""
+    return lambda weights: weights.update({name: tensor})
+
+
+SCALES = f"{Q1}_scale_inv"
+OF_Q1 = f"tensor {Q1}: got shape"
 DAMAGE = {
     "no scales": (
-        lambda w: w.pop(f"{Q1}_scale_inv"),
-        f"tensor {Q1}: got shape (48, 48) and scales of shape None, expected (3, 3)",
+        lambda w: w.pop(SCALES),
+        f"{OF_Q1} (48, 48) and scales of shape None, expected (3, 3)",
     ),
     "other scales": (
-        lambda w: w.update({f"{Q1}_scale_inv": torch.ones(2, 3)}),
-        f"tensor {Q1}: got shape (48, 48) and scales of shape (2, 3), expected (3, 3)",
+        put(torch.ones(2, 3), SCALES),
+        f"{OF_Q1} (48, 48) and scales of shape (2, 3), expected (3, 3)",
     ),
     "a weight of no rows": (
-        lambda w: w.update({Q1: torch.empty(0, 48).to(torch.float8_e4m3fn)}),
-        f"tensor {Q1}: got shape (0, 48) and scales of shape (3, 3), expected (0, 3)",
+        put(torch.empty(0, 48).to(torch.float8_e4m3fn)),
+        f"{OF_Q1} (0, 48) and scales of shape (3, 3), expected (0, 3)",
     ),
     "scales of bytes": (
-        lambda w: w.update({f"{Q1}_scale_inv": torch.ones(3, 3, dtype=torch.uint8)}),
-        f"tensor {Q1}_scale_inv has dtype U8, expected one of F64, F32, F16, BF16",
+        put(torch.ones(3, 3, dtype=torch.uint8), SCALES),
+        f"tensor {SCALES} has dtype U8, expected one of F64, F32, F16, BF16",
     ),
-    "a scale alone": (
-        lambda w: w.update({Q1: w[Q1].float()}),
-        f"tensor {Q1}_scale_inv is not understood",
-    ),
+    "a scale alone": (put(torch.ones(48, 48)), f"tensor {SCALES} is not understood"),
 }
 
 
@@ -246,70 +239,63 @@ def test_scales_that_do_not_fit_are_one_line_and_exit_code_2(
 STATE = f"{Q1}.quant_state.bitsandbytes__nf4"
 
 
-def describe(weights, **changes):
-    """Change the JSON that describes the weight `Q1`."""
-    state = json.loads(bytes(weights[STATE].tolist())) | changes
-    weights[STATE] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+def described(**changes):
+    """A damage: other values in the JSON that describes the weight `Q1`."""
+
+    def change(weights):
+        state = json.loads(bytes(weights[STATE].tolist())) | changes
+        weights[STATE] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+    return change
 
 
+def odd_block(weights):
+    described(blocksize=48)(weights)
+    put(torch.ones(48), f"{Q1}.absmax")(weights)
+
+
+SCB, ORDER, TABLE = Q1.replace("weight", "SCB"), f"{Q1}_format", f"{Q1}.nested_quant_map"
+NOT_DESCRIBED = f"tensor {STATE}: does not describe a weight; {REMEDY}: "
 BAD_BITS = {
     "more rows": (
         "nf4, double",
-        lambda w: describe(w, shape=[4800, 48]),
-        f"tensor {Q1}.absmax: got ('U8', (36,)), expected ('U8', (3600,)); convert the checkpoint ",
+        described(shape=[4800, 48]),
+        f"tensor {Q1}.absmax: got ('U8', (36,)), expected ('U8', (3600,)); {REMEDY}",
     ),
     "rows of half a block": (
         "nf4",
-        lambda w: describe(w, shape=[47, 48]),
+        described(shape=[47, 48]),
         f"tensor {Q1}: got 1152 bytes, expected 1128, four bits for each number of (47, 48); conv",
     ),
     "other rows and columns": (
         "nf4",
-        lambda w: describe(w, shape=[24, 96]),
+        described(shape=[24, 96]),
         f"tensor {Q1} has shape (24, 96), expected (48, 48) from config.json",
     ),
-    "no size": (
-        "nf4",
-        lambda w: describe(w, blocksize=0),
-        f"tensor {STATE}: does not describe a weight; convert the checkpoint that it was quantized "
-        "from, and quantize the result: got sizes (48, 48, 0, 1)",
-    ),
-    "a dtype of integers": (
-        "nf4",
-        lambda w: describe(w, dtype="int8"),
-        f"tensor {STATE}: does not describe a weight; convert the checkpoint that it was quantized "
-        "from, and quantize the result: got dtype int8",
-    ),
+    "no size": ("nf4", described(blocksize=0), f"{NOT_DESCRIBED}got sizes (48, 48, 0, 1)"),
+    "integers": ("nf4", described(dtype="int8"), f"{NOT_DESCRIBED}got dtype int8"),
     "a size that bitsandbytes does not have": (
         "nf4",
-        lambda w: (describe(w, blocksize=48), w.update({f"{Q1}.absmax": torch.ones(48)})),
+        odd_block,
         f"tensor {Q1}: bitsandbytes does not dequantize it: invalid blocksize 48",
     ),
-    "a long description": (
-        "nf4",
-        lambda w: describe(w, comment="x" * 10_000),
-        "quantize the result: more than 10000 bytes",
-    ),
+    "long": ("nf4", described(comment="x" * 10_000), f"{NOT_DESCRIBED}more than 10000 bytes"),
     "no weight": ("nf4", lambda w: w.pop(Q1), f"tensor {Q1}: got 0 bytes, expected 1152"),
     "a short table": (
         "nf4, double",
-        lambda w: w.update({f"{Q1}.nested_quant_map": torch.ones(255)}),
-        f"tensor {Q1}.nested_quant_map: got ('F32', (255,)), expected ('F32', (256,));",
+        put(torch.ones(255), TABLE),
+        f"tensor {TABLE}: got ('F32', (255,)), expected ('F32', (256,));",
     ),
-    "no scales": (
-        "int8",
-        lambda w: w.pop(Q1.replace("weight", "SCB")),
-        f"tensor {Q1}_format is not understood",
-    ),
+    "no scales": ("int8", lambda w: w.pop(SCB), f"tensor {ORDER} is not understood"),
     "fewer scales": (
         "int8",
-        lambda w: w.update({Q1.replace("weight", "SCB"): torch.ones(47)}),
-        "layers.1.self_attn.q_proj.SCB: got ('F32', (47,)), expected ('F32', (48,)); convert the ",
+        put(torch.ones(47), SCB),
+        f"tensor {SCB}: got ('F32', (47,)), expected ('F32', (48,)); {REMEDY}",
     ),
     "the order of a GPU": (
         "int8",
-        lambda w: w.update({f"{Q1}_format": torch.tensor(2, dtype=torch.uint8)}),
-        f"tensor {Q1}_format: got 2, expected 0, the order of rows and columns; convert the check",
+        put(torch.tensor(2, dtype=torch.uint8), ORDER),
+        f"tensor {ORDER}: got 2, expected 0, the order of rows and columns; {REMEDY}",
     ),
 }
 

@@ -68,18 +68,12 @@ def test_links_of_additional_chat_templates_out_of_the_checkpoint_are_refused(so
     (tmp_path / "secret.jinja").write_text("secret")
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "rag.jinja").symlink_to(tmp_path / "secret.jinja")
-    refuses(
-        r"rag\.jinja: is a link to .*secret\.jinja, outside the checkpoint",
-        source,
-        tmp_path / "dst",
-    )
+    message = r"rag\.jinja: is a link to .*secret\.jinja, outside the checkpoint"
+    refuses(message, source, tmp_path / "dst")
     shutil.rmtree(source / "additional_chat_templates")
     (source / "additional_chat_templates").symlink_to(tmp_path)
-    refuses(
-        r"secret\.jinja: is a link to .*secret\.jinja, outside the checkpoint",
-        source,
-        tmp_path / "dst",
-    )
+    message = r"secret\.jinja: is a link to .*secret\.jinja, outside the checkpoint"
+    refuses(message, source, tmp_path / "dst")
 
 
 @pytest.mark.parametrize(
