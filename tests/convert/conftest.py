@@ -31,6 +31,18 @@ def convert(monkeypatch, capsys):
 
 
 @pytest.fixture
+def converts(convert):
+    """Run `coca-convert`, which ends with code 0; returns what it printed."""
+
+    def run(*arguments):
+        code, printed = convert(*arguments)
+        assert code == 0, printed
+        return printed
+
+    return run
+
+
+@pytest.fixture
 def refusal(convert):
     """Run `coca-convert`, which ends with code 2 and one line; returns that line."""
 

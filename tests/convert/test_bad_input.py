@@ -235,10 +235,9 @@ def test_destination_whose_staging_directory_has_too_long_a_name_is_refused(
     assert "y.incomplete: cannot be used (File name too long)" in printed
 
 
-def test_names_that_rich_would_take_for_markup_are_printed_as_they_are(source, tmp_path, convert):
+def test_names_that_rich_would_take_for_markup_are_printed_as_they_are(source, tmp_path, converts):
     named = source.rename(tmp_path / "o[b]c:smile:")
-    code, printed = convert(named, tmp_path / "o[" / "b]c[/red]:smile:")
-    assert code == 0
+    printed = converts(named, tmp_path / "o[" / "b]c[/red]:smile:")
     assert f"{tmp_path}/o[/b]c[/red]:smile:: slack, float32" in printed
 
 
@@ -262,14 +261,13 @@ def test_released_layout_is_refused_as_strict(source, tmp_path, refusal):
 
 
 def test_existing_destination_is_kept_without_overwrite_and_replaced_with_it(
-    source, tmp_path, convert, refusal
+    source, tmp_path, converts, refusal
 ):
     convert_checkpoint(source, tmp_path / "dst")
     (tmp_path / "dst" / "notes.txt").write_text("mine")
     assert "exists and is left as it is; pass --overwrite" in refusal(source, tmp_path / "dst")
     assert (tmp_path / "dst" / "notes.txt").exists()
-    code, _ = convert(source, tmp_path / "dst", "--overwrite", "--constraint", "strict")
-    assert code == 0
+    converts(source, tmp_path / "dst", "--overwrite", "--constraint", "strict")
     assert record_of(tmp_path / "dst", CONFIG)["coca_constraint"] == "strict"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["dst", "source"]
 
@@ -302,7 +300,7 @@ def test_fields_that_common_tools_leave_in_a_config_change_nothing(source, tmp_p
 
 
 def test_a_field_that_is_not_understood_can_be_left_out_and_is_recorded(
-    source, tmp_path, convert, refusal, tiny_coca_dir
+    source, tmp_path, converts, refusal, tiny_coca_dir
 ):
     dst = tmp_path / "dst"
     edit_config(source, neuron_cores=2, seq_len=5)
@@ -310,8 +308,7 @@ def test_a_field_that_is_not_understood_can_be_left_out_and_is_recorded(
     assert "neuron_cores=2 is not understood" in printed
     remedy = "leaves it out, if it says nothing about weights or attention"
     assert f"--ignore-field neuron_cores {remedy}" in printed
-    code, _ = convert(source, dst, "--ignore-field", "seq_len", "--ignore-field", "neuron_cores")
-    assert code == 0
+    converts(source, dst, "--ignore-field", "seq_len", "--ignore-field", "neuron_cores")
     assert record_of(dst)["ignored_fields"] == ["seq_len", "neuron_cores"]
     assert record_of(dst, CONFIG) == record_of(tiny_coca_dir, CONFIG)
     edit_config(dst, seq_len=5)

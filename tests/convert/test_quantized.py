@@ -51,12 +51,11 @@ def dequantized(source, directory):
 
 @pytest.mark.parametrize("block", [[16, 8], None], ids=["blocks", "one scale"])
 def test_fp8_converts_to_the_bits_of_the_model_that_transformers_dequantizes(
-    source, tmp_path, convert, block
+    source, tmp_path, converts, block
 ):
     edit_config(source, dtype="bfloat16")
     edit_weights(source, lambda w: w.update({n: t.bfloat16() for n, t in w.items()}))
-    code, _ = convert(quantize_(source, block), tmp_path / "dst")
-    assert code == 0
+    converts(quantize_(source, block), tmp_path / "dst")
     convert_checkpoint(dequantized(source, tmp_path / "plain"), tmp_path / "expected")
     assert_same_weights(tmp_path / "dst", tmp_path / "expected")
 
@@ -123,11 +122,10 @@ def quantized_by_bitsandbytes(source, directory, dtype="bfloat16", **bits):
 @pytest.mark.parametrize("bits", BITS.values(), ids=BITS.keys())
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_bitsandbytes_converts_to_the_bits_of_the_model_that_transformers_dequantizes(
-    source, tmp_path, convert, bits, dtype
+    source, tmp_path, converts, bits, dtype
 ):
     quantized_by_bitsandbytes(source, tmp_path / "quantized", dtype, **bits)
-    code, _ = convert(tmp_path / "quantized", tmp_path / "dst")
-    assert code == 0
+    converts(tmp_path / "quantized", tmp_path / "dst")
     plain = dequantized(tmp_path / "quantized", tmp_path / "plain")
     record = convert_checkpoint(plain, tmp_path / "expected")
     assert_same_weights(tmp_path / "dst", tmp_path / "expected")
@@ -152,11 +150,10 @@ def test_a_dry_run_of_four_bits_has_the_sizes_and_the_dtype_of_what_is_written(
     assert planned["written"] == {"files": 1, "bytes": sum(tensor.nbytes for tensor in written)}
 
 
-def test_an_adapter_is_merged_into_dequantized_weights(source, tmp_path, convert):
+def test_an_adapter_is_merged_into_dequantized_weights(source, tmp_path, converts):
     quantized_by_bitsandbytes(source, tmp_path / "quantized", **BITS["nf4, double"])
     lora = make_adapter(source, tmp_path / "lora")
-    code, _ = convert(tmp_path / "quantized", tmp_path / "dst", "--adapter", lora)
-    assert code == 0
+    converts(tmp_path / "quantized", tmp_path / "dst", "--adapter", lora)
     plain = dequantized(tmp_path / "quantized", tmp_path / "plain")
     convert_checkpoint(plain, tmp_path / "expected", adapter=lora)
     assert_same_weights(tmp_path / "dst", tmp_path / "expected")
