@@ -196,7 +196,7 @@ class _Run:
         self, pairs: LayerPairs, blocks: Tensor, held_out: Tensor, folder: Path, settings: str
     ):
         self.pairs, self.blocks, self.held_out = pairs, blocks, held_out
-        self.settings, self.folder = settings, folder
+        self.settings, self.folder, self.record_file = settings, folder, folder / "states.json"
         self.seconds: defaultdict[str, float] = defaultdict(float)
         folder.mkdir(exist_ok=True)
         shape = len(blocks) + 3 * len(held_out), blocks.shape[1], pairs.config.hidden_size
@@ -247,37 +247,29 @@ class _Run:
         in_order = in_order.expand(self.held_out.shape)
         with self._timed("read"):
             theirs, ours = pairs.load(number)
-        text = None
-        with self._timed("forward"):
-            if self._carries_text(number):
-                storage = _storage(pairs, self.blocks)
-                text = run_original(
-                    theirs, before["text"], after["text"], positions, angles, storage
-                )
+        attention, is_fitted, text = ours.self_attn, number in self.files, None
+        if self._carries_text(number):
+            with self._timed("forward"):
+                places = before["text"], after["text"], positions
+                text = run_original(theirs, *places, angles, _storage(pairs, self.blocks))
         with self._timed("measure"):
             seen = run_original(theirs, before["original"], after["original"], in_order, angles)
             run_layer(ours, before["start"], after["start"], in_order, angles.coca)
-        result = LayerFit(0.0, 0.0)
-        if number in self.files:
-            attention = ours.self_attn
-            with self._timed("measure"):
-                start = divergences(attention, seen).mean().item()
-            if number in self.missing:
-                assert text is not None
-                with self._timed("steps"):
-                    fit(attention, text, passes, seed + number)
-                tensors = attention.state_dict()
-                fitted = {name: tensors[name] for name in tensors if name.startswith(FITTED)}
-                _save(fitted, self.files[number], self.settings)
-            else:
-                attention.load_state_dict(
-                    _load(self.files[number], self.settings) or {}, strict=False
-                )
-            with self._timed("measure"):
-                result = LayerFit(start, divergences(attention, seen).mean().item())
+            kl_start = divergences(attention, seen).mean().item() if is_fitted else 0.0
+        if number in self.missing:
+            assert text is not None
+            with self._timed("steps"):
+                fit(attention, text, passes, seed + number)
+            tensors = attention.state_dict()
+            fitted = {name: tensors[name] for name in tensors if name.startswith(FITTED)}
+            _save(fitted, self.files[number], self.settings)
+        elif is_fitted:
+            fitted = _load(self.files[number], self.settings) or {}
+            attention.load_state_dict(fitted, strict=False)
         with self._timed("measure"):
+            kl_fitted = divergences(attention, seen).mean().item() if is_fitted else 0.0
             run_layer(ours, before["calibrated"], after["calibrated"], in_order, angles.coca)
-        return result
+        return LayerFit(kl_start, kl_fitted)
 
     def _fitted_tensors(self) -> dict[str, Tensor]:
         return {
@@ -306,10 +298,6 @@ class _Run:
         for path in self.folder.glob("states*"):
             path.unlink()
 
-    @property
-    def _record_file(self) -> Path:
-        return self.folder / "states.json"
-
     def _record(self, layers: list[LayerFit]) -> None:
         """Note that `layers` are done: a run that is killed continues after them."""
         with self._timed("states"):
@@ -320,12 +308,12 @@ class _Run:
                 "hash": self.states[len(layers) % 2].hash(),
                 "layers": layers,
             }
-            replace_text(self._record_file, json.dumps(record))
+            replace_text(self.record_file, json.dumps(record))
 
     def _finished_layers(self) -> list[LayerFit]:
         """The layers whose successor's states are here, whole."""
         try:
-            record = json.loads(self._record_file.read_text())
+            record = json.loads(self.record_file.read_text())
             layers = [LayerFit(*map(float, layer)) for layer in record["layers"]]
             kept, number = list(self.pairs.config.coca_kept_layers), len(layers)
             is_same = (record["settings"], record["kept"]) == (self.settings, kept)

@@ -141,41 +141,47 @@ def coca_class(config: CocaConfig) -> type[CocaPreTrainedModel]:
     return family_of(config).coca_causal_lm
 
 
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The options of `convert_checkpoint` that decide what is written.
+
+    src: the source's name in messages.
+    """
+
+    src: str
+    constraint: str | None
+    dtype: str
+    shard_bytes: int
+    ntk_length: int | None
+    ntk_factor: float | None
+    released: bool
+    ignored_fields: Collection[str]
+
+
 def written_config(
-    config: Mapping,
-    constraint: str | None,
-    ntk_length: int | None,
-    ntk_factor: float | None,
-    kept_layers: Sequence[int] | None,
-    ignored: Collection[str],
-    where: str,
+    config: Mapping, form: Form, kept_layers: Sequence[int] | None, where: str
 ) -> tuple[CocaConfig, bool, dict | None]:
     """The configuration to write, whether the source is CoCA already, and what `bake_ntk_` did.
 
     A CoCA source is good for `ntk_length` only. Raises CocaError as the functions below do.
     """
-    from_coca = bool(ntk_length) and str(config.get("model_type")).startswith("coca_")
+    from_coca = bool(form.ntk_length) and str(config.get("model_type")).startswith("coca_")
     if from_coca:
-        result = _copied_config(config, where, ignored)
-        if constraint and constraint != result.coca_constraint:
-            raise CocaError(
-                f"{where}: --constraint: got {constraint}, expected {result.coca_constraint}, the "
-                "source's"
-            )
-        if kept_layers is not None and sorted(kept_layers) != sorted(result.coca_kept_layers):
-            raise CocaError(
-                f"{where}: --keep-layers: got {list(kept_layers)}, expected "
-                f"{result.coca_kept_layers}, the source's"
-            )
+        result = _copied_config(config, where, form.ignored_fields)
+        _check_same("--constraint", form.constraint, result.coca_constraint, where)
+        kept = None if kept_layers is None else sorted(kept_layers)
+        _check_same("--keep-layers", kept, sorted(result.coca_kept_layers), where)
     else:
-        result = coca_config(
-            config, constraint or "slack", where, sorted(kept_layers or ()), ignored
-        )
-    return (
-        result,
-        from_coca,
-        bake_ntk_(result, ntk_length, ntk_factor, where) if ntk_length else None,
-    )
+        kept, constraint = sorted(kept_layers or ()), form.constraint or "slack"
+        result = coca_config(config, constraint, where, kept, form.ignored_fields)
+    if not form.ntk_length:
+        return result, from_coca, None
+    return result, from_coca, bake_ntk_(result, form.ntk_length, form.ntk_factor, where)
+
+
+def _check_same(option: str, asked: object, own: object, where: str) -> None:
+    if asked is not None and asked != own:
+        raise CocaError(f"{where}: {option}: got {asked}, expected {own}, the source's")
 
 
 def coca_config(
