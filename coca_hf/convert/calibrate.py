@@ -60,9 +60,7 @@ PROCESS_BYTES = 700_000_000  # of Python with torch and transformers
 
 
 class LayerFit(NamedTuple):
-    """What a layer came to: KL(original's map || CoCA's), nats, mean over heads and held-out
-    queries. Zero where the layer keeps the original's attention.
-    """
+    """KL(original's map || CoCA's) in nats, mean over heads and held-out queries; 0 if kept."""
 
     kl_start: float
     kl_fitted: float
@@ -104,9 +102,7 @@ class Seen(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Bytes that calibration takes on a CPU, computed from the shapes; the disk's are hidden states
-    and fitted layers.
-    """
+    """Bytes that calibration takes on a CPU: memory; hidden states and fitted layers on disk."""
 
     memory: int
     disk_states: int
@@ -119,9 +115,7 @@ def default_passes(num_blocks: int) -> int:
 
 
 def matrix_dtype(layout: Layout, device: str) -> torch.dtype:
-    """What the matrices of `layout`'s source are multiplied in: bfloat16 for weights of at most 16
-    bits, which those of a GGUF file are, on a processor with AMX.
-    """
+    """bfloat16 for weights of at most 16 bits, as GGUF's, on a processor with AMX; or float32."""
     source = layout.source
     queries = next(target for target in layout.targets if target.module == "q_proj")
     at_most_16_bits = source.kind == "gguf" or source.dtype(queries.source).itemsize == 2
@@ -429,9 +423,7 @@ def fit(attention: CocaAttention, seen: Seen, passes: int, seed: int) -> None:
 
 
 class Strata:
-    """The rows of a block in strata of equal weight w_m. The first row, which has itself only, has
-    none.
-    """
+    """A block's rows in strata of equal weight w_m; the first, which sees only itself, has none."""
 
     def __init__(self, length: int):
         self.number, self.length = min(QUERIES, length), length
@@ -495,9 +487,7 @@ def backward(
 def fold(
     attention: CocaAttention, inputs: Tensor, angles: tuple[Tensor, Tensor], rows: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """CoCA's query of the rows (b, r), scaled, (b, h, r, d), and all keys, (b, g, n, d). angles:
-    cos, sin (b, n, j).
-    """
+    """Scaled query of rows (b, r), (b, h, r, d), and all keys, (b, g, n, d). angles: (b, n, j)."""
     return folded(
         attention,
         attention.queries(_take(inputs, rows)),
@@ -534,9 +524,7 @@ def by_group(x: Tensor, groups: int) -> Tensor:
 
 
 def later_keys(rows: Tensor, length: int) -> Tensor:
-    """What hides from the queries in rows (b, r) the keys after them, added to scores: (b, 1, r,
-    n).
-    """
+    """Added to scores, (b, 1, r, n), it hides the keys after the queries in rows (b, r)."""
     later = torch.arange(length, device=rows.device) > rows[:, None, :, None]
     return later * torch.finfo(torch.float32).min
 
@@ -563,9 +551,7 @@ class Keys(torch.autograd.Function):
 @torch.no_grad()
 @torch.autocast("cpu", enabled=False)
 def divergences(attention: CocaAttention, seen: Seen) -> Tensor:
-    """KL(original's map || CoCA's) in nats of every head, (h,): mean over blocks and queries,
-    evenly chosen of many.
-    """
+    """KL(original's map || CoCA's) in nats of every head, (h,): mean over blocks and queries."""
     device, length = attention.q_proj.weight.device, seen.inputs.shape[1]
     rows = torch.arange(length - 1, -1, -math.ceil(length / MEASURED_QUERIES), device=device)[None]
     found = []

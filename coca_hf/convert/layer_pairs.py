@@ -97,9 +97,7 @@ class LayerPairs:
         return self._coca.model.before_layers(self._read("model.embed_tokens.weight"))
 
     def norm_and_head(self) -> tuple[nn.Module, Tensor]:
-        """What follows the layers, the same in both models, in float32: the norm, and the head's
-        (vocabulary, hidden), over Granite's `logits_scaling`.
-        """
+        """The norm and the scaled head, (vocabulary, hidden), of both models, in float32."""
         norm = _filled(self._coca.model.norm, lambda name: self._read(f"model.norm.{name}").float())
         name = (
             "lm_head.weight" if "lm_head.weight" in self._targets else "model.embed_tokens.weight"
@@ -153,9 +151,7 @@ def run_layer(
 def attend_and_note(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **kwargs
 ):
-    """Causal attention; leaves the rotated queries and keys in `module.noted`. As transformers
-    calls it.
-    """
+    """Causal attention, as transformers calls it; leaves rotated queries and keys in `noted`."""
     module.noted = ((query * scaling).transpose(1, 2), key)
     groups = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(groups, 1) for part in (key, value))

@@ -125,9 +125,7 @@ class Layout:
         return stated if stated in list(stored) else stored.most_common(1)[0][0]
 
     def _group(self, limit: int) -> dict[str, list[TargetTensor]]:
-        """The tensors of each shard, in the order of the model, then those of wider numbers first:
-        all are aligned.
-        """
+        """Each shard's tensors in the model's order, wider numbers first: all are aligned."""
         shards: list[list[TargetTensor]] = [[]]
         filled = 0
         for target in self.targets:
