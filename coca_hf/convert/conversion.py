@@ -265,28 +265,19 @@ class _Calibration:
         self.text_tokens = text_blocks.numel()
         self.passes = passes or default_passes(len(self.blocks))
         self.blocks_hash = xxhash.xxh3_128_hexdigest(bytes_of(self.blocks))
-        code = [
-            xxhash.xxh3_128_hexdigest(file.read_bytes())
-            for folder in CODE
-            for file in sorted(folder.glob("*.py"))
-        ]
-        held_out_hash = xxhash.xxh3_128_hexdigest(bytes_of(self.held_out))
-        options = layout.config.coca_constraint, seed, self.passes, held_out_hash
         self.dtype = matrix_dtype(layout, device)
-        # Fitted tensors are float32, and do not depend on which other layers are kept.
-        config = {**layout.config.to_dict(), "coca_kept_layers": None, "dtype": None}
-        self.settings = [
-            *(
-                layout.source.states(),
-                self.blocks.shape,
-                self.blocks_hash,
-                *options,
-                device,
-                str(self.dtype),
-            ),
-            code,
-            *(config, versions("torch", "transformers")),
-        ]
+        files = [file for folder in CODE for file in sorted(folder.glob("*.py"))]
+        settings = {
+            "source": layout.source.states(),
+            "blocks": [self.blocks.shape, self.blocks_hash],
+            "held out": xxhash.xxh3_128_hexdigest(bytes_of(self.held_out)),
+            "fit": [layout.config.coca_constraint, seed, self.passes, device, self.dtype],
+            "code": [xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in files],
+            # Fitted tensors are float32, and do not depend on which other layers are kept.
+            "config": layout.config.to_dict() | {"coca_kept_layers": None, "dtype": None},
+            "versions": versions("torch", "transformers"),
+        }
+        self.settings = json.dumps(settings, default=str)
         self.needs = needs(layout, self.blocks, self.held_out, self.dtype)
         if ranks_layers:
             ranked = 2 * self._ranking_blocks().numel()
@@ -355,7 +346,7 @@ class _Calibration:
             staging.calibrated,
             self.passes,
             self.seed,
-            json.dumps(self.settings, default=str),
+            self.settings,
             report,
         )
 
