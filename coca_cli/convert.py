@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -207,21 +208,20 @@ def _layers(text: str) -> list[int] | int | str:
 
     `6` and `auto` stay as they are. Raises BadOption for anything else.
     """
+    number = r"\s*\d{1,9}\s*"
     if text == "auto":
         return text
-    if text.isdecimal() and len(text) < 10:
+    if re.fullmatch(r"\d{1,9}", text):
         return int(text)
-    count, colon, out = text.partition(":")
-    if colon and count.isdecimal() and len(count) < 10:
-        return _harmed_most(int(count), Path(out))
-    parts = [part.strip() for part in text.removesuffix(",").split(",")]
-    if "," not in text or not all(part.isdecimal() and len(part) < 10 for part in parts):
-        raise BadOption(
-            f"--keep-layers: got {text!r}, expected layers by number, from 0, as in 8,17,18 (one "
-            f"layer: '8,'); with --calibrate how many, as in 6, or auto; or 6:OUT, the six that "
-            f"coca-eval layers --out OUT ranks first"
-        )
-    return [int(part) for part in parts]
+    if ranked := re.fullmatch(r"(\d{1,9}):(.*)", text):
+        return _harmed_most(int(ranked[1]), Path(ranked[2]))
+    if re.fullmatch(rf"({number},)+({number})?", text):
+        return [int(found) for found in re.findall(r"\d+", text)]
+    raise BadOption(
+        f"--keep-layers: got {text!r}, expected layers by number, from 0, as in 8,17,18 (one "
+        f"layer: '8,'); with --calibrate how many, as in 6, or auto; or 6:OUT, the six that "
+        f"coca-eval layers --out OUT ranks first"
+    )
 
 
 def _harmed_most(count: int, out: Path) -> list[int]:
