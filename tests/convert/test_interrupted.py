@@ -12,8 +12,6 @@ from threading import Lock
 
 import pytest
 import torch
-import xxhash
-from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_hf import CocaError, convert_checkpoint
@@ -160,30 +158,6 @@ def test_rerun_keeps_shards_of_another_type_than_the_source(source, tmp_path):
     convert_checkpoint(source, tmp_path / "fresh", **SHARDS, dtype="bfloat16")
     interrupted(source, tmp_path / "dst", num_bytes=1_600_000, dtype="bfloat16")
     goes_on(source, tmp_path / "dst", bytes_of(tmp_path / "fresh"), dtype="bfloat16")
-
-
-def hashes_of(weights):
-    return {
-        name: xxhash.xxh3_128_hexdigest(tensor.numpy().tobytes())
-        for name, tensor in weights.items()
-    }
-
-
-def test_manifest_has_the_hash_of_every_tensor_that_was_read_and_written(source, tmp_path):
-    interrupted(source, tmp_path / "dst")
-    manifest = tmp_path / ".dst.incomplete" / "manifest.jsonl"
-    of_source, made = hashes_of(checkpoints.weights_of(source)), 0
-    for line in map(json.loads, manifest.read_text().splitlines()[1:]):
-        written = hashes_of(load_file(manifest.parent / "checkpoint" / line["shard"]))
-        assert line["written"] == written
-        assert line["read"].items() <= of_source.items()
-        copied = {name for name in written if "t_proj" not in name}
-        assert copied <= line["read"].keys()
-        for name in written.keys() - copied:
-            read = {name.replace("t_proj", part) for part in ("q_proj", "k_proj")}
-            assert read <= line["read"].keys()
-            made += 1
-    assert made
 
 
 def flip(position):
