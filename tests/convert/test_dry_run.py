@@ -150,7 +150,7 @@ def test_a_calibration_is_planned_with_its_text_and_not_begun(
     assert "kept in the layers that calibration finds (2)" in printed
     assert files_of(tmp_path) == before
     text.write_text("short")
-    printed = refusal(tiny_llama_dir, tmp_path / "dst", "--dry-run", *options)
+    refusal(tiny_llama_dir, tmp_path / "dst", "--dry-run", *options)
     assert files_of(tmp_path).keys() == before.keys()
 
 
