@@ -319,7 +319,7 @@ def test_repeated_blocks_repeat_passages_of_the_text_and_random_ones(tiny_llama_
 
 
 def convert(src, dst, text, **options):
-    options = {"calibrate_tokens": 256, "calibrate_passes": 10} | options
+    options = {"calibrate_tokens": 256, "calibrate_passes": 4} | options
     return convert_checkpoint(src, dst, calibrate_on=str(text), **options)
 
 
@@ -535,7 +535,7 @@ def other_code(name):
 
 OTHERS = {
     "seed": lambda *_: {"seed": 1},
-    "passes": lambda *_: {"calibrate_passes": 11},
+    "passes": lambda *_: {"calibrate_passes": 5},
     "text": lambda _, text, __: [text.write_text(text.read_text().replace("times", "plus"))],
     "source": lambda source, *_: os.utime(source / "model.safetensors", ns=(1, 1)),
     "config": lambda source, *_: edit_config(source, rms_norm_eps=1e-5),
