@@ -311,7 +311,7 @@ def convert_killed(src, dst, number):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-    convert_checkpoint(src, dst, overwrite=True, max_shard_size="20KB")
+    convert_checkpoint(src, dst, overwrite=True, max_shard_size="60KB")
 
 
 @pytest.mark.real
@@ -321,7 +321,7 @@ def test_killed_at_every_other_touch_of_a_file_it_has_the_old_checkpoint_or_the_
     def weights(directory):
         return {name: data for name, data in files_of(directory).items() if "safetensors" in name}
 
-    convert_checkpoint(tiny_llama_dir, tmp_path / "expected", max_shard_size="20KB")
+    convert_checkpoint(tiny_llama_dir, tmp_path / "expected", max_shard_size="60KB")
     before = files_of(old)
     for number in itertools.count(1, 2):
         process = PROCESSES.Process(target=convert_killed, args=(tiny_llama_dir, old, number))
@@ -333,7 +333,7 @@ def test_killed_at_every_other_touch_of_a_file_it_has_the_old_checkpoint_or_the_
         moved = tmp_path / ".dst.incomplete" / "replaced"
         found = old if old.exists() else moved
         assert files_of(found) == before or weights(found) == weights(tmp_path / "expected"), number
-        convert_checkpoint(tiny_llama_dir, old, overwrite=True, max_shard_size="20KB")
+        convert_checkpoint(tiny_llama_dir, old, overwrite=True, max_shard_size="60KB")
         assert weights(old) == weights(tmp_path / "expected")
         assert sorted(file.name for file in tmp_path.iterdir()) == ["dst", "expected"]
         shutil.rmtree(old)
