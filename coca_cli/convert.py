@@ -1,6 +1,8 @@
 """`coca-convert SRC DST`."""
 
+import functools
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,18 +15,14 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 CALIBRATION = "With --calibrate"
-OF_CALIBRATION = (
-    *("calibrate_tokens", "calibrate_block", "calibrate_passes"),
-    *("column", "split", "subset", "device", "seed"),
-)
+fit_option = functools.partial(typer.Option, rich_help_panel=CALIBRATION)
 
 
 @app.command()
 def convert_command(
     context: typer.Context,
     src: Annotated[
-        str,
-        typer.Argument(help="Checkpoint to convert: a directory, a .gguf file or a hub id."),
+        str, typer.Argument(help="Checkpoint to convert: a directory, a .gguf file or a hub id.")
     ],
     dst: Annotated[str, typer.Argument(help="Directory to write. It appears when it is complete.")],
     calibrate: Annotated[
@@ -53,12 +51,10 @@ def convert_command(
         typer.Option(help="Type of the written weights; auto keeps the source's."),
     ] = "auto",
     overwrite: Annotated[
-        bool,
-        typer.Option("--overwrite", help="Replace the checkpoint at DST."),
+        bool, typer.Option("--overwrite", help="Replace the checkpoint at DST.")
     ] = False,
     max_shard_size: Annotated[
-        str,
-        typer.Option(help="Largest size of a weights file, such as 500MB or 5GB."),
+        str, typer.Option(help="Largest size of a weights file, such as 500MB or 5GB.")
     ] = "1GB",
     ntk_length: Annotated[
         int | None,
@@ -74,13 +70,11 @@ def convert_command(
     released: Annotated[
         bool,
         typer.Option(
-            "--released",
-            help="Read SRC as a GPT-NeoX checkpoint of the authors' CoCA code.",
+            "--released", help="Read SRC as a GPT-NeoX checkpoint of the authors' CoCA code."
         ),
     ] = False,
     revision: Annotated[
-        str | None,
-        typer.Option(help="Branch, tag or commit of SRC on the hub."),
+        str | None, typer.Option(help="Branch, tag or commit of SRC on the hub.")
     ] = None,
     ignore_field: Annotated[
         list[str] | None,
@@ -118,60 +112,38 @@ def convert_command(
         ),
     ] = None,
     public: Annotated[
-        bool,
-        typer.Option("--public", help="Let everybody see the repository of --push-to-hub."),
+        bool, typer.Option("--public", help="Let everybody see the repository of --push-to-hub.")
     ] = False,
     calibrate_tokens: Annotated[
         int,
-        typer.Option(
-            min=1,
-            help="Tokens of text to fit on; as many tokens of repeated passages are added.",
-            rich_help_panel=CALIBRATION,
+        fit_option(
+            min=1, help="Tokens of text to fit on; as many tokens of repeated passages are added."
         ),
     ] = 32768,
     calibrate_block: Annotated[
         int,
-        typer.Option(
-            min=4,
-            help="Tokens in a block; at most the trained length and the attention window.",
-            rich_help_panel=CALIBRATION,
+        fit_option(
+            min=4, help="Tokens in a block; at most the trained length and the attention window."
         ),
     ] = 2048,
     calibrate_passes: Annotated[
         int | None,
-        typer.Option(
+        fit_option(
             min=1,
             help="Passes over the blocks. The default makes 1,280 steps, in at least 4 passes.",
-            rich_help_panel=CALIBRATION,
         ),
     ] = None,
-    column: Annotated[
-        str,
-        typer.Option(help="Column that holds the text.", rich_help_panel=CALIBRATION),
-    ] = "text",
-    split: Annotated[
-        str,
-        typer.Option(help="Split of a data set on the hub.", rich_help_panel=CALIBRATION),
-    ] = "train",
-    subset: Annotated[
-        str | None,
-        typer.Option(help="Subset of a data set on the hub.", rich_help_panel=CALIBRATION),
-    ] = None,
+    column: Annotated[str, fit_option(help="Column that holds the text.")] = "text",
+    split: Annotated[str, fit_option(help="Split of a data set on the hub.")] = "train",
+    subset: Annotated[str | None, fit_option(help="Subset of a data set on the hub.")] = None,
     device: Annotated[
         str | None,
-        typer.Option(
-            help="Device to fit on: cpu, cuda, cuda:1 or mps; by default the GPU, if there is one.",
-            rich_help_panel=CALIBRATION,
+        fit_option(
+            help="Device to fit on: cpu, cuda, cuda:1 or mps; by default the GPU, if there is one."
         ),
     ] = None,
     seed: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=2**32 - 1,
-            help="Seed for drawing the text to fit on.",
-            rich_help_panel=CALIBRATION,
-        ),
+        int, fit_option(min=0, max=2**32 - 1, help="Seed for drawing the text to fit on.")
     ] = 0,
 ) -> None:
     """Convert a checkpoint of LLaMA, Mistral, Qwen2, Qwen3, Phi-3, Granite, SmolLM3 or GPT-NeoX.
@@ -180,11 +152,11 @@ def convert_command(
     """
     if public and push_to_hub is None:
         raise BadOption("--public: got it without --push-to-hub, expected both")
-    for name in OF_CALIBRATION if calibrate is None else ():
-        given = context.get_parameter_source(name)
-        if given is not None and given.name == "COMMANDLINE":
-            option = name.replace("_", "-")
-            raise BadOption(f"--{option}: got it without --calibrate, expected both")
+    for option in context.command.params if calibrate is None else ():
+        given = context.get_parameter_source(str(option.name))
+        is_given = given is not None and given.name == "COMMANDLINE"
+        if is_given and getattr(option, "rich_help_panel", None) == CALIBRATION:
+            raise BadOption(f"{option.opts[0]}: got it without --calibrate, expected both")
     from coca_hf.convert import convert_checkpoint
     from coca_hf.convert.calibrate import CalibrationProgress
 
@@ -194,12 +166,8 @@ def convert_command(
         TaskProgressColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(
-        *columns,
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as bar:
+    is_silent = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=is_silent) as bar:
         layers = bar.add_task("calibrating layers", visible=calibrate is not None, total=None)
         task = bar.add_task(f"converting {src}", visible=False)
 
@@ -211,40 +179,21 @@ def convert_command(
                 bar.update(layers, description=text)
             bar.update(layers, completed=progress.layers_done, total=progress.num_layers)
 
+        # What is not named here has the name that convert_checkpoint gives it.
+        options = context.params | {
+            "keep_layers": None if keep_layers is None else _layers(keep_layers),
+            "private": not public,
+            "calibrate_on": calibrate,
+            "ignore_fields": ignore_field or (),
+        }
+        for name in ("public", "calibrate", "ignore_field"):
+            del options[name]
         record = convert_checkpoint(
-            src,
-            dst,
-            constraint,
-            dtype,
-            overwrite,
+            **options,
             progress=lambda done, total: bar.update(
-                task,
-                completed=done,
-                total=total,
-                visible=True,
+                task, completed=done, total=total, visible=True
             ),
-            max_shard_size=max_shard_size,
-            ntk_length=ntk_length,
-            ntk_factor=ntk_factor,
-            released=released,
-            calibrate_on=calibrate,
-            calibrate_tokens=calibrate_tokens,
-            calibrate_block=calibrate_block,
-            calibrate_passes=calibrate_passes,
-            column=column,
-            split=split,
-            subset=subset,
-            device=device,
-            seed=seed,
             calibrate_progress=show_layers,
-            keep_layers=None if keep_layers is None else _layers(keep_layers),
-            revision=revision,
-            ignore_fields=ignore_field or (),
-            dry_run=dry_run,
-            push_to_hub=push_to_hub,
-            private=not public,
-            allow_pickle=allow_pickle,
-            adapter=adapter,
         )
     if dry_run:
         _print_plan(record, dst)
@@ -259,21 +208,20 @@ def _layers(text: str) -> list[int] | int | str:
 
     `6` and `auto` stay as they are. Raises BadOption for anything else.
     """
+    number = r"\s*\d{1,9}\s*"
     if text == "auto":
         return text
-    if text.isdecimal() and len(text) < 10:
+    if re.fullmatch(r"\d{1,9}", text):
         return int(text)
-    count, colon, out = text.partition(":")
-    if colon and count.isdecimal() and len(count) < 10:
-        return _harmed_most(int(count), Path(out))
-    parts = [part.strip() for part in text.removesuffix(",").split(",")]
-    if "," not in text or not all(part.isdecimal() and len(part) < 10 for part in parts):
-        raise BadOption(
-            f"--keep-layers: got {text!r}, expected layers by number, from 0, as in 8,17,18 (one "
-            f"layer: '8,'); with --calibrate how many, as in 6, or auto; or 6:OUT, the six that "
-            f"coca-eval layers --out OUT ranks first"
-        )
-    return [int(part) for part in parts]
+    if ranked := re.fullmatch(r"(\d{1,9}):(.*)", text):
+        return _harmed_most(int(ranked[1]), Path(ranked[2]))
+    if re.fullmatch(rf"({number},)+({number})?", text):
+        return [int(found) for found in re.findall(r"\d+", text)]
+    raise BadOption(
+        f"--keep-layers: got {text!r}, expected layers by number, from 0, as in 8,17,18 (one "
+        f"layer: '8,'); with --calibrate how many, as in 6, or auto; or 6:OUT, the six that "
+        f"coca-eval layers --out OUT ranks first"
+    )
 
 
 def _harmed_most(count: int, out: Path) -> list[int]:
@@ -285,7 +233,7 @@ def _harmed_most(count: int, out: Path) -> list[int]:
         ranked = [int(layer) for layer in order[:count]]
     except (OSError, ValueError, LookupError, TypeError):
         raise BadOption(
-            f"--keep-layers: got no ranking in {out}, expected the --out of coca-eval layers",
+            f"--keep-layers: got no ranking in {out}, expected the --out of coca-eval layers"
         ) from None
     if len(ranked) < count:
         what = f"{count} of the {len(ranked)} layers that {out} ranks"
@@ -328,7 +276,7 @@ def _print_plan(plan: dict, dst: str) -> None:
 def _print_parameters(facts: dict) -> None:
     parameters, cache = facts["parameters"], facts["kv_cache_bytes_per_token"]
     console.print(
-        f"  parameters            {parameters['before']:,} before, {parameters['after']:,} after",
+        f"  parameters            {parameters['before']:,} before, {parameters['after']:,} after"
     )
     console.print(
         f"  key/value cache       {cache['before']:,} bytes per token before, "
@@ -344,7 +292,7 @@ def _print_conversion(record: dict, dst: str) -> None:
     console.print(f"  trained per stage     k {k}, qkv {qkv}, full {full}")
     if record["kept_layers"]:
         console.print(
-            f"  original attention    kept in layers {', '.join(map(str, record['kept_layers']))}",
+            f"  original attention    kept in layers {', '.join(map(str, record['kept_layers']))}"
         )
     console.print(f"  start of W_T          {record['start']['rule']}")
     if calibration := record.get("calibration"):
@@ -359,7 +307,7 @@ def _print_conversion(record: dict, dst: str) -> None:
         console.print(
             f"  RoPE                  base {rope['rope_theta']['after']:,.0f} for "
             f"{rope['ntk_length']:,} tokens, made of {rope['rope_theta']['before']:,.0f} for "
-            f"{rope['trained_length']:,} by dynamic NTK, factor {rope['factor']:g}",
+            f"{rope['trained_length']:,} by dynamic NTK, factor {rope['factor']:g}"
         )
     if record.get("fix_mistral_regex") is False:
         console.print(
@@ -371,5 +319,5 @@ def _print_conversion(record: dict, dst: str) -> None:
         return
     console.print(
         f"The attention has to be trained before the model is useful. Next: set `model: {dst}` in "
-        "a recipe, then coca-train RECIPE (recipes/llama-7b/three-stage.yaml is the paper's)",
+        "a recipe, then coca-train RECIPE (recipes/llama-7b/three-stage.yaml is the paper's)"
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, library_errors
 from coca_hf.files import replacing
 from coca_hf.page import escape
 from coca_hf.weights import checkpoint_file, open_regular, read_json
@@ -98,29 +98,21 @@ def write_card(
     path = directory / CARD
     if path.exists() and MARK not in _beginning(path):
         raise CocaError(
-            f"{path}: not written by coca_hf, and left as it is; move it to have a card made",
+            f"{path}: not written by coca_hf, and left as it is; move it to have a card made"
         )
-    conversion = _read_record(directory / "conversion.json")
+    conversion = read_json(directory / "conversion.json")
     if training is None:
-        trained = (directory / "training.json").exists()
-        training = _read_record(directory / "training.json") if trained else {}
-    try:
+        file = directory / "training.json"
+        training = read_json(file) if file.exists() else {}
+    with library_errors(f"{directory}: its records are not what coca-convert and coca-train write"):
         card = _card(conversion, training, measured, base_model)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        problem = f"{type(error).__name__}: {error}"
-        raise CocaError(
-            f"{directory}: its records are not what coca-convert and coca-train write ({problem})"
-        ) from error
     with replacing(path) as unfinished:
         card.save(unfinished)
     return path
 
 
 def _card(
-    conversion: dict,
-    training: dict,
-    measured: str | None,
-    base_model: str | None,
+    conversion: dict, training: dict, measured: str | None, base_model: str | None
 ) -> ModelCard:
     base, stages = conversion.get("base", {}), training.get("stages", [])
     head = conversion.get("architecture", "ForCausalLM").partition("For")[2]
@@ -160,7 +152,7 @@ def _lead(conversion: dict, stages: list[dict], base: str) -> str:
     lines = [
         f"{escape(base)} with Collinear Constrained Attention "
         f"([CoCA](https://arxiv.org/abs/2309.08646), the {conversion['constraint']} form) "
-        f"{instead}, made with coca_hf.",
+        f"{instead}, made with coca_hf."
     ]
     if stages:
         lines.append(
@@ -199,16 +191,8 @@ def _conversion(record: dict, base: str) -> str:
 
 def _training(stages: list[dict]) -> str:
     """A line per stage, and what was read."""
-    header = [
-        "stage",
-        "trains",
-        "steps",
-        "tokens",
-        "block length",
-        "learning rate",
-        "last loss",
-        "hardware",
-    ]
+    header = ["stage", "trains", "steps", "tokens", "block length", "learning rate"]
+    header += ["last loss", "hardware"]
     lines = [
         [
             stage["name"],
@@ -245,14 +229,6 @@ def _front_matter(directory: Path) -> dict:
         return ModelCard(match[0]).data.to_dict() if match else {}
     except Exception:  # a reader of YAML raises errors of its own
         return {}
-
-
-def _read_record(path: Path) -> dict:
-    if not path.exists():
-        raise CocaError(
-            f"{path}: no such file, expected a checkpoint that coca-convert or coca-train made",
-        )
-    return read_json(path)
 
 
 def _numbers(numbers: list[int]) -> str:

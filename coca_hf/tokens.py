@@ -16,9 +16,7 @@ PIECE_CHARACTERS = 2**20  # a call of the tokenizer: about a second, and 250,000
 
 
 class Piece(NamedTuple):
-    """A part of a document's text, and where its source is after it: documents read, characters of
-    the next one.
-    """
+    """A part of a document's text; where its source is after it: document, and character in it."""
 
     text: str
     begins: bool
@@ -90,9 +88,7 @@ def pieces_of(text: str, document: int = 0, character: int = 0) -> Iterator[Piec
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Runs of pieces of at least `PIECE_CHARACTERS` together, which a fast tokenizer takes in
-    parallel.
-    """
+    """Runs of pieces of `PIECE_CHARACTERS` or more, which a fast tokenizer takes in parallel."""
     batch, characters = [], 0
     for piece in pieces:
         batch.append(piece)
@@ -114,9 +110,7 @@ def _cut(text: str, start: int) -> int:
 
 
 def split_at_space(text: str, share: float) -> tuple[str, str]:
-    """Cut `text` in two at the first white space after its first `1 - share`, or there if none
-    follows.
-    """
+    """Cut `text` in two at the first white space after its first `1 - share`, or right there."""
     place = len(text) - int(len(text) * share)
     space = re.compile(r"\s").search(text, place)
     place = space.start() if space else place

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from coca_hf.errors import CocaError, first_line, short
+from coca_hf.errors import CocaError, first_line, library_errors, short
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -30,18 +30,12 @@ MAX_CONFIG_BYTES = 10_000_000
 MAX_INDEX_BYTES = 100_000_000
 # Bits of every type that the format knows; which of them can be converted is for the caller to say.
 DTYPE_BITS = {
-    **{
-        "BOOL": 8,
-        "U8": 8,
-        "I8": 8,
-        "F8_E5M2": 8,
-        "F8_E4M3": 8,
-        "F8_E8M0": 8,
-        "F8_E4M3FNUZ": 8,
-        "F8_E5M2FNUZ": 8,
-    },
-    **{"I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32},
-    **{"I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 8),
+    **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
 }
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # With those that quantized weights are stored in
@@ -79,9 +73,12 @@ class WeightsFile:
         self.size = os.fstat(self._stream.fileno()).st_size
         try:
             self.header = self._read_header()
-            self.tensors = _parse_header(self.header[8:], self.size, file)
-        except BaseException:
+            self.tensors = _parse_header(self.header[8:], self.size)
+        except BaseException as error:
             self.close()
+            if isinstance(error, (ValueError, RecursionError)):
+                problem = f"truncated or corrupted ({error}); download it again"
+                raise CocaError(f"{file}: {problem}") from error
             raise
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
@@ -132,60 +129,28 @@ class WeightsFile:
 
     def _read_header(self) -> bytes:
         if self.size < 8:
-            raise _corrupted(
-                self.file,
-                f"got {self.size} bytes, expected a header's length of 8 bytes first",
-            )
+            raise ValueError(f"got {self.size} bytes, expected a header's length of 8 bytes first")
         length = bytearray(8)
         self.read_into(memoryview(length), 0)
         header_bytes = int.from_bytes(length, "little")
         most = min(self.size - 8, MAX_HEADER_BYTES)
         if header_bytes > most:
-            problem = f"its header claims {header_bytes} bytes, expected at most {most}"
-            raise _corrupted(self.file, problem)
+            raise ValueError(f"its header claims {header_bytes} bytes, expected at most {most}")
         header = bytearray(8 + header_bytes)
         self.read_into(memoryview(header), 0)
         return bytes(header)
 
 
-class PickledFile:
-    """An open file of pickled tensors, as `torch.save` writes; otherwise like `WeightsFile`.
+class LoadedFile:
+    """The tensors of a file in memory; otherwise like `WeightsFile`."""
 
-    It is read by torch's unpickler for weights alone, which calls nothing that the file names. The
-    numbers are mapped into memory: read when they are used.
-    """
-
-    def __init__(self, file: Path):
-        self.file = file
-        with open_regular(file) as stream:
-            self.size = os.fstat(stream.fileno()).st_size
-        try:
-            found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # zip files and pickles have many ways to be wrong
-            named = re.search(r"GLOBAL (\S+)", str(error))
-            what = f"it names {named[1]}" if named else first_line(error)[:200]
-            raise CocaError(
-                f"{file}: cannot be read as tensors alone ({what}), and nothing in it was run; "
-                "expected a dictionary of tensors as torch.save writes since 1.6; convert it where "
-                "you trust it, with transformers' save_pretrained"
-            ) from error
-        expected = "expected a dictionary of dense tensors that lie in the file"
-        if not isinstance(found, dict):
-            raise CocaError(f"{file}: got a {type(found).__name__}, {expected}")
-        for name, tensor in found.items():
-            is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
-            is_here = is_dense and tensor.device.type == "cpu" and tensor.nbytes <= self.size
-            if not isinstance(name, str) or not is_here:
-                raise CocaError(f"{file}: got a {type(tensor).__name__}, {short(name)}, {expected}")
-        self._tensors: dict[str, Tensor] = found
+    def __init__(self, file: Path, tensors: dict[str, Tensor]):
+        self.file, self._tensors, self.size = file, tensors, file.stat().st_size
         self.tensors = {
             name: StoredTensor(
-                STORED_AS.get(tensor.dtype, str(tensor.dtype)),
-                tuple(tensor.shape),
-                0,
-                tensor.nbytes,
+                STORED_AS.get(tensor.dtype, str(tensor.dtype)), (*tensor.shape,), 0, tensor.nbytes
             )
-            for name, tensor in found.items()
+            for name, tensor in tensors.items()
         }
 
     def read(self, name: str) -> Tensor:
@@ -202,7 +167,37 @@ class PickledFile:
         self._tensors.clear()
 
 
-AnyFile = WeightsFile | PickledFile
+def open_pickle(file: Path) -> LoadedFile:
+    """Pickled tensors, as `torch.save` writes, read by torch's unpickler for weights alone, which
+    calls nothing that the file names.
+
+    The numbers are mapped into memory: read when they are used. Raises CocaError for anything else
+    than a dictionary of them.
+    """
+    open_regular(file).close()
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # zip files and pickles have many ways to be wrong
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"it names {named[1]}" if named else first_line(error)[:200]
+        raise CocaError(
+            f"{file}: cannot be read as tensors alone ({what}), and nothing in it was run; "
+            "expected a dictionary of tensors as torch.save writes since 1.6; convert it where "
+            "you trust it, with transformers' save_pretrained"
+        ) from error
+    expected = "expected a dictionary of dense tensors that lie in the file"
+    if not isinstance(found, dict):
+        raise CocaError(f"{file}: got a {type(found).__name__}, {expected}")
+    size = file.stat().st_size
+    for name, tensor in found.items():
+        is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        is_here = is_dense and tensor.device.type == "cpu" and tensor.nbytes <= size
+        if not isinstance(name, str) or not is_here:
+            raise CocaError(f"{file}: got a {type(tensor).__name__}, {short(name)}, {expected}")
+    return LoadedFile(file, found)
+
+
+AnyFile = WeightsFile | LoadedFile
 
 
 def open_weights(
@@ -225,9 +220,9 @@ def open_weights(
             if weight_map and not file.is_file():
                 raise CocaError(
                     f"{directory / index_name}: names {name}, which is not in {directory}; "
-                    "download it",
+                    "download it"
                 )
-            files[name] = PickledFile(file) if pickled else WeightsFile(file)
+            files[name] = open_pickle(file) if pickled else WeightsFile(file)
         file_of: dict[str, AnyFile] = {}
         for weights in files.values():
             for tensor in weights.tensors:
@@ -256,19 +251,15 @@ def checkpoint_file(directory: Path, name: str) -> Path:
     """
     if not name or Path(name).name != name or name in (".", "..") or "\0" in name:
         raise CocaError(
-            f"{directory}: got the file name {name!r}, expected a file in the directory itself",
+            f"{directory}: got the file name {name!r}, expected a file in the directory itself"
         )
     return file_within(directory, name)
 
 
 def file_within(directory: Path, name: str) -> Path:
     """The same for a file whose `name`, relative to the checkpoint, we chose ourselves."""
-    try:
+    with library_errors(f"{directory / name}: its links lead nowhere; copy the file there"):
         home, target = directory.resolve(), (directory / name).resolve()
-    except (OSError, RuntimeError) as error:  # a circle of links
-        raise CocaError(
-            f"{directory / name}: its links lead nowhere ({error}); copy the file there",
-        ) from error
     repository = home.parent.parent
     is_hub_cache = home.parent.name == "snapshots" and repository.name.startswith("models--")
     blobs = repository / "blobs" if is_hub_cache else home
@@ -304,12 +295,10 @@ def read_json(file: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     if len(text) > max_bytes:
         size = file.stat().st_size
         raise CocaError(
-            f"{file}: got {size} bytes, expected at most {max_bytes}; is this the right file?",
+            f"{file}: got {size} bytes, expected at most {max_bytes}; is this the right file?"
         )
-    try:
+    with library_errors(f"{file}: not JSON"):
         content = parse_json(text)
-    except (ValueError, RecursionError) as error:
-        raise CocaError(f"{file}: not JSON ({error})") from error
     if not isinstance(content, dict):
         raise CocaError(f"{file}: got a {type(content).__name__}, expected a JSON object")
     return content
@@ -358,49 +347,44 @@ def size_in_words(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.2f} MB"
 
 
-def _parse_header(text: bytes, file_size: int, file: Path) -> dict[str, StoredTensor]:
+def _parse_header(text: bytes, file_size: int) -> dict[str, StoredTensor]:
+    """Raises ValueError where header and size do not agree in every byte."""
     try:
         entries = parse_json(text)
     except (ValueError, RecursionError) as error:
-        raise _corrupted(file, f"its header is not JSON: {error}") from error
+        raise ValueError(f"its header is not JSON: {error}") from error
     if not isinstance(entries, dict):
-        raise _corrupted(file, f"its header is a {type(entries).__name__}, expected an object")
+        raise ValueError(f"its header is a {type(entries).__name__}, expected an object")
     entries.pop("__metadata__", None)
     first = 8 + len(text)
-    tensors = {name: _parse_entry(name, entry, first, file) for name, entry in entries.items()}
+    tensors = {name: _parse_entry(name, entry, first) for name, entry in entries.items()}
     position = first
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1][2:]):
         if tensor.start != position:
             problem = f"begins at byte {tensor.start}, expected {position}: a gap or overlap"
-            raise _corrupted(file, f"tensor {name} {problem}")
+            raise ValueError(f"tensor {name} {problem}")
         position = tensor.end
     if position != file_size:
-        raise _corrupted(file, f"got {file_size} bytes, expected {position} from its header")
+        raise ValueError(f"got {file_size} bytes, expected {position} from its header")
     return tensors
 
 
-def _parse_entry(name: str, entry: Any, first: int, file: Path) -> StoredTensor:
+def _parse_entry(name: str, entry: Any, first: int) -> StoredTensor:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise _corrupted(
-            file,
-            f"tensor {name}: expected exactly dtype, shape and data_offsets in the header",
-        )
+        problem = "expected exactly dtype, shape and data_offsets in the header"
+        raise ValueError(f"tensor {name}: {problem}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise _corrupted(
-            file,
-            f"tensor {name}: got dtype {dtype!r}, expected one of {', '.join(DTYPE_BITS)}",
+        raise ValueError(
+            f"tensor {name}: got dtype {dtype!r}, expected one of {', '.join(DTYPE_BITS)}"
         )
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise _corrupted(
-            file,
-            f"tensor {name}: shape and data_offsets are not lists of whole numbers",
-        )
+        raise ValueError(f"tensor {name}: shape and data_offsets are not lists of whole numbers")
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if 8 * (offsets[1] - offsets[0]) != bits:
         found = offsets[1] - offsets[0]
         problem = f"data_offsets span {found} bytes, expected {bits // 8} from its shape"
-        raise _corrupted(file, f"tensor {name}: {problem}")
+        raise ValueError(f"tensor {name}: {problem}")
     return StoredTensor(dtype, tuple(shape), first + offsets[0], first + offsets[1])
 
 
@@ -423,7 +407,3 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"the key {key!r} comes twice")
         content[key] = value
     return content
-
-
-def _corrupted(file: Path, reason: str) -> CocaError:
-    return CocaError(f"{file}: truncated or corrupted ({reason}); download it again")

@@ -41,27 +41,11 @@ STAGE = {
 TRAINING = {"stages": [STAGE], "versions": {"torch": "2.13.0"}}
 ROW = {
     **{"model": "tiny", "task": "passkey", "rope": "default", "stride": None, "error": None},
-    **{
-        "tokens": 9,
-        "date": "2026-11-21T06:59:52+00:00",
-        "seconds": 1.5,
-        "model_path": "/tmp/x",
-        "dtype": "float32",
-    },
-    **{
-        "trained_length": 64,
-        "coca_constraint": "slack",
-        "tokens_seen": 0,
-        "device": "cpu",
-        "command": "coca-eval",
-    },
-    **{"versions": {"torch": "2.13.0"}, "cases": 5, "new_tokens": 8, "seed": 0},
-    **{
-        "depths": None,
-        "raw": {"cases": "cases.parquet"},
-        "trained_seq_len": None,
-        "variant": "paper",
-    },
+    **{"tokens": 9, "date": "2026-11-21T06:59:52+00:00", "seconds": 1.5, "model_path": "/tmp/x"},
+    **{"dtype": "float32", "trained_length": 64, "coca_constraint": "slack", "tokens_seen": 0},
+    **{"device": "cpu", "command": "coca-eval", "versions": {"torch": "2.13.0"}, "cases": 5},
+    **{"new_tokens": 8, "seed": 0, "depths": None, "raw": {"cases": "cases.parquet"}},
+    **{"trained_seq_len": None, "variant": "paper"},
 }
 
 
@@ -80,10 +64,8 @@ def checkpoint(tiny_coca_dir, tmp_path):
 
 
 def test_conversion_writes_a_card_that_says_it_is_untrained(tiny_llama_dir, tiny_coca_dir):
-    card, record = (
-        card_of(tiny_coca_dir),
-        json.loads((tiny_coca_dir / "conversion.json").read_text()),
-    )
+    card = card_of(tiny_coca_dir)
+    record = json.loads((tiny_coca_dir / "conversion.json").read_text())
     assert card.data.library_name == "transformers"
     assert card.data.tags == ["coca", "long-context"]
     assert (
@@ -102,12 +84,8 @@ def test_the_licence_of_the_base_is_carried_over_with_its_file(tiny_llama_dir, t
     (source / "README.md").write_text(FRONT_MATTER)
     (source / "LICENSE").write_text("Do no harm.")
     record = convert_checkpoint(source, tmp_path / "coca")
-    carried = {
-        "license": "other",
-        "license_name": "llama3",
-        "license_link": "LICENSE",
-        "language": ["en", "de"],
-    }
+    carried = {"license": "other", "license_name": "llama3", "license_link": "LICENSE"}
+    carried["language"] = ["en", "de"]
     assert record["base"] == carried
     card = card_of(tmp_path / "coca")
     assert {key: card.data.get(key) for key in carried} == carried
@@ -119,12 +97,8 @@ def test_the_licence_of_the_base_is_carried_over_with_its_file(tiny_llama_dir, t
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "# No front matter\n",
-        "---\n[broken\n---\n",
-        "---\n- a list\n---\n",
-        "---\nlicense: {a: b}\n---\n",
-        "\x00\xff",
+        *("", "# No front matter\n", "---\n[broken\n---\n", "---\n- a list\n---\n"),
+        *("---\nlicense: {a: b}\n---\n", "\x00\xff"),
     ],
     ids=["empty", "none", "broken", "list", "nested", "binary"],
 )
@@ -187,20 +161,18 @@ def test_a_card_that_is_a_pipe_is_refused_and_does_not_hang(checkpoint):
         write_card(checkpoint)
 
 
-def test_records_that_are_not_ours_are_refused(checkpoint):
-    (checkpoint / "conversion.json").write_text("{}")
-    with pytest.raises(
-        CocaError, match="its records are not what coca-convert and coca-train write"
-    ):
-        write_card(checkpoint)
-    (checkpoint / "conversion.json").write_text("[]")
-    with pytest.raises(CocaError, match=r"conversion.json: got a list, expected a JSON object"):
-        write_card(checkpoint)
-    (checkpoint / "conversion.json").write_text("{")
-    with pytest.raises(CocaError, match=r"conversion.json: not JSON"):
-        write_card(checkpoint)
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ("{}", "its records are not what coca-convert and coca-train write"),
+        ("[]", "conversion.json: got a list, expected a JSON object"),
+        ("{", "conversion.json: not JSON"),
+        (None, "conversion.json: no such file, expected a checkpoint with one"),
+    ],
+)
+def test_records_that_are_not_ours_are_refused(checkpoint, record, message):
     (checkpoint / "conversion.json").unlink()
-    with pytest.raises(
-        CocaError, match=r"conversion.json: no such file, expected a checkpoint that coca-convert"
-    ):
+    if record:
+        (checkpoint / "conversion.json").write_text(record)
+    with pytest.raises(CocaError, match=message):
         write_card(checkpoint)

@@ -1,33 +1,24 @@
-"""A start from activations: fit W_Q and W_T of every layer to the original's attention
-(`--calibrate`).
+"""`--calibrate`: fit W_Q and W_T of every layer to the original's attention.
 
 Layer by layer, on the hidden states that the original has there, Adam minimises over W_Q and W_T
 (and their biases)
 
     mean over queries m of  w_m KL(original's map || CoCA's map),      w_m proportional to (m + 1)^(-1/2)
 
-Fitting the outputs instead leaves most of the error (LoLCATs, arXiv 2410.10254, starts linear
-attention so). The weights guard the first few tokens: a CoCA score is largest at distance 0, and a
-second token that attends to itself looks like the first one, which some MLP then makes another
-attention sink of. No gradient passes from layer to layer: every layer sees what the original's
-sees, so that none has to make up for the others.
-
-Blocks have thousands of keys, because the competition of many keys is not learnt among few. Maps of
-all their queries would not fit into memory. A step makes those of a few queries again, from the
-original's own queries and keys, and draws the queries in proportion to w_m, so that none is
-computed to count little (`Strata`). The gradient of KL by CoCA's scores is the difference of the
-two maps: nothing else is differentiated through a map.
-
-With the gradient of ReLU half of the coefficients soon are negative for every token, and stay so:
-`Keys`.
-
-No model is whole in memory. A pair of layers is read at a time (`LayerPairs`), the hidden states
-before and after it lie in files, and memory holds, for one layer, what the original's attention
-sees and makes of it (`Seen`). A run that is killed continues with the layer it was at.
-
-Weights that are stored in 16 bits are multiplied in bfloat16 where the processor has AMX, also in
-the original that is imitated and measured against; scores and their softmax, divergences, the
-residual stream and the fitted weights stay float32.
+- Fitting the outputs instead leaves most of the error (LoLCATs, arXiv 2410.10254, starts linear
+  attention so). No gradient passes from layer to layer: none has to make up for the others.
+- The weights guard the first few tokens: a CoCA score is largest at distance 0, and a second token
+  that attends to itself looks like the first one, which some MLP then makes an attention sink of.
+- The competition of many keys is not learnt among few, so that blocks have thousands. A step makes
+  the maps of a few queries, drawn in proportion to w_m (`Strata`), from the original's own queries
+  and keys. The gradient of KL by CoCA's scores is the difference of the two maps.
+- With the gradient of ReLU half of the coefficients soon are negative for every token, and stay so:
+  `Keys`.
+- Memory holds a pair of layers (`LayerPairs`) and what the original's attention sees there
+  (`Seen`); hidden states lie in files. A run that is killed continues with the layer it was at.
+- Weights that are stored in 16 bits are multiplied in bfloat16 where the processor has AMX, also in
+  the original; scores and their softmax, divergences, the residual stream and the fitted weights
+  stay float32.
 
 Letters: see `models/attention.py`; n_b blocks of text.
 """
@@ -38,21 +29,20 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.functional import cross_entropy, linear, scaled_dot_product_attention
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from torch.nn.functional import cross_entropy, linear
 
 from coca_hf.convert.calibration_text import reach, skipped_positions
 from coca_hf.convert.hidden_states import BATCH_TOKENS, HiddenStates, batches
-from coca_hf.convert.layer_pairs import FITTED, Angles, LayerPairs
+from coca_hf.convert.layer_pairs import FITTED, Angles, LayerPairs, run_layer
 from coca_hf.convert.layout import Layout
 from coca_hf.files import replace_text, replacing
 from coca_hf.models.attention import CocaAttention, coca_query, turn, turns
@@ -67,14 +57,10 @@ WARMUP_STEPS = 10
 LEAK = 0.1  # of the gradient that reaches a coefficient below zero
 MEASURED_QUERIES = 256  # of a held-out block
 PROCESS_BYTES = 700_000_000  # of Python with torch and transformers
-# of transformers' attention functions, the one that notes queries and keys
-ATTENTION = "coca_calibration"
 
 
 class LayerFit(NamedTuple):
-    """What a layer came to: KL(original's map || CoCA's), nats, mean over heads and held-out
-    queries. Zero where the layer keeps the original's attention.
-    """
+    """KL(original's map || CoCA's) in nats, mean over heads and held-out queries; 0 if kept."""
 
     kl_start: float
     kl_fitted: float
@@ -84,10 +70,10 @@ class Calibration(NamedTuple):
     """The fitted tensors by name in the CoCA model, float32, and what they are worth on held-out
     text.
 
-    seconds: of this run, by what they were spent on.
+    tensors: mapped from their files. seconds: of this run, by what they were spent on.
     """
 
-    tensors: Mapping[str, Tensor]
+    tensors: dict[str, Tensor]
     layers: list[LayerFit]
     perplexity: dict[str, float]  # of `original`, `start`, `calibrated`
     seconds: dict[str, float]
@@ -115,43 +101,12 @@ class Seen(NamedTuple):
     sin: Tensor
 
 
-class FittedTensors(Mapping[str, Tensor]):
-    """The tensors of calibrated layers by name in the CoCA model, read when they are asked for."""
-
-    def __init__(self, files: Mapping[int, Path]):
-        self._places: dict[str, tuple[Path, str]] = {}
-        for number, file in files.items():
-            with safe_open(file, "pt") as stream:
-                for name in stream.keys():  # noqa: SIM118
-                    self._places[f"model.layers.{number}.self_attn.{name}"] = file, name
-
-    def __getitem__(self, name: str) -> Tensor:
-        file, stored_name = self._places[name]
-        with safe_open(file, "pt") as stream:
-            return stream.get_tensor(stored_name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._places
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-
 class Needs(NamedTuple):
-    """Bytes that calibration takes on a CPU, computed from the shapes; the disk's are hidden states
-    and fitted layers.
-    """
+    """Bytes that calibration takes on a CPU: memory; hidden states and fitted layers on disk."""
 
     memory: int
     disk_states: int
     disk_layers: int
-
-
-def default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def default_passes(num_blocks: int) -> int:
@@ -160,9 +115,7 @@ def default_passes(num_blocks: int) -> int:
 
 
 def matrix_dtype(layout: Layout, device: str) -> torch.dtype:
-    """What the matrices of `layout`'s source are multiplied in: bfloat16 for weights of at most 16
-    bits, which those of a GGUF file are, on a processor with AMX.
-    """
+    """bfloat16 for weights of at most 16 bits, as GGUF's, on a processor with AMX; or float32."""
     source = layout.source
     queries = next(target for target in layout.targets if target.module == "q_proj")
     at_most_16_bits = source.kind == "gguf" or source.dtype(queries.source).itemsize == 2
@@ -194,23 +147,21 @@ def calibrate(
     blocks: Tensor,
     held_out: Tensor,
     folder: Path,
-    settings: str = "",
+    passes: int,
     seed: int = 0,
-    passes: int | None = None,
+    settings: str = "",
     report: Report = lambda progress: None,
 ) -> Calibration:
     """Fit the queries and coefficients of the CoCA layers of `pairs`, layer by layer.
 
     blocks: (n_b, m) token ids to fit on; held_out: (n, m) others, to measure on. folder: where
     every layer's tensors are kept when it is done, and taken from if they were made with the same
-    `settings`, and the hidden states meanwhile. seed: of the order of the blocks. passes: over the
-    blocks, by default `default_passes`. Layers that keep the original's attention stay as they are;
-    on one machine and number of threads the same arguments give the same bits.
+    `settings`, and the hidden states meanwhile. passes: over the blocks. seed: of their order.
+    Layers that keep the original's attention stay as they are; on one machine and number of threads
+    the same arguments give the same bits.
     """
     with _precision(pairs.dtype):
-        return _Run(pairs, blocks, held_out, folder, settings).fit_layers(
-            seed, passes or default_passes(len(blocks)), report
-        )
+        return _Run(pairs, blocks, held_out, folder, settings).fit_layers(seed, passes, report)
 
 
 @contextlib.contextmanager
@@ -239,7 +190,7 @@ class _Run:
         self, pairs: LayerPairs, blocks: Tensor, held_out: Tensor, folder: Path, settings: str
     ):
         self.pairs, self.blocks, self.held_out = pairs, blocks, held_out
-        self.settings, self.folder = settings, folder
+        self.settings, self.folder, self.record_file = settings, folder, folder / "states.json"
         self.seconds: defaultdict[str, float] = defaultdict(float)
         folder.mkdir(exist_ok=True)
         shape = len(blocks) + 3 * len(held_out), blocks.shape[1], pairs.config.hidden_size
@@ -277,7 +228,7 @@ class _Run:
         with self._timed("measure"):
             perplexity = self._perplexity()
         self._remove_states()
-        return Calibration(FittedTensors(self.files), layers, perplexity, dict(self.seconds))
+        return Calibration(self._fitted_tensors(), layers, perplexity, dict(self.seconds))
 
     def _fit_layer(self, number: int, positions: Tensor, passes: int, seed: int) -> LayerFit:
         """Fit a layer, and put all states through it."""
@@ -290,35 +241,36 @@ class _Run:
         in_order = in_order.expand(self.held_out.shape)
         with self._timed("read"):
             theirs, ours = pairs.load(number)
-        text = None
-        with self._timed("forward"):
-            if self._carries_text(number):
-                storage = _storage(pairs, self.blocks)
-                text = run_original(
-                    theirs, before["text"], after["text"], positions, angles, storage
-                )
+        attention, is_fitted, text = ours.self_attn, number in self.files, None
+        if self._carries_text(number):
+            with self._timed("forward"):
+                places = before["text"], after["text"], positions
+                text = run_original(theirs, *places, angles, _storage(pairs, self.blocks))
         with self._timed("measure"):
             seen = run_original(theirs, before["original"], after["original"], in_order, angles)
-            run_coca(ours, before["start"], after["start"], in_order, angles)
-        result = LayerFit(0.0, 0.0)
-        if number in self.files:
-            attention = ours.self_attn
-            with self._timed("measure"):
-                start = divergences(attention, seen).mean().item()
-            if number in self.missing:
-                assert text is not None
-                with self._timed("steps"):
-                    fit(attention, text, passes, seed + number)
-                _save(_fitted_tensors(attention), self.files[number], self.settings)
-            else:
-                attention.load_state_dict(
-                    _load(self.files[number], self.settings) or {}, strict=False
-                )
-            with self._timed("measure"):
-                result = LayerFit(start, divergences(attention, seen).mean().item())
+            run_layer(ours, before["start"], after["start"], in_order, angles.coca)
+            kl_start = divergences(attention, seen).mean().item() if is_fitted else 0.0
+        if number in self.missing:
+            assert text is not None
+            with self._timed("steps"):
+                fit(attention, text, passes, seed + number)
+            tensors = attention.state_dict()
+            fitted = {name: tensors[name] for name in tensors if name.startswith(FITTED)}
+            _save(fitted, self.files[number], self.settings)
+        elif is_fitted:
+            fitted = _load(self.files[number], self.settings) or {}
+            attention.load_state_dict(fitted, strict=False)
         with self._timed("measure"):
-            run_coca(ours, before["calibrated"], after["calibrated"], in_order, angles)
-        return result
+            kl_fitted = divergences(attention, seen).mean().item() if is_fitted else 0.0
+            run_layer(ours, before["calibrated"], after["calibrated"], in_order, angles.coca)
+        return LayerFit(kl_start, kl_fitted)
+
+    def _fitted_tensors(self) -> dict[str, Tensor]:
+        return {
+            f"model.layers.{number}.self_attn.{name}": tensor
+            for number, file in self.files.items()
+            for name, tensor in load_file(file).items()
+        }
 
     def _parts(self, number: int) -> Iterator[HiddenStates]:
         """The states before layer `number`: of the text, and of what is held out in each model."""
@@ -340,10 +292,6 @@ class _Run:
         for path in self.folder.glob("states*"):
             path.unlink()
 
-    @property
-    def _record_file(self) -> Path:
-        return self.folder / "states.json"
-
     def _record(self, layers: list[LayerFit]) -> None:
         """Note that `layers` are done: a run that is killed continues after them."""
         with self._timed("states"):
@@ -354,12 +302,12 @@ class _Run:
                 "hash": self.states[len(layers) % 2].hash(),
                 "layers": layers,
             }
-            replace_text(self._record_file, json.dumps(record))
+            replace_text(self.record_file, json.dumps(record))
 
     def _finished_layers(self) -> list[LayerFit]:
         """The layers whose successor's states are here, whole."""
         try:
-            record = json.loads(self._record_file.read_text())
+            record = json.loads(self.record_file.read_text())
             layers = [LayerFit(*map(float, layer)) for layer in record["layers"]]
             kept, number = list(self.pairs.config.coca_kept_layers), len(layers)
             is_same = (record["settings"], record["kept"]) == (self.settings, kept)
@@ -409,23 +357,6 @@ def in_words(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
 
 
-def attend_and_note(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **kwargs
-):
-    """Causal attention; leaves the rotated queries and keys in `module.noted`. As transformers
-    calls it.
-    """
-    module.noted = ((query * scaling).transpose(1, 2), key)
-    groups = query.shape[1] // key.shape[1]
-    key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
-    return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling).transpose(
-        1, 2
-    ), None
-
-
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend_and_note)
-
-
 def _storage(pairs: LayerPairs, blocks: Tensor) -> str:
     """Where what a layer makes of the text is kept: on the GPU if it takes at most half of it."""
     if not pairs.device.startswith("cuda"):
@@ -445,48 +376,23 @@ def run_original(
     angles: Angles,
     storage: str | None = None,
 ) -> Seen:
-    """Put `states`, (n_b, m, hidden), through `layer`, whose attention function is changed.
+    """Put `states` through `layer`, as in `run_layer`.
 
-    after: gets what comes out; may be `states`. positions: (n_b, m). storage: the device of what is
-    returned, by default that of `positions`.
+    storage: the device of what is returned, by default that of `positions`.
     """
-    attention = layer.self_attn if hasattr(layer, "self_attn") else layer.attention
-    attention.config._attn_implementation = ATTENTION
     device, kept = storage or positions.device, list[Tensor]()
     is_half = torch.is_autocast_enabled("cpu")
     dtype = torch.get_autocast_dtype("cpu") if is_half else torch.float32
-    for some in batches(states):
-        batch, at = states[some].to(positions.device), positions[some]
-        result = layer(
-            batch, attention_mask=None, position_ids=at, position_embeddings=angles.original(at)
-        )
-        noted = layer.input_layernorm(batch), *attention.noted
-        kept = kept or [
-            torch.empty(len(states), *part.shape[1:], device=device, dtype=dtype) for part in noted
-        ]
-        for whole, part in zip(kept, noted, strict=True):
+
+    def keep(some: slice, *seen: Tensor) -> None:
+        if not kept:
+            shapes = [(len(states), *part.shape[1:]) for part in seen]
+            kept.extend(torch.empty(shape, device=device, dtype=dtype) for shape in shapes)
+        for whole, part in zip(kept, seen, strict=True):
             whole[some] = part
-        after[some] = result
-    del attention.noted
+
+    run_layer(layer, states, after, positions, angles.original, keep)
     return Seen(*kept, *(part.to(device) for part in angles.coca(positions)))
-
-
-@torch.no_grad()
-def run_coca(
-    layer: Any,
-    states: Tensor | HiddenStates,
-    after: Tensor | HiddenStates,
-    positions: Tensor,
-    angles: Angles,
-) -> None:
-    layer.self_attn.config._attn_implementation = ATTENTION
-    for some in batches(states):
-        after[some] = layer(
-            states[some].to(positions.device),
-            attention_mask=None,
-            position_embeddings=angles.coca(positions[some]),
-        )
-    del layer.self_attn.noted
 
 
 def fit(attention: CocaAttention, seen: Seen, passes: int, seed: int) -> None:
@@ -517,9 +423,7 @@ def fit(attention: CocaAttention, seen: Seen, passes: int, seed: int) -> None:
 
 
 class Strata:
-    """The rows of a block in strata of equal weight w_m. The first row, which has itself only, has
-    none.
-    """
+    """A block's rows in strata of equal weight w_m; the first, which sees only itself, has none."""
 
     def __init__(self, length: int):
         self.number, self.length = min(QUERIES, length), length
@@ -583,9 +487,7 @@ def backward(
 def fold(
     attention: CocaAttention, inputs: Tensor, angles: tuple[Tensor, Tensor], rows: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """CoCA's query of the rows (b, r), scaled, (b, h, r, d), and all keys, (b, g, n, d). angles:
-    cos, sin (b, n, j).
-    """
+    """Scaled query of rows (b, r), (b, h, r, d), and all keys, (b, g, n, d). angles: (b, n, j)."""
     return folded(
         attention,
         attention.queries(_take(inputs, rows)),
@@ -622,9 +524,7 @@ def by_group(x: Tensor, groups: int) -> Tensor:
 
 
 def later_keys(rows: Tensor, length: int) -> Tensor:
-    """What hides from the queries in rows (b, r) the keys after them, added to scores: (b, 1, r,
-    n).
-    """
+    """Added to scores, (b, 1, r, n), it hides the keys after the queries in rows (b, r)."""
     later = torch.arange(length, device=rows.device) > rows[:, None, :, None]
     return later * torch.finfo(torch.float32).min
 
@@ -651,9 +551,7 @@ class Keys(torch.autograd.Function):
 @torch.no_grad()
 @torch.autocast("cpu", enabled=False)
 def divergences(attention: CocaAttention, seen: Seen) -> Tensor:
-    """KL(original's map || CoCA's) in nats of every head, (h,): mean over blocks and queries,
-    evenly chosen of many.
-    """
+    """KL(original's map || CoCA's) in nats of every head, (h,): mean over blocks and queries."""
     device, length = attention.q_proj.weight.device, seen.inputs.shape[1]
     rows = torch.arange(length - 1, -1, -math.ceil(length / MEASURED_QUERIES), device=device)[None]
     found = []
@@ -664,13 +562,6 @@ def divergences(attention: CocaAttention, seen: Seen) -> Tensor:
         maps = scores(queries[:, rows[0]].transpose(1, 2), keys).add_(hidden).softmax(-1)
         found.append((torch.xlogy(maps, maps) - maps * log_maps).sum(-1).mean((0, 2)))
     return torch.stack(found).mean(0)
-
-
-def _fitted_tensors(attention: CocaAttention) -> dict[str, Tensor]:
-    tensors = attention.state_dict()
-    return {
-        name: tensor for name, tensor in tensors.items() if name.startswith(("q_proj.", "t_proj."))
-    }
 
 
 def _save(tensors: dict[str, Tensor], file: Path, settings: str) -> None:

@@ -104,9 +104,7 @@ def _documents(place: Place) -> Iterator[Document]:
 def _blocks(
     texts: Iterator[str], starts: list[int], encoder: Encoder, length: int
 ) -> Iterator[Tensor]:
-    """The next `length` tokens, in whole words, from each of `starts`, rising places among the
-    characters of `texts`.
-    """
+    """The next `length` tokens, in whole words, from each of `starts`, rising character places."""
     ahead, before = deque(starts), 0
     open_blocks: list[Tensor] = []
     for text in texts:
@@ -165,9 +163,7 @@ def repeated_blocks(
 
 
 def reach(config: PreTrainedConfig) -> int:
-    """How many positions every layer of the original attends over, with the angles of its trained
-    length.
-    """
+    """How many positions every layer of the original attends over, with its trained angles."""
     rope = config.rope_parameters
     reached = [config.max_position_embeddings]
     # default: an NTK base is baked in

@@ -4,96 +4,71 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
 )
 
-from coca_hf.errors import CocaError, one_line
-from coca_hf.models.decoder import MASKS, CocaConfig, CocaForCausalLM, CocaPreTrainedModel
-from coca_hf.models.gpt_neox import CocaGPTNeoXConfig, CocaGPTNeoXForCausalLM
-from coca_hf.models.granite import CocaGraniteConfig, CocaGraniteForCausalLM
-from coca_hf.models.llama import CocaLlamaConfig, CocaLlamaForCausalLM
-from coca_hf.models.mistral import CocaMistralConfig, CocaMistralForCausalLM
-from coca_hf.models.qwen2 import CocaQwen2Config, CocaQwen2ForCausalLM
-from coca_hf.models.qwen3 import CocaQwen3Config, CocaQwen3ForCausalLM
+from coca_hf.errors import CocaError, library_errors
+from coca_hf.models.decoder import MASKS, CocaConfig, CocaPreTrainedModel
 from coca_hf.models.rotary import SUPPORTED_ROPE_TYPES, ntk_base, rotary_dim, unscaled_len
-from coca_hf.models.smollm3 import CocaSmolLM3Config, CocaSmolLM3ForCausalLM
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """transformers' classes of a source, and ours of what it becomes.
+    """transformers' classes of a source by its `model_type`, and ours, which `import coca_hf`
+    registers, of what it becomes.
 
-    other_fields: understood in a config.json without being fields of both configurations.
+    becomes: the model type of the CoCA model. other_fields: understood in a config.json without
+    being fields of both configurations.
     """
 
-    config: type[PreTrainedConfig]
-    causal_lm: type[PreTrainedModel]
-    coca_config: type[CocaConfig]
-    coca_causal_lm: type[CocaForCausalLM]
+    model_type: str
+    becomes: str
     other_fields: frozenset[str] = frozenset()
     partial_rotary: bool = False
 
+    @property
+    def config(self) -> Any:
+        return CONFIG_MAPPING[self.model_type]
+
+    @property
+    def causal_lm(self) -> Any:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[self.config]
+
+    @property
+    def coca_config(self) -> Any:
+        return CONFIG_MAPPING[self.becomes]
+
+    @property
+    def coca_causal_lm(self) -> Any:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[self.coca_config]
+
     def understands(self) -> set[str]:
-        theirs, ours = (
-            {field.name for field in dataclasses.fields(config)}
-            for config in (self.config, self.coca_config)
-        )
-        return (theirs & ours) | {"rope_theta", "rope_scaling"} | self.other_fields
+        common = _fields(self.config) & _fields(self.coca_config)
+        return common | {"rope_theta", "rope_scaling"} | self.other_fields
 
 
+_NEOX_FIELDS = frozenset({"rotary_pct", "rotary_emb_base"})
+_PHI3_FIELDS = frozenset({"original_max_position_embeddings", "partial_rotary_factor"})
 FAMILIES = {
-    "llama": Family(LlamaConfig, LlamaForCausalLM, CocaLlamaConfig, CocaLlamaForCausalLM),
-    "mistral": Family(MistralConfig, MistralForCausalLM, CocaMistralConfig, CocaMistralForCausalLM),
-    "qwen2": Family(
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        CocaQwen2Config,
-        CocaQwen2ForCausalLM,
-        frozenset({"head_dim"}),
-    ),
-    "qwen3": Family(Qwen3Config, Qwen3ForCausalLM, CocaQwen3Config, CocaQwen3ForCausalLM),
-    "granite": Family(GraniteConfig, GraniteForCausalLM, CocaGraniteConfig, CocaGraniteForCausalLM),
-    "smollm3": Family(SmolLM3Config, SmolLM3ForCausalLM, CocaSmolLM3Config, CocaSmolLM3ForCausalLM),
-    "gpt_neox": Family(
-        GPTNeoXConfig,
-        GPTNeoXForCausalLM,
-        CocaGPTNeoXConfig,
-        CocaGPTNeoXForCausalLM,
-        frozenset({"rotary_pct", "rotary_emb_base"}),
-        partial_rotary=True,
-    ),
-    # Its fused projections are split while they are read, and what is left is Mistral's
-    "phi3": Family(
-        Phi3Config,
-        Phi3ForCausalLM,
-        CocaMistralConfig,
-        CocaMistralForCausalLM,
-        frozenset({"original_max_position_embeddings", "partial_rotary_factor"}),
-        partial_rotary=True,
-    ),
+    family.model_type: family
+    for family in (
+        Family("llama", "coca_llama"),
+        Family("mistral", "coca_mistral"),
+        Family("qwen2", "coca_qwen2", frozenset({"head_dim"})),
+        Family("qwen3", "coca_qwen3"),
+        Family("granite", "coca_granite"),
+        Family("smollm3", "coca_smollm3"),
+        Family("gpt_neox", "coca_gpt_neox", _NEOX_FIELDS, partial_rotary=True),
+        # Its fused projections are split while they are read, and what is left is Mistral's
+        Family("phi3", "coca_mistral", _PHI3_FIELDS, partial_rotary=True),
+    )
 }
 
 # By the end of their names: classes with another head than the language head, by their config
@@ -109,65 +84,23 @@ _UNBOUNDED = (
 REFUSED_FAMILIES = {"olmo2": _UNBOUNDED, "olmo3": _UNBOUNDED}
 
 # Written by transformers, by trainers and by model authors over the years; they say nothing about
-# weights or attention. Nor do names that begin with an underscore, or fields that are null. fmt:
-# off
-INERT_FIELDS = {
-    "attn_implementation",
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "bos_token",
-    "decoder_start_token_id",
-    "diversity_penalty",
-    "do_sample",
-    "early_stopping",
-    "encoder_no_repeat_ngram_size",
-    "eos_token",
-    "exponential_decay_length_penalty",
-    "finetuning_task",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "gradient_checkpointing",
-    "is_decoder",
-    "is_llama_config",
-    "length_penalty",
-    "max_length",
-    "max_sequence_length",
-    "max_window_layers",
-    "min_length",
-    "model_max_length",
-    "model_name",
-    "model_type",
-    "no_repeat_ngram_size",
-    "num_beam_groups",
-    "num_beams",
-    "num_return_sequences",
-    "output_attentions",
-    "output_scores",
-    "pad_token",
-    "prefix",
-    "pretraining_tp",
-    "remove_invalid_values",
-    "repetition_penalty",
-    "return_dict_in_generate",
-    "sep_token_id",
-    "suppress_tokens",
-    "task_specific_params",
-    "temperature",
-    "tf_legacy_loss",
-    "tokenizer_class",
-    "top_k",
-    "top_p",
-    "torch_dtype",
-    "torchscript",
-    "transformers.js_config",
-    "typical_p",
-    "unk_token",
-    "unk_token_id",
-    "unsloth_fixed",
-    "unsloth_version",
-    "use_bfloat16",
-}
-# fmt: on
+# weights or attention, or are looked at apart. Nor do names that begin with an underscore, or
+# fields that are null.
+INERT_FIELDS = frozenset(
+    """
+    attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token
+    decoder_start_token_id diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
+    eos_token exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id gradient_checkpointing is_decoder is_llama_config length_penalty max_length
+    max_sequence_length max_window_layers min_length model_max_length model_name model_type
+    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
+    output_scores pad_token prefix pretraining_tp remove_invalid_values repetition_penalty
+    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
+    tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
+    transformers_version typical_p unk_token unk_token_id unsloth_fixed unsloth_version
+    use_bfloat16
+    """.split()  # noqa: SIM905
+)
 IGNORE_OPTION = "--ignore-field {}"
 # These change the model when they are set, in ways that CoCA does not follow; what it supports in
 # their place.
@@ -208,41 +141,47 @@ def coca_class(config: CocaConfig) -> type[CocaPreTrainedModel]:
     return family_of(config).coca_causal_lm
 
 
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The options of `convert_checkpoint` that decide what is written.
+
+    src: the source's name in messages.
+    """
+
+    src: str
+    constraint: str | None
+    dtype: str
+    shard_bytes: int
+    ntk_length: int | None
+    ntk_factor: float | None
+    released: bool
+    ignored_fields: Collection[str]
+
+
 def written_config(
-    config: Mapping,
-    constraint: str | None,
-    ntk_length: int | None,
-    ntk_factor: float | None,
-    kept_layers: Sequence[int] | None,
-    ignored: Collection[str],
-    where: str,
+    config: Mapping, form: Form, kept_layers: Sequence[int] | None, where: str
 ) -> tuple[CocaConfig, bool, dict | None]:
     """The configuration to write, whether the source is CoCA already, and what `bake_ntk_` did.
 
     A CoCA source is good for `ntk_length` only. Raises CocaError as the functions below do.
     """
-    from_coca = bool(ntk_length) and str(config.get("model_type")).startswith("coca_")
+    from_coca = bool(form.ntk_length) and str(config.get("model_type")).startswith("coca_")
     if from_coca:
-        result = _copied_config(config, where, ignored)
-        if constraint and constraint != result.coca_constraint:
-            raise CocaError(
-                f"{where}: --constraint: got {constraint}, expected {result.coca_constraint}, the "
-                "source's"
-            )
-        if kept_layers is not None and sorted(kept_layers) != sorted(result.coca_kept_layers):
-            raise CocaError(
-                f"{where}: --keep-layers: got {list(kept_layers)}, expected "
-                f"{result.coca_kept_layers}, the source's"
-            )
+        result = _copied_config(config, where, form.ignored_fields)
+        _check_same("--constraint", form.constraint, result.coca_constraint, where)
+        kept = None if kept_layers is None else sorted(kept_layers)
+        _check_same("--keep-layers", kept, sorted(result.coca_kept_layers), where)
     else:
-        result = coca_config(
-            config, constraint or "slack", where, sorted(kept_layers or ()), ignored
-        )
-    return (
-        result,
-        from_coca,
-        bake_ntk_(result, ntk_length, ntk_factor, where) if ntk_length else None,
-    )
+        kept, constraint = sorted(kept_layers or ()), form.constraint or "slack"
+        result = coca_config(config, constraint, where, kept, form.ignored_fields)
+    if not form.ntk_length:
+        return result, from_coca, None
+    return result, from_coca, bake_ntk_(result, form.ntk_length, form.ntk_factor, where)
+
+
+def _check_same(option: str, asked: object, own: object, where: str) -> None:
+    if asked is not None and asked != own:
+        raise CocaError(f"{where}: {option}: got {asked}, expected {own}, the source's")
 
 
 def coca_config(
@@ -262,23 +201,23 @@ def coca_config(
     does not support.
     """
     family = _family(config.get("model_type"), where)
-    config = _without_fields(config, ignored, family.understands(), where, ignore_option)
-    _check_fields(config, family, where, ignore_option)
-    understood = family.understands() - {"transformers_version"}
-    fields = {field: value for field, value in config.items() if field in understood}
+    if config.get("auto_map") and "auto_map" not in ignored:
+        raise CocaError(
+            f"{where}: auto_map names the checkpoint's own code, which is never run; expected a "
+            f"plain {family.model_type!r}; {ignore_option.format('auto_map')} leaves it out, if "
+            f"the weights are those of transformers' {family.causal_lm.__name__}"
+        )
+    understood = family.understands()
+    fields = _understood_fields(config, understood, ignored, where, ignore_option)
     head = head_of(config.get("architectures"))
     fields["architectures"] = [family.coca_causal_lm.__name__.replace("ForCausalLM", head)]
-    if "torch_dtype" in config:
-        fields.setdefault("dtype", config["torch_dtype"])
-    try:
+    with library_errors(where):
         if not issubclass(family.coca_config, family.config):  # which has defaults of its own
             own = family.config(**fields).to_dict()
             fields = {name: own[name] for name in understood - family.other_fields if name in own}
         result = family.coca_config(
             **fields, coca_constraint=constraint, coca_kept_layers=list(kept_layers)
         )
-    except Exception as error:  # the validators of transformers raise several kinds
-        raise CocaError(f"{where}: {one_line(error)}") from error
     _check_positions(result, family, where)
     return result
 
@@ -346,53 +285,32 @@ def bake_ntk_(config: CocaConfig, length: int, factor: float | None, where: str)
 
 
 def _copied_config(config: Mapping, where: str, ignored: Collection[str]) -> CocaConfig:
-    """The configuration of a CoCA `config.json`, as in `coca_config`. Its own code is not run.
-
-    Raises CocaError for a family or a field that is not known, or a value that is not valid.
-    """
+    """The configuration of a CoCA `config.json`, as in `coca_config`. Its own code is not run."""
     model_type = config["model_type"]
     if model_type not in CONFIG_MAPPING:
         raise CocaError(
             f"{where}: got model_type {model_type!r}, which this version of coca_hf does not have"
         )
     config_class = CONFIG_MAPPING[model_type]
-    known = {field.name for field in dataclasses.fields(config_class)} | {"auto_map"}
-    config = _without_fields(config, ignored, known, where)
-    unknown = [
-        name
-        for name, value in config.items()
-        if value is not None and name not in known and not _is_inert(name)
-    ]
-    if unknown:
-        raise CocaError(
-            f"{where}: {unknown[0]}={config[unknown[0]]!r} is not understood; copying could change "
-            f"the model; --ignore-field {unknown[0]} leaves it out, if it says nothing about "
-            "weights or attention"
-        )
-    left_out = {"model_type", "auto_map", "transformers_version"}
-    try:
-        return config_class(
-            **{field: value for field, value in config.items() if field not in left_out}
-        )
-    except Exception as error:  # the validators of transformers raise several kinds
-        raise CocaError(f"{where}: {one_line(error)}") from error
+    fields = _understood_fields(config, _fields(config_class), ignored, where, IGNORE_OPTION)
+    with library_errors(where):
+        return config_class(**fields)
 
 
-def _is_inert(field: str) -> bool:
-    """Whether a field of a config.json is one that every family passes over."""
-    return field in INERT_FIELDS or field.startswith("_")
+def _fields(config_class: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(config_class)} - {"transformers_version"}
 
 
-def _without_fields(
+def _understood_fields(
     config: Mapping,
-    ignored: Collection[str],
     understood: Collection[str],
+    ignored: Collection[str],
     where: str,
-    ignore_option: str = IGNORE_OPTION,
+    ignore_option: str,
 ) -> dict:
-    """`config` without the fields that the user calls inert.
+    """The fields of `config` that are `understood`; the others are inert, unset or `ignored`.
 
-    Raises CocaError for one that is absent or understood.
+    Raises CocaError for any other field, and where an ignored one is absent or changes the model.
     """
     for field in ignored:
         if field not in config:
@@ -402,35 +320,10 @@ def _without_fields(
                 f"{where}: {ignore_option.format(field)}: got a field that changes the model, "
                 "expected an inert one"
             )
-    return {field: value for field, value in config.items() if field not in ignored}
-
-
-def _family(model_type: object, where: str) -> Family:
-    if model_type in [family.coca_config.model_type for family in FAMILIES.values()]:
-        raise CocaError(
-            f"{where}: got a CoCA checkpoint already (model_type {model_type!r}); train or "
-            "evaluate it"
-        )
-    if isinstance(model_type, str) and model_type in REFUSED_FAMILIES:
-        raise CocaError(f"{where}: {model_type!r} is refused: {REFUSED_FAMILIES[model_type]}")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise CocaError(
-            f"{where}: got model_type {model_type!r}, supported: {', '.join(map(repr, FAMILIES))}"
-        )
-    return FAMILIES[model_type]
-
-
-def _check_fields(config: Mapping, family: Family, where: str, ignore_option: str) -> None:
     name = config["model_type"]
-    if config.get("auto_map"):
-        raise CocaError(
-            f"{where}: auto_map names the checkpoint's own code, which is never run; expected a "
-            f"plain {name!r}; {ignore_option.format('auto_map')} leaves it out, if the weights are "
-            f"those of transformers' {family.causal_lm.__name__}"
-        )
-    understood = family.understands()
     for field, value in config.items():
-        if value is None or _is_inert(field) or field in understood or field == "auto_map":
+        is_inert = value is None or field in INERT_FIELDS or field.startswith("_")
+        if is_inert or field in understood or field in ignored:
             continue
         if field not in REFUSED_WHEN_SET:
             near = difflib.get_close_matches(field, understood, n=1)
@@ -445,6 +338,25 @@ def _check_fields(config: Mapping, family: Family, where: str, ignore_option: st
                 f"{where}: {field}={value!r} is not supported with CoCA for {name!r}; supported: "
                 f"{REFUSED_WHEN_SET[field]}"
             )
+    fields = {field: value for field, value in config.items() if field in understood}
+    if "torch_dtype" in config:
+        fields.setdefault("dtype", config["torch_dtype"])
+    return fields
+
+
+def _family(model_type: object, where: str) -> Family:
+    if model_type in [family.becomes for family in FAMILIES.values()]:
+        raise CocaError(
+            f"{where}: got a CoCA checkpoint already (model_type {model_type!r}); train or "
+            "evaluate it"
+        )
+    if isinstance(model_type, str) and model_type in REFUSED_FAMILIES:
+        raise CocaError(f"{where}: {model_type!r} is refused: {REFUSED_FAMILIES[model_type]}")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise CocaError(
+            f"{where}: got model_type {model_type!r}, supported: {', '.join(map(repr, FAMILIES))}"
+        )
+    return FAMILIES[model_type]
 
 
 def _check_positions(config: CocaConfig, family: Family, where: str) -> None:
@@ -458,7 +370,7 @@ def _check_positions(config: CocaConfig, family: Family, where: str) -> None:
         partial = [name for name, other in FAMILIES.items() if other.partial_rotary]
         raise CocaError(
             f"{where}: partial_rotary_factor {config.rope_parameters['partial_rotary_factor']} is "
-            f"not supported with CoCA for {family.config.model_type!r}; supported: 1, or less of "
+            f"not supported with CoCA for {family.model_type!r}; supported: 1, or less of "
             f"{', '.join(partial)}"
         )
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - MASKS.keys())

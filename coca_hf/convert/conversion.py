@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import xxhash
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from coca_hf import models
@@ -19,9 +20,9 @@ from coca_hf.checkout import now, versions
 from coca_hf.convert.adapter import Adapter
 from coca_hf.convert.calibrate import (
     Calibration,
+    Needs,
     Report,
     calibrate,
-    default_device,
     default_passes,
     matrix_dtype,
     needs,
@@ -134,7 +135,8 @@ def convert_checkpoint(
     Raises CocaError for input that is not understood, and leaves `dst` as it was; and, with `dst`
     complete, where the upload fails.
     """
-    src, target, device = os.fspath(src), Path(dst).absolute(), device or default_device()
+    src, target = os.fspath(src), Path(dst).absolute()
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     report = calibrate_progress or (lambda progress: None)
 
     # What can be refused is refused before the first number is written, the cheapest first.
@@ -165,25 +167,25 @@ def convert_checkpoint(
         source = open_source(src, revision, allow_pickle, lora, scratch)
         stack.enter_context(contextlib.closing(source))
         named = None if isinstance(keep_layers, (int, str)) else keep_layers
+        ranks_layers = keep_layers is not named
         layout, calibration = Layout(source, form, named), None
         check_kept_number(keep_layers, layout)
         if calibrate_on:
             place = calibrate_on, column, split, subset, commit_of(calibrate_on), True
-            calibration = _Calibration(
-                layout, place, calibrate_tokens, calibrate_block, calibrate_passes, device, seed
-            )
-            calibration.ranks_layers = isinstance(keep_layers, (int, str))
-        check_room(layout, target, *(calibration.disk_bytes(layout) if calibration else ()))
+            amounts = calibrate_tokens, calibrate_block, calibrate_passes
+            calibration = _Calibration(layout, place, *amounts, device, seed, ranks_layers)
+        needed = calibration.needs if calibration else Needs(0, 0, 0)
+        check_room(layout, target, needed.disk_states, needed.disk_layers)
         tokenizer = _begin(staging, layout, calibration)
         numbers_are_here = has_numbers(source, scratch)
         if (calibration or dry_run) and numbers_are_here:
             check_numbers(layout)
-            if isinstance(keep_layers, (int, str)):  # any layer may be kept
+            if ranks_layers:  # any of them may be kept
                 every_layer = range(layout.config.num_hidden_layers)
                 check_numbers(Layout(source, form, every_layer), known=layout.targets)
         if dry_run:
-            plan = _plan(layout, keep_layers, calibration, target)
-            return {**plan, "numbers_checked": numbers_are_here}
+            plan = _plan(layout, calibration, target) | {"numbers_checked": numbers_are_here}
+            return plan | ({"kept_layers": keep_layers} if ranks_layers else {})
         if calibration:
             if isinstance(keep_layers, (int, str)):
                 kept = calibration.most_harmful(layout, keep_layers, staging, report)
@@ -215,28 +217,14 @@ def _begin(
     return layout.source.save_companions(staging.checkpoint, layout.form.ntk_length)
 
 
-def _plan(
-    layout: Layout,
-    keep_layers: Sequence[int] | int | str | None,
-    calibration: "_Calibration | None",
-    target: Path,
-) -> dict:
+def _plan(layout: Layout, calibration: "_Calibration | None", target: Path) -> dict:
     """What a conversion of `layout` would read and write, in files and bytes of weights."""
     sizes = layout.source.sizes().values()
-    return {
-        "source": layout.form.src,
-        "source_format": _source_format(layout),
-        **({"source_commit": layout.source.commit} if layout.source.commit else {}),
+    return _facts(layout) | {
         "read": {"files": len(sizes), "bytes": sum(sizes)},
         "written": {"files": len(layout.shards), "bytes": layout.num_bytes(*layout.shards)},
         "free_bytes": free_bytes(target),
-        "constraint": layout.config.coca_constraint,
-        "kept_layers": keep_layers
-        if isinstance(keep_layers, (int, str))
-        else layout.config.coca_kept_layers,
-        "dtype": str(layout.config.dtype).removeprefix("torch."),
-        **_summary(layout),
-        **({"calibration": calibration.plan(layout)} if calibration else {}),
+        **({"calibration": calibration.plan()} if calibration else {}),
     }
 
 
@@ -252,6 +240,7 @@ class _Calibration:
         passes: int | None,
         device: str,
         seed: int,
+        ranks_layers: bool,
     ):
         if layout.from_coca or layout.released:
             raise CocaError(
@@ -276,40 +265,35 @@ class _Calibration:
         self.text_tokens = text_blocks.numel()
         self.passes = passes or default_passes(len(self.blocks))
         self.blocks_hash = xxhash.xxh3_128_hexdigest(bytes_of(self.blocks))
-        code = [
-            xxhash.xxh3_128_hexdigest(file.read_bytes())
-            for folder in CODE
-            for file in sorted(folder.glob("*.py"))
-        ]
-        held_out_hash = xxhash.xxh3_128_hexdigest(bytes_of(self.held_out))
-        options = layout.config.coca_constraint, seed, self.passes, held_out_hash
-        products = device, str(matrix_dtype(layout, device))
-        # Fitted tensors are float32, and do not depend on which other layers are kept.
-        config = {**layout.config.to_dict(), "coca_kept_layers": None, "dtype": None}
-        self.settings = [
-            *(layout.source.states(), self.blocks.shape, self.blocks_hash, *options, *products),
-            code,
-            *(config, versions("torch", "transformers")),
-        ]
-        self.ranks_layers = False
+        self.dtype = matrix_dtype(layout, device)
+        files = [file for folder in CODE for file in sorted(folder.glob("*.py"))]
+        settings = {
+            "source": layout.source.states(),
+            "blocks": [self.blocks.shape, self.blocks_hash],
+            "held out": xxhash.xxh3_128_hexdigest(bytes_of(self.held_out)),
+            "fit": [layout.config.coca_constraint, seed, self.passes, device, self.dtype],
+            "code": [xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in files],
+            # Fitted tensors are float32, and do not depend on which other layers are kept.
+            "config": layout.config.to_dict() | {"coca_kept_layers": None, "dtype": None},
+            "versions": versions("torch", "transformers"),
+        }
+        self.settings = json.dumps(settings, default=str)
+        self.needs = needs(layout, self.blocks, self.held_out, self.dtype)
+        if ranks_layers:
+            ranked = 2 * self._ranking_blocks().numel()
+            states = max(self.needs.disk_states, harm_bytes(layout.config, ranked))
+            self.needs = self.needs._replace(disk_states=states)
         self.harms: list[float] | None = None
         self.seconds = 0.0
-
-    def disk_bytes(self, layout: Layout) -> tuple[int, int]:
-        """What it takes before weights are written, and what it keeps until they are."""
-        needed = needs(layout, self.blocks, self.held_out, matrix_dtype(layout, self.device))
-        ranked = 2 * max(1, len(self.held_out) // 2) * self.held_out.shape[1]
-        ranking = harm_bytes(layout.config, ranked) if self.ranks_layers else 0
-        return max(needed.disk_states, ranking), needed.disk_layers
 
     def run(self, layout: Layout, staging: Staging, report: Report) -> None:
         """Fit the layers of `layout`, which gets the tensors; `record` gets what was done."""
         began = time.perf_counter()
         done = self._fit(layout, staging, report)
         layout.calibrated = done.tensors
-        self.record = {
+        record = {
             "text": self.text,
-            **({"text_commit": self.text_commit} if self.text_commit else {}),
+            "text_commit": self.text_commit,
             "blocks_xxh3_128": self.blocks_hash,
             "tokens": self.text_tokens,
             "repeated_tokens": self.blocks.numel() - self.text_tokens,
@@ -321,20 +305,24 @@ class _Calibration:
             "device": self.device,
             "perplexity": done.perplexity,
             "attention_kl": [layer._asdict() for layer in done.layers],
-            **({"layer_harm": self.harms} if self.harms else {}),
+            "layer_harm": self.harms,
             "seconds": round(self.seconds + time.perf_counter() - began, 1),
             "seconds_by_part": {part: round(spent, 1) for part, spent in done.seconds.items()},
         }
+        self.record = {name: value for name, value in record.items() if value is not None}
 
-    def plan(self, layout: Layout) -> dict:
-        needed = needs(layout, self.blocks, self.held_out, matrix_dtype(layout, self.device))
+    def plan(self) -> dict:
         return {
             "tokens": self.blocks.numel(),
             "passes": self.passes,
             "device": self.device,
-            "memory_bytes": needed.memory,
-            "disk_bytes": sum(self.disk_bytes(layout)),
+            "memory_bytes": self.needs.memory,
+            "disk_bytes": self.needs.disk_states + self.needs.disk_layers,
         }
+
+    def _ranking_blocks(self) -> Tensor:
+        """The half of the held-out text that layers are ranked on; the same with repeats is added."""
+        return self.held_out[: max(1, len(self.held_out) // 2)]
 
     def most_harmful(
         self, layout: Layout, number: int | str, staging: Staging, report: Report
@@ -342,7 +330,7 @@ class _Calibration:
         """Fit all layers; returns the `number` (or `auto`) whose conversion harms most."""
         began = time.perf_counter()
         done = self._fit(layout, staging, report)
-        text_blocks = self.held_out[: max(1, len(self.held_out) // 2)]
+        text_blocks = self._ranking_blocks()
         repeated = repeated_blocks(text_blocks, self.tokenizer, layout.config, self.seed)
         blocks = torch.cat((text_blocks, repeated))
         pairs = LayerPairs(layout, self.device)
@@ -352,13 +340,13 @@ class _Calibration:
 
     def _fit(self, layout: Layout, staging: Staging, report: Report) -> Calibration:
         return calibrate(
-            LayerPairs(layout, self.device, matrix_dtype(layout, self.device)),
+            LayerPairs(layout, self.device, self.dtype),
             self.blocks,
             self.held_out,
             staging.calibrated,
-            json.dumps(self.settings, default=str),
-            self.seed,
             self.passes,
+            self.seed,
+            self.settings,
             report,
         )
 
@@ -370,29 +358,32 @@ def _record(
     calibration: _Calibration | None,
 ) -> dict:
     """The content of `conversion.json`, when all shards are `finished`."""
+    record = _facts(layout) | {
+        "source_xxh3_128": _source_hash(finished),
+        "ignored_fields": list(layout.form.ignored_fields) or None,
+        "adapter": layout.source.adapter.record if layout.source.adapter else None,
+        "base": layout.base,
+        "architecture": coca_class(layout.config).__name__,
+        "start": _initialisation(layout, finished),
+        "rope": layout.ntk,
+        "fix_mistral_regex": False if _needs_its_regex_mended(tokenizer) else None,
+        "versions": versions("coca-hf", "transformers", "torch", "safetensors"),
+        "date": now(),
+        "calibration": calibration.record if calibration else None,
+    }
+    return {name: value for name, value in record.items() if value is not None}
+
+
+def _facts(layout: Layout) -> dict:
+    """What the plan of a conversion and its record have in common."""
     return {
         "source": layout.form.src,
         "source_format": _source_format(layout),
-        "source_xxh3_128": _source_hash(finished),
         **({"source_commit": layout.source.commit} if layout.source.commit else {}),
-        **(
-            {"ignored_fields": list(layout.form.ignored_fields)}
-            if layout.form.ignored_fields
-            else {}
-        ),
-        **({"adapter": layout.source.adapter.record} if layout.source.adapter else {}),
-        "base": layout.base,
-        "architecture": coca_class(layout.config).__name__,
         "constraint": layout.config.coca_constraint,
         "kept_layers": layout.config.coca_kept_layers,
         "dtype": str(layout.config.dtype).removeprefix("torch."),
-        "start": _initialisation(layout, finished),
-        **({"rope": layout.ntk} if layout.ntk else {}),
-        **({"fix_mistral_regex": False} if _needs_its_regex_mended(tokenizer) else {}),
         **_summary(layout),
-        "versions": versions("coca-hf", "transformers", "torch", "safetensors"),
-        "date": now(),
-        **({"calibration": calibration.record} if calibration else {}),
     }
 
 

@@ -11,17 +11,15 @@ converted, too.
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from coca_hf.convert.calibrate import ATTENTION
 from coca_hf.convert.hidden_states import HiddenStates
-from coca_hf.convert.layer_pairs import LayerPairs
+from coca_hf.convert.layer_pairs import LayerPairs, run_layer
 from coca_hf.models.decoder import CocaConfig
 
 AUTO_SHARE = 0.5  # of the summed harm: `auto` keeps the fewest layers that do this much of it
@@ -41,6 +39,8 @@ def layer_harms(
     states = HiddenStates(file, (len(blocks) * (len(pairs) + 1), *shape[1:]))
     # of the original, then with layer 0 converted, …
     streams = list(states.split(*[len(blocks)] * (len(pairs) + 1)))
+    positions = torch.arange(blocks.shape[1], device=pairs.device).expand(blocks.shape)
+    angles = pairs.angles
     try:
         streams[0][:] = pairs.embeddings()[blocks]
         for number in range(len(pairs)):
@@ -49,9 +49,9 @@ def layer_harms(
             names = [name for name in fitted if name.startswith(prefix)]
             own = {name.removeprefix(prefix): fitted[name] for name in names}
             ours.load_state_dict(own, strict=False)
-            _run(ours, streams[0], streams[number + 1], pairs.angles.coca, pairs.device)
+            run_layer(ours, streams[0], streams[number + 1], positions, angles.coca, batch_tokens=1)
             for stream in streams[: number + 1]:
-                _run(theirs, stream, stream, pairs.angles.original, pairs.device)
+                run_layer(theirs, stream, stream, positions, angles.original, batch_tokens=1)
         return _divergences(pairs, streams)
     finally:
         file.unlink(missing_ok=True)
@@ -84,16 +84,3 @@ def most_harmful(harms: list[float], number: int | None) -> list[int]:
         done = torch.tensor([harms[layer] for layer in order]).cumsum(0)
         number = int((done < AUTO_SHARE * done[-1]).sum()) + 1
     return sorted(order[:number])
-
-
-def _run(
-    layer: Any, states: HiddenStates, after: HiddenStates, angles: Callable, device: str
-) -> None:
-    """Put `states`, (n, m, hidden), through `layer`, a block at a time."""
-    attention = layer.self_attn if hasattr(layer, "self_attn") else layer.attention
-    attention.config._attn_implementation = ATTENTION
-    at = torch.arange(states.shape[1], device=device)[None]
-    options = {"attention_mask": None, "position_ids": at, "position_embeddings": angles(at)}
-    for number in range(len(states)):
-        block = slice(number, number + 1)
-        after[block] = layer(states[block].to(device), **options)

@@ -60,7 +60,7 @@ class HiddenStates:
         return 4 * (self._first + block) * self._per_block
 
 
-def batches(states: Tensor | HiddenStates) -> Iterator[slice]:
-    """Slices of blocks that have `BATCH_TOKENS` tokens at most, or are one block."""
-    at_once = max(1, BATCH_TOKENS // states.shape[1])
+def batches(states: Tensor | HiddenStates, most: int = BATCH_TOKENS) -> Iterator[slice]:
+    """Slices of blocks that have `most` tokens at most, or are one block."""
+    at_once = max(1, most // states.shape[1])
     return (slice(start, start + at_once) for start in range(0, len(states), at_once))

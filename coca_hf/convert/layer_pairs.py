@@ -11,14 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_hf.convert.config import FAMILIES, coca_config
+from coca_hf.convert.hidden_states import BATCH_TOKENS, HiddenStates, batches
 from coca_hf.convert.layout import Layout
 from coca_hf.convert.tensors import TargetTensor
 from coca_hf.models.decoder import CocaConfig
 from coca_hf.models.rotary import CocaRotaryEmbedding
 
 FITTED = ("q_proj", "t_proj")  # the projections that calibration changes
+# of transformers' attention functions, the one that notes queries and keys
+ATTENTION = "coca_calibration"
 
 
 class Angles:
@@ -92,9 +97,7 @@ class LayerPairs:
         return self._coca.model.before_layers(self._read("model.embed_tokens.weight"))
 
     def norm_and_head(self) -> tuple[nn.Module, Tensor]:
-        """What follows the layers, the same in both models, in float32: the norm, and the head's
-        (vocabulary, hidden), over Granite's `logits_scaling`.
-        """
+        """The norm and the scaled head, (vocabulary, hidden), of both models, in float32."""
         norm = _filled(self._coca.model.norm, lambda name: self._read(f"model.norm.{name}").float())
         name = (
             "lm_head.weight" if "lm_head.weight" in self._targets else "model.embed_tokens.weight"
@@ -115,3 +118,46 @@ def _filled(module: nn.Module, tensor_of: Callable[[str], Tensor]) -> Any:
     copied = copy.deepcopy(module)
     copied.load_state_dict({name: tensor_of(name) for name in copied.state_dict()}, assign=True)
     return copied
+
+
+@torch.no_grad()
+def run_layer(
+    layer: Any,
+    states: Tensor | HiddenStates,
+    after: Tensor | HiddenStates,
+    positions: Tensor,
+    angles: Callable[[Tensor], tuple[Tensor, Tensor]],
+    note: Callable[..., None] | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+) -> None:
+    """Put `states`, (n, m, hidden), through `layer`, whose attention function is changed.
+
+    after: gets what comes out; may be `states`. positions: (n, m). angles: of the layer's model, as
+    in `Angles`. note: is given the blocks of a batch and what their attention sees, before `after`
+    has them: inputs (b, m, hidden), queries (b, m, h, d), rotated and scaled, keys (b, g, m, d),
+    rotated. batch_tokens: run at once, or one block.
+    """
+    attention = layer.self_attn if hasattr(layer, "self_attn") else layer.attention
+    attention.config._attn_implementation = ATTENTION
+    for some in batches(states, batch_tokens):
+        batch, at = states[some].to(positions.device), positions[some]
+        result = layer(batch, attention_mask=None, position_ids=at, position_embeddings=angles(at))
+        if note:
+            note(some, layer.input_layernorm(batch), *attention.noted)
+        after[some] = result
+    del attention.noted
+
+
+def attend_and_note(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **kwargs
+):
+    """Causal attention, as transformers calls it; leaves rotated queries and keys in `noted`."""
+    module.noted = ((query * scaling).transpose(1, 2), key)
+    groups = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
+    return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling).transpose(
+        1, 2
+    ), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend_and_note)

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 
 import torch
@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 from coca_hf.card import base_metadata
-from coca_hf.convert.config import FAMILIES, written_config
+from coca_hf.convert.config import FAMILIES, Form, written_config
 from coca_hf.convert.initialise import RULE
 from coca_hf.convert.source import Source
 from coca_hf.convert.tensors import (
@@ -27,23 +27,6 @@ from coca_hf.errors import CocaError
 from coca_hf.weights import SINGLE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """The options of `convert_checkpoint` that decide what is written.
-
-    src: the source's name in messages.
-    """
-
-    src: str
-    constraint: str | None
-    dtype: str
-    shard_bytes: int
-    ntk_length: int | None
-    ntk_factor: float | None
-    released: bool
-    ignored_fields: Collection[str]
 
 
 class Layout:
@@ -62,13 +45,7 @@ class Layout:
         self.source, self.form, self._dtype = source, form, DTYPES.get(form.dtype)
         shapes, where = source.shapes(), str(source.config_file)
         self.config, self.from_coca, self.ntk = written_config(
-            source.config,
-            form.constraint,
-            form.ntk_length,
-            form.ntk_factor,
-            kept_layers,
-            form.ignored_fields,
-            where,
+            source.config, form, kept_layers, where
         )
         if self.config.num_hidden_layers > len(shapes):  # and before anything counts up to it
             raise CocaError(
@@ -148,9 +125,7 @@ class Layout:
         return stated if stated in list(stored) else stored.most_common(1)[0][0]
 
     def _group(self, limit: int) -> dict[str, list[TargetTensor]]:
-        """The tensors of each shard, in the order of the model, then those of wider numbers first:
-        all are aligned.
-        """
+        """Each shard's tensors in the model's order, wider numbers first: all are aligned."""
         shards: list[list[TargetTensor]] = [[]]
         filled = 0
         for target in self.targets:

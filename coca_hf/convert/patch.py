@@ -169,10 +169,7 @@ def _check_movable(model: PreTrainedModel) -> None:
         )
         hooks = [hook for kind in kinds for hook in kind.values()]
         # The CoCA model gets them, too.
-        own = (
-            "transformers.utils.output_capturing",
-            "transformers.modeling_utils",
-        )
+        own = ("transformers.utils.output_capturing", "transformers.modeling_utils")
         if hasattr(module, "_hf_hook") or any(
             getattr(hook, "__module__", None) not in own for hook in hooks
         ):

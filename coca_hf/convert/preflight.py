@@ -95,10 +95,8 @@ def check_paths(sources: Collection[str], dst: str | os.PathLike) -> None:
             raise CocaError(
                 f"{path}: got a name that is not UTF-8, which no JSON can hold; rename it"
             ) from None
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # too long, a circle of links, not permitted; a null byte
+        # too long, a circle of links, not permitted; a null byte
+        except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise CocaError(f"{path}: cannot be used ({reason}); choose another path") from error
 

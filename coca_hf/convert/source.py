@@ -3,10 +3,11 @@
 import contextlib
 import fnmatch
 import glob
+import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from coca_hf.convert.adapter import CONFIG as ADAPTER
 from coca_hf.convert.adapter import Adapter
 from coca_hf.convert.quantized import FOUR_BITS, quantized_weights
 from coca_hf.convert.tensors import Shape
-from coca_hf.errors import CocaError, library_errors, one_line
+from coca_hf.errors import CocaError, library_errors
 from coca_hf.models.hub import LICENCE_FILES
 from coca_hf.weights import (
     FLOATS,
@@ -28,6 +29,8 @@ from coca_hf.weights import (
     PICKLE,
     PICKLE_INDEX,
     SINGLE,
+    AnyFile,
+    LoadedFile,
     checkpoint_file,
     file_within,
     open_regular,
@@ -84,49 +87,41 @@ FOREIGN = {
 }
 
 
-class DirectorySource:
-    """A directory with `config.json` and weights, which are read when asked for.
+class Source:
+    """A checkpoint: its `config`, and weights, which are read when asked for.
 
-    config_file: what errors about `config` name. commit: of the hub's repository that the directory
-    is a snapshot of. pickled: whether the weights are pickles; otherwise safetensors. adapter: is
-    merged into the weights as they are read; whoever opened it closes it.
+    config_file: what errors about `config` name. kind: what the weights are stored as. files: open
+    files of weights by name; file_of: the one that has each tensor. companions: open files that go
+    along. commit: of the hub's repository that `directory` is a snapshot of. adapter: is merged
+    into the weights as they are read; whoever opened it closes it.
 
-    Raises CocaError where a file is absent, outside the directory, truncated or corrupted.
+    Raises CocaError where tensors, or an adapter and its base, do not fit together.
     """
 
     def __init__(
         self,
         directory: Path,
+        config_file: Path,
+        config: dict,
+        kind: str,
+        files: Mapping[str, AnyFile],
+        file_of: Mapping[str, AnyFile],
+        companions: Mapping[str, FileIO] | None = None,
         commit: str | None = None,
-        pickled: bool = False,
         adapter: Adapter | None = None,
     ):
-        self.kind = "pickles" if pickled else "safetensors"
-        self.directory, self.commit, self.config_file = directory, commit, directory / "config.json"
-        self.config = read_json(checkpoint_file(directory, "config.json"))
-        self._companions: dict[str, FileIO] = {}
-        with contextlib.ExitStack() as stack:
-            is_coca = str(self.config.get("model_type")).startswith("coca_")
-            for name in _companions_in(
-                directory, (*COMPANIONS, TRAINING_RECORD) if is_coca else COMPANIONS
-            ):
-                self._companions[name] = stack.enter_context(
-                    open_regular(file_within(directory, name))
-                )
-            self._files, self._file_of = open_weights(directory, pickled)
-            stack.callback(self.close)
-            method, self._quantized = quantized_weights(
-                self.config, self._file_of, self.config_file
-            )
-            if method:
-                self.kind += f", {method}"
-                del self.config["quantization_config"]
-            self._beside = {name for weight in self._quantized.values() for name in weight.beside}
-            self.adapter = adapter
-            if adapter:
-                adapter.check(self.shapes(), bool(self.config.get("tie_word_embeddings")))
-                self._files[str(adapter.weights.file.absolute())] = adapter.weights
-            stack.pop_all()
+        self.directory, self.config_file, self.config = directory, config_file, config
+        self.commit, self.adapter = commit, adapter
+        self._companions, self._file_of = companions or {}, file_of
+        method, self._quantized = quantized_weights(config, file_of, config_file)
+        if method:
+            del self.config["quantization_config"]
+        self.kind = f"{kind}, {method}" if method else kind
+        self._beside = {name for weight in self._quantized.values() for name in weight.beside}
+        self._files = dict(files)
+        if adapter:
+            adapter.check(self.shapes(), bool(self.config.get("tie_word_embeddings")))
+            self._files[str(adapter.weights.file.absolute())] = adapter.weights
         self._states = self._current_states()
 
     def sizes(self) -> dict[str, int]:
@@ -229,11 +224,8 @@ class DirectorySource:
         return {name: weights.state() for name, weights in self._files.items()}
 
 
-class GgufSource:
+class GgufSource(Source):
     """A GGUF file; transformers builds its model in memory, dequantized to float32."""
-
-    kind = "gguf"
-    commit = adapter = None
 
     def __init__(self, file: Path, adapter: Adapter | None = None):
         import transformers
@@ -244,8 +236,9 @@ class GgufSource:
                 f"{file}: --adapter: got a GGUF file, whose weights are quantized, expected the "
                 "safetensors checkpoint that the adapter was trained on"
             )
-        self.directory, self.config_file = file.parent, file
-        try:
+        if importlib.util.find_spec("gguf") is None:
+            raise CocaError(f"{file}: GGUF needs the gguf package; pip install 'coca-hf[gguf]'")
+        with library_errors(f"{file}: cannot be read as GGUF"):
             self._model = AutoModelForCausalLM.from_pretrained(
                 file.parent,
                 gguf_file=file.name,
@@ -254,51 +247,19 @@ class GgufSource:
             )
             self._tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
             passed_over = _passed_over(file)
-        except ImportError as error:
-            raise CocaError(
-                f"{file}: GGUF needs the gguf package; pip install 'coca-hf[gguf]'"
-            ) from error
-        except Exception as error:  # the readers of gguf and transformers raise many kinds
-            raise CocaError(
-                f"{file}: cannot be read as GGUF ({' '.join(str(error).split())[:200]})"
-            ) from error
         if passed_over:
             raise CocaError(
                 f"{file}: got {passed_over}, which transformers' reader of GGUF passes over "
                 "although it changes the model; expected the original safetensors checkpoint"
             )
-        self.config = {
-            k: v for k, v in self._model.config.to_dict().items() if k != "quantization_config"
-        }
-        self._tensors = self._model.state_dict()
-
-    def sizes(self) -> dict[str, int]:
-        return {self.config_file.name: self.config_file.stat().st_size}
-
-    def shapes(self) -> dict[str, Shape]:
-        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[name].dtype
-
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def blocks(self, name: str) -> Iterator[Tensor]:
-        yield self._tensors[name].flatten()
-
-    def check_unchanged(self) -> None:
-        """Nothing to check: the tensors are in memory since the file was read."""
-
-    def close(self) -> None:
-        """Nothing to close."""
+        config = self._model.config.to_dict()
+        config.pop("quantization_config", None)
+        weights = LoadedFile(file, self._model.state_dict())
+        file_of = dict.fromkeys(weights.tensors, weights)
+        super().__init__(file.parent, file, config, "gguf", {file.name: weights}, file_of)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         return self._tokenizer
-
-    def states(self) -> list[tuple[int, ...]]:
-        found = self.config_file.stat()
-        return [(found.st_size, found.st_mtime_ns)]
 
     def save_companions(self, directory: Path, ntk_length: int | None) -> None:
         """Write the tokenizer and the generation config that the file carries."""
@@ -306,6 +267,33 @@ class GgufSource:
         self._model.generation_config.save_pretrained(directory)
         if ntk_length:
             _raise_tokenizer_length(directory / TOKENIZER, ntk_length)
+
+
+def _open_directory(
+    directory: Path, commit: str | None, adapter: Adapter | None, pickled: bool = False
+) -> Source:
+    """A directory with config.json and weights: safetensors, or pickles where they are `pickled`.
+
+    Raises CocaError where a file is absent, outside the directory, truncated or corrupted.
+    """
+    config = read_json(checkpoint_file(directory, "config.json"))
+    is_coca = str(config.get("model_type")).startswith("coca_")
+    patterns = (*COMPANIONS, TRAINING_RECORD) if is_coca else COMPANIONS
+    with contextlib.ExitStack() as stack:
+        companions = {}
+        for name in _companions_in(directory, patterns):
+            file = open_regular(file_within(directory, name))
+            companions[name] = stack.enter_context(file)
+        files, file_of = open_weights(directory, pickled)
+        for weights in files.values():
+            stack.callback(weights.close)
+        kind = "pickles" if pickled else "safetensors"
+        opened = files, file_of, companions
+        source = Source(
+            directory, directory / "config.json", config, kind, *opened, commit, adapter
+        )
+        stack.pop_all()
+    return source
 
 
 def _passed_over(file: Path) -> str | None:
@@ -317,21 +305,15 @@ def _passed_over(file: Path) -> str | None:
         if tensor.name.startswith(("rope_freqs", "rope_factors")):  # LLaMA 3's scaling; longrope's
             return tensor.name
     for name, field in reader.fields.items():
-        value = (
-            field.contents()
-            if name.endswith((".rope.scaling.type", ".attention.sliding_window"))
-            else None
-        )
-        if value and value != "none":
-            return f"{name}={value!r}"
+        if name.endswith((".rope.scaling.type", ".attention.sliding_window")):
+            value = field.contents()
+            if value and value != "none":
+                return f"{name}={value!r}"
     sizes = ("rope.dimension_count", "attention.head_count", "embedding_length")
     turned, heads, width = (reader.fields.get(f"phi3.{size}") for size in sizes)
     if turned and heads and width and turned.contents() * heads.contents() < width.contents():
         return f"phi3.rope.dimension_count={turned.contents()}"
     return None
-
-
-Source = DirectorySource | GgufSource
 
 
 def open_source(
@@ -371,9 +353,9 @@ def open_source(
         )
     commit = None if path.is_dir() else directory.name
     if os.path.lexists(directory / INDEX) or os.path.lexists(directory / SINGLE):
-        return DirectorySource(directory, commit, adapter=adapter)
+        return _open_directory(directory, commit, adapter)
     if allow_pickle and any(os.path.lexists(directory / name) for name in (PICKLE, PICKLE_INDEX)):
-        return DirectorySource(directory, commit, pickled=True, adapter=adapter)
+        return _open_directory(directory, commit, adapter, pickled=True)
     names = os.listdir(directory) if path.is_dir() else _names_on_hub(source, directory)
     gguf_files = sorted(name for name in names if name.endswith(".gguf"))
     if gguf_files and not path.is_dir():
@@ -405,7 +387,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint as transformers loads it, without the checkpoint's own code."""
     from transformers import AutoTokenizer
 
-    try:
+    with library_errors(f"{directory}: got no tokenizer that can be read, expected one"):
         # Loading and saving count up to its largest id
         if (directory / "tokenizer.json").is_file():
             vocab = json.loads((directory / "tokenizer.json").read_bytes())["model"]["vocab"]
@@ -413,11 +395,6 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
             if largest > MAX_TOKEN_ID:
                 raise ValueError(f"got token id {largest}, expected at most {MAX_TOKEN_ID}")
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # transformers raises what its readers raise
-        reason = " ".join(str(error).split())[:200]
-        raise CocaError(
-            f"{directory}: got no tokenizer that can be read, expected one ({reason})"
-        ) from error
 
 
 def _keep_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
@@ -453,10 +430,8 @@ def _behaviour(tokenizer: PreTrainedTokenizerBase) -> tuple:
 def _raise_tokenizer_length(file: Path, length: int) -> None:
     """Serving engines take the smaller of the tokenizer's length and the model's."""
     tokenizer = read_json(file) if file.is_file() else {}
-    if (
-        isinstance(tokenizer.get("model_max_length"), int)
-        and tokenizer["model_max_length"] < length
-    ):
+    stated = tokenizer.get("model_max_length")
+    if isinstance(stated, int) and stated < length:
         file.write_text(json.dumps(tokenizer | {"model_max_length": length}, indent=2) + "\n")
 
 
@@ -483,7 +458,7 @@ def _download(hub_id: str, revision: str | None, allow_pickle: bool, scratch: Pa
             # For the name of a branch, the cache would note what it stands for.
             revision = HfApi().model_info(hub_id, revision=revision).sha
     cache = scratch if scratch and _is_to_download(hub_id, revision, others) else None
-    directory = _snapshot(hub_id, revision, others, cache)
+    directory = _snapshot(hub_id, revision, others, cache_dir=cache)
     if os.path.lexists(directory / ADAPTER):
         return directory
     commit, names = directory.name, set(_names_on_hub(hub_id, directory))
@@ -498,7 +473,7 @@ def _download(hub_id: str, revision: str | None, allow_pickle: bool, scratch: Pa
             f"{hub_id}: --dry-run: got pickled weights, whose shapes are known once they are "
             f"downloaded; expected safetensors; run `hf download {hub_id}` first"
         )
-    directory = _snapshot(hub_id, commit, others, scratch)
+    directory = _snapshot(hub_id, commit, others, cache_dir=scratch)
     for name in sorted(shards or {SINGLE} & names):
         _write_header(hub_id, commit, directory, name)
     return directory
@@ -512,31 +487,16 @@ def _is_to_download(hub_id: str, revision: str | None, patterns: list[str]) -> b
     return any(file.will_download for file in found)
 
 
-def _snapshot(
-    hub_id: str,
-    revision: str | None,
-    patterns: list[str],
-    cache: Path | None = None,
-    local_files_only: bool = False,
-) -> Path:
-    try:
-        return Path(
-            snapshot_download(
-                hub_id,
-                revision=revision,
-                allow_patterns=patterns,
-                cache_dir=cache,
-                local_files_only=local_files_only,
-            )
-        )
-    except HFValidationError:
-        raise CocaError(
-            f"{hub_id}: no such directory, and not the form of a hub id (owner/name)"
-        ) from None
-    except Exception as error:  # offline, unknown, gated: huggingface_hub has a class for each
-        raise CocaError(
-            f"{hub_id}: no such directory, and not on the hub within reach ({one_line(error)})"
-        ) from error
+def _snapshot(hub_id: str, revision: str | None, patterns: list[str], **options) -> Path:
+    # offline, unknown, gated: huggingface_hub has an error for each
+    with library_errors(f"{hub_id}: no such directory, and not on the hub within reach"):
+        try:
+            found = snapshot_download(hub_id, revision=revision, allow_patterns=patterns, **options)
+        except HFValidationError:
+            raise CocaError(
+                f"{hub_id}: no such directory, and not the form of a hub id (owner/name)"
+            ) from None
+    return Path(found)
 
 
 def _write_header(hub_id: str, commit: str, directory: Path, name: str) -> None:

@@ -157,9 +157,7 @@ class Staging:
             _remove(path)
 
     def _read_manifest(self, made_from: str) -> list[FinishedShard] | None:
-        """Its lines up to the first bad one: a power failure may have cut the last one short. None:
-        not ours.
-        """
+        """Its lines up to the first bad one, which a power failure may have cut; None: not ours."""
         try:
             first, *lines = self._manifest.read_text(encoding="utf-8").splitlines(keepends=True)
             if json.loads(first) != {"made_from": made_from} or not self.checkpoint.is_dir():
@@ -179,9 +177,7 @@ Contents = list[tuple[str, int, int, int]]
 
 
 def contents_of(path: Path) -> Contents | None:
-    """Name, inode, size and time of last change of the files below `path`, itself first; None:
-    there is nothing.
-    """
+    """Name, inode, size and change time of `path` and the files below it; None if absent."""
     if not os.path.lexists(path):
         return None
     found = path.lstat()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from coca_hf.convert.config import Family, coca_class, family_of, head_of
 from coca_hf.convert.initialise import fold_pairs, initial_scales, initial_t
-from coca_hf.errors import CocaError, one_line
+from coca_hf.errors import CocaError, library_errors
 from coca_hf.models.attention import QUERY_SCALE
 from coca_hf.models.decoder import CocaConfig
 from coca_hf.models.rotary import rotary_dim
@@ -199,17 +199,12 @@ class Initialiser:
     def make(self, target: TargetTensor) -> Tensor:
         """The tensor of `target`: `W_T` in float32 or wider, others in the dtype of the source."""
         tensor = self._picked(target)
-        if target.module == "t_proj":
-            return (
-                fold_pairs(tensor, self.config.num_key_value_heads)
-                if self.released
-                else self._initial(target, tensor)
-            )
-        return tensor
-
-    def _initial(self, target: TargetTensor, key: Tensor) -> Tensor:
-        rows = self._scaled(target, key)
-        return initial_t(rows, torch.tensor(self._scales(target)), self.config.num_key_value_heads)
+        if target.module != "t_proj":
+            return tensor
+        groups = self.config.num_key_value_heads
+        if self.released:
+            return fold_pairs(tensor, groups)
+        return initial_t(self._scaled(target, tensor), torch.tensor(self._scales(target)), groups)
 
     def _scaled(self, target: TargetTensor, rows: Tensor) -> Tensor:
         """The rows of all heads, (g * d, ...), times what `target` is scaled by."""
@@ -266,13 +261,11 @@ def _targets(
     released: bool,
     where: str,
 ) -> Iterator[TargetTensor]:
-    try:
-        with torch.device("meta"):
-            model = coca_class(config)(config)
-    except Exception as error:  # sizes that torch refuses
-        raise CocaError(f"{where}: its config.json makes no model ({one_line(error)})") from error
+    # torch refuses some sizes
+    with library_errors(f"{where}: its config.json makes no model"), torch.device("meta"):
+        model = coca_class(config)(config)
     others = {"gpt_neox": _gpt_neox_target, "phi3": _phi3_target}
-    describe = others.get(family.config.model_type, _llama_target) if family else None
+    describe = others.get(family.model_type, _llama_target) if family else None
     for name, tensor in model.state_dict().items():
         if name != "lm_head.weight" or not config.tie_word_embeddings:
             shape = tuple(tensor.shape)
@@ -297,6 +290,13 @@ def _llama_target(
     return TargetTensor(name, shape, source, (2 * shape[0], *shape[1:]), scaled_by=norm)
 
 
+GPT_NEOX_NAMES = {
+    ".self_attn.o_proj.": ".attention.dense.",
+    ".embed_tokens.": ".embed_in.",
+    "gpt_neox.norm.": "gpt_neox.final_layer_norm.",
+}
+
+
 def _gpt_neox_target(
     config: CocaConfig, name: str, shape: Shape, shapes: Mapping[str, Shape], released: bool
 ) -> TargetTensor:
@@ -309,12 +309,9 @@ def _gpt_neox_target(
         return TargetTensor(name, shape, name if name in shapes else "embed_out.weight", shape)
     if name.startswith("score.") and head_of(config.architectures) == "ForTokenClassification":
         return TargetTensor(name, shape, name.replace("score", "classifier"), shape)
-    source = name.replace("model.", "gpt_neox.", 1).replace(
-        ".self_attn.o_proj.", ".attention.dense."
-    )
-    source = source.replace(".embed_tokens.", ".embed_in.").replace(
-        "gpt_neox.norm.", "gpt_neox.final_layer_norm."
-    )
+    source = name.replace("model.", "gpt_neox.", 1)
+    for ours, theirs in GPT_NEOX_NAMES.items():
+        source = source.replace(ours, theirs)
     return TargetTensor(name, shape, source, shape)
 
 

@@ -4,32 +4,27 @@ import shlex
 from pathlib import Path
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
+from huggingface_hub.errors import LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from coca_hf.card import CARD
-from coca_hf.errors import CocaError, library_errors, one_line
+from coca_hf.errors import CocaError, library_errors
 
 
 def check_repository(repository: str) -> None:
     """Raise CocaError unless we are logged in and may create `repository`, which is not there."""
     option = f"--push-to-hub {repository}"
     owner, _, name = repository.partition("/")
-    try:
+    with library_errors(f"{option}: got no name of a repository, expected OWNER/NAME"):
         validate_repo_id(f"{owner}/{name}")
-    except HFValidationError as error:
-        raise CocaError(
-            f"{option}: got no name of a repository, expected OWNER/NAME ({one_line(error)})"
-        ) from error
-    try:
-        login = HfApi().whoami()
-    except LocalTokenNotFoundError as error:
-        raise CocaError(
-            f"{option}: got no login, expected one that may write; run `hf auth login`, or set "
-            "HF_TOKEN"
-        ) from error
-    except Exception as error:  # offline, no such token: huggingface_hub has a class for each
-        raise CocaError(f"{option}: the hub does not let us in ({one_line(error)})") from error
+    with library_errors(f"{option}: the hub does not let us in"):
+        try:
+            login = HfApi().whoami()
+        except LocalTokenNotFoundError as error:
+            raise CocaError(
+                f"{option}: got no login, expected one that may write; run `hf auth login`, or set "
+                "HF_TOKEN"
+            ) from error
     owners = [login["name"], *(organisation["name"] for organisation in login.get("orgs", []))]
     if owner.lower() not in map(str.lower, owners):
         raise CocaError(

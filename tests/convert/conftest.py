@@ -1,27 +1,89 @@
 """What tests of the command share."""
 
 import contextlib
+import functools
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
 from coca_cli import main
+from coca_hf import convert_checkpoint
 from coca_hf.convert.layer_pairs import LayerPairs
 from coca_hf.convert.layout import Form, Layout
 from coca_hf.convert.source import open_source
+from tests.models.families import stock_model
 
 
 @pytest.fixture
-def convert(tmp_path, monkeypatch, capsys):
+def convert(monkeypatch, capsys):
     """Run `coca-convert`; returns the exit code and what it printed on stderr."""
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["coca-convert", *map(str, arguments)])
+        capsys.readouterr()  # the progress of transformers
         with pytest.raises(SystemExit) as stop:
             main.convert()
         return stop.value.code, capsys.readouterr().err
 
     return run
+
+
+@pytest.fixture
+def converts(convert):
+    """Run `coca-convert`, which ends with code 0; returns what it printed."""
+
+    def run(*arguments):
+        code, printed = convert(*arguments)
+        assert code == 0, printed
+        return printed
+
+    return run
+
+
+@pytest.fixture
+def refusal(convert):
+    """Run `coca-convert`, which ends with code 2 and one line; returns that line."""
+
+    def run(*arguments):
+        code, printed = convert(*arguments)
+        assert (code, printed.count("\n")) == (2, 1), printed
+        assert printed.startswith("error: ")
+        return printed
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def converted(tmp_path_factory):
+    """`converted(case, constraint, kept)`: directories of the source and of what it became, and the
+    record.
+    """
+
+    @functools.cache
+    def convert_once(case, constraint="slack", kept=()):
+        directory = tmp_path_factory.mktemp("converted")
+        stock_model(case).save_pretrained(directory / "src")
+        record = convert_checkpoint(
+            directory / "src", directory / "dst", constraint, keep_layers=kept
+        )
+        return directory / "src", directory / "dst", record
+
+    return convert_once
+
+
+@pytest.fixture
+def source(tmp_path, tiny_llama_dir):
+    """A copy of `tiny_llama_dir`."""
+    return Path(shutil.copytree(tiny_llama_dir, tmp_path / "source"))
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("".join(f"{n} times {n % 7} is {n * (n % 7)}; " for n in range(400)))
+    return file
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import multiprocessing
 import os
 import random
 import re
@@ -14,11 +13,9 @@ import pyarrow
 import pytest
 import torch
 from pyarrow import parquet
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
-from coca_cli import main as cli
 from coca_hf import CocaError, convert_checkpoint, patch_
 from coca_hf.convert import calibrate as calibrate_module
 from coca_hf.convert.calibrate import (
@@ -41,11 +38,17 @@ from coca_hf.convert.calibration_text import (
 from coca_hf.convert.conversion import CODE
 from coca_hf.convert.layer_pairs import Angles, LayerPairs
 from coca_hf.convert.writer import WeightsWriter
+from tests.convert.checkpoints import (
+    PROCESSES,
+    assert_same_weights,
+    edit_config,
+    edit_weights,
+    record_of,
+    refuses,
+    weights_of,
+)
 from tests.hub import serving_data_set
 from tests.models.families import CASES, WINDOW, stock_model
-
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["coca_hf"])
 
 
 def blocks_of(number, length=WINDOW, vocab_size=89, seed=0):
@@ -69,8 +72,12 @@ def test_attention_comes_nearer_and_perplexities_are_those_of_the_models(
     coca = patch_(copy.copy(original), constraint).eval()
     fitted = [result.layers[n] for n in {0, 1, 2} - {*coca.config.coca_kept_layers}]
     assert all(layer.kl_fitted < 0.9 * layer.kl_start for layer in fitted), fitted
+    assert_perplexities_are_those_of_the_models(result, original, coca, ids)
+
+
+def assert_perplexities_are_those_of_the_models(result, original, coca, ids):
     expected = {"original": perplexity(original, ids), "start": perplexity(coca, ids)}
-    assert not coca.load_state_dict(dict(result.tensors), strict=False).unexpected_keys
+    assert not coca.load_state_dict(result.tensors, strict=False).unexpected_keys
     expected["calibrated"] = perplexity(coca, ids)
     assert result.perplexity == pytest.approx(expected, rel=1e-4)
 
@@ -145,10 +152,7 @@ def test_kept_layers_are_not_fitted_and_the_streams_pass_through_them(case, pair
     coca = patch_(copy.copy(original), keep_layers=[1]).eval()
     assert {name.split(".")[2] for name in result.tensors} == {"0", "2"}
     assert [layer.kl_start > layer.kl_fitted for layer in result.layers] == [True, False, True]
-    expected = {"original": perplexity(original, ids), "start": perplexity(coca, ids)}
-    assert not coca.load_state_dict(dict(result.tensors), strict=False).unexpected_keys
-    expected["calibrated"] = perplexity(coca, ids)
-    assert result.perplexity == pytest.approx(expected, rel=1e-4)
+    assert_perplexities_are_those_of_the_models(result, original, coca, ids)
 
 
 def test_divergence_is_that_of_the_two_models_maps(pairs_of, tmp_path):
@@ -250,16 +254,14 @@ def test_positions_leave_some_out_at_a_few_places_and_stay_within_reach():
     ],
 )
 def test_reach_is_where_the_original_has_the_angles_that_it_has_anywhere(fields, expected):
-    rope = {
-        key: value for key, value in fields.items() if key not in ("sliding_window", "layer_types")
-    }
+    window = {name: fields.get(name) for name in ("sliding_window", "layer_types")}
+    rope = {name: value for name, value in fields.items() if name not in window}
     config = Qwen3Config(
         max_position_embeddings=4096,
         num_hidden_layers=2,
         use_sliding_window=True,
-        sliding_window=fields.get("sliding_window"),
-        layer_types=fields.get("layer_types"),
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0} | rope,
+        **window,
     )
     assert reach(config) == expected
 
@@ -316,101 +318,45 @@ def test_repeated_blocks_repeat_passages_of_the_text_and_random_ones(tiny_llama_
     assert not set(repeated[1::4].flatten().tolist()) & set(tokenizer.all_special_ids)
 
 
-@pytest.fixture
-def text(tmp_path):
-    file = tmp_path / "text.txt"
-    file.write_text("".join(f"{n} times {n % 7} is {n * (n % 7)}; " for n in range(400)))
-    return file
-
-
 def convert(src, dst, text, **options):
-    options = {"calibrate_tokens": 256, "calibrate_passes": 10} | options
+    options = {"calibrate_tokens": 256, "calibrate_passes": 4} | options
     return convert_checkpoint(src, dst, calibrate_on=str(text), **options)
-
-
-def weights(directory):
-    return load_file(directory / "model.safetensors")
 
 
 def test_checkpoint_differs_in_queries_and_coefficients_only_and_says_what_was_done(
     tiny_llama_dir, text, tmp_path
 ):
-    record = convert(tiny_llama_dir, tmp_path / "calibrated", text)
-    convert_checkpoint(tiny_llama_dir, tmp_path / "plain")
-    ours, plain = weights(tmp_path / "calibrated"), weights(tmp_path / "plain")
+    dst = tmp_path / "calibrated"
+    record = convert(tiny_llama_dir, dst, text)
+    plain_record = convert_checkpoint(tiny_llama_dir, tmp_path / "plain")
+    ours, plain = weights_of(dst), weights_of(tmp_path / "plain")
     changed = {name for name in plain if not torch.equal(ours[name], plain[name])}
     assert changed == {name for name in plain if "q_proj" in name or "t_proj" in name}
-    assert record == json.loads((tmp_path / "calibrated" / "conversion.json").read_text())
+    assert record == record_of(dst)
     facts = record["calibration"]
-    assert (facts["tokens"], facts["repeated_tokens"], facts["block_tokens"], facts["reach"]) == (
-        256,
-        256,
-        64,
-        64,
-    )
-    assert (facts["held_out_tokens"], facts["seed"]) == (512, 0)
-    assert facts["text"] == text.name
+    expected = {"tokens": 256, "repeated_tokens": 256, "block_tokens": 64, "reach": 64}
+    expected |= {"held_out_tokens": 512, "seed": 0, "text": text.name}
+    assert {name: facts[name] for name in expected} == expected
     assert len(facts["attention_kl"]) == 3
     assert all(layer["kl_fitted"] < layer["kl_start"] for layer in facts["attention_kl"])
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "calibrated")
-    assert torch.equal(
-        model.model.layers[1].self_attn.q_proj.weight,
-        ours["model.layers.1.self_attn.q_proj.weight"],
-    )
+    model = AutoModelForCausalLM.from_pretrained(dst)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    assert torch.equal(model.get_parameter(name), ours[name])
     values = facts["perplexity"]
     line = f"{values['start']:.4g} before, {values['calibrated']:.4g} after, {values['original']:.4g} of the original"
-    assert line in (tmp_path / "calibrated" / "README.md").read_text()
-    assert (
-        record["source_xxh3_128"]
-        == json.loads((tmp_path / "plain/conversion.json").read_text())["source_xxh3_128"]
-    )
+    assert line in (dst / "README.md").read_text()
+    assert record["source_xxh3_128"] == plain_record["source_xxh3_128"]
 
 
 def test_a_calibrated_checkpoint_has_the_sources_queries_and_keys_in_kept_layers(
     tiny_llama_dir, text, tmp_path
 ):
-    convert_checkpoint(
-        tiny_llama_dir,
-        tmp_path / "dst",
-        calibrate_on=str(text),
-        calibrate_tokens=640,
-        keep_layers=[1],
-    )
-    before, after = (load_file(d / "model.safetensors") for d in (tiny_llama_dir, tmp_path / "dst"))
-    assert all(
-        torch.equal(after[name], tensor) for name, tensor in before.items() if "layers.1." in name
-    )
-    assert not torch.equal(
-        after["model.layers.0.self_attn.q_proj.weight"],
-        before["model.layers.0.self_attn.q_proj.weight"],
-    )
-
-
-def test_killed_between_layers_it_goes_on_to_the_same_bits(tiny_llama_dir, text, tmp_path):
-    expected = convert(tiny_llama_dir, tmp_path / "whole", text)
-    layers = tmp_path / ".cut.incomplete" / "calibrated"
-
-    def stop_after_two(progress):
-        assert progress.num_layers == 3
-        if progress.layers_done == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        convert(tiny_llama_dir, tmp_path / "cut", text, calibrate_progress=stop_after_two)
-    assert not (tmp_path / "cut").exists()
-    (layers / "layer-00002.part").write_bytes(b"half")
-    kept = {file.name: file.stat().st_mtime_ns for file in layers.glob("*.safetensors")}
-    assert sorted(kept) == ["layer-00000.safetensors", "layer-00001.safetensors"]
-
-    def look(progress):
-        now = {file.name: file.stat().st_mtime_ns for file in layers.glob("*.safetensors")}
-        assert {name: now[name] for name in kept} == kept
-
-    record = convert(tiny_llama_dir, tmp_path / "cut", text, calibrate_progress=look)
-    ours, theirs = weights(tmp_path / "cut"), weights(tmp_path / "whole")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert record["calibration"]["perplexity"] == expected["calibration"]["perplexity"]
-    assert not layers.parent.exists()
+    convert(tiny_llama_dir, tmp_path / "dst", text, keep_layers=[1])
+    before, after = weights_of(tiny_llama_dir), weights_of(tmp_path / "dst")
+    kept = {name for name in before if "layers.1." in name}
+    assert all(torch.equal(after[name], before[name]) for name in kept)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(after[name], before[name])
 
 
 def test_a_baked_ntk_base_changes_neither_blocks_nor_positions(tiny_llama_dir, text, tmp_path):
@@ -418,25 +364,6 @@ def test_a_baked_ntk_base_changes_neither_blocks_nor_positions(tiny_llama_dir, t
     plain = convert(tiny_llama_dir, tmp_path / "plain", text)
     assert record["calibration"]["block_tokens"] == record["calibration"]["reach"] == 64
     assert record["calibration"]["attention_kl"] == plain["calibration"]["attention_kl"]
-
-
-@pytest.mark.parametrize("change", ["seed", "text", "source"])
-def test_layers_of_another_seed_text_or_source_are_not_taken(
-    tiny_llama_dir, text, tmp_path, change
-):
-    source = tmp_path / "source"
-    shutil.copytree(tiny_llama_dir, source)
-
-    interrupted(source, tmp_path / "dst", text)
-    options = {"seed": 1} if change == "seed" else {}
-    if change == "text":
-        text.write_text(text.read_text().replace("times", "plus"))
-    if change == "source":
-        os.utime(source / "model.safetensors", ns=(1, 1))
-    convert(source, tmp_path / "dst", text, **options)
-    convert(source, tmp_path / "fresh", text, **options)
-    ours, theirs = weights(tmp_path / "dst"), weights(tmp_path / "fresh")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def interrupted(*arguments, **options):
@@ -489,10 +416,10 @@ def test_killed_in_a_layer_it_continues_with_that_layer_to_the_same_bits(
     assert process.exitcode == -signal.SIGKILL
     record = convert(*arguments)
     assert fits == loads == [1, 2]
-    ours, theirs = weights(tmp_path / "cut"), weights(tmp_path / "whole")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_weights(tmp_path / "cut", tmp_path / "whole")
     for fact in ("perplexity", "attention_kl"):
         assert record["calibration"][fact] == expected["calibration"][fact]
+    assert not (tmp_path / ".cut.incomplete").exists()
 
 
 @pytest.mark.parametrize(
@@ -509,8 +436,7 @@ def test_damaged_states_are_made_again_and_fitted_layers_are_not(
     assert fits == [0, 1, 2]
     assert loads == [0, 0, 1, 2]
     convert(tiny_llama_dir, tmp_path / "whole", text)
-    ours, theirs = weights(tmp_path / "dst"), weights(tmp_path / "whole")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_weights(tmp_path / "dst", tmp_path / "whole")
 
 
 def test_hidden_states_are_on_the_disk_while_layers_are_fitted_and_gone_afterwards(
@@ -523,7 +449,7 @@ def test_hidden_states_are_on_the_disk_while_layers_are_fitted_and_gone_afterwar
         sizes.append([file.stat().st_size for file in found])
 
     ids = blocks_of(24)
-    calibrate(pairs_of(stock_model("llama")), ids, ids[:5], tmp_path / "layers", report=look)
+    calibrate(pairs_of(stock_model("llama")), ids, ids[:5], tmp_path / "layers", 1, report=look)
     whole = (24 + 3 * 5) * WINDOW * 48 * 4
     assert sizes == [[whole], [whole, whole], [whole, whole], [whole, whole]]
     assert sorted(file.name for file in (tmp_path / "layers").iterdir()) == [
@@ -582,13 +508,51 @@ def fits(monkeypatch):
     return found
 
 
-def test_other_shards_do_not_refit_and_other_settings_do(tiny_llama_dir, text, tmp_path, fits):
-    interrupted(tiny_llama_dir, tmp_path / "shards", text)
-    convert(tiny_llama_dir, tmp_path / "shards", text, max_shard_size="20KB")
+def test_layers_are_taken_for_other_shards(tiny_llama_dir, text, tmp_path, fits):
+    interrupted(tiny_llama_dir, tmp_path / "dst", text)
+    convert(tiny_llama_dir, tmp_path / "dst", text, max_shard_size="20KB")
     assert fits == [0, 1, 2]
-    fits.clear()
-    interrupted(tiny_llama_dir, tmp_path / "passes", text)
-    convert(tiny_llama_dir, tmp_path / "passes", text, calibrate_passes=11)
+
+
+def damaged_layer(damage):
+    def change(source, text, monkeypatch):
+        folder = source.parent / ".dst.incomplete" / "calibrated"
+        file = folder / "layer-00000.safetensors"
+        file.write_bytes(damage(file.read_bytes()))
+
+    return change
+
+
+def other_code(name):
+    def change(source, text, monkeypatch):
+        folders = [shutil.copytree(folder, source.parent / folder.name) for folder in CODE]
+        file = next(path for folder in folders for path in folder.glob(name))
+        file.write_text(file.read_text() + "# of another version")
+        monkeypatch.setattr("coca_hf.convert.conversion.CODE", folders)
+
+    return change
+
+
+OTHERS = {
+    "seed": lambda *_: {"seed": 1},
+    "passes": lambda *_: {"calibrate_passes": 5},
+    "text": lambda _, text, __: [text.write_text(text.read_text().replace("times", "plus"))],
+    "source": lambda source, *_: os.utime(source / "model.safetensors", ns=(1, 1)),
+    "config": lambda source, *_: edit_config(source, rms_norm_eps=1e-5),
+    "a shorter layer": damaged_layer(lambda data: data[:-100]),
+    "an empty layer": damaged_layer(lambda data: b""),
+    "another byte": damaged_layer(lambda data: data[:-1] + b"?"),
+    **{name: other_code(name) for name in ("calibrate.py", "attention.py", "rotary.py")},
+}
+
+
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS.keys())
+def test_layers_of_another_fit_and_damaged_ones_are_fitted_again(
+    source, text, tmp_path, fits, monkeypatch, change
+):
+    interrupted(source, tmp_path / "dst", text)
+    options = change(source, text, monkeypatch)
+    convert(source, tmp_path / "dst", text, **(options if isinstance(options, dict) else {}))
     assert fits == [0, 0, 1, 2]
 
 
@@ -607,60 +571,19 @@ def test_layers_outlive_a_refusal_that_comes_after_them(
     assert [path.name for path in tmp_path.iterdir() if "dst" in path.name] == ["dst"]
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda data: data[:-100], lambda data: b"", lambda data: data[:-1] + b"?"]
-)
-def test_a_damaged_layer_is_fitted_again(damage, tiny_llama_dir, text, tmp_path, fits):
-    interrupted(tiny_llama_dir, tmp_path / "dst", text)
-    kept = tmp_path / ".dst.incomplete" / "calibrated" / "layer-00000.safetensors"
-    kept.write_bytes(damage(kept.read_bytes()))
-    convert(tiny_llama_dir, tmp_path / "dst", text)
-    assert fits == [0, 0, 1, 2]
-
-
-@pytest.mark.parametrize("changed", ["calibrate.py", "attention.py", "rotary.py"])
-def test_a_layer_of_other_code_is_fitted_again(
-    tiny_llama_dir, text, tmp_path, fits, monkeypatch, changed
-):
-    interrupted(tiny_llama_dir, tmp_path / "dst", text)
-    folders = [shutil.copytree(folder, tmp_path / folder.name) for folder in CODE]
-    file = next(path for folder in folders for path in folder.glob(changed))
-    file.write_text(file.read_text() + "# of another version")
-    monkeypatch.setattr("coca_hf.convert.conversion.CODE", folders)
-    convert(tiny_llama_dir, tmp_path / "dst", text)
-    assert fits == [0, 0, 1, 2]
-
-
-def test_a_layer_of_another_config_is_fitted_again(tiny_llama_dir, text, tmp_path, fits):
-    source = shutil.copytree(tiny_llama_dir, tmp_path / "source")
-    interrupted(source, tmp_path / "dst", text)
-    config = json.loads((source / "config.json").read_text())
-    config["rms_norm_eps"] *= 10
-    (source / "config.json").write_text(json.dumps(config))
-    convert(source, tmp_path / "dst", text)
-    assert fits == [0, 0, 1, 2]
-
-
 def test_a_copied_tensor_that_the_type_cannot_hold_is_refused_before_any_layer(
-    tiny_llama_dir, text, tmp_path, fits
+    source, text, tmp_path, fits
 ):
-    source = tmp_path / "source"
-    shutil.copytree(tiny_llama_dir, source)
-    tensors = weights(source)
-    tensors["model.layers.2.mlp.up_proj.weight"][3, 4] = 1e5
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        CocaError, match=r"layers\.2\.mlp\.up_proj\.weight: got numbers up to 100000"
-    ):
+    name = "layers.2.mlp.up_proj.weight"
+    edit_weights(source, lambda w: w[f"model.{name}"][3, 4].fill_(1e5))
+    with pytest.raises(CocaError, match=f"{name}: got numbers up to 100000"):
         convert(source, tmp_path / "dst", text, dtype="float16")
     assert fits == []
 
 
 def test_a_bias_of_queries_that_float16_cannot_square_is_refused_before_any_layer(
-    tiny_llama_dir, text, tmp_path, fits
+    source, text, tmp_path, fits
 ):
-    source = tmp_path / "source"
-    shutil.copytree(tiny_llama_dir, source)
     config = AutoConfig.from_pretrained(source, attention_bias=True)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float16)
     nn.init.constant_(model.model.layers[2].self_attn.q_proj.bias, 1040)
@@ -725,29 +648,24 @@ def test_a_bias_that_float16_cannot_square_is_calibrated_for_another_dtype(
 ):
     source = neox_source(torch.float16, lambda weight, bias: bias[1, 0, 5].fill_(1040))
     convert(source, tmp_path / "dst", text, dtype="float32", calibrate_passes=1)
-    assert weights(tmp_path / "dst")["model.layers.1.self_attn.q_proj.bias"].abs().max() > 1000
+    assert weights_of(tmp_path / "dst")["model.layers.1.self_attn.q_proj.bias"].abs().max() > 1000
 
 
 def test_fields_that_are_left_out_are_left_out_of_the_model_that_is_calibrated(
-    tiny_llama_dir, text, tmp_path
+    tiny_llama_dir, source, text, tmp_path
 ):
-    source = tmp_path / "source"
-    shutil.copytree(tiny_llama_dir, source)
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"seq_len": 5, "neuron_cores": 2}))
-    convert(
-        source,
-        tmp_path / "dst",
-        text,
-        calibrate_passes=1,
-        ignore_fields=["seq_len", "neuron_cores"],
-    )
+    edit_config(source, seq_len=5, neuron_cores=2)
+    ignored = ["seq_len", "neuron_cores"]
+    convert(source, tmp_path / "dst", text, calibrate_passes=1, ignore_fields=ignored)
     convert(tiny_llama_dir, tmp_path / "plain", text, calibrate_passes=1)
-    assert (tmp_path / "dst" / "config.json").read_bytes() == (
-        tmp_path / "plain" / "config.json"
-    ).read_bytes()
-    got, expected = weights(tmp_path / "dst"), weights(tmp_path / "plain")
-    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+    written = [(tmp_path / name / "config.json").read_bytes() for name in ("dst", "plain")]
+    assert written[0] == written[1]
+    assert_same_weights(tmp_path / "dst", tmp_path / "plain")
+
+
+@pytest.fixture
+def of_source(tiny_llama_dir):
+    return AutoTokenizer.from_pretrained(tiny_llama_dir), AutoConfig.from_pretrained(tiny_llama_dir)
 
 
 def rows_of(path, rows, column="text"):
@@ -755,21 +673,15 @@ def rows_of(path, rows, column="text"):
     return str(path), column, "train", None, None, True
 
 
-def test_blocks_come_from_all_files_and_from_no_copy_of_a_held_out_document(
-    tiny_llama_dir, tmp_path
-):
-    config, tokenizer = (
-        AutoConfig.from_pretrained(tiny_llama_dir),
-        AutoTokenizer.from_pretrained(tiny_llama_dir),
-    )
+def test_blocks_come_from_all_files_and_from_no_copy_of_a_held_out_document(of_source, tmp_path):
+    tokenizer = of_source[0]
     draw = random.Random(5)
     for name, letters in (("a", "abcdefgh"), ("b", "stuvwxyz")):
         rows = ["".join(draw.choices(letters, k=150)) for _ in range(150)]
         rows_of(tmp_path / f"{name}.jsonl", rows + rows)
     place = str(tmp_path / "*.jsonl"), "text", "train", None, None, True
-    blocks, held_out = calibration_blocks(
-        place, tokenizer, config, num_tokens=40 * 32, block_tokens=32
-    )
+    asked = place, *of_source, 40 * 32, 32
+    blocks, held_out = calibration_blocks(*asked)
     assert blocks.shape == (40, 32)
     assert held_out.shape == (8, 32)
     text = "\n".join(tokenizer.decode(block) for block in blocks)
@@ -780,10 +692,7 @@ def test_blocks_come_from_all_files_and_from_no_copy_of_a_held_out_document(
         for part in (blocks, held_out)
     ]
     assert not grams[0] & grams[1]
-    again = calibration_blocks(place, tokenizer, config, num_tokens=40 * 32, block_tokens=32)
-    other = calibration_blocks(
-        place, tokenizer, config, num_tokens=40 * 32, block_tokens=32, seed=1
-    )
+    again, other = calibration_blocks(*asked), calibration_blocks(*asked, seed=1)
     assert torch.equal(again[0], blocks)
     assert not torch.equal(other[0], blocks)
     assert torch.equal(other[1], held_out)
@@ -805,14 +714,11 @@ def test_a_data_set_on_the_hub_is_read_and_recorded_at_its_commit(
     assert all(f"/resolve/{commit}/" in path for path in read)
 
 
-def test_short_texts_of_another_column_are_joined_with_the_end_token(tiny_llama_dir, tmp_path):
-    config, tokenizer = (
-        AutoConfig.from_pretrained(tiny_llama_dir),
-        AutoTokenizer.from_pretrained(tiny_llama_dir),
-    )
+def test_short_texts_of_another_column_are_joined_with_the_end_token(of_source, tmp_path):
+    tokenizer = of_source[0]
     rows = [f"row {number} of chat" for number in range(400)]
     place = rows_of(tmp_path / "chat.jsonl", rows, "answer")
-    blocks, _ = calibration_blocks(place, tokenizer, config, num_tokens=640, block_tokens=64)
+    blocks, _ = calibration_blocks(place, *of_source, num_tokens=640, block_tokens=64)
     assert blocks.shape == (10, 64)
     for block in blocks:
         ends = (block == tokenizer.eos_token_id).nonzero().flatten()
@@ -820,73 +726,34 @@ def test_short_texts_of_another_column_are_joined_with_the_end_token(tiny_llama_
         assert whole in rows
 
 
-def test_command_prints_what_it_was_worth_or_one_line_of_error(
-    tiny_llama_dir, text, tmp_path, monkeypatch, capsys
+REFUSED = {
+    "short": ({"calibrate_on": "short.txt"}, "got 0 blocks of 64 tokens to hold out, and about 9 "),
+    "device": ({"device": "gpu"}, "--device: got 'gpu', expected cpu, or cuda"),
+    "no text": ({"calibrate_on": "none.txt"}, "got no such file"),
+    "hub alone": (
+        {"split": "test", "subset": "en"},
+        "got --split, --subset, which only data sets on the hub",
+    ),
+    "block": ({"calibrate_block": 3}, "got blocks of 3 tokens, expected at least 4: the least"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_too_little_text_and_wrong_options_are_refused(
+    source, text, tmp_path, monkeypatch, options, message
 ):
-    def command(*arguments):
-        monkeypatch.setattr("sys.argv", ["coca-convert", str(tiny_llama_dir), *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.convert()
-        return ended.value.code, capsys.readouterr().err
-
-    code, printed = command(tmp_path / "dst", "--calibrate", text, "--calibrate-tokens", 256)
-    values = json.loads((tmp_path / "dst" / "conversion.json").read_text())["calibration"][
-        "perplexity"
-    ]
-    assert code == 0
-    assert f"{values['start']:,.4g} before, {values['calibrated']:,.4g} after" in printed
-    needed = r"calibrating 3 of 3 layers: about 7\d\d\.\d\d MB of memory and \d\.\d\d MB of disk in"
-    assert re.match(needed, printed)
-    assert re.search(r"\nlayer 0 took \d+ s; calibration takes about \d+ min\n", printed)
-    code, printed = command(tmp_path / "other", "--calibrate", text, "--calibrate-tokens", 10**6)
-    assert (code, printed.count("\n")) == (2, 1)
-    assert "give more text, or a smaller --calibrate-tokens" in printed
-
-
-def test_too_little_text_and_what_is_coca_already_are_refused(
-    tiny_llama_dir, tiny_coca_dir, text, tmp_path
-):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("too short")
-    with pytest.raises(
-        CocaError, match=r"got 0 blocks of 64 tokens to hold out, and about 9 tokens to"
-    ):
-        convert(tiny_llama_dir, tmp_path / "dst", tmp_path / "short.txt")
-    with pytest.raises(CocaError, match=r"--device: got 'gpu', expected cpu, or cuda"):
-        convert(tiny_llama_dir, tmp_path / "dst", text, device="gpu")
-    with pytest.raises(CocaError, match="got no such file"):
-        convert(tiny_llama_dir, tmp_path / "dst", tmp_path / "none.txt")
+    refuses(message, source, "dst", **{"calibrate_on": str(text)} | options)
+    assert not list(tmp_path.glob("*dst*"))
+
+
+def test_what_is_coca_already_is_refused(tiny_coca_dir, text, tmp_path):
     with pytest.raises(CocaError, match="--calibrate: got a CoCA checkpoint, expected an original"):
         convert(tiny_coca_dir, tmp_path / "dst", text, ntk_length=128)
-    with pytest.raises(CocaError, match="got --split, --subset, which only data sets on the hub"):
-        convert(tiny_llama_dir, tmp_path / "dst", text, split="test", subset="en")
-    with pytest.raises(CocaError, match="got blocks of 3 tokens, expected at least 4: the least"):
-        convert(tiny_llama_dir, tmp_path / "dst", text, calibrate_block=3)
-    assert not list(tmp_path.glob("*dst*"))
 
 
 def test_the_shortest_blocks_can_be_fitted(tiny_llama_dir, text, tmp_path):
     options = {"calibrate_block": 4, "calibrate_tokens": 60, "calibrate_passes": 1}
-    record = convert_checkpoint(
-        tiny_llama_dir, tmp_path / "dst", calibrate_on=str(text), device="cpu", **options
-    )
+    record = convert(tiny_llama_dir, tmp_path / "dst", text, device="cpu", **options)
     assert record["calibration"]["block_tokens"] == 4
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        *(("calibrate-tokens", 9), ("calibrate-block", 9), ("calibrate-passes", 9)),
-        *(("column", "text"), ("split", "test"), ("subset", "en")),
-        *(("device", "cpu"), ("seed", 1)),
-    ],
-)
-def test_an_option_of_calibration_is_refused_without_it(
-    tiny_llama_dir, tmp_path, monkeypatch, capsys, option, value
-):
-    arguments = ["coca-convert", str(tiny_llama_dir), str(tmp_path / "dst"), f"--{option}={value}"]
-    monkeypatch.setattr("sys.argv", arguments)
-    with pytest.raises(SystemExit) as ended:
-        cli.convert()
-    expected = f"error: --{option}: got it without --calibrate, expected both\n"
-    assert (ended.value.code, capsys.readouterr().err) == (2, expected)
-    assert not list(tmp_path.iterdir())

@@ -2,7 +2,6 @@
 called.
 """
 
-import io
 import json
 import re
 import shutil
@@ -11,13 +10,13 @@ from urllib.parse import unquote
 
 import huggingface_hub
 import pytest
-import torch
+import safetensors.torch
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file
 
-from coca_hf import CocaError, convert_checkpoint
+from coca_hf import convert_checkpoint
 from coca_hf.models.hub import without_paths
-from tests.convert.test_destination import files_of
+from tests.convert.checkpoints import assert_same_weights, files_of, record_of, refuses, weights_of
+from tests.convert.test_pickle import save_sharded
 from tests.convert.test_quantized import quantized_by_bitsandbytes
 from tests.hub import HubHandler, serving
 from tests.test_card import FRONT_MATTER, TRAINING
@@ -77,9 +76,7 @@ class ModelHub(HubHandler):
 def hub(tmp_path, monkeypatch, tiny_llama_dir):
     """The hub of this process; its one repository is `tiny_llama_dir`."""
     with serving(ModelHub) as server:
-        files = {
-            file.name: file.read_bytes() for file in tiny_llama_dir.iterdir() if file.is_file()
-        }
+        files = files_of(tiny_llama_dir)
         server.commits, server.downloaded = {OLD: files, NEW: files}, []
         template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
         for name, value in [
@@ -92,28 +89,19 @@ def hub(tmp_path, monkeypatch, tiny_llama_dir):
         yield server
 
 
-UNREAD = (
-    *(
-        "consolidated.safetensors",
-        "original/consolidated.00.pth",
-        "original/tokenizer.model",
-        "onnx/model.onnx",
-    ),
-    *(
-        "onnx/model.safetensors",
-        "checkpoint-5/model.safetensors",
-        "pytorch_model.bin",
-        "model.fp16.safetensors",
-    ),
-    *(
-        "onnx/config.json",
-        "onnx/tokenizer.json",
-        "tf_model.h5",
-        "modeling_evil.py",
-        "optimizer.pt",
-        "q4.gguf",
-    ),
-)
+def shard(files, name):
+    """Give the weights among `files` another name, and an index."""
+    names = safetensors.torch.load(files["model.safetensors"])
+    files[name] = files.pop("model.safetensors")
+    index = {"weight_map": dict.fromkeys(names, name)}
+    files["model.safetensors.index.json"] = json.dumps(index).encode()
+
+
+UNREAD = """
+    consolidated.safetensors original/consolidated.00.pth original/tokenizer.model onnx/model.onnx
+    onnx/model.safetensors checkpoint-5/model.safetensors pytorch_model.bin model.fp16.safetensors
+    onnx/config.json onnx/tokenizer.json tf_model.h5 modeling_evil.py optimizer.pt q4.gguf
+"""
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -123,15 +111,10 @@ def test_what_is_read_is_downloaded_and_no_more(hub, tmp_path, tiny_llama_dir, s
     files |= {
         "LICENSE": b"mine",
         "additional_chat_templates/rag.jinja": b"rag",
-        **dict.fromkeys(UNREAD, b"x"),
+        **dict.fromkeys(UNREAD.split(), b"x"),
     }
     if sharded:
-        names = json.loads(files["model.safetensors"][8:].partition(b"}}")[0] + b"}}").keys() - {
-            "__metadata__"
-        }
-        files["weights[1].safetensors"] = files.pop("model.safetensors")
-        index = {"weight_map": dict.fromkeys(names, "weights[1].safetensors")}
-        files["model.safetensors.index.json"] = json.dumps(index).encode()
+        shard(files, "weights[1].safetensors")
         expected |= {"weights[1].safetensors", "model.safetensors.index.json"}
         expected -= {"model.safetensors"}
     record = convert_checkpoint(REPO, tmp_path / "dst")
@@ -139,22 +122,17 @@ def test_what_is_read_is_downloaded_and_no_more(hub, tmp_path, tiny_llama_dir, s
     assert record["source"] == record["base"]["model"] == REPO
     assert record["source_commit"] == NEW
     convert_checkpoint(tiny_llama_dir, tmp_path / "direct")
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("dst", "direct")]
-    assert weights[0] == weights[1]
+    assert_same_weights(tmp_path / "dst", tmp_path / "direct")
     assert (tmp_path / "dst" / "additional_chat_templates" / "rag.jinja").read_bytes() == b"rag"
 
 
-def test_a_revision_is_the_one_that_is_converted_and_recorded(hub, tmp_path, convert):
+def test_a_revision_is_the_one_that_is_converted_and_recorded(hub, tmp_path, converts, refusal):
     hub.commits[OLD] = hub.commits[OLD] | {"LICENSE": b"old"}
     for revision in ("v1", OLD):
-        code, _ = convert(REPO, tmp_path / "dst", "--revision", revision, "--overwrite")
-        assert code == 0
+        converts(REPO, tmp_path / "dst", "--revision", revision, "--overwrite")
         assert (tmp_path / "dst" / "LICENSE").read_bytes() == b"old"
-        assert (
-            json.loads((tmp_path / "dst" / "conversion.json").read_text())["source_commit"] == OLD
-        )
-    code, printed = convert(REPO, tmp_path / "other", "--revision", "v2")
-    assert (code, printed.count("\n")) == (2, 1)
+        assert record_of(tmp_path / "dst")["source_commit"] == OLD
+    printed = refusal(REPO, tmp_path / "other", "--revision", "v2")
     assert "owner/model: no such directory, and not on the hub within reach" in printed
     assert "Revision Not Found" in printed
 
@@ -167,15 +145,13 @@ def test_a_coca_model_brings_the_records_the_card_and_the_licence_of_its_base(
     (base / "LICENSE").write_text("Do no harm.")
     made = convert_checkpoint(base, tmp_path / "coca")
     (tmp_path / "coca/training.json").write_text(json.dumps(TRAINING))
-    hub.commits[NEW] = {
-        file.name: file.read_bytes() for file in (tmp_path / "coca").iterdir() if file.is_file()
-    }
+    hub.commits[NEW] = files_of(tmp_path / "coca")
     record = convert_checkpoint(REPO, tmp_path / "dst", ntk_length=128)
     assert (record["source"], record["source_format"]) == (REPO, "safetensors, CoCA")
     assert record["base"] == made["base"]
     assert record["base"]["license_name"] == "llama3"
     assert (tmp_path / "dst/LICENSE").read_text() == "Do no harm."
-    assert json.loads((tmp_path / "dst/training.json").read_text()) == without_paths(TRAINING)
+    assert record_of(tmp_path / "dst", "training.json") == without_paths(TRAINING)
     card = ModelCard.load(tmp_path / "dst/README.md")
     assert (card.data.license, card.data.license_name) == ("other", "llama3")
     assert "Tokens seen in CoCA training: 41." in card.text
@@ -183,15 +159,12 @@ def test_a_coca_model_brings_the_records_the_card_and_the_licence_of_its_base(
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_dry_run_of_a_model_on_the_hub_downloads_no_weights_and_leaves_the_cache_as_it_is(
-    hub, tmp_path, tiny_llama_dir, convert, monkeypatch, sharded
+    hub, tmp_path, converts, monkeypatch, sharded
 ):
     files = hub.commits[NEW]
     size = len(files["model.safetensors"])
     if sharded:
-        names = load_file(tiny_llama_dir / "model.safetensors").keys()
-        files["a.safetensors"] = files.pop("model.safetensors")
-        index = {"weight_map": dict.fromkeys(names, "a.safetensors")}
-        files["model.safetensors.index.json"] = json.dumps(index).encode()
+        shard(files, "a.safetensors")
     (tmp_path / "real").mkdir()
     (tmp_path / "tmp").symlink_to("real")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
@@ -201,8 +174,7 @@ def test_a_dry_run_of_a_model_on_the_hub_downloads_no_weights_and_leaves_the_cac
     assert plan["read"]["files"] == 1
     assert plan["read"]["bytes"] == pytest.approx(size, rel=0.01)
     assert (plan["source_commit"], plan["numbers_checked"]) == (NEW, False)
-    code, printed = convert(REPO, tmp_path / "dst", "--dry-run")
-    assert code == 0
+    printed = converts(REPO, tmp_path / "dst", "--dry-run")
     assert f"{REPO} at commit {NEW}: safetensors" in printed
     assert "not checked           the numbers of the weights, which only the hub has" in printed
 
@@ -222,49 +194,38 @@ def test_a_dry_run_refuses_four_bits_on_the_hub_whose_headers_have_no_shapes_and
     quantized = quantized_by_bitsandbytes(
         tiny_llama_dir, tmp_path / "quantized", **{f"load_in_{bits}bit": True}
     )
-    hub.commits[NEW] |= {file.name: file.read_bytes() for file in quantized.iterdir()}
+    hub.commits[NEW] |= files_of(quantized)
     if bits == 4:
-        with pytest.raises(CocaError, match=r"shapes are known once .* run `hf download owner/mod"):
-            convert_checkpoint(REPO, tmp_path / "dst", dry_run=True)
+        message = r"shapes are known once .* run `hf download owner/mod"
+        refuses(message, REPO, tmp_path / "dst", dry_run=True)
     else:
         plan = convert_checkpoint(REPO, tmp_path / "dst", dry_run=True)
         convert_checkpoint(REPO, tmp_path / "dst")
-        written = load_file(tmp_path / "dst" / "model.safetensors").values()
+        written = weights_of(tmp_path / "dst").values()
         assert plan["written"]["bytes"] == sum(tensor.nbytes for tensor in written)
 
 
 def test_pickles_on_the_hub_are_downloaded_with_the_flag_alone(hub, tmp_path, tiny_llama_dir):
-    files = hub.commits[NEW]
-    del files["model.safetensors"]
-    tensors = load_file(tiny_llama_dir / "model.safetensors")
-    for number, names in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2])):
-        shard = io.BytesIO()
-        torch.save({name: tensors[name] for name in names}, shard)
-        files[f"pytorch_model-{number}.bin"] = shard.getvalue()
-    weight_map = {
-        name: f"pytorch_model-{number}.bin"
-        for number in (0, 1)
-        for name in sorted(tensors)[number::2]
-    }
-    files["pytorch_model.bin.index.json"] = json.dumps({"weight_map": weight_map}).encode()
+    directory = tmp_path / "pickles"
+    directory.mkdir()
+    save_sharded(directory, weights_of(tiny_llama_dir))
+    del hub.commits[NEW]["model.safetensors"]
+    hub.commits[NEW] |= files_of(directory)
     for options in ({}, {"allow_pickle": True, "dry_run": True}):
         message = "pass --allow-pickle" if not options else "run `hf download owner/model` first"
-        with pytest.raises(CocaError, match=message):
-            convert_checkpoint(REPO, tmp_path / "dst", **options)
+        refuses(message, REPO, tmp_path / "dst", **options)
         assert not {name for name in hub.downloaded if name.endswith(".bin")}
     convert_checkpoint(REPO, tmp_path / "dst", allow_pickle=True)
-    assert {"pytorch_model-0.bin", "pytorch_model-1.bin"} < set(hub.downloaded)
+    assert {"pytorch_model-1.bin", "pytorch_model-2.bin"} < set(hub.downloaded)
     convert_checkpoint(tiny_llama_dir, tmp_path / "direct")
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("dst", "direct")]
-    assert weights[0] == weights[1]
+    assert_same_weights(tmp_path / "dst", tmp_path / "direct")
 
 
 def test_what_was_downloaded_before_is_enough_without_the_hub(hub, tmp_path, monkeypatch):
     convert_checkpoint(REPO, tmp_path / "dst")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     convert_checkpoint(REPO, tmp_path / "again")
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("dst", "again")]
-    assert weights[0] == weights[1]
+    assert_same_weights(tmp_path / "dst", tmp_path / "again")
 
 
 REPOSITORIES = {
@@ -294,7 +255,6 @@ def test_a_repository_without_weights_that_we_read_is_called_what_it_is(
 ):
     del hub.commits[NEW]["model.safetensors"]
     hub.commits[NEW] |= files
-    with pytest.raises(CocaError, match=re.escape(message)):
-        convert_checkpoint(REPO, tmp_path / "dst")
+    refuses(re.escape(message), REPO, tmp_path / "dst")
     assert not {"pytorch_model.bin", "q4.gguf", "consolidated.safetensors"} & set(hub.downloaded)
     assert {path.name for path in tmp_path.iterdir()} == {"cache"}

@@ -3,27 +3,22 @@ what is finished.
 """
 
 import json
-import multiprocessing
 import os
 import random
 import resource
 import shutil
 import signal
-import subprocess
-import time
 from threading import Lock
 
 import pytest
 import torch
-import xxhash
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_hf import CocaError, convert_checkpoint
+from tests.convert import checkpoints
+from tests.convert.checkpoints import PROCESSES, Stop, edit_weights, record_of, refuses
 
 SHARDS = {"max_shard_size": "300KB"}
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["coca_hf"])
 
 
 @pytest.fixture(scope="module")
@@ -46,43 +41,44 @@ def expected(source):
     directory = source.parent / "expected"
     convert_checkpoint(source, directory, **SHARDS)
     assert len(list(directory.glob("*.safetensors"))) > 8
-    return weights_of(directory)
+    return bytes_of(directory)
 
 
-def weights_of(directory):
+def bytes_of(directory):
     return {file.name: file.read_bytes() for file in sorted(directory.glob("model*"))}
 
 
 def staged(dst):
-    """The finished shards in the staging directory of `dst`, with what tells a file from its copy.
-
-    A kill between the last rename and the cleaning up leaves a manifest without them: they are in
-    `dst`.
-    """
+    """The finished shards in the staging directory of `dst`, with what tells a file from its copy."""
     manifest = dst.parent / f".{dst.name}.incomplete" / "manifest.jsonl"
-    if not manifest.exists() or not (manifest.parent / "checkpoint").is_dir():
-        return {}
     lines = [json.loads(line) for line in manifest.read_text().splitlines() if line.endswith("}")]
-    files = {line["shard"]: manifest.parent / "checkpoint" / line["shard"] for line in lines[1:]}
-    return {name: (file.stat().st_ino, file.stat().st_mtime_ns) for name, file in files.items()}
+    return places(manifest.parent / "checkpoint", [line["shard"] for line in lines[1:]])
 
 
-def kept(dst, before):
-    files = {name: (dst / name).stat() for name in before}
-    return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in files.items()} == before
+def places(directory, names):
+    files = {name: (directory / name).stat() for name in names}
+    return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in files.items()}
 
 
-def convert_reporting(src, dst, started, result):
-    started.set()
+def goes_on(source, dst, expected, before=None, **options):
+    """Convert again, which keeps the shards of `before`, by default the finished ones, at least
+    two; returns the record.
+    """
+    before = staged(dst) if before is None else before
+    assert len(before) >= 2
+    record = convert_checkpoint(source, dst, **SHARDS, **options)
+    assert places(dst, before) == before
+    assert bytes_of(dst) == expected
+    assert not (dst.parent / ".dst.incomplete").exists()
+    return record
+
+
+def convert_reporting(src, dst, result):
     try:
         convert_checkpoint(src, dst, **SHARDS)
         result.put("converted")
     except CocaError as error:
         result.put(str(error))
-
-
-class Stop(BaseException):
-    """Like KeyboardInterrupt, at a chosen moment."""
 
 
 def stop_after(num_bytes, action=None):
@@ -105,41 +101,6 @@ def interrupted(source, dst, num_bytes=2_000_000, **options):
     return finished
 
 
-@pytest.mark.real
-@pytest.mark.timeout(90)
-def test_killed_at_twenty_random_moments_it_is_absent_or_complete_and_goes_on_from_what_is_finished(
-    source, expected, tmp_path
-):
-    dst, moment = tmp_path / "dst", random.Random(7)
-    resumed, duration = 0, 0.6
-    signals = [signal.SIGINT, signal.SIGTERM] * 2 + [signal.SIGKILL] * 20
-    while signals:
-        before = staged(dst)
-        started, result = PROCESSES.Event(), PROCESSES.Queue()
-        process = PROCESSES.Process(target=convert_reporting, args=(source, dst, started, result))
-        process.start()
-        assert started.wait(30)
-        begun = time.monotonic()
-        process.join(moment.uniform(0, duration))
-        if process.is_alive():
-            os.kill(process.pid, signals.pop())
-        process.join()
-        if dst.exists():
-            duration = min(duration, time.monotonic() - begun)
-            assert weights_of(dst) == expected
-            assert kept(dst, before)
-            resumed += bool(before)
-            shutil.rmtree(dst)
-        assert {file.name for file in tmp_path.iterdir()} <= {".dst.incomplete"}
-    before = staged(dst)
-    convert_checkpoint(source, dst, **SHARDS)
-    assert weights_of(dst) == expected
-    assert kept(dst, before)
-    assert resumed + bool(before) >= 1
-    assert [file.name for file in tmp_path.iterdir()] == ["dst"]
-    AutoModelForCausalLM.from_pretrained(dst)
-
-
 def convert_killed(src, dst, num_bytes):
     kill = stop_after(num_bytes, lambda: os.kill(os.getpid(), signal.SIGKILL))
     convert_checkpoint(src, dst, **SHARDS, progress=kill)
@@ -155,18 +116,13 @@ def test_five_times_killed_after_a_shard_was_finished_it_goes_on_from_there_each
     """
     dst, moment = tmp_path / "dst", random.Random(8)
     for _ in range(5):
-        process = PROCESSES.Process(
-            target=convert_killed, args=(source, dst, moment.uniform(2e6, 3.3e6))
-        )
+        arguments = source, dst, moment.uniform(2e6, 3.3e6)
+        process = PROCESSES.Process(target=convert_killed, args=arguments)
         process.start()
         process.join()
         assert process.exitcode == -signal.SIGKILL
         assert not dst.exists()
-        before = staged(dst)
-        assert len(before) >= 2
-        convert_checkpoint(source, dst, **SHARDS)
-        assert kept(dst, before)
-        assert weights_of(dst) == expected
+        goes_on(source, dst, expected)
         shutil.rmtree(dst)
         assert not list(tmp_path.iterdir())
 
@@ -177,11 +133,8 @@ def test_of_two_conversions_at_once_one_wins_and_the_other_says_so(source, expec
     dst = tmp_path / "dst"
     for _ in range(4):
         result = PROCESSES.Queue()
-        started = [PROCESSES.Event() for _ in range(2)]
-        processes = [
-            PROCESSES.Process(target=convert_reporting, args=(source, dst, e, result))
-            for e in started
-        ]
+        arguments = source, dst, result
+        processes = [PROCESSES.Process(target=convert_reporting, args=arguments) for _ in "12"]
         for process in processes:
             process.start()
         answers = sorted(result.get(timeout=30) for _ in processes)
@@ -190,81 +143,21 @@ def test_of_two_conversions_at_once_one_wins_and_the_other_says_so(source, expec
         refusals = ("another conversion is writing it", "exists and is left as it is")
         assert answers.pop(answers.index("converted")) == "converted"
         assert any(reason in answers[0] for reason in refusals), answers
-        assert weights_of(dst) == expected
+        assert bytes_of(dst) == expected
         shutil.rmtree(dst)
         assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.real
-@pytest.mark.timeout(60)
-def test_second_command_while_the_first_writes_ends_with_code_2_and_leaves_the_first_alone(
-    source, expected, tmp_path
-):
-    dst = tmp_path / "dst"
-    answers = []
-
-    def second():
-        if not answers:
-            command = ["coca-convert", str(source), str(dst)]
-            answers.append(subprocess.run(command, capture_output=True, text=True, check=False))
-
-    convert_checkpoint(source, dst, **SHARDS, progress=stop_after(1_000_000, second))
-    assert answers[0].returncode == 2
-    assert answers[0].stderr == (
-        f"error: {dst}: another conversion is writing it; wait for it or choose another name\n"
-    )
-    assert weights_of(dst) == expected
-    assert [file.name for file in tmp_path.iterdir()] == ["dst"]
-
-
 def test_rerun_keeps_the_finished_shards_and_gives_the_same_files(source, expected, tmp_path):
-    dst = tmp_path / "dst"
-    before = interrupted(source, dst)
-    record = convert_checkpoint(source, dst, **SHARDS)
-    assert kept(dst, before)
-    assert weights_of(dst) == expected
-    assert (
-        record["start"]
-        == json.loads((source.parent / "expected" / "conversion.json").read_text())["start"]
-    )
-    assert [file.name for file in tmp_path.iterdir()] == ["dst"]
+    interrupted(source, tmp_path / "dst")
+    record = goes_on(source, tmp_path / "dst", expected)
+    assert record["start"] == record_of(source.parent / "expected")["start"]
 
 
 def test_rerun_keeps_shards_of_another_type_than_the_source(source, tmp_path):
-    dst = tmp_path / "dst"
-    before = interrupted(source, dst, num_bytes=1_600_000, dtype="bfloat16")
-    convert_checkpoint(source, dst, **SHARDS, dtype="bfloat16")
-    assert kept(dst, before)
     convert_checkpoint(source, tmp_path / "fresh", **SHARDS, dtype="bfloat16")
-    assert weights_of(dst) == weights_of(tmp_path / "fresh")
-
-
-def hashes_of(weights):
-    return {
-        name: xxhash.xxh3_128_hexdigest(tensor.numpy().tobytes())
-        for name, tensor in weights.items()
-    }
-
-
-def test_manifest_has_the_hash_of_every_tensor_that_was_read_and_written(source, tmp_path):
-    interrupted(source, tmp_path / "dst")
-    manifest = tmp_path / ".dst.incomplete" / "manifest.jsonl"
-    of_source = hashes_of(
-        {n: t for file in source.glob("*.safetensors") for n, t in load_file(file).items()}
-    )
-    made = 0
-    for line in map(json.loads, manifest.read_text().splitlines()[1:]):
-        written = hashes_of(load_file(manifest.parent / "checkpoint" / line["shard"]))
-        assert line["written"] == written
-        assert line["read"].items() <= of_source.items()
-        copied = {name for name in written if "t_proj" not in name}
-        assert copied <= line["read"].keys()
-        for name in written.keys() - copied:
-            assert {name.replace("t_proj", part) for part in ("q_proj", "k_proj")} <= line[
-                "read"
-            ].keys()
-            made += 1
-    assert made
+    interrupted(source, tmp_path / "dst", num_bytes=1_600_000, dtype="bfloat16")
+    goes_on(source, tmp_path / "dst", bytes_of(tmp_path / "fresh"), dtype="bfloat16")
 
 
 def flip(position):
@@ -286,10 +179,8 @@ def test_rerun_makes_a_damaged_shard_again_and_keeps_the_others(source, expected
     before = interrupted(source, dst)
     file = tmp_path / ".dst.incomplete" / "checkpoint" / next(iter(before))
     damage(file)
-    convert_checkpoint(source, dst, **SHARDS)
     before.pop(file.name)
-    assert kept(dst, before)
-    assert weights_of(dst) == expected
+    goes_on(source, dst, expected, before)
 
 
 def test_progress_counts_every_byte_once_and_comes_from_one_thread_at_a_time(
@@ -305,8 +196,8 @@ def test_progress_counts_every_byte_once_and_comes_from_one_thread_at_a_time(
     convert_checkpoint(source, tmp_path / "dst", **SHARDS, progress=progress)
     done, totals = zip(*steps, strict=True)
     assert list(done) == sorted(done)
-    files = [load_file(file) for file in (tmp_path / "dst").glob("*.safetensors")]
-    assert done[-1] == sum(tensor.nbytes for weights in files for tensor in weights.values())
+    written = checkpoints.weights_of(tmp_path / "dst").values()
+    assert done[-1] == sum(tensor.nbytes for tensor in written)
     assert set(totals[1:]) == {done[-1]}
 
 
@@ -324,83 +215,71 @@ def test_threads_of_torch_are_as_many_as_before(source, tmp_path, stopped):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(
-    "manifest", ["", "{", '{"made_from": "x"}\n', "[]\n[]\n", "\xff\n", "whole, then cut"]
-)
-def test_rerun_with_a_damaged_manifest_gives_the_same_files(source, expected, tmp_path, manifest):
+def values(**changed):
+    """A change of the first shard's line."""
+
+    def change(text):
+        first, second, *others = text.splitlines()
+        return "\n".join([first, json.dumps(json.loads(second) | changed), *others, ""])
+
+    return change
+
+
+MANIFESTS = {
+    **{text: lambda _, text=text: text for text in ("", "{", '{"made_from": "x"}\n', "[]\n[]\n")},
+    **{"not UTF-8": lambda text: "\xff\n", "cut": lambda text: text[:-7]},
+    **{"shard": values(shard=5), "no such shard": values(shard="no-such-shard")},
+    **{"written": values(written=None), "nothing written": values(written={})},
+    **{"no hashes": values(written="0"), "read": values(read=3)},
+    **{"no hash": values(read={"model.norm.weight": 1})},
+    **{"no such tensor": values(read={"no.such.tensor": "1"})},
+    **{"scales": values(scales=[1.0]), "no such layer": values(scales={"x": [1.0]})},
+}
+
+
+@pytest.mark.parametrize("change", MANIFESTS.values(), ids=MANIFESTS.keys())
+def test_rerun_with_a_damaged_manifest_gives_the_same_files(source, expected, tmp_path, change):
     interrupted(source, tmp_path / "dst")
     file = tmp_path / ".dst.incomplete" / "manifest.jsonl"
-    file.write_text(
-        file.read_text()[:-7] if manifest == "whole, then cut" else manifest, encoding="latin-1"
-    )
+    file.write_text(change(file.read_text()), encoding="latin-1")
     convert_checkpoint(source, tmp_path / "dst", **SHARDS)
-    assert weights_of(tmp_path / "dst") == expected
+    assert bytes_of(tmp_path / "dst") == expected
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"shard": 5},
-        {"written": None},
-        {"written": {}},
-        {"written": "0"},
-        {"read": 3},
-        {"read": {"model.norm.weight": 1}},
-        {"read": {"no.such.tensor": "1"}},
-        {"scales": [1.0]},
-        {"scales": {"x": [1.0]}},
-        {"shard": "no-such-shard"},
-    ],
-    ids=str,
-)
-def test_rerun_with_a_manifest_of_wrong_values_gives_the_same_files(
-    source, expected, tmp_path, changed
+@pytest.mark.parametrize("options", [{}, {"constraint": "strict"}], ids=["number", "option"])
+def test_rerun_starts_over_when_a_number_of_the_source_or_an_option_is_another(
+    source, tmp_path, options
 ):
-    interrupted(source, tmp_path / "dst")
-    file = tmp_path / ".dst.incomplete" / "manifest.jsonl"
-    first, second, *others = file.read_text().splitlines()
-    file.write_text("\n".join([first, json.dumps(json.loads(second) | changed), *others, ""]))
-    convert_checkpoint(source, tmp_path / "dst", **SHARDS)
-    assert weights_of(tmp_path / "dst") == expected
-
-
-def test_rerun_starts_over_when_a_number_of_the_source_or_an_option_is_another(source, tmp_path):
-    changed = shutil.copytree(source, tmp_path / "changed")
-    for number, (change, options) in enumerate(((True, {}), (False, {"constraint": "strict"}))):
-        dst = tmp_path / f"dst{number}"
-        interrupted(source if not change else changed, dst)
-        if change:
-            file = sorted(changed.glob("*.safetensors"))[0]
-            stat, weights = file.stat(), load_file(file)
-            next(iter(weights.values())).view(-1)[3] += 1
-            save_file(weights, file, metadata={"format": "pt"})
-            os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-        convert_checkpoint(changed, dst, **SHARDS, **options)
-        convert_checkpoint(changed, tmp_path / "fresh", **SHARDS, **options, overwrite=True)
-        assert weights_of(dst) == weights_of(tmp_path / "fresh")
+    changed, dst = shutil.copytree(source, tmp_path / "changed"), tmp_path / "dst"
+    interrupted(changed, dst)
+    if not options:
+        file = sorted(changed.glob("*.safetensors"))[0]
+        stat = file.stat()
+        edit_weights(changed, lambda w: next(iter(w.values())).view(-1)[3].add_(1), file.name)
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    convert_checkpoint(changed, dst, **SHARDS, **options)
+    convert_checkpoint(changed, tmp_path / "fresh", **SHARDS, **options)
+    assert bytes_of(dst) == bytes_of(tmp_path / "fresh")
 
 
 def test_source_shard_that_vanished_is_named_and_the_rerun_goes_on_when_it_is_back(
     source, expected, tmp_path
 ):
     copy, dst = shutil.copytree(source, tmp_path / "copy"), tmp_path / "dst"
-    before = interrupted(copy, dst)
+    interrupted(copy, dst)
     shard = sorted(copy.glob("*.safetensors"))[-1]
     shard.rename(tmp_path / "away")
-    with pytest.raises(CocaError, match=f"names {shard.name}, which is not in"):
-        convert_checkpoint(copy, dst, **SHARDS)
+    refuses(f"names {shard.name}, which is not in", copy, dst, **SHARDS)
     assert not dst.exists()
     shutil.copyfile(tmp_path / "away", shard)
-    convert_checkpoint(copy, dst, **SHARDS)
-    assert kept(dst, before)
-    assert weights_of(dst) == expected
+    goes_on(copy, dst, expected)
 
 
 def test_source_that_is_deleted_while_it_is_read_is_read_to_its_end(source, expected, tmp_path):
     copy, dst = shutil.copytree(source, tmp_path / "copy"), tmp_path / "dst"
     delete = stop_after(1_000_000, lambda: shutil.rmtree(copy, ignore_errors=True))
     convert_checkpoint(copy, dst, **SHARDS, progress=delete)
-    assert weights_of(dst) == expected
+    assert bytes_of(dst) == expected
 
 
 def test_source_that_shrinks_while_it_is_read_is_an_error_that_keeps_what_is_finished(
@@ -408,34 +287,32 @@ def test_source_that_shrinks_while_it_is_read_is_an_error_that_keeps_what_is_fin
 ):
     copy, dst = shutil.copytree(source, tmp_path / "copy"), tmp_path / "dst"
     shard = sorted(copy.glob("*.safetensors"))[-1]
-    with pytest.raises(
-        CocaError, match=f"{shard.name} became shorter while it was read; what is finished is kept"
-    ):
-        convert_checkpoint(
-            copy, dst, **SHARDS, progress=stop_after(1_000_000, lambda: os.truncate(shard, 100))
-        )
+    refuses(
+        f"{shard.name} became shorter while it was read; what is finished is kept",
+        copy,
+        dst,
+        **SHARDS,
+        progress=stop_after(1_000_000, lambda: os.truncate(shard, 100)),
+    )
     assert not dst.exists()
     assert staged(dst)
 
 
 def test_file_size_limit_is_one_line_and_the_rerun_goes_on(source, expected, tmp_path):
-    dst, limits = tmp_path / "dst", resource.getrlimit(resource.RLIMIT_FSIZE)
-    limit = stop_after(
-        2_000_000, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
-    )
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        with pytest.raises(
-            CocaError, match=r"not written: .*File too large.*the same command continues"
-        ):
-            convert_checkpoint(source, dst, **SHARDS, progress=limit)
+        message = r"not written: .*File too large.*the same command continues"
+        limit = (resource.RLIMIT_FSIZE, (200_000, limits[1]))
+        fails_once(message, source, tmp_path / "dst", lambda: resource.setrlimit(*limit))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    before = staged(dst)
-    assert len(before) >= 2
+    goes_on(source, tmp_path / "dst", expected)
+
+
+def fails_once(message, source, dst, action):
+    """Convert until 2 MB are written, then act so that the disk takes no more."""
+    refuses(message, source, dst, **SHARDS, progress=stop_after(2_000_000, action))
     assert not dst.exists()
-    convert_checkpoint(source, dst, **SHARDS)
-    assert kept(dst, before)
-    assert weights_of(dst) == expected
 
 
 def fill(disk):
@@ -444,73 +321,42 @@ def fill(disk):
 
 
 def test_disk_that_fills_up_is_one_line_and_the_rerun_goes_on(source, expected, small_disk):
-    dst = small_disk / "dst"
-    with pytest.raises(
-        CocaError, match="disk full while writing; free some space; what is finished is kept"
-    ):
-        convert_checkpoint(
-            source, dst, **SHARDS, progress=stop_after(2_000_000, lambda: fill(small_disk))
-        )
-    before = staged(dst)
-    assert len(before) >= 3
-    assert not dst.exists()
+    message = "disk full while writing; free some space; what is finished is kept"
+    fails_once(message, source, small_disk / "dst", lambda: fill(small_disk))
     (small_disk / "filler").unlink()
-    convert_checkpoint(source, dst, **SHARDS)
-    assert kept(dst, before)
-    assert weights_of(dst) == expected
-    assert [file.name for file in small_disk.iterdir()] == ["dst"]
+    assert len(staged(small_disk / "dst")) >= 3
+    goes_on(source, small_disk / "dst", expected)
 
 
 def test_overwrite_that_fails_keeps_the_old_checkpoint(source, small_disk):
     dst = small_disk / "dst"
     dst.mkdir()
     (dst / "config.json").write_text("{}")
-    with pytest.raises(CocaError, match="disk full while writing"):
-        convert_checkpoint(
-            source, dst, overwrite=True, progress=stop_after(2_000_000, lambda: fill(small_disk))
-        )
+    refuses(
+        "disk full while writing",
+        source,
+        dst,
+        overwrite=True,
+        progress=stop_after(2_000_000, lambda: fill(small_disk)),
+    )
     assert (dst / "config.json").read_text() == "{}"
     assert sorted(file.name for file in small_disk.iterdir()) == ["dst", "filler"]
 
 
 def test_disk_that_is_too_small_is_refused_before_anything_is_written(source, small_disk):
     (small_disk / "filler").write_bytes(bytes(5_000_000))
-    with pytest.raises(
-        CocaError, match=r"disk full: \d+\.\d\d MB free, expected \d+\.\d\d MB; free some or"
-    ):
-        convert_checkpoint(source, small_disk / "dst")
+    message = r"disk full: \d+\.\d\d MB free, expected \d+\.\d\d MB; free some or"
+    refuses(message, source, small_disk / "dst")
     assert [file.name for file in small_disk.iterdir()] == ["filler"]
-
-
-def test_kill_between_the_two_renames_of_an_overwrite_loses_neither_checkpoint(
-    source, expected, tmp_path
-):
-    """The state that such a kill leaves, made by hand: the old one moved away, the new one complete
-    but in staging.
-    """
-    dst = tmp_path / "dst"
-    before = interrupted(source, dst)
-    replaced = tmp_path / ".dst.incomplete" / "replaced"
-    replaced.mkdir()
-    (replaced / "config.json").write_text("old")
-    with pytest.raises(CocaError, match="exists and is left as it is"):
-        convert_checkpoint(source, dst, **SHARDS)
-    assert (dst / "config.json").read_text() == "old"
-    convert_checkpoint(source, dst, **SHARDS, overwrite=True)
-    assert kept(dst, before)
-    assert weights_of(dst) == expected
-    assert [file.name for file in tmp_path.iterdir()] == ["dst"]
 
 
 def test_bad_weights_found_late_leave_nothing(source, tmp_path):
     copy = shutil.copytree(source, tmp_path / "copy")
-    for file in copy.glob("*.safetensors"):
-        weights = load_file(file)
-        if "model.layers.7.self_attn.q_proj.weight" in weights:
-            weights["model.layers.7.self_attn.q_proj.weight"][5, 5] = torch.nan
-            save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(CocaError, match="layer 7: queries or keys are zero, infinite or NaN"):
-        convert_checkpoint(copy, tmp_path / "dst", **SHARDS)
+    name = "model.layers.7.self_attn.q_proj.weight"
+    file = record_of(copy, "model.safetensors.index.json")["weight_map"][name]
+    edit_weights(copy, lambda weights: weights[name][5, 5].fill_(torch.nan), file)
+    message = "layer 7: queries or keys are zero, infinite or NaN"
+    refuses(message, copy, tmp_path / "dst", **SHARDS)
     assert [file.name for file in tmp_path.iterdir()] == ["copy"]
 
 
@@ -522,6 +368,5 @@ def test_what_is_in_the_place_of_the_staging_directory_is_left_alone(source, tmp
     elsewhere.mkdir()
     (elsewhere / "mine").touch()
     make(tmp_path / ".dst.incomplete", elsewhere)
-    with pytest.raises(CocaError, match=r"\.dst\.incomplete: is in the way"):
-        convert_checkpoint(source, tmp_path / "dst")
+    refuses(r"\.dst\.incomplete: is in the way", source, tmp_path / "dst")
     assert [file.name for file in elsewhere.iterdir()] == ["mine"]

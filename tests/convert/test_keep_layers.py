@@ -4,9 +4,6 @@ tells of them.
 
 import copy
 import json
-import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,48 +12,28 @@ from transformers import AutoModelForCausalLM
 
 from coca_cli.console import BadOption
 from coca_cli.convert import _layers
-from coca_hf import CocaError, convert_checkpoint, patch_, unpatch_
+from coca_hf import CocaError, convert_checkpoint, patch_
 from coca_hf.convert.harm import layer_harms, most_harmful
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
 from coca_hf.models.attention import KeptAttention
-from tests.convert.test_families import LOAD_WITHOUT_COCA_HF, write_golden
+from tests.convert.checkpoints import record_of, refuses
+from tests.convert.test_families import write_golden
 from tests.models.families import CASES, WINDOW, stock_model, tokens
 
 EVERY_CASE = pytest.mark.parametrize("case", CASES)
 
 
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory):
-    """`converted(case)`: directories of the source and of what it became with layers 0 and 2 kept,
-    and the record.
-    """
-    made = {}
-
-    def convert(case):
-        if case not in made:
-            directory = tmp_path_factory.mktemp("kept")
-            stock_model(case).save_pretrained(directory / "src")
-            record = convert_checkpoint(directory / "src", directory / "dst", keep_layers=[2, 0])
-            made[case] = directory / "src", directory / "dst", record
-        return made[case]
-
-    return convert
+KEPT = {"kept": (2, 0)}
 
 
 @EVERY_CASE
 def test_kept_layers_have_the_sources_tensors_and_the_checkpoint_loads_clean(converted, case):
-    src, dst, record = converted(case)
+    src, dst, record = converted(case, **KEPT)
     model, info = AutoModelForCausalLM.from_pretrained(dst, output_loading_info=True)
-    assert not any(
-        info[problem]
-        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
-    )
+    assert not any(info.values())
     assert model.config.coca_kept_layers == record["kept_layers"] == [0, 2]
-    assert [isinstance(layer.self_attn, KeptAttention) for layer in model.model.layers] == [
-        True,
-        False,
-        True,
-    ]
+    kept = [isinstance(layer.self_attn, KeptAttention) for layer in model.model.layers]
+    assert kept == [True, False, True]
     assert [scales is None for scales in record["start"]["scales"]] == [True, False, True]
     assert sum(p.numel() for p in model.parameters()) == record["parameters"]["after"]
     patched = patch_(AutoModelForCausalLM.from_pretrained(src), keep_layers=[0, 2])
@@ -75,7 +52,7 @@ def test_kept_layers_have_the_sources_tensors_and_the_checkpoint_loads_clean(con
 
 @pytest.mark.parametrize("case", ["llama", "qwen2-window", "neox-partial"])
 def test_the_bytes_that_inspect_and_the_record_tell_are_those_of_the_cache(converted, case):
-    _, dst, record = converted(case)
+    _, dst, record = converted(case, **KEPT)
     facts, model, ids = (
         inspect_checkpoint(dst),
         AutoModelForCausalLM.from_pretrained(dst),
@@ -93,32 +70,14 @@ def test_the_bytes_that_inspect_and_the_record_tell_are_those_of_the_cache(conve
 
 
 def test_the_card_names_the_kept_layers(converted):
-    card = (converted("llama")[1] / "README.md").read_text()
+    card = (converted("llama", **KEPT)[1] / "README.md").read_text()
     assert "in place of its own in all layers but 0, 2, made with" in card
     assert "- original attention: layers 0, 2" in card
 
 
-def test_loads_and_saves_without_coca_hf_by_its_own_code(converted, tmp_path):
-    directories = [
-        tmp_path / case
-        for case in ("mistral-window", "qwen2-window", "qwen3-window", "smollm3", "neox-partial")
-    ]
-    for directory in directories:
-        shutil.copytree(converted(directory.name)[1], directory)
-    command = [sys.executable, "-c", LOAD_WITHOUT_COCA_HF, *map(str, directories)]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
-    ids = torch.arange(60).view(2, 30) * 5 % 89
-    for directory in directories:
-        model = AutoModelForCausalLM.from_pretrained(directory)
-        logits, generated = torch.load(f"{directory}-copy/outputs.pt")
-        assert torch.equal(model(ids).logits, logits)
-        assert torch.equal(model.generate(ids, max_new_tokens=9), generated)
-
-
 @pytest.mark.parametrize("case", ["llama", "qwen3", "neox-partial"])
 def test_a_longer_ntk_base_keeps_the_kept_layers_and_turns_them_too(converted, case, tmp_path):
-    src, dst, _ = converted(case)
+    src, dst, _ = converted(case, **KEPT)
     record = convert_checkpoint(dst, tmp_path / "from-coca", ntk_length=160)
     convert_checkpoint(src, tmp_path / "from-src", ntk_length=160, keep_layers=[0, 2])
     once, twice = (
@@ -131,16 +90,14 @@ def test_a_longer_ntk_base_keeps_the_kept_layers_and_turns_them_too(converted, c
         # what is left of positions is that of the kept layers
         torch.nn.init.zeros_(attention.o_proj.weight)
     assert (unbaked(tokens()).logits - twice(tokens()).logits).abs().max() > 1e-2
-    with pytest.raises(
-        CocaError, match=r"--keep-layers: got \[1\], expected \[0, 2\], the source's"
-    ):
-        convert_checkpoint(dst, tmp_path / "other", ntk_length=160, keep_layers=[1])
+    message = r"--keep-layers: got \[1\], expected \[0, 2\], the source's"
+    refuses(message, dst, tmp_path / "other", ntk_length=160, keep_layers=[1])
 
 
 @pytest.mark.parametrize("layers", [[3], [-1], [1, 1]])
 def test_layers_that_are_not_there_are_refused(layers, tiny_llama_dir, tmp_path):
-    with pytest.raises(CocaError, match="expected different numbers of layers, from 0 to 2"):
-        convert_checkpoint(tiny_llama_dir, tmp_path / "dst", keep_layers=layers)
+    message = "expected different numbers of layers, from 0 to 2"
+    refuses(message, tiny_llama_dir, tmp_path / "dst", keep_layers=layers)
     with pytest.raises(CocaError, match="expected different numbers of layers, from 0 to 2"):
         patch_(AutoModelForCausalLM.from_pretrained(tiny_llama_dir), keep_layers=layers)
     assert not list(tmp_path.iterdir())
@@ -148,19 +105,8 @@ def test_layers_that_are_not_there_are_refused(layers, tiny_llama_dir, tmp_path)
 
 def test_the_released_layout_has_no_keys_to_keep(tmp_path):
     write_golden(tmp_path / "src", "neox")
-    with pytest.raises(
-        CocaError, match="--keep-layers: got the released CoCA layout, which has no keys"
-    ):
-        convert_checkpoint(tmp_path / "src", tmp_path / "dst", released=True, keep_layers=[0])
-
-
-@EVERY_CASE
-def test_unpatch_restores_the_original_of_a_model_with_kept_layers(case):
-    model, ids = stock_model(case), tokens()
-    expected = model(ids).logits
-    patch_(model, keep_original=True, keep_layers=[1])
-    assert not torch.equal(model(ids).logits, expected)
-    assert torch.equal(unpatch_(model)(ids).logits, expected)
+    message = "--keep-layers: got the released CoCA layout, which has no keys"
+    refuses(message, tmp_path / "src", tmp_path / "dst", released=True, keep_layers=[0])
 
 
 @EVERY_CASE
@@ -199,28 +145,17 @@ def test_auto_keeps_the_fewest_layers_that_do_half_of_the_harm():
 
 @pytest.mark.parametrize("given", ["1", "auto"])
 def test_the_command_keeps_the_layers_whose_calibrated_conversion_harms_most(
-    given, tiny_llama_dir, tmp_path, convert
+    given, tiny_llama_dir, text, tmp_path, converts
 ):
-    (tmp_path / "text.txt").write_text(
-        "".join(f"{n} times {n % 7} is {n * (n % 7)}; " for n in range(400))
-    )
-    options = [
-        "--calibrate",
-        tmp_path / "text.txt",
-        "--calibrate-tokens",
-        256,
-        "--calibrate-passes",
-        3,
-    ]
-    code, _ = convert(tiny_llama_dir, tmp_path / "dst", *options, "--keep-layers", given)
-    assert code == 0
-    record = json.loads((tmp_path / "dst" / "conversion.json").read_text())
+    options = ["--calibrate", text, "--calibrate-tokens", 256, "--calibrate-passes", 3]
+    converts(tiny_llama_dir, tmp_path / "dst", *options, "--keep-layers", given)
+    record = record_of(tmp_path / "dst")
     harms = record["calibration"]["layer_harm"]
     assert len(harms) == 3
     kept = most_harmful(harms, 1 if given == "1" else None)
     assert record["kept_layers"] == kept
     named = ",".join(map(str, kept)) + ","
-    convert(tiny_llama_dir, tmp_path / "named", *options, "--keep-layers", named)
+    converts(tiny_llama_dir, tmp_path / "named", *options, "--keep-layers", named)
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "dst" / name).read_bytes() == (tmp_path / "named" / name).read_bytes()
 
@@ -231,29 +166,23 @@ def test_the_command_keeps_the_layers_whose_calibrated_conversion_harms_most(
         (
             "1",
             False,
-            "--keep-layers: got 1 without --calibrate, which measures the harm of layers; pass --calibrate",
+            "--keep-layers: got 1 without --calibrate, which measures the harm of layers; pass --cal",
         ),
         ("auto", False, "--keep-layers: got auto without --calibrate"),
         ("0", True, "--keep-layers: got 0, expected auto, a number from 1, or a list of layers"),
         ("4", True, "--keep-layers: got 4, expected at most the model's 3 layers"),
+        *(
+            (given, False, f"--keep-layers: got {given!r}, expected")
+            for given in ("x", "1;2", "", "-1,0", "auto,1")
+        ),
     ],
 )
-def test_how_many_layers_need_calibration_and_are_no_more_than_there_are(
-    given, calibrate, message, tiny_llama_dir, tmp_path, convert
+def test_what_is_no_list_of_layers_is_refused_and_how_many_needs_calibration(
+    given, calibrate, message, tiny_llama_dir, tmp_path, refusal
 ):
     options = ["--calibrate", tmp_path / "text.txt"] if calibrate else []
-    code, printed = convert(tiny_llama_dir, tmp_path / "dst", *options, "--keep-layers", given)
-    assert (code, printed.count("\n")) == (2, 1)
-    assert message in printed
+    assert message in refusal(tiny_llama_dir, tmp_path / "dst", *options, f"--keep-layers={given}")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("given", ["x", "1;2", "", "-1,0", "auto,1"])
-def test_the_command_refuses_what_is_no_list_of_layers_in_one_line(given, tiny_llama_dir, tmp_path):
-    command = ["coca-convert", tiny_llama_dir, tmp_path / "dst", f"--keep-layers={given}"]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (finished.returncode, finished.stderr.count("\n")) == (2, 1)
-    assert f"--keep-layers: got {given!r}, expected" in finished.stderr
 
 
 def test_so_many_layers_are_those_that_coca_eval_layers_ranks_first(tmp_path):
@@ -278,15 +207,9 @@ def test_so_many_layers_are_those_that_coca_eval_layers_ranks_first(tmp_path):
         _layers(f"2:{tmp_path}")
 
 
-def test_the_command_keeps_layers_and_says_so(tiny_llama_dir, tmp_path):
-    command = ["coca-convert", tiny_llama_dir, tmp_path / "dst", "--keep-layers", "2,0"]
-    finished = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "original attention    kept in layers 0, 2" in finished.stderr
-    assert json.loads((tmp_path / "dst" / "config.json").read_text())["coca_kept_layers"] == [0, 2]
-    subprocess.run(
-        [*command[:2], tmp_path / "one", "--keep-layers", "2,"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads((tmp_path / "one" / "config.json").read_text())["coca_kept_layers"] == [2]
+def test_the_command_keeps_layers_and_says_so(tiny_llama_dir, tmp_path, converts):
+    printed = converts(tiny_llama_dir, tmp_path / "dst", "--keep-layers", "2,0")
+    assert "original attention    kept in layers 0, 2" in printed
+    assert record_of(tmp_path / "dst", "config.json")["coca_kept_layers"] == [0, 2]
+    converts(tiny_llama_dir, tmp_path / "one", "--keep-layers", "2,")
+    assert record_of(tmp_path / "one", "config.json")["coca_kept_layers"] == [2]

@@ -1,6 +1,5 @@
 """Conversion streams: what it holds in memory does not grow with the model."""
 
-import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -8,9 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_hf import convert_checkpoint
-
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["coca_hf"])
+from tests.convert.checkpoints import PROCESSES
 
 
 def anonymous_bytes():
@@ -38,22 +35,14 @@ def test_memory_does_not_grow_with_the_number_of_layers(calibrates, tiny_tokeniz
     peaks, sizes, options = [], [], {}
     if calibrates:
         (tmp_path / "text.txt").write_text(" ".join(map(str, range(4000))))
-        options = {
-            "calibrate_on": str(tmp_path / "text.txt"),
-            "calibrate_tokens": 320,
-            "calibrate_block": 64,
-            "calibrate_passes": 1,
-        }
+        options = {"calibrate_on": str(tmp_path / "text.txt"), "calibrate_tokens": 320}
+        options |= {"calibrate_block": 64, "calibrate_passes": 1}
     for num_layers in (8, 32):
         src, dst = tmp_path / f"src-{num_layers}", tmp_path / f"dst-{num_layers}"
         config = LlamaConfig(
-            **{
-                "vocab_size": 300,
-                "hidden_size": 256,
-                "intermediate_size": 1000,
-                "num_hidden_layers": num_layers,
-            },
-            **{"num_attention_heads": 8, "num_key_value_heads": 4},
+            **{"vocab_size": 300, "hidden_size": 256, "intermediate_size": 1000},
+            **{"num_hidden_layers": num_layers, "num_attention_heads": 8},
+            num_key_value_heads=4,
         )
         torch.manual_seed(2)
         LlamaForCausalLM(config).save_pretrained(src, max_shard_size="20MB")

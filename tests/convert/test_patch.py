@@ -15,16 +15,20 @@ from transformers import (
     LlamaForQuestionAnswering,
 )
 
-import coca_hf
 from coca_hf import CocaError, CocaLlamaForCausalLM, patch_, unpatch_
+from coca_hf.convert.config import FAMILIES
 from coca_hf.models.attention import CocaAttention
 from tests.models.families import CASES, stock_model, tokens
 
 LORA = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"])
 
 
-def test_every_attention_is_replaced_and_every_other_parameter_is_the_same_object(tiny_llama_dir):
-    model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
+@pytest.fixture
+def model(tiny_llama_dir):
+    return LlamaForCausalLM.from_pretrained(tiny_llama_dir)
+
+
+def test_every_attention_is_replaced_and_every_other_parameter_is_the_same_object(model):
     before = dict(model.named_parameters())
     patch_(model)
     after = dict(model.named_parameters())
@@ -34,8 +38,8 @@ def test_every_attention_is_replaced_and_every_other_parameter_is_the_same_objec
     assert not any(tensor.is_meta for tensor in (*after.values(), *model.buffers()))
 
 
-def test_patched_model_saves_generates_and_trains(tmp_path, tiny_llama_dir, tiny_tokenizer):
-    model = patch_(LlamaForCausalLM.from_pretrained(tiny_llama_dir))
+def test_patched_model_saves_generates_and_trains(tmp_path, model, tiny_tokenizer):
+    patch_(model)
     ids = tiny_tokenizer("To be, or not to be", return_tensors="pt").input_ids
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -69,34 +73,25 @@ def test_another_model_of_the_process_is_left_alone(tiny_llama_dir):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda d: patch_(LlamaForCausalLM.from_pretrained(d)), "got a CoCA model already"),
+        (patch_, "got a CoCA model already"),
         (
-            lambda d: LlamaForQuestionAnswering.from_pretrained(d),
-            "got LlamaForQuestionAnswering, expected",
+            lambda model: LlamaForQuestionAnswering(model.config),
+            "got LlamaForQuestionAnswering, ex",
         ),
-        (
-            lambda d: torch.compile(LlamaForCausalLM.from_pretrained(d)),
-            "got OptimizedModule, expected",
-        ),
-        (
-            lambda d: get_peft_model(LlamaForCausalLM.from_pretrained(d), LORA),
-            "got PeftModelForCausalLM, expected",
-        ),
-        (
-            lambda d: inject_adapter_in_model(LORA, LlamaForCausalLM.from_pretrained(d)),
-            "q_proj.weight is missing",
-        ),
+        (torch.compile, "got OptimizedModule, expected"),
+        (lambda model: get_peft_model(model, LORA), "got PeftModelForCausalLM, expected"),
+        (lambda model: inject_adapter_in_model(LORA, model), "q_proj.weight is missing"),
     ],
+    ids=["coca", "head", "compiled", "peft", "injected"],
 )
-def test_what_is_not_a_plain_llama_is_refused(tiny_llama_dir, make, message):
+def test_what_is_not_a_plain_llama_is_refused(model, make, message):
     with pytest.raises(CocaError, match=message):
-        patch_(make(tiny_llama_dir))
+        patch_(make(model))
 
 
 @pytest.mark.parametrize("part", ["", "model.layers.1.mlp"])
 @pytest.mark.parametrize("way", ["compile", "forward"])
-def test_what_is_compiled_in_place_or_has_another_forward_is_refused(tiny_llama_dir, part, way):
-    model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
+def test_what_is_compiled_in_place_or_has_another_forward_is_refused(model, part, way):
     module = model.get_submodule(part)
     if way == "compile":
         module.compile()
@@ -118,33 +113,22 @@ def test_a_quantized_model_is_refused(tiny_llama_dir):
         patch_(model)
 
 
-def test_a_config_that_coca_does_not_support_is_refused_and_the_model_left_as_it_was(
-    tiny_llama_dir,
-):
-    model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
+def test_a_config_that_coca_does_not_support_is_refused_and_the_model_left_as_it_was(model):
     model.config.rope_parameters = {"rope_type": "proportional", "rope_theta": 1e4, "factor": 2.0}
     with pytest.raises(CocaError, match="proportional"):
         patch_(model)
     assert type(model) is LlamaForCausalLM
-    assert "CocaLlamaForCausalLM" in coca_hf.__all__
-    assert CocaLlamaForCausalLM is not type(model)
 
 
-def test_a_field_that_is_not_understood_can_be_ignored_and_the_message_names_the_argument(
-    tiny_llama_dir,
-):
-    model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
+def test_a_field_that_is_not_understood_can_be_ignored_and_the_message_names_the_argument(model):
     model.config.seq_len = 5
     message = r"patch_: model.config: seq_len=5 is not understood.*; ignore_fields=\['seq_len'\] leaves it out"
     with pytest.raises(CocaError, match=message):
         patch_(model)
-    for field, problem in (
-        ("hidden_size", "a field that changes the model"),
-        ("seq_lem", "no such field"),
-    ):
-        with pytest.raises(
-            CocaError, match=rf"patch_: model.config: ignore_fields=\['{field}'\]: got {problem}"
-        ):
+    problems = {"hidden_size": "a field that changes the model", "seq_lem": "no such field"}
+    for field, problem in problems.items():
+        message = rf"patch_: model.config: ignore_fields=\['{field}'\]: got {problem}"
+        with pytest.raises(CocaError, match=message):
             patch_(model, ignore_fields=[field])
     assert type(model) is LlamaForCausalLM
     assert not hasattr(patch_(model, ignore_fields=["seq_len"]).config, "seq_len")
@@ -175,9 +159,8 @@ def test_hooks_and_weights_that_are_elsewhere_are_refused_and_the_model_left_as_
     assert len(patch_(model)(ids, output_attentions=True).attentions) == 3
 
 
-def test_gradient_checkpointing_and_inputs_that_require_gradients_stay_on(tiny_llama_dir):
-    model = LlamaForCausalLM.from_pretrained(tiny_llama_dir).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+def test_gradient_checkpointing_and_inputs_that_require_gradients_stay_on(model):
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
     before = model.model.layers[0]._gradient_checkpointing_func
     patch_(model)
     for layer in model.model.layers:
@@ -191,16 +174,11 @@ def test_gradient_checkpointing_and_inputs_that_require_gradients_stay_on(tiny_l
     assert model.model.layers[0].self_attn.t_proj.weight.grad.abs().max() > 0
     model.disable_input_require_grads()
     assert not model.get_input_embeddings()(ids).requires_grad
-    assert (
-        not patch_(LlamaForCausalLM.from_pretrained(tiny_llama_dir))
-        .model.layers[0]
-        .gradient_checkpointing
-    )
 
 
 @pytest.mark.parametrize("sizes", [[300], [300, 259]])
-def test_unpatch_refuses_embeddings_that_were_resized(tiny_llama_dir, sizes):
-    model = patch_(LlamaForCausalLM.from_pretrained(tiny_llama_dir), keep_original=True)
+def test_unpatch_refuses_embeddings_that_were_resized(model, sizes):
+    patch_(model, keep_original=True)
     for size in sizes:
         model.resize_token_embeddings(size)
     with pytest.raises(CocaError, match="unpatch_: got embeddings that were resized since patch_"):
@@ -209,41 +187,26 @@ def test_unpatch_refuses_embeddings_that_were_resized(tiny_llama_dir, sizes):
     assert model(torch.arange(20)[None]).logits.shape == (1, 20, sizes[-1])
 
 
-def test_unpatch_restores_the_original_exactly(tiny_llama_dir):
-    model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
-    untouched, ids = copy.deepcopy(model), torch.arange(20)[None]
-    before = dict(model.named_parameters())
-    patch_(model, keep_original=True)
-    assert set(model.state_dict()) == {
-        name.replace("k_proj", "t_proj") for name in untouched.state_dict()
-    }
+@pytest.mark.parametrize("kept", [(), (1,)])
+@pytest.mark.parametrize("case", CASES)
+def test_unpatch_restores_every_family_exactly(case, kept):
+    model, ids = stock_model(case), tokens()
+    untouched, before = copy.deepcopy(model), dict(model.named_parameters())
+    patch_(model, "strict", keep_original=True, keep_layers=kept)
+    assert not torch.equal(model(ids).logits, untouched(ids).logits)
+    with torch.no_grad():
+        for parameter in model.model.layers[0].self_attn.t_proj.parameters():
+            parameter.zero_()
     model.train()
     assert unpatch_(model) is model
-    assert type(model) is LlamaForCausalLM
+    assert type(model) is type(untouched)
     assert model.training
     after = dict(model.named_parameters())
     assert list(after) == list(before)
     assert all(after[name] is before[name] for name in before)
     assert torch.equal(model.eval()(ids).logits, untouched(ids).logits)
     assert model.config.to_dict() == untouched.config.to_dict()
-    assert type(patch_(model)) is CocaLlamaForCausalLM
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_unpatch_restores_every_family_exactly(case):
-    model, ids = stock_model(case), tokens()
-    untouched, before = copy.deepcopy(model), dict(model.named_parameters())
-    patch_(model, "strict", keep_original=True)
-    with torch.no_grad():
-        for parameter in model.model.layers[1].self_attn.t_proj.parameters():
-            parameter.zero_()
-    assert unpatch_(model) is model
-    assert type(model) is type(untouched)
-    after = dict(model.named_parameters())
-    assert list(after) == list(before)
-    assert all(after[name] is before[name] for name in before)
-    assert torch.equal(model(ids).logits, untouched(ids).logits)
-    assert model.config.to_dict() == untouched.config.to_dict()
+    assert type(patch_(model)) is FAMILIES[CASES[case][0]].coca_causal_lm
 
 
 @pytest.mark.parametrize(("case", "is_shared"), [("qwen2", True), ("neox-partial", False)])
@@ -258,11 +221,9 @@ def test_unpatch_keeps_what_was_done_to_queries_and_values_where_they_are_projec
     assert torch.equal(unpatch_(model)(ids).logits, before) != is_shared
 
 
-def test_unpatch_needs_the_original(tiny_llama_dir):
-    model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
-    with pytest.raises(
-        CocaError, match="got LlamaForCausalLM, expected a model that patch_ changed"
-    ):
+def test_unpatch_needs_the_original(model):
+    message = "got LlamaForCausalLM, expected a model that patch_ changed"
+    with pytest.raises(CocaError, match=message):
         unpatch_(model)
     with pytest.raises(CocaError, match="got a model without its original projections"):
         unpatch_(patch_(model))

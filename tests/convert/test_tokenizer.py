@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 from tokenizers import Regex, Tokenizer, pre_tokenizers
@@ -14,8 +13,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from coca_hf import CocaError, convert_checkpoint
+from coca_hf import convert_checkpoint
 from tests.conftest import TINY
+from tests.convert.checkpoints import edit_json, refuses
 
 SAMPLES = (
     "Half a league, half a league,\n\nHalf a league  onward",
@@ -29,11 +29,6 @@ SAMPLES = (
 CHAT = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
 
 
-@pytest.fixture
-def source(tiny_llama_dir, tmp_path):
-    return Path(shutil.copytree(tiny_llama_dir, tmp_path / "source"))
-
-
 def assert_same_tokenizer(source, converted):
     theirs, ours = (AutoTokenizer.from_pretrained(directory) for directory in (source, converted))
     assert type(ours) is type(theirs)
@@ -43,10 +38,6 @@ def assert_same_tokenizer(source, converted):
         assert ours.decode(ids) == theirs.decode(ids)
     assert ours.chat_template == theirs.chat_template
     return ours
-
-
-def edit(file, **fields):
-    file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | fields))
 
 
 def test_all_chat_templates_come_along(source, tmp_path):
@@ -77,16 +68,12 @@ def test_links_of_additional_chat_templates_out_of_the_checkpoint_are_refused(so
     (tmp_path / "secret.jinja").write_text("secret")
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "rag.jinja").symlink_to(tmp_path / "secret.jinja")
-    with pytest.raises(
-        CocaError, match=r"rag\.jinja: is a link to .*secret\.jinja, outside the checkpoint"
-    ):
-        convert_checkpoint(source, tmp_path / "dst")
+    message = r"rag\.jinja: is a link to .*secret\.jinja, outside the checkpoint"
+    refuses(message, source, tmp_path / "dst")
     shutil.rmtree(source / "additional_chat_templates")
     (source / "additional_chat_templates").symlink_to(tmp_path)
-    with pytest.raises(
-        CocaError, match=r"secret\.jinja: is a link to .*secret\.jinja, outside the checkpoint"
-    ):
-        convert_checkpoint(source, tmp_path / "dst")
+    message = r"secret\.jinja: is a link to .*secret\.jinja, outside the checkpoint"
+    refuses(message, source, tmp_path / "dst")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +101,7 @@ def test_a_tokenizer_whose_class_follows_from_the_model_type_stays_the_same(sour
     """
     fields = TINY | {"vocab_size": 259}
     Qwen2ForCausalLM(Qwen2Config(**fields)).save_pretrained(source)
-    edit(source / "tokenizer_config.json", tokenizer_class="LlamaTokenizerFast")
+    edit_json(source / "tokenizer_config.json", tokenizer_class="LlamaTokenizerFast")
     convert_checkpoint(source, tmp_path / "dst")
     assert assert_same_tokenizer(source, tmp_path / "dst").__class__.__name__.startswith(
         "Qwen2Tokenizer"
@@ -128,21 +115,21 @@ def test_a_tokenizer_without_a_config_stays_the_same(source, tmp_path):
 
 
 def test_a_class_that_config_json_names_stays_the_same(source, tmp_path):
-    edit(source / "tokenizer_config.json", tokenizer_class=None)
-    edit(source / "config.json", tokenizer_class="GPTNeoXTokenizerFast")
+    edit_json(source / "tokenizer_config.json", tokenizer_class=None)
+    edit_json(source / "config.json", tokenizer_class="GPTNeoXTokenizerFast")
     convert_checkpoint(source, tmp_path / "dst")
     assert_same_tokenizer(source, tmp_path / "dst")
 
 
 @pytest.mark.parametrize("fix", [True, False, None])
-def test_the_mended_regular_expression_of_mistral_stays_mended(source, tmp_path, convert, fix):
+def test_the_mended_regular_expression_of_mistral_stays_mended(source, tmp_path, converts, fix):
     """The library mends it in large vocabularies where config.json names a version before 5 and a
     Mistral type.
     """
     MistralForCausalLM(
         MistralConfig(**(TINY | {"num_hidden_layers": 1}), vocab_size=259)
     ).save_pretrained(source)
-    edit(source / "config.json", transformers_version="4.50.0")
+    edit_json(source / "config.json", transformers_version="4.50.0")
     content = json.loads((source / "tokenizer.json").read_text())
     content["model"]["vocab"] |= {f"token {number}": number for number in range(259, 100_100)}
     tokenizer = Tokenizer.from_str(json.dumps(content))
@@ -152,9 +139,8 @@ def test_the_mended_regular_expression_of_mistral_stays_mended(source, tmp_path,
     )
     tokenizer.save(str(source / "tokenizer.json"))
     if fix is not None:
-        edit(source / "tokenizer_config.json", fix_mistral_regex=fix)
-    code, printed = convert(source, tmp_path / "dst")
-    assert code == 0
+        edit_json(source / "tokenizer_config.json", fix_mistral_regex=fix)
+    printed = converts(source, tmp_path / "dst")
     ours = assert_same_tokenizer(source, tmp_path / "dst")
     first = json.loads(ours.backend_tokenizer.to_str())["pre_tokenizer"]["pretokenizers"][0][
         "pattern"

@@ -22,7 +22,7 @@ from transformers import (
 from coca_hf import CocaError, convert_checkpoint
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
 from tests.conftest import TINY
-from tests.convert.test_bad_input import edit_config
+from tests.convert.checkpoints import edit_config
 
 IDS = torch.arange(17)[None]
 

@@ -1,0 +1,88 @@
+"""What tests of conversion read of checkpoints, and change in them."""
+
+import json
+import multiprocessing
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from coca_hf import CocaError, convert_checkpoint
+
+PROCESSES = multiprocessing.get_context("forkserver")
+# and what they import, which each process would import for itself
+PROCESSES.set_forkserver_preload(
+    ["coca_hf", *(f"tests.convert.test_{name}" for name in ("interrupted", "destination"))]
+)
+
+
+class Stop(BaseException):
+    """Like KeyboardInterrupt, at a chosen moment."""
+
+
+def edit_json(file, **fields):
+    """Change fields of a JSON object; ... drops one."""
+    content = (json.loads(file.read_text()) if file.exists() else {}) | fields
+    file.write_text(
+        json.dumps({name: value for name, value in content.items() if value is not ...})
+    )
+
+
+def edit_config(directory, **fields):
+    edit_json(directory / "config.json", **fields)
+
+
+def edit_weights(directory, change, name="model.safetensors"):
+    """change: of the tensors by name, in place."""
+    tensors = load_file(directory / name)
+    change(tensors)
+    save_file(tensors, directory / name, metadata={"format": "pt"})
+
+
+def weights_of(directory):
+    """All tensors by name, of however many files."""
+    files = sorted(directory.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def record_of(directory, name="conversion.json"):
+    return json.loads((directory / name).read_text())
+
+
+def assert_same_weights(first, second):
+    one, other = weights_of(first), weights_of(second)
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype
+        assert torch.equal(tensor, other[name]), name
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def files_of(directory):
+    """Bytes by relative path; None for a directory."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None
+        for path in directory.rglob("*")
+    }
+
+
+def index(directory, weight_map):
+    """Make a sharded checkpoint of a single one, whose weights are then in a.safetensors."""
+    (directory / "model.safetensors").rename(directory / "a.safetensors")
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def full_disk(monkeypatch):
+    full = shutil._ntuple_diskusage(10**6, 10**6, 1000)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: full)
+
+
+def refuses(message, *arguments, **options):
+    """Claim that `convert_checkpoint` raises a CocaError which matches `message`."""
+    with pytest.raises(CocaError, match=message):
+        convert_checkpoint(*arguments, **options)
