@@ -45,7 +45,7 @@ from coca_hf.convert.hidden_states import BATCH_TOKENS, HiddenStates, batches
 from coca_hf.convert.layer_pairs import FITTED, Angles, LayerPairs, run_layer
 from coca_hf.convert.layout import Layout
 from coca_hf.files import replace_text, replacing
-from coca_hf.models.attention import CocaAttention, coca_query, turn, turns
+from coca_hf.models.attention import CocaAttention, coca_query, scaled_key, unit_key
 from coca_hf.weights import size_in_words
 
 STEPS = 1280  # of every layer at least; more visits to blocks make larger steps
@@ -505,7 +505,7 @@ def folded(
     cos, sin = (part.unsqueeze(1) for part in angles)
     cos_of_rows, sin_of_rows = (_take(part, rows).unsqueeze(1) for part in angles)
     query = coca_query(q, cos_of_rows, sin_of_rows, constraint) * attention.scaling
-    return query, Keys.apply(t, turns(cos, sin, constraint))
+    return query, Keys.apply(t, unit_key(cos, sin, constraint))
 
 
 def _take(x: Tensor, rows: Tensor) -> Tensor:
@@ -530,21 +530,21 @@ def later_keys(rows: Tensor, length: int) -> Tensor:
 
 
 class Keys(torch.autograd.Function):
-    """`turn(relu(t), turns)`, except that a coefficient below zero has a gradient, too.
+    """`scaled_key(relu(t), unit_key)`, except that a coefficient below zero has a gradient, too.
 
     A tenth of it, where the loss wants the coefficient larger.
     """
 
     @staticmethod
-    def forward(ctx: Any, t: Tensor, turns: Tensor) -> Tensor:
-        ctx.save_for_backward(t, turns)
-        return turn(t.relu(), turns)
+    def forward(ctx: Any, t: Tensor, unit: Tensor) -> Tensor:
+        ctx.save_for_backward(t, unit)
+        return scaled_key(t.relu(), unit)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        t, turns = ctx.saved_tensors
+        t, unit = ctx.saved_tensors
         first, second = gradient.chunk(2, -1)
-        to_t = (first * turns[..., 0, :]).addcmul_(second, turns[..., 1, :])
+        to_t = (first * unit[..., 0, :]).addcmul_(second, unit[..., 1, :])
         return torch.where(t > 0, to_t, LEAK * to_t.clamp(max=0)), None
 
 

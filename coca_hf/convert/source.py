@@ -310,9 +310,9 @@ def _passed_over(file: Path) -> str | None:
             if value and value != "none":
                 return f"{name}={value!r}"
     sizes = ("rope.dimension_count", "attention.head_count", "embedding_length")
-    turned, heads, width = (reader.fields.get(f"phi3.{size}") for size in sizes)
-    if turned and heads and width and turned.contents() * heads.contents() < width.contents():
-        return f"phi3.rope.dimension_count={turned.contents()}"
+    rotated, heads, width = (reader.fields.get(f"phi3.{size}") for size in sizes)
+    if rotated and heads and width and rotated.contents() * heads.contents() < width.contents():
+        return f"phi3.rope.dimension_count={rotated.contents()}"
     return None
 
 

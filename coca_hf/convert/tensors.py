@@ -354,8 +354,8 @@ def split_rows(fused: Tensor, sizes: list[int], part: int, config: CocaConfig) -
 def split_query_key_value(fused: Tensor, part: int, config: CocaConfig) -> Tensor:
     """Query (part 0), key (1) or value (2) rows of GPT-NeoX's fused weight or bias.
 
-    Query and key rows of every head come as turned first halves, unturned first halves, turned
-    second halves, unturned second halves (`models/gpt_neox.py` says why). fused: (h * 3 * d, ...).
+    Query and key rows of every head come as rotated first halves, unrotated first halves, rotated
+    second halves, unrotated second halves (`models/gpt_neox.py` says why). fused: (h * 3 * d, ...).
     Returns (h * d, ...).
     """
     heads = fused.unflatten(0, (config.num_attention_heads, 3, config.head_dim))[:, part]
@@ -363,10 +363,10 @@ def split_query_key_value(fused: Tensor, part: int, config: CocaConfig) -> Tenso
 
 
 def _by_pairs(heads: Tensor, config: CocaConfig) -> Tensor:
-    """Rows (h, d, ...), of which the first are turned, as (h * d, ...) in CoCA's order of pairs."""
-    turned, unturned = heads.tensor_split([rotary_dim(config)], dim=1)
+    """Rows (h, d, ...), of which the first are rotated, as (h * d, ...) in CoCA's order of pairs."""
+    rotated, unrotated = heads.tensor_split([rotary_dim(config)], dim=1)
     halves = [
-        half for side in (0, 1) for half in (turned.chunk(2, 1)[side], unturned.chunk(2, 1)[side])
+        half for side in (0, 1) for half in (rotated.chunk(2, 1)[side], unrotated.chunk(2, 1)[side])
     ]
     return torch.cat(halves, dim=1).flatten(0, 1)
 

@@ -72,17 +72,19 @@ def coca_key(t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
 
     t: (b, g, n, j), before the ReLU; cos, sin: (b, 1, n, j). Returns (b, g, n, d).
     """
-    return turn(t.relu(), turns(cos, sin, constraint))
+    return scaled_key(t.relu(), unit_key(cos, sin, constraint))
 
 
-def turns(cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
-    """`R_n [1, 1]` (slack) or `R_n [1, 0]` (strict), which all heads share: (b, 1, n, 2, j)."""
+def unit_key(cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
+    """The key of coefficients 1, `R_n [1, 1]` (slack) or `R_n [1, 0]` (strict), which all heads
+    share: (b, 1, n, 2, j).
+    """
     return torch.stack((cos - sin, cos + sin) if constraint == "slack" else (cos, sin), dim=-2)
 
 
-def turn(t: Tensor, turns: Tensor) -> Tensor:
+def scaled_key(t: Tensor, unit_key: Tensor) -> Tensor:
     """Keys (b, g, n, d) from coefficients (b, g, n, j), in one pass."""
-    return (turns * t.unsqueeze(-2)).flatten(-2)
+    return (unit_key * t.unsqueeze(-2)).flatten(-2)
 
 
 def plain_fold(
@@ -219,7 +221,7 @@ class CocaAttention(nn.Module):
 class KeptAttention(CocaAttention):
     """The original's own attention, with rotary embedding, in a layer of `config.coca_kept_layers`.
 
-    In the place of the coefficients t come keys (b, g, m, d), which caches hold rotated and at full
+    Instead of the coefficients t come keys (b, g, m, d), which caches hold rotated and at full
     width.
     """
 

@@ -1,4 +1,4 @@
-"""The half-width key cache: the coefficients t are stored, and turned into keys when they are read.
+"""The half-width key cache: the coefficients t are stored, and made into keys when they are read.
 
 A key follows from its t, which is half as wide, and from its position's angles, which all layers
 share. Keys and values together then take 75% of what LLaMA's take. Letters: see `attention.py`.
@@ -19,7 +19,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from .attention import turn, turns
+from .attention import scaled_key, unit_key
 
 ROOM = 256  # tokens
 
@@ -70,11 +70,11 @@ class HalfWidth(Cache):
 
     def keys_of(self, t: Tensor) -> Tensor:
         """Keys (b, g, n, d) of all `t` of a layer."""
-        return turn(t, self.turns(t.device)[..., -t.shape[-2] :, :, :])
+        return scaled_key(t, self.unit_keys(t.device)[..., -t.shape[-2] :, :, :])
 
-    def turns(self, device: torch.device) -> Tensor:
+    def unit_keys(self, device: torch.device) -> Tensor:
         held = self.angles[device]
-        return turns(held.keys, held.values, self.config.coca_constraint)
+        return unit_key(held.keys, held.values, self.config.coca_constraint)
 
     def angles_of(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, each (b, 1, n, j), of all `t` of a layer: the last n where a window
@@ -94,15 +94,15 @@ class CocaCache(HalfWidth, DynamicCache):
                 RoomyLayer() if type(layer) is DynamicLayer else layer for layer in self.layers
             ]
         self.hold_angles(config, RoomyLayer)
-        # what `turns` were made of, and they
-        self.turned: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        # the cosines that `unit_keys` were made of, and they
+        self.held_unit_keys: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
-    def turns(self, device: torch.device) -> Tensor:
+    def unit_keys(self, device: torch.device) -> Tensor:
         """Made once for all layers of a device."""
         cos = self.angles[device].keys
-        if device not in self.turned or self.turned[device][0] is not cos:
-            self.turned[device] = cos, super().turns(device)
-        return self.turned[device][1]
+        if device not in self.held_unit_keys or self.held_unit_keys[device][0] is not cos:
+            self.held_unit_keys[device] = cos, super().unit_keys(device)
+        return self.held_unit_keys[device][1]
 
     def prefetch(self, layer_idx: int, *args, **kwargs) -> None:
         """Fetch a layer that was offloaded; after the last comes the first, not the angles, which

@@ -118,13 +118,11 @@ class CocaConfig(PreTrainedConfig):
             )
 
     def validate_pairs(self):
-        """Called by `@strict`. Raises ValueError where dimensions that rotation turns do not make
-        pairs.
-        """
+        """Called by `@strict`. Raises ValueError where the rotated dimensions do not make pairs."""
         if self.head_dim % 2:
             raise ValueError(
-                f"head_dim is {self.head_dim}, expected an even number: rotary embedding turns "
-                f"pairs"
+                f"head_dim is {self.head_dim}, expected an even number: rotary embedding "
+                f"rotates pairs"
             )
         if rotary_dim(self) % 2:
             raise ValueError(
@@ -135,7 +133,7 @@ class CocaConfig(PreTrainedConfig):
 
 
 def t_plan(plan: Mapping[str, str]) -> dict[str, str]:
-    """A family's tensor-parallel plan, with `t_proj` in the place of `k_proj` and of its norm."""
+    """A family's tensor-parallel plan, with `t_proj` instead of `k_proj` and its norm."""
     return {
         name.replace("k_proj", "t_proj"): style
         for name, style in plan.items()

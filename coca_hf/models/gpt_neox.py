@@ -4,13 +4,13 @@ Two things differ from a GPT-NeoX checkpoint, and conversion sees to both:
 
 - the fused `query_key_value` is split into `q_proj`, `t_proj` and `v_proj`, and modules have
   LLaMA's names;
-- where only the first part of a head is turned (`rotary_pct` below 1), the rows of a query head are
-  put in the order turned first halves, unturned first halves, turned second halves, unturned second
-  halves. Then pair j of a head is `(x[j], x[j + d/2])` throughout, the turned pairs are GPT-NeoX's
-  own, which lie inside the turned part, and the others are pairs of angle zero, whose score `t_j
-  (q_j^2 + q_{j+d/2}^2)` does not depend on positions.
+- where only the first part of a head is rotated (`rotary_pct` below 1), the rows of a query head
+  are put in the order rotated first halves, unrotated first halves, rotated second halves,
+  unrotated second halves. Then pair j of a head is `(x[j], x[j + d/2])` throughout, the rotated
+  pairs are GPT-NeoX's own, which lie inside the rotated part, and the others are pairs of angle
+  zero, whose score `t_j (q_j^2 + q_{j+d/2}^2)` does not depend on positions.
 
-The released code pairs `t` over the whole head and the rotation over its turned part, so that with
+The released code pairs `t` over the whole head and the rotation over its rotated part, so that with
 `rotary_pct` below 1 the two of a pair share no coefficient: collinearity is lost. With `rotary_pct`
 1, the paper's, both are one function.
 """

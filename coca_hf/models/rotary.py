@@ -31,7 +31,7 @@ def ntk_base(base: float, factor: float, seq_len, trained_len: int, head_dim: in
 
 
 def rotary_dim(config) -> int:
-    """How many of a head's dimensions are turned; fewer than `head_dim` where rotation is partial
+    """How many of a head's dimensions are rotated; fewer than `head_dim` where rotation is partial
     (GPT-NeoX).
     """
     return int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
@@ -69,7 +69,7 @@ def one_row_error(engine: str, rope_type: str) -> str:
 class CocaRotaryEmbedding(nn.Module):
     """cos and sin of every pair's angle, for the RoPE types in `SUPPORTED_ROPE_TYPES`.
 
-    Where rotation is partial, the pairs that are not turned come last, with cos 1 and sin 0.
+    Where rotation is partial, the pairs that are not rotated come last, with cos 1 and sin 0.
 
     Raises ValueError for another type, and under vLLM, which computes many sequences as one row,
     for one whose angles depend on a row's length.
@@ -91,7 +91,7 @@ class CocaRotaryEmbedding(nn.Module):
             raise ValueError(one_row_error("vLLM", self.rope_type))
         self.attention_scaling = self._rope()[1]
         for name, inv_freq in self.initial_buffers().items():
-            self.register_buffer(name, inv_freq, persistent=False)  # (turned pairs,)
+            self.register_buffer(name, inv_freq, persistent=False)  # (rotated pairs,)
 
     def _apply(self, fn, recurse: bool = True):
         """Move with the model, but stay float32: in 16 bits, as of `model.half()`, far positions
@@ -106,7 +106,7 @@ class CocaRotaryEmbedding(nn.Module):
         return self
 
     def initial_buffers(self) -> dict[str, Tensor]:
-        """The angle per position of every turned pair, at the trained length; for longrope past it,
+        """The angle per position of every rotated pair, at the trained length; for longrope past it,
         too.
         """
         buffers = {"inv_freq": self._rope()[0]}
@@ -143,21 +143,21 @@ class CocaRotaryEmbedding(nn.Module):
             by_length = (
                 self._dynamic_inv_freq if self.rope_type == "dynamic" else self._longrope_inv_freq
             )
-            inv_freq = by_length(seq_len)  # (b or 1, m or 1, turned pairs)
-        angles = position_ids[..., None].float() * inv_freq  # (b, m, turned pairs)
+            inv_freq = by_length(seq_len)  # (b or 1, m or 1, rotated pairs)
+        angles = position_ids[..., None].float() * inv_freq  # (b, m, rotated pairs)
         cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
-        still = self.config.head_dim // 2 - cos.shape[-1]  # pairs that are not turned
+        still = self.config.head_dim // 2 - cos.shape[-1]  # pairs that are not rotated
         return pad(cos, (0, still), value=1.0).to(x.dtype), pad(sin, (0, still)).to(x.dtype)
 
     def _dynamic_inv_freq(self, seq_len: Tensor) -> Tensor:
-        """seq_len: (b or 1, m or 1). Returns (b or 1, m or 1, turned pairs)."""
-        rope, turned = self.config.rope_parameters, rotary_dim(self.config)
+        """seq_len: (b or 1, m or 1). Returns (b or 1, m or 1, rotated pairs)."""
+        rope, rotated = self.config.rope_parameters, rotary_dim(self.config)
         # MPS has no float64
         precise = torch.float32 if seq_len.device.type == "mps" else torch.float64
         base = ntk_base(
-            rope["rope_theta"], rope["factor"], seq_len.to(precise), self.trained_len(), turned
+            rope["rope_theta"], rope["factor"], seq_len.to(precise), self.trained_len(), rotated
         ).float()
-        exponent = torch.arange(0, turned, 2, device=seq_len.device).float() / turned
+        exponent = torch.arange(0, rotated, 2, device=seq_len.device).float() / rotated
         return 1.0 / base[..., None] ** exponent
 
     def _longrope_inv_freq(self, seq_len: Tensor) -> Tensor:
