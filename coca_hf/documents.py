@@ -187,9 +187,7 @@ def _is_hub_id(source: str) -> bool:
 
 
 def _read_file(file: Path, name: str, column: str) -> Iterator[tuple[str, str, Any]]:
-    """Name, place and content of every row; what stops the reading is named with the row after the
-    last good one.
-    """
+    """Name, place and content of every row; errors name the row after the last good one."""
     kind = _suffix(file).split(".")[1]
     if kind == "txt":
         yield name, str(file), _read_text(file)
@@ -235,9 +233,7 @@ def _read_text(file: Path) -> str:
 
 
 def _open(file: Path):
-    """The file's bytes, decompressed by its suffix. Raises CocaError where the decompressor is not
-    installed.
-    """
+    """The file's bytes, decompressed by suffix. Raises CocaError without the decompressor."""
     import fsspec
 
     try:

@@ -34,9 +34,7 @@ Read = Callable[[], Iterable[Document]]  # reads a source from its beginning
 
 
 class HeldOut(NamedTuple):
-    """How a source is split: documents with a hash under `below` are held out, of the others the
-    `tail`, a share.
-    """
+    """Documents whose hash is under `below` are held out, and of the others the `tail`, a share."""
 
     below: int = 0
     tail: float = 0.0

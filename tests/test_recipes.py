@@ -53,9 +53,7 @@ SCRATCH = [name for name in PATHS if name.startswith("from-scratch")]
 
 @pytest.fixture
 def load(tiny_tokenizer, tmp_path):
-    """The recipe of a name, its checkpoint or tokenizer replaced by a config, or a tokenizer, that
-    is at hand.
-    """
+    """The recipe of a name, its checkpoint or tokenizer replaced by what is at hand."""
 
     def load(name: str, *settings: str) -> Recipe:
         recipe = load_recipe(PATHS[name], settings)

@@ -50,9 +50,7 @@ def context_parallel(
 
 
 def check_model_for_context_parallel(model: PreTrainedModel, where: str) -> None:
-    """Raises CocaError for a model that does not compute, part by part, what it computes on the
-    whole block.
-    """
+    """Raises CocaError for a model that does not compute on parts what it does on whole blocks."""
     config = model.config
     is_coca = config.model_type.startswith("coca_")
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")

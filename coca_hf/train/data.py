@@ -460,9 +460,7 @@ def _name_large(where: str, characters: int) -> None:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The hash of the vocabulary, the rules, and what surrounds a document; its path does not
-    count.
-    """
+    """The hash of the vocabulary, the rules, and what surrounds a document; not of its path."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = json.loads(backend.to_str()) if backend else {"class": type(tokenizer).__name__}
     rules.pop("padding", None)  # set by the last call

@@ -67,9 +67,7 @@ _VALUE = {"v_proj", "query_key_value"}
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """Operations for one token. MFU is made of `model`: what gradient checkpointing adds is no part
-    of it.
-    """
+    """Operations for one token. MFU counts those of `model`, without gradient checkpointing's."""
 
     forward: int
     backward_activations: int
@@ -118,16 +116,12 @@ def count_flops(model: PreTrainedModel, seq_len: int) -> TokenFlops:
 
 
 def peak_flops(gpu: str) -> float | None:
-    """Dense bfloat16 operations a second of a GPU by its name, as torch gives it, or short: H100.
-    None if unknown.
-    """
+    """Dense bfloat16 operations a second of a GPU, by torch's name or short, as H100; or None."""
     return next((peak for name, peak in PEAK_FLOPS.items() if _words(name) <= _words(gpu)), None)
 
 
 def _position(name: str) -> tuple[float, int]:
-    """Where in the forward a module or parameter comes: its layer (the embedding before all), and
-    its step there.
-    """
+    """Where a module or parameter comes in the forward: its layer (embeddings first) and step."""
     parts = name.split(".")
     if "layers" in parts:
         return int(parts[parts.index("layers") + 1]), max(
@@ -137,9 +131,7 @@ def _position(name: str) -> tuple[float, int]:
 
 
 def _attention_gradients(trained: list[str], layer: int, first: tuple[float, int]) -> int:
-    """Products in the backward of a layer's attention: for the values, the probabilities, the
-    queries, the keys.
-    """
+    """Products in the backward of a layer's attention: values, probabilities, queries, keys."""
     if not (layer, _PROJECT) <= first < (layer, _OUTPUT):
         return 4 if first < (layer, _PROJECT) else 0
     parts = {part for name in trained if _position(name)[0] == layer for part in name.split(".")}

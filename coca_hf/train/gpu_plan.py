@@ -29,9 +29,7 @@ EXCHANGED = "the keys and values that GPUs exchange"
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A stage of a plan. `change` says what to set where the memory does not fit; None where it
-    does.
-    """
+    """A stage of a plan. `change`: what to set where it does not fit; None where it does."""
 
     name: str
     trained: int
@@ -51,9 +49,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe's stages on `world_size` GPUs of `gpu_bytes` each that do `mfu` of `peak_flops`
-    operations a second.
-    """
+    """A recipe's stages on `world_size` GPUs of `gpu_bytes` that do `mfu` of `peak_flops`."""
 
     gpu: str
     peak_flops: float
@@ -236,9 +232,7 @@ def _words(is_fused: bool, before: Setting, after: Setting) -> str:
 
 
 def plan_table(plan: Plan) -> Table:
-    """A plan as people read it: what every stage trains and takes, and the memory of one GPU at its
-    peak, in GiB.
-    """
+    """A plan as people read it: what stages train and take, and a GPU's memory at its peak."""
     table = Table(
         title=f"{plan.world_size} x {plan.gpu}, {plan.gpu_bytes / GIB:g} GB each, "
         f"at MFU {plan.mfu:g} of {plan.peak_flops / 1e12:g} TFLOPS (dense bf16)",

@@ -58,9 +58,7 @@ class StageLog(TrainerCallback, ExportableState):
 
     @property
     def seconds(self) -> float:
-        """Seconds that this stage has trained for, over all its resumptions; measuring the held-out
-        loss is none.
-        """
+        """Seconds of training over all resumptions, without measuring the held-out loss."""
         return self._seconds_before + time.monotonic() - self._started
 
     @contextmanager
@@ -109,9 +107,7 @@ class StageLog(TrainerCallback, ExportableState):
             append_line(self.path, json.dumps(line))
 
     def _forget_after(self, step: int) -> None:
-        """Drop the lines of steps that a killed run did after its last checkpoint; they are about
-        to be done again.
-        """
+        """Drop the lines of steps after a killed run's last checkpoint, which are done again."""
         lines = (
             self.path.read_text(errors="replace").splitlines()
             if self.path.exists() and step
@@ -131,9 +127,7 @@ def _step_of(line: str) -> int | None:
 
 
 def start_place(next_block: int) -> dict:
-    """Where a stage begins: the next block, the seconds spent, held-out losses by step, and the
-    record of bad steps.
-    """
+    """Where a stage begins, with no time spent, no held-out losses and no bad steps."""
     return {
         "next_block": next_block,
         "seconds": 0.0,
@@ -209,9 +203,7 @@ class SpeedMeter:
 def utilization(
     tokens_per_second: float, flops_per_token: float, gpu: str | None, num_gpus: int
 ) -> float | None:
-    """MFU (PaLM, arXiv 2204.02311, appendix B): the share of the GPUs' peak; None without one whose
-    peak is known.
-    """
+    """MFU (PaLM, arXiv 2204.02311, appendix B); None without a GPU whose peak is known."""
     peak = peak_flops(gpu) if gpu else None
     return tokens_per_second * flops_per_token / (peak * num_gpus) if peak else None
 

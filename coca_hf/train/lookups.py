@@ -86,9 +86,7 @@ class Lookups:
         self._words = sorted(word for word in words if _is_word(word)) or list(FIRST_NAMES)
 
     def block(self, text: Sequence[int], draw: random.Random) -> MarkedTokens:
-        """A block of as many tokens as `text`: lookups, and between them as much of the text as
-        there is room for.
-        """
+        """A block of `len(text)` tokens: lookups, and as much of the text as there is room for."""
         # passages are taken from its end, and what stands between lookups from its start
         spare = list(text)
         makers = [self._copies, self._facts, self._list]
@@ -147,9 +145,7 @@ class Lookups:
         return lookups[: _fitting((lookup.length for lookup in lookups), room)]
 
     def _list(self, room: int, spare: list[int], draw: random.Random) -> list[Lookup]:
-        """A list, at most half of `room` long without the lines that stand in it again, and
-        questions about it.
-        """
+        """A list, at most half of `room` without its repeated lines, and questions about it."""
         form, kind_of_key, kind_of_value = (
             draw.choice(FORMS),
             draw.choice(KEYS),
@@ -191,9 +187,7 @@ class Lookups:
         return KINDS_OF_VALUE[kind](draw, self._words)
 
     def _encode(self, wordings: list[Wording]) -> list[MarkedTokens]:
-        """Each as it is tokenised after a word: the letter before it, which is cut off again,
-        stands for that word.
-        """
+        """Each as it is tokenised after a word: the letter "a" before it is cut off again."""
         encoded = self._tokenizer(
             ["a" + "".join(wording) for wording in wordings],
             add_special_tokens=False,

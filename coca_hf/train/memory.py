@@ -43,9 +43,7 @@ _NEED_A_GPU = ("bf16", "fp16", "tf32", "fsdp", "torch_compile", "use_cpu")
 
 @dataclass(frozen=True)
 class Setting:
-    """What the peak of memory depends on beside model, stage and `seq_len`, and what may be changed
-    when it is high.
-    """
+    """What the peak of memory depends on beside model, stage and `seq_len`, and may be changed."""
 
     world_size: int
     batch_size: int  # blocks per device and forward
@@ -116,9 +114,7 @@ def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
 
 @torch.no_grad()
 def _measure_held_out(model: nn.Module, head: nn.Module, ids: Tensor) -> None:
-    """A batch of the loss before the first step, as `held_out_loss` computes it, of blocks that
-    GPUs do not share.
-    """
+    """A batch of `held_out_loss` before the first step, of blocks that GPUs do not share."""
     model.eval()
     head.train()
     model(input_ids=ids, labels=ids, use_cache=False)
@@ -136,9 +132,7 @@ def planned_arguments(recipe: Recipe, stage: Stage) -> TrainingArguments:
 
 
 def _prepare_(model: PreTrainedModel, options: dict[str, Any], mesh: Any) -> None:
-    """Mixed precision and sharding, in place, as `Accelerator.prepare` does them; the GPU is played
-    by the CPU.
-    """
+    """Mixed precision and sharding, in place, as by `Accelerator.prepare`; the CPU is the GPU."""
     precision = next((name for name in ("bf16", "fp16") if options.get(name)), "no")
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
@@ -162,9 +156,7 @@ def _prepare_(model: PreTrainedModel, options: dict[str, Any], mesh: Any) -> Non
 def _step(
     model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, accumulated: int
 ) -> None:
-    """An optimizer step as the Trainer does it: gradients are exchanged after the last backward
-    only.
-    """
+    """An optimizer step as the Trainer does it: gradients are exchanged after the last backward."""
     for number in range(accumulated):
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(number == accumulated - 1)
@@ -191,9 +183,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _fake_processes(world_size: int) -> Iterator[Any]:
-    """A device mesh over a process group that pretends to have `world_size` members, or None for
-    one process.
-    """
+    """A mesh over a pretended process group of `world_size` members, or None for one process."""
     if world_size == 1:
         yield None
         return

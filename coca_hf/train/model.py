@@ -136,9 +136,7 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
 
 
 def model_from_config(recipe: Recipe, attn_implementation: str | None = None) -> PreTrainedModel:
-    """The recipe's model in float32, with random weights: from scratch, or for a device that keeps
-    none.
-    """
+    """The recipe's model in float32 with random weights: from scratch, or on the meta device."""
     config = start_config(recipe)
     with loading(recipe.start), building(config):
         return AutoModelForCausalLM.from_config(
@@ -169,9 +167,7 @@ def start_model(recipe: Recipe, attn_implementation: str | None = None) -> PreTr
 def unfilled_model(
     config: PreTrainedConfig, attn_implementation: str | None = None
 ) -> PreTrainedModel:
-    """A model without contents in its parameters: addresses, by which Accelerate knows them, but no
-    memory in use.
-    """
+    """A model whose parameters have addresses, by which Accelerate knows them, but no memory."""
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=attn_implementation
@@ -184,9 +180,7 @@ def unfilled_model(
 
 
 def weights_are_sent_here() -> bool:
-    """Whether Accelerate will send this process its shard of the main process's weights, so that it
-    needs none.
-    """
+    """Whether Accelerate will send this process its shard of the main process's weights."""
     launched = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", LOAD_IN_ONE_PROCESS: "true"}
     state = PartialState()
     return (

@@ -94,9 +94,7 @@ def liger_cross_entropy(
     num_items: Tensor | int | None = None,
     shift_labels: Tensor | None = None,
 ) -> Tensor:
-    """As `linear_cross_entropy`, by Liger's Triton kernel (arXiv 2410.10989): gradients come with
-    the forward.
-    """
+    """`linear_cross_entropy` by Liger's Triton kernel (arXiv 2410.10989), gradients with forward."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     targets = _targets(labels) if shift_labels is None else shift_labels.flatten()
@@ -277,9 +275,7 @@ _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
 class Objective:
-    """A weighted sum of losses, all but `lm` beside a teacher, which stays as it is; keeps their
-    means for the log.
-    """
+    """A weighted sum of losses, all but `lm` beside a teacher; keeps their means for the log."""
 
     def __init__(
         self,
@@ -299,9 +295,7 @@ class Objective:
     def __call__(
         self, language_loss: Callable, model: nn.Module, inputs: Mapping, accumulated: int
     ) -> Tensor:
-        """The loss of a batch that is one of `accumulated`; `language_loss()` gives that with the
-        text, and outputs.
-        """
+        """The loss of one of `accumulated` batches; `language_loss()` gives the text's and outputs."""
         wanted = not self.weights.keys().isdisjoint(_OF_ATTENTION)
         with _attention_of(model, wanted) as ours:
             text_loss, outputs = language_loss()
@@ -353,9 +347,7 @@ class Objective:
         return losses
 
     def take_means(self) -> dict[str, float]:
-        """Each loss, unweighted, mean over all processes since the last call, as `loss_<name>`; all
-        of them call it.
-        """
+        """Each loss as `loss_<name>`: mean over the steps since the last call and all processes."""
         sums = torch.tensor(
             [self._sums[name] for name in self.weights], device=PartialState().device
         )
@@ -384,9 +376,7 @@ def load_teacher(
 
 @contextmanager
 def _attention_of(model: nn.Module, wanted: bool) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """The output and the map (of eager; else None) of each layer's attention in the forward inside,
-    in their order.
-    """
+    """The output and, of eager, the map of each layer's attention in the forward inside."""
     outputs: list[tuple[Tensor, Tensor]] = []
     names = ("self_attn", "attention") if wanted else ()
     modules = [module for name, module in model.named_modules() if name.rpartition(".")[2] in names]

@@ -158,9 +158,7 @@ def _begin(stage: ResolvedStage) -> None:
 def _load(
     recipe: Recipe, stage: ResolvedStage
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Objective | None]:
-    """The model that the stage starts from, its tokenizer, and its objective where that is not
-    plain `lm`.
-    """
+    """The model that the stage starts from, its tokenizer, and its objective unless plain `lm`."""
     attention = recipe.stage_options(stage.of_recipe).attn_implementation
     if weights_are_sent_here():
         base = unfilled_model(
@@ -196,9 +194,7 @@ def _load(
 
 
 def _set_callbacks(trainer: StageTrainer, stage: ResolvedStage) -> None:
-    """Our progress for Hugging Face's; TensorBoard's files beside the stages, which are complete
-    checkpoints.
-    """
+    """Our progress in place of Hugging Face's; TensorBoard's files beside the stages."""
     for theirs in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(theirs)
     trainer.add_callback(ProgressLine(stage.directory.name, show=not stage.arguments.disable_tqdm))
@@ -210,18 +206,14 @@ def _set_callbacks(trainer: StageTrainer, stage: ResolvedStage) -> None:
 
 
 def stop_before(stage: ResolvedStage, state: PartialState, stop: StopRequest) -> None:
-    """Raises Stopped, in every process, where a signal came to one of them while no stage was at
-    work.
-    """
+    """Raises Stopped, in every process, where a signal came to one of them between stages."""
     asked = [signal for signal in gather_object([stop.came]) if signal]
     if asked:
         _stop(stage, state, {"signal": asked[0], "stage": stage.name}, "before it began")
 
 
 def _stop(stage: ResolvedStage, state: PartialState, facts: dict[str, Any], when: str) -> None:
-    """Leave word for the launcher's script, whose launcher does not hand on exit codes. Raises
-    Stopped.
-    """
+    """Leave word for the launch script, as launchers hide exit codes. Raises Stopped."""
     note_stop(stage.directory.parent, facts)
     state.wait_for_everyone()
     raise Stopped(f"{stage.directory}: stopped by {facts['signal']} {when}; continue with --resume")

@@ -103,9 +103,7 @@ class StageOptions(StrictMapping):
 
 
 class LinearBounds(StrictMapping):
-    """`lr_scheduler_kwargs` of a linear schedule: the rates before the warm-up and after the last
-    step.
-    """
+    """`lr_scheduler_kwargs` of a linear schedule: rates before the warm-up and after the end."""
 
     start_lr: float = Field(default=0.0, ge=0)
     end_lr: float = Field(default=0.0, ge=0)

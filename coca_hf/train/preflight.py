@@ -264,9 +264,7 @@ def check_before(stage: ResolvedStage) -> None:
 
 
 def check_loggers(arguments: TrainingArguments, where: str) -> None:
-    """Raises CocaError for a logger of `report_to` that is unknown, not installed, or has no
-    project of that name.
-    """
+    """Raises CocaError for an unknown or missing logger, or a project that it does not take."""
     try:
         for make_callback in get_reporting_integration_callbacks(arguments.report_to):
             make_callback()

@@ -51,18 +51,14 @@ class StopRequest:
 
 
 def ignore_signals() -> None:
-    """For a process that ends with EXIT_STOPPED: the launcher may end it once more, and so hide
-    that code.
-    """
+    """For a process that ends with EXIT_STOPPED, which a second signal would hide."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Note the signals that ask to stop instead of dying of them. Outside the main thread, none is
-    noted.
-    """
+    """Note the signals that ask to stop; only Python's main thread can."""
     request = StopRequest()
 
     def note(number, frame):

@@ -130,9 +130,7 @@ class Data(StrictMapping):
 
 
 class Lora(StrictMapping):
-    """Low-rank adapters of peft (Hu et al., arXiv 2106.09685): rank, scale `alpha / r`, dropout on
-    their input.
-    """
+    """Low-rank adapters of peft (arXiv 2106.09685): rank, scale `alpha / r`, input dropout."""
 
     r: int = Field(ge=1)
     alpha: float = Field(gt=0)
@@ -211,9 +209,7 @@ class Stage(StrictMapping):
 
 
 class Recipe(StrictMapping):
-    """A checked recipe. `to_dict` gives it back in the shape of its file, with every default filled
-    in.
-    """
+    """A checked recipe. `to_dict` gives its file's shape, with every default filled in."""
 
     model: str | None = None
     tokenizer: str | None = None
@@ -292,9 +288,7 @@ class Recipe(StrictMapping):
 
     @property
     def start(self) -> str:
-        """Where the first stage starts: the model's directory or hub id, or in words that there is
-        none.
-        """
+        """Where the first stage starts: the model's directory or hub id, or `... from scratch`."""
         return self.model or f"{self.config['model_type']} from scratch"
 
     def num_blocks(self, world_size: int) -> int:
@@ -331,9 +325,7 @@ class Recipe(StrictMapping):
                 self._batches_in_file[stage.name] = batch
 
     def accumulation(self, stage: Stage, world_size: int) -> int:
-        """Batches of one process that a step takes. Raises CocaError where global_batch_size cannot
-        be had.
-        """
+        """Batches of a process in a step. Raises CocaError where global_batch_size has none."""
         options = self.options(stage)
         batch = options.get(
             "per_device_train_batch_size", TrainingArguments.per_device_train_batch_size
@@ -358,9 +350,7 @@ class Recipe(StrictMapping):
         return blocks // at_once
 
     def _groups(self, stage: Stage, world_size: int) -> int:
-        """Groups of processes that share a block. Raises CocaError where there is no whole number
-        of them.
-        """
+        """Groups of processes that share a block. Raises CocaError unless a whole number."""
         size = self.stage_options(stage).context_parallel_size
         if world_size % size:
             raise CocaError(
@@ -416,9 +406,7 @@ def _check_fused(stage: Stage) -> None:
 
 
 def _check_answers(stage: Stage, data: Data) -> None:
-    """Raises ValueError where there are no answers to weight, or nothing that is measured token by
-    token.
-    """
+    """Raises ValueError for answer_weight without answers, or without a loss by token."""
     given = f"stages.{stage.name}: got answer_weight {stage.answer_weight:g}"
     if not data.has_answers:
         raise ValueError(

@@ -112,9 +112,7 @@ def model_state(directory: Path) -> dict[str, str | None]:
 
 
 def last_checkpoint(trainer_dir: Path) -> Path | None:
-    """The newest `checkpoint-N` of a stage, or None. All of them are whole: they get their name
-    when they are.
-    """
+    """The newest `checkpoint-N`, or None. All are whole: they get their name when they are."""
     found = [
         path for path in trainer_dir.glob("checkpoint-*") if path.name.split("-")[1].isdecimal()
     ]
@@ -157,9 +155,7 @@ def check_base(stage: ResolvedStage) -> None:
 
 
 def read_record(directory: Path) -> dict[str, Any]:
-    """What a checkpoint's training.json says; nothing where there is none. Raises CocaError where
-    it is damaged.
-    """
+    """A checkpoint's training.json, or {}. Raises CocaError where it is damaged."""
     path = directory / RECORD
     record = read_json(path) if path.exists() else {}
     kinds = {"end_block": int, "weights_xxh3_128": dict, "config_xxh3_128": str, "stages": list}

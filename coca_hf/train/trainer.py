@@ -99,9 +99,7 @@ class StageTrainer(Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ):
-        """With `linear` and `start_lr` or `end_lr`, `linear_rate` at every step; otherwise Hugging
-        Face's schedule.
-        """
+        """`linear_rate` with `start_lr` or `end_lr`, otherwise Hugging Face's schedule."""
         if not has_bounds(self.args):
             return super().create_scheduler(num_training_steps, optimizer)
         bounds = LinearBounds.model_validate(self.args.lr_scheduler_kwargs)
@@ -122,9 +120,7 @@ class StageTrainer(Trainer):
         )
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
-        """No batches after the last step: resumed there, Hugging Face's loop would take one step
-        more.
-        """
+        """None after the last step: resumed there, Hugging Face's loop would take one more."""
         if self.state.global_step >= self.state.max_steps:
             return [], None
         samples = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -185,9 +181,7 @@ class StageTrainer(Trainer):
         self.optimizer.zero_grad(set_to_none=True)
 
     def _scaled_too_high(self) -> bool:
-        """Whether float16's scaler, which skips a step that overflowed and halves its scale, has a
-        scale to halve.
-        """
+        """Whether float16's scaler, which halves its scale after an overflow, still can."""
         return self.accelerator.scaler is not None and self.accelerator.scaler.get_scale() > 1
 
     def _bad_step(self, loss: float, spiked: bool) -> str:
@@ -213,9 +207,7 @@ class StageTrainer(Trainer):
         )
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
-        """The held-out loss; Hugging Face's loop asks for it at the start and wherever `StageLog`
-        says.
-        """
+        """The held-out loss, at the start and wherever `StageLog` asks for it."""
         resumed = self.state.global_step > 0 and not self.control.should_evaluate
         if resumed or not len(self.held_out):
             self.control.should_evaluate = False
@@ -246,9 +238,7 @@ class StageTrainer(Trainer):
             super().save_model(output_dir)
 
     def _save_checkpoint(self, model: nn.Module, trial) -> None:
-        """Let the Trainer write all its files under `partial`; then give the directory its name, in
-        one step.
-        """
+        """Let the Trainer write its files under `partial`, then rename the directory."""
         directory = Path(self.args.output_dir)
         name = f"checkpoint-{self.state.global_step}"
         num_bytes = state_bytes(self.model, self.optimizer.optimizer)

@@ -67,9 +67,7 @@ def _held_out(log: StageLog, seq_len: int, num_blocks: int) -> dict[str, Any] | 
 
 
 def _stages_before(stage: ResolvedStage) -> list[dict[str, Any]]:
-    """The stages that the model `stage` starts from has behind it, of this recipe and of those
-    before it.
-    """
+    """The stages that the model has behind it, of this recipe and of those before it."""
     return read_record(stage.base_directory).get("stages", []) if stage.base_directory else []
 
 
@@ -112,9 +110,7 @@ def _surroundings(arguments: TrainingArguments) -> dict[str, Any]:
 
 
 def _version(package: str) -> str | None:
-    """None where it is not installed as a package: what is trained is not lost for a line of its
-    record.
-    """
+    """None where it is run from a directory: no reason to lose a trained stage."""
     try:
         return version(package)
     except PackageNotFoundError:

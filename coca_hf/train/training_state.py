@@ -63,18 +63,14 @@ OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
 def save_state(model: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None:
-    """Every process calls this, with the model as it is wrapped. Raises torch's CheckpointException
-    for a full disk.
-    """
+    """Every process calls this, with the wrapped model. Raises CheckpointException."""
     writer = dcp.FileSystemWriter(checkpoint / STATE)
     with _alone_is_fine():
         dcp.save(_state(model, optimizer), storage_writer=writer)
 
 
 def load_state(model: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None:
-    """Fill the model, wrapped as it will train, and its optimizer with what any layout of processes
-    saved.
-    """
+    """Fill the wrapped model and its optimizer with what any layout of processes saved."""
     state = _state(model, optimizer)
     with _alone_is_fine():
         dcp.load(state, storage_reader=_Reader(checkpoint / STATE), planner=_Planner())
@@ -98,9 +94,7 @@ def state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
 
 
 def check_room(directory: Path, num_bytes: int, what: str) -> None:
-    """Raises CocaError, in every process, where the disk that holds `directory` lacks
-    `num_bytes` bytes.
-    """
+    """Raises CocaError, in every process, where the disk of `directory` lacks `num_bytes`."""
     free = [shutil.disk_usage(directory).free]
     if PartialState().num_processes > 1:
         broadcast_object_list(free)

@@ -40,9 +40,7 @@ server.set_forkserver_preload([__name__])
 
 
 class Interrupted(BaseException):
-    """What a hook raises in all ranks to end a run in the middle; the next run of the launch goes
-    on.
-    """
+    """What a hook raises in all ranks to end a run; the next run of the launch follows."""
 
 
 def interrupt_in_step(number: int):
@@ -58,9 +56,7 @@ def interrupt_in_step(number: int):
 
 @dataclass
 class Run:
-    """A call of coca-train; `hook`, a function of a test module, changes `preflight` or
-    `StageTrainer` for it.
-    """
+    """A call of coca-train; `hook`, a function of a test module, patches coca_hf for it."""
 
     arguments: list
     environment: dict[str, str] = field(default_factory=dict)
@@ -115,9 +111,7 @@ class Launch:
 
 
 def warm_server() -> None:
-    """Let the server import what it forks: that takes longer than a run, and its first process
-    would wait for it.
-    """
+    """Let the server import what it forks, which takes longer than a run."""
     process = server.Process(target=gc.collect)
     process.start()
     process.join()
@@ -207,9 +201,7 @@ def _keep(state) -> None:
 
 
 def _resolve_on_pretended_gpus(*arguments):
-    """Accelerate shards only where it believes to be on GPUs, and on a CPU falls back to DDP
-    without a word.
-    """
+    """Accelerate shards only where it believes to be on GPUs, not on a CPU."""
     runs = _resolve(*arguments)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return runs

@@ -53,9 +53,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def recipes(tiny_tokenizer, real_recipe, tmp_path_factory):
-    """By kind, a recipe of one stage for a model of that attention, 4 blocks a step; `lora` is
-    slack with adapters.
-    """
+    """By kind, a recipe of one stage, 4 blocks a step; `lora` is slack with adapters."""
     directory = tmp_path_factory.mktemp("kinds")
     tree = yaml.safe_load(real_recipe.read_text())
     tree["data"]["seq_len"] = SEQ_LEN
@@ -84,9 +82,7 @@ def recipes(tiny_tokenizer, real_recipe, tmp_path_factory):
 def gathering_attention(
     module, query, key, value, mask, scaling, position_ids, is_causal=None, **kwargs
 ):
-    """Causal attention of the tokens here, at these positions, with those of all processes. (b, h,
-    m, d) each.
-    """
+    """Causal attention of the tokens here with those of all processes. (b, h, m, d) each."""
     if query.shape[2] == SEQ_LEN:  # the held-out loss, on whole blocks
         return plain_sdpa(
             module, query, key, value, mask, scaling=scaling, is_causal=is_causal, **kwargs
@@ -108,9 +104,7 @@ plain_sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
 def on_a_cpu(report=None):
-    """Pretend that torch's ring attention has a kernel here; write what this process is dealt to
-    `report`.
-    """
+    """Pretend that ring attention has a kernel here; write what is dealt to `report`."""
     context_parallel.DEVICES = ("cuda", "cpu")
     ALL_ATTENTION_FUNCTIONS.register("sdpa", gathering_attention)
     plain = StageTrainer.compute_loss

@@ -45,9 +45,7 @@ FULL = FSDP2 | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
 
 
 def watch():
-    """Write what the model of every stage computes, how it is sharded and what that takes, just
-    before it is saved.
-    """
+    """Write what the model of every stage computes and how it is sharded before it is saved."""
     complete, plain_step, taken = one_stage._complete, StageTrainer.training_step, {}
 
     def watch_step(self, *arguments):

@@ -80,9 +80,7 @@ def test_weights_gradients_and_optimizer_are_exactly_the_shards(recipe, number, 
 
 
 def real_run(recipe, stage, checkpointing: bool) -> tuple[int, int]:
-    """Two real steps: the peak of what the allocator gave, and the bytes saved for the backward,
-    weights apart.
-    """
+    """Of two real steps, the peak of the allocator, and the bytes but weights saved for backward."""
     gc.collect()
     saved = {}
 
@@ -281,9 +279,7 @@ def test_more_gpus_are_advised_last_and_nothing_where_nothing_helps(recipe, path
 def test_a_long_block_on_each_gpu_is_helped_by_a_fused_cross_entropy_and_by_sharing_it(
     path, monkeypatch
 ):
-    """As in recipes/llama-7b/pi-32k.yaml: one block, no accumulation, gradients checkpointed, and
-    wide logits.
-    """
+    """As in recipes/llama-7b/pi-32k.yaml: one checkpointed block, and wide logits."""
     monkeypatch.setattr("coca_hf.train.objectives._CHUNK_TOKENS", 240)
     monkeypatch.setattr(measuring, "_BLOCK_BYTES", 1)
     config = {"vocab_size": 700, "max_position_embeddings": 960, "num_hidden_layers": 1}

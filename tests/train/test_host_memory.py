@@ -30,9 +30,7 @@ SIZES = {
 
 
 def note_memory(directory):
-    """Bytes that a process has before and after it loads the model, and their peak up to the first
-    step.
-    """
+    """Bytes of a process before and after it loads the model, and their peak up to step 1."""
     load, step, facts = one_stage._load, StageTrainer.training_step, {}
 
     def load_and_note(*arguments):

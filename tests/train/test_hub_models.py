@@ -26,9 +26,7 @@ def change_weights(directory):
 
 @pytest.fixture
 def hub(tiny_coca_dir, tiny_llama_dir, tmp_path, monkeypatch):
-    """`somebody/coca` and `somebody/llama`; branch main at FIRST, tag v2 at SECOND, of other
-    weights.
-    """
+    """`somebody/coca` and `somebody/llama`; main at FIRST, tag v2 at SECOND, of other weights."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     for name, checkpoint in (("coca", tiny_coca_dir), ("llama", tiny_llama_dir)):
         repository = tmp_path / f"hub/models--somebody--{name}"

@@ -30,9 +30,7 @@ def as_parquet(rows, path):
 
 @pytest.fixture
 def hub(texts, tmp_path, monkeypatch):
-    """The rows of `digits.jsonl`, in two parquet files: on disk in `server.local`, and on the
-    stand-in.
-    """
+    """The rows of `digits.jsonl` in two parquet files: in `server.local`, and on the stand-in."""
     rows = [json.loads(line)["code"] for line in (texts / "digits.jsonl").read_text().splitlines()]
     (tmp_path / "files").mkdir()
     files = {

@@ -315,9 +315,7 @@ def test_a_run_killed_at_a_random_moment_ends_with_the_same_losses(
 
 
 def killed_at_random(victim, recipe, seconds, draw, directory):
-    """OUT of a run that was killed before its end; a moment when the victim is not there yet, or no
-    more, is drawn again.
-    """
+    """OUT of a run killed before its end; a moment without the victim is drawn again."""
     for number in range(10):
         out = directory / f"out-{number}"
         launched = launch(directory, [Run([recipe, "--out", out], FSDP2)])

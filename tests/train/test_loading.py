@@ -29,9 +29,7 @@ TAUGHT = [
 
 
 def watch():
-    """Write what a process loads for a stage, and what is left of the teacher when the stage is
-    saved.
-    """
+    """Write what a process loads for a stage, and what the teacher is when the stage is saved."""
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True)  # so that what was not loaded is NaN
     complete, plain_load, plain_model, facts, teachers = (

@@ -23,9 +23,7 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def shown(real_recipe, tmp_path_factory):
-    """OUT of one stage with the default options of logging, held-out losses every 2 steps, and what
-    it printed.
-    """
+    """OUT of one stage with logging's default options, and what it printed."""
     directory = tmp_path_factory.mktemp("shown")
     tree = yaml.safe_load(real_recipe.read_text())
     for key in ("report_to", "disable_tqdm"):

@@ -48,9 +48,7 @@ def log_to(directory, then=None):
 
 @pytest.fixture(scope="module")
 def logged(tiny_coca_dir, texts, tmp_path_factory):
-    """A directory with OUT, `tiny-run`, of three stages, the second of which was killed in its step
-    4 and resumed.
-    """
+    """A directory with OUT, `tiny-run`: stage 2 of 3 was killed in step 4 and resumed."""
     directory = tmp_path_factory.mktemp("logged")
     (directory / "recipe.yaml").write_text(yaml.safe_dump(make_recipe_tree(tiny_coca_dir, texts)))
     arguments = [directory / "recipe.yaml", "--out", directory / "tiny-run", *LOGGERS]
@@ -77,9 +75,7 @@ def wandb_records(file):
 
 
 def of_wandb(directory):
-    """The project, the name of the run and the values of every row; what a killed run had in memory
-    is lost.
-    """
+    """The project, the run's name and every row's values; what a kill left in memory is lost."""
     for file in wandb_files(directory):
         records = list(wandb_records(file))
         run = next((record.run for record in records if record.HasField("run")), None)

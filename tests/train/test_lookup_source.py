@@ -85,9 +85,7 @@ def test_skipped_positions_rise_to_at_most_their_reach_and_differ_from_block_to_
 
 @pytest.fixture
 def predictions():
-    """Logits of two models, (b, m, vocabulary), labels, and answers of which the last block has
-    none.
-    """
+    """Two models' logits, (b, m, vocabulary), labels, and answers; the last block has none."""
     draw = torch.Generator().manual_seed(0)
     ours, theirs = torch.randn(2, 3, 11, 7, generator=draw)
     labels = torch.randint(7, (3, 11), generator=draw)
@@ -97,9 +95,7 @@ def predictions():
 
 
 def mean_over_answers(losses, answers):
-    """losses: (b, m - 1), of the tokens after the first; the mean over blocks, of each block's
-    answers alone.
-    """
+    """losses: (b, m - 1), after the first token; mean over blocks of that over answers."""
     rows = zip(losses, answers[:, 1:], strict=True)
     parts = [row[marked].mean() if marked.any() else row.new_zeros(()) for row, marked in rows]
     return torch.stack(parts).mean()

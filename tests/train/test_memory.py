@@ -18,9 +18,7 @@ from coca_hf.train.training_state import STATE, state_bytes
 
 
 def bytes_of(trainer: StageTrainer) -> dict[str, int]:
-    """After a backward: bytes of this process, and of the tensors in the last checkpoint, which all
-    processes wrote.
-    """
+    """After a backward: bytes of this process, and of the last checkpoint of all processes."""
     gradients = [parameter.grad for parameter in trainer.model.parameters()]
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
     saved = [

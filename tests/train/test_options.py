@@ -24,9 +24,7 @@ TOKENS, VOCABULARY = 4 * 20, 259  # of a step
 
 
 class Seen:
-    """What a run computed: the shapes that its last forward saved for the backward, and calls of
-    SDPA.
-    """
+    """What a run computed: shapes that its last forward saved, and calls of SDPA."""
 
     def __init__(self):
         self.saved: list[torch.Size] = []
@@ -104,9 +102,7 @@ def test_bfloat16_computes_close_to_float32_and_keeps_float32_weights(run):
 
 
 def test_a_compiled_run_is_the_plain_one(run, tiny_coca_dir):
-    """By the backend that traces forward and backward but writes no C++, which takes minutes; of
-    one layer.
-    """
+    """One layer, by the backend that traces both passes but writes no C++, which takes minutes."""
     small = {"model_type": "coca_llama", **TINY, "num_hidden_layers": 1}
     one_layer = ["model=null", f"tokenizer={tiny_coca_dir}", f"config={small}"]
     plain, _ = run("plain", *one_layer)
@@ -250,9 +246,7 @@ def test_what_does_not_go_with_a_fused_cross_entropy_is_refused(recipe_path, set
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_mixed_precision_on_a_gpu_trains_as_float32_does(dtype, recipe_path, tmp_path):
-    """The loss scaler of fp16 skips steps until its scale no longer overflows: then losses only
-    have to be sound.
-    """
+    """fp16's loss scaler skips steps at first: then losses only have to be sound."""
     losses = {}
     for name, options in {"mixed": [f"training.{dtype}=true"], "full": []}.items():
         out = tmp_path / name

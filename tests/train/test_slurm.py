@@ -148,9 +148,7 @@ class Slurm:
         return until(reached, lambda: f"{state}: {self.state(job)}")
 
     def hurry(self, job: str) -> None:
-        """Start a job that came back now, not after 2 min; in the very second of its end, nodes
-        would refuse it.
-        """
+        """Start a job that came back after 3 s, not 2 min; at once, its nodes would refuse it."""
         self.ask("scontrol", "update", f"JobId={job}", "StartTime=now+3seconds")
 
     def rank(self, job: str, rank: int) -> psutil.Process | None:
