@@ -19,13 +19,15 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from filelock import FileLock, Timeout
+from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from coca_hf.documents import Document, commit_of, is_on_hub, local_files, read_documents
@@ -41,11 +43,8 @@ from coca_hf.train.source_files import contents, keep_hashes
 LARGE_DOCUMENT = 10_000_000  # characters: a dozen novels
 SHUFFLE_TOKENS = 2**21  # of a source, from which its next block is drawn: 1024 blocks of 2048
 STATE_TOKENS = 2**25  # between two states: what a killed preparation draws and tokenises again
+UNREAD = {"document": 0, "character": 0, "waiting": [], "is_read": False}  # see _PackedSource
 LOCK_SECONDS = 0.5  # between two looks at whether a signal came
-
-
-def nothing() -> None:
-    """Does nothing."""
 
 
 class Corpus:
@@ -56,6 +55,7 @@ class Corpus:
 
     def __init__(self, data: Data, tokenizer: PreTrainedTokenizerBase):
         self.data, self.tokenizer, self.encoder = data, tokenizer, Encoder(tokenizer)
+        self._check_stop: Callable[[], None] = lambda: None
 
     @functools.cached_property
     def files(self) -> list[dict[str, str]]:
@@ -143,7 +143,7 @@ class Corpus:
                     f"out"
                 )
             tokens = 0
-            for batch in batches(_pieces(source, HeldOut(), 0, 0, nothing)):
+            for batch in batches(self._pieces(source, HeldOut(), 0, 0)):
                 tokens += len(self.encoder(batch))
                 if tokens >= self.data.seq_len:
                     break
@@ -152,27 +152,20 @@ class Corpus:
         if self.data.has_answers:
             Lookups(self.tokenizer)
 
-    def prepare(
-        self,
-        num_blocks: int,
-        progress: Callable[[int], None] = lambda done: None,
-        check_stop: Callable[[], None] = nothing,
-    ) -> Blocks:
+    def prepare(self, num_blocks: int, check_stop: Callable[[], None] = lambda: None) -> Blocks:
         """Write what is missing of the first `num_blocks` blocks; what is damaged is made again.
 
-        progress: called with the number of blocks that are ready. check_stop: called often; what it
-        raises ends the preparation, which keeps what is done.
+        check_stop: called often; what it raises ends the preparation, which keeps what is done.
 
         Waits while another process prepares these blocks. Raises CocaError for a source that cannot
         be read or has no whole block, and for a disk that is full or read-only.
         """
-        directory = self.directory
+        directory, self._check_stop = self.directory, check_stop
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            with ExitStack() as held:
-                self._lock(held, check_stop)
+            with self._locked():
                 self.keep_hashes()
-                self._write(num_blocks, progress, check_stop)
+                self._write(num_blocks)
                 self._check_unchanged()
         except OSError as error:
             size = num_blocks * self.data.seq_len * np.dtype(self.made_of["dtypes"][0]).itemsize
@@ -201,26 +194,19 @@ class Corpus:
                     f"again, in another --out if this one has begun"
                 )
 
-    def _lock(self, held: ExitStack, check_stop: Callable[[], None]) -> None:
-        lock = FileLock(self.directory / "lock")
-        waits = False
+    def _locked(self) -> AbstractContextManager:
+        lock, timeout = FileLock(self.directory / "lock"), 0.0
         while True:
             try:
-                held.enter_context(lock.acquire(timeout=LOCK_SECONDS if waits else 0))
-                return
+                return lock.acquire(timeout)
             except Timeout:
-                check_stop()
-                if not waits:
-                    print(
-                        f"{self.directory}: another process is preparing these blocks; waiting for "
-                        f"it",
-                        flush=True,
-                    )
-                waits = True
+                self._check_stop()
+                if not timeout:
+                    waiting = "another process is preparing these blocks; waiting for it"
+                    print(f"{self.directory}: {waiting}", flush=True)
+                timeout = LOCK_SECONDS
 
-    def _write(
-        self, num_blocks: int, progress: Callable[[int], None], check_stop: Callable[[], None]
-    ) -> None:
+    def _write(self, num_blocks: int) -> None:
         try:
             before = self.blocks()
             before.check()
@@ -230,10 +216,9 @@ class Corpus:
                 print(f"{damage.args[0].partition(';')[0]}; all blocks are made again", flush=True)
             for file in self.directory.glob("*.bin"):
                 file.unlink()  # not cut: a training may still read it
-            state = self._first_state(check_stop)
+            state = self._first_state()
         order_parts = state["parts"].get("order")
         first = order_parts[-1][0] if order_parts else 0
-        progress(first)
         if first >= num_blocks:
             return
         layout = layouts(self.directory, self.data.seq_len, self.made_of["dtypes"], state["parts"])
@@ -243,7 +228,7 @@ class Corpus:
             }
             if "held_out_blocks" in state:
                 rows["held-out"].append(state.pop("held_out_blocks"))
-            sources = self._packed(rows, state, check_stop)
+            sources = self._packed(rows, state)
             drawn: list[tuple[int, int]] = []
 
             def save() -> None:
@@ -255,15 +240,23 @@ class Corpus:
                 state["sources"] = {number: source.state for number, source in sources.items()}
                 save_state(self.directory, state)
 
+            order = enumerate(itertools.islice(self._order(sources, rows), num_blocks))
+            # None: no bar where there is no terminal
+            hidden = None if PartialState().is_main_process else True
+            progress = tqdm(
+                order,
+                "preparing blocks",
+                num_blocks,
+                leave=False,
+                dynamic_ncols=True,
+                disable=hidden,
+            )
             try:
-                for number, row in enumerate(
-                    itertools.islice(self._order(sources, rows), num_blocks)
-                ):
-                    check_stop()
+                for number, row in progress:
+                    self._check_stop()
                     if number < first:
                         continue
                     drawn.append(row)
-                    progress(number + 1)
                     if len(drawn) * self.data.seq_len >= STATE_TOKENS:
                         save()
             except (CocaError, Stopped):
@@ -271,30 +264,20 @@ class Corpus:
                 raise
             save()
 
-    def _first_state(self, check_stop: Callable[[], None]) -> dict[str, Any]:
+    def _first_state(self) -> dict[str, Any]:
         commits = self.pin_()
         description = self.directory / "made-of.json"
         description.write_text(json.dumps(self.made_of, indent=2) + "\n", encoding="utf-8")
         weights = [source.weight if source.path else 0 for source in self.data.sources]
         counts = shares(weights, self.data.held_out_blocks)
-        chosen = [
-            hold_out(
-                functools.partial(_documents, source, check_stop),
-                self.encoder,
-                self.data.seq_len,
-                count,
-            )
-            for source, count in zip(self.data.sources, counts, strict=True)
-        ]
-        held_out = torch.cat([blocks for _, blocks in chosen]).numpy()
-        rules = [tuple(rule) for rule, _ in chosen]
-        return {
-            "commits": commits,
-            "rules": rules,
-            "held_out_blocks": held_out,
-            "parts": {},
-            "sources": {},
-        }
+        rules, blocks = [], []
+        for source, count in zip(self.data.sources, counts, strict=True):
+            read = functools.partial(self._documents, source)
+            rule, of_source = hold_out(read, self.encoder, self.data.seq_len, count)
+            rules.append(tuple(rule))
+            blocks.append(of_source)
+        chosen = {"rules": rules, "held_out_blocks": torch.cat(blocks).numpy()}
+        return {"commits": commits, **chosen, "parts": {}, "sources": {}}
 
     @property
     def _texts(self) -> dict[str, Source]:
@@ -304,20 +287,35 @@ class Corpus:
         }
 
     def _packed(
-        self, rows: dict[str, GrowingRows], state: dict[str, Any], check_stop: Callable[[], None]
+        self, rows: dict[str, GrowingRows], state: dict[str, Any]
     ) -> dict[str, "_PackedSource"]:
         self.pin_(state["commits"])
-        return {
-            number: _PackedSource(
-                source,
-                HeldOut(*state["rules"][int(number)]),
-                self.encoder,
-                rows[f"source-{number}"],
-                state["sources"].get(number, {}),
-                check_stop,
+        packed = {}
+        for number, source in self._texts.items():
+            read = state["sources"].get(number, {**UNREAD})
+            rule = HeldOut(*state["rules"][int(number)])
+            pieces = self._pieces(source, rule, read["document"], read["character"])
+            packed[number] = _PackedSource(
+                read, batches(pieces), self.encoder, rows[f"source-{number}"]
             )
-            for number, source in self._texts.items()
-        }
+        return packed
+
+    def _pieces(
+        self, source: Source, held_out: HeldOut, document: int, character: int
+    ) -> Iterator[Piece]:
+        """The text to train on, from a place in the source on."""
+        for number, content in enumerate(self._documents(source)):
+            if number < document:
+                continue
+            if len(content.text) > LARGE_DOCUMENT:
+                _name_large(content.where, len(content.text))
+            text, _ = held_out.split(content.text)
+            yield from pieces_of(text, number, character if number == document else 0)
+
+    def _documents(self, source: Source) -> Iterator[Document]:
+        for document in read_documents(*source.place):
+            self._check_stop()
+            yield document
 
     def _order(
         self, packed: dict[str, "_PackedSource"], rows: dict[str, GrowingRows]
@@ -363,10 +361,8 @@ class Corpus:
         name: str,
     ) -> Iterator[int]:
         """Makes blocks of lookups, each fixed by its number and the block of text that it takes."""
-        lookups, weights = (
-            Lookups(self.tokenizer),
-            [self.data.sources[int(number)].weight for number in texts],
-        )
+        lookups = Lookups(self.tokenizer)
+        weights = [self.data.sources[int(number)].weight for number in texts]
         for number in itertools.count():
             draw = random.Random(f"{name} block {number}")
             [source] = draw.choices([*texts], weights)
@@ -392,23 +388,12 @@ class _PackedSource:
 
     def __init__(
         self,
-        source: Source,
-        held_out: HeldOut,
+        state: dict[str, Any],
+        unread: Iterator[list[Piece]],
         encoder: Encoder,
         rows: GrowingRows,
-        state: dict[str, Any],
-        check_stop: Callable[[], None],
     ):
-        self.state: dict[str, Any] = {
-            "document": 0,
-            "character": 0,
-            "waiting": [],
-            "is_read": False,
-        }
-        self.state |= state
-        self._encoder, self._rows = encoder, rows
-        document, character = self.state["document"], self.state["character"]
-        self._batches = batches(_pieces(source, held_out, document, character, check_stop))
+        self.state, self._batches, self._encoder, self._rows = state, unread, encoder, rows
 
     def has(self, number: int) -> bool:
         while number >= self._rows.written and not self.state["is_read"]:
@@ -427,25 +412,6 @@ class _PackedSource:
         self._rows.append(tokens[:whole].reshape(-1, self._rows.width))
         place = {"document": batch[-1].document, "character": batch[-1].character}
         self.state |= place | {"waiting": tokens[whole:].tolist()}
-
-
-def _pieces(
-    source: Source, held_out: HeldOut, document: int, character: int, check_stop: Callable[[], None]
-) -> Iterator[Piece]:
-    """The text to train on, from a place in the source on."""
-    for number, content in enumerate(_documents(source, check_stop)):
-        if number < document:
-            continue
-        if len(content.text) > LARGE_DOCUMENT:
-            _name_large(content.where, len(content.text))
-        text, _ = held_out.split(content.text)
-        yield from pieces_of(text, number, character if number == document else 0)
-
-
-def _documents(source: Source, check_stop: Callable[[], None]) -> Iterator[Document]:
-    for document in read_documents(*source.place):
-        check_stop()
-        yield document
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,18 @@ from transformers import (
     PreTrainedTokenizerBase,
     PrinterCallback,
     ProgressCallback,
+    TrainerState,
     default_data_collator,
 )
 from transformers.integrations import TensorBoardCallback
 
 from coca_hf.card import write_card
+from coca_hf.checkout import commit, now, versions
 from coca_hf.convert.source import FOREIGN_TOKENIZERS
+from coca_hf.documents import is_on_hub
 from coca_hf.errors import CocaError, library_errors, one_line
 from coca_hf.files import remove_unfinished, replace_text
-from coca_hf.models.hub import LICENCE_FILES
+from coca_hf.models.hub import LICENCE_FILES, without_paths
 from coca_hf.train.blocks import Blocks, DealtBlocks
 from coca_hf.train.flops import count_flops
 from coca_hf.train.log import ProgressLine, SpeedMeter, StageLog, announce, start_place, wandb_run
@@ -55,14 +59,15 @@ from coca_hf.train.run_directory import (
     check_base,
     file_hash,
     last_checkpoint,
+    read_record,
     reading,
     saving_to,
     weights_hashes,
 )
 from coca_hf.train.trainer import StageTrainer
-from coca_hf.train.training_record import make_record
 from coca_hf.train.training_state import check_room
 
+PACKAGES = ("coca-hf", "torch", "transformers", "accelerate", "datasets")
 CONVERSION_RECORD = "conversion.json"  # written by coca-convert; handed on from stage to stage
 
 
@@ -142,7 +147,7 @@ def run_stage(
         _stop(stage, state, facts, f"after step {step}, with a checkpoint")
     trainer.model = model = plain_model(trainer.model)
     model.config.use_cache = use_cache
-    record = make_record(recipe, stage, log, trainer.state, parameters, len(held_out))
+    record = _make_record(recipe, stage, log, trainer.state, parameters, len(held_out))
     _complete(stage, trainer, tokenizer, record, state)
 
 
@@ -223,6 +228,72 @@ def note_stop(out_dir: Path, facts: dict[str, Any]) -> None:
     """Note, in the main process, what stopped the run."""
     if PartialState().is_main_process:
         replace_text(out_dir / STOPPED, json.dumps(facts) + "\n")
+
+
+def _make_record(
+    recipe: Recipe,
+    stage: ResolvedStage,
+    log: StageLog,
+    state: TrainerState,
+    parameters: dict,
+    held_out_blocks: int,
+) -> dict[str, Any]:
+    """training.json without the hashes of files, and without local paths, which OUT/recipe.yaml
+    has. Losses in nats per token; `stages`: what the model has behind it, of all recipes.
+    """
+    arguments, seq_len = stage.arguments, recipe.data.seq_len
+    # Each the mean since the one before
+    losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+    held_out = list(log.place["held_out"].values())
+    device = f"{platform.machine()}, {os.cpu_count()} cores"
+    if arguments.device.type == "cuda":
+        device = torch.cuda.get_device_name(arguments.device)
+    end_block = stage.start_block + arguments.max_steps * stage.blocks_per_step
+    record: dict[str, Any] = {
+        "stage": {"name": stage.name, "train": stage.of_recipe.train},
+        "base_model": stage.base,
+        "parameters": parameters,
+        "tokens": (end_block - stage.start_block) * seq_len,
+        "tokens_seen": end_block * seq_len,
+        "start_block": stage.start_block,
+        "end_block": end_block,
+        "blocks_per_step": stage.blocks_per_step,
+        "seconds": round(log.seconds, 3),
+        "skipped_steps": log.place["skipped_steps"],
+        "final_loss": losses[-1] if losses else None,  # log.jsonl beside it has all of them
+        "held_out": {
+            "blocks": held_out_blocks,
+            "tokens": held_out_blocks * (seq_len - 1),  # all that are predicted
+            "before": held_out[0],
+            "after": held_out[-1],
+        }
+        if held_out_blocks
+        else None,
+        "date": now(),
+        "hardware": {"device": device, "processes": arguments.world_size},
+        "versions": versions(*PACKAGES),
+        "commit": commit(),
+        "recipe": recipe.to_dict(),
+    }
+    sources = [
+        {
+            "path": source.name,
+            "weight": source.weight,
+            "on_hub": bool(source.path) and is_on_hub(source.path),
+            "commit": source.commit,
+        }
+        for source in recipe.data.sources
+    ]
+    summary = {
+        **record["stage"],
+        "steps": arguments.max_steps,
+        "seq_len": seq_len,
+        "learning_rate": arguments.learning_rate,
+        "sources": sources,
+        **{key: record[key] for key in ("tokens", "final_loss", "held_out", "hardware", "date")},
+    }
+    before = read_record(stage.base_directory) if stage.base_directory else {}
+    return without_paths({**record, "stages": [*before.get("stages", []), summary]})
 
 
 def _complete(

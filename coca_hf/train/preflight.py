@@ -51,8 +51,14 @@ from coca_hf.train.processes import (
     main_process_first,
 )
 from coca_hf.train.recipe import Recipe
-from coca_hf.train.resume import begin_out, check_inputs, check_out, noted_commits
-from coca_hf.train.run_directory import ResolvedStage, model_state
+from coca_hf.train.run_directory import (
+    ResolvedStage,
+    begin_out,
+    check_inputs,
+    check_out,
+    model_state,
+    noted_inputs,
+)
 from coca_hf.train.trainer import has_bounds
 
 MODELS = ("model", "teacher", "tokenizer")  # of a recipe, that may be on the hub
@@ -94,7 +100,13 @@ def preflight(
     # 1. In every process, because each has its own launcher and device
     check_launcher()
     stages = resolve_stages(recipe, out_dir)
-    chosen = choose_stages(stages, only)
+    chosen = [stage for stage in stages if only in (None, stage.name)]
+    if not chosen:
+        stage_names = [stage.name for stage in stages]
+        raise CocaError(
+            f"--stage: got {short(only)}, expected one of {', '.join(stage_names)}; "
+            f"nearest: {nearest(only or '', stage_names)}"
+        )
     num_blocks = sum(
         stage.arguments.max_steps * stage.blocks_per_step
         for stage in stages[: stages.index(chosen[-1]) + 1]
@@ -135,16 +147,21 @@ def _check_and_begin(
     """Returns where the recipe's models are (`located`), and the commits of its data sets."""
     # Small files of OUT, and options alone
     check_out(given, out_dir, resume)
-    check_before(chosen[0])
+    if (before := chosen[0].before) and not before.is_complete:
+        raise CocaError(
+            f"--stage {chosen[0].name}: starts from {before.directory}, which is not complete; "
+            f"run --stage {before.name} first"
+        )
     for stage in stages:
         check_loggers(stage.arguments, f"stages.{stage.name}")
         check_optimizer(stage.arguments, f"stages.{stage.name}")
     # Configs, from the hub if they are there, and models on the meta device
-    noted, on_hub = noted_commits(out_dir, len(given.data.sources))
+    noted = noted_inputs(out_dir, len(given.data.sources))
+    on_hub = (noted or {}).get("hub", {})
     names = {key: name for key in MODELS if (name := getattr(given, key))}
     origins = {key: located(on_hub.get(key, name)) for key, name in names.items()}
-    for key in [key for key in ("model", "teacher") if key in origins]:
-        check_whole(*origins[key])
+    for origin in (origins[key] for key in ("model", "teacher") if key in origins):
+        check_whole(*origin)
     recipe = _at(given, origins)
     check_model(recipe)
     check_kernels(recipe)
@@ -156,12 +173,12 @@ def _check_and_begin(
     corpus = Corpus(recipe.data, start_tokenizer(recipe))
     check_tokenizer(corpus.tokenizer, config)
     check_positions(recipe, config)
-    commits = corpus.pin_(noted)
+    commits = corpus.pin_((noted or {}).get("commits"))
     if not corpus.has(num_blocks):  # blocks on disk need no sources
         corpus.check()
     # All weights, for their hashes
     inputs = _inputs(origins, recipe, corpus, commits, stages)
-    check_inputs(out_dir, inputs)
+    check_inputs(out_dir, noted, inputs)
     corpus.keep_hashes()
     begin_out(out_dir, given, inputs)
     return origins, commits
@@ -229,18 +246,6 @@ def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
     return stages
 
 
-def choose_stages(stages: list[ResolvedStage], only: str | None) -> list[ResolvedStage]:
-    """All stages, or the one of that name. Raises CocaError where there is none."""
-    chosen = [stage for stage in stages if only in (None, stage.name)]
-    if not chosen:
-        names = [stage.name for stage in stages]
-        raise CocaError(
-            f"--stage: got {short(only)}, expected one of {', '.join(names)}; "
-            f"nearest: {nearest(only or '', names)}"
-        )
-    return chosen
-
-
 def lock(out_dir: Path, until_the_end: ExitStack) -> None:
     """Raises CocaError where another run holds OUT, or nothing can be written beside it."""
     file = out_dir.parent / f".{out_dir.name}.lock"
@@ -252,15 +257,6 @@ def lock(out_dir: Path, until_the_end: ExitStack) -> None:
         raise CocaError(
             f"{out_dir}: cannot be written: {error.strerror}; choose another --out"
         ) from None
-
-
-def check_before(stage: ResolvedStage) -> None:
-    """Raises CocaError where the stage that this one starts from is not complete."""
-    if stage.before and not stage.before.is_complete:
-        raise CocaError(
-            f"--stage {stage.name}: starts from {stage.before.directory}, which is not "
-            f"complete; run --stage {stage.before.name} first"
-        )
 
 
 def check_loggers(arguments: TrainingArguments, where: str) -> None:

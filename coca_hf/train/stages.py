@@ -7,14 +7,12 @@ beside them. `run_directory.py` lists what is on disk.
 """
 
 import gc
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
-from tqdm.auto import tqdm
 
 from coca_hf.train.blocks import Blocks
 from coca_hf.train.data import Corpus
@@ -103,24 +101,11 @@ def prepare_recipe(recipe: Recipe, world_size: int) -> tuple[Blocks, int]:
     corpus, num_blocks = Corpus(recipe.data, start_tokenizer(recipe)), recipe.num_blocks(world_size)
     with stop_on_signals() as stop:
         try:
-            return _prepare(corpus, num_blocks, lambda: check_stop(stop)), num_blocks
+            return corpus.prepare(num_blocks, lambda: check_stop(stop)), num_blocks
         except Stopped as stopped:
             raise Stopped(
                 f"{corpus.directory}: stopped by {stopped}; the same command continues"
             ) from None
-
-
-def _prepare(corpus: Corpus, num_blocks: int, check: Callable[[], None]) -> Blocks:
-    """`Corpus.prepare`, with a progress bar on a terminal."""
-    is_shown = PartialState().is_main_process and sys.stderr.isatty()
-    with tqdm(
-        total=num_blocks,
-        desc="preparing blocks",
-        dynamic_ncols=True,
-        leave=False,
-        disable=not is_shown,
-    ) as bar:
-        return corpus.prepare(num_blocks, lambda done: bar.update(done - bar.n), check)
 
 
 def _blocks(corpus: Corpus, num_blocks: int, check: Callable[[], None]) -> Blocks:
@@ -129,7 +114,7 @@ def _blocks(corpus: Corpus, num_blocks: int, check: Callable[[], None]) -> Block
         blocks = corpus.blocks()
     else:
         announce(f"data: preparing {num_blocks:,} blocks in {corpus.directory}")
-        blocks = _prepare(corpus, num_blocks, check)
+        blocks = corpus.prepare(num_blocks, check)
         _name_others(corpus)
     announce(
         f"data: {len(blocks):,} blocks, {size_in_words(blocks.num_bytes)}, in {blocks.directory}"

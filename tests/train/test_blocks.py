@@ -102,7 +102,15 @@ def test_a_preparation_killed_again_and_again_continues_to_the_same_blocks(corpu
     )
 
 
-def test_a_preparation_that_is_stopped_keeps_every_block(corpus, plain):
+def test_a_preparation_that_is_stopped_keeps_every_block(corpus, plain, monkeypatch):
+    done = [0]
+
+    def watched(order, *_, **__):
+        for number, row in order:
+            yield number, row
+            done.append(number + 1)
+
+    monkeypatch.setattr(data, "tqdm", watched)
     for _ in range(3):
         calls = []
 
@@ -111,10 +119,9 @@ def test_a_preparation_that_is_stopped_keeps_every_block(corpus, plain):
             if len(calls) > 60:
                 raise Stopped("SIGTERM")
 
-        done = []
         with pytest.raises(Stopped):
-            corpus().prepare(400, done.append, stop)
-        assert len(corpus().blocks()) == max([*done, 0])
+            corpus().prepare(400, stop)
+        assert len(corpus().blocks()) == max(done)
     assert tokens_of(corpus().prepare(400)) == plain
 
 
@@ -187,7 +194,7 @@ def test_a_file_that_changes_while_its_blocks_are_prepared_leaves_none(corpus, t
     before = (texts / "digits.jsonl").read_text()
     (texts / "digits.jsonl").write_text(before)
 
-    def change(done):
+    def change():
         (texts / "digits.jsonl").write_text(before.replace("1", "2"))
 
     with pytest.raises(CocaError, match=r"digits\.jsonl: changed while its blocks were prepared"):
@@ -312,7 +319,7 @@ def test_who_waits_for_another_preparation_can_be_stopped(corpus):
         raise Stopped("SIGUSR1")
 
     with FileLock(corpus().prepare(5).directory / "lock"), pytest.raises(Stopped):
-        corpus().prepare(50, check_stop=stop)
+        corpus().prepare(50, stop)
 
 
 def test_a_full_disk_says_what_is_needed_and_loses_nothing(corpus, plain):

@@ -45,9 +45,9 @@ def slowly(seconds: float = 0.1):
 def start_slowly():
     plain = Corpus._first_state
 
-    def first_state(self, check_stop):
+    def first_state(self):
         time.sleep(15)
-        return plain(self, check_stop)
+        return plain(self)
 
     Corpus._first_state = first_state
 
