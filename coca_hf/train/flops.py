@@ -16,35 +16,22 @@ from transformers import PreTrainedModel
 from coca_hf.models.attention import layer_types
 
 # Dense bfloat16 operations a second, from the manufacturers' data sheets (which often print twice
-# as many, for sparse
-# matrices): nvidia.com/en-us/data-center/{b200,h200,h100,a100,l40s,l4,...}, NVIDIA's Ampere and Ada
-# GPU architecture
-# whitepapers for RTX (with float32 sums), amd.com/en/products/accelerators/instinct. The first
-# whose words a name has
-# counts.
+# the number, for sparse matrices): nvidia.com/en-us/data-center/{b200,h200,h100,a100,l40s,l4,...},
+# NVIDIA's Ampere and Ada GPU architecture whitepapers for RTX (with float32 sums),
+# amd.com/en/products/accelerators/instinct. The first whose words a name has counts.
 PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200 NVL": 836e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "A40": 149.7e12,
-    "A30": 165e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "RTX 4090": 165.2e12,
-    "RTX 3090": 71e12,
-    "MI325X": 1307.4e12,
-    "MI300X": 1307.4e12,
+    **{"B200": 2250e12, "H200 NVL": 836e12, "H200": 989e12, "GH200": 989e12, "H100 NVL": 835e12},
+    **{"H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12, "H20": 148e12},
+    **{
+        "A100": 312e12,
+        "A800": 312e12,
+        "A40": 149.7e12,
+        "A30": 165e12,
+        "A10G": 70e12,
+        "A10": 125e12,
+    },
+    **{"L40S": 362e12, "L40": 181e12, "L4": 121e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12},
+    **{"MI325X": 1307.4e12, "MI300X": 1307.4e12},
 }
 
 # What follows what inside a decoder layer, by the names of all families; a name that is not here
@@ -73,8 +60,8 @@ class TokenFlops:
     backward_activations: int
     backward_weights: int
     # Added by gradient checkpointing: every layer's forward again, and gradients down to the
-    checkpointing: int
     # embedding whatever learns, because transformers asks for them then
+    checkpointing: int
 
     @property
     def model(self) -> int:

@@ -21,7 +21,6 @@ from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
@@ -42,21 +41,12 @@ STATE = "state"
 _KNOWN = {  # what `.metadata` is made of
     "pathlib": {"Path", "PosixPath", "WindowsPath"},
     "pathlib._local": {"Path", "PosixPath", "WindowsPath"},
-    "torch": {
-        "Size",
-        *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
-    },
+    "torch": {"Size", *(name for name, value in vars(torch).items() if type(value) is torch.dtype)},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
-        *(
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-        ),
-        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     },
 }
 OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -80,15 +70,9 @@ def load_state(model: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None
 
 def state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
     """Bytes that `save_state` writes, over all processes."""
-    tensors: list[Tensor] = [
-        parameter for parameter in model.parameters() if parameter.requires_grad
-    ]
-    tensors += [
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    ]
+    tensors: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, Tensor)]
     # numel of a sharded tensor is that of the whole
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -96,8 +80,7 @@ def state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
 def check_room(directory: Path, num_bytes: int, what: str) -> None:
     """Raises CocaError, in every process, where the disk of `directory` lacks `num_bytes`."""
     free = [shutil.disk_usage(directory).free]
-    if PartialState().num_processes > 1:
-        broadcast_object_list(free)
+    broadcast_object_list(free)
     if free[0] < num_bytes:
         raise CocaError(
             f"{directory}: got {size_in_words(free[0])} free, expected {size_in_words(num_bytes)} "

@@ -7,7 +7,6 @@ from one server that has imported them; they are processes of their own, which c
 
 import ctypes
 import gc
-import json
 import multiprocessing
 import os
 import signal
@@ -159,6 +158,7 @@ def _launcher(output: str, runs: list[Run], processes: int, host: Host | None = 
         config.max_restarts = host.restarts
         config.run_id, config.rdzv_endpoint = "hosts", host.rendezvous
         config.rdzv_configs["is_host"] = host.keeps_rendezvous
+        config.rdzv_configs["keep_alive_interval"] = 2  # a lost host is missed after three
         config.local_addr = host.address
     elastic_launch(config, _rank)(output, runs, processes)
 
@@ -216,12 +216,6 @@ def _write_to(path: str) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
-
-
-def log_lines(stage_dir: Path) -> list[dict]:
-    """The training losses that a stage logged."""
-    lines = map(json.loads, (stage_dir / "log.jsonl").read_text().splitlines())
-    return [line for line in lines if "loss" in line]
 
 
 # compiles its hundreds of patterns here, once for all processes

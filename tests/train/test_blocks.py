@@ -21,7 +21,7 @@ from coca_hf.train.processes import EXIT_STOPPED, Stopped
 from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import run_recipe
 from tests.train.corpora import make_corpus, tokens_of
-from tests.train.layouts import log_lines
+from tests.train.results import logged
 
 SEQ_LEN = 20
 
@@ -351,9 +351,7 @@ def test_the_command_prepares_what_all_stages_take_and_a_run_from_it_is_the_same
     run_recipe(load_recipe(recipe_path, [setting]), tmp_path / "out")
     assert "data: 96 blocks, 0.01 MB, in" in capsys.readouterr().out
     for stage in ("1-k", "2-qkv", "3-full"):
-        runs = (tmp_path / "out", unbroken)
-        ours, theirs = ([line["loss"] for line in log_lines(run / stage)] for run in runs)
-        assert ours == theirs
+        assert logged(tmp_path / "out" / stage) == logged(unbroken / stage)
 
 
 @pytest.mark.parametrize(
@@ -411,11 +409,7 @@ def test_a_run_makes_blocks_again_whose_state_is_damaged(
         state.write_text("{")
     run_recipe(recipe, tmp_path / "out", resume=True)
     for stage in ("1-k", "3-full"):
-        ours, theirs = (
-            [line["loss"] for line in log_lines(run / stage)]
-            for run in (tmp_path / "out", unbroken)
-        )
-        assert ours == theirs
+        assert logged(tmp_path / "out" / stage) == logged(unbroken / stage)
 
 
 def test_held_out_blocks_do_not_depend_on_how_many_blocks_are_prepared(corpus, tmp_path):
@@ -428,7 +422,4 @@ def test_a_run_continues_on_blocks_in_another_place(recipe_path, unbroken, tmp_p
     for place in ("one", "other"):
         recipe = load_recipe(recipe_path, [f"data.prepared={tmp_path / place}"])
         run_recipe(recipe, tmp_path / "out", stage="k" if place == "one" else None, resume=True)
-    ours, theirs = (
-        [line["loss"] for line in log_lines(run / "3-full")] for run in (tmp_path / "out", unbroken)
-    )
-    assert ours == theirs
+    assert logged(tmp_path / "out/3-full") == logged(unbroken / "3-full")

@@ -9,7 +9,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.train.layouts import FSDP2, Host, Run, launch, log_lines, succeed
+from tests.train.layouts import FSDP2, Host, Run, launch, succeed
+from tests.train.results import log_lines
 from tests.train.test_kills import STAGES, final_losses, slow_steps
 
 pytestmark = pytest.mark.real

@@ -17,6 +17,7 @@ from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import run_recipe
 from tests.hub import serving_data_set
 from tests.train.corpora import make_corpus, tokens_of
+from tests.train.results import log_lines, record
 
 REPO = "somebody/lines"
 SEQ_LEN = 20
@@ -72,8 +73,7 @@ def recipe_of(recipe_tree, hub, tmp_path):
 
 
 def losses(out):
-    lines = [json.loads(line) for line in (out / "1-k/log.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"], line["tokens_seen"]) for line in lines]
+    return [(line["step"], line["loss"], line["tokens_seen"]) for line in log_lines(out / "1-k")]
 
 
 def test_a_network_that_fails_in_the_middle_is_one_line_and_the_run_continues_at_the_same_commit(
@@ -94,7 +94,7 @@ def test_a_network_that_fails_in_the_middle_is_one_line_and_the_run_continues_at
     hub.commits["2" * 40] = {FILES[0]: hub.commits["1" * 40][FILES[1]]}
     run_recipe(recipe_of(REPO), out, resume=True)
     assert losses(out) == losses(tmp_path / "local")
-    (source,) = json.loads((out / "1-k/training.json").read_text())["stages"][0]["sources"]
+    (source,) = record(out / "1-k")["stages"][0]["sources"]
     assert (source["on_hub"], source["commit"]) == (True, "1" * 40)
 
 

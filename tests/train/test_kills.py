@@ -19,7 +19,8 @@ from coca_hf.train.processes import EXIT_STOPPED
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
-from tests.train.layouts import FSDP2, Run, launch, log_lines, succeed, warm_server
+from tests.train.layouts import FSDP2, Run, launch, succeed, warm_server
+from tests.train.results import log_lines, record
 
 pytestmark = pytest.mark.real
 STAGES = ["1-k", "2-qkv", "3-full"]
@@ -28,8 +29,8 @@ VICTIMS = ["launcher", "rank 1", "all ranks", "rank 0"]
 
 
 def final_losses(out):
-    records = [json.loads((out / stage / "training.json").read_text()) for stage in STAGES]
-    return [(record["final_loss"], record["held_out"]["after"]) for record in records]
+    records = [record(out / stage) for stage in STAGES]
+    return [(kept["final_loss"], kept["held_out"]["after"]) for kept in records]
 
 
 def signal_rank_1_in_step_2(number):

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from coca_hf.train import objectives, one_stage
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
-from tests.train.layouts import FSDP2, Run, launch, log_lines, succeed
+from tests.train.layouts import FSDP2, Run, launch, succeed
+from tests.train.results import logged
 
 pytestmark = pytest.mark.real
 STAGES = {"1-k": ("lm", "distill"), "2-qkv": ("distill", "attention-transfer")}
@@ -110,10 +111,8 @@ def test_stages_with_a_teacher_have_the_losses_of_one_process(
     run_recipe(load_recipe(real_recipe, [f"teacher={tiny_llama_dir}", *TAUGHT]), tmp_path / "one")
     for stage, parts in STAGES.items():
         for key in ("loss", "grad_norm", *(f"loss_{part}" for part in parts)):
-            expected = [line[key] for line in log_lines(tmp_path / "one" / stage)]
-            assert [line[key] for line in log_lines(taught / stage)] == pytest.approx(
-                expected, abs=1e-4
-            ), key
+            expected = pytest.approx(logged(tmp_path / "one" / stage, key), abs=1e-4)
+            assert logged(taught / stage, key) == expected, key
 
 
 def test_a_model_that_only_the_main_process_cannot_load_ends_all_in_one_line(real_recipe, tmp_path):

@@ -23,7 +23,8 @@ from coca_hf import CocaError
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from tests.train.conftest import make_recipe_tree
-from tests.train.layouts import Run, launch, log_lines, succeed
+from tests.train.layouts import Run, launch, succeed
+from tests.train.results import log_lines
 from tests.train.test_resume import die_in_step_4
 
 STAGES = ["1-k", "2-qkv", "3-full"]

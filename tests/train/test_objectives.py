@@ -26,7 +26,8 @@ from coca_hf.train.run_directory import last_checkpoint
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
 from tests.conftest import TINY
-from tests.train.layouts import log_lines
+from tests.train.layouts import Interrupted, interrupt_in_step
+from tests.train.results import assert_same_weights, log_lines, logged
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
@@ -211,40 +212,28 @@ def test_a_stage_with_a_teacher_killed_in_the_middle_resumes_to_the_same_bits(
         [f"teacher={tiny_llama_dir}", f"stages.k.objective={mixed}", "stages.k.train=all"],
     )
     run_recipe(recipe, tmp_path / "whole", stage="k")
-    plain = StageTrainer.training_step
-
-    def broken(self, *arguments):
-        if self.state.global_step == 2:
-            raise KeyboardInterrupt
-        return plain(self, *arguments)
-
-    monkeypatch.setattr(StageTrainer, "training_step", broken)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(StageTrainer, "training_step", StageTrainer.training_step)
+    interrupt_in_step(3)
+    with pytest.raises(Interrupted):
         run_recipe(recipe, tmp_path / "out", stage="k")
     monkeypatch.undo()
     assert last_checkpoint(tmp_path / "out/1-k/trainer").name == "checkpoint-2"
     run_recipe(recipe, tmp_path / "out", stage="k", resume=True)
-    ours, theirs = (tmp_path / name / "1-k" for name in ("out", "whole"))
-    assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+    ours, theirs = tmp_path / "out/1-k", tmp_path / "whole/1-k"
+    assert_same_weights(ours, theirs)
     for key in ("loss", "loss_lm", "loss_distill", "loss_attention-transfer"):
-        assert [line[key] for line in log_lines(ours)] == [line[key] for line in log_lines(theirs)]
+        assert logged(ours, key) == logged(theirs, key)
 
 
 def test_the_objective_lm_is_the_plain_path_to_the_bit(recipe_path, unbroken, tmp_path):
     run_recipe(load_recipe(recipe_path, ["stages.k.objective=lm"]), tmp_path / "out", stage="k")
-    ours, theirs = (
-        (directory / "1-k/model.safetensors").read_bytes()
-        for directory in (tmp_path / "out", unbroken)
-    )
-    assert ours == theirs
+    assert_same_weights(tmp_path / "out/1-k", unbroken / "1-k")
 
 
 def test_the_weight_of_the_only_objective_counts(recipe_path, unbroken, tmp_path):
     half = load_recipe(recipe_path, ["stages.k.objective={lm: 0.5}"])
-    ours, plain = (
-        log_lines(run_recipe(half, tmp_path / "out", stage="k")),
-        log_lines(unbroken / "1-k"),
-    )
+    ours = log_lines(run_recipe(half, tmp_path / "out", stage="k"))
+    plain = log_lines(unbroken / "1-k")
     for key in ("loss", "grad_norm"):
         assert ours[0][key] == pytest.approx(0.5 * plain[0][key], rel=1e-5)
     assert ours[0]["loss_lm"] == pytest.approx(plain[0]["loss"], rel=1e-5)

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,6 +18,7 @@ from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer, held_out_loss
 from tests.conftest import TINY
+from tests.train.results import assert_same_weights, logged, weights
 
 TOKENS, VOCABULARY = 4 * 20, 259  # of a step
 
@@ -67,14 +67,9 @@ def run(recipe_path, tmp_path, monkeypatch):
     return run
 
 
-def losses(directory) -> list[float]:
-    return [json.loads(line)["loss"] for line in (directory / "log.jsonl").read_text().splitlines()]
-
-
 def assert_same(ours, theirs, atol: float) -> None:
-    assert losses(ours) == pytest.approx(losses(theirs), abs=atol)
-    a, b = (load_file(directory / "model.safetensors") for directory in (ours, theirs))
-    assert all(torch.allclose(a[name], b[name], rtol=0, atol=atol) for name in b)
+    assert logged(ours) == pytest.approx(logged(theirs), abs=atol)
+    assert_same_weights(ours, theirs, atol)
 
 
 def test_recomputed_activations_are_not_kept(run):
@@ -88,17 +83,15 @@ def test_eager_attention_is_that_of_sdpa(run):
     sdpa, of_sdpa = run("sdpa", "training.attn_implementation=sdpa")
     eager, of_eager = run("eager", "training.attn_implementation=eager")
     assert (of_sdpa.sdpa_calls, of_eager.sdpa_calls) == (3 * 3, 0)  # steps, layers
-    assert losses(eager) == pytest.approx(losses(sdpa), abs=1e-5)
+    assert logged(eager) == pytest.approx(logged(sdpa), abs=1e-5)
 
 
 def test_bfloat16_computes_close_to_float32_and_keeps_float32_weights(run):
     plain, _ = run("plain")
     ours, _ = run("ours", "training.bf16=true")
-    assert losses(ours) != losses(plain)
-    assert losses(ours) == pytest.approx(losses(plain), abs=2e-2)
-    assert {tensor.dtype for tensor in load_file(ours / "model.safetensors").values()} == {
-        torch.float32
-    }
+    assert logged(ours) != logged(plain)
+    assert logged(ours) == pytest.approx(logged(plain), abs=2e-2)
+    assert {tensor.dtype for tensor in weights(ours).values()} == {torch.float32}
 
 
 def test_a_compiled_run_is_the_plain_one(run, tiny_coca_dir):

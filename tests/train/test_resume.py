@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, Trainer
 
@@ -28,8 +29,10 @@ from coca_hf.train.recipe import Recipe, load_recipe
 from coca_hf.train.run_directory import last_checkpoint
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
+from tests.train.conftest import make_recipe_tree
 from tests.train.corpora import tokens_of
-from tests.train.layouts import Run, launch
+from tests.train.layouts import Interrupted, Run, interrupt_in_step, launch
+from tests.train.results import assert_same_weights, log_lines, record, timeless
 from tests.train.test_training_state import Payload
 
 STAGES = ["1-k", "2-qkv", "3-full"]
@@ -85,27 +88,13 @@ KILLED = {
 }
 
 
-def losses(out: Path) -> list[dict]:
-    """Every line of every stage's log, without what was measured of time and memory."""
-    measured = ("seconds", "tokens_per_second", "memory_bytes")
-    lines = [
-        json.loads(line)
-        for stage in STAGES
-        for line in (out / stage / "log.jsonl").read_text().splitlines()
-    ]
-    return [{key: value for key, value in line.items() if key not in measured} for line in lines]
-
-
 def assert_same_run(out: Path, unbroken: Path) -> None:
-    assert losses(out) == losses(unbroken)
     for stage in STAGES:
-        ours, theirs = (load_file(run / stage / "model.safetensors") for run in (out, unbroken))
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-        records = [
-            json.loads((run / stage / "training.json").read_text()) for run in (out, unbroken)
-        ]
+        ours, theirs = out / stage, unbroken / stage
+        assert timeless(ours) == timeless(theirs)
+        assert_same_weights(ours, theirs)
         for key in ("final_loss", "start_block", "end_block", "tokens_seen"):
-            assert records[0][key] == records[1][key]
+            assert record(ours)[key] == record(theirs)[key]
     assert not list(out.glob("**/checkpoint-*")) + list(out.glob("**/*partial*"))
 
 
@@ -296,42 +285,21 @@ def test_a_disk_that_is_really_full_keeps_the_checkpoint_before_and_the_need_is_
     assert last_checkpoint(out / "1-k/trainer").name == "checkpoint-2"
     (small_disk / "filler").unlink()
     run_recipe(recipe, out, stage="k", resume=True)
-    ours, theirs = (
-        load_file(run / "1-k/model.safetensors") for run in (out, tmp_path / "unbroken")
-    )
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_weights(out / "1-k", tmp_path / "unbroken/1-k")
 
 
-def test_weights_that_are_not_those_that_the_stage_before_wrote_are_refused(
-    recipe_path, unbroken, tmp_path
-):
+def change_epsilon(config: Path) -> None:
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 1e-3}))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_what_is_not_what_the_stage_before_wrote_is_refused(recipe_path, unbroken, tmp_path, name):
     out = tmp_path / "out"
     shutil.copytree(unbroken / "1-k", out / "1-k")
     shutil.copy(unbroken / "recipe.yaml", out)
-    weights = out / "1-k/model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-5] ^= 1  # one bit
-    weights.write_bytes(content)
-    with pytest.raises(
-        CocaError,
-        match=r"1-k/model.safetensors: got xxh3_128 \w{32}, expected \w{32} as training.json",
-    ):
-        run_recipe(load_recipe(recipe_path), out, resume=True)
-    assert not (out / "2-qkv/training.json").exists()
-
-
-def test_a_config_that_is_not_what_the_stage_before_wrote_is_refused(
-    recipe_path, unbroken, tmp_path
-):
-    out = tmp_path / "out"
-    shutil.copytree(unbroken / "1-k", out / "1-k")
-    shutil.copy(unbroken / "recipe.yaml", out)
-    config = json.loads((out / "1-k/config.json").read_text())
-    (out / "1-k/config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
-    with pytest.raises(
-        CocaError,
-        match=r"1-k/config.json: got xxh3_128 \w{32}, expected \w{32} as training.json",
-    ):
+    (change_epsilon if name == "config.json" else change_byte)(out / "1-k" / name)
+    message = rf"1-k/{name}: got xxh3_128 \w{{32}}, expected \w{{32}} as training.json"
+    with pytest.raises(CocaError, match=message):
         run_recipe(load_recipe(recipe_path), out, resume=True)
     assert not (out / "2-qkv/training.json").exists()
 
@@ -350,23 +318,15 @@ def test_fewer_bad_steps_than_allowed_are_skipped_and_leave_no_trace_in_the_weig
     recipe_path, tmp_path, monkeypatch
 ):
     bad_losses(monkeypatch, {2: float("nan"), 3: 50.0})
-    settings = [
-        "training.max_bad_steps=3",
-        "training.spike_factor=3",
-        "training.lr_scheduler_type=constant",
-    ]
-    settings.append("training.save_steps=1")
-    run_recipe(load_recipe(recipe_path, settings), tmp_path / "out", stage="k")
-    kept = json.loads((tmp_path / "out/1-k/training.json").read_text())
-    assert kept["skipped_steps"] == 2
-    lines = [json.loads(line) for line in (tmp_path / "out/1-k/log.jsonl").read_text().splitlines()]
-    assert [line["skipped_steps"] for line in lines] == [0, 1, 2]
+    settings = ["max_bad_steps=3", "spike_factor=3", "lr_scheduler_type=constant", "save_steps=1"]
+    settings = [f"training.{setting}" for setting in settings]
+    result = run_recipe(load_recipe(recipe_path, settings), tmp_path / "out", stage="k")
+    assert record(result)["skipped_steps"] == 2
+    assert [line["skipped_steps"] for line in log_lines(result)] == [0, 1, 2]
     once = [*settings, "stages.k.max_steps=1"]
-    run_recipe(load_recipe(recipe_path, once), tmp_path / "once", stage="k")
-    ours, theirs = (
-        load_file(tmp_path / name / "1-k/model.safetensors") for name in ("out", "once")
+    assert_same_weights(
+        result, run_recipe(load_recipe(recipe_path, once), tmp_path / "once", stage="k")
     )
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_after_a_bad_step_the_run_goes_on_as_the_message_says_from_the_last_checkpoint_or_the_one_before(
@@ -392,10 +352,8 @@ def test_after_a_bad_step_the_run_goes_on_as_the_message_says_from_the_last_chec
         "continues after step 2",
         "continues after step 1",
     ]
-    records = [json.loads((result / "training.json").read_text()) for result in results]
-    assert [record["skipped_steps"] for record in records] == [1, 1]
-    weights, others = (load_file(result / "model.safetensors") for result in results)
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    assert [record(result)["skipped_steps"] for result in results] == [1, 1]
+    assert_same_weights(*results)
 
 
 def test_a_spike_stops_the_run_and_its_blocks_and_sources_are_named(
@@ -431,6 +389,21 @@ def change_byte(path):
     path.write_bytes(content)
 
 
+@pytest.fixture(scope="module")
+def interrupted(tiny_coca_dir, texts, tmp_path_factory) -> Path:
+    """A directory with the recipe, and OUT of its first stage, stopped after `checkpoint-4`."""
+    directory = tmp_path_factory.mktemp("interrupted")
+    tree = make_recipe_tree(tiny_coca_dir, texts)
+    tree["stages"][0]["max_steps"] = 5
+    (directory / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StageTrainer, "training_step", StageTrainer.training_step)
+        interrupt_in_step(5)
+        with pytest.raises(Interrupted):
+            run_recipe(load_recipe(directory / "recipe.yaml"), directory / "out", stage="k")
+    return directory
+
+
 @pytest.mark.parametrize(
     ("damage", "file"),
     [
@@ -443,26 +416,12 @@ def change_byte(path):
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_taken(
-    recipe_path, tmp_path, monkeypatch, capsys, damage, file
+    interrupted, tmp_path, capsys, damage, file
 ):
-    out, plain = tmp_path / "out", Trainer.training_step
-
-    def interrupted(self, *args):
-        if self.state.global_step == 4:
-            raise KeyboardInterrupt
-        return plain(self, *args)
-
-    monkeypatch.setattr(Trainer, "training_step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_recipe(
-            load_recipe(recipe_path, ["stages.k.max_steps=5", "training.save_total_limit=2"]),
-            out,
-            stage="k",
-        )
-    monkeypatch.undo()
+    out = shutil.copytree(interrupted / "out", tmp_path / "out")
     damage(out / "1-k/trainer/checkpoint-4" / file)
     (out / "1-k/trainer/checkpoint-mine").mkdir()
-    recipe = load_recipe(recipe_path, ["stages.k.max_steps=5"])
+    recipe = load_recipe(interrupted / "recipe.yaml")
     with pytest.raises(
         CocaError, match=r"checkpoint-4: cannot be read \(.*delete it: --resume then goes on"
     ):
@@ -474,32 +433,23 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_taken(
 
 @pytest.mark.parametrize("file", ["state/.metadata", "scheduler.pt", "rng_state.pth"])
 def test_the_command_does_not_run_what_was_planted_in_a_checkpoint_that_it_resumes(
-    file, recipe_path, tmp_path, monkeypatch, capsys
+    file, interrupted, tmp_path, monkeypatch, capsys
 ):
-    plain = Trainer.training_step
-
-    def interrupted(self, *args):
-        if self.state.global_step == 2:
-            raise KeyboardInterrupt
-        return plain(self, *args)
-
-    monkeypatch.setattr(Trainer, "training_step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_recipe(load_recipe(recipe_path), tmp_path / "out")
-    monkeypatch.undo()
-    planted = tmp_path / "out/1-k/trainer/checkpoint-2" / file
+    out = shutil.copytree(interrupted / "out", tmp_path / "out")
+    planted = out / "1-k/trainer/checkpoint-4" / file
     assert planted.exists()
     if file == "state/.metadata":
         planted.write_bytes(pickle.dumps(Payload(tmp_path)))
     else:
         torch.save(Payload(tmp_path), planted)
-    arguments = ["coca-train", str(recipe_path), "--out", str(tmp_path / "out"), "--resume"]
+    recipe = str(interrupted / "recipe.yaml")
+    arguments = ["coca-train", recipe, "--out", str(out), "--stage", "k", "--resume"]
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit) as ended:
         main.train()
     assert ended.value.code == 2
     printed = " ".join(capsys.readouterr().err.split())
-    assert "checkpoint-2: cannot be read" in printed
+    assert "checkpoint-4: cannot be read" in printed
     assert not (tmp_path / "ran").exists()
 
 
@@ -546,26 +496,21 @@ def test_other_inputs_are_refused(recipe_tree, tiny_coca_dir, texts, tmp_path, c
         run_recipe(recipe, tmp_path / "out", resume=True)
 
 
-def test_a_damaged_record_of_a_stage_is_named(recipe_path, tmp_path):
-    run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="k")
-    for content in (
-        "{",
-        "[]",
-        "{}",
-        '{"end_block": "5"}',
-        '{"end_block": 12, "weights_xxh3_128": [1]}',
-    ):
-        (tmp_path / "out/1-k/training.json").write_text(content)
-        with pytest.raises(CocaError, match=r"1-k/training\.json: "):
-            run_recipe(load_recipe(recipe_path), tmp_path / "out", resume=True)
+DAMAGED = {
+    "1-k/training.json": ["{", "[]", "{}", '{"end_block": "5"}', '{"end_block": 1, "stages": 1}'],
+    "inputs.json": ["{", "[]", '{"commits": 5}', '{"commits": [null]}', '{"hub": 1}'],
+}
 
 
-def test_damaged_inputs_of_a_run_are_named(recipe_path, tmp_path):
-    run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="k")
-    for content in ("{", "[]", '{"commits": 5}', '{"commits": [null]}'):
-        (tmp_path / "out/inputs.json").write_text(content)
-        with pytest.raises(CocaError, match=r"inputs\.json: "):
-            run_recipe(load_recipe(recipe_path), tmp_path / "out", resume=True)
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_record_is_named(recipe_path, unbroken, tmp_path, name):
+    out = tmp_path / "out"
+    shutil.copytree(unbroken / "1-k", out / "1-k")
+    shutil.copy(unbroken / "recipe.yaml", out)
+    for content in DAMAGED[name]:
+        (out / name).write_text(content)
+        with pytest.raises(CocaError, match=f"{name}: "):
+            run_recipe(load_recipe(recipe_path), out, resume=True)
 
 
 def test_a_run_that_failed_before_its_first_step_leaves_room_for_the_corrected_recipe(
