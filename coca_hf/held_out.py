@@ -85,18 +85,16 @@ def hold_out(
         return HeldOut(), torch.empty(0, seq_len, dtype=torch.int64)
     rule, passage = _rule_of_small(seen, needed, passage, tokens_per_character(read, encoder))
     held = (rule.split(document.text)[1] for document in read())
-    return rule, _pack(
-        [_passage(text, encoder, passage) for text in held if text.strip()], seq_len, num_blocks
-    )
+    passages = [_passage(text, encoder, passage) for text in held if text.strip()]
+    return rule, _pack(passages, seq_len, num_blocks)
 
 
 def shares(weights: list[float], total: int) -> list[int]:
     """`total` dealt out in proportion to `weights`, by largest remainder."""
     exact = [total * weight / sum(weights) for weight in weights]
     dealt = [int(share) for share in exact]
-    for place in sorted(range(len(weights)), key=lambda i: dealt[i] - exact[i])[
-        : total - sum(dealt)
-    ]:
+    by_remainder = sorted(range(len(weights)), key=lambda place: dealt[place] - exact[place])
+    for place in by_remainder[: total - sum(dealt)]:
         dealt[place] += 1
     return dealt
 

@@ -163,26 +163,19 @@ class Blocks:
     @property
     def held_out(self) -> Tensor:
         """The held-out blocks, (blocks, seq_len), int64; every source gives its share if it can."""
-        blocks = [
-            torch.from_numpy(self._held_out[row].astype("int64"))
-            for row in range(len(self._held_out))
-        ]
-        return (
-            torch.stack(blocks) if blocks else torch.empty(0, self._data.seq_len, dtype=torch.int64)
-        )
+        rows = [self._held_out[row] for row in range(len(self._held_out))]
+        blocks = np.array(rows, dtype="int64").reshape(-1, self._data.seq_len)
+        return torch.from_numpy(blocks)
 
     @property
     def num_bytes(self) -> int:
-        return sum(
-            len(rows) * rows.row_bytes for rows in (self._order, self._held_out, *self._sources)
-        )
+        files = (self._order, self._held_out, *self._sources)
+        return sum(len(rows) * rows.row_bytes for rows in files)
 
     def sources_of(self, first: int, count: int) -> str:
         """The sources of a range of blocks, in words."""
-        names = [
-            self._data.sources[self._order[number][0]].name
-            for number in range(first, first + count)
-        ]
+        numbers = [self._order[number][0] for number in range(first, first + count)]
+        names = [self._data.sources[number].name for number in numbers]
         return ", ".join(f"{names.count(name)} of {name}" for name in dict.fromkeys(names))
 
     def check(self) -> None:

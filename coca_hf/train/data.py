@@ -72,13 +72,10 @@ class Corpus:
 
         Local files count by name and content, wherever they lie; data sets on the hub by revision.
         """
-        described = [
-            {
-                **source.model_dump(),
-                **({"path": None, "files": list(files.items())} if files else {}),
-            }
-            for source, files in zip(self.data.sources, self.files, strict=True)
-        ]
+        described = [source.model_dump() for source in self.data.sources]
+        for source, files in zip(described, self.files, strict=True):
+            if files:
+                source |= {"path": None, "files": list(files.items())}
         small = "uint16" if max(self.tokenizer.get_vocab().values()) < 2**16 else "uint32"
         return {
             "format": 5,
@@ -111,12 +108,11 @@ class Corpus:
             commits = self.blocks().state["commits"] or commits
         sources = self.data.sources
         if commits is None:
-            commits = [
-                commit_of(source.path, source.commit) if source.path else None for source in sources
-            ]
+            commits = [source.path and commit_of(source.path, source.commit) for source in sources]
+        commits = [commit or None for commit in commits]
         for source, commit in zip(sources, commits, strict=True):
             source.pin_(commit)
-        return list(commits)
+        return commits
 
     def has(self, num_blocks: int) -> bool:
         """Whether at least `num_blocks` blocks are prepared."""
@@ -131,16 +127,12 @@ class Corpus:
         Raises CocaError.
         """
         for source in self._texts.values():
-            given = {
-                "split": source.split != "train",
-                "subset": source.subset,
-                "revision": source.revision,
-            }
-            if any(given.values()) and not is_on_hub(source.path):
-                names = ", ".join(name for name, value in given.items() if value)
+            of_hub = {"split": "train", "subset": None, "revision": None}
+            given = [name for name, plain in of_hub.items() if getattr(source, name) != plain]
+            if given and not is_on_hub(source.path):
                 raise CocaError(
-                    f"{source.path}: got {names}, which only data sets on the hub have; leave it "
-                    f"out"
+                    f"{source.path}: got {', '.join(given)}, which only data sets on the hub have; "
+                    f"leave it out"
                 )
             tokens = 0
             for batch in batches(self._pieces(source, HeldOut(), 0, 0)):

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -28,13 +28,8 @@ from coca_hf.train.flops import peak_flops
 from coca_hf.train.run_directory import saving_to
 
 COLUMNS = (
-    "loss",
-    "learning_rate",
-    "grad_norm",
-    "tokens_per_second",
-    "mfu",
-    "memory_bytes",
-    "skipped_steps",
+    *("loss", "learning_rate", "grad_norm"),
+    *("tokens_per_second", "mfu", "memory_bytes", "skipped_steps"),
 )
 
 
@@ -108,11 +103,8 @@ class StageLog(TrainerCallback, ExportableState):
 
     def _forget_after(self, step: int) -> None:
         """Drop the lines of steps after a killed run's last checkpoint, which are done again."""
-        lines = (
-            self.path.read_text(errors="replace").splitlines()
-            if self.path.exists() and step
-            else []
-        )
+        is_resumed = step and self.path.exists()
+        lines = self.path.read_text(errors="replace").splitlines() if is_resumed else []
         kept = [line for line in lines if (done := _step_of(line)) is not None and done <= step]
         with saving_to(self.path.parent):
             replace_text(self.path, "".join(line + "\n" for line in kept))
@@ -185,17 +177,13 @@ class SpeedMeter:
         took, in bytes (on a CPU, what it has now).
         """
         state = PartialState()
-        tokens_per_second = (
-            num_steps * self.tokens_per_step / max(time.monotonic() - self._since, 1e-9)
-        )
+        seconds = max(time.monotonic() - self._since, 1e-9)
+        tokens_per_second = num_steps * self.tokens_per_step / seconds
         self.restart()
+        gpu, memory = None, psutil.Process().memory_info().rss
         if state.device.type == "cuda":
-            gpu, memory = (
-                torch.cuda.get_device_name(state.device),
-                torch.cuda.max_memory_allocated(),
-            )
-        else:
-            gpu, memory = None, psutil.Process().memory_info().rss
+            gpu = torch.cuda.get_device_name(state.device)
+            memory = torch.cuda.max_memory_allocated()
         mfu = utilization(tokens_per_second, self.flops_per_token, gpu, state.num_processes)
         return {"tokens_per_second": tokens_per_second, "mfu": mfu, "memory_bytes": memory}
 
@@ -211,10 +199,8 @@ def utilization(
 class ProgressLine(TrainerCallback):
     """A progress bar on a terminal; elsewhere, a line per logging interval."""
 
-    def __init__(self, name: str, show: bool, print_line: Callable[[str], None] = print):
-        self.name = name
-        self.show = show
-        self.print_line = print_line
+    def __init__(self, name: str, show: bool):
+        self.name, self.show = name, show
         self._bar: tqdm | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -232,9 +218,8 @@ class ProgressLine(TrainerCallback):
         if not (self.show and state.is_world_process_zero):
             return
         if "eval_loss" in logs:
-            self._say(
-                f"{self.name} step {state.global_step}: held-out loss {logs['eval_loss']:.4f}"
-            )
+            held_out = f"held-out loss {logs['eval_loss']:.4f}"
+            self._say(f"{self.name} step {state.global_step}: {held_out}")
         elif "loss" in logs and self._bar is not None:
             self._bar.set_postfix_str(_values(logs))
         elif "loss" in logs:
@@ -254,13 +239,12 @@ class ProgressLine(TrainerCallback):
         if self._bar is not None:
             self._bar.write(line, file=sys.stderr)
         else:
-            self.print_line(line)
+            print(line)
 
 
 def _values(logs: dict) -> str:
-    parts = [f"loss {logs['loss']:.4f}", f"lr {logs['learning_rate']:.3g}"]
-    parts.append(f"{logs['tokens_per_second']:,.0f} tokens/s")
+    speed = f"{logs['tokens_per_second']:,.0f} tokens/s"
     if logs["mfu"] is not None:
-        parts.append(f"MFU {logs['mfu']:.1%}")
-    parts.append(f"{logs['memory_bytes'] / 2**30:.1f} GiB")
-    return ", ".join(parts)
+        speed += f", MFU {logs['mfu']:.1%}"
+    loss = f"loss {logs['loss']:.4f}, lr {logs['learning_rate']:.3g}"
+    return f"{loss}, {speed}, {logs['memory_bytes'] / 2**30:.1f} GiB"

@@ -75,8 +75,7 @@ class Memory:
 
 
 def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
-    """The memory of one GPU over two optimizer steps of a stage; nothing is computed, and nothing
-    is left behind.
+    """The memory of one GPU over two optimizer steps of a stage; nothing is computed or left.
 
     The first step makes the optimizer's state, the second has it from the start.
     """
@@ -89,17 +88,15 @@ def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
         with patch.object(nn.Module, "to", lambda module, *_, **__: module):
             model: Any = stage_model(base, stage)
         if setting.checkpointing:
-            enable = getattr(
-                model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
-            )
+            plain = model.gradient_checkpointing_enable  # its name before transformers 5.23
+            enable = getattr(model, "activation_checkpointing_enable", plain)
             enable(dict(arguments.gradient_checkpointing_kwargs or {}) or None)
         _prepare_(model.train(), recipe.options(stage), mesh)
         kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
         if "foreach" in inspect.signature(kind).parameters and not options.get("fused"):
             options["foreach"] = True  # as torch chooses on a GPU
         # On the shards as plain tensors: for an optimizer's operation on DTensors, torch works out
-        # shapes with tensors
-        # of the whole size, which would be counted
+        # shapes with tensors of the whole size, which would be counted
         shards = [nn.Parameter(_local(parameter)) for parameter in _learning(model)]
         optimizer = kind(shards, **options)
         whole = torch.zeros(setting.batch_size, recipe.data.seq_len, dtype=torch.int64)
@@ -123,11 +120,8 @@ def _measure_held_out(model: nn.Module, head: nn.Module, ids: Tensor) -> None:
 
 def planned_arguments(recipe: Recipe, stage: Stage) -> TrainingArguments:
     """The stage's options, except those that TrainingArguments takes only where a GPU is."""
-    options = {
-        key: value
-        for key, value in recipe.options(stage).items()
-        if not key.startswith(_NEED_A_GPU)
-    }
+    options = recipe.options(stage)
+    options = {key: options[key] for key in options if not key.startswith(_NEED_A_GPU)}
     return TrainingArguments(output_dir="plan", **{**options, "use_cpu": True})
 
 
@@ -210,11 +204,8 @@ class MemoryTracker(TorchDispatchMode):
         self._optimizer = optimizer
         self._entries = WeakIdKeyDictionary()  # storage -> [category, bytes]
         self._learning = _learning(model)
-        groups = [
-            module._get_fsdp_state()._fsdp_param_group
-            for module in model.modules()
-            if isinstance(module, FSDPModule)
-        ]
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        groups = [module._get_fsdp_state()._fsdp_param_group for module in sharded]
         self._sharded = [parameter for group in groups if group for parameter in group.fsdp_params]
         for parameter in model.parameters():
             self._count(parameter, "weights")
@@ -229,9 +220,8 @@ class MemoryTracker(TorchDispatchMode):
         )
         self._resize = resize = torch.UntypedStorage.resize_
 
-        def resize_(
-            storage: torch.UntypedStorage, size: int
-        ) -> None:  # FSDP frees and allocates by it, unseen by modes
+        # FSDP frees and allocates by it, unseen by modes
+        def resize_(storage: torch.UntypedStorage, size: int) -> None:
             resize(storage, size)
             if storage in self._entries:
                 self._set_bytes(self._entries[storage], storage.nbytes())
@@ -278,9 +268,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def _count(self, tensor: Tensor, category: str) -> None:
         """Count a tensor's storage under a category, if it was under another or under none."""
-        storage = (
-            tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        ).untyped_storage()
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
         entry = self._entries.get(storage)
         if entry is None:
             entry = self._entries[storage] = [category, 0]

@@ -76,7 +76,7 @@ def run_stage(
 ) -> None:
     from_main_process(lambda: _begin(stage))
 
-    options, data = recipe.stage_options(stage.of_recipe), recipe.data
+    options, seq_len = recipe.stage_options(stage.of_recipe), recipe.data.seq_len
     base, tokenizer, objective = in_all_processes(lambda: _load(recipe, stage))
     use_cache = base.config.use_cache  # the Trainer turns it off
     if options.fused_cross_entropy:
@@ -90,22 +90,16 @@ def run_stage(
     step, place = _place(checkpoint) if checkpoint else (0, start_place(stage.start_block))
     held_out = blocks.held_out
     group, groups = state.process_index // stage.sharing, state.num_processes // stage.sharing
-    log = StageLog(
-        stage.directory / "log.jsonl",
-        data.seq_len,
-        stage.blocks_per_step,
-        options.held_out_steps,
-        place,
-    )
-    meter = SpeedMeter(stage.blocks_per_step * data.seq_len, count_flops(model, data.seq_len).model)
+    per_step, path = stage.blocks_per_step, stage.directory / "log.jsonl"
+    log = StageLog(path, seq_len, per_step, options.held_out_steps, place)
+    meter = SpeedMeter(per_step * seq_len, count_flops(model, seq_len).model)
+    batch_size = stage.arguments.train_batch_size
     with library_errors(f"stages.{stage.name}: the trainer does not take these options"):
         trainer = StageTrainer(
             model,
             stage.arguments,
             default_data_collator,
-            DealtBlocks(
-                blocks, place["next_block"], stage.arguments.train_batch_size, group, groups
-            ),
+            DealtBlocks(blocks, place["next_block"], batch_size, group, groups),
             callbacks=[log],
             log=log,
             options=options,
@@ -117,21 +111,17 @@ def run_stage(
         )
     _set_callbacks(trainer, stage)
 
-    tokens = stage.arguments.max_steps * stage.blocks_per_step * data.seq_len
-    announce(
+    said = (
         f"{stage.directory}: trains {trained:,} of {total:,} parameters ({trained / total:.1%}) "
-        f"for {stage.arguments.max_steps:,} steps of {stage.blocks_per_step:,} blocks, "
-        f"{tokens:,} tokens"
-        + (
-            ""
-            if options.global_batch_size
-            else " (other numbers of processes have other steps: set global_batch_size)"
-        )
-        + (f"; continues after step {step:,}" if checkpoint else "")
+        f"for {stage.arguments.max_steps:,} steps of {per_step:,} blocks, "
+        f"{stage.arguments.max_steps * per_step * seq_len:,} tokens"
     )
+    if not options.global_batch_size:
+        said += " (other numbers of processes have other steps: set global_batch_size)"
+    announce(said + (f"; continues after step {step:,}" if checkpoint else ""))
     if expected := recipe.batch_in_file(stage.of_recipe):
         announce(
-            f"stages.{stage.name}: got {stage.blocks_per_step:,} blocks a step, expected "
+            f"stages.{stage.name}: got {per_step:,} blocks a step, expected "
             f"{expected:,} as the recipe's file says; the numbers in its header are not of this run"
         )
     try:
@@ -164,38 +154,25 @@ def _load(
     recipe: Recipe, stage: ResolvedStage
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Objective | None]:
     """The model that the stage starts from, its tokenizer, and its objective unless plain `lm`."""
-    attention = recipe.stage_options(stage.of_recipe).attn_implementation
+    own, attention = stage.of_recipe, recipe.stage_options(stage.of_recipe).attn_implementation
     if weights_are_sent_here():
-        base = unfilled_model(
-            load_config(stage.base) if stage.before else start_config(recipe), attention
-        )
+        config = load_config(stage.base) if stage.before else start_config(recipe)
+        base = unfilled_model(config, attention)
+    elif stage.before:
+        base = load_model(stage.base, None, attention)
     else:
-        base = (
-            load_model(stage.base, None, attention)
-            if stage.before
-            else start_model(recipe, attention)
-        )
+        base = start_model(recipe, attention)
     tokenizer = load_tokenizer(stage.base) if stage.before else start_tokenizer(recipe)
-    if stage.of_recipe.objective == {"lm": 1.0} and not stage.of_recipe.answer_weight:
+    if own.objective == {"lm": 1.0} and not own.answer_weight:
         return base, tokenizer, None
     teacher = None
-    if recipe.teacher and stage.of_recipe.needs_teacher:
+    if recipe.teacher and own.needs_teacher:
         half = torch.bfloat16 if stage.arguments.bf16 else torch.float16
-        teacher = load_teacher(
-            recipe.teacher,
-            "eager" if "attention-maps" in stage.of_recipe.objective else None,
-            half if stage.arguments.bf16 or stage.arguments.fp16 else torch.float32,
-        )
-    return (
-        base,
-        tokenizer,
-        Objective(
-            stage.of_recipe.objective,
-            teacher,
-            stage.of_recipe.temperature,
-            stage.of_recipe.answer_weight,
-        ),
-    )
+        dtype = half if stage.arguments.bf16 or stage.arguments.fp16 else torch.float32
+        maps = "eager" if "attention-maps" in own.objective else None
+        teacher = load_teacher(recipe.teacher, maps, dtype)
+    objective = Objective(own.objective, teacher, own.temperature, own.answer_weight)
+    return base, tokenizer, objective
 
 
 def _set_callbacks(trainer: StageTrainer, stage: ResolvedStage) -> None:
@@ -205,9 +182,8 @@ def _set_callbacks(trainer: StageTrainer, stage: ResolvedStage) -> None:
     trainer.add_callback(ProgressLine(stage.directory.name, show=not stage.arguments.disable_tqdm))
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
-            callback.logging_dir = str(
-                stage.directory.parent / "tensorboard" / stage.directory.name
-            )
+            out_dir, name = stage.directory.parent, stage.directory.name
+            callback.logging_dir = str(out_dir / "tensorboard" / name)
 
 
 def stop_before(stage: ResolvedStage, state: PartialState, stop: StopRequest) -> None:
@@ -305,9 +281,7 @@ def _complete(
 ) -> None:
     """Turn a trained stage into a complete checkpoint; training.json, which says so, comes last."""
     partial = stage.directory / PARTIAL
-    num_bytes = sum(
-        parameter.numel() * parameter.element_size() for parameter in trainer.model.parameters()
-    )
+    num_bytes = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
     check_room(stage.directory, num_bytes, "the result")
     with saving_to(stage.directory, num_bytes):
         if trainer.is_fsdp_enabled:
@@ -347,6 +321,5 @@ def _place(checkpoint: Path) -> tuple[int, dict]:
     """Steps done, and `StageLog.place`, as a trainer's checkpoint keeps them."""
     with reading(checkpoint):
         kept = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-        return kept["global_step"], kept["stateful_callbacks"][StageLog.__name__]["attributes"][
-            "place"
-        ]
+        log = kept["stateful_callbacks"][StageLog.__name__]
+        return kept["global_step"], log["attributes"]["place"]

@@ -62,9 +62,8 @@ from coca_hf.train.run_directory import (
 from coca_hf.train.trainer import has_bounds
 
 MODELS = ("model", "teacher", "tokenizer")  # of a recipe, that may be on the hub
-SHARD = (
-    "shard with FSDP2, and set context_parallel_size in the recipe for blocks too long for one GPU"
-)
+SHARE = "set context_parallel_size in the recipe"
+SHARD = f"shard with FSDP2, and {SHARE} for blocks too long for one GPU"
 
 
 @dataclass(frozen=True)
@@ -186,8 +185,7 @@ def _check_and_begin(
 
 def check_launcher() -> None:
     """Refuse parallelism that `accelerate launch` brings and the recipe does not know of."""
-    instead = {"CP": "set context_parallel_size in the recipe", "SP": SHARD, "TP": SHARD}
-    for kind, remedy in instead.items():
+    for kind, remedy in {"CP": SHARE, "SP": SHARD, "TP": SHARD}.items():
         size = os.environ.get(f"PARALLELISM_CONFIG_{kind}_SIZE", "1")
         if size != "1":
             raise CocaError(
@@ -207,11 +205,8 @@ def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
         options.setdefault("use_cpu", not torch.accelerator.is_available())
         with library_errors(f"{where}: the trainer does not take these options"):
             if options["use_cpu"]:  # where transformers hands no ddp_timeout on
-                PartialState(
-                    cpu=True,
-                    backend=options.get("ddp_backend"),
-                    timeout=timedelta(seconds=options["ddp_timeout"]),
-                )
+                timeout = timedelta(seconds=options["ddp_timeout"])
+                PartialState(cpu=True, backend=options.get("ddp_backend"), timeout=timeout)
             arguments = TrainingArguments(
                 output_dir=str(directory / "trainer"),
                 remove_unused_columns=False,
@@ -239,10 +234,9 @@ def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
             arguments.report_to.remove("tensorboard")
         arguments.run_name = f"{arguments.run_name or out_dir.resolve().name}/{directory.name}"
         arguments.gradient_accumulation_steps = recipe.accumulation(stage, arguments.world_size)
-        base, base_directory = (
-            (str(before.directory), before.directory) if before else (recipe.start, None)
-        )
-        stages.append(ResolvedStage(stage, base, base_directory, before, directory, arguments))
+        start = before.directory if before else None
+        base = str(start or recipe.start)
+        stages.append(ResolvedStage(stage, base, start, before, directory, arguments))
     return stages
 
 
@@ -277,40 +271,33 @@ def check_optimizer(arguments: TrainingArguments, where: str) -> None:
 
     Raises CocaError where they do not work.
     """
-    model = nn.Linear(1, 1, bias=False)
-    optim, schedule = _name(arguments.optim), _name(arguments.lr_scheduler_type)
-    try:
+    model, num_steps = nn.Linear(1, 1, bias=False), arguments.max_steps
+    optim, schedule = (
+        getattr(choice, "value", choice)
+        for choice in (arguments.optim, arguments.lr_scheduler_type)
+    )
+    given = (
+        f"{where}: optim {optim}, optim_args {short(arguments.optim_args)}, lr_scheduler_type "
+        f"{schedule}, lr_scheduler_kwargs {short(arguments.lr_scheduler_kwargs)} do not work"
+    )
+    with library_errors(given):  # the many optimizers raise what they like for their options
         kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
         without = copy.copy(arguments)
         without.optim_args = None
-        if (
-            arguments.optim_args
-            and Trainer.get_optimizer_cls_and_kwargs(without, model)[1] == options
-        ):
+        plain = Trainer.get_optimizer_cls_and_kwargs(without, model)[1]
+        if arguments.optim_args and plain == options:
             raise ValueError(f"{optim} takes no optim_args")
         # Others want the parameters of the model itself
         if not options.keys() & {"params", "model", "optimizer_dict"}:
             optimizer = kind(model.parameters(), **options)
             kwargs = None if has_bounds(arguments) else arguments.lr_scheduler_kwargs
-            num_steps = arguments.max_steps
-            get_scheduler(
-                arguments.lr_scheduler_type,
-                optimizer,
-                arguments.get_warmup_steps(num_steps),
-                num_steps,
-                kwargs,
-            )
-    except Exception as error:  # whatever the many optimizers make of their options
-        raise CocaError(
-            f"{where}: optim {optim}, optim_args {short(arguments.optim_args)}, lr_scheduler_type "
-            f"{schedule}, lr_scheduler_kwargs {short(arguments.lr_scheduler_kwargs)} do not work: "
-            f"{one_line(error)}"
-        ) from error
+            warmup_steps = arguments.get_warmup_steps(num_steps)
+            get_scheduler(schedule, optimizer, warmup_steps, num_steps, kwargs)
 
 
 def check_model(recipe: Recipe) -> None:
-    """Find out from the config alone whether the model takes a block, and whether every stage has
-    something to train. Raises CocaError where not.
+    """Raises CocaError, by the config alone, for a model that takes no block, or a stage that has
+    nothing to train.
     """
     with torch.device("meta"):
         model = model_from_config(recipe).train()
@@ -334,8 +321,8 @@ def check_plain(name: str, config: PreTrainedConfig) -> None:
 
 
 def check_kernels(recipe: Recipe) -> None:
-    """Raises CocaError for attention that is unknown, kernels that are not installed, and models
-    that cannot share a block among GPUs.
+    """Raises CocaError for unknown attention, missing kernels, and models that cannot share a block
+    among GPUs.
     """
     for stage in recipe.stages:
         options, where = recipe.stage_options(stage), f"stages.{stage.name}"
@@ -423,7 +410,3 @@ def _inputs(
         **({"hub": on_hub} if on_hub else {}),
         "blocks_per_step": {stage.name: stage.blocks_per_step for stage in stages},
     }
-
-
-def _name(choice: Any) -> str:
-    return str(getattr(choice, "value", choice))

@@ -113,10 +113,8 @@ class ResolvedStage:
 
 
 def check_out(recipe: Recipe, out_dir: Path, resume: bool) -> None:
-    """Refuse a directory that this recipe must not write to.
-
-    Raises CocaError for a file, for a directory that is not empty without `resume`, and with it for
-    one that coca-train did not make, or made by another recipe (naming what differs).
+    """Raises CocaError for a file, for a directory that is not empty without `resume`, and with it
+    for one that coca-train did not make, or made by another recipe, with what differs.
     """
     if out_dir.exists() and not out_dir.is_dir():
         raise CocaError(
@@ -256,8 +254,8 @@ def reading(checkpoint: Path) -> Iterator[None]:
 
 
 def check_base(stage: ResolvedStage) -> None:
-    """Raises CocaError where the model that `stage` starts from is not what the stage before it
-    wrote: its weights and, of a stage of this run, its config.
+    """Raises CocaError where the weights that `stage` starts from, or of a stage of this run the
+    config, are not as they were written.
     """
     if stage.base_directory is None or not Path(stage.base).exists():
         return  # from scratch; or on the hub, which vouches for its files
@@ -308,11 +306,9 @@ def file_hash(file: Path) -> str | None:
 
 @contextmanager
 def saving_to(directory: Path, num_bytes: int | None = None) -> Iterator[None]:
-    """Turn what a full or read-only disk makes torch, safetensors and Python raise into one line: a
-    CocaError.
+    """Turn what a full or read-only disk makes torch, safetensors and Python raise into a CocaError.
 
-    num_bytes: how much is written in all, for the message; of a disk that is full, torch says
-    something else.
+    num_bytes: how much is written in all, which a full disk makes torch not say.
     """
     try:
         yield

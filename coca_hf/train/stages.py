@@ -37,21 +37,16 @@ from coca_hf.weights import size_in_words
 def run_recipe(
     recipe: Recipe, out_dir: str | Path, stage: str | None = None, resume: bool = False
 ) -> Path:
-    """Run the stages of a recipe in order, or only the one named `stage`; returns the directory of
-    the last one.
+    """Run the stages of a recipe, or only the one named `stage`; returns the last one's directory.
 
     With `resume`, finished stages are skipped and an unfinished one continues from its last
     checkpoint, on any number of processes. Every process of a distributed run calls this; the main
-    one prints and writes.
-
-    Raises CocaError, before anything is written, for what `preflight` refuses: a stage, model,
-    module name, source or combination of training options that does not work, an `out_dir` that is
-    not empty without `resume`, and one of another recipe with it; later, for a loss that is not a
-    number, and for a disk that is full. Raises Stopped after the checkpoint that SIGTERM or
-    SIGUSR1, to any process, asks for, and where no stage is at work.
-
-    The main process first prepares the blocks that are not in `data.prepared` yet. Where a host
+    one prints, writes, and prepares the blocks that are not in `data.prepared` yet. Where a host
     does not see them there, one of its own processes prepares them, too.
+
+    Raises CocaError, before anything is written, for what `preflight` refuses; later, for a loss
+    that is not a number, and for a disk that is full. Raises Stopped after the checkpoint that
+    SIGTERM or SIGUSR1, to any process, asks for, and where no stage is at work.
     """
     with stop_on_signals() as stop, ExitStack() as until_the_end, losing_processes():
         checked = preflight(recipe, Path(out_dir), stage, resume, until_the_end, stop)
@@ -92,8 +87,7 @@ def _prepared(checked: Checked, stage: ResolvedStage, stop: StopRequest) -> Bloc
 
 
 def prepare_recipe(recipe: Recipe, world_size: int) -> tuple[Blocks, int]:
-    """Prepare the blocks that all stages take on so many processes; returns them, and how many that
-    is.
+    """The blocks that all stages take on `world_size` processes, prepared, and their number.
 
     Blocks that are there are checked. Raises CocaError as `Corpus.prepare` does, and Stopped, after
     what is done is on disk, where SIGTERM or SIGUSR1 comes.
@@ -127,20 +121,17 @@ def _name_others(corpus: Corpus) -> None:
     parent = corpus.directory.parent
     others = [path for path in parent.glob("*/state.json") if path.parent != corpus.directory]
     if others:
-        num_bytes = sum(
-            file.stat().st_size for path in others for file in path.parent.glob("*.bin")
-        )
+        files = [file for path in others for file in path.parent.glob("*.bin")]
+        size = size_in_words(sum(file.stat().st_size for file in files))
         announce(
             f"data: {parent} also holds blocks of other recipes or data ({len(others)} "
-            f"directories, {size_in_words(num_bytes)}); delete those that no run needs"
+            f"directories, {size}); delete those that no run needs"
         )
 
 
 @contextmanager
 def _own_accelerator() -> Iterator[None]:
-    """Let a stage choose its precision and be sharded: accelerate keeps both in globals, and a
-    second one under FSDP would not shard at all.
-    """
+    """Let a stage choose its precision and be sharded, both of which accelerate keeps in globals."""
     AcceleratorState._reset_state()
     launched_as = PartialState().distributed_type
     try:
