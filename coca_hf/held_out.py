@@ -52,9 +52,8 @@ def hold_out(
     """Choose what is held out of a source, and pack it into blocks: (blocks, seq_len), int64.
 
     There are fewer than `num_blocks` blocks, perhaps none, where a tenth of the source has no more.
-    Of a large source, the blocks are the first that are held out, after about 1,600 documents or a
-    hundred times as many tokens as there are in the blocks; with `from_all`, which reads the source
-    to its end, the documents of lowest hash give them.
+    Of a large source, the first held-out documents give them, of about 1,600 documents or a hundred
+    times their tokens; with `from_all`, which reads it to its end, those of lowest hash.
     """
     rule = HeldOut(below=LARGE)
     if num_blocks == 0:

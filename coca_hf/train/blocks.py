@@ -8,9 +8,8 @@
     DIR/KEY/state.json       how many rows of these files count, the hash of every part of them, and
                              how far every source is read
 
-Only what `state.json` counts is read. It is replaced as a whole, after the rows that it counts are
-on disk, so that a preparation can be killed and continued, and prolonged while a training reads
-what is there.
+Only what `state.json` counts is read. It is replaced once those rows are on disk, so that a
+preparation can be killed, continued, and prolonged while a training reads what is there.
 """
 
 import json

@@ -1,15 +1,12 @@
 """From a recipe's documents to its training blocks on disk, which `blocks.py` describes and reads.
 
-Documents of a source follow one another without padding, each with the tokenizer's own special
-tokens and an eos token at its end, and are cut into blocks of `seq_len` tokens; the tokens after
-the last whole block are left out. Training reads a source pass after pass, each through a buffer of
-`SHUFFLE_TOKENS` from which blocks are drawn. The source of every block is drawn in proportion to
-`weight`, so that weights are shares of tokens. A synthetic block takes one block of text, which is
-then drawn nowhere else.
+Documents of a source follow one another without padding, each with its special and eos tokens, and
+are cut into blocks of `seq_len` tokens; an incomplete block is left out. A source is read pass
+after pass, each through a buffer of `SHUFFLE_TOKENS` from which blocks are drawn. The source of
+every block is drawn by `weight`, a share of tokens. A synthetic block uses up a block of text.
 
-So the blocks and their order are fixed by the sources, the tokenizer, `seq_len`, the seed and the
-number of held-out blocks. Only tokenising takes long: a preparation that continues draws everything
-again from the first block, and tokenises what is not on disk.
+So sources, tokenizer, `seq_len`, seed and number of held-out blocks fix the blocks and their order.
+A preparation that continues draws everything again, and tokenises what is not on disk.
 """
 
 import functools

@@ -1,17 +1,14 @@
-"""Training text that only a lookup predicts: the source `{synthetic: lookups, weight: 0.5}` of a
-recipe.
+"""Training text that only a lookup predicts: the source `{synthetic: lookups, weight: 0.5}`.
 
-Ordinary text seldom asks for what stood a thousand tokens before, so training on it brings
-perplexity back after a conversion, but not the use of context. A block of this source asks many
-times, amid the text of the other sources:
+Ordinary text seldom asks for what stood a thousand tokens before, so training on it brings back
+perplexity but not retrieval. A block of this source asks often, amid the text of the others:
 
     copies   a passage, of the text or of tokens from the whole vocabulary, stands again: later on, or back to back
     facts    are stated once and asked for later, in the same or other words, among facts that differ in one word
     lists    of random keys and values, some of which are asked for, within the list or after it
 
 The tokens that a lookup predicts, the answers, are marked; a stage's `answer_weight` counts them
-again. The words are those of `wordings.py`. A block depends on nothing but its text and its random
-generator.
+again. A block depends on nothing but its text and its random generator.
 """
 
 import random

@@ -8,17 +8,13 @@ or a mix.
     attention-maps      KL(original || student) of the attention maps, mean over queries, heads, blocks and layers;
                         computed by eager attention, which holds all maps of a batch: for short blocks
 
-With `answer_weight`, the answers of synthetic lookups count again: so many times their own mean is
+With `answer_weight`, the answers of synthetic lookups count again: their own mean, times that, is
 added to the mean over a block's tokens, in `lm` and `distill`, and to that over its queries, in
 `attention-maps`. The log then has their cross-entropy, `loss_answers`.
 
-Cross-entropy may be fused with the model's head, so that the logits of all tokens are never there
-at once.
-
 The original, the teacher, runs once per batch on the same tokens, without gradients; every GPU has
-all its weights, and computes in the stage's precision. Where attention is compared,
-each model works on its own hidden states: one forward of each gives all layers, and a layer learns
-to undo what the layers below it changed, which it would not see on the teacher's.
+all its weights, and computes in the stage's precision. Where attention is compared, each model
+works on its own hidden states, so that a layer learns to undo what those below it changed.
 """
 
 import functools

@@ -1,8 +1,7 @@
 """What a run refuses before it writes, in the order of its cost. Begin with `preflight`.
 
-`load_recipe` has checked the recipe and its options by themselves. Two checks cannot be made once
-and for all: each stage compares the hashes of the weights that it starts from (`check_base`), and
-each checkpoint makes sure of its room on disk (`check_room`).
+Later, each stage compares the hashes of the weights that it starts from (`check_base`), and each
+checkpoint makes sure of its room on disk (`check_room`).
 """
 
 import copy
@@ -68,11 +67,9 @@ SHARD = f"shard with FSDP2, and {SHARE} for blocks too long for one GPU"
 
 @dataclass(frozen=True)
 class Checked:
-    """What passed: a run trains this and looks nothing up again.
-
-    recipe: with its models, teacher and tokenizer on the hub at the commits of this run. stages:
-    those that were asked for. num_blocks: the blocks that all stages take, up to the last of these.
-    commits: of the data sets on the hub, one for each source.
+    """What a run trains. recipe: its models, teacher and tokenizer on the hub at this run's commits.
+    stages: those asked for. num_blocks: of all stages up to the last of these. commits: of the
+    sources that are data sets on the hub.
     """
 
     recipe: Recipe
@@ -91,10 +88,9 @@ def preflight(
 ) -> Checked:
     """Check everything that can be known before the first stage, then begin OUT or continue it.
 
-    Every process calls this. only: the name of the one stage to run, or None for all.
-    until_the_end: holds the lock of OUT. Raises, in every process, CocaError for the first thing
-    that does not work, and Stopped where a signal comes; nothing but the lock is written before all
-    is checked.
+    Every process calls this. only: the one stage to run, or None. until_the_end: holds OUT's lock,
+    all that is written before everything is checked. Raises, in every process, CocaError for the
+    first thing that does not work, and Stopped where a signal comes.
     """
     # 1. In every process, because each has its own launcher and device
     check_launcher()
@@ -106,10 +102,7 @@ def preflight(
             f"--stage: got {short(only)}, expected one of {', '.join(stage_names)}; "
             f"nearest: {nearest(only or '', stage_names)}"
         )
-    num_blocks = sum(
-        stage.arguments.max_steps * stage.blocks_per_step
-        for stage in stages[: stages.index(chosen[-1]) + 1]
-    )
+    num_blocks = sum(stage.num_blocks for stage in stages[: stages.index(chosen[-1]) + 1])
     # 2. In the main process, which alone writes
     from_main_process(lambda: lock(out_dir, until_the_end))
     try:  # the others wait outside of collectives, as hashes of large files take long
@@ -198,9 +191,8 @@ def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
     stages: list[ResolvedStage] = []
     for number, stage in enumerate(recipe.stages, 1):
         before = stages[-1] if stages else None
-        directory = out_dir / f"{number}-{stage.name}"
-        where = f"stages.{stage.name}"
-        options = recipe.options(stage)
+        directory, where = out_dir / f"{number}-{stage.name}", f"stages.{stage.name}"
+        options, own_options = recipe.options(stage), recipe.stage_options(stage)
         # transformers asks for it where bf16 is to be computed on a CPU
         options.setdefault("use_cpu", not torch.accelerator.is_available())
         with library_errors(f"{where}: the trainer does not take these options"):
@@ -224,8 +216,9 @@ def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
                     f"(LAYOUT: recipes/accelerate/8gpu.yaml)"
                 )
             arguments._n_gpu = 1
-        arguments.parallelism_config = context_parallel(
-            arguments, recipe.stage_options(stage).context_parallel_size, where
+        sharing = own_options.context_parallel_size
+        arguments.parallelism_config = (
+            context_parallel(arguments, sharing, where) if sharing > 1 else None
         )
         arguments.dataloader_pin_memory &= not on_cpu  # torch warns: there is nothing to pin for
         if "tensorboard" in arguments.report_to and not is_tensorboard_available():
@@ -236,7 +229,10 @@ def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
         arguments.gradient_accumulation_steps = recipe.accumulation(stage, arguments.world_size)
         start = before.directory if before else None
         base = str(start or recipe.start)
-        stages.append(ResolvedStage(stage, base, start, before, directory, arguments))
+        per_step = recipe.blocks_per_step(stage, arguments.world_size)
+        stages.append(
+            ResolvedStage(stage, own_options, arguments, per_step, base, start, before, directory)
+        )
     return stages
 
 

@@ -1,7 +1,6 @@
 """What the processes of a run tell one another: results, errors, whose turn it is, when to stop.
 
-SIGTERM, and SIGUSR1, which SLURM can send before its time limit, ask a run to stop so that nothing
-is lost.
+SIGTERM, and SIGUSR1, which SLURM can send before its limit, ask a run to stop and lose nothing.
 """
 
 import json
@@ -103,11 +102,9 @@ def from_main_process(make: Callable[[], Any]) -> Any:
 
 
 def main_process_first(work: Callable[[Callable[[], None]], Made], stop: StopRequest) -> Made:
-    """`work` in each process; the others begin when the main one is done, whenever that is.
-
-    They wait outside of collectives, which have a time limit and hear no signals. `work` is given
-    a function to call often, which raises Stopped, with the signal's name, once one came to any
-    process.
+    """`work` in each process; the others wait for the main one outside of collectives, which have a
+    time limit and hear no signals. `work` is given a function to call often, which raises Stopped,
+    with the signal's name, once one came to any process.
 
     Raises, in every process, the CocaError or Stopped that `work` raises in one.
     """

@@ -30,6 +30,7 @@ from transformers import TrainingArguments
 
 from coca_hf.errors import CocaError, one_line, short
 from coca_hf.files import remove_unfinished, replace_text
+from coca_hf.train.options import StageOptions
 from coca_hf.train.processes import is_lost_process
 from coca_hf.train.recipe import Recipe, Stage
 from coca_hf.train.recipe_file import read_tree
@@ -60,14 +61,17 @@ class ResolvedStage:
 
     base: the model that it starts from, which is the stage `before`, if any. base_directory: where
     the records, the card and the licence of `base` are; None for a model from scratch.
+    blocks_per_step: those that one optimizer step takes, over all processes.
     """
 
     of_recipe: Stage
+    options: StageOptions
+    arguments: TrainingArguments
+    blocks_per_step: int
     base: str
     base_directory: Path | None
     before: "ResolvedStage | None"
     directory: Path
-    arguments: TrainingArguments
 
     @property
     def name(self) -> str:
@@ -95,21 +99,9 @@ class ResolvedStage:
         return record["end_block"]
 
     @property
-    def blocks_per_step(self) -> int:
-        """Blocks that one optimizer step takes, over all processes."""
-        arguments = self.arguments
-        return (
-            arguments.train_batch_size
-            * arguments.gradient_accumulation_steps
-            * arguments.world_size
-            // self.sharing
-        )
-
-    @property
-    def sharing(self) -> int:
-        """Processes that share a block."""
-        parallelism = self.arguments.parallelism_config
-        return parallelism.cp_size if parallelism else 1
+    def num_blocks(self) -> int:
+        """The blocks that it takes in all."""
+        return self.arguments.max_steps * self.blocks_per_step
 
 
 def check_out(recipe: Recipe, out_dir: Path, resume: bool) -> None:

@@ -1,9 +1,8 @@
 """What a stage resumes from: the parameters that it trains and the optimizer's state, in
 `checkpoint-N/state`.
 
-Written by torch.distributed.checkpoint: every process writes its own part of whatever layout it
-runs in (one process, DDP, FSDP2 with full or sharded state dicts), and any other layout reads it,
-whatever its number of processes. Frozen parameters are not in it; the model that the stage starts
+By torch.distributed.checkpoint, any layout of processes (one, DDP, FSDP2 with full or sharded state
+dicts) reads what any other wrote. Frozen parameters are not in it; the model that the stage starts
 from has them. torch keeps it in pickles, and would run what they say; here nothing is called that
 is not a name of `_KNOWN`, or that torch takes for data.
 """

@@ -22,7 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from coca_cli import main
-from coca_hf.train import one_stage, preflight
+from coca_hf.train import preflight, stages
 from coca_hf.train.trainer import StageTrainer
 
 FSDP2 = {  # what `accelerate launch` makes of an FSDP2 configuration
@@ -191,7 +191,7 @@ def _rank(output: str, runs: list[Run], processes: int) -> None:
             _undo_hooks()
 
 
-_resolve, _complete = preflight.resolve_stages, one_stage._complete
+_resolve, _complete = preflight.resolve_stages, stages._complete
 _training_step, _compute_loss = StageTrainer.training_step, StageTrainer.compute_loss
 _destroy = PartialState.destroy_process_group
 
@@ -208,7 +208,7 @@ def _resolve_on_pretended_gpus(*arguments):
 
 
 def _undo_hooks() -> None:
-    preflight.resolve_stages, one_stage._complete = _resolve, _complete
+    preflight.resolve_stages, stages._complete = _resolve, _complete
     StageTrainer.training_step, StageTrainer.compute_loss = _training_step, _compute_loss
 
 

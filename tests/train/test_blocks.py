@@ -229,43 +229,22 @@ def flip(path, place):
     path.write_bytes(content)
 
 
+def bit(place):
+    return lambda path: flip(path, place)
+
+
 DAMAGE = {
-    "cut": (
-        "source-0.bin",
-        lambda path: os.truncate(path, 100),
-        r"source-0\.bin: got 100 bytes, expected the ",
-    ),
-    "gone": (
-        "order.bin",
-        os.unlink,
-        r"order\.bin: got 0 bytes, expected the 800 that were prepared",
-    ),
-    "a bit": (
-        "source-0.bin",
-        lambda path: flip(path, 5),
-        r"source-0\.bin: got another xxh3_128 of rows 0 to \d+ than",
-    ),
-    "a bit of the order": (
-        "order.bin",
-        lambda path: flip(path, 400),
-        r"order\.bin: got another xxh3_128 of rows 34 ",
-    ),
-    "held out": (
-        "held-out.bin",
-        lambda path: flip(path, 9),
-        r"held-out\.bin: got another xxh3_128 of rows 0 to 6 ",
-    ),
-    "state": (
-        "state.json",
-        lambda path: path.write_bytes(b"nonsense"),
-        r"state\.json: cannot be read",
-    ),
-    "a bit of the state": (
-        "state.json",
-        lambda path: flip(path, path.stat().st_size // 2),
-        r"state\.json: cannot be read",
-    ),
+    "cut": ("source-0", lambda path: os.truncate(path, 100), "got 100 bytes, expected the "),
+    "gone": ("order", os.unlink, "got 0 bytes, expected the 800 that were prepared"),
+    "a bit": ("source-0", bit(5), r"got another xxh3_128 of rows 0 to \d+ than"),
+    "a bit of the order": ("order", bit(400), "got another xxh3_128 of rows 34 "),
+    "held out": ("held-out", bit(9), "got another xxh3_128 of rows 0 to 6 "),
 }
+DAMAGED_STATE = {
+    "nonsense": lambda path: path.write_bytes(b"nonsense"),
+    "a bit of it": lambda path: flip(path, path.stat().st_size // 2),
+}
+DAMAGE |= {name: ("state", do, "cannot be read") for name, do in DAMAGED_STATE.items()}
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -274,13 +253,13 @@ def test_what_is_damaged_is_named_by_who_reads_it_and_made_again_by_who_prepares
 ):
     directory = corpus().prepare(100).directory
     name, do, message = DAMAGE[damage]
-    do(directory / name)
-    with pytest.raises(
-        CocaError, match=message + ".*; `coca-train RECIPE --prepare` makes them again"
-    ):
+    file = f"{name}.json" if name == "state" else f"{name}.bin"
+    do(directory / file)
+    message = rf"{file}: {message}.*; `coca-train RECIPE --prepare` makes them again"
+    with pytest.raises(CocaError, match=message):
         tokens_of(corpus().blocks()), corpus().blocks().held_out
     assert tokens_of(corpus().prepare(120)) == plain[:120]
-    assert f"{name}: " in capsys.readouterr().out
+    assert f"{file}: " in capsys.readouterr().out
     assert len(corpus().blocks().held_out) == 7
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from coca_hf import CocaError
-from coca_hf.train import one_stage
+from coca_hf.train import stages
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
@@ -52,7 +52,7 @@ FULL = FSDP2 | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
 
 def watch():
     """Write what the model of every stage computes and how it is sharded before it is saved."""
-    complete, plain_step, taken = one_stage._complete, StageTrainer.training_step, {}
+    complete, plain_step, taken = stages._complete, StageTrainer.training_step, {}
 
     def watch_step(self, *arguments):
         loss = plain_step(self, *arguments)
@@ -79,7 +79,7 @@ def watch():
             )
         complete(run, trainer, *rest)
 
-    one_stage._complete, StageTrainer.training_step = watch_and_complete, watch_step
+    stages._complete, StageTrainer.training_step = watch_and_complete, watch_step
 
 
 @pytest.fixture(scope="module")

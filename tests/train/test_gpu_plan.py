@@ -100,24 +100,20 @@ def real_run(recipe, stage, checkpointing: bool) -> tuple[int, int]:
         ids = torch.zeros(BATCH, SEQ_LEN, dtype=torch.int64)
         for _ in range(2):
             saved.clear()
+            given = {"use_cache": False, "num_items_in_batch": torch.tensor(ids.numel())}
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                loss = model(
-                    input_ids=ids,
-                    labels=ids,
-                    use_cache=False,
-                    num_items_in_batch=torch.tensor(ids.numel()),
-                ).loss
+                loss = model(input_ids=ids, labels=ids, **given).loss
             loss.backward()
             del loss
             optimizer.step()
             optimizer.zero_grad()
     for parameter in model.parameters():
         saved.pop(parameter.data_ptr(), None)
-    events = [
-        event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"
-    ]
+    events = profiled.profiler.kineto_results.events()
     now = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() != "[memory]":
+            continue
         now += event.nbytes()
         peak = max(peak, now)
     return peak, sum(saved.values())
@@ -134,9 +130,8 @@ def test_the_peak_is_that_of_a_real_run_on_a_cpu(recipe, number, checkpointing):
     assert memory.peak == pytest.approx(peak, rel=0.015)
     # at the peak, early in the backward, the last of what was saved is free again
     if not checkpointing:
-        assert memory.at_peak["activations"] == pytest.approx(
-            saved, rel={"k": 0.07, "full": 0.01}[recipe.stages[number].name]
-        )
+        error = {"k": 0.07, "full": 0.01}[recipe.stages[number].name]
+        assert memory.at_peak["activations"] == pytest.approx(saved, rel=error)
 
 
 def test_float32_logits_are_in_the_measure_unless_cross_entropy_is_fused(recipe, path, monkeypatch):
@@ -155,22 +150,12 @@ def test_float32_logits_are_in_the_measure_unless_cross_entropy_is_fused(recipe,
     )
 
 
-def test_more_processes_need_less_each(recipe):
-    peaks = [
-        measure(recipe, recipe.stages[1], Setting(size, BATCH, 1, False)).peak
-        for size in (2, 4, 32)
-    ]
-    assert peaks == sorted(peaks, reverse=True)
-    assert peaks[0] > peaks[-1]
-
-
 def test_gpus_that_share_a_block_have_the_activations_of_their_part(recipe, path):
-    whole, half = (
-        measure(recipe, recipe.stages[1], Setting(4, BATCH, 1, False, sharing)).at_peak[
-            "activations"
-        ]
+    memories = (
+        measure(recipe, recipe.stages[1], Setting(4, BATCH, 1, False, sharing))
         for sharing in (1, 2)
     )
+    whole, half = (memory.at_peak["activations"] for memory in memories)
     assert 0.4 * whole < half < 0.5 * whole  # the scores of a part are fewer than half
     shared = load_recipe(path, ["training.context_parallel_size=2"])
     plan = plan_recipe(shared.model_copy(update={"stages": shared.stages[:1]}), 4)
@@ -193,11 +178,9 @@ def test_gpus_that_share_a_block_read_held_out_blocks_whole(recipe):
 
 
 def test_accumulation_keeps_the_gradients_of_all_shards_on_every_process(recipe):
+    settings = (Setting(32, BATCH, accumulation, False) for accumulation in (1, 2))
     plain, accumulated = (
-        measure(recipe, recipe.stages[1], Setting(32, BATCH, accumulation, False)).at_peak[
-            "gradients"
-        ]
-        for accumulation in (1, 2)
+        measure(recipe, recipe.stages[1], setting).at_peak["gradients"] for setting in settings
     )
     with torch.device("meta"):
         whole = sum(4 * parameter.numel() for parameter in model_from_config(recipe).parameters())
@@ -259,9 +242,8 @@ def test_what_is_advised_fits(recipe, path):
     assert words[0] == "gradient_checkpointing=true"
     assert words[1].startswith("per_device_train_batch_size=")
     changed = load_recipe(path, [f"stages.full.{word}" for word in words])
-    (changed,) = plan_recipe(
-        changed.model_copy(update={"stages": changed.stages[1:]}), 1, memory
-    ).stages
+    changed = changed.model_copy(update={"stages": changed.stages[1:]})
+    (changed,) = plan_recipe(changed, 1, memory).stages
     assert changed.fits
     assert changed.setting.global_batch == stage.setting.global_batch
 
@@ -288,16 +270,12 @@ def test_a_long_block_on_each_gpu_is_helped_by_a_fused_cross_entropy_and_by_shar
 
     def planned(settings, memory):
         recipe = load_recipe(path, [*long, *settings])
-        return plan_recipe(
-            recipe.model_copy(update={"stages": recipe.stages[1:]}), 8, memory
-        ).stages[0]
+        full = recipe.model_copy(update={"stages": recipe.stages[1:]})
+        return plan_recipe(full, 8, memory).stages[0]
 
     fused = "stages.full.fused_cross_entropy=true"
-    steps = [
-        [],
-        [fused],
-        [fused, "stages.full.context_parallel_size=2", "stages.full.gradient_accumulation_steps=2"],
-    ]
+    shared = ["stages.full.context_parallel_size=2", "stages.full.gradient_accumulation_steps=2"]
+    steps = [[], [fused], [fused, *shared]]
     peaks = [planned(settings, 1).memory.peak for settings in steps]
     for settings, more, less in zip(steps[1:], peaks, peaks[1:], strict=False):
         assert less < 0.7 * more
@@ -313,14 +291,8 @@ def test_a_long_block_on_each_gpu_is_helped_by_a_fused_cross_entropy_and_by_shar
         (["--gpu", "ABACUS"], "--gpu: got 'ABACUS', expected one of"),
         (["--mfu", "0"], "--mfu 0; expected"),
         (["--gpu-memory", "0"], "--gpu-memory 0"),
-        (
-            ["config.attention_dropout=7"],
-            "config: no CocaLlamaConfig model can be made of it: dropout probability",
-        ),
-        (
-            ["training.use_cpu=true"],
-            "stages.k: got use_cpu, but a plan is for GPUs; add training.use_cpu=false",
-        ),
+        (["config.attention_dropout=7"], "no CocaLlamaConfig model can be made of it: dropout pr"),
+        (["training.use_cpu=true"], "stages.k: got use_cpu, but a plan is for GPUs; add training"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(path, arguments, message):
@@ -336,14 +308,12 @@ def test_a_world_of_no_processes_is_refused(path):
 
 
 def test_the_command_prints_a_table_or_json(path):
-    table = CliRunner().invoke(
-        train_app, [str(path), "--plan", "--world-size", "2"], env={"COLUMNS": "200"}
-    )
+    arguments = [str(path), "--plan", "--world-size", "2"]
+    table = CliRunner().invoke(train_app, arguments, env={"COLUMNS": "200"})
     assert table.exit_code == 0, table.exception
     assert "2 x H100, 80 GB each, at MFU 0.4 of 989 TFLOPS" in table.stdout
-    result = CliRunner().invoke(
-        train_app, [str(path), "training.torch_compile=true", "--plan", "--json"]
-    )
+    arguments = [str(path), "training.torch_compile=true", "--plan", "--json"]
+    result = CliRunner().invoke(train_app, arguments)
     plan = json.loads(result.stdout)
     assert [stage["name"] for stage in plan["stages"]] == ["k", "full"]
     assert plan["stages"][0]["peak_bytes"] == sum(plan["stages"][0]["memory"]["at_peak"].values())

@@ -16,7 +16,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 import coca_hf
-from coca_hf.train import one_stage
+from coca_hf.train import stages
 from coca_hf.train.trainer import StageTrainer
 from tests.train.layouts import FSDP2, Run, succeed
 
@@ -31,7 +31,7 @@ SIZES = {
 
 def note_memory(directory):
     """Bytes of a process before and after it loads the model, and their peak up to step 1."""
-    load, step, facts = one_stage._load, StageTrainer.training_step, {}
+    load, step, facts = stages._load, StageTrainer.training_step, {}
 
     def load_and_note(*arguments):
         facts["before"] = psutil.Process().memory_info().rss
@@ -44,7 +44,7 @@ def note_memory(directory):
         (directory / f"{os.environ['RANK']}.json").write_text(json.dumps(facts))
         return step(*arguments)
 
-    one_stage._load, StageTrainer.training_step = load_and_note, note_and_step
+    stages._load, StageTrainer.training_step = load_and_note, note_and_step
 
 
 class Note:
@@ -56,7 +56,7 @@ class Note:
     def __call__(self):
         note_memory(self.directory)
         if self.all_load:
-            one_stage.weights_are_sent_here = lambda: False
+            stages.weights_are_sent_here = lambda: False
 
 
 @pytest.fixture(scope="module")

@@ -30,20 +30,8 @@ def hosts():
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"cannot make network namespaces: {error}")
     try:
-        ip(
-            "link",
-            "add",
-            "eth0",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "eth0",
-            "netns",
-            names[1],
-        )
+        one, other = (["eth0", "netns", name] for name in names)
+        ip("link", "add", *one, "type", "veth", "peer", "name", *other)
         for number, name in enumerate(names, 1):
             ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")

@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from coca_hf.train import one_stage, preflight, trainer
+from coca_hf.train import preflight, stages, trainer
 from coca_hf.train.processes import EXIT_STOPPED
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
@@ -112,7 +112,7 @@ def test_sigterm_ends_the_command_with_its_code_and_a_checkpoint(
 
 def signal_while_the_result_of_stage_k_is_written():
     """To one process only; a step would take longer than the test allows."""
-    complete = one_stage._complete
+    complete = stages._complete
 
     def signal_and_complete(stage, *rest):
         if os.environ["RANK"] == "1" and stage.name == "k":
@@ -120,7 +120,7 @@ def signal_while_the_result_of_stage_k_is_written():
             slow_steps(60)
         complete(stage, *rest)
 
-    one_stage._complete = signal_and_complete
+    stages._complete = signal_and_complete
 
 
 def test_a_signal_between_two_stages_stops_all_processes_before_the_next_one(
@@ -192,14 +192,14 @@ def die_in_a_checkpoint_of_rank_1():
 
 
 def die_while_the_result_is_written():
-    complete = one_stage._complete
+    complete = stages._complete
 
     def die_or_complete(*arguments):
         if os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
         complete(*arguments)
 
-    one_stage._complete = die_or_complete
+    stages._complete = die_or_complete
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ class Seen:
 
     def __init__(self):
         self.saved: list[torch.Size] = []
-        self.bytes = self.sdpa_calls = self.compiled = 0
+        self.bytes = self.sdpa_calls = 0
 
 
 @pytest.fixture
@@ -47,11 +47,8 @@ def run(recipe_path, tmp_path, monkeypatch):
         def step(self, *arguments):
             seen.saved.clear()
             seen.bytes = 0
-            with (
-                torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-                if hooks
-                else nullcontext()
-            ):
+            noting = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+            with noting if hooks else nullcontext():
                 return plain_step(self, *arguments)
 
         def sdpa(query, *arguments, **kwargs):
@@ -114,13 +111,12 @@ def test_a_fused_cross_entropy_never_holds_the_logits_of_all_tokens(run, monkeyp
     monkeypatch.setattr(objectives, "_CHUNK_TOKENS", 7)  # does not divide 80
     plain, before = run("plain", *options)
     ours, seen = run("ours", *options, "training.fused_cross_entropy=true")
-    assert any(
-        shape[-1:] == (VOCABULARY,) and shape.numel() == TOKENS * VOCABULARY
-        for shape in before.saved
+    plain_rows, our_rows = (
+        [shape.numel() // VOCABULARY for shape in run.saved if shape[-1:] == (VOCABULARY,)]
+        for run in (before, seen)
     )
-    assert not any(
-        shape[-1:] == (VOCABULARY,) and shape.numel() > 7 * VOCABULARY for shape in seen.saved
-    )
+    assert TOKENS in plain_rows
+    assert max(our_rows, default=0) <= 7
     assert_same(ours, plain, atol=1e-2 if "training.bf16=true" in options else 1e-5)
 
 
@@ -220,14 +216,8 @@ def test_several_processes_on_one_block_are_refused(recipe_path, tmp_path, monke
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            ["teacher=x", "stages.k.objective=distill"],
-            "stages.k: got fused_cross_entropy with objective distill, wh",
-        ),
-        (
-            [LOOKUPS, "stages.k.answer_weight=1"],
-            "stages.k: got fused_cross_entropy with answer_weight, which",
-        ),
+        (["teacher=x", "stages.k.objective=distill"], "got fused_cross_entropy with objective dis"),
+        ([LOOKUPS, "stages.k.answer_weight=1"], "got fused_cross_entropy with answer_weight, wh"),
         (["training.use_liger_kernel=true"], "give fused_cross_entropy: liger"),
     ],
 )

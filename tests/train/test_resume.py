@@ -118,7 +118,7 @@ def test_log_lines_of_steps_that_are_done_again_are_dropped(
     recipe_path, unbroken, tmp_path, monkeypatch
 ):
     out = tmp_path / "out"
-    monkeypatch.setattr("coca_hf.train.one_stage._complete", interrupt)
+    monkeypatch.setattr("coca_hf.train.stages._complete", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_recipe(load_recipe(recipe_path), out)
     monkeypatch.undo()
@@ -151,9 +151,7 @@ def test_a_disk_that_is_full_at_the_end_of_a_stage_keeps_its_last_checkpoint(
     recipe_path, unbroken, tmp_path, monkeypatch
 ):
     out = tmp_path / "out"
-    monkeypatch.setattr(
-        "coca_hf.train.one_stage.StageTrainer.save_model", save_result_on_a_full_disk
-    )
+    monkeypatch.setattr("coca_hf.train.stages.StageTrainer.save_model", save_result_on_a_full_disk)
     with pytest.raises(
         CocaError, match=r"1-k: cannot be written \(0.31 MB needed, \S+ GB free\): .*File too large"
     ):
