@@ -1,6 +1,4 @@
-"""Documents from where people keep them: text, JSON lines, parquet and arrow files, and data sets
-on the hub.
-"""
+"""Documents from text, JSON lines, parquet and arrow files, and data sets on the hub."""
 
 import glob
 import itertools

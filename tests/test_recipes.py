@@ -1,6 +1,4 @@
-"""Every recipe that is shipped: it loads, its models exist, its stages have something to train, its
-rates are right.
-"""
+"""Every shipped recipe loads, its models exist, its stages have parameters, its rates are right."""
 
 import os
 import re

@@ -1,6 +1,4 @@
-"""The training options that a recipe may set: most of transformers' TrainingArguments, and a few of
-our own.
-"""
+"""The training options that a recipe may set: most TrainingArguments, and a few of our own."""
 
 import dataclasses
 import functools

@@ -1,6 +1,4 @@
-"""A recipe that trains the tiny CoCA model in three stages, in about a second, and its unbroken
-run.
-"""
+"""A recipe that trains the tiny CoCA model in three stages, in a second, and its unbroken run."""
 
 import json
 import random

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from multiprocessing import get_context
-from pathlib import Path
 
 import pytest
 import torch
@@ -376,19 +375,6 @@ def test_a_run_prepares_the_blocks_of_its_last_stage_and_says_where_they_and_oth
     run_recipe(other, tmp_path / "other", stage="k")
     others = rf"{tmp_path / 'blocks'} also holds blocks of other recipes or data \(1 directories, 0\.0\d MB\)"
     assert re.search(others, capsys.readouterr().out)
-
-
-def test_a_run_makes_blocks_again_whose_state_is_damaged(
-    recipe_path, unbroken, tmp_path, monkeypatch
-):
-    monkeypatch.undo()
-    recipe = load_recipe(recipe_path, [f"data.prepared={tmp_path / 'blocks'}"])
-    run_recipe(recipe, tmp_path / "out", stage="k")
-    for state in Path(tmp_path / "blocks").glob("*/state.json"):
-        state.write_text("{")
-    run_recipe(recipe, tmp_path / "out", resume=True)
-    for stage in ("1-k", "3-full"):
-        assert logged(tmp_path / "out" / stage) == logged(unbroken / stage)
 
 
 def test_held_out_blocks_do_not_depend_on_how_many_blocks_are_prepared(corpus, tmp_path):

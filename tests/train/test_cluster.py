@@ -1,6 +1,4 @@
-"""The launch files of scripts/cluster: SLURM's with stand-ins (test_slurm.py has the real one),
-torchrun's for real.
-"""
+"""The launch files of scripts/cluster: SLURM's with stand-ins (see test_slurm.py), torchrun's."""
 
 import contextlib
 import json

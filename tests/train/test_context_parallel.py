@@ -24,7 +24,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import coca_hf
 from coca_hf import CocaError
 from coca_hf.train import context_parallel
-from coca_hf.train.blocks import DealtBlocks
 from coca_hf.train.context_parallel import check_model_for_context_parallel
 from coca_hf.train.data import Corpus
 from coca_hf.train.recipe import load_recipe
@@ -198,11 +197,6 @@ def test_the_parts_have_their_positions_in_the_block_and_the_labels_of_the_next_
                 places = part["position_ids"][row]
                 assert part["input_ids"][row] == [block[place] for place in places]
                 assert part["shift_labels"][row] == [[*block, -100][place + 1] for place in places]
-
-
-def test_every_group_is_dealt_every_so_many_batches():
-    dealt = [list(DealtBlocks(range(23), 3, 2, group, 3)) for group in range(3)]
-    assert dealt == [[3, 4, 9, 10, 15, 16, 21, 22], [5, 6, 11, 12, 17, 18], [7, 8, 13, 14, 19, 20]]
 
 
 def test_steps_count_groups_and_not_processes(recipes):

@@ -1,6 +1,4 @@
-"""Three stages on real text in two processes that shard the model (FSDP2 over gloo), against one
-process.
-"""
+"""Three stages on real text in two FSDP2 processes over gloo, against one process."""
 
 import functools
 import json
@@ -14,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from coca_hf import CocaError
 from coca_hf.train import stages
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
@@ -231,18 +228,6 @@ def test_one_process_resumes_what_two_saved(real_recipe, runs, tmp_path, capsys)
     run_recipe(load_recipe(real_recipe, ONE_STAGE[2:]), out, stage="k", resume=True)
     assert "continues after step 2" in capsys.readouterr().out
     assert_close(out / "1-k", runs / "one/1-k")
-
-
-def test_another_number_of_blocks_a_step_is_refused(real_recipe, runs, tmp_path):
-    out = shutil.copytree(runs / "interrupted", tmp_path / "out")
-    recipe = load_recipe(real_recipe, [*ONE_STAGE[2:], "training.gradient_accumulation_steps=1"])
-    del recipe.training["global_batch_size"]
-    kept = (out / "recipe.yaml").read_text()
-    (out / "recipe.yaml").write_text(kept.replace("  global_batch_size: 4\n", ""))
-    with pytest.raises(
-        CocaError, match=r"cannot --resume on other inputs: blocks_per_step\.k was 4, now 2"
-    ):
-        run_recipe(recipe, out, stage="k", resume=True)
 
 
 def test_a_changed_recipe_is_refused_in_every_process(real_recipe, runs, tmp_path):

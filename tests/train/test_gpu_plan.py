@@ -1,6 +1,4 @@
-"""A plan's memory against closed forms, and against a real run as torch's profiler and saved-tensor
-hooks see it.
-"""
+"""A plan's memory against closed forms, and against a real run as torch's profiler sees it."""
 
 import gc
 import json

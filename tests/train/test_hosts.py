@@ -1,6 +1,4 @@
-"""Two hosts with a link that can be cut: network namespaces of this machine, which the tests make
-and remove.
-"""
+"""Two hosts with a link that can be cut: network namespaces that the tests make and remove."""
 
 import os
 import subprocess

@@ -1,6 +1,4 @@
-"""Models on the hub, here as its cache has them: read at one commit, noted, with what goes along
-with their weights.
-"""
+"""Models on the hub, here in its cache: read at one commit, noted, with records and licence."""
 
 import json
 import shutil

@@ -1,6 +1,4 @@
-"""Blocks streamed from a data set on the hub, which a server on this machine stands in for, are
-those of its files.
-"""
+"""Blocks streamed from a data set on the hub, for which a local server stands in."""
 
 import json
 

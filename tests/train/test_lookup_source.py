@@ -1,6 +1,4 @@
-"""`{synthetic: lookups}` in a recipe: its share of the stream, the marks of its answers, and what
-they count.
-"""
+"""`{synthetic: lookups}` in a recipe: its share, the marks of its answers, what they count."""
 
 import pytest
 import torch

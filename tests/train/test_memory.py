@@ -1,8 +1,5 @@
-"""What a stage freezes takes no gradients, no optimizer state and no room in checkpoints: bytes of
-a real run.
-"""
+"""What a stage freezes takes no gradients, no optimizer state and no room in checkpoints."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
 from coca_hf.train.training_state import STATE, state_bytes
+from tests.train.results import record
 
 
 def bytes_of(trainer: StageTrainer) -> dict[str, int]:
@@ -33,9 +31,8 @@ def bytes_of(trainer: StageTrainer) -> dict[str, int]:
         "gradients": sum(map(_bytes, gradients)),
         "optimizer": sum(map(_bytes, states)),
         "saved": sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in saved),
-        "asked for": state_bytes(
-            trainer.model, trainer.optimizer
-        ),  # of the disk, before a checkpoint is written
+        # of the disk, before a checkpoint is written
+        "asked for": state_bytes(trainer.model, trainer.optimizer),
     }
 
 
@@ -69,9 +66,6 @@ def test_frozen_parameters_cost_neither_gradients_nor_optimizer_state(
     out = tmp_path / "out"
     run_recipe(load_recipe(recipe_path), out)
     for stage, of_stage in measured.items():
-        assert_as_trained(
-            of_stage,
-            json.loads((out / stage / "training.json").read_text())["parameters"]["trained"],
-        )
+        assert_as_trained(of_stage, record(out / stage)["parameters"]["trained"])
     share = {key: num_bytes / measured["3-full"][key] for key, num_bytes in measured["1-k"].items()}
     assert share == pytest.approx(dict.fromkeys(share, 1152 / 77040), rel=0.01)

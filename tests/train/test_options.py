@@ -1,6 +1,4 @@
-"""Options that say how a step is computed: what it computes stays the same, and what they are for
-is there.
-"""
+"""Options that say how a step is computed leave what it computes, and do what they are for."""
 
 import json
 from contextlib import nullcontext

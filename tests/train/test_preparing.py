@@ -1,6 +1,4 @@
-"""Two processes before their first stage: one prepares the blocks, and the other waits outside of
-collectives.
-"""
+"""Two processes before their first stage: one prepares the blocks, and the other waits."""
 
 import json
 import os
@@ -146,12 +144,3 @@ def test_when_one_process_is_killed_the_other_does_not_wait_for_ever(
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     succeed(tmp_path, [Run([*arguments, "--resume"], DDP)])
     assert logged(tmp_path / "out/1-k") == pytest.approx(logged(real_unbroken / "1-k"), abs=1e-4)
-
-
-def test_two_runs_that_need_the_same_blocks_prepare_them_once(arguments, tmp_path):
-    first = launch(tmp_path, [Run(arguments, hook=slowly)], processes=1)
-    wait_until_it_prepares(first, tmp_path)
-    second = launch(tmp_path, [Run([*arguments[:-1], tmp_path / "other"])], processes=1)
-    assert first.wait() == second.wait() == 0, second.output.read_text()
-    assert "another process is preparing these blocks; waiting for it" in second.output.read_text()
-    assert logged(tmp_path / "out/1-k") == logged(tmp_path / "other/1-k")

@@ -1,6 +1,4 @@
-"""The same recipe on two processes (DDP over gloo) and on one; and by `accelerate launch`, as
-people start it.
-"""
+"""The same recipe on two processes (DDP over gloo), on one, and by `accelerate launch`."""
 
 import inspect
 import os

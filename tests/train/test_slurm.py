@@ -1,6 +1,4 @@
-"""scripts/cluster/slurm.sh under a SLURM of its own: two nodes, both on this machine, with a task
-each.
-"""
+"""scripts/cluster/slurm.sh under a SLURM of its own: two nodes on this machine, a task each."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""Where the first stage starts, with the recipe's `config` over the model's own, or from scratch;
-and adapters.
-"""
+"""Where the first stage starts: the recipe's `config` over the model's, or scratch; adapters."""
 
 import json
 import shutil
