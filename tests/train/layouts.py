@@ -96,6 +96,10 @@ class Launch:
         )
         return self.process.exitcode
 
+    def printed(self) -> str:
+        """What they wrote, as one line."""
+        return " ".join(self.output.read_text().split())
+
     def ranks(self) -> list[int]:
         """Process ids of the ranks, in order; [] before they are there."""
         try:

@@ -238,5 +238,5 @@ def test_a_changed_recipe_is_refused_in_every_process(real_recipe, runs, tmp_pat
     arguments = [real_recipe, *ONE_STAGE, "--out", runs / "one", *faster]
     launched = launch(tmp_path, [Run(arguments, FSDP2)])
     assert launched.wait() != 0
-    printed = " ".join(launched.output.read_text().split())
+    printed = launched.printed()
     assert printed.count("training.learning_rate was 0.001, now 0.002") == 2

