@@ -109,17 +109,15 @@ def test_equal_file_names_become_paths_and_others_stay(tmp_path):
 def test_a_row_of_parquet_that_is_not_utf_8_is_named(tmp_path):
     bad = pyarrow.array([b"one", b"two", b"\xff\xfe"]).view(pyarrow.string())
     parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "a.parquet")
-    with pytest.raises(
-        CocaError, match=r"a\.parquet: row 2: cannot be read as \.parquet \(UnicodeDecodeError: "
-    ):
+    message = r"a\.parquet: row 2: cannot be read as \.parquet \(UnicodeDecodeError: "
+    with pytest.raises(CocaError, match=message):
         list(read_documents(str(tmp_path / "a.parquet")))
 
 
 def test_half_a_surrogate_pair_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "caf\\u00e9"}\n{"text": "ab\\ud800c"}\n')
-    with pytest.raises(
-        CocaError, match=r"a\.jsonl:1: got half of a surrogate pair at character 2, expected text"
-    ):
+    message = r"a\.jsonl:1: got half of a surrogate pair at character 2, expected text"
+    with pytest.raises(CocaError, match=message):
         list(read_documents(str(tmp_path / "a.jsonl")))
 
 
@@ -134,9 +132,8 @@ def test_rows_without_text_are_left_out_where_that_is_asked_for(tmp_path):
 @pytest.mark.parametrize("name", FILES)
 def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path, name):
     write(tmp_path / name, ROWS)
-    with pytest.raises(
-        CocaError, match=rf"{name}: got columns .*text.*, expected a column 'content'"
-    ):
+    message = rf"{name}: got columns .*text.*, expected a column 'content'"
+    with pytest.raises(CocaError, match=message):
         list(read_documents(str(tmp_path / name), column="content"))
 
 
@@ -201,9 +198,8 @@ def test_zstandard_without_its_package_says_what_to_install(tmp_path):
     if "zstd" in available_compressions():
         pytest.skip("zstandard is installed")
     (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
-    with pytest.raises(
-        CocaError, match=r"a\.jsonl\.zst: \.zst needs a decompressor: pip install zstandard"
-    ):
+    message = r"a\.jsonl\.zst: \.zst needs a decompressor: pip install zstandard"
+    with pytest.raises(CocaError, match=message):
         list(read_documents(str(tmp_path / "a.jsonl.zst")))
 
 

@@ -231,15 +231,8 @@ class Corpus:
 
             order = enumerate(itertools.islice(self._order(sources, rows), num_blocks))
             # None: no bar where there is no terminal
-            hidden = None if PartialState().is_main_process else True
-            progress = tqdm(
-                order,
-                "preparing blocks",
-                num_blocks,
-                leave=False,
-                dynamic_ncols=True,
-                disable=hidden,
-            )
+            bar = {"leave": False, "disable": None if PartialState().is_main_process else True}
+            progress = tqdm(order, "preparing blocks", num_blocks, dynamic_ncols=True, **bar)
             try:
                 for number, row in progress:
                     self._check_stop()

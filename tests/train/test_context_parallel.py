@@ -206,10 +206,8 @@ def test_steps_count_groups_and_not_processes(recipes):
     assert recipe.blocks_per_step(stage, 32) == 8 * 2
     assert recipe.num_blocks(32) == 2 * 8 * 2
     assert recipe.accumulation(stage, 32) == 1
-    with pytest.raises(
-        CocaError,
-        match=r"stages\.k: got context_parallel_size 4 on 6 processes, expected a divisor",
-    ):
+    message = r"stages\.k: got context_parallel_size 4 on 6 processes, expected a divisor"
+    with pytest.raises(CocaError, match=message):
         recipe.num_blocks(6)
 
 
@@ -254,9 +252,8 @@ def test_a_model_that_cannot_be_cut_is_refused(reason):
     options, config = MODELS[reason]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **options)
-    with pytest.raises(
-        CocaError, match=f"stages.k: context_parallel_size cannot be used with .*{reason}"
-    ):
+    message = f"stages.k: context_parallel_size cannot be used with .*{reason}"
+    with pytest.raises(CocaError, match=message):
         check_model_for_context_parallel(model, "stages.k")
 
 

@@ -152,9 +152,8 @@ def test_a_source_without_a_whole_block_is_named(words, corpus, tmp_path, method
 
 def test_a_split_of_local_files_is_refused(digits, corpus):
     source = digits.model_copy(update={"split": "test", "subset": "big"})
-    with pytest.raises(
-        CocaError, match=r"digits\.jsonl: got split, subset, which only data sets on the hub have"
-    ):
+    message = r"digits\.jsonl: got split, subset, which only data sets on the hub have"
+    with pytest.raises(CocaError, match=message):
         corpus(source).check()
 
 

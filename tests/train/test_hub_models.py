@@ -70,10 +70,8 @@ def test_a_branch_that_moves_does_not_change_a_run_that_resumes(hub, recipe_path
 def test_a_revision_that_is_not_there_is_one_line(hub, recipe_path, tmp_path):
     for key in ("model", "teacher"):
         recipe = load_recipe(recipe_path, [f"{key}=somebody/coca@v3"])
-        with pytest.raises(
-            CocaError,
-            match="somebody/coca@v3: cannot be loaded, expected a model directory or hub id",
-        ):
+        message = "somebody/coca@v3: cannot be loaded, expected a model directory or hub id"
+        with pytest.raises(CocaError, match=message):
             run_recipe(recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -88,8 +86,6 @@ def test_a_teacher_that_changed_is_refused(recipe_path, tiny_llama_dir, tmp_path
     else:
         config = json.loads((teacher / "config.json").read_text())
         (teacher / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
-    with pytest.raises(
-        CocaError,
-        match=r"cannot --resume on other inputs: teacher\.(model\.safetensors|config\.json) was",
-    ):
+    message = r"cannot --resume on other inputs: teacher\.(model\.safetensors|config\.json) was"
+    with pytest.raises(CocaError, match=message):
         run_recipe(recipe, tmp_path / "out", resume=True)

@@ -100,10 +100,8 @@ def test_a_hub_that_does_not_answer_at_the_begin_is_one_line_and_nothing_is_writ
     hub, recipe_of, tmp_path
 ):
     hub.commits.clear()
-    with pytest.raises(
-        CocaError,
-        match="somebody/lines: no such file here, and not readable as a data set on the hub",
-    ):
+    message = "somebody/lines: no such file here, and not readable as a data set on the hub"
+    with pytest.raises(CocaError, match=message):
         run_recipe(recipe_of(REPO), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -98,9 +98,8 @@ def test_a_tokenizer_that_does_not_know_places_is_refused():
     class Slow:
         is_fast = False
 
-    with pytest.raises(
-        CocaError, match=r"synthetic lookups: got Slow, expected a tokenizer with tokenizer\.json"
-    ):
+    message = r"synthetic lookups: got Slow, expected a tokenizer with tokenizer\.json"
+    with pytest.raises(CocaError, match=message):
         Lookups(Slow())
 
 

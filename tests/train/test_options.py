@@ -204,9 +204,8 @@ def test_what_is_not_there_is_refused_before_anything_is_written(recipe_path, tm
 @pytest.mark.parametrize("kind", ["CP", "SP", "TP"])
 def test_several_processes_on_one_block_are_refused(recipe_path, tmp_path, monkeypatch, kind):
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{kind}_SIZE", "2")  # as `accelerate launch` does
-    with pytest.raises(
-        CocaError, match=f"parallelism_config_{kind.lower()}_size: got 2, expected 1"
-    ):
+    message = f"parallelism_config_{kind.lower()}_size: got 2, expected 1"
+    with pytest.raises(CocaError, match=message):
         run_recipe(load_recipe(recipe_path), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

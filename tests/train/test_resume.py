@@ -150,9 +150,8 @@ def test_a_disk_that_is_full_at_the_end_of_a_stage_keeps_its_last_checkpoint(
 ):
     out = tmp_path / "out"
     monkeypatch.setattr("coca_hf.train.stages.StageTrainer.save_model", save_result_on_a_full_disk)
-    with pytest.raises(
-        CocaError, match=r"1-k: cannot be written \(0.31 MB needed, \S+ GB free\): .*File too large"
-    ):
+    message = r"1-k: cannot be written \(0.31 MB needed, \S+ GB free\): .*File too large"
+    with pytest.raises(CocaError, match=message):
         run_recipe(load_recipe(recipe_path), out)
     monkeypatch.undo()
     assert last_checkpoint(out / "1-k/trainer").name == "checkpoint-3"
@@ -169,9 +168,8 @@ def test_a_logger_that_finds_the_disk_full_is_one_line_and_the_run_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr("transformers.integrations.TensorBoardCallback.on_log", full)
-        with pytest.raises(
-            CocaError, match=r"1-k: \[Errno 28\] No space left on device; what was saved before is"
-        ):
+        message = r"1-k: \[Errno 28\] No space left on device; what was saved before is"
+        with pytest.raises(CocaError, match=message):
             run_recipe(
                 load_recipe(recipe_path, ["training.report_to=tensorboard"]), tmp_path / "out"
             )
@@ -412,9 +410,8 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_taken(
     damage(out / "1-k/trainer/checkpoint-4" / file)
     (out / "1-k/trainer/checkpoint-mine").mkdir()
     recipe = load_recipe(interrupted / "recipe.yaml")
-    with pytest.raises(
-        CocaError, match=r"checkpoint-4: cannot be read \(.*delete it: --resume then goes on"
-    ):
+    message = r"checkpoint-4: cannot be read \(.*delete it: --resume then goes on"
+    with pytest.raises(CocaError, match=message):
         run_recipe(recipe, out, stage="k", resume=True)
     shutil.rmtree(out / "1-k/trainer/checkpoint-4")
     run_recipe(recipe, out, stage="k", resume=True)

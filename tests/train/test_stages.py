@@ -226,9 +226,8 @@ def test_a_model_that_lacks_weights_is_refused(recipe_path, tiny_coca_dir, tmp_p
         if "layers.1.self_attn.t_proj" not in name
     }
     save_file(kept, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        CocaError, match=r"missing keys: model\.layers\.1\.self_attn\.t_proj\.weight"
-    ):
+    message = r"missing keys: model\.layers\.1\.self_attn\.t_proj\.weight"
+    with pytest.raises(CocaError, match=message):
         run_recipe(load_recipe(recipe_path, [f"model={broken}"]), tmp_path / "out")
 
 
@@ -259,14 +258,11 @@ def test_a_changed_recipe_is_refused_with_what_changed(recipe_path, unbroken):
 
 
 def test_a_stage_without_its_predecessor_is_refused(recipe_path, tmp_path):
-    with pytest.raises(
-        CocaError,
-        match=r"--stage full: starts from .*2-qkv, which is not complete; run --stage qkv",
-    ):
+    message = r"--stage full: starts from .*2-qkv, which is not complete; run --stage qkv"
+    with pytest.raises(CocaError, match=message):
         run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="full")
-    with pytest.raises(
-        CocaError, match="--stage: got 'qvk', expected one of k, qkv, full; nearest: qkv"
-    ):
+    message = "--stage: got 'qvk', expected one of k, qkv, full; nearest: qkv"
+    with pytest.raises(CocaError, match=message):
         run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="qvk")
     assert not (tmp_path / "out").exists()
 
@@ -368,8 +364,6 @@ def test_a_step_of_other_blocks_than_the_recipes_file_says_is_announced_before_i
 
 def test_an_accumulation_that_contradicts_the_global_batch_is_refused(recipe_path, tmp_path):
     both = ["training.global_batch_size=8", "training.gradient_accumulation_steps=4"]
-    with pytest.raises(
-        CocaError,
-        match="got global_batch_size 8 and gradient_accumulation_steps 4, expected 2 on 1",
-    ):
+    message = "got global_batch_size 8 and gradient_accumulation_steps 4, expected 2 on 1"
+    with pytest.raises(CocaError, match=message):
         run_recipe(load_recipe(recipe_path, both), tmp_path / "out")

@@ -126,10 +126,8 @@ def test_a_tokenizer_of_another_model_is_refused_and_tokens_that_were_added_are_
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.add_tokens(["[PAD]"], special_tokens=True)
     check_tokenizer(tokenizer, LlamaConfig(vocab_size=259))
-    with pytest.raises(
-        CocaError,
-        match="a tokenizer with a token 258, expected one below the model's vocab_size, 99",
-    ):
+    message = "a tokenizer with a token 258, expected one below the model's vocab_size, 99"
+    with pytest.raises(CocaError, match=message):
         check_tokenizer(tokenizer, LlamaConfig(vocab_size=99))
 
 
@@ -141,10 +139,8 @@ def test_a_model_beside_an_adapter_is_refused_before_anything_is_written(
     recipe_tree[key] = str(shutil.copytree(recipe_tree[key], tmp_path / key))
     (tmp_path / key / "adapter_config.json").write_text("{}")
     recipe = load_recipe(write_recipe(tmp_path / "r.yaml", recipe_tree))
-    with pytest.raises(
-        CocaError,
-        match=rf"/{key}: got adapter_config.json, .* merge the adapter \(merge_and_unload",
-    ):
+    message = rf"/{key}: got adapter_config.json, .* merge the adapter \(merge_and_unload"
+    with pytest.raises(CocaError, match=message):
         run_recipe(recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -223,9 +219,8 @@ def test_every_family_passes_the_look_at_its_shapes(recipe_path, tmp_path, famil
 
 
 def test_a_checkpoint_keeps_the_head_that_it_has(recipe_path):
-    with pytest.raises(
-        CocaError, match=r"config\.tie_word_embeddings: got True, expected False, as"
-    ):
+    message = r"config\.tie_word_embeddings: got True, expected False, as"
+    with pytest.raises(CocaError, match=message):
         start_config(load_recipe(recipe_path, ["config.tie_word_embeddings=true"]))
 
 
@@ -280,9 +275,8 @@ def test_a_stage_of_adapters_resumes_to_the_same_bits(lora_path, tmp_path, monke
 
 
 def test_adapters_need_a_linear_layer(lora_path):
-    with pytest.raises(
-        CocaError, match=r"stages\.qkv: none of \['embed_tokens'\] is a linear layer"
-    ):
+    message = r"stages\.qkv: none of \['embed_tokens'\] is a linear layer"
+    with pytest.raises(CocaError, match=message):
         check_model(load_recipe(lora_path, ["stages.qkv.train=[embed_tokens]"]))
 
 
