@@ -32,12 +32,11 @@ from tests.conftest import TINY
 from tests.train.layouts import Interrupted, interrupt_in_step
 from tests.train.results import assert_same_weights, changed, logged, record, weights
 
-WIDE = {
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "intermediate_size": 80,
-}
+WIDE = {"hidden_size": 48, "intermediate_size": 80}
+WIDE |= {"num_hidden_layers": 2, "num_attention_heads": 6}
+
+
+ALL = ["stages.k.train=all", "stages.qkv.train=all"]
 
 
 def write_recipe(path, tree: dict):
@@ -51,9 +50,8 @@ def test_overrides_of_the_config_are_trained_with_and_kept_in_the_result(
 ):
     recipe_tree["model"] = str(request.getfixturevalue(kind))
     recipe_tree["stages"] = recipe_tree["stages"][2:]
-    plain = run_recipe(
-        load_recipe(write_recipe(tmp_path / "r.yaml", recipe_tree)), tmp_path / "plain"
-    )
+    path = write_recipe(tmp_path / "r.yaml", recipe_tree)
+    plain = run_recipe(load_recipe(path), tmp_path / "plain")
     override = (
         "config={max_position_embeddings: 256, rope_parameters: {rope_type: linear, factor: 4.0}}"
     )
@@ -71,10 +69,8 @@ def test_overrides_of_the_config_are_trained_with_and_kept_in_the_result(
 def scratch_path(recipe_tree, tiny_coca_dir, tmp_path):
     del recipe_tree["model"]
     sizes = {name: size for name, size in TINY.items() if name != "rms_norm_eps"}
-    recipe_tree |= {
-        "tokenizer": str(tiny_coca_dir),
-        "config": {"model_type": "coca_llama", **sizes},
-    }
+    config = {"model_type": "coca_llama", **sizes}
+    recipe_tree |= {"tokenizer": str(tiny_coca_dir), "config": config}
     return write_recipe(tmp_path / "r.yaml", recipe_tree)
 
 
@@ -181,17 +177,10 @@ def test_every_model_that_trains_passes_the_look_at_its_shapes(
 ):
     rope = {"rope_type": rope_type, "factor": 4.0}
     if rope_type == "longrope":
-        rope |= {
-            "short_factor": [1.0] * 4,
-            "long_factor": [2.0] * 4,
-            "original_max_position_embeddings": 64,
-        }
-    settings = [
-        f"model={request.getfixturevalue(kind)}",
-        f"config.rope_parameters={rope}",
-        "stages.k.train=all",
-    ]
-    check_model(load_recipe(recipe_path, [*settings, "stages.qkv.train=all"]))
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+        rope["original_max_position_embeddings"] = 64
+    settings = [f"model={request.getfixturevalue(kind)}", f"config.rope_parameters={rope}"]
+    check_model(load_recipe(recipe_path, [*settings, *ALL]))
 
 
 FAMILIES = {
@@ -211,11 +200,7 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_passes_the_look_at_its_shapes(recipe_path, tmp_path, family):
     FAMILIES[family].save_pretrained(tmp_path)
-    check_model(
-        load_recipe(
-            recipe_path, [f"model={tmp_path}", *(f"stages.{k}.train=all" for k in ("k", "qkv"))]
-        )
-    )
+    check_model(load_recipe(recipe_path, [f"model={tmp_path}", *ALL]))
 
 
 def test_a_checkpoint_keeps_the_head_that_it_has(recipe_path):
