@@ -22,16 +22,9 @@ from coca_hf.models.attention import layer_types
 PEAK_FLOPS = {
     **{"B200": 2250e12, "H200 NVL": 836e12, "H200": 989e12, "GH200": 989e12, "H100 NVL": 835e12},
     **{"H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12, "H20": 148e12},
-    **{
-        "A100": 312e12,
-        "A800": 312e12,
-        "A40": 149.7e12,
-        "A30": 165e12,
-        "A10G": 70e12,
-        "A10": 125e12,
-    },
-    **{"L40S": 362e12, "L40": 181e12, "L4": 121e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12},
-    **{"MI325X": 1307.4e12, "MI300X": 1307.4e12},
+    **{"A100": 312e12, "A800": 312e12, "A40": 149.7e12, "A30": 165e12, "A10G": 70e12},
+    **{"A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12},
+    **{"RTX 4090": 165.2e12, "RTX 3090": 71e12, "MI325X": 1307.4e12, "MI300X": 1307.4e12},
 }
 
 # What follows what inside a decoder layer, by the names of all families; a name that is not here

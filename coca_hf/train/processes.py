@@ -144,10 +144,8 @@ def losing_processes() -> Iterator[None]:
             raise
         what = "another process of this run has ended, see its own message"
         if SILENT in str(error):
-            what = (
-                "no answer from another process for training.ddp_timeout seconds: its machine is "
-                "gone, or the network between"
-            )
+            what = "no answer from another process for training.ddp_timeout seconds"
+            what += ": its machine is gone, or the network between"
         raise CocaError(f"{what}; continue with --resume") from error
 
 

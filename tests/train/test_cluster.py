@@ -47,11 +47,8 @@ def stand_ins(tmp_path) -> Path:
         f'case $1 in show) echo first; echo second;; *) echo "$@" >> {tmp_path}/scontrol.log;; esac'
     )
     command(bin_dir, "scontrol", scontrol)
-    command(
-        bin_dir,
-        "accelerate",
-        "echo ACCELERATE_MIXED_PRECISION=no; echo FSDP_VERSION=2; echo RANK=9",
-    )
+    layout = "echo ACCELERATE_MIXED_PRECISION=no; echo FSDP_VERSION=2; echo RANK=9"
+    command(bin_dir, "accelerate", layout)
     command(bin_dir, "squeue", "echo $STATE")
     python = "kill -TERM $$; kill -USR1 $$\n"
     python += f'echo "$RANK/$WORLD_SIZE $LOCAL_RANK $MASTER_ADDR $FSDP_VERSION $*" >> {tmp_path}/python.log\nexit $CODE'
@@ -107,18 +104,9 @@ def test_slurm_waits_for_its_tasks_where_the_signal_reaches_the_script(stand_ins
 
 
 def test_slurm_is_asked_for_the_signal_ahead_of_the_limit_and_for_the_layouts_processes():
-    options = [
-        line.split()[1]
-        for line in (CLUSTER / "slurm.sh").read_text().splitlines()
-        if line.startswith("#SBATCH")
-    ]
-    assert {
-        "--nodes=4",
-        "--ntasks-per-node=8",
-        "--gpus-per-node=8",
-        "--signal=USR1@600",
-        "--requeue",
-    } <= set(options)
+    options = re.findall(r"^#SBATCH (\S+)", (CLUSTER / "slurm.sh").read_text(), re.MULTILINE)
+    size = {"--nodes=4", "--ntasks-per-node=8", "--gpus-per-node=8"}
+    assert {*size, "--signal=USR1@600", "--requeue"} <= set(options)
 
 
 @pytest.mark.parametrize("script", sorted(CLUSTER.glob("*.sh")), ids=lambda path: path.name)
@@ -135,13 +123,8 @@ def test_a_layout_of_gpus_tells_processes_what_those_of_the_tests_are_told(layou
         f"unset ${{!FSDP*}}; . scripts/cluster/layout.sh recipes/accelerate/{layout}.yaml && env"
     )
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    result = subprocess.run(
-        ["bash", "-ec", command],
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
+    kwargs = {"env": {**os.environ, "PATH": path}, "capture_output": True, "text": True}
+    result = subprocess.run(["bash", "-ec", command], cwd=ROOT, **kwargs)
     told = dict(line.partition("=")[::2] for line in result.stdout.splitlines())
     assert FSDP2.items() <= told.items(), result.stderr
 

@@ -38,15 +38,9 @@ SEQ_LEN = 72  # beyond the trained 64, so that dynamic NTK turns by other angles
 SHARED = "training.context_parallel_size=2"
 FRUGAL = ["training.fused_cross_entropy=true", "training.gradient_checkpointing=true"]
 KINDS = {
-    "slack": (
-        coca_hf.CocaLlamaConfig,
-        {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
-    ),
-    "strict": (
-        coca_hf.CocaLlamaConfig,
-        {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
-    ),
-    "llama": (LlamaConfig, {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}),
+    "slack": (coca_hf.CocaLlamaConfig, "dynamic"),
+    "strict": (coca_hf.CocaLlamaConfig, "linear"),
+    "llama": (LlamaConfig, "linear"),
 }
 
 
@@ -60,8 +54,9 @@ def recipes(tiny_tokenizer, real_recipe, tmp_path_factory):
         1e-4  # or Adam makes a step of the rounding of a gradient that is nearly zero
     )
     tree["stages"] = [{"name": "k", "train": "all", "max_steps": 2}]
-    for kind, (config, rope) in KINDS.items():
+    for kind, (config, rope_type) in KINDS.items():
         torch.manual_seed(1)
+        rope = {"rope_type": rope_type, "factor": 4.0, "rope_theta": 10000.0}
         own = {"coca_constraint": kind} if kind in ("slack", "strict") else {}
         sizes = {**TINY, "initializer_range": 0.3, "vocab_size": len(tiny_tokenizer)}
         AutoModelForCausalLM.from_config(
@@ -131,14 +126,11 @@ def runs(recipes, tmp_path_factory):
     directory = tmp_path_factory.mktemp("shared")
     watch = functools.partial(on_a_cpu, str(directory / "dealt"))
     hooks, options = {"slack": watch}, {"strict": FRUGAL}
-    runs = [
-        Run(
-            [recipes / f"{kind}.yaml", "--out", directory / kind, SHARED, *options.get(kind, [])],
-            FSDP2,
-            hooks.get(kind, on_a_cpu),
-        )
-        for kind in [*KINDS, "lora"]
-    ]
+    runs = []
+    for kind in [*KINDS, "lora"]:
+        arguments = [recipes / f"{kind}.yaml", "--out", directory / kind, SHARED]
+        arguments += options.get(kind, [])
+        runs.append(Run(arguments, FSDP2, hooks.get(kind, on_a_cpu)))
     succeed(directory, runs)
     return directory
 
@@ -164,10 +156,8 @@ def test_two_processes_that_share_blocks_train_as_one_that_has_them_whole(
 @pytest.mark.real
 def test_two_processes_that_share_blocks_resume_to_the_same_bits(recipes, runs, tmp_path):
     arguments = [recipes / "slack.yaml", "--out", tmp_path / "out", SHARED, "stages.k.save_steps=1"]
-    interrupted, resumed = (
-        Run(arguments, FSDP2, interrupted_on_a_cpu),
-        Run([*arguments, "--resume"], FSDP2, on_a_cpu),
-    )
+    interrupted = Run(arguments, FSDP2, interrupted_on_a_cpu)
+    resumed = Run([*arguments, "--resume"], FSDP2, on_a_cpu)
     assert "continues after step 1" in succeed(tmp_path, [interrupted, resumed])
     ours, theirs = tmp_path / "out/1-k", runs / "slack/1-k"
     for key in ("step", "loss", "grad_norm", "tokens_seen"):
@@ -182,10 +172,8 @@ def test_the_parts_have_their_positions_in_the_block_and_the_labels_of_the_next_
     recipe = load_recipe(recipes / "slack.yaml")
     tokenizer = AutoTokenizer.from_pretrained(recipe.model)
     stream = iter(tokens_of(Corpus(recipe.data, tokenizer).blocks()))
-    dealt = [
-        [json.loads(line) for line in (runs / f"dealt-{rank}.jsonl").read_text().splitlines()]
-        for rank in (0, 1)
-    ]
+    files = [(runs / f"dealt-{rank}.jsonl").read_text().splitlines() for rank in (0, 1)]
+    dealt = [list(map(json.loads, lines)) for lines in files]
     assert len(dealt[0]) == len(dealt[1]) == 2 * 2  # steps, batches of 2 blocks
     for parts in zip(*dealt, strict=True):
         for row in range(2):
@@ -229,21 +217,14 @@ def test_what_cannot_be_cut_is_refused_by_the_recipe(recipes, settings):
         load_recipe(recipes / "slack.yaml", [SHARED, *given])
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 MODELS = {
     "attention without SDPA": ({"attn_implementation": "eager"}, coca_hf.CocaLlamaConfig(**TINY)),
     "sliding windows": ({}, MistralConfig(**TINY, sliding_window=8)),
     "positions in its mask": ({}, coca_hf.AlibiLlamaConfig(**TINY)),
-    "does not find by the name self_attn": (
-        {},
-        GPTNeoXConfig(num_hidden_layers=2),
-    ),
+    "does not find by the name self_attn": ({}, GPTNeoXConfig(num_hidden_layers=2)),
     "attention with dropout": ({}, coca_hf.CocaLlamaConfig(**TINY, attention_dropout=0.1)),
-    "rope_type dynamic of transformers' own": (
-        {},
-        LlamaConfig(
-            **TINY, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-        ),
-    ),
+    "rope_type dynamic of transformers' own": ({}, LlamaConfig(**TINY, rope_parameters=DYNAMIC)),
 }
 
 

@@ -60,13 +60,9 @@ def watch():
         for module in trainer.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # what the last forward gathered
-        facts = {
-            "sharded": sorted(
-                {type(m).__name__ for m in trainer.model.modules() if isinstance(m, FSDPModule)}
-            ),
-            "all_dtensors": all(isinstance(p, DTensor) for p in trainer.model.parameters()),
-            "bytes": taken,
-        }
+        modules = [m for m in trainer.model.modules() if isinstance(m, FSDPModule)]
+        facts = {"sharded": sorted({type(module).__name__ for module in modules}), "bytes": taken}
+        facts["all_dtensors"] = all(isinstance(p, DTensor) for p in trainer.model.parameters())
         with torch.no_grad():
             logits = trainer.model_wrapped.eval()(input_ids=torch.arange(3, 40)[None]).logits
         facts["logits"] = logits.double().sum().item()

@@ -21,12 +21,8 @@ from coca_hf.train.trainer import StageTrainer
 from tests.train.layouts import FSDP2, Run, succeed
 
 pytestmark = pytest.mark.real
-SIZES = {
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-}
+SIZES = {"hidden_size": 1024, "intermediate_size": 2816}
+SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 8}
 
 
 def note_memory(directory):

@@ -32,10 +32,8 @@ def hub(texts, tmp_path, monkeypatch):
     """The rows of `digits.jsonl` in two parquet files: in `server.local`, and on the stand-in."""
     rows = [json.loads(line)["code"] for line in (texts / "digits.jsonl").read_text().splitlines()]
     (tmp_path / "files").mkdir()
-    files = {
-        name: as_parquet(part, tmp_path / "files" / name)
-        for name, part in zip(FILES, (rows[:4], rows[4:]), strict=True)
-    }
+    parts = zip(FILES, (rows[:4], rows[4:]), strict=True)
+    files = {name: as_parquet(part, tmp_path / "files" / name) for name, part in parts}
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # between tries
     with serving_data_set(REPO, files, tmp_path, monkeypatch) as server:
         server.local = tmp_path / "files"

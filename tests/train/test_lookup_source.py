@@ -142,11 +142,8 @@ def lookups_recipe(recipe_path, *settings):
 def test_a_stage_adds_the_loss_on_answers_and_logs_it(
     recipe_path, tiny_llama_dir, tmp_path, positions
 ):
-    settings = [
-        f"teacher={tiny_llama_dir}",
-        "stages.k.answer_weight=3",
-        "stages.full.answer_weight=2",
-    ]
+    counted = ["stages.k.answer_weight=3", "stages.full.answer_weight=2"]
+    settings = [f"teacher={tiny_llama_dir}", *counted]
     mixed = "stages.full.objective={lm: 0.5, distill: 0.25}"
     run_recipe(lookups_recipe(recipe_path, *settings, mixed, *positions), tmp_path / "out")
     for line in log_lines(tmp_path / "out/1-k"):
@@ -174,31 +171,23 @@ def test_left_out_positions_are_no_borders_of_documents(tiny_coca_dir, tiny_llam
     given = {name: block[name][None] for name in ("input_ids", "position_ids", "attention_mask")}
     changed = {**given, "input_ids": given["input_ids"].clone()}
     changed["input_ids"][0, 0] += 1
+    without_mask = {"attention_mask": None}
     for directory in (tiny_coca_dir, tiny_llama_dir):
-        given, changed = (
-            {**inputs, "attention_mask": block["attention_mask"][None]}
-            for inputs in (given, changed)
-        )
         model = load_model(str(directory))
-        with torch.no_grad():
-            ours, theirs = (
-                model(**inputs, use_cache=False).logits[0, -1] for inputs in (given, changed)
-            )
-            assert not torch.equal(ours, theirs)
-            del given["attention_mask"], changed["attention_mask"]
-            ours, theirs = (
-                model(**inputs, use_cache=False).logits[0, -1] for inputs in (given, changed)
-            )
-            assert torch.equal(ours, theirs), "a mask is what says so"
+
+        @torch.no_grad()
+        def last(inputs, model=model):
+            return model(**inputs, use_cache=False).logits[0, -1]
+
+        assert not torch.equal(last(given), last(changed))
+        ours, theirs = last(given | without_mask), last(changed | without_mask)
+        assert torch.equal(ours, theirs), "a mask is what says so"
 
 
 @pytest.mark.real
 def test_two_processes_have_the_losses_of_one(recipe_path, tmp_path):
-    settings = [
-        "stages.k.answer_weight=3",
-        "data.skip_positions=333",
-        "training.global_batch_size=4",
-    ]
+    settings = ["data.skip_positions=333", "training.global_batch_size=4"]
+    settings.append("stages.k.answer_weight=3")
     one, two = ([*settings, f"training.per_device_train_batch_size={batch}"] for batch in (4, 2))
     recipe = lookups_recipe(recipe_path, *one)
     run_recipe(recipe, tmp_path / "one", stage="k")
