@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coca_hf import tokens
-from coca_hf.train import source_files
+from coca_hf.train import processes, source_files
 from coca_hf.train.data import Corpus
 from coca_hf.train.processes import EXIT_STOPPED
 from tests.train.layouts import DDP, Run, launch, succeed
@@ -29,6 +29,7 @@ def slowly(seconds: float = 0.1):
     """A document at a time."""
     plain = tokens.Encoder.__call__
     tokens.PIECE_CHARACTERS = 700
+    processes.FAREWELL_SECONDS = 2.0  # for one that was killed and cannot be told
 
     def encode(*arguments):
         time.sleep(seconds)
