@@ -103,11 +103,8 @@ class Launch:
     def ranks(self) -> list[int]:
         """Process ids of the ranks, in order; [] before they are there."""
         try:
-            children = (
-                Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-                .read_text()
-                .split()
-            )
+            pid = self.process.pid
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         except FileNotFoundError:
             return []
         return sorted(map(int, children))

@@ -35,13 +35,10 @@ def path(tmp_path):
     tree = {
         "model": str(tmp_path / "model"),
         "data": {"seq_len": SEQ_LEN, "sources": [{"path": "absent.txt", "weight": 1}]},
-        "training": {
-            "max_steps": 5,
-            "per_device_train_batch_size": BATCH,
-            "optim": "adamw_torch_fused",
-        },
+        "training": {"max_steps": 5, "per_device_train_batch_size": BATCH},
         "stages": STAGES,
     }
+    tree["training"]["optim"] = "adamw_torch_fused"
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
     return tmp_path / "recipe.yaml"
 
@@ -142,10 +139,8 @@ def test_float32_logits_are_in_the_measure_unless_cross_entropy_is_fused(recipe,
     # the probabilities' logarithms, their gradient, and that of the logits
     assert memory.peak > 3 * logits
     fused = recipe.model_copy(update={"training": {**recipe.training, "fused_cross_entropy": True}})
-    assert (
-        measure(fused, recipe.stages[0], Setting(32, BATCH, 1, True)).peak
-        < memory.peak - 2 * logits
-    )
+    ours = measure(fused, recipe.stages[0], Setting(32, BATCH, 1, True))
+    assert ours.peak < memory.peak - 2 * logits
 
 
 def test_gpus_that_share_a_block_have_the_activations_of_their_part(recipe, path):
@@ -196,14 +191,10 @@ def test_bf16_halves_what_is_saved(path):
 
 def test_a_model_that_looks_into_its_positions_is_planned(path, tmp_path):
     LlamaConfig(vocab_size=VOCAB, **TINY).save_pretrained(tmp_path / "llama")
-    rope = [
-        "stages.k.train=all",
-        f"model={tmp_path / 'llama'}",
-        "config.rope_parameters={rope_type: %s, factor: 4.0}",
-    ]
+    settings = ["stages.k.train=all", f"model={tmp_path / 'llama'}"]
+    rope = "config.rope_parameters={rope_type: %s, factor: 4.0}"
     plain, dynamic = (
-        plan_recipe(load_recipe(path, [*rope[:2], rope[2] % kind]))
-        for kind in ("linear", "dynamic")
+        plan_recipe(load_recipe(path, [*settings, rope % kind])) for kind in ("linear", "dynamic")
     )
     assert dynamic.stages[1].memory.at_step == plain.stages[1].memory.at_step
 

@@ -146,11 +146,8 @@ def test_a_signal_before_the_first_stage_ends_the_command_with_its_code(
     real_recipe, real_unbroken, tmp_path
 ):
     out = tmp_path / "out"
-    launched = launch(
-        tmp_path,
-        [Run([real_recipe, "--out", out], hook=signal_while_inputs_are_checked)],
-        processes=1,
-    )
+    run = Run([real_recipe, "--out", out], hook=signal_while_inputs_are_checked)
+    launched = launch(tmp_path, [run], processes=1)
     assert launched.wait() == EXIT_STOPPED, launched.output.read_text()
     assert "1-k: stopped by SIGTERM before it began" in launched.printed()
     assert not (out / "1-k").exists()

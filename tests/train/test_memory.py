@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from coca_hf.train.recipe import load_recipe
@@ -19,14 +18,10 @@ def bytes_of(trainer: StageTrainer) -> dict[str, int]:
     """After a backward: bytes of this process, and of the last checkpoint of all processes."""
     gradients = [parameter.grad for parameter in trainer.model.parameters()]
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
-    saved = [
-        tensor
-        for checkpoint in sorted(Path(trainer.args.output_dir).glob("checkpoint-*"))[-1:]
-        for tensor in FileSystemReader(checkpoint / STATE)
-        .read_metadata()
-        .state_dict_metadata.values()
-        if isinstance(tensor, TensorStorageMetadata) and tensor.size
-    ]
+    saved: list = []
+    for checkpoint in sorted(Path(trainer.args.output_dir).glob("checkpoint-*"))[-1:]:
+        metadata = FileSystemReader(checkpoint / STATE).read_metadata()
+        saved = [of for of in metadata.state_dict_metadata.values() if getattr(of, "size", None)]
     return {
         "gradients": sum(map(_bytes, gradients)),
         "optimizer": sum(map(_bytes, states)),

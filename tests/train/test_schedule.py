@@ -63,10 +63,8 @@ def test_without_bounds_a_schedule_is_hugging_faces(tmp_path):
 
 
 def test_a_run_logs_the_rates_of_the_schedule(recipe_path, tmp_path):
-    settings = [
-        "training.lr_scheduler_kwargs={start_lr: 1e-5, end_lr: 1e-4}",
-        "training.warmup_steps=2",
-    ]
+    bounds = "training.lr_scheduler_kwargs={start_lr: 1e-5, end_lr: 1e-4}"
+    settings = [bounds, "training.warmup_steps=2"]
     recipe = load_recipe(recipe_path, [*settings, "stages.k.max_steps=7"])
     rates = logged(run_recipe(recipe, tmp_path / "out", stage="k"), "learning_rate")
     np.testing.assert_allclose(rates, np.interp(range(7), [0, 2, 7], [1e-5, 1e-3, 1e-4]), rtol=1e-9)
