@@ -20,8 +20,8 @@ def bytes_of(trainer: StageTrainer) -> dict[str, int]:
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
     saved: list = []
     for checkpoint in sorted(Path(trainer.args.output_dir).glob("checkpoint-*"))[-1:]:
-        metadata = FileSystemReader(checkpoint / STATE).read_metadata()
-        saved = [of for of in metadata.state_dict_metadata.values() if getattr(of, "size", None)]
+        of_tensors = FileSystemReader(checkpoint / STATE).read_metadata().state_dict_metadata
+        saved = [tensor for tensor in of_tensors.values() if getattr(tensor, "size", None)]
     return {
         "gradients": sum(map(_bytes, gradients)),
         "optimizer": sum(map(_bytes, states)),
