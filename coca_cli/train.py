@@ -89,8 +89,7 @@ def train_command(
             blocks, wanted = prepare_recipe(checked, world_size)
             say(
                 f"prepared: {len(blocks):,} blocks, {len(blocks) * checked.data.seq_len:,} tokens "
-                f"in "
-                f"{blocks.directory}: all stages on {world_size} processes take {wanted:,} blocks"
+                f"in {blocks.directory}: all stages on {world_size} processes take {wanted:,} blocks"
             )
             return
         directory = run_recipe(checked, out or Path("runs") / recipe.stem, stage, resume)

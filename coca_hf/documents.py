@@ -1,6 +1,4 @@
-"""Documents from where people keep them: text, JSON lines, parquet and arrow files, and data sets
-on the hub.
-"""
+"""Documents from text, JSON lines, parquet and arrow files, and data sets on the hub."""
 
 import glob
 import itertools
@@ -23,11 +21,11 @@ SUFFIXES = (
 
 
 class Document(NamedTuple):
-    # the file's name, from the files' common directory where names repeat; of rows with ":row" from
-    # 0
+    """name: as of `names_of`, of rows with ":row" from 0; where: the same with the path as given."""
+
     name: str
     text: str
-    where: str  # as `name`, with the file's path as it was given
+    where: str
 
 
 def read_documents(
@@ -82,27 +80,21 @@ def read_all_documents(
             yield Document(name, "", where)
             continue
         if not isinstance(text, str):
+            kind = type(text).__name__
+            raise CocaError(f"{where}: got {kind} in column {column!r}, expected text")
+        zeros = text.count("\0")
+        if zeros * 100 > len(text):  # one here and there is in many a source of code
             raise CocaError(
-                f"{where}: got {type(text).__name__} in column {column!r}, expected text"
+                f"{where}: got {zeros:,} zero bytes, expected text, not binary data; remove it"
             )
-        if text.count("\0") * 100 > len(text):  # one here and there is in many a source of code
+        try:
+            text.isascii() or text.encode("utf-8")
+        except UnicodeEncodeError as error:  # JSON can write it; tokenizers do not take it
             raise CocaError(
-                f"{where}: got {text.count(chr(0)):,} zero bytes, expected text, not binary data; "
-                f"remove it"
-            )
-        if not text.isascii():
-            _check_characters(where, text)
+                f"{where}: got half of a surrogate pair at character {error.start}, expected text "
+                "that UTF-8 can write; mend or remove it"
+            ) from None
         yield Document(name, text, where)
-
-
-def _check_characters(where: str, text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON can write it; tokenizers do not take it
-        raise CocaError(
-            f"{where}: got half of a surrogate pair at character {error.start}, expected text that "
-            "UTF-8 can write; mend or remove it"
-        ) from None
 
 
 def is_on_hub(source: str) -> bool:
@@ -111,8 +103,7 @@ def is_on_hub(source: str) -> bool:
 
 
 def commit_of(source: str, revision: str | None = None) -> str | None:
-    """The commit that a data set on the hub has now, at `revision`; None for local files. In
-    offline mode, `revision`.
+    """The commit of a data set on the hub now, or, offline, `revision`; None for local files.
 
     Raises CocaError where the hub does not say.
     """
@@ -129,37 +120,25 @@ def commit_of(source: str, revision: str | None = None) -> str | None:
 
 
 def local_files(source: str) -> list[Path]:
-    """The files that `source` names, in the order they are read; none where it may be a data set on
-    the hub.
+    """The files of `source` in the order they are read; none where it may be a data set on the hub.
 
-    Raises CocaError for a directory without a file to read, for a file of another kind, and for an
-    empty name.
+    Raises CocaError for a directory without a file to read, a file of another kind, and "".
     """
     if not source.strip():
-        raise CocaError(
-            "got an empty name of a source, expected a file, a directory, a glob of them or a hub "
-            "id"
-        )
+        expected = "a file, a directory, a glob of them or a hub id"
+        raise CocaError(f"got an empty name of a source, expected {expected}")
     path = Path(source)
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if _suffix(file))
         if not files:
-            raise CocaError(
-                f"{source}: got a directory without {', '.join(SUFFIXES)} files, expected at least "
-                f"one"
-            )
+            found = f"got a directory without {', '.join(SUFFIXES)} files"
+            raise CocaError(f"{source}: {found}, expected at least one")
         return files
-    files = (
-        [path]
-        if path.is_file()
-        else sorted({Path(name) for name in glob.glob(source, recursive=True)})
-    )
-    for file in files:
-        if not _suffix(file):
-            raise CocaError(
-                f"{file}: got a {file.suffix or 'nameless'} file, expected one of "
-                f"{', '.join(SUFFIXES)}"
-            )
+    names = [source] if path.is_file() else glob.glob(source, recursive=True)
+    files = sorted({Path(name) for name in names})
+    for file in [file for file in files if not _suffix(file)]:
+        kind = file.suffix or "nameless"
+        raise CocaError(f"{file}: got a {kind} file, expected one of {', '.join(SUFFIXES)}")
     return files
 
 
@@ -187,20 +166,14 @@ def _is_hub_id(source: str) -> bool:
 
 
 def _read_file(file: Path, name: str, column: str) -> Iterator[tuple[str, str, Any]]:
-    """Name, place and content of every row; what stops the reading is named with the row after the
-    last good one.
-    """
+    """Name, place and content of every row; errors name the row after the last good one."""
     kind = _suffix(file).split(".")[1]
     if kind == "txt":
         yield name, str(file), _read_text(file)
         return
     readers: dict[str, Callable[[Path, str], Iterable[Any]]]
-    readers = {
-        "jsonl": _json_lines,
-        "json": _json_rows,
-        "parquet": _parquet_rows,
-        "arrow": _arrow_rows,
-    }
+    readers = {"jsonl": _json_lines, "json": _json_rows}
+    readers |= {"parquet": _parquet_rows, "arrow": _arrow_rows}
     row_number = 0
     try:
         for text in readers[kind](file, column):
@@ -227,23 +200,18 @@ def _read_text(file: Path) -> str:
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise CocaError(f"{file}: cannot be read as text ({first_line(error)})") from error
     if "\0" in text:
-        raise CocaError(
-            f"{file}: got a zero byte at offset {content.index(0)}, expected text, not a binary "
-            f"file"
-        )
+        found = f"got a zero byte at offset {content.index(0)}"
+        raise CocaError(f"{file}: {found}, expected text, not a binary file")
     return text
 
 
 def _open(file: Path):
-    """The file's bytes, decompressed by its suffix. Raises CocaError where the decompressor is not
-    installed.
-    """
+    """The file's bytes, decompressed by suffix. Raises CocaError without the decompressor."""
     import fsspec
 
+    compression = {".gz": "gzip", ".zst": "zstd"}.get(file.suffix)
     try:
-        return fsspec.open(
-            str(file), "rb", compression={".gz": "gzip", ".zst": "zstd"}.get(file.suffix)
-        ).open()
+        return fsspec.open(str(file), "rb", compression=compression).open()
     except ValueError as error:
         raise CocaError(
             f"{file}: {file.suffix} needs a decompressor: pip install zstandard"
@@ -273,9 +241,8 @@ def _json_lines(file: Path, column: str) -> Iterator[Any]:
 def _json_rows(file: Path, column: str) -> Iterator[Any]:
     from datasets import load_dataset
 
-    for row_number, row in enumerate(
-        load_dataset("json", data_files=str(file), split="train", streaming=True)
-    ):
+    rows = load_dataset("json", data_files=str(file), split="train", streaming=True)
+    for row_number, row in enumerate(rows):
         yield _text_of(row, column, str(file), row_number)
 
 

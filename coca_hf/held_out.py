@@ -34,9 +34,7 @@ Read = Callable[[], Iterable[Document]]  # reads a source from its beginning
 
 
 class HeldOut(NamedTuple):
-    """How a source is split: documents with a hash under `below` are held out, of the others the
-    `tail`, a share.
-    """
+    """Documents whose hash is under `below` are held out, and of the others the `tail`, a share."""
 
     below: int = 0
     tail: float = 0.0
@@ -54,9 +52,8 @@ def hold_out(
     """Choose what is held out of a source, and pack it into blocks: (blocks, seq_len), int64.
 
     There are fewer than `num_blocks` blocks, perhaps none, where a tenth of the source has no more.
-    Of a large source, the blocks are the first that are held out, after about 1,600 documents or a
-    hundred times as many tokens as there are in the blocks; with `from_all`, which reads the source
-    to its end, the documents of lowest hash give them.
+    Of a large source, the first held-out documents give them, of about 1,600 documents or a hundred
+    times their tokens; with `from_all`, which reads it to its end, those of lowest hash.
     """
     rule = HeldOut(below=LARGE)
     if num_blocks == 0:
@@ -87,18 +84,16 @@ def hold_out(
         return HeldOut(), torch.empty(0, seq_len, dtype=torch.int64)
     rule, passage = _rule_of_small(seen, needed, passage, tokens_per_character(read, encoder))
     held = (rule.split(document.text)[1] for document in read())
-    return rule, _pack(
-        [_passage(text, encoder, passage) for text in held if text.strip()], seq_len, num_blocks
-    )
+    passages = [_passage(text, encoder, passage) for text in held if text.strip()]
+    return rule, _pack(passages, seq_len, num_blocks)
 
 
 def shares(weights: list[float], total: int) -> list[int]:
     """`total` dealt out in proportion to `weights`, by largest remainder."""
     exact = [total * weight / sum(weights) for weight in weights]
     dealt = [int(share) for share in exact]
-    for place in sorted(range(len(weights)), key=lambda i: dealt[i] - exact[i])[
-        : total - sum(dealt)
-    ]:
+    by_remainder = sorted(range(len(weights)), key=lambda place: dealt[place] - exact[place])
+    for place in by_remainder[: total - sum(dealt)]:
         dealt[place] += 1
     return dealt
 

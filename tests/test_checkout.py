@@ -13,9 +13,7 @@ from coca_hf.models.hub import without_paths
 
 @pytest.fixture
 def git(tmp_path):
-    """A directory with a copy of checkout.py in a package, and git in it; nothing is a repository
-    yet.
-    """
+    """A directory with checkout.py in a package, and git in it; nothing is a repository yet."""
     (tmp_path / "site" / "coca_hf").mkdir(parents=True)
     shutil.copy(checkout.__file__, tmp_path / "site" / "coca_hf")
 

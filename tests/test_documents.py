@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 
 import pyarrow
 import pytest
@@ -25,10 +26,8 @@ def table(rows: list) -> pyarrow.Table:
 
 def write(path, rows: list) -> None:
     """`rows` in the format that the name of `path` asks for."""
-    if path.name.endswith(".jsonl"):
-        path.write_bytes(lines(rows))
-    elif path.name.endswith(".jsonl.gz"):
-        path.write_bytes(gzip.compress(lines(rows)))
+    if ".jsonl" in path.name:
+        path.write_bytes(gzip.compress(lines(rows)) if path.suffix == ".gz" else lines(rows))
     elif path.name.endswith(".json"):
         path.write_text(json.dumps([{"text": row} for row in rows]))
     elif path.name.endswith(".parquet"):
@@ -55,20 +54,15 @@ def test_a_text_file_is_a_document_also_compressed_and_a_directory_is_all_its_fi
     (tmp_path / "b.txt").write_text("zwei ß")
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one"))
     (tmp_path / "notes.md").write_text("not read")
-    expected = [
-        Document(name, text, str(tmp_path / name))
-        for name, text in (("a.txt.gz", "one"), ("b.txt", "zwei ß"))
-    ]
+    texts = {"a.txt.gz": "one", "b.txt": "zwei ß"}
+    expected = [Document(name, text, str(tmp_path / name)) for name, text in texts.items()]
     assert list(read_documents(str(tmp_path))) == expected
 
 
 BAD_ROWS = {
     "null": ([*ROWS, None], "{name}:3: got an empty document"),
     "blank": ([*ROWS, " \n"], "{name}:3: got an empty document, expected text; remove it"),
-    "binary": (
-        [*ROWS, "MZ\0\1" * 9],
-        "{name}:3: got 9 zero bytes, expected text, not binary data; remove it",
-    ),
+    "binary": ([*ROWS, "MZ\0\1" * 9], "{name}:3: got 9 zero bytes, expected text, not binary data"),
     "numbers": ([1, 2], "{name}:0: got int in column 'text', expected text"),
 }
 
@@ -109,34 +103,29 @@ def test_equal_file_names_become_paths_and_others_stay(tmp_path):
 def test_a_row_of_parquet_that_is_not_utf_8_is_named(tmp_path):
     bad = pyarrow.array([b"one", b"two", b"\xff\xfe"]).view(pyarrow.string())
     parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "a.parquet")
-    with pytest.raises(
-        CocaError, match=r"a\.parquet: row 2: cannot be read as \.parquet \(UnicodeDecodeError: "
-    ):
+    message = r"a\.parquet: row 2: cannot be read as \.parquet \(UnicodeDecodeError: "
+    with pytest.raises(CocaError, match=message):
         list(read_documents(str(tmp_path / "a.parquet")))
 
 
 def test_half_a_surrogate_pair_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "caf\\u00e9"}\n{"text": "ab\\ud800c"}\n')
-    with pytest.raises(
-        CocaError, match=r"a\.jsonl:1: got half of a surrogate pair at character 2, expected text"
-    ):
+    message = r"a\.jsonl:1: got half of a surrogate pair at character 2, expected text"
+    with pytest.raises(CocaError, match=message):
         list(read_documents(str(tmp_path / "a.jsonl")))
 
 
 def test_rows_without_text_are_left_out_where_that_is_asked_for(tmp_path):
     write(tmp_path / "a.jsonl", ["one", None, " ", "two"])
-    texts = [
-        document.text for document in read_documents(str(tmp_path / "a.jsonl"), skip_empty=True)
-    ]
-    assert texts == ["one", "two"]
+    documents = read_documents(str(tmp_path / "a.jsonl"), skip_empty=True)
+    assert [document.text for document in documents] == ["one", "two"]
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path, name):
     write(tmp_path / name, ROWS)
-    with pytest.raises(
-        CocaError, match=rf"{name}: got columns .*text.*, expected a column 'content'"
-    ):
+    message = rf"{name}: got columns .*text.*, expected a column 'content'"
+    with pytest.raises(CocaError, match=message):
         list(read_documents(str(tmp_path / name), column="content"))
 
 
@@ -144,40 +133,23 @@ def damaged(content: bytes) -> bytes:
     return content[: len(content) * 2 // 3]
 
 
-BAD_FILES = {
-    "binary.txt": (b"MZ\0\1", r"binary\.txt: got a zero byte at offset 2, expected text"),
-    "latin.txt": (
-        "naïve".encode("latin-1"),
-        r"latin\.txt: got bytes that are not UTF-8 at offset 2",
-    ),
-    "latin.jsonl": (
-        lines(ROWS) + b'{"text": "na\xefve"}\n',
-        r"latin\.jsonl: row 3: got bytes that are not UTF-8",
-    ),
-    "half.jsonl": (lines(ROWS)[:-9], r"half\.jsonl: row 2: not JSON"),
-    "list.jsonl": (
-        lines(ROWS) + b"[1]\n",
-        r"list\.jsonl: row 3: got a JSON list, expected an object",
-    ),
-    "deep.jsonl": (b"[" * 100_000, r"deep\.jsonl: row 0: not JSON"),
-    "half.txt.gz": (
-        damaged(gzip.compress(os.urandom(900))),
-        r"half\.txt\.gz: cannot be read as text \(EOFError",
-    ),
+RANDOM = [os.urandom(90).hex() for _ in range(90)]
+BAD_FILES = {  # their content, and what is said after their name
+    "binary.txt": (b"MZ\0\1", "got a zero byte at offset 2, expected text"),
+    "latin.txt": ("naïve".encode("latin-1"), "got bytes that are not UTF-8 at offset 2"),
+    "latin.jsonl": (lines(ROWS) + b'{"text": "na\xefve"}\n', "row 3: got bytes that are not UTF-8"),
+    "half.jsonl": (lines(ROWS)[:-9], "row 2: not JSON"),
+    "list.jsonl": (lines(ROWS) + b"[1]\n", "row 3: got a JSON list, expected an object"),
+    "deep.jsonl": (b"[" * 100_000, "row 0: not JSON"),
+    "half.txt.gz": (damaged(gzip.compress(os.urandom(900))), r"cannot be read as text \(EOFError"),
     "half.jsonl.gz": (
-        damaged(gzip.compress(lines([os.urandom(90).hex() for _ in range(90)]))),
-        r"half\.jsonl\.gz: row \d\d: cannot be read as \.jsonl\.gz \(EOFError.*is the file whole",
+        damaged(gzip.compress(lines(RANDOM))),
+        r"row \d\d: cannot be read as \.jsonl\.gz \(EOFError.*is the file whole",
     ),
-    "none.jsonl.gz": (b"plain", r"none\.jsonl\.gz: row 0: cannot be read as .*BadGzipFile"),
-    "half.parquet": (
-        b"PAR1 and no more",
-        r"half\.parquet: row 0: cannot be read as \.parquet \(ArrowInvalid",
-    ),
-    "half.arrow": (
-        b"ARROW1 and no more",
-        r"half\.arrow: row 0: cannot be read as \.arrow \(ArrowInvalid",
-    ),
-    "a.docx": (b"", r"a\.docx: got a \.docx file, expected one of \.txt"),
+    "none.jsonl.gz": (b"plain", "row 0: cannot be read as .*BadGzipFile"),
+    "half.parquet": (b"PAR1 and no more", r"row 0: cannot be read as \.parquet \(ArrowInvalid"),
+    "half.arrow": (b"ARROW1 and no more", r"row 0: cannot be read as \.arrow \(ArrowInvalid"),
+    "a.docx": (b"", r"got a \.docx file, expected one of \.txt"),
 }
 
 
@@ -185,7 +157,7 @@ BAD_FILES = {
 def test_a_file_that_is_damaged_or_no_text_is_named(tmp_path, name):
     content, message = BAD_FILES[name]
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(CocaError, match=message) as caught:
+    with pytest.raises(CocaError, match=f"{re.escape(name)}: {message}") as caught:
         list(read_documents(str(tmp_path / name)))
     assert "\n" not in str(caught.value)
 
@@ -201,9 +173,8 @@ def test_zstandard_without_its_package_says_what_to_install(tmp_path):
     if "zstd" in available_compressions():
         pytest.skip("zstandard is installed")
     (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
-    with pytest.raises(
-        CocaError, match=r"a\.jsonl\.zst: \.zst needs a decompressor: pip install zstandard"
-    ):
+    message = r"a\.jsonl\.zst: \.zst needs a decompressor: pip install zstandard"
+    with pytest.raises(CocaError, match=message):
         list(read_documents(str(tmp_path / "a.jsonl.zst")))
 
 

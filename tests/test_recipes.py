@@ -1,6 +1,4 @@
-"""Every recipe that is shipped: it loads, its models exist, its stages have something to train, its
-rates are right.
-"""
+"""Every shipped recipe loads, its models exist, its stages have parameters, its rates are right."""
 
 import os
 import re
@@ -48,14 +46,13 @@ CONFIGS = {  # of the checkpoints that recipes start from
     "checkpoints/smollm2-135m-coca": CocaLlamaConfig(**SMOLLM2),
     "quickstart/start": CocaLlamaConfig(**SMOLLM2),
 }
+ON_CPU = {"bf16": False, "gradient_checkpointing": False}
 SCRATCH = [name for name in PATHS if name.startswith("from-scratch")]
 
 
 @pytest.fixture
 def load(tiny_tokenizer, tmp_path):
-    """The recipe of a name, its checkpoint or tokenizer replaced by a config, or a tokenizer, that
-    is at hand.
-    """
+    """The recipe of a name, its checkpoint or tokenizer replaced by what is at hand."""
 
     def load(name: str, *settings: str) -> Recipe:
         recipe = load_recipe(PATHS[name], settings)
@@ -70,20 +67,14 @@ def load(tiny_tokenizer, tmp_path):
 
 @pytest.mark.parametrize("name", PATHS)
 def test_a_recipe_runs_dry(name, load, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "datasets.load_dataset", lambda *args, **kwargs: pytest.fail("asks the hub")
-    )
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("asks the hub"))
     recipe = load(name)
     check_model(recipe)  # on the meta device; every stage finds its parameters
     assert recipe.data.seq_len <= start_config(recipe).max_position_embeddings
     for stage in recipe.stages:
-        options = {
-            **recipe.options(stage),
-            "max_steps": 40,
-            "bf16": False,
-            "gradient_checkpointing": False,
-        }
-        rates = rates_of(options, tmp_path)  # TrainingArguments and the trainer take all of them
+        # TrainingArguments and the trainer take all of them
+        options = recipe.options(stage) | ON_CPU
+        rates = rates_of(options | {"max_steps": 40}, tmp_path)
         assert 0 <= min(rates) <= max(rates) <= options.get("learning_rate", 5e-5)
 
 
@@ -99,7 +90,7 @@ def test_the_papers_rate_at_every_step_of_every_stage(tmp_path):
     recipe = load_recipe(PATHS["llama-7b/three-stage.yaml"])
     rates = []
     for stage in recipe.stages:
-        options = {**recipe.options(stage), "bf16": False, "gradient_checkpointing": False}
+        options = recipe.options(stage) | ON_CPU
         assert options["max_steps"] == 15_000
         assert (options["adam_beta1"], options["adam_beta2"]) == (0.9, 0.95)
         rates += rates_of(options, tmp_path)[:-1]
@@ -124,9 +115,7 @@ def test_the_papers_optimizer_and_its_schedule(name, tmp_path):
     """At every step, as the schedule says it will be: to take 381,470 would take a minute."""
     recipe = load_recipe(PATHS[name])
     for stage in recipe.stages:
-        trainer = trainer_of(
-            {**recipe.options(stage), "bf16": False, "gradient_checkpointing": False}, tmp_path
-        )
+        trainer = trainer_of(recipe.options(stage) | ON_CPU, tmp_path)
         assert type(trainer.optimizer) is torch.optim.AdamW
         assert all(group["betas"] == (0.9, 0.95) for group in trainer.optimizer.param_groups)
         schedule = trainer.lr_scheduler
@@ -205,16 +194,10 @@ def test_position_interpolation_is_for_llama_and_for_coca(load, model):
 
 def test_the_models_from_scratch_differ_in_their_attention_alone(load):
     trees = {name: load_recipe(PATHS[name]).to_dict() for name in SCRATCH}
-    own = [
-        str([tree["config"].pop(key, None) for key in ("model_type", "coca_constraint")])
-        for tree in trees.values()
-    ]
-    assert sorted(own) == [
-        "['alibi_llama', None]",
-        "['coca_llama', 'slack']",
-        "['coca_llama', 'strict']",
-        "['llama', None]",
-    ]
+    keys = ("model_type", "coca_constraint")
+    own = {tuple(tree["config"].pop(key, None) for key in keys) for tree in trees.values()}
+    coca = {("coca_llama", constraint) for constraint in ("slack", "strict")}
+    assert own == {("alibi_llama", None), ("llama", None), *coca}
     first = trees.popitem()[1]
     assert all(tree == first for tree in trees.values())  # the data and its seed among them
 
@@ -228,21 +211,13 @@ def test_the_models_from_scratch_start_with_the_same_weights_where_they_share_th
         assert {key.split(".")[-2] for key in ours} == ({"t_proj"} if "coca" in name else set())
         assert {key.split(".")[-2] for key in theirs} == ({"k_proj"} if "coca" in name else set())
         assert all(weights[key].equal(rope[key]) for key in set(weights) & set(rope))
-    slack, strict = (
-        models["from-scratch-350m/coca-slack.yaml"],
-        models["from-scratch-350m/coca-strict.yaml"],
-    )
+    slack, strict = (models[f"from-scratch-350m/coca-{kind}.yaml"] for kind in ("slack", "strict"))
     assert all(slack[key].equal(strict[key]) for key in slack)
-    one, other = (
-        rope["model.layers.0.self_attn.q_proj.weight"],
-        rope["model.layers.1.self_attn.q_proj.weight"],
-    )
+    one, other = (rope[f"model.layers.{layer}.self_attn.q_proj.weight"] for layer in (0, 1))
     assert not one.equal(other)
     assert one.std().item() == pytest.approx(0.02, rel=0.1)
-    again = start_model(
-        load("from-scratch-350m/roformer.yaml", *settings, "data.seed=1")
-    ).state_dict()
-    assert not again["model.layers.0.self_attn.q_proj.weight"].equal(one)
+    again = start_model(load("from-scratch-350m/roformer.yaml", *settings, "data.seed=1"))
+    assert not again.state_dict()["model.layers.0.self_attn.q_proj.weight"].equal(one)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -258,10 +233,8 @@ def test_a_layout_is_one_that_accelerate_reads(name):
 
 
 def test_one_machine_and_four_are_sharded_alike():
-    one, four = (
-        yaml.safe_load(LAYOUTS[name].read_text())["fsdp_config"] for name in ("8gpu", "4x8gpu")
-    )
-    assert one == four
+    one, four = (yaml.safe_load(LAYOUTS[name].read_text()) for name in ("8gpu", "4x8gpu"))
+    assert one["fsdp_config"] == four["fsdp_config"]
 
 
 def test_the_settings_of_the_commands_in_headers_are_taken():
@@ -292,10 +265,8 @@ def test_the_script_of_smollm2_calls_every_command_with_a_recipe_that_loads(tmp_
         note = f'(printf "%s\\0" {name} "$@"; echo) >> {tmp_path}/calls'
         (tmp_path / name).write_text(f"#!/bin/sh\n{note}\n")
         (tmp_path / name).chmod(0o755)
-    environment = os.environ | {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "BOOKS": "books/*.parquet",
-    }
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "BOOKS": "books/*.parquet"}
     script = [RECIPES.parent / "scripts/smollm2.sh", tmp_path / "out", "stages.k.max_steps=7"]
     subprocess.run(script, env=environment, check=True)
     calls = [line.split("\0")[:-1] for line in (tmp_path / "calls").read_text().splitlines()]
@@ -311,10 +282,5 @@ def test_the_script_of_smollm2_calls_every_command_with_a_recipe_that_loads(tmp_
     assert sources == [("books/*.parquet", 0.75), (code[2], 0.25)]
     assert recipe.data.prepared == f"{tmp_path}/out/blocks"
     assert recipe.options(recipe.stages[0])["max_steps"] == 7
-    assert report == [
-        "coca-eval",
-        "report",
-        f"{tmp_path}/out/train",
-        "--out",
-        f"{tmp_path}/out/page",
-    ]
+    out = f"{tmp_path}/out"
+    assert report == ["coca-eval", "report", f"{out}/train", "--out", f"{out}/page"]

@@ -8,9 +8,8 @@
     DIR/KEY/state.json       how many rows of these files count, the hash of every part of them, and
                              how far every source is read
 
-Only what `state.json` counts is read. It is replaced as a whole, after the rows that it counts are
-on disk, so that a preparation can be killed and continued, and prolonged while a training reads
-what is there.
+Only what `state.json` counts is read. It is replaced once those rows are on disk, so that a
+preparation can be killed, continued, and prolonged while a training reads what is there.
 """
 
 import json
@@ -163,26 +162,19 @@ class Blocks:
     @property
     def held_out(self) -> Tensor:
         """The held-out blocks, (blocks, seq_len), int64; every source gives its share if it can."""
-        blocks = [
-            torch.from_numpy(self._held_out[row].astype("int64"))
-            for row in range(len(self._held_out))
-        ]
-        return (
-            torch.stack(blocks) if blocks else torch.empty(0, self._data.seq_len, dtype=torch.int64)
-        )
+        rows = [self._held_out[row] for row in range(len(self._held_out))]
+        blocks = np.array(rows, dtype="int64").reshape(-1, self._data.seq_len)
+        return torch.from_numpy(blocks)
 
     @property
     def num_bytes(self) -> int:
-        return sum(
-            len(rows) * rows.row_bytes for rows in (self._order, self._held_out, *self._sources)
-        )
+        files = (self._order, self._held_out, *self._sources)
+        return sum(len(rows) * rows.row_bytes for rows in files)
 
     def sources_of(self, first: int, count: int) -> str:
         """The sources of a range of blocks, in words."""
-        names = [
-            self._data.sources[self._order[number][0]].name
-            for number in range(first, first + count)
-        ]
+        numbers = [self._order[number][0] for number in range(first, first + count)]
+        names = [self._data.sources[number].name for number in numbers]
         return ", ".join(f"{names.count(name)} of {name}" for name in dict.fromkeys(names))
 
     def check(self) -> None:

@@ -1,16 +1,14 @@
 """Context parallelism: GPUs in groups of `context_parallel_size` share a block, each with a part of
 its tokens.
 
-transformers' Trainer cuts every batch along its tokens, with their positions and with labels that
-were shifted before the cut; torch computes attention over the parts as a ring (arXiv 2310.01889);
-Accelerate brings them together, under FSDP2. `blocks.DealtBlocks` deals every process of a group
-the same block; here, what cannot be served is refused. The parts are not runs of tokens (a GPU has
-one of the beginning and one of the end, so that all have as much to do): what a model does must
-depend on `position_ids` alone. The rotary embeddings of CoCA do, given the length of the whole
-block (`rope_length`).
+transformers' Trainer cuts every batch along its tokens, with their positions and shifted labels;
+torch computes attention over the parts as a ring (arXiv 2310.01889); Accelerate brings them
+together, under FSDP2. `blocks.DealtBlocks` deals every process of a group the same block; here,
+what cannot be served is refused. A part has tokens of the beginning and of the end, so that all
+GPUs have as much to do: what a model computes must depend on `position_ids` alone, as the rotary
+embeddings of CoCA do, given the length of the whole block (`rope_length`).
 
-torch's ring has kernels for GPUs only. Here it ran on a CPU alone, with another attention in its
-place.
+Our tests ran it on a CPU alone, with another attention in place of torch's ring.
 """
 
 import os
@@ -25,22 +23,15 @@ from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES
 DEVICES = ("cuda",)  # that torch's ring attention has kernels for
 
 
-def context_parallel(
-    arguments: TrainingArguments, size: int, where: str
-) -> ParallelismConfig | None:
-    """Accelerate's configuration for groups of `size` processes; None for groups of one.
+def context_parallel(arguments: TrainingArguments, size: int, where: str) -> ParallelismConfig:
+    """Accelerate's configuration for groups of `size` processes, 2 or more.
 
     Raises CocaError for a layout of processes that cannot be so.
     """
-    if size == 1:
-        return None
-    given = f"{where}: got context_parallel_size {size}"
-    device = arguments.device.type
+    given, device = f"{where}: got context_parallel_size {size}", arguments.device.type
     if device not in DEVICES:
-        raise CocaError(
-            f"{given} on a {device}, for which torch has no ring attention; expected GPUs, or "
-            f"leave it out"
-        )
+        without = f"on a {device}, for which torch has no ring attention"
+        raise CocaError(f"{given} {without}; expected GPUs, or leave it out")
     if (os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("FSDP_VERSION")) != ("true", "2"):
         raise CocaError(
             f"{given} without FSDP2, expected it; start with `accelerate launch --config_file "
@@ -50,9 +41,7 @@ def context_parallel(
 
 
 def check_model_for_context_parallel(model: PreTrainedModel, where: str) -> None:
-    """Raises CocaError for a model that does not compute, part by part, what it computes on the
-    whole block.
-    """
+    """Raises CocaError for a model that does not compute on parts what it does on whole blocks."""
     config = model.config
     is_coca = config.model_type.startswith("coca_")
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")

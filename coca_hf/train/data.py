@@ -1,15 +1,12 @@
 """From a recipe's documents to its training blocks on disk, which `blocks.py` describes and reads.
 
-Documents of a source follow one another without padding, each with the tokenizer's own special
-tokens and an eos token at its end, and are cut into blocks of `seq_len` tokens; the tokens after
-the last whole block are left out. Training reads a source pass after pass, each through a buffer of
-`SHUFFLE_TOKENS` from which blocks are drawn. The source of every block is drawn in proportion to
-`weight`, so that weights are shares of tokens. A synthetic block takes one block of text, which is
-then drawn nowhere else.
+Documents of a source follow one another without padding, each with its special and eos tokens, and
+are cut into blocks of `seq_len` tokens; an incomplete block is left out. A source is read pass
+after pass, each through a buffer of `SHUFFLE_TOKENS` from which blocks are drawn. The source of
+every block is drawn by `weight`, a share of tokens. A synthetic block uses up a block of text.
 
-So the blocks and their order are fixed by the sources, the tokenizer, `seq_len`, the seed and the
-number of held-out blocks. Only tokenising takes long: a preparation that continues draws everything
-again from the first block, and tokenises what is not on disk.
+So sources, tokenizer, `seq_len`, seed and number of held-out blocks fix the blocks and their order.
+A preparation that continues draws everything again, and tokenises what is not on disk.
 """
 
 import functools
@@ -19,13 +16,15 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from filelock import FileLock, Timeout
+from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from coca_hf.documents import Document, commit_of, is_on_hub, local_files, read_documents
@@ -41,11 +40,8 @@ from coca_hf.train.source_files import contents, keep_hashes
 LARGE_DOCUMENT = 10_000_000  # characters: a dozen novels
 SHUFFLE_TOKENS = 2**21  # of a source, from which its next block is drawn: 1024 blocks of 2048
 STATE_TOKENS = 2**25  # between two states: what a killed preparation draws and tokenises again
+UNREAD = {"document": 0, "character": 0, "waiting": [], "is_read": False}  # see _PackedSource
 LOCK_SECONDS = 0.5  # between two looks at whether a signal came
-
-
-def nothing() -> None:
-    """Does nothing."""
 
 
 class Corpus:
@@ -56,6 +52,7 @@ class Corpus:
 
     def __init__(self, data: Data, tokenizer: PreTrainedTokenizerBase):
         self.data, self.tokenizer, self.encoder = data, tokenizer, Encoder(tokenizer)
+        self._check_stop: Callable[[], None] = lambda: None
 
     @functools.cached_property
     def files(self) -> list[dict[str, str]]:
@@ -72,13 +69,10 @@ class Corpus:
 
         Local files count by name and content, wherever they lie; data sets on the hub by revision.
         """
-        described = [
-            {
-                **source.model_dump(),
-                **({"path": None, "files": list(files.items())} if files else {}),
-            }
-            for source, files in zip(self.data.sources, self.files, strict=True)
-        ]
+        described = [source.model_dump() for source in self.data.sources]
+        for source, files in zip(described, self.files, strict=True):
+            if files:
+                source |= {"path": None, "files": list(files.items())}
         small = "uint16" if max(self.tokenizer.get_vocab().values()) < 2**16 else "uint32"
         return {
             "format": 5,
@@ -111,12 +105,11 @@ class Corpus:
             commits = self.blocks().state["commits"] or commits
         sources = self.data.sources
         if commits is None:
-            commits = [
-                commit_of(source.path, source.commit) if source.path else None for source in sources
-            ]
+            commits = [source.path and commit_of(source.path, source.commit) for source in sources]
+        commits = [commit or None for commit in commits]
         for source, commit in zip(sources, commits, strict=True):
             source.pin_(commit)
-        return list(commits)
+        return commits
 
     def has(self, num_blocks: int) -> bool:
         """Whether at least `num_blocks` blocks are prepared."""
@@ -131,19 +124,15 @@ class Corpus:
         Raises CocaError.
         """
         for source in self._texts.values():
-            given = {
-                "split": source.split != "train",
-                "subset": source.subset,
-                "revision": source.revision,
-            }
-            if any(given.values()) and not is_on_hub(source.path):
-                names = ", ".join(name for name, value in given.items() if value)
+            of_hub = {"split": "train", "subset": None, "revision": None}
+            given = [name for name, plain in of_hub.items() if getattr(source, name) != plain]
+            if given and not is_on_hub(source.path):
                 raise CocaError(
-                    f"{source.path}: got {names}, which only data sets on the hub have; leave it "
-                    f"out"
+                    f"{source.path}: got {', '.join(given)}, which only data sets on the hub have; "
+                    f"leave it out"
                 )
             tokens = 0
-            for batch in batches(_pieces(source, HeldOut(), 0, 0, nothing)):
+            for batch in batches(self._pieces(source, HeldOut(), 0, 0)):
                 tokens += len(self.encoder(batch))
                 if tokens >= self.data.seq_len:
                     break
@@ -152,27 +141,20 @@ class Corpus:
         if self.data.has_answers:
             Lookups(self.tokenizer)
 
-    def prepare(
-        self,
-        num_blocks: int,
-        progress: Callable[[int], None] = lambda done: None,
-        check_stop: Callable[[], None] = nothing,
-    ) -> Blocks:
+    def prepare(self, num_blocks: int, check_stop: Callable[[], None] = lambda: None) -> Blocks:
         """Write what is missing of the first `num_blocks` blocks; what is damaged is made again.
 
-        progress: called with the number of blocks that are ready. check_stop: called often; what it
-        raises ends the preparation, which keeps what is done.
+        check_stop: called often; what it raises ends the preparation, which keeps what is done.
 
         Waits while another process prepares these blocks. Raises CocaError for a source that cannot
         be read or has no whole block, and for a disk that is full or read-only.
         """
-        directory = self.directory
+        directory, self._check_stop = self.directory, check_stop
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            with ExitStack() as held:
-                self._lock(held, check_stop)
+            with self._locked():
                 self.keep_hashes()
-                self._write(num_blocks, progress, check_stop)
+                self._write(num_blocks)
                 self._check_unchanged()
         except OSError as error:
             size = num_blocks * self.data.seq_len * np.dtype(self.made_of["dtypes"][0]).itemsize
@@ -201,26 +183,19 @@ class Corpus:
                     f"again, in another --out if this one has begun"
                 )
 
-    def _lock(self, held: ExitStack, check_stop: Callable[[], None]) -> None:
-        lock = FileLock(self.directory / "lock")
-        waits = False
+    def _locked(self) -> AbstractContextManager:
+        lock, timeout = FileLock(self.directory / "lock"), 0.0
         while True:
             try:
-                held.enter_context(lock.acquire(timeout=LOCK_SECONDS if waits else 0))
-                return
+                return lock.acquire(timeout)
             except Timeout:
-                check_stop()
-                if not waits:
-                    print(
-                        f"{self.directory}: another process is preparing these blocks; waiting for "
-                        f"it",
-                        flush=True,
-                    )
-                waits = True
+                self._check_stop()
+                if not timeout:
+                    waiting = "another process is preparing these blocks; waiting for it"
+                    print(f"{self.directory}: {waiting}", flush=True)
+                timeout = LOCK_SECONDS
 
-    def _write(
-        self, num_blocks: int, progress: Callable[[int], None], check_stop: Callable[[], None]
-    ) -> None:
+    def _write(self, num_blocks: int) -> None:
         try:
             before = self.blocks()
             before.check()
@@ -230,10 +205,9 @@ class Corpus:
                 print(f"{damage.args[0].partition(';')[0]}; all blocks are made again", flush=True)
             for file in self.directory.glob("*.bin"):
                 file.unlink()  # not cut: a training may still read it
-            state = self._first_state(check_stop)
+            state = self._first_state()
         order_parts = state["parts"].get("order")
         first = order_parts[-1][0] if order_parts else 0
-        progress(first)
         if first >= num_blocks:
             return
         layout = layouts(self.directory, self.data.seq_len, self.made_of["dtypes"], state["parts"])
@@ -243,7 +217,7 @@ class Corpus:
             }
             if "held_out_blocks" in state:
                 rows["held-out"].append(state.pop("held_out_blocks"))
-            sources = self._packed(rows, state, check_stop)
+            sources = self._packed(rows, state)
             drawn: list[tuple[int, int]] = []
 
             def save() -> None:
@@ -255,15 +229,16 @@ class Corpus:
                 state["sources"] = {number: source.state for number, source in sources.items()}
                 save_state(self.directory, state)
 
+            order = enumerate(itertools.islice(self._order(sources, rows), num_blocks))
+            # None: no bar where there is no terminal
+            bar = {"leave": False, "disable": None if PartialState().is_main_process else True}
+            progress = tqdm(order, "preparing blocks", num_blocks, dynamic_ncols=True, **bar)
             try:
-                for number, row in enumerate(
-                    itertools.islice(self._order(sources, rows), num_blocks)
-                ):
-                    check_stop()
+                for number, row in progress:
+                    self._check_stop()
                     if number < first:
                         continue
                     drawn.append(row)
-                    progress(number + 1)
                     if len(drawn) * self.data.seq_len >= STATE_TOKENS:
                         save()
             except (CocaError, Stopped):
@@ -271,30 +246,20 @@ class Corpus:
                 raise
             save()
 
-    def _first_state(self, check_stop: Callable[[], None]) -> dict[str, Any]:
+    def _first_state(self) -> dict[str, Any]:
         commits = self.pin_()
         description = self.directory / "made-of.json"
         description.write_text(json.dumps(self.made_of, indent=2) + "\n", encoding="utf-8")
         weights = [source.weight if source.path else 0 for source in self.data.sources]
         counts = shares(weights, self.data.held_out_blocks)
-        chosen = [
-            hold_out(
-                functools.partial(_documents, source, check_stop),
-                self.encoder,
-                self.data.seq_len,
-                count,
-            )
-            for source, count in zip(self.data.sources, counts, strict=True)
-        ]
-        held_out = torch.cat([blocks for _, blocks in chosen]).numpy()
-        rules = [tuple(rule) for rule, _ in chosen]
-        return {
-            "commits": commits,
-            "rules": rules,
-            "held_out_blocks": held_out,
-            "parts": {},
-            "sources": {},
-        }
+        rules, blocks = [], []
+        for source, count in zip(self.data.sources, counts, strict=True):
+            read = functools.partial(self._documents, source)
+            rule, of_source = hold_out(read, self.encoder, self.data.seq_len, count)
+            rules.append(tuple(rule))
+            blocks.append(of_source)
+        chosen = {"rules": rules, "held_out_blocks": torch.cat(blocks).numpy()}
+        return {"commits": commits, **chosen, "parts": {}, "sources": {}}
 
     @property
     def _texts(self) -> dict[str, Source]:
@@ -304,20 +269,35 @@ class Corpus:
         }
 
     def _packed(
-        self, rows: dict[str, GrowingRows], state: dict[str, Any], check_stop: Callable[[], None]
+        self, rows: dict[str, GrowingRows], state: dict[str, Any]
     ) -> dict[str, "_PackedSource"]:
         self.pin_(state["commits"])
-        return {
-            number: _PackedSource(
-                source,
-                HeldOut(*state["rules"][int(number)]),
-                self.encoder,
-                rows[f"source-{number}"],
-                state["sources"].get(number, {}),
-                check_stop,
+        packed = {}
+        for number, source in self._texts.items():
+            read = state["sources"].get(number, {**UNREAD})
+            rule = HeldOut(*state["rules"][int(number)])
+            pieces = self._pieces(source, rule, read["document"], read["character"])
+            packed[number] = _PackedSource(
+                read, batches(pieces), self.encoder, rows[f"source-{number}"]
             )
-            for number, source in self._texts.items()
-        }
+        return packed
+
+    def _pieces(
+        self, source: Source, held_out: HeldOut, document: int, character: int
+    ) -> Iterator[Piece]:
+        """The text to train on, from a place in the source on."""
+        for number, content in enumerate(self._documents(source)):
+            if number < document:
+                continue
+            if len(content.text) > LARGE_DOCUMENT:
+                _name_large(content.where, len(content.text))
+            text, _ = held_out.split(content.text)
+            yield from pieces_of(text, number, character if number == document else 0)
+
+    def _documents(self, source: Source) -> Iterator[Document]:
+        for document in read_documents(*source.place):
+            self._check_stop()
+            yield document
 
     def _order(
         self, packed: dict[str, "_PackedSource"], rows: dict[str, GrowingRows]
@@ -363,10 +343,8 @@ class Corpus:
         name: str,
     ) -> Iterator[int]:
         """Makes blocks of lookups, each fixed by its number and the block of text that it takes."""
-        lookups, weights = (
-            Lookups(self.tokenizer),
-            [self.data.sources[int(number)].weight for number in texts],
-        )
+        lookups = Lookups(self.tokenizer)
+        weights = [self.data.sources[int(number)].weight for number in texts]
         for number in itertools.count():
             draw = random.Random(f"{name} block {number}")
             [source] = draw.choices([*texts], weights)
@@ -392,23 +370,12 @@ class _PackedSource:
 
     def __init__(
         self,
-        source: Source,
-        held_out: HeldOut,
+        state: dict[str, Any],
+        unread: Iterator[list[Piece]],
         encoder: Encoder,
         rows: GrowingRows,
-        state: dict[str, Any],
-        check_stop: Callable[[], None],
     ):
-        self.state: dict[str, Any] = {
-            "document": 0,
-            "character": 0,
-            "waiting": [],
-            "is_read": False,
-        }
-        self.state |= state
-        self._encoder, self._rows = encoder, rows
-        document, character = self.state["document"], self.state["character"]
-        self._batches = batches(_pieces(source, held_out, document, character, check_stop))
+        self.state, self._batches, self._encoder, self._rows = state, unread, encoder, rows
 
     def has(self, number: int) -> bool:
         while number >= self._rows.written and not self.state["is_read"]:
@@ -429,25 +396,6 @@ class _PackedSource:
         self.state |= place | {"waiting": tokens[whole:].tolist()}
 
 
-def _pieces(
-    source: Source, held_out: HeldOut, document: int, character: int, check_stop: Callable[[], None]
-) -> Iterator[Piece]:
-    """The text to train on, from a place in the source on."""
-    for number, content in enumerate(_documents(source, check_stop)):
-        if number < document:
-            continue
-        if len(content.text) > LARGE_DOCUMENT:
-            _name_large(content.where, len(content.text))
-        text, _ = held_out.split(content.text)
-        yield from pieces_of(text, number, character if number == document else 0)
-
-
-def _documents(source: Source, check_stop: Callable[[], None]) -> Iterator[Document]:
-    for document in read_documents(*source.place):
-        check_stop()
-        yield document
-
-
 @functools.cache
 def _name_large(where: str, characters: int) -> None:
     """Once, however often it is read: it may be a corpus in one file, or a row that is no text."""
@@ -460,9 +408,7 @@ def _name_large(where: str, characters: int) -> None:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The hash of the vocabulary, the rules, and what surrounds a document; its path does not
-    count.
-    """
+    """The hash of the vocabulary, the rules, and what surrounds a document; not of its path."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = json.loads(backend.to_str()) if backend else {"class": type(tokenizer).__name__}
     rules.pop("padding", None)  # set by the last call

@@ -16,35 +16,15 @@ from transformers import PreTrainedModel
 from coca_hf.models.attention import layer_types
 
 # Dense bfloat16 operations a second, from the manufacturers' data sheets (which often print twice
-# as many, for sparse
-# matrices): nvidia.com/en-us/data-center/{b200,h200,h100,a100,l40s,l4,...}, NVIDIA's Ampere and Ada
-# GPU architecture
-# whitepapers for RTX (with float32 sums), amd.com/en/products/accelerators/instinct. The first
-# whose words a name has
-# counts.
+# the number, for sparse matrices): nvidia.com/en-us/data-center/{b200,h200,h100,a100,l40s,l4,...},
+# NVIDIA's Ampere and Ada GPU architecture whitepapers for RTX (with float32 sums),
+# amd.com/en/products/accelerators/instinct. The first whose words a name has counts.
 PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200 NVL": 836e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "A40": 149.7e12,
-    "A30": 165e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "RTX 4090": 165.2e12,
-    "RTX 3090": 71e12,
-    "MI325X": 1307.4e12,
-    "MI300X": 1307.4e12,
+    **{"B200": 2250e12, "H200 NVL": 836e12, "H200": 989e12, "GH200": 989e12, "H100 NVL": 835e12},
+    **{"H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12, "H20": 148e12},
+    **{"A100": 312e12, "A800": 312e12, "A40": 149.7e12, "A30": 165e12, "A10G": 70e12},
+    **{"A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12},
+    **{"RTX 4090": 165.2e12, "RTX 3090": 71e12, "MI325X": 1307.4e12, "MI300X": 1307.4e12},
 }
 
 # What follows what inside a decoder layer, by the names of all families; a name that is not here
@@ -67,16 +47,14 @@ _VALUE = {"v_proj", "query_key_value"}
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """Operations for one token. MFU is made of `model`: what gradient checkpointing adds is no part
-    of it.
-    """
+    """Operations for one token. MFU counts those of `model`, without gradient checkpointing's."""
 
     forward: int
     backward_activations: int
     backward_weights: int
     # Added by gradient checkpointing: every layer's forward again, and gradients down to the
-    checkpointing: int
     # embedding whatever learns, because transformers asks for them then
+    checkpointing: int
 
     @property
     def model(self) -> int:
@@ -118,16 +96,12 @@ def count_flops(model: PreTrainedModel, seq_len: int) -> TokenFlops:
 
 
 def peak_flops(gpu: str) -> float | None:
-    """Dense bfloat16 operations a second of a GPU by its name, as torch gives it, or short: H100.
-    None if unknown.
-    """
+    """Dense bfloat16 operations a second of a GPU, by torch's name or short, as H100; or None."""
     return next((peak for name, peak in PEAK_FLOPS.items() if _words(name) <= _words(gpu)), None)
 
 
 def _position(name: str) -> tuple[float, int]:
-    """Where in the forward a module or parameter comes: its layer (the embedding before all), and
-    its step there.
-    """
+    """Where a module or parameter comes in the forward: its layer (embeddings first) and step."""
     parts = name.split(".")
     if "layers" in parts:
         return int(parts[parts.index("layers") + 1]), max(
@@ -137,9 +111,7 @@ def _position(name: str) -> tuple[float, int]:
 
 
 def _attention_gradients(trained: list[str], layer: int, first: tuple[float, int]) -> int:
-    """Products in the backward of a layer's attention: for the values, the probabilities, the
-    queries, the keys.
-    """
+    """Products in the backward of a layer's attention: values, probabilities, queries, keys."""
     if not (layer, _PROJECT) <= first < (layer, _OUTPUT):
         return 4 if first < (layer, _PROJECT) else 0
     parts = {part for name in trained if _position(name)[0] == layer for part in name.split(".")}

@@ -29,9 +29,7 @@ EXCHANGED = "the keys and values that GPUs exchange"
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A stage of a plan. `change` says what to set where the memory does not fit; None where it
-    does.
-    """
+    """A stage of a plan. `change`: what to set where it does not fit; None where it does."""
 
     name: str
     trained: int
@@ -51,9 +49,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe's stages on `world_size` GPUs of `gpu_bytes` each that do `mfu` of `peak_flops`
-    operations a second.
-    """
+    """A recipe's stages on `world_size` GPUs of `gpu_bytes` that do `mfu` of `peak_flops`."""
 
     gpu: str
     peak_flops: float
@@ -80,8 +76,7 @@ class Plan:
 def plan_recipe(
     recipe: Recipe, world_size: int = 1, gpu_memory: float = 80, gpu: str = "H100", mfu: float = 0.4
 ) -> Plan:
-    """Plan every stage for `world_size` GPUs with `gpu_memory` GiB each; `gpu` names the one whose
-    peak is the measure.
+    """Plan every stage for `world_size` GPUs with `gpu_memory` GiB each and the peak of `gpu`.
 
     Where a stage does not fit, these are tried, in order, at the same number of blocks per
     optimizer step: gradient checkpointing, smaller batches that are accumulated, a fused
@@ -104,9 +99,8 @@ def plan_recipe(
         )
     check_model(recipe)
     stages: list[StagePlan] = []
-    notes = [
-        f"a stage fits whose peak leaves {RESERVE:.0%} of the memory free, for what no tensor shows"
-    ]
+    free = f"{RESERVE:.0%} of the memory free"
+    notes = [f"a stage fits whose peak leaves {free}, for what no tensor shows"]
     for stage in recipe.stages:
         options = recipe.options(stage)
         if options.get("use_cpu"):
@@ -119,11 +113,8 @@ def plan_recipe(
             "the teacher": stage.needs_teacher,
             EXCHANGED: recipe.stage_options(stage).context_parallel_size > 1,
         }
-        notes += [
-            f"stages.{stage.name}: planned without {name}"
-            for name, is_used in missing.items()
-            if is_used
-        ]
+        used = [name for name, is_used in missing.items() if is_used]
+        notes += [f"stages.{stage.name}: planned without {name}" for name in used]
         stages.append(_plan_stage(recipe, stage, world_size, gpu_memory * GIB, mfu * peak))
     return Plan(gpu, peak, mfu, world_size, int(gpu_memory * GIB), notes, stages)
 
@@ -168,10 +159,8 @@ def _change(recipe: Recipe, stage: Stage, setting: Setting, usable: float) -> st
             words = _words(changed_stage is not stage, setting, changed)
             without = f", without {EXCHANGED}" if changed.sharing > setting.sharing else ""
             return f"does not fit; it does with {words} ({memory.peak / GIB:.1f} GiB{without})"
-    return (
-        "does not fit, and nothing helps at this global batch; lower data.seq_len or take GPUs "
-        "with more memory"
-    )
+    nothing = "does not fit, and nothing helps at this global batch"
+    return f"{nothing}; lower data.seq_len or take GPUs with more memory"
 
 
 def _levers(recipe: Recipe, stage: Stage, setting: Setting) -> Iterator[tuple[Stage, Setting]]:
@@ -181,24 +170,21 @@ def _levers(recipe: Recipe, stage: Stage, setting: Setting) -> Iterator[tuple[St
         yield stage, setting
     smaller = setting
     while smaller.batch_size % 2 == 0:
-        smaller = dataclasses.replace(
-            smaller, batch_size=smaller.batch_size // 2, accumulation=smaller.accumulation * 2
-        )
+        batch_size, accumulation = smaller.batch_size // 2, smaller.accumulation * 2
+        smaller = dataclasses.replace(smaller, batch_size=batch_size, accumulation=accumulation)
         yield stage, smaller
     needs_logits = "distill" in stage.objective or stage.answer_weight
     if not recipe.stage_options(stage).fused_cross_entropy and not needs_logits:
         stage = _with(stage, "fused_cross_entropy", True)
         yield stage, smaller
     while _can_share(recipe, stage, smaller.world_size, smaller.sharing * 2):
-        smaller = dataclasses.replace(
-            smaller, sharing=smaller.sharing * 2, accumulation=smaller.accumulation * 2
-        )
+        sharing, accumulation = smaller.sharing * 2, smaller.accumulation * 2
+        smaller = dataclasses.replace(smaller, sharing=sharing, accumulation=accumulation)
         yield stage, smaller
     while setting.accumulation % 2 == 0 or setting.batch_size % 2 == 0:
         fewer = "accumulation" if setting.accumulation % 2 == 0 else "batch_size"
-        setting = dataclasses.replace(
-            setting, world_size=setting.world_size * 2, **{fewer: getattr(setting, fewer) // 2}
-        )
+        changed = {"world_size": setting.world_size * 2, fewer: getattr(setting, fewer) // 2}
+        setting = dataclasses.replace(setting, **changed)
         yield stage, setting
 
 
@@ -236,9 +222,7 @@ def _words(is_fused: bool, before: Setting, after: Setting) -> str:
 
 
 def plan_table(plan: Plan) -> Table:
-    """A plan as people read it: what every stage trains and takes, and the memory of one GPU at its
-    peak, in GiB.
-    """
+    """A plan as people read it: what stages train and take, and a GPU's memory at its peak."""
     table = Table(
         title=f"{plan.world_size} x {plan.gpu}, {plan.gpu_bytes / GIB:g} GB each, "
         f"at MFU {plan.mfu:g} of {plan.peak_flops / 1e12:g} TFLOPS (dense bf16)",
@@ -247,8 +231,7 @@ def plan_table(plan: Plan) -> Table:
     for stage in plan.stages:
         setting = stage.setting
         cells = {
-            "parameters trained": f"{stage.trained / 1e6:,.1f}M "
-            f"({stage.trained / stage.total:.1%})",
+            "parameters trained": f"{stage.trained / 1e6:,.1f}M ({stage.trained / stage.total:.1%})",
             "batch x accumulation": f"{setting.batch_size} x {setting.accumulation}",
             "tokens": f"{stage.tokens / 1e9:.3g}B",
             "FLOPs": f"{stage.flops:.3g}",

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -28,13 +28,8 @@ from coca_hf.train.flops import peak_flops
 from coca_hf.train.run_directory import saving_to
 
 COLUMNS = (
-    "loss",
-    "learning_rate",
-    "grad_norm",
-    "tokens_per_second",
-    "mfu",
-    "memory_bytes",
-    "skipped_steps",
+    *("loss", "learning_rate", "grad_norm"),
+    *("tokens_per_second", "mfu", "memory_bytes", "skipped_steps"),
 )
 
 
@@ -58,9 +53,7 @@ class StageLog(TrainerCallback, ExportableState):
 
     @property
     def seconds(self) -> float:
-        """Seconds that this stage has trained for, over all its resumptions; measuring the held-out
-        loss is none.
-        """
+        """Seconds of training over all resumptions, without measuring the held-out loss."""
         return self._seconds_before + time.monotonic() - self._started
 
     @contextmanager
@@ -109,14 +102,9 @@ class StageLog(TrainerCallback, ExportableState):
             append_line(self.path, json.dumps(line))
 
     def _forget_after(self, step: int) -> None:
-        """Drop the lines of steps that a killed run did after its last checkpoint; they are about
-        to be done again.
-        """
-        lines = (
-            self.path.read_text(errors="replace").splitlines()
-            if self.path.exists() and step
-            else []
-        )
+        """Drop the lines of steps after a killed run's last checkpoint, which are done again."""
+        is_resumed = step and self.path.exists()
+        lines = self.path.read_text(errors="replace").splitlines() if is_resumed else []
         kept = [line for line in lines if (done := _step_of(line)) is not None and done <= step]
         with saving_to(self.path.parent):
             replace_text(self.path, "".join(line + "\n" for line in kept))
@@ -131,9 +119,7 @@ def _step_of(line: str) -> int | None:
 
 
 def start_place(next_block: int) -> dict:
-    """Where a stage begins: the next block, the seconds spent, held-out losses by step, and the
-    record of bad steps.
-    """
+    """Where a stage begins, with no time spent, no held-out losses and no bad steps."""
     return {
         "next_block": next_block,
         "seconds": 0.0,
@@ -191,17 +177,13 @@ class SpeedMeter:
         took, in bytes (on a CPU, what it has now).
         """
         state = PartialState()
-        tokens_per_second = (
-            num_steps * self.tokens_per_step / max(time.monotonic() - self._since, 1e-9)
-        )
+        seconds = max(time.monotonic() - self._since, 1e-9)
+        tokens_per_second = num_steps * self.tokens_per_step / seconds
         self.restart()
+        gpu, memory = None, psutil.Process().memory_info().rss
         if state.device.type == "cuda":
-            gpu, memory = (
-                torch.cuda.get_device_name(state.device),
-                torch.cuda.max_memory_allocated(),
-            )
-        else:
-            gpu, memory = None, psutil.Process().memory_info().rss
+            gpu = torch.cuda.get_device_name(state.device)
+            memory = torch.cuda.max_memory_allocated()
         mfu = utilization(tokens_per_second, self.flops_per_token, gpu, state.num_processes)
         return {"tokens_per_second": tokens_per_second, "mfu": mfu, "memory_bytes": memory}
 
@@ -209,9 +191,7 @@ class SpeedMeter:
 def utilization(
     tokens_per_second: float, flops_per_token: float, gpu: str | None, num_gpus: int
 ) -> float | None:
-    """MFU (PaLM, arXiv 2204.02311, appendix B): the share of the GPUs' peak; None without one whose
-    peak is known.
-    """
+    """MFU (PaLM, arXiv 2204.02311, appendix B); None without a GPU whose peak is known."""
     peak = peak_flops(gpu) if gpu else None
     return tokens_per_second * flops_per_token / (peak * num_gpus) if peak else None
 
@@ -219,10 +199,8 @@ def utilization(
 class ProgressLine(TrainerCallback):
     """A progress bar on a terminal; elsewhere, a line per logging interval."""
 
-    def __init__(self, name: str, show: bool, print_line: Callable[[str], None] = print):
-        self.name = name
-        self.show = show
-        self.print_line = print_line
+    def __init__(self, name: str, show: bool):
+        self.name, self.show = name, show
         self._bar: tqdm | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -240,9 +218,8 @@ class ProgressLine(TrainerCallback):
         if not (self.show and state.is_world_process_zero):
             return
         if "eval_loss" in logs:
-            self._say(
-                f"{self.name} step {state.global_step}: held-out loss {logs['eval_loss']:.4f}"
-            )
+            held_out = f"held-out loss {logs['eval_loss']:.4f}"
+            self._say(f"{self.name} step {state.global_step}: {held_out}")
         elif "loss" in logs and self._bar is not None:
             self._bar.set_postfix_str(_values(logs))
         elif "loss" in logs:
@@ -262,13 +239,12 @@ class ProgressLine(TrainerCallback):
         if self._bar is not None:
             self._bar.write(line, file=sys.stderr)
         else:
-            self.print_line(line)
+            print(line)
 
 
 def _values(logs: dict) -> str:
-    parts = [f"loss {logs['loss']:.4f}", f"lr {logs['learning_rate']:.3g}"]
-    parts.append(f"{logs['tokens_per_second']:,.0f} tokens/s")
+    speed = f"{logs['tokens_per_second']:,.0f} tokens/s"
     if logs["mfu"] is not None:
-        parts.append(f"MFU {logs['mfu']:.1%}")
-    parts.append(f"{logs['memory_bytes'] / 2**30:.1f} GiB")
-    return ", ".join(parts)
+        speed += f", MFU {logs['mfu']:.1%}"
+    loss = f"loss {logs['loss']:.4f}, lr {logs['learning_rate']:.3g}"
+    return f"{loss}, {speed}, {logs['memory_bytes'] / 2**30:.1f} GiB"

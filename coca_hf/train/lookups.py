@@ -1,17 +1,14 @@
-"""Training text that only a lookup predicts: the source `{synthetic: lookups, weight: 0.5}` of a
-recipe.
+"""Training text that only a lookup predicts: the source `{synthetic: lookups, weight: 0.5}`.
 
-Ordinary text seldom asks for what stood a thousand tokens before, so training on it brings
-perplexity back after a conversion, but not the use of context. A block of this source asks many
-times, amid the text of the other sources:
+Ordinary text seldom asks for what stood a thousand tokens before, so training on it brings back
+perplexity but not retrieval. A block of this source asks often, amid the text of the others:
 
     copies   a passage, of the text or of tokens from the whole vocabulary, stands again: later on, or back to back
     facts    are stated once and asked for later, in the same or other words, among facts that differ in one word
     lists    of random keys and values, some of which are asked for, within the list or after it
 
 The tokens that a lookup predicts, the answers, are marked; a stage's `answer_weight` counts them
-again. The words are those of `wordings.py`. A block depends on nothing but its text and its random
-generator.
+again. A block depends on nothing but its text and its random generator.
 """
 
 import random
@@ -86,17 +83,14 @@ class Lookups:
         self._words = sorted(word for word in words if _is_word(word)) or list(FIRST_NAMES)
 
     def block(self, text: Sequence[int], draw: random.Random) -> MarkedTokens:
-        """A block of as many tokens as `text`: lookups, and between them as much of the text as
-        there is room for.
-        """
+        """A block of `len(text)` tokens: lookups, and as much of the text as there is room for."""
         # passages are taken from its end, and what stands between lookups from its start
         spare = list(text)
         makers = [self._copies, self._facts, self._list]
         makers = [draw.choice(makers)] if draw.random() < 0.75 else makers
         room = int(len(text) * draw.uniform(0.3, 1) / len(makers))
-        return _laid_out(
-            [lookup for make in makers for lookup in make(room, spare, draw)], text, draw
-        )
+        lookups = [lookup for make in makers for lookup in make(room, spare, draw)]
+        return _laid_out(lookups, text, draw)
 
     def _copies(self, room: int, spare: list[int], draw: random.Random) -> list[Lookup]:
         """Passages and their copies, of `room` tokens together, about."""
@@ -112,10 +106,9 @@ class Lookups:
             room -= copies * length
             said = MarkedTokens(passage, [False] * length)
             again = [MarkedTokens(passage, [False] + [True] * (length - 1))] * (copies - 1)
-            back_to_back = draw.random() < 0.4
-            lookups.append(
-                Lookup(_joined([said, *again]), []) if back_to_back else Lookup(said, again)
-            )
+            if draw.random() < 0.4:  # back to back
+                said, again = _joined([said, *again]), []
+            lookups.append(Lookup(said, again))
         return lookups
 
     def _facts(self, room: int, spare: list[int], draw: random.Random) -> list[Lookup]:
@@ -136,9 +129,8 @@ class Lookups:
             if "{noun}" in again and "{owner}" in again and draw.random() < 0.6:
                 asked[0] = again
             forms = [(statement, ""), *((form, draw.choice(ENDINGS)) for form in asked)]
-            wordings.append(
-                [_wording(form, end, value, noun=noun, owner=owner) for form, end in forms]
-            )
+            names = {"noun": noun, "owner": owner}
+            wordings.append([_wording(form, end, value, **names) for form, end in forms])
         pieces = iter(self._encode([wording for of_fact in wordings for wording in of_fact]))
         lookups = []
         for of_fact in wordings:
@@ -147,18 +139,10 @@ class Lookups:
         return lookups[: _fitting((lookup.length for lookup in lookups), room)]
 
     def _list(self, room: int, spare: list[int], draw: random.Random) -> list[Lookup]:
-        """A list, at most half of `room` long without the lines that stand in it again, and
-        questions about it.
-        """
-        form, kind_of_key, kind_of_value = (
-            draw.choice(FORMS),
-            draw.choice(KEYS),
-            draw.choice(VALUES),
-        )
+        """A list, at most half of `room` without its repeated lines, and questions about it."""
+        form, of_keys, of_values = draw.choice(FORMS), draw.choice(KEYS), draw.choice(VALUES)
         count = _log_uniform(4, max(4, room // LINE_TOKENS), draw)
-        values = {
-            self._value(kind_of_key, draw): self._value(kind_of_value, draw) for _ in range(count)
-        }
+        values = {self._value(of_keys, draw): self._value(of_values, draw) for _ in range(count)}
         lines = [_wording(form.line, "", value, key=key) for key, value in values.items()]
         head, foot, *encoded = self._encode([Wording(form.head), Wording(form.foot), *lines])
         encoded = encoded[: _fitting((len(line.ids) for line in encoded), room // 2)]
@@ -167,51 +151,38 @@ class Lookups:
         body: list[MarkedTokens] = []
         repeats = draw.choice((0, 0, 0.2, 0.4))  # of an earlier line, after every line
         for number, line in enumerate(encoded, 1):
-            body += [_unmarked(line)] + (
-                [draw.choice(encoded[:number])] if draw.random() < repeats else []
-            )
+            body.append(_unmarked(line))
+            if draw.random() < repeats:
+                body.append(draw.choice(encoded[:number]))
         said = _joined([head, *body, foot])
-        keys = draw.sample(
-            list(values)[: len(encoded)], min(len(encoded), draw.choice((4, 16, 64)))
-        )
+        most = min(len(encoded), draw.choice((4, 16, 64)))
+        keys = draw.sample(list(values)[: len(encoded)], most)
         forms = [form.line, *draw.sample(QUESTIONS, 3)]
-        asked = self._encode(
-            [
-                _wording(draw.choice(forms), draw.choice(ENDINGS), values[key], key=key)
-                for key in keys
-            ]
-        )
-        return [
-            Lookup(
-                said, asked[: _fitting((len(piece.ids) for piece in asked), room - len(said.ids))]
-            )
+        questions = [
+            _wording(draw.choice(forms), draw.choice(ENDINGS), values[key], key=key) for key in keys
         ]
+        asked = self._encode(questions)
+        fitting = _fitting((len(piece.ids) for piece in asked), room - len(said.ids))
+        return [Lookup(said, asked[:fitting])]
 
     def _value(self, kind: str, draw: random.Random) -> str:
         return KINDS_OF_VALUE[kind](draw, self._words)
 
     def _encode(self, wordings: list[Wording]) -> list[MarkedTokens]:
-        """Each as it is tokenised after a word: the letter before it, which is cut off again,
-        stands for that word.
-        """
+        """Each as it is tokenised after a word: the letter "a" before it is cut off again."""
         encoded = self._tokenizer(
             ["a" + "".join(wording) for wording in wordings],
             add_special_tokens=False,
             return_offsets_mapping=True,
             return_attention_mask=False,
         )
-        pieces = []
-        for wording, ids, spans in zip(
-            wordings, encoded["input_ids"], encoded["offset_mapping"], strict=True
-        ):
+        pieces, found = [], (encoded["input_ids"], encoded["offset_mapping"])
+        for wording, ids, spans in zip(wordings, *found, strict=True):
             begin = 1 + len(wording.before)
             end = begin + len(wording.answer)
             cut = sum(last <= 1 for _, last in spans)
-            pieces.append(
-                MarkedTokens(
-                    ids[cut:], [first < end and last > begin for first, last in spans[cut:]]
-                )
-            )
+            answers = [first < end and last > begin for first, last in spans[cut:]]
+            pieces.append(MarkedTokens(ids[cut:], answers))
         return pieces
 
 
@@ -220,10 +191,8 @@ def _laid_out(lookups: list[Lookup], text: Sequence[int], draw: random.Random) -
     placed: list[tuple[float, MarkedTokens]] = []
     for lookup in lookups:
         place = draw.random() ** 2  # early, because most distances in a block are small
-        placed += [
-            (place, lookup.said),
-            *((draw.uniform(place, 1), piece) for piece in lookup.asked),
-        ]
+        placed.append((place, lookup.said))
+        placed += [(draw.uniform(place, 1), piece) for piece in lookup.asked]
     pieces = [piece for _, piece in sorted(placed, key=lambda pair: pair[0])]
     between = len(text) - sum(len(piece.ids) for piece in pieces)
     cuts = sorted(draw.randint(0, between) for _ in pieces)
@@ -233,12 +202,10 @@ def _laid_out(lookups: list[Lookup], text: Sequence[int], draw: random.Random) -
     if draw.random() < 0.25:
         phrase = list(text[: draw.randint(8, 32)])
         text = phrase * (len(text) // len(phrase) + 1)
-    runs = [
-        MarkedTokens(list(text[a:b]), [False] * (b - a)) for a, b in pairwise([0, *cuts, between])
-    ]
-    return _joined(
-        piece for pair in zip(runs, [*pieces, MarkedTokens([], [])], strict=True) for piece in pair
-    )
+    ends = pairwise([0, *cuts, between])
+    runs = [MarkedTokens(list(text[a:b]), [False] * (b - a)) for a, b in ends]
+    pairs = zip(runs, [*pieces, MarkedTokens([], [])], strict=True)
+    return _joined(piece for pair in pairs for piece in pair)
 
 
 def _wording(form: str, end: str, value: str, **names: str) -> Wording:

@@ -43,9 +43,7 @@ _NEED_A_GPU = ("bf16", "fp16", "tf32", "fsdp", "torch_compile", "use_cpu")
 
 @dataclass(frozen=True)
 class Setting:
-    """What the peak of memory depends on beside model, stage and `seq_len`, and what may be changed
-    when it is high.
-    """
+    """What the peak of memory depends on beside model, stage and `seq_len`, and may be changed."""
 
     world_size: int
     batch_size: int  # blocks per device and forward
@@ -77,8 +75,7 @@ class Memory:
 
 
 def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
-    """The memory of one GPU over two optimizer steps of a stage; nothing is computed, and nothing
-    is left behind.
+    """The memory of one GPU over two optimizer steps of a stage; nothing is computed or left.
 
     The first step makes the optimizer's state, the second has it from the start.
     """
@@ -91,17 +88,15 @@ def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
         with patch.object(nn.Module, "to", lambda module, *_, **__: module):
             model: Any = stage_model(base, stage)
         if setting.checkpointing:
-            enable = getattr(
-                model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
-            )
+            plain = model.gradient_checkpointing_enable  # its name before transformers 5.23
+            enable = getattr(model, "activation_checkpointing_enable", plain)
             enable(dict(arguments.gradient_checkpointing_kwargs or {}) or None)
         _prepare_(model.train(), recipe.options(stage), mesh)
         kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
         if "foreach" in inspect.signature(kind).parameters and not options.get("fused"):
             options["foreach"] = True  # as torch chooses on a GPU
         # On the shards as plain tensors: for an optimizer's operation on DTensors, torch works out
-        # shapes with tensors
-        # of the whole size, which would be counted
+        # shapes with tensors of the whole size, which would be counted
         shards = [nn.Parameter(_local(parameter)) for parameter in _learning(model)]
         optimizer = kind(shards, **options)
         whole = torch.zeros(setting.batch_size, recipe.data.seq_len, dtype=torch.int64)
@@ -116,9 +111,7 @@ def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
 
 @torch.no_grad()
 def _measure_held_out(model: nn.Module, head: nn.Module, ids: Tensor) -> None:
-    """A batch of the loss before the first step, as `held_out_loss` computes it, of blocks that
-    GPUs do not share.
-    """
+    """A batch of `held_out_loss` before the first step, of blocks that GPUs do not share."""
     model.eval()
     head.train()
     model(input_ids=ids, labels=ids, use_cache=False)
@@ -127,18 +120,13 @@ def _measure_held_out(model: nn.Module, head: nn.Module, ids: Tensor) -> None:
 
 def planned_arguments(recipe: Recipe, stage: Stage) -> TrainingArguments:
     """The stage's options, except those that TrainingArguments takes only where a GPU is."""
-    options = {
-        key: value
-        for key, value in recipe.options(stage).items()
-        if not key.startswith(_NEED_A_GPU)
-    }
+    options = recipe.options(stage)
+    options = {key: options[key] for key in options if not key.startswith(_NEED_A_GPU)}
     return TrainingArguments(output_dir="plan", **{**options, "use_cpu": True})
 
 
 def _prepare_(model: PreTrainedModel, options: dict[str, Any], mesh: Any) -> None:
-    """Mixed precision and sharding, in place, as `Accelerator.prepare` does them; the GPU is played
-    by the CPU.
-    """
+    """Mixed precision and sharding, in place, as by `Accelerator.prepare`; the CPU is the GPU."""
     precision = next((name for name in ("bf16", "fp16") if options.get(name)), "no")
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
@@ -162,9 +150,7 @@ def _prepare_(model: PreTrainedModel, options: dict[str, Any], mesh: Any) -> Non
 def _step(
     model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, accumulated: int
 ) -> None:
-    """An optimizer step as the Trainer does it: gradients are exchanged after the last backward
-    only.
-    """
+    """An optimizer step as the Trainer does it: gradients are exchanged after the last backward."""
     for number in range(accumulated):
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(number == accumulated - 1)
@@ -191,9 +177,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _fake_processes(world_size: int) -> Iterator[Any]:
-    """A device mesh over a process group that pretends to have `world_size` members, or None for
-    one process.
-    """
+    """A mesh over a pretended process group of `world_size` members, or None for one process."""
     if world_size == 1:
         yield None
         return
@@ -220,11 +204,8 @@ class MemoryTracker(TorchDispatchMode):
         self._optimizer = optimizer
         self._entries = WeakIdKeyDictionary()  # storage -> [category, bytes]
         self._learning = _learning(model)
-        groups = [
-            module._get_fsdp_state()._fsdp_param_group
-            for module in model.modules()
-            if isinstance(module, FSDPModule)
-        ]
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        groups = [module._get_fsdp_state()._fsdp_param_group for module in sharded]
         self._sharded = [parameter for group in groups if group for parameter in group.fsdp_params]
         for parameter in model.parameters():
             self._count(parameter, "weights")
@@ -239,9 +220,8 @@ class MemoryTracker(TorchDispatchMode):
         )
         self._resize = resize = torch.UntypedStorage.resize_
 
-        def resize_(
-            storage: torch.UntypedStorage, size: int
-        ) -> None:  # FSDP frees and allocates by it, unseen by modes
+        # FSDP frees and allocates by it, unseen by modes
+        def resize_(storage: torch.UntypedStorage, size: int) -> None:
             resize(storage, size)
             if storage in self._entries:
                 self._set_bytes(self._entries[storage], storage.nbytes())
@@ -288,9 +268,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def _count(self, tensor: Tensor, category: str) -> None:
         """Count a tensor's storage under a category, if it was under another or under none."""
-        storage = (
-            tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        ).untyped_storage()
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
         entry = self._entries.get(storage)
         if entry is None:
             entry = self._entries[storage] = [category, 0]

@@ -45,8 +45,7 @@ def origin(name: str) -> dict[str, str]:
 
 
 def located(name: str) -> tuple[str, Path]:
-    """`name` at the commit that it is at now, and its directory: of the hub, config, card, records
-    and licence alone.
+    """`name` at the commit that it is at now, and its directory: of the hub, without weights.
 
     Raises CocaError where there is no such model.
     """
@@ -60,9 +59,7 @@ def located(name: str) -> tuple[str, Path]:
 
 
 def check_whole(name: str, directory: Path) -> None:
-    """Raises CocaError for a model beside an adapter of peft: transformers would load the base that
-    the adapter names and save the adapter alone, without what was trained.
-    """
+    """Raises CocaError for an adapter of peft beside a model: it alone would be saved."""
     if (directory / ADAPTER).exists():
         raise CocaError(
             f"{name}: got {ADAPTER}, with which transformers loads another base and saves an "
@@ -90,25 +87,20 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
     smallest_vocabulary = 0
     if recipe.model is None:
         tokenizer = start_tokenizer(recipe)
-        ids = {
-            f"{name}_token_id": getattr(tokenizer, f"{name}_token_id")
-            for name in ("bos", "eos", "pad")
-        }
         smallest_vocabulary = max(tokenizer.get_vocab().values()) + 1
+        # No defaults among them: head_dim is derived from the overrides' width
+        kept = {"vocab_size": smallest_vocabulary}
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            kept[key] = getattr(tokenizer, key)
         with loading(recipe.start):
-            # No defaults among them: head_dim is derived from the overrides' width
-            kept = {"vocab_size": smallest_vocabulary, **ids}
             config = AutoConfig.for_model(overrides.pop("model_type"), **kept)
     else:
         config = load_config(recipe.model)
         kept = config.to_dict()
+    kind = type(config).__name__
     known = sorted(field.name for field in dataclasses.fields(type(config)))
-    for key in overrides:
-        if key not in known:
-            raise CocaError(
-                f"config: {type(config).__name__} has no {short(key)}; nearest: "
-                f"{nearest(str(key), known)}"
-            )
+    for key in [key for key in overrides if key not in known]:
+        raise CocaError(f"config: {kind} has no {short(key)}; nearest: {nearest(str(key), known)}")
     vocab_size = overrides.get("vocab_size")
     if isinstance(vocab_size, int) and vocab_size < smallest_vocabulary:
         raise CocaError(
@@ -131,14 +123,12 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
                 f"config.{key}: got {short(value)}, expected a mapping, such as {short(before)}"
             )
         merged[key] = {**before, **value} if isinstance(before, dict) else value
-    with library_errors(f"config: {type(config).__name__} does not take it"):
+    with library_errors(f"config: {kind} does not take it"):
         return type(config)(**{**kept, **merged})
 
 
 def model_from_config(recipe: Recipe, attn_implementation: str | None = None) -> PreTrainedModel:
-    """The recipe's model in float32, with random weights: from scratch, or for a device that keeps
-    none.
-    """
+    """The recipe's model in float32 with random weights: from scratch, or on the meta device."""
     config = start_config(recipe)
     with loading(recipe.start), building(config):
         return AutoModelForCausalLM.from_config(
@@ -169,9 +159,7 @@ def start_model(recipe: Recipe, attn_implementation: str | None = None) -> PreTr
 def unfilled_model(
     config: PreTrainedConfig, attn_implementation: str | None = None
 ) -> PreTrainedModel:
-    """A model without contents in its parameters: addresses, by which Accelerate knows them, but no
-    memory in use.
-    """
+    """A model whose parameters have addresses, by which Accelerate knows them, but no memory."""
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=attn_implementation
@@ -184,9 +172,7 @@ def unfilled_model(
 
 
 def weights_are_sent_here() -> bool:
-    """Whether Accelerate will send this process its shard of the main process's weights, so that it
-    needs none.
-    """
+    """Whether Accelerate will send this process its shard of the main process's weights."""
     launched = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", LOAD_IN_ONE_PROCESS: "true"}
     state = PartialState()
     return (
@@ -227,18 +213,15 @@ def load_model(
             output_loading_info=True,
             attn_implementation=attn_implementation,
         )
-    wrong = {
-        kind: sorted(map(str, report[kind]))
+    wrong = [
+        f"{kind.replace('_', ' ')}: {', '.join(sorted(map(str, report[kind]))[:3])}"
         for kind in ("missing_keys", "unexpected_keys")
         if report[kind]
-    }
+    ]
     if wrong:
-        kinds = "; ".join(
-            f"{kind.replace('_', ' ')}: {', '.join(keys[:3])}" for kind, keys in wrong.items()
-        )
         raise CocaError(
-            f"{name}: its weights are not those of {type(model).__name__}: {kinds}; convert it "
-            f"again"
+            f"{name}: its weights are not those of {type(model).__name__}: {'; '.join(wrong)}; "
+            f"convert it again"
         )
     return model
 
@@ -275,17 +258,17 @@ def stage_model(model: PreTrainedModel, stage: Stage) -> nn.Module:
             f"stages.{stage.name}: none of {stage.train} is a linear layer, expected one for its "
             f"adapters"
         )
-    options = {
-        "r": stage.lora.r,
-        "lora_alpha": stage.lora.alpha,
-        "lora_dropout": stage.lora.dropout,
-    }
+    config = LoraConfig(
+        r=stage.lora.r,
+        lora_alpha=stage.lora.alpha,
+        lora_dropout=stage.lora.dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
     with torch.random.fork_rng(devices=[]):
         # The same in every process, and in a run that resumes
         torch.manual_seed(zlib.crc32(stage.name.encode()))
-        return get_peft_model(
-            model, LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **options)
-        )
+        return get_peft_model(model, config)
 
 
 def plain_model(model: Any) -> PreTrainedModel:
@@ -329,8 +312,8 @@ def _has_part(parameter: str, module: str) -> bool:
 
 @contextmanager
 def shapes_only(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model that is only looked at run on tensors without contents, into which transformers'
-    own code looks: for several sequences in a block, and for positions beyond the trained length.
+    """Let a model run on tensors without contents, into which transformers' own code looks: for
+    several sequences in a block, and for positions beyond the trained length.
     """
     for module in model.modules():
         if type(module).__module__.startswith("transformers.") and isinstance(

@@ -8,17 +8,13 @@ or a mix.
     attention-maps      KL(original || student) of the attention maps, mean over queries, heads, blocks and layers;
                         computed by eager attention, which holds all maps of a batch: for short blocks
 
-With `answer_weight`, the answers of synthetic lookups count again: so many times their own mean is
+With `answer_weight`, the answers of synthetic lookups count again: their own mean, times that, is
 added to the mean over a block's tokens, in `lm` and `distill`, and to that over its queries, in
 `attention-maps`. The log then has their cross-entropy, `loss_answers`.
 
-Cross-entropy may be fused with the model's head, so that the logits of all tokens are never there
-at once.
-
 The original, the teacher, runs once per batch on the same tokens, without gradients; every GPU has
-all its weights, and computes in the stage's precision. Where attention is compared,
-each model works on its own hidden states: one forward of each gives all layers, and a layer learns
-to undo what the layers below it changed, which it would not see on the teacher's.
+all its weights, and computes in the stage's precision. Where attention is compared, each model
+works on its own hidden states, so that a layer learns to undo what those below it changed.
 """
 
 import functools
@@ -75,16 +71,14 @@ def linear_cross_entropy(
     the mean.
 
     hidden: (b, m, hidden); labels: (b, m), -100 where nothing is predicted; shift_labels: (b, m),
-    of parts of blocks, the next label of every place, in the place of labels. The head is computed
-    again in the backward, for a little
-    time: beside the hidden states there are never more than a chunk's logits. Returns a scalar.
+    the next label of every place, in the place of labels. The backward computes the head again:
+    there are never more logits than a chunk's. Returns a scalar.
     """
-    targets = _targets(labels) if shift_labels is None else shift_labels.flatten()
-    chunks = zip(
-        hidden.flatten(0, 1).split(_CHUNK_TOKENS), targets.split(_CHUNK_TOKENS), strict=True
-    )
+    targets, num_items = _targets(labels, shift_labels, num_items)
+    parts = (tensor.split(_CHUNK_TOKENS) for tensor in (hidden.flatten(0, 1), targets))
+    chunks = zip(*parts, strict=True)
     total = sum(checkpoint(_cross_entropy, head, *chunk, use_reentrant=False) for chunk in chunks)
-    return total / ((targets != _IGNORED).sum() if num_items is None else num_items)
+    return total / num_items
 
 
 def liger_cross_entropy(
@@ -94,21 +88,24 @@ def liger_cross_entropy(
     num_items: Tensor | int | None = None,
     shift_labels: Tensor | None = None,
 ) -> Tensor:
-    """As `linear_cross_entropy`, by Liger's Triton kernel (arXiv 2410.10989): gradients come with
-    the forward.
-    """
+    """`linear_cross_entropy` by Liger's Triton kernel (arXiv 2410.10989), gradients with forward."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    targets = _targets(labels) if shift_labels is None else shift_labels.flatten()
+    targets, num_items = _targets(labels, shift_labels, num_items)
     fused = LigerFusedLinearCrossEntropyLoss(
         ignore_index=_IGNORED, reduction="sum", accum_dtype=torch.float32
     )
-    total = fused(head.weight, hidden.flatten(0, 1), targets, head.bias)
-    return total / ((targets != _IGNORED).sum() if num_items is None else num_items)
+    return fused(head.weight, hidden.flatten(0, 1), targets, head.bias) / num_items
 
 
-def _targets(labels: Tensor) -> Tensor:
-    return pad(labels, (0, 1), value=_IGNORED)[:, 1:].flatten()
+def _targets(
+    labels: Tensor, shift_labels: Tensor | None, num_items: Tensor | int | None
+) -> tuple[Tensor, Tensor | int]:
+    """The label that follows every place, (b * m,), and what a sum over them is divided by."""
+    if shift_labels is None:
+        shift_labels = pad(labels, (0, 1), value=_IGNORED)[:, 1:]
+    targets = shift_labels.flatten()
+    return targets, (targets != _IGNORED).sum() if num_items is None else num_items
 
 
 def _cross_entropy(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -188,12 +185,8 @@ def chunk_cross_entropy_(model: PreTrainedModel) -> None:
     """Let a model compute its loss from logits in chunks, as `distillation_loss` does, in place."""
 
     def loss(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch=None, **kwargs):
-        shift_labels = kwargs.get("shift_labels")
-        targets = _targets(labels) if shift_labels is None else shift_labels.flatten()
-        total = _CrossEntropy.apply(logits.flatten(0, 1), targets)
-        return total / (
-            (targets != _IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-        )
+        targets, num_items = _targets(labels, kwargs.get("shift_labels"), num_items_in_batch)
+        return _CrossEntropy.apply(logits.flatten(0, 1), targets) / num_items
 
     model.loss_function = loss
 
@@ -277,9 +270,7 @@ _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
 class Objective:
-    """A weighted sum of losses, all but `lm` beside a teacher, which stays as it is; keeps their
-    means for the log.
-    """
+    """A weighted sum of losses, all but `lm` beside a teacher; keeps their means for the log."""
 
     def __init__(
         self,
@@ -299,18 +290,15 @@ class Objective:
     def __call__(
         self, language_loss: Callable, model: nn.Module, inputs: Mapping, accumulated: int
     ) -> Tensor:
-        """The loss of a batch that is one of `accumulated`; `language_loss()` gives that with the
-        text, and outputs.
-        """
+        """The loss of one of `accumulated` batches; `language_loss()` gives the text's and outputs."""
         wanted = not self.weights.keys().isdisjoint(_OF_ATTENTION)
         with _attention_of(model, wanted) as ours:
             text_loss, outputs = language_loss()
         losses, token_weights = {"lm": text_loss}, None
         if self.answer_weight:
             of_answers = answer_weights(inputs["answers"])
-            losses["answers"] = (
-                answer_loss(outputs["logits"], inputs["input_ids"], of_answers) / accumulated
-            )
+            answers = answer_loss(outputs["logits"], inputs["input_ids"], of_answers)
+            losses["answers"] = answers / accumulated
             token_weights = 1 + self.answer_weight * of_answers
         if self._teacher is not None:
             losses |= self._beside(
@@ -336,26 +324,19 @@ class Objective:
             teacher_logits = teacher(**given, use_cache=False).logits
         losses = {}
         if "distill" in self.weights:
-            losses["distill"] = (
-                distillation_loss(logits, teacher_logits, self.temperature, token_weights)
-                / accumulated
+            losses["distill"] = distillation_loss(
+                logits, teacher_logits, self.temperature, token_weights
             )
         if "attention-transfer" in self.weights:
             outputs = ([output for output, _ in layers] for layers in (ours, theirs))
-            losses["attention-transfer"] = attention_transfer_loss(*outputs) / accumulated
+            losses["attention-transfer"] = attention_transfer_loss(*outputs)
         if "attention-maps" in self.weights:
-            our_maps, their_maps = (
-                [attention for _, attention in layers] for layers in (ours, theirs)
-            )
-            losses["attention-maps"] = (
-                attention_map_loss(our_maps, their_maps, token_weights) / accumulated
-            )
-        return losses
+            our_maps, their_maps = ([maps for _, maps in layers] for layers in (ours, theirs))
+            losses["attention-maps"] = attention_map_loss(our_maps, their_maps, token_weights)
+        return {name: loss / accumulated for name, loss in losses.items()}
 
     def take_means(self) -> dict[str, float]:
-        """Each loss, unweighted, mean over all processes since the last call, as `loss_<name>`; all
-        of them call it.
-        """
+        """Each loss as `loss_<name>`: mean over the steps since the last call and all processes."""
         sums = torch.tensor(
             [self._sums[name] for name in self.weights], device=PartialState().device
         )
@@ -384,9 +365,7 @@ def load_teacher(
 
 @contextmanager
 def _attention_of(model: nn.Module, wanted: bool) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """The output and the map (of eager; else None) of each layer's attention in the forward inside,
-    in their order.
-    """
+    """The output and, of eager, the map of each layer's attention in the forward inside."""
     outputs: list[tuple[Tensor, Tensor]] = []
     names = ("self_attn", "attention") if wanted else ()
     modules = [module for name, module in model.named_modules() if name.rpartition(".")[2] in names]

@@ -1,6 +1,4 @@
-"""The training options that a recipe may set: most of transformers' TrainingArguments, and a few of
-our own.
-"""
+"""The training options that a recipe may set: most TrainingArguments, and a few of our own."""
 
 import dataclasses
 import functools
@@ -45,52 +43,39 @@ OWNED = {
     "give fused_cross_entropy: liger",
     "parallelism_config": "give context_parallel_size; other than that, shard with FSDP2 through "
     "`accelerate launch`",
-    **dict.fromkeys(
-        ("remove_unused_columns", "ignore_data_skip", "accelerator_config", "data_seed"), _BY_DATA
-    ),
-    **dict.fromkeys(
-        ("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_in_order"), _BY_MAP
-    ),
-    **dict.fromkeys(
-        ("dataloader_persistent_workers", "dataloader_multiprocessing_context"), _BY_MAP
-    ),
-    **dict.fromkeys(
-        ("auto_find_batch_size", "train_sampling_strategy", "length_column_name"), _BY_DATA
-    ),
-    **dict.fromkeys(("do_train", "do_eval", "do_predict", "load_best_model_at_end"), _BY_EVAL),
-    **dict.fromkeys(
-        ("metric_for_best_model", "greater_is_better", "per_device_eval_batch_size"), _BY_EVAL
-    ),
+    **dict.fromkeys(("remove_unused_columns", "ignore_data_skip", "accelerator_config"), _BY_DATA),
+    **dict.fromkeys(("data_seed", "auto_find_batch_size", "train_sampling_strategy"), _BY_DATA),
+    "length_column_name": _BY_DATA,
+    **dict.fromkeys(("dataloader_num_workers", "dataloader_prefetch_factor"), _BY_MAP),
+    **dict.fromkeys(("dataloader_in_order", "dataloader_persistent_workers"), _BY_MAP),
+    "dataloader_multiprocessing_context": _BY_MAP,
+    "load_best_model_at_end": _BY_EVAL,
+    **dict.fromkeys(("metric_for_best_model", "greater_is_better"), _BY_EVAL),
+    "per_device_eval_batch_size": _BY_EVAL,
+}
+_OWNED_PREFIXES = {
+    **dict.fromkeys(("eval_", "do_"), _BY_EVAL),
+    **dict.fromkeys(("hub_", "push_to_hub"), _BY_HAND),
 }
 _LEAST = {
-    **dict.fromkeys(
-        (
-            "per_device_train_batch_size",
-            "gradient_accumulation_steps",
-            "save_steps",
-            "logging_steps",
-        ),
-        1,
-    ),
+    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), 1),
+    **dict.fromkeys(("save_steps", "logging_steps"), 1),
     **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm", "adam_epsilon"), 0),
     "neftune_noise_alpha": 0,
 }
-_OWNED_PREFIXES = {"eval_": _BY_EVAL, "hub_": _BY_HAND, "push_to_hub": _BY_HAND}
 
 
 class StageOptions(StrictMapping):
     """What a recipe may say among the training options beside those of TrainingArguments.
 
     global_batch_size: blocks that an optimizer step takes over all processes; it sets
-    gradient_accumulation_steps, so that one recipe trains the same on any number of processes.
+    gradient_accumulation_steps, so that a recipe trains the same on any number of them.
     held_out_steps: steps between measurements of the held-out loss; 0: before and after the stage
     only. max_bad_steps: that many in a row end the run; fewer are skipped. A step is bad if its
-    loss or its gradient is not a number, and, with spike_factor, if its loss is above so many times
-    the running mean. With fp16, a step whose gradient overflows for the scale of its loss alone is
-    skipped and not bad. attn_implementation: as `from_pretrained` takes it. fused_cross_entropy:
-    never hold the logits of all tokens, which with a large vocabulary are much of the memory, for
-    one more product with the head; or liger: by its Triton kernel, for GPUs. context_parallel_size:
-    so many GPUs share a block; see context_parallel.py.
+    loss or gradient is not a number, unless fp16 scaled it too high, and if its loss is above
+    spike_factor times the running mean. attn_implementation: as `from_pretrained` takes it.
+    fused_cross_entropy: never hold the logits of all tokens, for one more product with the head;
+    liger: by its Triton kernel, on GPUs. context_parallel_size: GPUs that share a block.
     """
 
     global_batch_size: int | None = Field(default=None, ge=1)
@@ -103,9 +88,7 @@ class StageOptions(StrictMapping):
 
 
 class LinearBounds(StrictMapping):
-    """`lr_scheduler_kwargs` of a linear schedule: the rates before the warm-up and after the last
-    step.
-    """
+    """`lr_scheduler_kwargs` of a linear schedule: rates before the warm-up and after the end."""
 
     start_lr: float = Field(default=0.0, ge=0)
     end_lr: float = Field(default=0.0, ge=0)
@@ -144,14 +127,9 @@ def _training_types() -> dict[str, tuple[Any, TypeAdapter]]:
     hints = typing.get_type_hints(TrainingArguments)
     config = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
     names = [field.name for field in dataclasses.fields(TrainingArguments) if field.init]
-    own = {name: field.annotation for name, field in StageOptions.model_fields.items()}
-    return {
-        name: (hint, TypeAdapter(hint, config=config))
-        for name, hint in [
-            *((name, hints[name]) for name in names if _owned_reason(name) is None),
-            *own.items(),
-        ]
-    }
+    types = {name: hints[name] for name in names if _owned_reason(name) is None}
+    types |= {name: field.annotation for name, field in StageOptions.model_fields.items()}
+    return {name: (hint, TypeAdapter(hint, config=config)) for name, hint in types.items()}
 
 
 def _owned_reason(key: str) -> str | None:
@@ -161,24 +139,21 @@ def _owned_reason(key: str) -> str | None:
 
 def check_options(stage: str, options: dict[str, Any]) -> None:
     """What a stage's options must be beside their types. Raises ValueError."""
+
+    def check(key: str, is_right: bool, expected: str) -> None:
+        if not is_right:
+            raise ValueError(
+                f"stages.{stage}: got {key} {short(options[key])}, expected {expected}"
+            )
+
     for key in ("logging_strategy", "save_strategy"):
-        if options.get(key, "steps") not in ("steps", "no"):
-            raise ValueError(
-                f"stages.{stage}: got {key} {options[key]!r}, expected steps or no: there are no "
-                f"epochs"
-            )
+        is_right = options.get(key, "steps") in ("steps", "no")
+        check(key, is_right, "steps or no: there are no epochs")
     for key, least in _LEAST.items():
-        if (value := options.get(key)) is not None and value < least:
-            raise ValueError(f"stages.{stage}: got {key} {value}, expected at least {least}")
+        check(key, options.get(key) is None or options[key] >= least, f"at least {least}")
     for key in ("adam_beta1", "adam_beta2"):
-        if not 0 <= options.get(key, 0) < 1:
-            raise ValueError(
-                f"stages.{stage}: got {key} {options[key]}, expected at least 0 and below 1"
-            )
-    if options.get("learning_rate", 1.0) <= 0:
-        raise ValueError(
-            f"stages.{stage}: got learning_rate {options['learning_rate']}, expected a rate above 0"
-        )
+        check(key, 0 <= options.get(key, 0) < 1, "at least 0 and below 1")
+    check("learning_rate", options.get("learning_rate", 1.0) > 0, "a rate above 0")
     own = inspect.signature(checkpoint).parameters.values()
     known = [
         "preserve_rng_state",
@@ -191,11 +166,8 @@ def check_options(stage: str, options: dict[str, Any]) -> None:
     if mode := options.get("torch_compile_mode"):
         from torch._inductor import list_mode_options  # takes a second
 
-        if mode not in (modes := list_mode_options()):
-            raise ValueError(
-                f"stages.{stage}: got torch_compile_mode {short(mode)}, expected one of "
-                f"{', '.join(modes)}"
-            )
+        modes = list_mode_options()
+        check("torch_compile_mode", mode in modes, f"one of {', '.join(modes)}")
     kwargs = options.get("lr_scheduler_kwargs")
     if not kwargs or options.get("lr_scheduler_type", "linear") != "linear":
         return

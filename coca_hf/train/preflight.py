@@ -1,8 +1,7 @@
 """What a run refuses before it writes, in the order of its cost. Begin with `preflight`.
 
-`load_recipe` has checked the recipe and its options by themselves. Two checks cannot be made once
-and for all: each stage compares the hashes of the weights that it starts from (`check_base`), and
-each checkpoint makes sure of its room on disk (`check_room`).
+Later, each stage compares the hashes of the weights that it starts from (`check_base`), and each
+checkpoint makes sure of its room on disk (`check_room`).
 """
 
 import copy
@@ -51,23 +50,26 @@ from coca_hf.train.processes import (
     main_process_first,
 )
 from coca_hf.train.recipe import Recipe
-from coca_hf.train.resume import begin_out, check_inputs, check_out, noted_commits
-from coca_hf.train.run_directory import ResolvedStage, model_state
+from coca_hf.train.run_directory import (
+    ResolvedStage,
+    begin_out,
+    check_inputs,
+    check_out,
+    model_state,
+    noted_inputs,
+)
 from coca_hf.train.trainer import has_bounds
 
 MODELS = ("model", "teacher", "tokenizer")  # of a recipe, that may be on the hub
-SHARD = (
-    "shard with FSDP2, and set context_parallel_size in the recipe for blocks too long for one GPU"
-)
+SHARE = "set context_parallel_size in the recipe"
+SHARD = f"shard with FSDP2, and {SHARE} for blocks too long for one GPU"
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What passed: a run trains this and looks nothing up again.
-
-    recipe: with its models, teacher and tokenizer on the hub at the commits of this run. stages:
-    those that were asked for. num_blocks: the blocks that all stages take, up to the last of these.
-    commits: of the data sets on the hub, one for each source.
+    """What a run trains. recipe: its models, teacher and tokenizer on the hub at this run's commits.
+    stages: those asked for. num_blocks: of all stages up to the last of these. commits: of the
+    sources that are data sets on the hub.
     """
 
     recipe: Recipe
@@ -86,19 +88,21 @@ def preflight(
 ) -> Checked:
     """Check everything that can be known before the first stage, then begin OUT or continue it.
 
-    Every process calls this. only: the name of the one stage to run, or None for all.
-    until_the_end: holds the lock of OUT. Raises, in every process, CocaError for the first thing
-    that does not work, and Stopped where a signal comes; nothing but the lock is written before all
-    is checked.
+    Every process calls this. only: the one stage to run, or None. until_the_end: holds OUT's lock,
+    all that is written before everything is checked. Raises, in every process, CocaError for the
+    first thing that does not work, and Stopped where a signal comes.
     """
     # 1. In every process, because each has its own launcher and device
     check_launcher()
     stages = resolve_stages(recipe, out_dir)
-    chosen = choose_stages(stages, only)
-    num_blocks = sum(
-        stage.arguments.max_steps * stage.blocks_per_step
-        for stage in stages[: stages.index(chosen[-1]) + 1]
-    )
+    chosen = [stage for stage in stages if only in (None, stage.name)]
+    if not chosen:
+        stage_names = [stage.name for stage in stages]
+        raise CocaError(
+            f"--stage: got {short(only)}, expected one of {', '.join(stage_names)}; "
+            f"nearest: {nearest(only or '', stage_names)}"
+        )
+    num_blocks = sum(stage.num_blocks for stage in stages[: stages.index(chosen[-1]) + 1])
     # 2. In the main process, which alone writes
     from_main_process(lambda: lock(out_dir, until_the_end))
     try:  # the others wait outside of collectives, as hashes of large files take long
@@ -135,16 +139,21 @@ def _check_and_begin(
     """Returns where the recipe's models are (`located`), and the commits of its data sets."""
     # Small files of OUT, and options alone
     check_out(given, out_dir, resume)
-    check_before(chosen[0])
+    if (before := chosen[0].before) and not before.is_complete:
+        raise CocaError(
+            f"--stage {chosen[0].name}: starts from {before.directory}, which is not complete; "
+            f"run --stage {before.name} first"
+        )
     for stage in stages:
         check_loggers(stage.arguments, f"stages.{stage.name}")
         check_optimizer(stage.arguments, f"stages.{stage.name}")
     # Configs, from the hub if they are there, and models on the meta device
-    noted, on_hub = noted_commits(out_dir, len(given.data.sources))
+    noted = noted_inputs(out_dir, len(given.data.sources))
+    on_hub = (noted or {}).get("hub", {})
     names = {key: name for key in MODELS if (name := getattr(given, key))}
     origins = {key: located(on_hub.get(key, name)) for key, name in names.items()}
-    for key in [key for key in ("model", "teacher") if key in origins]:
-        check_whole(*origins[key])
+    for origin in (origins[key] for key in ("model", "teacher") if key in origins):
+        check_whole(*origin)
     recipe = _at(given, origins)
     check_model(recipe)
     check_kernels(recipe)
@@ -156,12 +165,12 @@ def _check_and_begin(
     corpus = Corpus(recipe.data, start_tokenizer(recipe))
     check_tokenizer(corpus.tokenizer, config)
     check_positions(recipe, config)
-    commits = corpus.pin_(noted)
+    commits = corpus.pin_((noted or {}).get("commits"))
     if not corpus.has(num_blocks):  # blocks on disk need no sources
         corpus.check()
     # All weights, for their hashes
     inputs = _inputs(origins, recipe, corpus, commits, stages)
-    check_inputs(out_dir, inputs)
+    check_inputs(out_dir, noted, inputs)
     corpus.keep_hashes()
     begin_out(out_dir, given, inputs)
     return origins, commits
@@ -169,8 +178,7 @@ def _check_and_begin(
 
 def check_launcher() -> None:
     """Refuse parallelism that `accelerate launch` brings and the recipe does not know of."""
-    instead = {"CP": "set context_parallel_size in the recipe", "SP": SHARD, "TP": SHARD}
-    for kind, remedy in instead.items():
+    for kind, remedy in {"CP": SHARE, "SP": SHARD, "TP": SHARD}.items():
         size = os.environ.get(f"PARALLELISM_CONFIG_{kind}_SIZE", "1")
         if size != "1":
             raise CocaError(
@@ -183,18 +191,14 @@ def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
     stages: list[ResolvedStage] = []
     for number, stage in enumerate(recipe.stages, 1):
         before = stages[-1] if stages else None
-        directory = out_dir / f"{number}-{stage.name}"
-        where = f"stages.{stage.name}"
-        options = recipe.options(stage)
+        directory, where = out_dir / f"{number}-{stage.name}", f"stages.{stage.name}"
+        options, own_options = recipe.options(stage), recipe.stage_options(stage)
         # transformers asks for it where bf16 is to be computed on a CPU
         options.setdefault("use_cpu", not torch.accelerator.is_available())
         with library_errors(f"{where}: the trainer does not take these options"):
             if options["use_cpu"]:  # where transformers hands no ddp_timeout on
-                PartialState(
-                    cpu=True,
-                    backend=options.get("ddp_backend"),
-                    timeout=timedelta(seconds=options["ddp_timeout"]),
-                )
+                timeout = timedelta(seconds=options["ddp_timeout"])
+                PartialState(cpu=True, backend=options.get("ddp_backend"), timeout=timeout)
             arguments = TrainingArguments(
                 output_dir=str(directory / "trainer"),
                 remove_unused_columns=False,
@@ -212,8 +216,9 @@ def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
                     f"(LAYOUT: recipes/accelerate/8gpu.yaml)"
                 )
             arguments._n_gpu = 1
-        arguments.parallelism_config = context_parallel(
-            arguments, recipe.stage_options(stage).context_parallel_size, where
+        sharing = own_options.context_parallel_size
+        arguments.parallelism_config = (
+            context_parallel(arguments, sharing, where) if sharing > 1 else None
         )
         arguments.dataloader_pin_memory &= not on_cpu  # torch warns: there is nothing to pin for
         if "tensorboard" in arguments.report_to and not is_tensorboard_available():
@@ -222,23 +227,13 @@ def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
             arguments.report_to.remove("tensorboard")
         arguments.run_name = f"{arguments.run_name or out_dir.resolve().name}/{directory.name}"
         arguments.gradient_accumulation_steps = recipe.accumulation(stage, arguments.world_size)
-        base, base_directory = (
-            (str(before.directory), before.directory) if before else (recipe.start, None)
+        start = before.directory if before else None
+        base = str(start or recipe.start)
+        per_step = recipe.blocks_per_step(stage, arguments.world_size)
+        stages.append(
+            ResolvedStage(stage, own_options, arguments, per_step, base, start, before, directory)
         )
-        stages.append(ResolvedStage(stage, base, base_directory, before, directory, arguments))
     return stages
-
-
-def choose_stages(stages: list[ResolvedStage], only: str | None) -> list[ResolvedStage]:
-    """All stages, or the one of that name. Raises CocaError where there is none."""
-    chosen = [stage for stage in stages if only in (None, stage.name)]
-    if not chosen:
-        names = [stage.name for stage in stages]
-        raise CocaError(
-            f"--stage: got {short(only)}, expected one of {', '.join(names)}; "
-            f"nearest: {nearest(only or '', names)}"
-        )
-    return chosen
 
 
 def lock(out_dir: Path, until_the_end: ExitStack) -> None:
@@ -254,19 +249,8 @@ def lock(out_dir: Path, until_the_end: ExitStack) -> None:
         ) from None
 
 
-def check_before(stage: ResolvedStage) -> None:
-    """Raises CocaError where the stage that this one starts from is not complete."""
-    if stage.before and not stage.before.is_complete:
-        raise CocaError(
-            f"--stage {stage.name}: starts from {stage.before.directory}, which is not "
-            f"complete; run --stage {stage.before.name} first"
-        )
-
-
 def check_loggers(arguments: TrainingArguments, where: str) -> None:
-    """Raises CocaError for a logger of `report_to` that is unknown, not installed, or has no
-    project of that name.
-    """
+    """Raises CocaError for an unknown or missing logger, or a project that it does not take."""
     try:
         for make_callback in get_reporting_integration_callbacks(arguments.report_to):
             make_callback()
@@ -283,40 +267,33 @@ def check_optimizer(arguments: TrainingArguments, where: str) -> None:
 
     Raises CocaError where they do not work.
     """
-    model = nn.Linear(1, 1, bias=False)
-    optim, schedule = _name(arguments.optim), _name(arguments.lr_scheduler_type)
-    try:
+    model, num_steps = nn.Linear(1, 1, bias=False), arguments.max_steps
+    optim, schedule = (
+        getattr(choice, "value", choice)
+        for choice in (arguments.optim, arguments.lr_scheduler_type)
+    )
+    given = (
+        f"{where}: optim {optim}, optim_args {short(arguments.optim_args)}, lr_scheduler_type "
+        f"{schedule}, lr_scheduler_kwargs {short(arguments.lr_scheduler_kwargs)} do not work"
+    )
+    with library_errors(given):  # the many optimizers raise what they like for their options
         kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
         without = copy.copy(arguments)
         without.optim_args = None
-        if (
-            arguments.optim_args
-            and Trainer.get_optimizer_cls_and_kwargs(without, model)[1] == options
-        ):
+        plain = Trainer.get_optimizer_cls_and_kwargs(without, model)[1]
+        if arguments.optim_args and plain == options:
             raise ValueError(f"{optim} takes no optim_args")
         # Others want the parameters of the model itself
         if not options.keys() & {"params", "model", "optimizer_dict"}:
             optimizer = kind(model.parameters(), **options)
             kwargs = None if has_bounds(arguments) else arguments.lr_scheduler_kwargs
-            num_steps = arguments.max_steps
-            get_scheduler(
-                arguments.lr_scheduler_type,
-                optimizer,
-                arguments.get_warmup_steps(num_steps),
-                num_steps,
-                kwargs,
-            )
-    except Exception as error:  # whatever the many optimizers make of their options
-        raise CocaError(
-            f"{where}: optim {optim}, optim_args {short(arguments.optim_args)}, lr_scheduler_type "
-            f"{schedule}, lr_scheduler_kwargs {short(arguments.lr_scheduler_kwargs)} do not work: "
-            f"{one_line(error)}"
-        ) from error
+            warmup_steps = arguments.get_warmup_steps(num_steps)
+            get_scheduler(schedule, optimizer, warmup_steps, num_steps, kwargs)
 
 
 def check_model(recipe: Recipe) -> None:
-    """Find out from the config alone whether the model takes a block, and whether every stage has
-    something to train. Raises CocaError where not.
+    """Raises CocaError, by the config alone, for a model that takes no block, or a stage that has
+    nothing to train.
     """
     with torch.device("meta"):
         model = model_from_config(recipe).train()
@@ -340,8 +317,8 @@ def check_plain(name: str, config: PreTrainedConfig) -> None:
 
 
 def check_kernels(recipe: Recipe) -> None:
-    """Raises CocaError for attention that is unknown, kernels that are not installed, and models
-    that cannot share a block among GPUs.
+    """Raises CocaError for unknown attention, missing kernels, and models that cannot share a block
+    among GPUs.
     """
     for stage in recipe.stages:
         options, where = recipe.stage_options(stage), f"stages.{stage.name}"
@@ -429,7 +406,3 @@ def _inputs(
         **({"hub": on_hub} if on_hub else {}),
         "blocks_per_step": {stage.name: stage.blocks_per_step for stage in stages},
     }
-
-
-def _name(choice: Any) -> str:
-    return str(getattr(choice, "value", choice))

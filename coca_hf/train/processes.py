@@ -1,7 +1,6 @@
 """What the processes of a run tell one another: results, errors, whose turn it is, when to stop.
 
-SIGTERM, and SIGUSR1, which SLURM can send before its time limit, ask a run to stop so that nothing
-is lost.
+SIGTERM, and SIGUSR1, which SLURM can send before its limit, ask a run to stop and lose nothing.
 """
 
 import json
@@ -12,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
@@ -36,8 +35,8 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """`came`: the name of the signal that came, or that the launcher has died, which would leave
-    its processes alone to write where the next launch writes; otherwise None.
+    """`came`: the name of the signal that came; or that the launcher has died, whose next launch
+    would write where its processes still do; or None.
     """
 
     def __init__(self):
@@ -51,18 +50,14 @@ class StopRequest:
 
 
 def ignore_signals() -> None:
-    """For a process that ends with EXIT_STOPPED: the launcher may end it once more, and so hide
-    that code.
-    """
+    """For a process that ends with EXIT_STOPPED, which a second signal would hide."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Note the signals that ask to stop instead of dying of them. Outside the main thread, none is
-    noted.
-    """
+    """Note the signals that ask to stop; only Python's main thread can."""
     request = StopRequest()
 
     def note(number, frame):
@@ -81,39 +76,35 @@ def stop_on_signals() -> Iterator[StopRequest]:
 
 def in_all_processes(make: Callable[[], Made]) -> Made:
     """`make()` in each process. Raises, in all of them, the CocaError that it raises in one."""
-    made: list[Made] = []
+    made: Made | None = None
     errors: list[CocaError] = []
     try:
-        made.append(make())
+        made = make()
     except CocaError as error:
         errors.append(error)
     for of_any in gather_object(errors):
         raise of_any
-    return made[0]
+    return cast(Made, made)
 
 
 def from_main_process(make: Callable[[], Any]) -> Any:
     """`make()` of the main process, in every process. Raises its CocaError in every process."""
-    state = PartialState()
     made: list[Any] = [None]
-    if state.is_main_process:
+    if PartialState().is_main_process:
         try:
             made = [make()]
         except CocaError as error:
             made = [error]
-    if state.num_processes > 1:
-        broadcast_object_list(made)
+    broadcast_object_list(made)  # nothing where there is one process
     if isinstance(made[0], CocaError):
         raise made[0]
     return made[0]
 
 
 def main_process_first(work: Callable[[Callable[[], None]], Made], stop: StopRequest) -> Made:
-    """`work` in each process; the others begin when the main one is done, whenever that is.
-
-    They wait outside of collectives, which have a time limit and hear no signals. `work` is given
-    a function to call often, which raises Stopped, with the signal's name, once one came to any
-    process.
+    """`work` in each process; the others wait for the main one outside of collectives, which have a
+    time limit and hear no signals. `work` is given a function to call often, which raises Stopped,
+    with the signal's name, once one came to any process.
 
     Raises, in every process, the CocaError or Stopped that `work` raises in one.
     """
@@ -151,13 +142,11 @@ def losing_processes() -> Iterator[None]:
     except (RuntimeError, CheckpointException) as error:
         if not is_lost_process(error):
             raise
-        raise CocaError(
-            "no answer from another process for training.ddp_timeout seconds: its machine is gone, "
-            "or the network between; continue with --resume"
-            if SILENT in str(error)
-            else "another process of this run has ended, see its own message; continue with "
-            "--resume"
-        ) from error
+        what = "another process of this run has ended, see its own message"
+        if SILENT in str(error):
+            what = "no answer from another process for training.ddp_timeout seconds"
+            what += ": its machine is gone, or the network between"
+        raise CocaError(f"{what}; continue with --resume") from error
 
 
 def check_stop(stop: StopRequest) -> None:

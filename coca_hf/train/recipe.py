@@ -130,9 +130,7 @@ class Data(StrictMapping):
 
 
 class Lora(StrictMapping):
-    """Low-rank adapters of peft (Hu et al., arXiv 2106.09685): rank, scale `alpha / r`, dropout on
-    their input.
-    """
+    """Low-rank adapters of peft (arXiv 2106.09685): rank, scale `alpha / r`, input dropout."""
 
     r: int = Field(ge=1)
     alpha: float = Field(gt=0)
@@ -211,9 +209,7 @@ class Stage(StrictMapping):
 
 
 class Recipe(StrictMapping):
-    """A checked recipe. `to_dict` gives it back in the shape of its file, with every default filled
-    in.
-    """
+    """A checked recipe. `to_dict` gives its file's shape, with every default filled in."""
 
     model: str | None = None
     tokenizer: str | None = None
@@ -222,8 +218,7 @@ class Recipe(StrictMapping):
     data: Data
     training: dict[str, Any] = Field(default={}, validate_default=True)
     stages: list[Stage] = Field(min_length=1)
-    # global_batch_size of the stages for which overrides of the recipe's file changed it
-    _batches_in_file: dict[str, int] = PrivateAttr({})
+    _batches_in_file: dict[str, int | None] = PrivateAttr({})  # of stages, without overrides
 
     @field_validator("training")
     @classmethod
@@ -265,18 +260,13 @@ class Recipe(StrictMapping):
                 )
             check_options(stage.name, options)
             try:
-                self.stage_options(stage)
+                own_options = self.stage_options(stage)
             except ValidationError as error:
                 problems = "; ".join(explain({}, problem) for problem in error.errors())
                 raise ValueError(f"stages.{stage.name}: {problems}") from None
-            if stage.answer_weight:
-                _check_answers(stage, self.data)
-            if self.stage_options(stage).fused_cross_entropy:
-                _check_fused(stage)
-            if "attention-maps" in stage.objective:
-                _check_maps(stage, self.stage_options(stage))
-            if self.stage_options(stage).context_parallel_size > 1:
-                check_context_parallel(stage, self.stage_options(stage), self.data)
+            _check_loss(stage, own_options, self.data)
+            if own_options.context_parallel_size > 1:
+                check_context_parallel(stage, own_options, self.data)
         return self
 
     def options(self, stage: Stage) -> dict[str, Any]:
@@ -292,9 +282,7 @@ class Recipe(StrictMapping):
 
     @property
     def start(self) -> str:
-        """Where the first stage starts: the model's directory or hub id, or in words that there is
-        none.
-        """
+        """Where the first stage starts: the model's directory or hub id, or `... from scratch`."""
         return self.model or f"{self.config['model_type']} from scratch"
 
     def num_blocks(self, world_size: int) -> int:
@@ -306,49 +294,34 @@ class Recipe(StrictMapping):
 
     def blocks_per_step(self, stage: Stage, world_size: int) -> int:
         """Blocks that one optimizer step of a stage takes, over `world_size` processes."""
-        options = self.options(stage)
+        accumulated = self.options(stage).get("gradient_accumulation_steps")
         return self.stage_options(stage).global_batch_size or (
             self._groups(stage, world_size)
-            * options.get(
-                "per_device_train_batch_size", TrainingArguments.per_device_train_batch_size
-            )
-            * options.get(
-                "gradient_accumulation_steps", TrainingArguments.gradient_accumulation_steps
-            )
+            * self._batch(stage)
+            * (accumulated or TrainingArguments.gradient_accumulation_steps)
         )
+
+    def _batch(self, stage: Stage) -> int:
+        """Blocks that a process takes at once."""
+        own = self.options(stage).get("per_device_train_batch_size")
+        return own or TrainingArguments.per_device_train_batch_size
 
     def batch_in_file(self, stage: Stage) -> int | None:
         """The recipe's own `global_batch_size` of a stage, where overrides changed it."""
-        return self._batches_in_file.get(stage.name)
-
-    def note_batches_of_(self, written: "Recipe") -> None:
-        """written: the recipe as it is in its file, without overrides."""
-        stages = {stage.name: stage for stage in self.stages}
-        for stage in written.stages:
-            batch = written.stage_options(stage).global_batch_size
-            now = stages.get(stage.name)
-            if batch and now and batch != self.stage_options(now).global_batch_size:
-                self._batches_in_file[stage.name] = batch
+        batch = self._batches_in_file.get(stage.name)
+        return batch if batch != self.stage_options(stage).global_batch_size else None
 
     def accumulation(self, stage: Stage, world_size: int) -> int:
-        """Batches of one process that a step takes. Raises CocaError where global_batch_size cannot
-        be had.
-        """
-        options = self.options(stage)
-        batch = options.get(
-            "per_device_train_batch_size", TrainingArguments.per_device_train_batch_size
-        )
-        blocks, at_once = (
-            self.blocks_per_step(stage, world_size),
-            batch * self._groups(stage, world_size),
-        )
+        """Batches of a process in a step. Raises CocaError where global_batch_size has none."""
+        blocks, batch = self.blocks_per_step(stage, world_size), self._batch(stage)
+        at_once = batch * self._groups(stage, world_size)
         if blocks % at_once:
             raise CocaError(
                 f"stages.{stage.name}: got global_batch_size {blocks}, expected a multiple of "
                 f"{at_once}: "
                 f"per_device_train_batch_size {batch} on {world_size} processes; change one of them"
             )
-        given = options.get("gradient_accumulation_steps", blocks // at_once)
+        given = self.options(stage).get("gradient_accumulation_steps", blocks // at_once)
         if given != blocks // at_once:
             raise CocaError(
                 f"stages.{stage.name}: got global_batch_size {blocks} and "
@@ -358,9 +331,7 @@ class Recipe(StrictMapping):
         return blocks // at_once
 
     def _groups(self, stage: Stage, world_size: int) -> int:
-        """Groups of processes that share a block. Raises CocaError where there is no whole number
-        of them.
-        """
+        """Groups of processes that share a block. Raises CocaError unless a whole number."""
         size = self.stage_options(stage).context_parallel_size
         if world_size % size:
             raise CocaError(
@@ -398,44 +369,34 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
             f"{path}: {'; '.join(explain(tree, problem) for problem in error.errors())}"
         ) from None
     with suppress(ValidationError):  # only overrides make it a recipe
-        recipe.note_batches_of_(Recipe.model_validate(written))
+        in_file = Recipe.model_validate(written)
+        recipe._batches_in_file = {
+            stage.name: in_file.stage_options(stage).global_batch_size for stage in in_file.stages
+        }
     return recipe
 
 
-def _check_fused(stage: Stage) -> None:
-    """Raises ValueError for what needs the logits that a fused cross-entropy does not give."""
-    needs_logits = {
-        "objective distill": "distill" in stage.objective,
-        "answer_weight": stage.answer_weight,
-    }
-    for name in (name for name, given in needs_logits.items() if given):
-        raise ValueError(
-            f"stages.{stage.name}: got fused_cross_entropy with {name}, which needs the logits; "
-            f"leave one of them out"
-        )
-
-
-def _check_answers(stage: Stage, data: Data) -> None:
-    """Raises ValueError where there are no answers to weight, or nothing that is measured token by
-    token.
-    """
+def _check_loss(stage: Stage, options: StageOptions, data: Data) -> None:
+    """Raises ValueError where what a stage minimises cannot be computed as its options say."""
     given = f"stages.{stage.name}: got answer_weight {stage.answer_weight:g}"
-    if not data.has_answers:
+    if stage.answer_weight and not data.has_answers:
         raise ValueError(
             f"{given} without a source that has answers; add {{synthetic: lookups, weight: 0.5}} "
             f"to data.sources"
         )
-    if set(stage.objective) == {"attention-transfer"}:
+    if stage.answer_weight and set(stage.objective) == {"attention-transfer"}:
         raise ValueError(
             f"{given} with objective attention-transfer alone, which weights no tokens; leave one "
             f"of them out"
         )
-
-
-def _check_maps(stage: Stage, options: StageOptions) -> None:
-    """Raises ValueError where attention maps are compared that the attention does not give."""
+    logits_of = "objective distill" if "distill" in stage.objective else "answer_weight"
+    if options.fused_cross_entropy and ("distill" in stage.objective or stage.answer_weight):
+        raise ValueError(
+            f"stages.{stage.name}: got fused_cross_entropy with {logits_of}, which needs the "
+            f"logits; leave one of them out"
+        )
     attention = options.attn_implementation or "sdpa"
-    if attention != "eager":
+    if "attention-maps" in stage.objective and attention != "eager":
         raise ValueError(
             f"stages.{stage.name}: got objective attention-maps with attn_implementation "
             f"{attention}, expected eager, which alone has the maps"

@@ -71,18 +71,12 @@ def explain(tree: Any, problem: Any) -> str:
     steps: list[str] = []
     node: Any = tree
     for step in problem["loc"]:
-        node = (
-            node[step]
-            if isinstance(node, list) or (isinstance(node, dict) and step in node)
-            else None
-        )
+        is_there = isinstance(node, list) or (isinstance(node, dict) and step in node)
+        node = node[step] if is_there else None
         named = isinstance(step, int) and isinstance(node, dict) and "name" in node
         steps.append(str(node["name"] if named else step))
-    where = (
-        f"{'.'.join(step for step in steps if step != 'training' or steps[0] == 'training')}: "
-        if steps
-        else ""
-    )
+    path = [step for step in steps if step != "training" or steps[0] == "training"]
+    where = f"{'.'.join(path)}: " if steps else ""
     if problem["type"] == "value_error":
         return where + problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "missing":
@@ -108,11 +102,9 @@ def _item(items: list, step: str, override: str) -> Any:
         for number, item in enumerate(items)
     }
     if step not in names:
-        known = (
-            f"expected one of {', '.join(names)}; nearest: {nearest(step, names)}"
-            if names
-            else "the list is empty"
-        )
+        known = "the list is empty"
+        if names:
+            known = f"expected one of {', '.join(names)}; nearest: {nearest(step, names)}"
         raise CocaError(f"{override}: got {short(step)}, {known}")
     return names[step]
 
@@ -124,31 +116,19 @@ class _Loader(yaml.SafeLoader):
         first: [
             (tag, pattern)
             for tag, pattern in resolvers
-            if tag.rpartition(":")[2] not in ("bool", "int", "float")
+            if tag.rpartition(":")[2] not in ("bool", "int", "float", "timestamp")
         ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"^[-+]?((\d[\d_]*\.\d*|\.\d+)([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.(inf|Inf|INF))$|^\.(nan|NaN|NAN)$"
-    ),
-    list("-+.0123456789"),
-)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:int",
-    re.compile(r"^[-+]?(0|[1-9][\d_]*|0x[\da-fA-F]+|0o[0-7]+)$"),
-    list("-+0123456789"),
-)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
-    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
-}
+_DECIMAL = r"(\d[\d_]*\.\d*|\.\d+)([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+"
+for _name, _pattern, _first in (
+    ("float", rf"^[-+]?({_DECIMAL}|\.(inf|Inf|INF))$|^\.(nan|NaN|NAN)$", "-+.0123456789"),
+    ("int", r"^[-+]?(0|[1-9][\d_]*|0x[\da-fA-F]+|0o[0-7]+)$", "-+0123456789"),
+    ("bool", r"^(true|True|TRUE|false|False|FALSE)$", "tTfF"),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), list(_first))
 _Loader.add_constructor(
     "tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(cast(Any, node)), 0)
 )

@@ -1,4 +1,4 @@
-"""What a run of a recipe keeps on disk.
+"""What a run of a recipe keeps on disk, and whether a recipe may continue what is there.
 
     OUT/recipe.yaml           the recipe with overrides and defaults, to run again as it is
     OUT/inputs.json           what the recipe's paths held, and blocks per step; for --resume
@@ -13,6 +13,7 @@ Directories named `partial`, and hidden files with that ending, are being writte
 killed leaves them, and the next one removes them.
 """
 
+import json
 import pickle
 import shutil
 from collections.abc import Iterator
@@ -22,13 +23,17 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+import yaml
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 from transformers import TrainingArguments
 
 from coca_hf.errors import CocaError, one_line, short
+from coca_hf.files import remove_unfinished, replace_text
+from coca_hf.train.options import StageOptions
 from coca_hf.train.processes import is_lost_process
-from coca_hf.train.recipe import Stage
+from coca_hf.train.recipe import Recipe, Stage
+from coca_hf.train.recipe_file import read_tree
 from coca_hf.weights import read_json, size_in_words
 
 RECORD = "training.json"
@@ -36,15 +41,17 @@ RECIPE = "recipe.yaml"
 INPUTS = "inputs.json"
 STOPPED = "stopped.json"
 PARTIAL = "partial"
+MOST_CHANGES = 8  # that a message lists
+LAYOUT = (  # keys that --resume may change: how steps are computed, and which are skipped
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"),
+    *("activation_checkpointing", "torch_compile", "attn_implementation", "fused_cross_entropy"),
+    *("report_to", "disable_tqdm", "save_steps", "save_total_limit", "dataloader_num_workers"),
+    *("context_parallel_size", "max_bad_steps", "spike_factor", "prepared"),
+    *("run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+)
 DAMAGE = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    EOFError,
-    RuntimeError,
-    pickle.UnpicklingError,
+    *(OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, RuntimeError),
+    *(pickle.UnpicklingError, CheckpointException),
 )
 
 
@@ -54,14 +61,17 @@ class ResolvedStage:
 
     base: the model that it starts from, which is the stage `before`, if any. base_directory: where
     the records, the card and the licence of `base` are; None for a model from scratch.
+    blocks_per_step: those that one optimizer step takes, over all processes.
     """
 
     of_recipe: Stage
+    options: StageOptions
+    arguments: TrainingArguments
+    blocks_per_step: int
     base: str
     base_directory: Path | None
     before: "ResolvedStage | None"
     directory: Path
-    arguments: TrainingArguments
 
     @property
     def name(self) -> str:
@@ -89,21 +99,122 @@ class ResolvedStage:
         return record["end_block"]
 
     @property
-    def blocks_per_step(self) -> int:
-        """Blocks that one optimizer step takes, over all processes."""
-        arguments = self.arguments
-        return (
-            arguments.train_batch_size
-            * arguments.gradient_accumulation_steps
-            * arguments.world_size
-            // self.sharing
+    def num_blocks(self) -> int:
+        """The blocks that it takes in all."""
+        return self.arguments.max_steps * self.blocks_per_step
+
+
+def check_out(recipe: Recipe, out_dir: Path, resume: bool) -> None:
+    """Raises CocaError for a file, for a directory that is not empty without `resume`, and with it
+    for one that coca-train did not make, or made by another recipe, with what differs.
+    """
+    if out_dir.exists() and not out_dir.is_dir():
+        raise CocaError(
+            f"{out_dir}: got a file, expected a directory or nothing; choose another --out"
+        )
+    if not _is_used(out_dir):
+        return
+    if not resume:
+        raise CocaError(
+            f"{out_dir}: not empty; continue what is there with --resume, or choose another --out"
+        )
+    if not (out_dir / RECIPE).exists():
+        raise CocaError(
+            f"{out_dir}: got a directory without {RECIPE}, expected one that coca-train made"
+        )
+    before, now = _flat(read_tree(out_dir / RECIPE)), _flat(recipe.to_dict())
+    for tree in (before, now):
+        for key in [key for key in tree if key.rpartition(".")[2] in LAYOUT]:
+            del tree[key]
+    if changes := _changes(before, now):
+        raise CocaError(
+            f"{out_dir}: cannot --resume with another recipe: {changes}; give the one it was "
+            f"started with ({out_dir / RECIPE}), or choose another --out"
         )
 
-    @property
-    def sharing(self) -> int:
-        """Processes that share a block."""
-        parallelism = self.arguments.parallelism_config
-        return parallelism.cp_size if parallelism else 1
+
+def noted_inputs(out_dir: Path, num_sources: int) -> dict[str, Any] | None:
+    """What the run in `out_dir` was begun on; None for a new run. `commits` has one for each source,
+    as data sets on the hub are read; `hub`, its models on the hub with theirs.
+
+    Raises CocaError where the file is damaged.
+    """
+    path = out_dir / INPUTS
+    if not (path.exists() and _is_used(out_dir)):
+        return None
+    inputs = read_json(path)
+    commits, hub = inputs.get("commits"), inputs.get("hub", {})
+    remedy = "restore the file, or choose another --out"
+    if not (isinstance(hub, dict) and all(isinstance(name, str) for name in hub.values())):
+        raise CocaError(f"{path}: got hub {short(hub)}, expected names of models; {remedy}")
+    if commits is not None and not (isinstance(commits, list) and len(commits) == num_sources):
+        raise CocaError(
+            f"{path}: got commits {short(commits)}, expected one for each of {num_sources} "
+            f"sources; {remedy}"
+        )
+    return inputs
+
+
+def check_inputs(out_dir: Path, noted: dict[str, Any] | None, inputs: dict[str, Any]) -> None:
+    """Raises CocaError where what the recipe's paths hold, or the size of a step, is not what the
+    run in `out_dir` was begun on: the stages would not be of one training.
+    """
+    if noted is not None and (changes := _changes(_flat(noted), _flat(inputs))):
+        raise CocaError(
+            f"{out_dir}: cannot --resume on other inputs: {changes}; restore them, keep the "
+            f"product of processes, per_device_train_batch_size and gradient_accumulation_steps, "
+            f"or choose another --out"
+        )
+
+
+def begin_out(out_dir: Path, recipe: Recipe, inputs: dict[str, Any]) -> None:
+    """Make the directory with its recipe and inputs in it, unless a run has begun there.
+
+    Raises CocaError where it cannot be written.
+    """
+    with saving_to(out_dir):
+        if not _is_used(out_dir):
+            out_dir.mkdir(parents=True, exist_ok=True)
+            (out_dir / INPUTS).unlink(missing_ok=True)
+            replace_text(out_dir / RECIPE, yaml.safe_dump(recipe.to_dict(), sort_keys=False))
+        if not (out_dir / INPUTS).exists():
+            replace_text(out_dir / INPUTS, json.dumps(inputs, indent=2) + "\n")
+        remove_unfinished(out_dir)
+        (out_dir / STOPPED).unlink(missing_ok=True)
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
+    def said(tree: dict[str, Any], key: str) -> str:
+        value = tree.get(key, "absent")
+        return value if isinstance(value, str) and len(value) < MOST_CHANGES * 20 else short(value)
+
+    changed = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
+    listed = [
+        f"{key} was {said(before, key)}, now {said(now, key)}" for key in changed[:MOST_CHANGES]
+    ]
+    more = len(changed) - MOST_CHANGES
+    return "; ".join(listed + [f"and {more:,} more"] * (more > 0))
+
+
+def _is_used(out_dir: Path) -> bool:
+    """Whether a run has begun there, or the directory holds other files."""
+    files = (path for path in out_dir.rglob("*") if not path.is_dir())
+    return any(path.name not in (RECIPE, INPUTS) and path.suffix != ".partial" for path in files)
+
+
+def _flat(tree: Any, path: str = "") -> dict[str, Any]:
+    """A tree's values by their dotted paths, stages by name: what two recipes are compared by."""
+    if isinstance(tree, dict):
+        items = {str(key): value for key, value in tree.items()}
+    elif isinstance(tree, list) and tree and isinstance(tree[0], dict):
+        items = {str(item.get("name", number)): item for number, item in enumerate(tree)}
+    else:
+        return {path: tree}
+    return {
+        key: value
+        for name, item in items.items()
+        for key, value in _flat(item, f"{path}.{name}".strip(".")).items()
+    }
 
 
 def model_state(directory: Path) -> dict[str, str | None]:
@@ -112,9 +223,7 @@ def model_state(directory: Path) -> dict[str, str | None]:
 
 
 def last_checkpoint(trainer_dir: Path) -> Path | None:
-    """The newest `checkpoint-N` of a stage, or None. All of them are whole: they get their name
-    when they are.
-    """
+    """The newest `checkpoint-N`, or None. All are whole: they get their name when they are."""
     found = [
         path for path in trainer_dir.glob("checkpoint-*") if path.name.split("-")[1].isdecimal()
     ]
@@ -128,7 +237,7 @@ def reading(checkpoint: Path) -> Iterator[None]:
         yield
     except CocaError:
         raise
-    except (*DAMAGE, CheckpointException) as error:
+    except DAMAGE as error:
         reason = _reason(error)[:200]
         raise CocaError(
             f"{checkpoint}: cannot be read ({reason}); delete it: --resume then goes on from the "
@@ -137,8 +246,8 @@ def reading(checkpoint: Path) -> Iterator[None]:
 
 
 def check_base(stage: ResolvedStage) -> None:
-    """Raises CocaError where the model that `stage` starts from is not what the stage before it
-    wrote: its weights and, of a stage of this run, its config.
+    """Raises CocaError where the weights that `stage` starts from, or of a stage of this run the
+    config, are not as they were written.
     """
     if stage.base_directory is None or not Path(stage.base).exists():
         return  # from scratch; or on the hub, which vouches for its files
@@ -157,9 +266,7 @@ def check_base(stage: ResolvedStage) -> None:
 
 
 def read_record(directory: Path) -> dict[str, Any]:
-    """What a checkpoint's training.json says; nothing where there is none. Raises CocaError where
-    it is damaged.
-    """
+    """A checkpoint's training.json, or {}. Raises CocaError where it is damaged."""
     path = directory / RECORD
     record = read_json(path) if path.exists() else {}
     kinds = {"end_block": int, "weights_xxh3_128": dict, "config_xxh3_128": str, "stages": list}
@@ -191,11 +298,9 @@ def file_hash(file: Path) -> str | None:
 
 @contextmanager
 def saving_to(directory: Path, num_bytes: int | None = None) -> Iterator[None]:
-    """Turn what a full or read-only disk makes torch, safetensors and Python raise into one line: a
-    CocaError.
+    """Turn what a full or read-only disk makes torch, safetensors and Python raise into a CocaError.
 
-    num_bytes: how much is written in all, for the message; of a disk that is full, torch says
-    something else.
+    num_bytes: how much is written in all, which a full disk makes torch not say.
     """
     try:
         yield

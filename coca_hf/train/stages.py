@@ -1,59 +1,111 @@
-"""Runs the stages of a recipe, each from one directory to the next, so that a run can be killed.
+"""A run, from the recipe to the last checkpoint: its stages, each from one directory to the next.
 
-`preflight` refuses what does not work; then the blocks are prepared, and each stage runs in turn.
-From stage to stage go weights, checked by their hashes, and the place in the stream of blocks; each
-stage has an optimizer of its own. Weights are float32 throughout; `bf16: true` computes in bfloat16
-beside them. `run_directory.py` lists what is on disk.
+`preflight` refuses what does not work; then the blocks are prepared, and each stage runs in turn,
+trained by `StageTrainer` from its last checkpoint. From stage to stage go weights, checked by their
+hashes, and the place in the stream of blocks; each has an optimizer of its own. Weights are float32
+throughout; `bf16: true` computes in bfloat16. `run_directory.py` lists what is on disk.
 """
 
 import gc
-import sys
+import json
+import os
+import platform
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
-from tqdm.auto import tqdm
+from accelerate.utils import gather_object
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerState,
+    default_data_collator,
+)
+from transformers.integrations import TensorBoardCallback
 
-from coca_hf.train.blocks import Blocks
+from coca_hf.card import write_card
+from coca_hf.checkout import commit, now, versions
+from coca_hf.convert.source import FOREIGN_TOKENIZERS
+from coca_hf.documents import is_on_hub
+from coca_hf.errors import CocaError, library_errors, one_line
+from coca_hf.files import remove_unfinished, replace_text
+from coca_hf.models.hub import LICENCE_FILES, without_paths
+from coca_hf.train.blocks import Blocks, DealtBlocks
 from coca_hf.train.data import Corpus
-from coca_hf.train.log import announce
-from coca_hf.train.model import start_tokenizer
-from coca_hf.train.one_stage import clear_trainer, note_stop, run_stage, stop_before
+from coca_hf.train.flops import count_flops
+from coca_hf.train.log import ProgressLine, SpeedMeter, StageLog, announce, start_place, wandb_run
+from coca_hf.train.model import (
+    count_parameters,
+    load_config,
+    load_model,
+    load_tokenizer,
+    plain_model,
+    stage_model,
+    start_config,
+    start_model,
+    start_tokenizer,
+    unfilled_model,
+    weights_are_sent_here,
+)
+from coca_hf.train.objectives import (
+    Objective,
+    chunk_cross_entropy_,
+    fuse_cross_entropy_,
+    load_teacher,
+)
 from coca_hf.train.preflight import Checked, preflight
 from coca_hf.train.processes import (
     Stopped,
     StopRequest,
     check_stop,
     from_main_process,
+    in_all_processes,
     losing_processes,
     main_process_first,
     stop_on_signals,
 )
 from coca_hf.train.recipe import Recipe
-from coca_hf.train.run_directory import ResolvedStage
+from coca_hf.train.run_directory import (
+    PARTIAL,
+    RECORD,
+    STOPPED,
+    ResolvedStage,
+    check_base,
+    file_hash,
+    last_checkpoint,
+    read_record,
+    reading,
+    saving_to,
+    weights_hashes,
+)
+from coca_hf.train.trainer import StageTrainer
+from coca_hf.train.training_state import check_room
 from coca_hf.weights import size_in_words
+
+PACKAGES = ("coca-hf", "torch", "transformers", "accelerate", "datasets")
+CONVERSION_RECORD = "conversion.json"  # written by coca-convert; handed on from stage to stage
 
 
 def run_recipe(
     recipe: Recipe, out_dir: str | Path, stage: str | None = None, resume: bool = False
 ) -> Path:
-    """Run the stages of a recipe in order, or only the one named `stage`; returns the directory of
-    the last one.
+    """Run the stages of a recipe, or only the one named `stage`; returns the last one's directory.
 
     With `resume`, finished stages are skipped and an unfinished one continues from its last
     checkpoint, on any number of processes. Every process of a distributed run calls this; the main
-    one prints and writes.
-
-    Raises CocaError, before anything is written, for what `preflight` refuses: a stage, model,
-    module name, source or combination of training options that does not work, an `out_dir` that is
-    not empty without `resume`, and one of another recipe with it; later, for a loss that is not a
-    number, and for a disk that is full. Raises Stopped after the checkpoint that SIGTERM or
-    SIGUSR1, to any process, asks for, and where no stage is at work.
-
-    The main process first prepares the blocks that are not in `data.prepared` yet. Where a host
+    one prints, writes, and prepares the blocks that are not in `data.prepared` yet. Where a host
     does not see them there, one of its own processes prepares them, too.
+
+    Raises CocaError, before anything is written, for what `preflight` refuses; later, for a loss
+    that is not a number, and for a disk that is full. Raises Stopped after the checkpoint that
+    SIGTERM or SIGUSR1, to any process, asks for, and where no stage is at work.
     """
     with stop_on_signals() as stop, ExitStack() as until_the_end, losing_processes():
         checked = preflight(recipe, Path(out_dir), stage, resume, until_the_end, stop)
@@ -68,13 +120,13 @@ def _run_stages(checked: Checked, stop: StopRequest) -> Path:
         if stage.directory in complete:
             announce(f"{stage.directory}: complete, skipped")
             if state.is_main_process:
-                clear_trainer(stage)  # a kill may have come between training.json and this
+                _clear_trainer(stage)  # a kill may have come between training.json and this
             continue
-        stop_before(stage, state, stop)
+        _stop_before(stage, state, stop)
         if blocks is None:
             blocks = _prepared(checked, stage, stop)
         with _own_accelerator():
-            run_stage(checked.recipe, stage, state, blocks, stop)
+            _run_stage(checked.recipe, stage, state, blocks, stop)
         gc.collect()  # the trainer refers to itself; free its model before the next is loaded
     return stages[-1].directory
 
@@ -86,7 +138,7 @@ def _prepared(checked: Checked, stage: ResolvedStage, stop: StopRequest) -> Bloc
     try:
         return main_process_first(lambda check: _blocks(corpus, checked.num_blocks, check), stop)
     except Stopped as stopped:
-        note_stop(stage.directory.parent, {"signal": str(stopped), "stage": stage.name})
+        _note_stop(stage.directory.parent, {"signal": str(stopped), "stage": stage.name})
         raise Stopped(
             f"{stage.directory}: stopped by {stopped} before it began; the blocks that are "
             f"prepared are kept; continue with --resume"
@@ -94,8 +146,7 @@ def _prepared(checked: Checked, stage: ResolvedStage, stop: StopRequest) -> Bloc
 
 
 def prepare_recipe(recipe: Recipe, world_size: int) -> tuple[Blocks, int]:
-    """Prepare the blocks that all stages take on so many processes; returns them, and how many that
-    is.
+    """The blocks that all stages take on `world_size` processes, prepared, and their number.
 
     Blocks that are there are checked. Raises CocaError as `Corpus.prepare` does, and Stopped, after
     what is done is on disk, where SIGTERM or SIGUSR1 comes.
@@ -103,24 +154,11 @@ def prepare_recipe(recipe: Recipe, world_size: int) -> tuple[Blocks, int]:
     corpus, num_blocks = Corpus(recipe.data, start_tokenizer(recipe)), recipe.num_blocks(world_size)
     with stop_on_signals() as stop:
         try:
-            return _prepare(corpus, num_blocks, lambda: check_stop(stop)), num_blocks
+            return corpus.prepare(num_blocks, lambda: check_stop(stop)), num_blocks
         except Stopped as stopped:
             raise Stopped(
                 f"{corpus.directory}: stopped by {stopped}; the same command continues"
             ) from None
-
-
-def _prepare(corpus: Corpus, num_blocks: int, check: Callable[[], None]) -> Blocks:
-    """`Corpus.prepare`, with a progress bar on a terminal."""
-    is_shown = PartialState().is_main_process and sys.stderr.isatty()
-    with tqdm(
-        total=num_blocks,
-        desc="preparing blocks",
-        dynamic_ncols=True,
-        leave=False,
-        disable=not is_shown,
-    ) as bar:
-        return corpus.prepare(num_blocks, lambda done: bar.update(done - bar.n), check)
 
 
 def _blocks(corpus: Corpus, num_blocks: int, check: Callable[[], None]) -> Blocks:
@@ -129,7 +167,7 @@ def _blocks(corpus: Corpus, num_blocks: int, check: Callable[[], None]) -> Block
         blocks = corpus.blocks()
     else:
         announce(f"data: preparing {num_blocks:,} blocks in {corpus.directory}")
-        blocks = _prepare(corpus, num_blocks, check)
+        blocks = corpus.prepare(num_blocks, check)
         _name_others(corpus)
     announce(
         f"data: {len(blocks):,} blocks, {size_in_words(blocks.num_bytes)}, in {blocks.directory}"
@@ -142,23 +180,275 @@ def _name_others(corpus: Corpus) -> None:
     parent = corpus.directory.parent
     others = [path for path in parent.glob("*/state.json") if path.parent != corpus.directory]
     if others:
-        num_bytes = sum(
-            file.stat().st_size for path in others for file in path.parent.glob("*.bin")
-        )
+        files = [file for path in others for file in path.parent.glob("*.bin")]
+        size = size_in_words(sum(file.stat().st_size for file in files))
         announce(
             f"data: {parent} also holds blocks of other recipes or data ({len(others)} "
-            f"directories, {size_in_words(num_bytes)}); delete those that no run needs"
+            f"directories, {size}); delete those that no run needs"
         )
 
 
 @contextmanager
 def _own_accelerator() -> Iterator[None]:
-    """Let a stage choose its precision and be sharded: accelerate keeps both in globals, and a
-    second one under FSDP would not shard at all.
-    """
+    """Let a stage choose its precision and be sharded, both of which accelerate keeps in globals."""
     AcceleratorState._reset_state()
     launched_as = PartialState().distributed_type
     try:
         yield
     finally:
         PartialState._shared_state["distributed_type"] = launched_as
+
+
+def _run_stage(
+    recipe: Recipe, stage: ResolvedStage, state: PartialState, blocks: Blocks, stop: StopRequest
+) -> None:
+    from_main_process(lambda: _begin(stage))
+
+    options, seq_len = stage.options, recipe.data.seq_len
+    base, tokenizer, objective = in_all_processes(lambda: _load(recipe, stage))
+    use_cache = base.config.use_cache  # the Trainer turns it off
+    if options.fused_cross_entropy:
+        fuse_cross_entropy_(base, liger=options.fused_cross_entropy == "liger")
+    elif objective is not None:
+        chunk_cross_entropy_(base)
+    model = stage_model(base, stage.of_recipe)
+    trained, total = count_parameters(model)
+    parameters = {"trained": trained, "total": total, "fraction": trained / total}
+    checkpoint = from_main_process(lambda: last_checkpoint(stage.trainer_dir))
+    step, place = _place(checkpoint) if checkpoint else (0, start_place(stage.start_block))
+    held_out = blocks.held_out
+    sharing = options.context_parallel_size
+    group, groups = state.process_index // sharing, state.num_processes // sharing
+    per_step, path = stage.blocks_per_step, stage.directory / "log.jsonl"
+    log = StageLog(path, seq_len, per_step, options.held_out_steps, place)
+    meter = SpeedMeter(per_step * seq_len, count_flops(model, seq_len).model)
+    batch_size = stage.arguments.train_batch_size
+    with library_errors(f"stages.{stage.name}: the trainer does not take these options"):
+        trainer = StageTrainer(
+            model,
+            stage.arguments,
+            default_data_collator,
+            DealtBlocks(blocks, place["next_block"], batch_size, group, groups),
+            callbacks=[log],
+            log=log,
+            options=options,
+            meter=meter,
+            held_out=held_out,
+            stop=stop,
+            sources=blocks.sources_of,
+            objective=objective,
+        )
+    _set_callbacks(trainer, stage)
+
+    said = (
+        f"{stage.directory}: trains {trained:,} of {total:,} parameters ({trained / total:.1%}) "
+        f"for {stage.arguments.max_steps:,} steps of {per_step:,} blocks, "
+        f"{stage.num_blocks * seq_len:,} tokens"
+    )
+    if not options.global_batch_size:
+        said += " (other numbers of processes have other steps: set global_batch_size)"
+    announce(said + (f"; continues after step {step:,}" if checkpoint else ""))
+    if expected := recipe.batch_in_file(stage.of_recipe):
+        announce(
+            f"stages.{stage.name}: got {per_step:,} blocks a step, expected "
+            f"{expected:,} as the recipe's file says; the numbers in its header are not of this run"
+        )
+    try:
+        with wandb_run(stage.arguments, place.get("run_id")):
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except OSError as error:  # of what logs beside us, such as TensorBoard, on a disk that is full
+        raise CocaError(
+            f"{stage.directory}: {one_line(error)}; what was saved before is untouched: continue "
+            f"with --resume"
+        ) from error
+    if (step := trainer.state.global_step) < stage.arguments.max_steps:
+        facts = {"signal": trainer.stopping, "stage": stage.name, "step": step}
+        _stop(stage, state, facts, f"after step {step}, with a checkpoint")
+    trainer.model = model = plain_model(trainer.model)
+    model.config.use_cache = use_cache
+    record = _make_record(recipe, stage, log, trainer.state, parameters, len(held_out))
+    _complete(stage, trainer, tokenizer, record, state)
+
+
+def _begin(stage: ResolvedStage) -> None:
+    check_base(stage)
+    with saving_to(stage.directory):
+        stage.trainer_dir.mkdir(parents=True, exist_ok=True)
+        for half_written in (stage.directory / PARTIAL, stage.trainer_dir / PARTIAL):
+            shutil.rmtree(half_written, ignore_errors=True)
+        remove_unfinished(stage.directory)
+
+
+def _load(
+    recipe: Recipe, stage: ResolvedStage
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Objective | None]:
+    """The model that the stage starts from, its tokenizer, and its objective unless plain `lm`."""
+    own, attention = stage.of_recipe, stage.options.attn_implementation
+    if weights_are_sent_here():
+        config = load_config(stage.base) if stage.before else start_config(recipe)
+        base = unfilled_model(config, attention)
+    elif stage.before:
+        base = load_model(stage.base, None, attention)
+    else:
+        base = start_model(recipe, attention)
+    tokenizer = load_tokenizer(stage.base) if stage.before else start_tokenizer(recipe)
+    if own.objective == {"lm": 1.0} and not own.answer_weight:
+        return base, tokenizer, None
+    teacher = None
+    if recipe.teacher and own.needs_teacher:
+        half = torch.bfloat16 if stage.arguments.bf16 else torch.float16
+        dtype = half if stage.arguments.bf16 or stage.arguments.fp16 else torch.float32
+        maps = "eager" if "attention-maps" in own.objective else None
+        teacher = load_teacher(recipe.teacher, maps, dtype)
+    objective = Objective(own.objective, teacher, own.temperature, own.answer_weight)
+    return base, tokenizer, objective
+
+
+def _set_callbacks(trainer: StageTrainer, stage: ResolvedStage) -> None:
+    """Our progress in place of Hugging Face's; TensorBoard's files beside the stages."""
+    for theirs in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(theirs)
+    trainer.add_callback(ProgressLine(stage.directory.name, show=not stage.arguments.disable_tqdm))
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
+            out_dir, name = stage.directory.parent, stage.directory.name
+            callback.logging_dir = str(out_dir / "tensorboard" / name)
+
+
+def _stop_before(stage: ResolvedStage, state: PartialState, stop: StopRequest) -> None:
+    """Raises Stopped, in every process, where a signal came to one of them between stages."""
+    asked = [signal for signal in gather_object([stop.came]) if signal]
+    if asked:
+        _stop(stage, state, {"signal": asked[0], "stage": stage.name}, "before it began")
+
+
+def _stop(stage: ResolvedStage, state: PartialState, facts: dict[str, Any], when: str) -> None:
+    """Leave word for the launch script, as launchers hide exit codes. Raises Stopped."""
+    _note_stop(stage.directory.parent, facts)
+    state.wait_for_everyone()
+    raise Stopped(f"{stage.directory}: stopped by {facts['signal']} {when}; continue with --resume")
+
+
+def _note_stop(out_dir: Path, facts: dict[str, Any]) -> None:
+    """Note, in the main process, what stopped the run."""
+    if PartialState().is_main_process:
+        replace_text(out_dir / STOPPED, json.dumps(facts) + "\n")
+
+
+def _make_record(
+    recipe: Recipe,
+    stage: ResolvedStage,
+    log: StageLog,
+    state: TrainerState,
+    parameters: dict,
+    held_out_blocks: int,
+) -> dict[str, Any]:
+    """training.json without the hashes of files, and without local paths, which OUT/recipe.yaml
+    has. Losses in nats per token; `stages`: what the model has behind it, of all recipes.
+    """
+    arguments, seq_len = stage.arguments, recipe.data.seq_len
+    # Each the mean since the one before
+    losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+    held_out = list(log.place["held_out"].values())
+    device = f"{platform.machine()}, {os.cpu_count()} cores"
+    if arguments.device.type == "cuda":
+        device = torch.cuda.get_device_name(arguments.device)
+    end_block = stage.start_block + stage.num_blocks
+    record: dict[str, Any] = {
+        "stage": {"name": stage.name, "train": stage.of_recipe.train},
+        "base_model": stage.base,
+        "parameters": parameters,
+        "tokens": stage.num_blocks * seq_len,
+        "tokens_seen": end_block * seq_len,
+        "start_block": stage.start_block,
+        "end_block": end_block,
+        "blocks_per_step": stage.blocks_per_step,
+        "seconds": round(log.seconds, 3),
+        "skipped_steps": log.place["skipped_steps"],
+        "final_loss": losses[-1] if losses else None,  # log.jsonl beside it has all of them
+        "held_out": {
+            "blocks": held_out_blocks,
+            "tokens": held_out_blocks * (seq_len - 1),  # all that are predicted
+            "before": held_out[0],
+            "after": held_out[-1],
+        }
+        if held_out_blocks
+        else None,
+        "date": now(),
+        "hardware": {"device": device, "processes": arguments.world_size},
+        "versions": versions(*PACKAGES),
+        "commit": commit(),
+        "recipe": recipe.to_dict(),
+    }
+    sources = [
+        {
+            "path": source.name,
+            "weight": source.weight,
+            "on_hub": bool(source.path) and is_on_hub(source.path),
+            "commit": source.commit,
+        }
+        for source in recipe.data.sources
+    ]
+    summary = {
+        **record["stage"],
+        "steps": arguments.max_steps,
+        "seq_len": seq_len,
+        "learning_rate": arguments.learning_rate,
+        "sources": sources,
+        **{key: record[key] for key in ("tokens", "final_loss", "held_out", "hardware", "date")},
+    }
+    before = read_record(stage.base_directory) if stage.base_directory else {}
+    return without_paths({**record, "stages": [*before.get("stages", []), summary]})
+
+
+def _complete(
+    stage: ResolvedStage,
+    trainer: StageTrainer,
+    tokenizer: PreTrainedTokenizerBase,
+    record: dict,
+    state: PartialState,
+) -> None:
+    """Turn a trained stage into a complete checkpoint; training.json, which says so, comes last."""
+    partial = stage.directory / PARTIAL
+    num_bytes = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
+    check_room(stage.directory, num_bytes, "the result")
+    with saving_to(stage.directory, num_bytes):
+        if trainer.is_fsdp_enabled:
+            # Otherwise nothing is saved
+            trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        trainer.save_model(str(partial))
+        if state.is_main_process:
+            (partial / "training_args.bin").unlink()  # a pickle, and training.json says more
+            record["weights_xxh3_128"] = weights_hashes(partial)
+            record["config_xxh3_128"] = file_hash(partial / "config.json")
+            tokenizer.save_pretrained(partial)
+            for pattern in (CONVERSION_RECORD, *FOREIGN_TOKENIZERS, *LICENCE_FILES):
+                for file in stage.base_directory.glob(pattern) if stage.base_directory else ():
+                    shutil.copy(file, partial)
+            if (partial / CONVERSION_RECORD).exists():
+                write_card(partial, record)
+            for path in partial.iterdir():
+                target = stage.directory / path.name
+                if target.is_dir():  # moved by an earlier try
+                    shutil.rmtree(target)
+                os.replace(path, target)
+            partial.rmdir()
+            replace_text(stage.directory / RECORD, json.dumps(record, indent=2) + "\n")
+            _clear_trainer(stage)
+    state.wait_for_everyone()
+
+
+def _clear_trainer(stage: ResolvedStage) -> None:
+    """Delete what only served to resume the stage."""
+    for path in [*stage.trainer_dir.glob("checkpoint-*"), stage.trainer_dir / PARTIAL]:
+        shutil.rmtree(path, ignore_errors=True)
+    if stage.trainer_dir.exists() and not any(stage.trainer_dir.iterdir()):
+        stage.trainer_dir.rmdir()
+
+
+def _place(checkpoint: Path) -> tuple[int, dict]:
+    """Steps done, and `StageLog.place`, as a trainer's checkpoint keeps them."""
+    with reading(checkpoint):
+        kept = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        log = kept["stateful_callbacks"][StageLog.__name__]
+        return kept["global_step"], log["attributes"]["place"]

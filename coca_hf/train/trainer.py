@@ -38,8 +38,7 @@ def sharded_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
 
 
 class StageTrainer(Trainer):
-    """A Trainer whose `checkpoint-N` directories are always whole, and any layout of processes
-    resumes from them.
+    """A Trainer whose `checkpoint-N` are always whole, for any layout of processes to resume from.
 
     log: the stage's, whose `place` goes into checkpoints; options: the recipe's own; meter: of its
     speed; held_out: blocks (num_blocks, seq_len), may be none; stop: asks for a checkpoint and an
@@ -60,12 +59,9 @@ class StageTrainer(Trainer):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        if self.accelerator.is_fsdp2 and (
-            policy := self.accelerator.state.fsdp_plugin.mixed_precision_policy
-        ):
-            self.accelerator.state.fsdp_plugin.mixed_precision_policy = sharded_precision(
-                policy.param_dtype
-            )
+        plugin = self.accelerator.state.fsdp_plugin if self.accelerator.is_fsdp2 else None
+        if plugin and (policy := plugin.mixed_precision_policy):
+            plugin.mixed_precision_policy = sharded_precision(policy.param_dtype)
         self.stage_log, self.options, self.meter = log, options, meter
         self.held_out, self.stop, self.sources, self.objective = held_out, stop, sources, objective
         self.stopping: str | None = None  # the signal, once all processes know of it
@@ -99,9 +95,7 @@ class StageTrainer(Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ):
-        """With `linear` and `start_lr` or `end_lr`, `linear_rate` at every step; otherwise Hugging
-        Face's schedule.
-        """
+        """`linear_rate` with `start_lr` or `end_lr`, otherwise Hugging Face's schedule."""
         if not has_bounds(self.args):
             return super().create_scheduler(num_training_steps, optimizer)
         bounds = LinearBounds.model_validate(self.args.lr_scheduler_kwargs)
@@ -122,9 +116,7 @@ class StageTrainer(Trainer):
         )
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
-        """No batches after the last step: resumed there, Hugging Face's loop would take one step
-        more.
-        """
+        """None after the last step: resumed there, Hugging Face's loop would take one more."""
         if self.state.global_step >= self.state.max_steps:
             return [], None
         samples = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -152,14 +144,12 @@ class StageTrainer(Trainer):
         return self._norm
 
     def end_of_backward(self) -> None:
-        """Before every optimizer step: agree with all processes on its loss and on stopping; skip
-        it if it is bad.
+        """Before every optimizer step, agree on its loss and on stopping, and skip it if it is bad.
 
         Raises CocaError after `max_bad_steps` bad ones in a row.
         """
-        mine = torch.stack(
-            [self._step_loss, self._step_loss.new_tensor(self.stop.came is not None)]
-        )
+        is_asked = self._step_loss.new_tensor(self.stop.came is not None)
+        mine = torch.stack([self._step_loss, is_asked])
         total, asked = reduce(mine, "sum").tolist()
         loss = total / self.args.world_size
         self._step_loss = torch.zeros_like(self._step_loss)
@@ -170,9 +160,8 @@ class StageTrainer(Trainer):
         spiked = factor is not None and running is not None and loss > factor * running
         is_finite = math.isfinite(_number(self._norm))
         if math.isfinite(loss) and not spiked and (is_finite or self._scaled_too_high()):
-            place["running_loss"] = (
-                loss if running is None else running + RUNNING_SHARE * (loss - running)
-            )
+            mean = loss if running is None else running + RUNNING_SHARE * (loss - running)
+            place["running_loss"] = mean
             if is_finite:
                 self._bad_in_a_row = 0
             else:
@@ -185,9 +174,7 @@ class StageTrainer(Trainer):
         self.optimizer.zero_grad(set_to_none=True)
 
     def _scaled_too_high(self) -> bool:
-        """Whether float16's scaler, which skips a step that overflowed and halves its scale, has a
-        scale to halve.
-        """
+        """Whether float16's scaler, which halves its scale after an overflow, still can."""
         return self.accelerator.scaler is not None and self.accelerator.scaler.get_scale() > 1
 
     def _bad_step(self, loss: float, spiked: bool) -> str:
@@ -200,10 +187,8 @@ class StageTrainer(Trainer):
             what += f", but its gradient's norm is {_number(self._norm)}"
         first, count = place["next_block"], self.stage_log.global_batch
         blocks = f"blocks {first} to {first + count - 1} ({self.sources(first, count)})"
-        most, stage = (
-            self.options.max_bad_steps,
-            Path(self.args.output_dir).parent.name.partition("-")[2],
-        )
+        most = self.options.max_bad_steps
+        stage = Path(self.args.output_dir).parent.name.partition("-")[2]
         return (
             f"{self.args.output_dir}: {what}, bad step {self._bad_in_a_row} in a row "
             f"(max_bad_steps: {most}), on {blocks}; the last checkpoints are kept: skip more with "
@@ -213,18 +198,15 @@ class StageTrainer(Trainer):
         )
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
-        """The held-out loss; Hugging Face's loop asks for it at the start and wherever `StageLog`
-        says.
-        """
+        """The held-out loss, at the start and wherever `StageLog` asks for it."""
         resumed = self.state.global_step > 0 and not self.control.should_evaluate
         if resumed or not len(self.held_out):
             self.control.should_evaluate = False
             return {}
         with self.stage_log.pause():
             head, batch_size = self.model.get_output_embeddings(), self.args.train_batch_size
-            metrics = {
-                "eval_loss": held_out_loss(self.model_wrapped, head, self.held_out, batch_size)
-            }
+            loss = held_out_loss(self.model_wrapped, head, self.held_out, batch_size)
+        metrics = {"eval_loss": loss}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
@@ -246,9 +228,7 @@ class StageTrainer(Trainer):
             super().save_model(output_dir)
 
     def _save_checkpoint(self, model: nn.Module, trial) -> None:
-        """Let the Trainer write all its files under `partial`; then give the directory its name, in
-        one step.
-        """
+        """Let the Trainer write its files under `partial`, then rename the directory."""
         directory = Path(self.args.output_dir)
         name = f"checkpoint-{self.state.global_step}"
         num_bytes = state_bytes(self.model, self.optimizer.optimizer)
@@ -343,8 +323,7 @@ def has_bounds(arguments: TrainingArguments) -> bool:
 def linear_rate(
     step: int, warmup_steps: int, num_steps: int, peak: float, bounds: LinearBounds
 ) -> float:
-    """The learning rate after `step` steps: from `start_lr` to `peak` over the warm-up, then to
-    `end_lr`, linearly.
+    """The rate after `step` steps: from `start_lr` to `peak` over the warm-up, then to `end_lr`.
 
     As in Hugging Face's schedules, `peak` is the rate of step `warmup_steps` (counted from 0) and
     `end_lr` would be that of step `num_steps`, the first one not done.

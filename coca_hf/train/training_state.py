@@ -1,9 +1,8 @@
 """What a stage resumes from: the parameters that it trains and the optimizer's state, in
 `checkpoint-N/state`.
 
-Written by torch.distributed.checkpoint: every process writes its own part of whatever layout it
-runs in (one process, DDP, FSDP2 with full or sharded state dicts), and any other layout reads it,
-whatever its number of processes. Frozen parameters are not in it; the model that the stage starts
+By torch.distributed.checkpoint, any layout of processes (one, DDP, FSDP2 with full or sharded state
+dicts) reads what any other wrote. Frozen parameters are not in it; the model that the stage starts
 from has them. torch keeps it in pickles, and would run what they say; here nothing is called that
 is not a name of `_KNOWN`, or that torch takes for data.
 """
@@ -21,7 +20,6 @@ from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
@@ -42,39 +40,26 @@ STATE = "state"
 _KNOWN = {  # what `.metadata` is made of
     "pathlib": {"Path", "PosixPath", "WindowsPath"},
     "pathlib._local": {"Path", "PosixPath", "WindowsPath"},
-    "torch": {
-        "Size",
-        *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
-    },
+    "torch": {"Size", *(name for name, value in vars(torch).items() if type(value) is torch.dtype)},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
-        *(
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-        ),
-        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     },
 }
 OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
 def save_state(model: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None:
-    """Every process calls this, with the model as it is wrapped. Raises torch's CheckpointException
-    for a full disk.
-    """
+    """Every process calls this, with the wrapped model. Raises CheckpointException."""
     writer = dcp.FileSystemWriter(checkpoint / STATE)
     with _alone_is_fine():
         dcp.save(_state(model, optimizer), storage_writer=writer)
 
 
 def load_state(model: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None:
-    """Fill the model, wrapped as it will train, and its optimizer with what any layout of processes
-    saved.
-    """
+    """Fill the wrapped model and its optimizer with what any layout of processes saved."""
     state = _state(model, optimizer)
     with _alone_is_fine():
         dcp.load(state, storage_reader=_Reader(checkpoint / STATE), planner=_Planner())
@@ -84,26 +69,17 @@ def load_state(model: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None
 
 def state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
     """Bytes that `save_state` writes, over all processes."""
-    tensors: list[Tensor] = [
-        parameter for parameter in model.parameters() if parameter.requires_grad
-    ]
-    tensors += [
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    ]
+    tensors: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, Tensor)]
     # numel of a sharded tensor is that of the whole
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def check_room(directory: Path, num_bytes: int, what: str) -> None:
-    """Raises CocaError, in every process, where the disk that holds `directory` lacks
-    `num_bytes` bytes.
-    """
+    """Raises CocaError, in every process, where the disk of `directory` lacks `num_bytes`."""
     free = [shutil.disk_usage(directory).free]
-    if PartialState().num_processes > 1:
-        broadcast_object_list(free)
+    broadcast_object_list(free)
     if free[0] < num_bytes:
         raise CocaError(
             f"{directory}: got {size_in_words(free[0])} free, expected {size_in_words(num_bytes)} "

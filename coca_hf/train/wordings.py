@@ -10,9 +10,7 @@ from typing import NamedTuple
 
 
 class Relation(NamedTuple):
-    """What is said of a {noun} and an {owner}, and how it is asked for later; `values`: kinds of
-    value that fit.
-    """
+    """What is said of a {noun} and an {owner}, how it is asked for, and the kinds of value."""
 
     nouns: tuple[str, ...]
     owners: tuple[str, ...]

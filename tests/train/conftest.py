@@ -1,6 +1,4 @@
-"""A recipe that trains the tiny CoCA model in three stages, in about a second, and its unbroken
-run.
-"""
+"""A recipe that trains the tiny CoCA model in three stages, in a second, and its unbroken run."""
 
 import json
 import random
@@ -16,9 +14,7 @@ from coca_hf.train.stages import run_recipe
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory) -> Path:
-    """`words/*.txt` (5 documents) and `digits.jsonl` (7 rows, column `code`), told apart by their
-    letters.
-    """
+    """`words/*.txt` (5 documents) and `digits.jsonl` (7 rows, column `code`), of other letters."""
     draw = random.Random(0)
     directory = tmp_path_factory.mktemp("texts")
     (directory / "words").mkdir()
@@ -31,37 +27,20 @@ def texts(tmp_path_factory) -> Path:
 
 
 def make_recipe_tree(model: Path, texts: Path) -> dict:
-    return {
-        "model": str(model),
-        "data": {
-            "seq_len": 20,
-            "held_out_blocks": 0,
-            "prepared": str(texts.parent / "prepared"),
-            "sources": [
-                {"path": str(texts / "words/*.txt"), "weight": 3},
-                {"path": str(texts / "digits.jsonl"), "weight": 1, "column": "code"},
-            ],
-        },
-        "training": {
-            "report_to": "none",
-            "use_cpu": True,
-            "disable_tqdm": True,
-            "per_device_train_batch_size": 4,
-            "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "save_steps": 2,
-        },
-        "stages": [
-            {"name": "k", "train": ["t_proj"], "max_steps": 3},
-            {
-                "name": "qkv",
-                "train": ["q_proj", "t_proj", "v_proj"],
-                "max_steps": 5,
-                "logging_steps": 3,
-            },
-            {"name": "full", "train": "all", "max_steps": 4, "learning_rate": 5e-4},
-        ],
-    }
+    words = {"path": str(texts / "words/*.txt"), "weight": 3}
+    digits = {"path": str(texts / "digits.jsonl"), "weight": 1, "column": "code"}
+    data = {"seq_len": 20, "held_out_blocks": 0, "sources": [words, digits]}
+    data["prepared"] = str(texts.parent / "prepared")
+    training = {"report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    training |= {"per_device_train_batch_size": 4, "learning_rate": 1e-3}
+    training |= {"logging_steps": 1, "save_steps": 2}
+    projections = ["q_proj", "t_proj", "v_proj"]
+    stages = [
+        {"name": "k", "train": ["t_proj"], "max_steps": 3},
+        {"name": "qkv", "train": projections, "max_steps": 5, "logging_steps": 3},
+        {"name": "full", "train": "all", "max_steps": 4, "learning_rate": 5e-4},
+    ]
+    return {"model": str(model), "data": data, "training": training, "stages": stages}
 
 
 @pytest.fixture
@@ -87,9 +66,7 @@ def unbroken(tiny_coca_dir, texts, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def real_text(tmp_path_factory) -> Path:
-    """`topics.jsonl` and `code.jsonl`: what every Python has to read, 60 documents each, cut to 700
-    characters.
-    """
+    """`topics.jsonl` and `code.jsonl`: 60 documents each, that every Python has, 700 characters."""
     directory = tmp_path_factory.mktemp("real-text")
     code = sorted(Path(json.__file__).parent.parent.glob("[a-h]*.py"))[:60]
     documents = {
@@ -107,14 +84,9 @@ def real_recipe(tiny_coca_dir, real_text, tmp_path_factory) -> Path:
     """Three stages on real text, 4 blocks a step on any number of processes, with held-out blocks."""
     path = tmp_path_factory.mktemp("real-recipe") / "real.yaml"
     tree = make_recipe_tree(tiny_coca_dir, real_text)
-    tree["data"] |= {
-        "seq_len": 44,
-        "held_out_blocks": 7,
-        "sources": [
-            {"path": str(real_text / "topics.jsonl"), "weight": 3},
-            {"path": str(real_text / "code.jsonl"), "weight": 1},
-        ],
-    }
+    weights = {"topics": 3, "code": 1}
+    sources = [{"path": f"{real_text}/{name}.jsonl", "weight": weights[name]} for name in weights]
+    tree["data"] |= {"seq_len": 44, "held_out_blocks": 7, "sources": sources}
     tree["training"] |= {"per_device_train_batch_size": 2, "global_batch_size": 4}
     path.write_text(yaml.safe_dump(tree))
     return path

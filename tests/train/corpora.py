@@ -15,12 +15,8 @@ def make_corpus(
     held_out_blocks: int = 0,
     **data,
 ):
-    given = {
-        "seq_len": seq_len,
-        "held_out_blocks": held_out_blocks,
-        "prepared": str(directory),
-        **data,
-    }
+    given = {"seq_len": seq_len, "held_out_blocks": held_out_blocks}
+    given |= {"prepared": str(directory), **data}
     return Corpus(Data(sources=list(sources), **given), tokenizer)
 
 

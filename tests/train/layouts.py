@@ -7,7 +7,6 @@ from one server that has imported them; they are processes of their own, which c
 
 import ctypes
 import gc
-import json
 import multiprocessing
 import os
 import signal
@@ -23,7 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from coca_cli import main
-from coca_hf.train import one_stage, preflight
+from coca_hf.train import preflight, stages
 from coca_hf.train.trainer import StageTrainer
 
 FSDP2 = {  # what `accelerate launch` makes of an FSDP2 configuration
@@ -40,9 +39,7 @@ server.set_forkserver_preload([__name__])
 
 
 class Interrupted(BaseException):
-    """What a hook raises in all ranks to end a run in the middle; the next run of the launch goes
-    on.
-    """
+    """What a hook raises in all ranks to end a run; the next run of the launch follows."""
 
 
 def interrupt_in_step(number: int):
@@ -58,9 +55,7 @@ def interrupt_in_step(number: int):
 
 @dataclass
 class Run:
-    """A call of coca-train; `hook`, a function of a test module, changes `preflight` or
-    `StageTrainer` for it.
-    """
+    """A call of coca-train; `hook`, a function of a test module, patches coca_hf for it."""
 
     arguments: list
     environment: dict[str, str] = field(default_factory=dict)
@@ -101,23 +96,22 @@ class Launch:
         )
         return self.process.exitcode
 
+    def printed(self) -> str:
+        """What they wrote, as one line."""
+        return " ".join(self.output.read_text().split())
+
     def ranks(self) -> list[int]:
         """Process ids of the ranks, in order; [] before they are there."""
         try:
-            children = (
-                Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-                .read_text()
-                .split()
-            )
+            pid = self.process.pid
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         except FileNotFoundError:
             return []
         return sorted(map(int, children))
 
 
 def warm_server() -> None:
-    """Let the server import what it forks: that takes longer than a run, and its first process
-    would wait for it.
-    """
+    """Let the server import what it forks, which takes longer than a run."""
     process = server.Process(target=gc.collect)
     process.start()
     process.join()
@@ -165,6 +159,7 @@ def _launcher(output: str, runs: list[Run], processes: int, host: Host | None = 
         config.max_restarts = host.restarts
         config.run_id, config.rdzv_endpoint = "hosts", host.rendezvous
         config.rdzv_configs["is_host"] = host.keeps_rendezvous
+        config.rdzv_configs["keep_alive_interval"] = 2  # a lost host is missed after three
         config.local_addr = host.address
     elastic_launch(config, _rank)(output, runs, processes)
 
@@ -197,7 +192,7 @@ def _rank(output: str, runs: list[Run], processes: int) -> None:
             _undo_hooks()
 
 
-_resolve, _complete = preflight.resolve_stages, one_stage._complete
+_resolve, _complete = preflight.resolve_stages, stages._complete
 _training_step, _compute_loss = StageTrainer.training_step, StageTrainer.compute_loss
 _destroy = PartialState.destroy_process_group
 
@@ -207,16 +202,14 @@ def _keep(state) -> None:
 
 
 def _resolve_on_pretended_gpus(*arguments):
-    """Accelerate shards only where it believes to be on GPUs, and on a CPU falls back to DDP
-    without a word.
-    """
+    """Accelerate shards only where it believes to be on GPUs, not on a CPU."""
     runs = _resolve(*arguments)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return runs
 
 
 def _undo_hooks() -> None:
-    preflight.resolve_stages, one_stage._complete = _resolve, _complete
+    preflight.resolve_stages, stages._complete = _resolve, _complete
     StageTrainer.training_step, StageTrainer.compute_loss = _training_step, _compute_loss
 
 
@@ -224,12 +217,6 @@ def _write_to(path: str) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
-
-
-def log_lines(stage_dir: Path) -> list[dict]:
-    """The training losses that a stage logged."""
-    lines = map(json.loads, (stage_dir / "log.jsonl").read_text().splitlines())
-    return [line for line in lines if "loss" in line]
 
 
 # compiles its hundreds of patterns here, once for all processes

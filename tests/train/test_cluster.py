@@ -1,6 +1,4 @@
-"""The launch files of scripts/cluster: SLURM's with stand-ins (test_slurm.py has the real one),
-torchrun's for real.
-"""
+"""The launch files of scripts/cluster: SLURM's with stand-ins (see test_slurm.py), torchrun's."""
 
 import contextlib
 import json
@@ -18,7 +16,8 @@ import pytest
 
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
-from tests.train.layouts import FSDP2, log_lines
+from tests.train.layouts import FSDP2
+from tests.train.results import log_lines
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "scripts/cluster"
@@ -48,16 +47,23 @@ def stand_ins(tmp_path) -> Path:
         f'case $1 in show) echo first; echo second;; *) echo "$@" >> {tmp_path}/scontrol.log;; esac'
     )
     command(bin_dir, "scontrol", scontrol)
-    command(
-        bin_dir,
-        "accelerate",
-        "echo ACCELERATE_MIXED_PRECISION=no; echo FSDP_VERSION=2; echo RANK=9",
-    )
+    layout = "echo ACCELERATE_MIXED_PRECISION=no; echo FSDP_VERSION=2; echo RANK=9"
+    command(bin_dir, "accelerate", layout)
     command(bin_dir, "squeue", "echo $STATE")
     python = "kill -TERM $$; kill -USR1 $$\n"
     python += f'echo "$RANK/$WORLD_SIZE $LOCAL_RANK $MASTER_ADDR $FSDP_VERSION $*" >> {tmp_path}/python.log\nexit $CODE'
     command(bin_dir, "python", python)
     return bin_dir
+
+
+def of_slurm(stand_ins: Path, tasks: int, **others) -> dict[str, str]:
+    """The environment of a job."""
+    slurm = {"SLURM_JOB_ID": 42, "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": 2}
+    slurm |= {"SLURM_NTASKS_PER_NODE": tasks, "SLURM_CPUS_PER_TASK": 3, "SLURM_SUBMIT_DIR": ROOT}
+    path = f"{stand_ins}:{os.environ['PATH']}"
+    return (
+        os.environ | {name: str(value) for name, value in (slurm | others).items()} | {"PATH": path}
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,19 +79,7 @@ def stand_ins(tmp_path) -> Path:
 def test_slurm_queues_up_again_on_75_alone_unless_cancelled_and_always_resumes(
     stand_ins, tmp_path, code, state, requeued
 ):
-    slurm = {
-        "SLURM_JOB_ID": 42,
-        "SLURM_JOB_NODELIST": "n[1-2]",
-        "SLURM_NTASKS": 2,
-        "SLURM_NTASKS_PER_NODE": 2,
-    }
-    slurm |= {"SLURM_CPUS_PER_TASK": 3, "CODE": code, "STATE": state}
-    environment = {
-        **os.environ,
-        "PATH": f"{stand_ins}:{os.environ['PATH']}",
-        "SLURM_SUBMIT_DIR": str(ROOT),
-    }
-    environment |= {name: str(value) for name, value in slurm.items()}
+    environment = of_slurm(stand_ins, tasks=2, CODE=code, STATE=state)
     script = [str(CLUSTER / "slurm.sh"), "recipes/recover.yaml", "model=a b"]
     result = subprocess.run(script, env=environment, capture_output=True, text=True)
     assert result.returncode == code, result.stderr
@@ -98,14 +92,8 @@ def test_slurm_queues_up_again_on_75_alone_unless_cancelled_and_always_resumes(
 
 
 def test_slurm_waits_for_its_tasks_where_the_signal_reaches_the_script(stand_ins, tmp_path):
-    command(stand_ins, "srun", f"touch {tmp_path}/running; sleep 2; exit 75")
-    environment = {
-        **os.environ,
-        "PATH": f"{stand_ins}:{os.environ['PATH']}",
-        "SLURM_SUBMIT_DIR": str(ROOT),
-    }
-    environment |= {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "2"}
-    environment |= {"SLURM_CPUS_PER_TASK": "3", "STATE": "RUNNING"}
+    command(stand_ins, "srun", f"touch {tmp_path}/running; sleep 1; exit 75")
+    environment = of_slurm(stand_ins, tasks=1, STATE="RUNNING")
     running = subprocess.Popen([str(CLUSTER / "slurm.sh"), "recipe.yaml"], env=environment)
     while not (tmp_path / "running").exists():
         assert running.poll() is None
@@ -116,18 +104,9 @@ def test_slurm_waits_for_its_tasks_where_the_signal_reaches_the_script(stand_ins
 
 
 def test_slurm_is_asked_for_the_signal_ahead_of_the_limit_and_for_the_layouts_processes():
-    options = [
-        line.split()[1]
-        for line in (CLUSTER / "slurm.sh").read_text().splitlines()
-        if line.startswith("#SBATCH")
-    ]
-    assert {
-        "--nodes=4",
-        "--ntasks-per-node=8",
-        "--gpus-per-node=8",
-        "--signal=USR1@600",
-        "--requeue",
-    } <= set(options)
+    options = re.findall(r"^#SBATCH (\S+)", (CLUSTER / "slurm.sh").read_text(), re.MULTILINE)
+    size = {"--nodes=4", "--ntasks-per-node=8", "--gpus-per-node=8"}
+    assert {*size, "--signal=USR1@600", "--requeue"} <= set(options)
 
 
 @pytest.mark.parametrize("script", sorted(CLUSTER.glob("*.sh")), ids=lambda path: path.name)
@@ -138,19 +117,12 @@ def test_a_script_is_bash(script):
         assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("layout", ["8gpu", "4x8gpu"])
-def test_a_layout_of_gpus_tells_processes_what_those_of_the_tests_are_told(layout):
-    command = (
-        f"unset ${{!FSDP*}}; . scripts/cluster/layout.sh recipes/accelerate/{layout}.yaml && env"
-    )
+def test_a_layout_of_gpus_tells_processes_what_those_of_the_tests_are_told():
+    layout = "recipes/accelerate/4x8gpu.yaml"  # 8gpu.yaml has the same of FSDP
+    command = f"unset ${{!FSDP*}}; . scripts/cluster/layout.sh {layout} && env"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    result = subprocess.run(
-        ["bash", "-ec", command],
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
+    kwargs = {"env": {**os.environ, "PATH": path}, "capture_output": True, "text": True}
+    result = subprocess.run(["bash", "-ec", command], cwd=ROOT, **kwargs)
     told = dict(line.partition("=")[::2] for line in result.stdout.splitlines())
     assert FSDP2.items() <= told.items(), result.stderr
 
@@ -159,17 +131,10 @@ def torchrun(recipe: Path, out: Path, printed: Path, *words: str) -> subprocess.
     """torchrun.sh at work, on two processes of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    settings = {
-        "NODES": 1,
-        "GPUS": 2,
-        "HOST": "127.0.0.1",
-        "PORT": port,
-        "RESTARTS": 1,
-        "OMP_NUM_THREADS": 1,
-    }
-    settings["LAYOUT"] = "recipes/accelerate/2cpu.yaml"
-    environment = {**os.environ, **{name: str(value) for name, value in settings.items()}}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    settings = {"NODES": 1, "GPUS": 2, "HOST": "127.0.0.1", "PORT": port, "RESTARTS": 1}
+    settings |= {"OMP_NUM_THREADS": 1, "LAYOUT": "recipes/accelerate/2cpu.yaml"}
+    settings["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {name: str(value) for name, value in settings.items()}
     script = [str(CLUSTER / "torchrun.sh"), str(recipe), *words, "--out", str(out)]
     with printed.open("w") as file:
         return subprocess.Popen(script, env=environment, stdout=file, stderr=file)
@@ -184,47 +149,39 @@ def process_of_rank(rank: str, running: subprocess.Popen) -> psutil.Process | No
 
 
 @pytest.mark.real
-def test_torchrun_trains_on_two_processes_in_its_layout_until_sigterm_asks_for_a_checkpoint(
-    recipe_path, tmp_path
+def test_torchrun_starts_again_after_a_kill_stops_at_sigterm_and_ends_with_the_losses_of_one_process(
+    real_recipe, tmp_path
 ):
-    out = tmp_path / "out"
-    settings = ["--stage", "k", "stages.k.max_steps=20000"]
-    running = torchrun(recipe_path, out, tmp_path / "printed", *settings)
-    log = out / "1-k/log.jsonl"
-    while not (log.exists() and log.read_text()):
-        assert running.poll() is None, (tmp_path / "printed").read_text()
-        time.sleep(0.05)
+    """Twenty seconds: torch is imported by torchrun and twice by each process."""
+    out, settings = tmp_path / "out", ["stages.k.max_steps=200"]
+    recipe = load_recipe(real_recipe, settings)
+    unbroken = run_recipe(recipe, tmp_path / "unbroken", stage="k")
+    printed = tmp_path / "printed"
+    running = torchrun(real_recipe, out, printed, "--stage", "k", *settings)
+
+    def wait_for(found):
+        while not found():
+            assert running.poll() is None, printed.read_text()
+            time.sleep(0.005)
+
+    def resumed() -> list[str]:
+        return re.findall(r"continues after step (\d+)", " ".join(printed.read_text().split()))
+
+    wait_for(lambda: list(out.glob("1-k/trainer/checkpoint-*")))
+    process_of_rank("1", running).kill()
+    wait_for(resumed)
+    before = len(log_lines(out / "1-k"))
+    wait_for(lambda: len(log_lines(out / "1-k")) > before)
     running.terminate()
-    assert running.wait() == 1, (
-        tmp_path / "printed"
-    ).read_text()  # torchrun's own, whatever its processes ended with
+    assert running.wait(240) == 1, printed.read_text()  # torchrun's own, whatever the processes'
+    assert [0 < int(step) < 200 for step in resumed()] == [True]
     stopped = json.loads((out / "stopped.json").read_text())
     assert stopped["signal"] in ("SIGTERM", "a signal to another process")
     assert (out / f"1-k/trainer/checkpoint-{stopped['step']}/state").exists()
-    assert json.loads((out / "inputs.json").read_text())["blocks_per_step"]["k"] == 2 * 4
-
-
-@pytest.mark.real
-def test_torchrun_starts_again_when_a_process_is_killed_and_ends_with_the_losses_of_an_unbroken_run(
-    real_recipe, tmp_path
-):
-    """Half a minute: torch is imported by torchrun and twice by each process."""
-    out, settings = tmp_path / "out", ["stages.k.max_steps=80"]
-    unbroken = run_recipe(load_recipe(real_recipe, settings), tmp_path / "unbroken", stage="k")
-    running = torchrun(real_recipe, out, tmp_path / "printed", "--stage", "k", *settings)
-    victim = None
-    while not (victim and list(out.glob("1-k/trainer/checkpoint-*"))):
-        assert running.poll() is None, (tmp_path / "printed").read_text()
-        victim = victim or process_of_rank("1", running)
-        time.sleep(0.005)
-    victim.kill()
-    assert running.wait(240) == 0, (tmp_path / "printed").read_text()
-    steps = re.findall(
-        r"continues after step (\d+)", " ".join((tmp_path / "printed").read_text().split())
-    )
-    assert [0 < int(step) < 80 for step in steps] == [True]
+    assert json.loads((out / "inputs.json").read_text())["blocks_per_step"]["k"] == 4
+    run_recipe(recipe, out, stage="k", resume=True)
     ours, theirs = log_lines(out / "1-k"), log_lines(unbroken)
-    assert [line["step"] for line in ours] == list(range(1, 81))
+    assert [line["step"] for line in ours] == list(range(1, 201))
     for key in ("loss", "grad_norm"):
         expected = [line[key] for line in theirs]
         assert [line[key] for line in ours] == pytest.approx(expected, abs=1e-4)

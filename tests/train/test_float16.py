@@ -3,18 +3,15 @@
 Accelerate scales losses on GPUs alone; here it does on a CPU, too, with torch's own scaler.
 """
 
-import json
-
 import pytest
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file
 from transformers import Trainer
 
 from coca_hf import CocaError
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
-from tests.train.layouts import log_lines
+from tests.train.results import assert_same_weights, changed, log_lines, record, weights
 from tests.train.test_resume import bad_losses
 
 ON_CPU = not torch.cuda.is_available()
@@ -38,14 +35,14 @@ def test_overflows_of_the_scale_are_skipped_until_it_fits_and_are_not_bad(
     recipe_path, tiny_coca_dir, tmp_path
 ):
     result = run_recipe(load_recipe(recipe_path, OPTIONS), tmp_path / "out", stage="k")
-    skipped = json.loads((result / "training.json").read_text())["skipped_steps"]
+    skipped = record(result)["skipped_steps"]
     assert 2 < skipped < 10
     lines = log_lines(result)
     assert [line["skipped_steps"] for line in lines][:3] == [1, 2, 3]
     assert lines[-1]["skipped_steps"] == skipped
-    before, after = (load_file(path / "model.safetensors") for path in (tiny_coca_dir, result))
+    before, after = weights(tiny_coca_dir), weights(result)
     assert all(weight.isfinite().all() for weight in after.values())
-    assert any(not torch.equal(before[name].float(), after[name]) for name in after)
+    assert changed(before, after)
 
 
 def test_a_loss_that_is_no_number_is_bad(recipe_path, tmp_path, monkeypatch):
@@ -63,31 +60,18 @@ def test_a_gradient_that_overflows_at_every_scale_is_bad(recipe_path, tmp_path, 
         return loss
 
     monkeypatch.setattr(Trainer, "training_step", training_step)
-    with pytest.raises(
-        CocaError, match=r"the loss of step 21 is \S+, but its gradient's norm is inf"
-    ):
-        run_recipe(
-            load_recipe(recipe_path, [*OPTIONS, "stages.k.max_steps=40"]),
-            tmp_path / "out",
-            stage="k",
-        )
+    recipe = load_recipe(recipe_path, [*OPTIONS, "stages.k.max_steps=40"])
+    message = r"the loss of step 21 is \S+, but its gradient's norm is inf"
+    with pytest.raises(CocaError, match=message):
+        run_recipe(recipe, tmp_path / "out", stage="k")
 
 
 def test_a_spike_is_skipped_without_a_trace(recipe_path, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.amp.GradScaler, "get_scale", lambda self: 1.0)
-    settings = [
-        *OPTIONS,
-        "training.max_bad_steps=3",
-        "training.spike_factor=3",
-        "training.lr_scheduler_type=constant",
-    ]
-    settings += ["stages.k.max_steps=1"]
+    settings = ["max_bad_steps=3", "spike_factor=3", "lr_scheduler_type=constant"]
+    settings = [*OPTIONS, *(f"training.{setting}" for setting in settings)]
     bad_losses(monkeypatch, {2: 50.0})
     for steps in (1, 2):
-        run_recipe(
-            load_recipe(recipe_path, [*settings, f"stages.k.max_steps={steps}"]),
-            tmp_path / str(steps),
-            "k",
-        )
-    ours, theirs = (load_file(tmp_path / f"{steps}/1-k/model.safetensors") for steps in (2, 1))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        recipe = load_recipe(recipe_path, [*settings, f"stages.k.max_steps={steps}"])
+        run_recipe(recipe, tmp_path / str(steps), "k")
+    assert_same_weights(tmp_path / "2/1-k", tmp_path / "1/1-k")

@@ -16,24 +16,18 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 import coca_hf
-from coca_hf.train import one_stage
+from coca_hf.train import stages
 from coca_hf.train.trainer import StageTrainer
 from tests.train.layouts import FSDP2, Run, succeed
 
 pytestmark = pytest.mark.real
-SIZES = {
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-}
+SIZES = {"hidden_size": 1024, "intermediate_size": 2816}
+SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 8}
 
 
 def note_memory(directory):
-    """Bytes that a process has before and after it loads the model, and their peak up to the first
-    step.
-    """
-    load, step, facts = one_stage._load, StageTrainer.training_step, {}
+    """Bytes of a process before and after it loads the model, and their peak up to step 1."""
+    load, step, facts = stages._load, StageTrainer.training_step, {}
 
     def load_and_note(*arguments):
         facts["before"] = psutil.Process().memory_info().rss
@@ -46,7 +40,7 @@ def note_memory(directory):
         (directory / f"{os.environ['RANK']}.json").write_text(json.dumps(facts))
         return step(*arguments)
 
-    one_stage._load, StageTrainer.training_step = load_and_note, note_and_step
+    stages._load, StageTrainer.training_step = load_and_note, note_and_step
 
 
 class Note:
@@ -58,7 +52,7 @@ class Note:
     def __call__(self):
         note_memory(self.directory)
         if self.all_load:
-            one_stage.weights_are_sent_here = lambda: False
+            stages.weights_are_sent_here = lambda: False
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,4 @@
-"""Two hosts with a link that can be cut: network namespaces of this machine, which the tests make
-and remove.
-"""
+"""Two hosts with a link that can be cut: network namespaces that the tests make and remove."""
 
 import os
 import subprocess
@@ -9,7 +7,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.train.layouts import FSDP2, Host, Run, launch, log_lines, succeed
+from tests.train.layouts import FSDP2, Host, Run, launch, succeed
+from tests.train.results import log_lines
 from tests.train.test_kills import STAGES, final_losses, slow_steps
 
 pytestmark = pytest.mark.real
@@ -29,20 +28,8 @@ def hosts():
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"cannot make network namespaces: {error}")
     try:
-        ip(
-            "link",
-            "add",
-            "eth0",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "eth0",
-            "netns",
-            names[1],
-        )
+        one, other = (["eth0", "netns", name] for name in names)
+        ip("link", "add", *one, "type", "veth", "peer", "name", *other)
         for number, name in enumerate(names, 1):
             ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")
@@ -97,7 +84,7 @@ def test_a_lost_host_and_then_a_cut_link_end_with_the_losses_of_an_unbroken_run(
         ip("-n", second.namespace, "link", "set", "eth0", "down")
         cut = time.monotonic()
         message = "no answer from another process for training.ddp_timeout seconds"
-        while message not in " ".join(here.output.read_text().split()):
+        while message not in here.printed():
             assert here.process.is_alive(), here.output.read_text()
             assert time.monotonic() < cut + 2 * SILENCE, here.output.read_text()
             time.sleep(0.1)

@@ -1,34 +1,28 @@
-"""Models on the hub, here as its cache has them: read at one commit, noted, with what goes along
-with their weights.
-"""
+"""Models on the hub, here in its cache: read at one commit, noted, with records and licence."""
 
 import json
 import shutil
 
 import pytest
-import torch
 from huggingface_hub import constants
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from coca_hf import CocaError
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
+from tests.train.results import assert_same_weights, changed, record, weights
 
 FIRST, SECOND = "1" * 40, "2" * 40
 
 
 def change_weights(directory):
-    weights = {
-        name: tensor * 1.01 for name, tensor in load_file(directory / "model.safetensors").items()
-    }
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    larger = {name: tensor * 1.01 for name, tensor in weights(directory).items()}
+    save_file(larger, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.fixture
 def hub(tiny_coca_dir, tiny_llama_dir, tmp_path, monkeypatch):
-    """`somebody/coca` and `somebody/llama`; branch main at FIRST, tag v2 at SECOND, of other
-    weights.
-    """
+    """`somebody/coca` and `somebody/llama`; main at FIRST, tag v2 at SECOND, of other weights."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     for name, checkpoint in (("coca", tiny_coca_dir), ("llama", tiny_llama_dir)):
         repository = tmp_path / f"hub/models--somebody--{name}"
@@ -50,27 +44,18 @@ def test_a_model_on_the_hub_is_read_at_its_revision_and_keeps_record_card_and_li
         assert json.loads((out / "inputs.json").read_text())["hub"] == {
             "model": f"somebody/coca@{commit}"
         }
-        record = json.loads((result / "training.json").read_text())
-        assert record["base_model"] == record["recipe"]["model"] == f"somebody/coca@{commit}"
-        trained = load_file(result / "model.safetensors")
-        theirs = load_file(hub / f"models--somebody--coca/snapshots/{commit}/model.safetensors")
-        frozen = [key for key in theirs if "t_proj" not in key]
-        assert all(torch.equal(trained[key], theirs[key].float()) for key in frozen)
+        kept = record(result)
+        assert kept["base_model"] == kept["recipe"]["model"] == f"somebody/coca@{commit}"
+        theirs = weights(hub / f"models--somebody--coca/snapshots/{commit}")
+        assert all("t_proj" in name for name in changed(theirs, weights(result)))
         assert (result / "conversion.json").exists()
         assert "with CoCA" in (result / "README.md").read_text()
         assert (result / "LICENSE").exists() == (commit == FIRST)
 
 
 def test_a_branch_that_moves_does_not_change_a_run_that_resumes(hub, recipe_path, tmp_path):
-    recipe = load_recipe(
-        recipe_path,
-        [
-            "model=somebody/coca",
-            "teacher=somebody/llama",
-            "stages.qkv.objective={distill: 1}",
-            "stages.qkv.max_steps=2",
-        ],
-    )
+    taught = ["stages.qkv.objective={distill: 1}", "stages.qkv.max_steps=2"]
+    recipe = load_recipe(recipe_path, ["model=somebody/coca", "teacher=somebody/llama", *taught])
     for out in (tmp_path / "moved", tmp_path / "unmoved"):
         run_recipe(recipe, out, stage="k")
         if out.name == "moved":
@@ -79,19 +64,14 @@ def test_a_branch_that_moves_does_not_change_a_run_that_resumes(hub, recipe_path
         run_recipe(recipe, out, stage="qkv", resume=True)
         (hub / "models--somebody--llama/refs/main").write_text(FIRST)
         (hub / "models--somebody--coca/refs/main").write_text(FIRST)
-    moved, unmoved = (
-        load_file(tmp_path / name / "2-qkv/model.safetensors") for name in ("moved", "unmoved")
-    )
-    assert all(torch.equal(moved[key], unmoved[key]) for key in unmoved)
+    assert_same_weights(tmp_path / "moved/2-qkv", tmp_path / "unmoved/2-qkv")
 
 
 def test_a_revision_that_is_not_there_is_one_line(hub, recipe_path, tmp_path):
     for key in ("model", "teacher"):
         recipe = load_recipe(recipe_path, [f"{key}=somebody/coca@v3"])
-        with pytest.raises(
-            CocaError,
-            match="somebody/coca@v3: cannot be loaded, expected a model directory or hub id",
-        ):
+        message = "somebody/coca@v3: cannot be loaded, expected a model directory or hub id"
+        with pytest.raises(CocaError, match=message):
             run_recipe(recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -106,8 +86,6 @@ def test_a_teacher_that_changed_is_refused(recipe_path, tiny_llama_dir, tmp_path
     else:
         config = json.loads((teacher / "config.json").read_text())
         (teacher / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
-    with pytest.raises(
-        CocaError,
-        match=r"cannot --resume on other inputs: teacher\.(model\.safetensors|config\.json) was",
-    ):
+    message = r"cannot --resume on other inputs: teacher\.(model\.safetensors|config\.json) was"
+    with pytest.raises(CocaError, match=message):
         run_recipe(recipe, tmp_path / "out", resume=True)

@@ -1,6 +1,4 @@
-"""Blocks streamed from a data set on the hub, which a server on this machine stands in for, are
-those of its files.
-"""
+"""Blocks streamed from a data set on the hub, for which a local server stands in."""
 
 import json
 
@@ -17,6 +15,7 @@ from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import run_recipe
 from tests.hub import serving_data_set
 from tests.train.corpora import make_corpus, tokens_of
+from tests.train.results import log_lines, record
 
 REPO = "somebody/lines"
 SEQ_LEN = 20
@@ -30,15 +29,11 @@ def as_parquet(rows, path):
 
 @pytest.fixture
 def hub(texts, tmp_path, monkeypatch):
-    """The rows of `digits.jsonl`, in two parquet files: on disk in `server.local`, and on the
-    stand-in.
-    """
+    """The rows of `digits.jsonl` in two parquet files: in `server.local`, and on the stand-in."""
     rows = [json.loads(line)["code"] for line in (texts / "digits.jsonl").read_text().splitlines()]
     (tmp_path / "files").mkdir()
-    files = {
-        name: as_parquet(part, tmp_path / "files" / name)
-        for name, part in zip(FILES, (rows[:4], rows[4:]), strict=True)
-    }
+    parts = zip(FILES, (rows[:4], rows[4:]), strict=True)
+    files = {name: as_parquet(part, tmp_path / "files" / name) for name, part in parts}
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # between tries
     with serving_data_set(REPO, files, tmp_path, monkeypatch) as server:
         server.local = tmp_path / "files"
@@ -74,8 +69,7 @@ def recipe_of(recipe_tree, hub, tmp_path):
 
 
 def losses(out):
-    lines = [json.loads(line) for line in (out / "1-k/log.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"], line["tokens_seen"]) for line in lines]
+    return [(line["step"], line["loss"], line["tokens_seen"]) for line in log_lines(out / "1-k")]
 
 
 def test_a_network_that_fails_in_the_middle_is_one_line_and_the_run_continues_at_the_same_commit(
@@ -96,7 +90,7 @@ def test_a_network_that_fails_in_the_middle_is_one_line_and_the_run_continues_at
     hub.commits["2" * 40] = {FILES[0]: hub.commits["1" * 40][FILES[1]]}
     run_recipe(recipe_of(REPO), out, resume=True)
     assert losses(out) == losses(tmp_path / "local")
-    (source,) = json.loads((out / "1-k/training.json").read_text())["stages"][0]["sources"]
+    (source,) = record(out / "1-k")["stages"][0]["sources"]
     assert (source["on_hub"], source["commit"]) == (True, "1" * 40)
 
 
@@ -104,10 +98,8 @@ def test_a_hub_that_does_not_answer_at_the_begin_is_one_line_and_nothing_is_writ
     hub, recipe_of, tmp_path
 ):
     hub.commits.clear()
-    with pytest.raises(
-        CocaError,
-        match="somebody/lines: no such file here, and not readable as a data set on the hub",
-    ):
+    message = "somebody/lines: no such file here, and not readable as a data set on the hub"
+    with pytest.raises(CocaError, match=message):
         run_recipe(recipe_of(REPO), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

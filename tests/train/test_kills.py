@@ -11,15 +11,18 @@ import os
 import random
 import signal
 import time
+from functools import partial
+from importlib import import_module
 
 import pytest
 
-from coca_hf.train import one_stage, preflight, trainer
+from coca_hf.train import preflight, stages
 from coca_hf.train.processes import EXIT_STOPPED
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
-from tests.train.layouts import FSDP2, Run, launch, log_lines, succeed, warm_server
+from tests.train.layouts import FSDP2, Run, launch, succeed, warm_server
+from tests.train.results import log_lines, record
 
 pytestmark = pytest.mark.real
 STAGES = ["1-k", "2-qkv", "3-full"]
@@ -28,29 +31,25 @@ VICTIMS = ["launcher", "rank 1", "all ranks", "rank 0"]
 
 
 def final_losses(out):
-    records = [json.loads((out / stage / "training.json").read_text()) for stage in STAGES]
-    return [(record["final_loss"], record["held_out"]["after"]) for record in records]
+    records = [record(out / stage) for stage in STAGES]
+    return [(kept["final_loss"], kept["held_out"]["after"]) for kept in records]
 
 
-def signal_rank_1_in_step_2(number):
+def signal_rank_1(number):
+    if os.environ.get("RANK", "1") == "1":
+        os.kill(os.getpid(), number)
+
+
+def signal_in_step_2(number):
     """The signal reaches one process only, in its second step of stage k."""
     plain = StageTrainer.training_step
 
     def step(self, *args):
-        if (
-            self.state.global_step == 1
-            and os.environ["RANK"] == "1"
-            and "1-k" in self.args.output_dir
-        ):
-            os.kill(os.getpid(), number)
+        if self.state.global_step == 1 and "1-k" in self.args.output_dir:
+            signal_rank_1(number)
         return plain(self, *args)
 
     StageTrainer.training_step = step
-
-
-def signal_in_step_2():
-    os.environ["RANK"] = "1"
-    signal_rank_1_in_step_2(signal.SIGTERM)
 
 
 def slow_steps(seconds=0.2):
@@ -63,23 +62,19 @@ def slow_steps(seconds=0.2):
     StageTrainer.training_step = step
 
 
-def usr1_to_rank_1():
-    signal_rank_1_in_step_2(signal.SIGUSR1)
-
-
 def test_a_signal_to_one_process_stops_all_after_a_checkpoint_and_nothing_is_lost(
     real_recipe, real_unbroken, tmp_path
 ):
     out = tmp_path / "out"
     arguments = [real_recipe, "--out", out, "training.save_strategy=no"]
-    launched = launch(tmp_path, [Run(arguments, FSDP2, usr1_to_rank_1)])
+    hook = partial(signal_in_step_2, signal.SIGUSR1)
+    launched = launch(tmp_path, [Run(arguments, FSDP2, hook)])
     launched.wait()
-    printed = " ".join(launched.output.read_text().split())
+    printed = launched.printed()
     assert "1-k: stopped by" in printed, printed
     assert f"exitcode : {EXIT_STOPPED}" in printed  # of the ranks; the launcher itself has its own
-    assert (
-        json.loads((out / "stopped.json").read_text()).items() >= {"stage": "k", "step": 2}.items()
-    )
+    stopped = json.loads((out / "stopped.json").read_text())
+    assert (stopped["stage"], stopped["step"]) == ("k", 2)
     assert [path.name for path in (out / "1-k/trainer").glob("checkpoint-*")] == ["checkpoint-2"]
     recipe = load_recipe(real_recipe, ["training.save_strategy=no"])
     run_recipe(recipe, out, resume=True)
@@ -97,29 +92,26 @@ def test_sigterm_ends_the_command_with_its_code_and_a_checkpoint(
     real_recipe, real_unbroken, tmp_path
 ):
     out = tmp_path / "out"
-    launched = launch(
-        tmp_path, [Run([real_recipe, "--out", out], hook=signal_in_step_2)], processes=1
-    )
+    hook = partial(signal_in_step_2, signal.SIGTERM)
+    launched = launch(tmp_path, [Run([real_recipe, "--out", out], hook=hook)], processes=1)
     assert launched.wait() == EXIT_STOPPED == 75
-    printed = " ".join(launched.output.read_text().split())
-    assert (
-        "1-k: stopped by SIGTERM after step 2, with a checkpoint; continue with --resume" in printed
-    )
+    printed = launched.printed()
+    assert "1-k: stopped by SIGTERM after step 2, with a checkpoint; continue with" in printed
     run_recipe(load_recipe(real_recipe), out, resume=True)
     assert final_losses(out) == final_losses(real_unbroken)
 
 
 def signal_while_the_result_of_stage_k_is_written():
     """To one process only; a step would take longer than the test allows."""
-    complete = one_stage._complete
+    complete = stages._complete
 
     def signal_and_complete(stage, *rest):
         if os.environ["RANK"] == "1" and stage.name == "k":
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal_rank_1(signal.SIGTERM)
             slow_steps(60)
         complete(stage, *rest)
 
-    one_stage._complete = signal_and_complete
+    stages._complete = signal_and_complete
 
 
 def test_a_signal_between_two_stages_stops_all_processes_before_the_next_one(
@@ -130,7 +122,7 @@ def test_a_signal_between_two_stages_stops_all_processes_before_the_next_one(
     launched = launch(tmp_path, [Run([real_recipe, "--out", out], FSDP2, hook)])
     launched.wait()
     assert time.time() - (out / "1-k/training.json").stat().st_mtime < 30
-    printed = " ".join(launched.output.read_text().split())
+    printed = launched.printed()
     assert "2-qkv: stopped by SIGTERM before it began; continue with --resume" in printed, printed
     assert f"exitcode : {EXIT_STOPPED}" in printed
     assert json.loads((out / "stopped.json").read_text()) == {"signal": "SIGTERM", "stage": "qkv"}
@@ -154,56 +146,34 @@ def test_a_signal_before_the_first_stage_ends_the_command_with_its_code(
     real_recipe, real_unbroken, tmp_path
 ):
     out = tmp_path / "out"
-    launched = launch(
-        tmp_path,
-        [Run([real_recipe, "--out", out], hook=signal_while_inputs_are_checked)],
-        processes=1,
-    )
+    run = Run([real_recipe, "--out", out], hook=signal_while_inputs_are_checked)
+    launched = launch(tmp_path, [run], processes=1)
     assert launched.wait() == EXIT_STOPPED, launched.output.read_text()
-    assert "1-k: stopped by SIGTERM before it began" in " ".join(
-        launched.output.read_text().split()
-    )
+    assert "1-k: stopped by SIGTERM before it began" in launched.printed()
     assert not (out / "1-k").exists()
     run_recipe(load_recipe(real_recipe), out, resume=True)
     assert final_losses(out) == final_losses(real_unbroken)
 
 
-def die_in_step_2_of_rank_1():
-    plain = StageTrainer.training_step
+def die_before(module, name):
+    module = import_module(f"coca_hf.train.{module}")
+    plain = getattr(module, name)
 
-    def step(self, *args):
-        if self.state.global_step == 1 and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return plain(self, *args)
+    def die_or_go_on(*arguments):
+        signal_rank_1(signal.SIGKILL)
+        return plain(*arguments)
 
-    StageTrainer.training_step = step
-
-
-def die_in_a_checkpoint_of_rank_1():
-    plain = trainer.save_state
-
-    def save(*arguments):
-        if os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
-        plain(*arguments)
-
-    trainer.save_state = save
-
-
-def die_while_the_result_is_written():
-    complete = one_stage._complete
-
-    def die_or_complete(*arguments):
-        if os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
-        complete(*arguments)
-
-    one_stage._complete = die_or_complete
+    setattr(module, name, die_or_go_on)
 
 
 @pytest.mark.parametrize(
     "hook",
-    [die_in_step_2_of_rank_1, die_in_a_checkpoint_of_rank_1, die_while_the_result_is_written],
+    [
+        partial(signal_in_step_2, signal.SIGKILL),
+        partial(die_before, "trainer", "save_state"),
+        partial(die_before, "stages", "_complete"),
+    ],
+    ids=["in step 2", "in a checkpoint", "while the result is written"],
 )
 def test_who_survives_another_process_says_so_in_one_line_and_does_not_blame_the_disk(
     real_recipe, tmp_path, hook
@@ -212,11 +182,8 @@ def test_who_survives_another_process_says_so_in_one_line_and_does_not_blame_the
         tmp_path, [Run([real_recipe, "--stage", "k", "--out", tmp_path / "out"], FSDP2, hook)]
     )
     assert launched.wait(120) != 0
-    printed = " ".join(launched.output.read_text().split())
-    assert (
-        "error: another process of this run has ended, see its own message; continue with --resume"
-        in printed
-    )
+    printed = launched.printed()
+    assert "error: another process of this run has ended, see its own message; co" in printed
     assert "cannot be written" not in printed
 
 
@@ -315,9 +282,7 @@ def test_a_run_killed_at_a_random_moment_ends_with_the_same_losses(
 
 
 def killed_at_random(victim, recipe, seconds, draw, directory):
-    """OUT of a run that was killed before its end; a moment when the victim is not there yet, or no
-    more, is drawn again.
-    """
+    """OUT of a run killed before its end; a moment without the victim is drawn again."""
     for number in range(10):
         out = directory / f"out-{number}"
         launched = launch(directory, [Run([recipe, "--out", out], FSDP2)])

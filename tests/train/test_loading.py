@@ -11,13 +11,13 @@ import os
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-from coca_hf.train import objectives, one_stage
+from coca_hf.train import objectives, stages
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
-from tests.train.layouts import FSDP2, Run, launch, log_lines, succeed
+from tests.train.layouts import FSDP2, Run, launch, succeed
+from tests.train.results import logged, weights
 
 pytestmark = pytest.mark.real
 STAGES = {"1-k": ("lm", "distill"), "2-qkv": ("distill", "attention-transfer")}
@@ -28,19 +28,16 @@ TAUGHT = [
 ]
 
 
+def contents(tensors) -> float:
+    return sum(tensor.double().abs().sum().item() for tensor in tensors)
+
+
 def watch():
-    """Write what a process loads for a stage, and what is left of the teacher when the stage is
-    saved.
-    """
+    """Write what a process loads for a stage, and what the teacher is when the stage is saved."""
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True)  # so that what was not loaded is NaN
-    complete, plain_load, plain_model, facts, teachers = (
-        one_stage._complete,
-        one_stage._load,
-        objectives.load_model,
-        {},
-        [],
-    )
+    complete, plain_load, plain_model = stages._complete, stages._load, objectives.load_model
+    facts, teachers = {}, []
 
     def load_model(name, *rest):
         teachers.append(name)
@@ -48,10 +45,8 @@ def watch():
 
     def load(recipe, run):
         base, tokenizer, objective = plain_load(recipe, run)
-        facts["student"] = sum(p.double().abs().sum().item() for p in base.parameters())
-        facts["teacher"] = objective and sum(
-            p.double().abs().sum().item() for p in objective._teacher.parameters()
-        )
+        facts["student"] = contents(base.parameters())
+        facts["teacher"] = objective and contents(objective._teacher.parameters())
         return base, tokenizer, objective
 
     def watch_and_complete(run, trainer, *rest):
@@ -66,11 +61,8 @@ def watch():
         path.write_text(json.dumps(facts))
         complete(run, trainer, *rest)
 
-    objectives.load_model, one_stage._load, one_stage._complete = (
-        load_model,
-        load,
-        watch_and_complete,
-    )
+    objectives.load_model = load_model
+    stages._load, stages._complete = load, watch_and_complete
 
 
 @pytest.fixture(scope="module")
@@ -87,23 +79,18 @@ def facts_of(taught, stage):
 
 
 def test_every_process_has_the_teacher_s_weights_once(taught, tiny_llama_dir):
-    contents = sum(
-        w.double().abs().sum().item()
-        for w in load_file(tiny_llama_dir / "model.safetensors").values()
-    )
+    expected = contents(weights(tiny_llama_dir).values())
     for stage in STAGES:
         for facts in facts_of(taught, stage):
-            assert facts["teacher"] == pytest.approx(contents)
+            assert facts["teacher"] == pytest.approx(expected)
             assert facts["loaded"] == 1
             assert not any(facts[key] for key in ("learns", "sharded", "optimized"))
 
 
 def test_only_the_main_process_loads_the_student(taught):
     for stage in (*STAGES, "3-full"):
-        assert [math.isfinite(facts["student"]) for facts in facts_of(taught, stage)] == [
-            True,
-            False,
-        ]
+        loaded = [math.isfinite(facts["student"]) for facts in facts_of(taught, stage)]
+        assert loaded == [True, False]
 
 
 def test_stages_with_a_teacher_have_the_losses_of_one_process(
@@ -112,10 +99,8 @@ def test_stages_with_a_teacher_have_the_losses_of_one_process(
     run_recipe(load_recipe(real_recipe, [f"teacher={tiny_llama_dir}", *TAUGHT]), tmp_path / "one")
     for stage, parts in STAGES.items():
         for key in ("loss", "grad_norm", *(f"loss_{part}" for part in parts)):
-            expected = [line[key] for line in log_lines(tmp_path / "one" / stage)]
-            assert [line[key] for line in log_lines(taught / stage)] == pytest.approx(
-                expected, abs=1e-4
-            ), key
+            expected = pytest.approx(logged(tmp_path / "one" / stage, key), abs=1e-4)
+            assert logged(taught / stage, key) == expected, key
 
 
 def test_a_model_that_only_the_main_process_cannot_load_ends_all_in_one_line(real_recipe, tmp_path):

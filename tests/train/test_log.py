@@ -1,6 +1,4 @@
-"""What people see of a run while it trains, and after: the bar or its lines, log.jsonl,
-TensorBoard's event files.
-"""
+"""What people see of a run: the bar or its lines, log.jsonl, TensorBoard's event files."""
 
 import io
 import json
@@ -23,9 +21,7 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def shown(real_recipe, tmp_path_factory):
-    """OUT of one stage with the default options of logging, held-out losses every 2 steps, and what
-    it printed.
-    """
+    """OUT of one stage with logging's default options, and what it printed."""
     directory = tmp_path_factory.mktemp("shown")
     tree = yaml.safe_load(real_recipe.read_text())
     for key in ("report_to", "disable_tqdm"):
@@ -59,12 +55,8 @@ def test_without_tensorboard_a_run_says_so_once_and_goes_on(
     monkeypatch.setattr("coca_hf.train.preflight.is_tensorboard_available", lambda: False)
     settings = ["training.report_to=tensorboard", "stages.k.max_steps=1"]
     run_recipe(load_recipe(real_recipe, settings), tmp_path / "out", stage="k")
-    assert (
-        capsys.readouterr().out.count(
-            "report_to: tensorboard is not installed; training continues without it"
-        )
-        == 1
-    )
+    said = "report_to: tensorboard is not installed; training continues without it"
+    assert capsys.readouterr().out.count(said) == 1
     assert not (tmp_path / "out/tensorboard").exists()
 
 
@@ -88,11 +80,7 @@ def test_the_held_out_loss_is_measured_before_after_and_every_so_many_steps(show
 def test_where_there_is_no_terminal_an_interval_is_a_line(shown):
     out, printed = shown
     values = r"loss \d\.\d{4}, lr [\d.e-]+, [\d,]+ tokens/s, \d+\.\d GiB, \d:\d\d:\d\d left"
-    lines = [
-        line
-        for line in printed.splitlines()
-        if re.fullmatch(rf"1-k step \d/{STEPS}: {values}", line)
-    ]
+    lines = re.findall(rf"^1-k step \d/{STEPS}: {values}$", printed, re.MULTILINE)
     assert len(lines) == STEPS
     losses = [f"loss {line['loss']:.4f}" for line in logged(out) if "loss" in line]
     assert all(loss in line for loss, line in zip(losses, lines, strict=True))
@@ -102,10 +90,7 @@ def test_where_there_is_no_terminal_an_interval_is_a_line(shown):
 def test_on_a_terminal_a_bar_has_the_same_values(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "200")
-    bar, state = (
-        ProgressLine("1-k", show=True),
-        TrainerState(max_steps=9, is_world_process_zero=True),
-    )
+    bar, state = ProgressLine("1-k", True), TrainerState(max_steps=9, is_world_process_zero=True)
     bar.on_train_begin(None, state, None)
     state.global_step = 3
     bar.on_step_end(None, state, None)
@@ -121,22 +106,17 @@ def test_on_a_terminal_a_bar_has_the_same_values(monkeypatch, capsys):
 
 
 def test_mfu_is_the_models_share_of_what_the_gpus_can_do():
-    assert utilization(50_000, 7e9, "NVIDIA A100-SXM4-80GB", 2) == pytest.approx(
-        50_000 * 7e9 / (2 * 312e12)
-    )
+    expected = pytest.approx(50_000 * 7e9 / (2 * 312e12))
+    assert utilization(50_000, 7e9, "NVIDIA A100-SXM4-80GB", 2) == expected
     assert utilization(50_000, 7e9, "NVIDIA RTX A4000", 2) is None
     assert utilization(50_000, 7e9, None, 2) is None
 
 
 def test_a_global_batch_that_does_not_divide_is_refused(real_recipe, tmp_path):
-    message = (
-        "stages.k: got global_batch_size 4, expected a multiple of 3: "
-        "per_device_train_batch_size 3 on 1 processes"
-    )
+    setting = "training.per_device_train_batch_size=3"
+    message = "stages.k: got global_batch_size 4, expected a multiple of 3: per_device_train_batch"
     with pytest.raises(CocaError, match=message):
-        run_recipe(
-            load_recipe(real_recipe, ["training.per_device_train_batch_size=3"]), tmp_path / "out"
-        )
+        run_recipe(load_recipe(real_recipe, [setting]), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

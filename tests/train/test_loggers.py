@@ -10,7 +10,6 @@ import os
 import signal
 import sqlite3
 import struct
-import sys
 from collections import Counter
 
 import pytest
@@ -18,12 +17,12 @@ import wandb
 import yaml
 from wandb.proto.wandb_internal_pb2 import Record
 
-from coca_cli import main
 from coca_hf import CocaError
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from tests.train.conftest import make_recipe_tree
-from tests.train.layouts import Run, launch, log_lines, succeed
+from tests.train.layouts import Run, launch, succeed
+from tests.train.results import log_lines
 from tests.train.test_resume import die_in_step_4
 
 STAGES = ["1-k", "2-qkv", "3-full"]
@@ -34,12 +33,8 @@ BLOCK, HEAD, COMPLETE = (2**15, 7, (1, 4))
 
 def log_to(directory, then=None):
     """Let both loggers write to `directory`, and stay on this machine."""
-    names = {
-        "WANDB_MODE": "offline",
-        "WANDB_DIR": directory / "wandb-runs",
-        "TRACKIO_DIR": directory / "trackio",
-    }
-    names["WANDB_SILENT"] = "true"
+    names = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    names |= {"WANDB_DIR": directory / "wandb-runs", "TRACKIO_DIR": directory / "trackio"}
     (directory / "wandb-runs").mkdir(exist_ok=True)
     os.environ.update({name: str(value) for name, value in names.items()})
     if then:
@@ -48,9 +43,7 @@ def log_to(directory, then=None):
 
 @pytest.fixture(scope="module")
 def logged(tiny_coca_dir, texts, tmp_path_factory):
-    """A directory with OUT, `tiny-run`, of three stages, the second of which was killed in its step
-    4 and resumed.
-    """
+    """A directory with OUT, `tiny-run`: stage 2 of 3 was killed in step 4 and resumed."""
     directory = tmp_path_factory.mktemp("logged")
     (directory / "recipe.yaml").write_text(yaml.safe_dump(make_recipe_tree(tiny_coca_dir, texts)))
     arguments = [directory / "recipe.yaml", "--out", directory / "tiny-run", *LOGGERS]
@@ -77,18 +70,13 @@ def wandb_records(file):
 
 
 def of_wandb(directory):
-    """The project, the name of the run and the values of every row; what a killed run had in memory
-    is lost.
-    """
+    """The project, the run's name and every row's values; what a kill left in memory is lost."""
     for file in wandb_files(directory):
         records = list(wandb_records(file))
         run = next((record.run for record in records if record.HasField("run")), None)
         for row in (record.history.item for record in records if record.HasField("history")):
-            yield (
-                run.project,
-                run.display_name,
-                {item.nested_key[0]: json.loads(item.value_json) for item in row},
-            )
+            values = {item.nested_key[0]: json.loads(item.value_json) for item in row}
+            yield run.project, run.display_name, values
 
 
 def wandb_files(directory):
@@ -110,13 +98,10 @@ def test_every_stage_is_a_run_with_the_losses_and_rates_of_its_log_at_every_step
     }
     for stage in STAGES:
         own = [row for _, name, row in rows if name == f"tiny-run/{stage}" and "train/loss" in row]
-        lines = {
-            line["step"]: (line["loss"], line["learning_rate"])
-            for line in log_lines(logged / "tiny-run" / stage)
-        }
-        found = {
-            row["train/global_step"]: (row["train/loss"], row["train/learning_rate"]) for row in own
-        }
+        keys, of_row = ("loss", "learning_rate"), ("train/loss", "train/learning_rate")
+        logs = log_lines(logged / "tiny-run" / stage)
+        lines = {line["step"]: [line[key] for key in keys] for line in logs}
+        found = {row["train/global_step"]: [row[key] for key in of_row] for row in own}
         resumed_after = 2 if stage == "2-qkv" else 0
         assert found.items() <= lines.items()
         assert found.keys() >= {step for step in lines if step > resumed_after}
@@ -135,31 +120,24 @@ NOT_THERE = {
 
 
 @pytest.mark.parametrize("name", NOT_THERE)
-def test_a_logger_that_is_not_there_ends_the_command_before_anything_is_written(
-    recipe_path, tmp_path, monkeypatch, capsys, name
+def test_a_logger_that_is_not_there_is_refused_before_anything_is_written(
+    recipe_path, tmp_path, monkeypatch, name
 ):
     for package in ("wandb", "trackio"):
         monkeypatch.setattr(
             f"transformers.integrations.integration_utils.is_{package}_available", lambda: False
         )
-    arguments = [str(recipe_path), "--out", str(tmp_path / "out"), f"training.report_to={name}"]
-    monkeypatch.setattr(sys, "argv", ["coca-train", *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        main.train()
-    assert stopped.value.code == 2
-    assert NOT_THERE[name] in " ".join(capsys.readouterr().err.split())
+    recipe = load_recipe(recipe_path, [f"training.report_to={name}"])
+    with pytest.raises(CocaError, match=NOT_THERE[name]):
+        run_recipe(recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_project_that_trackio_does_not_take_ends_the_command_before_anything_is_written(
-    recipe_path, tmp_path
-):
-    recipe = load_recipe(
-        recipe_path, ["training.report_to=trackio", "training.project=llama_system"]
-    )
-    with pytest.raises(
-        CocaError, match=r"stages\.k\.report_to: Project name 'llama_system' is not allowed"
-    ):
+def test_a_project_that_trackio_does_not_take_is_refused(recipe_path, tmp_path):
+    settings = ["training.report_to=trackio", "training.project=llama_system"]
+    recipe = load_recipe(recipe_path, settings)
+    message = r"stages\.k\.report_to: Project name 'llama_system' is not allowed"
+    with pytest.raises(CocaError, match=message):
         run_recipe(recipe, tmp_path / "out")
     assert not list((tmp_path / "out").glob("*"))
 

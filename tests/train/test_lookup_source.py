@@ -1,6 +1,4 @@
-"""`{synthetic: lookups}` in a recipe: its share of the stream, the marks of its answers, and what
-they count.
-"""
+"""`{synthetic: lookups}` in a recipe: its share, the marks of its answers, what they count."""
 
 import pytest
 import torch
@@ -17,7 +15,8 @@ from coca_hf.train.objectives import (
 from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import run_recipe
 from tests.train.corpora import make_corpus
-from tests.train.layouts import DDP, Run, log_lines, succeed
+from tests.train.layouts import DDP, Run, succeed
+from tests.train.results import log_lines, logged
 
 SEQ_LEN, REACH = 170, 901
 SYNTHETIC = Source(synthetic="lookups", weight=2)
@@ -85,9 +84,7 @@ def test_skipped_positions_rise_to_at_most_their_reach_and_differ_from_block_to_
 
 @pytest.fixture
 def predictions():
-    """Logits of two models, (b, m, vocabulary), labels, and answers of which the last block has
-    none.
-    """
+    """Two models' logits, (b, m, vocabulary), labels, and answers; the last block has none."""
     draw = torch.Generator().manual_seed(0)
     ours, theirs = torch.randn(2, 3, 11, 7, generator=draw)
     labels = torch.randint(7, (3, 11), generator=draw)
@@ -97,9 +94,7 @@ def predictions():
 
 
 def mean_over_answers(losses, answers):
-    """losses: (b, m - 1), of the tokens after the first; the mean over blocks, of each block's
-    answers alone.
-    """
+    """losses: (b, m - 1), after the first token; mean over blocks of that over answers."""
     rows = zip(losses, answers[:, 1:], strict=True)
     parts = [row[marked].mean() if marked.any() else row.new_zeros(()) for row, marked in rows]
     return torch.stack(parts).mean()
@@ -147,11 +142,8 @@ def lookups_recipe(recipe_path, *settings):
 def test_a_stage_adds_the_loss_on_answers_and_logs_it(
     recipe_path, tiny_llama_dir, tmp_path, positions
 ):
-    settings = [
-        f"teacher={tiny_llama_dir}",
-        "stages.k.answer_weight=3",
-        "stages.full.answer_weight=2",
-    ]
+    counted = ["stages.k.answer_weight=3", "stages.full.answer_weight=2"]
+    settings = [f"teacher={tiny_llama_dir}", *counted]
     mixed = "stages.full.objective={lm: 0.5, distill: 0.25}"
     run_recipe(lookups_recipe(recipe_path, *settings, mixed, *positions), tmp_path / "out")
     for line in log_lines(tmp_path / "out/1-k"):
@@ -170,7 +162,7 @@ def test_batches_do_not_change_what_answers_count(recipe_path, tmp_path):
         settings = ["training.global_batch_size=4", f"training.per_device_train_batch_size={batch}"]
         recipe = lookups_recipe(recipe_path, *settings, "stages.k.answer_weight=3")
         run_recipe(recipe, tmp_path / str(batch), stage="k")
-        losses.append([line["loss"] for line in log_lines(tmp_path / str(batch) / "1-k")])
+        losses.append(logged(tmp_path / str(batch) / "1-k"))
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
@@ -179,41 +171,27 @@ def test_left_out_positions_are_no_borders_of_documents(tiny_coca_dir, tiny_llam
     given = {name: block[name][None] for name in ("input_ids", "position_ids", "attention_mask")}
     changed = {**given, "input_ids": given["input_ids"].clone()}
     changed["input_ids"][0, 0] += 1
+    without_mask = {"attention_mask": None}
     for directory in (tiny_coca_dir, tiny_llama_dir):
-        given, changed = (
-            {**inputs, "attention_mask": block["attention_mask"][None]}
-            for inputs in (given, changed)
-        )
         model = load_model(str(directory))
-        with torch.no_grad():
-            ours, theirs = (
-                model(**inputs, use_cache=False).logits[0, -1] for inputs in (given, changed)
-            )
-            assert not torch.equal(ours, theirs)
-            del given["attention_mask"], changed["attention_mask"]
-            ours, theirs = (
-                model(**inputs, use_cache=False).logits[0, -1] for inputs in (given, changed)
-            )
-            assert torch.equal(ours, theirs), "a mask is what says so"
+
+        @torch.no_grad()
+        def last(inputs, model=model):
+            return model(**inputs, use_cache=False).logits[0, -1]
+
+        assert not torch.equal(last(given), last(changed))
+        ours, theirs = last(given | without_mask), last(changed | without_mask)
+        assert torch.equal(ours, theirs), "a mask is what says so"
 
 
 @pytest.mark.real
 def test_two_processes_have_the_losses_of_one(recipe_path, tmp_path):
-    settings = [
-        "stages.k.answer_weight=3",
-        "data.skip_positions=333",
-        "training.global_batch_size=4",
-    ]
+    settings = ["data.skip_positions=333", "training.global_batch_size=4"]
+    settings.append("stages.k.answer_weight=3")
     one, two = ([*settings, f"training.per_device_train_batch_size={batch}"] for batch in (4, 2))
     recipe = lookups_recipe(recipe_path, *one)
     run_recipe(recipe, tmp_path / "one", stage="k")
-    (tmp_path / "recipe.yaml").write_text(
-        yaml.safe_dump(lookups_recipe(recipe_path, *two).to_dict())
-    )
-    succeed(
-        tmp_path, [Run([tmp_path / "recipe.yaml", "--stage", "k", "--out", tmp_path / "two"], DDP)]
-    )
-    ours, theirs = (
-        [line["loss"] for line in log_lines(tmp_path / name / "1-k")] for name in ("two", "one")
-    )
-    assert ours == pytest.approx(theirs, rel=1e-4)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(lookups_recipe(recipe_path, *two).to_dict()))
+    succeed(tmp_path, [Run([path, "--stage", "k", "--out", tmp_path / "two"], DDP)])
+    assert logged(tmp_path / "two/1-k") == pytest.approx(logged(tmp_path / "one/1-k"), rel=1e-4)

@@ -41,21 +41,15 @@ def marked(piece) -> list[tuple[str, str]]:
 
 
 def test_every_answer_stands_somewhere_before_it(block):
-    found = [
-        (answer, answer in before) for seed in range(60) for answer, before in marked(block(seed))
-    ]
+    found = [pair for seed in range(60) for pair in marked(block(seed))]
     assert len(found) > 500
-    assert [answer for answer, stands_before in found if not stands_before] == []
+    assert [answer for answer, before in found if answer not in before] == []
 
 
 def test_a_block_has_the_length_of_its_text_and_most_lengths_have_answers(block):
     for length in (13, 130, 901, LENGTH):
         pieces = [block(seed, length) for seed in range(40)]
-        assert (
-            {len(piece.ids) for piece in pieces}
-            == {len(piece.answers) for piece in pieces}
-            == {length}
-        )
+        assert {len(part) for piece in pieces for part in piece} == {length}
         assert length == 13 or sum(any(piece.answers) for piece in pieces) > 20
 
 
@@ -77,20 +71,17 @@ def test_inserted_words_have_the_tokens_that_they_have_within_a_text(tiny_tokeni
     pieces = Lookups(tiny_tokenizer)._encode(
         [lookups.Wording(" the code: ", "é47", ".\n"), lookups.Wording("\nx")]
     )
+    answer = [number for number, marked in zip(*pieces[0], strict=True) if marked]
     assert tiny_tokenizer.decode(pieces[0].ids) == " the code: é47.\n"
-    assert (
-        tiny_tokenizer.decode([i for i, answer in zip(*pieces[0], strict=True) if answer]) == "é47"
-    )
+    assert tiny_tokenizer.decode(answer) == "é47"
     assert tiny_tokenizer.decode(pieces[1].ids) == "\nx"
 
 
 def test_no_two_facts_of_a_block_contradict_each_other(tiny_tokenizer, text):
     maker = Lookups(tiny_tokenizer)
     for seed in range(30):
-        said = [
-            tiny_tokenizer.decode(one.said.ids)
-            for one in maker._facts(LENGTH, text, random.Random(seed))
-        ]
+        facts = maker._facts(LENGTH, text, random.Random(seed))
+        said = [tiny_tokenizer.decode(fact.said.ids) for fact in facts]
         assert len(said) == len(set(said))
 
 
@@ -98,9 +89,8 @@ def test_a_tokenizer_that_does_not_know_places_is_refused():
     class Slow:
         is_fast = False
 
-    with pytest.raises(
-        CocaError, match=r"synthetic lookups: got Slow, expected a tokenizer with tokenizer\.json"
-    ):
+    message = r"synthetic lookups: got Slow, expected a tokenizer with tokenizer\.json"
+    with pytest.raises(CocaError, match=message):
         Lookups(Slow())
 
 
@@ -112,14 +102,9 @@ def phrases(text: str) -> set[tuple[str, ...]]:
 
 
 def strings_of(directory: Path) -> set[str]:
-    nodes = (
-        node for file in directory.rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))
-    )
-    return {
-        node.value
-        for node in nodes
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
+    trees = (ast.parse(file.read_text()) for file in directory.rglob("*.py"))
+    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return {node.value for node in nodes if isinstance(node.value, str)}
 
 
 def own_wordings() -> list[str]:

@@ -1,43 +1,33 @@
-"""What a stage freezes takes no gradients, no optimizer state and no room in checkpoints: bytes of
-a real run.
-"""
+"""What a stage freezes takes no gradients, no optimizer state and no room in checkpoints."""
 
-import json
 from pathlib import Path
 
 import pytest
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
 from coca_hf.train.training_state import STATE, state_bytes
+from tests.train.results import record
 
 
 def bytes_of(trainer: StageTrainer) -> dict[str, int]:
-    """After a backward: bytes of this process, and of the tensors in the last checkpoint, which all
-    processes wrote.
-    """
+    """After a backward: bytes of this process, and of the last checkpoint of all processes."""
     gradients = [parameter.grad for parameter in trainer.model.parameters()]
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
-    saved = [
-        tensor
-        for checkpoint in sorted(Path(trainer.args.output_dir).glob("checkpoint-*"))[-1:]
-        for tensor in FileSystemReader(checkpoint / STATE)
-        .read_metadata()
-        .state_dict_metadata.values()
-        if isinstance(tensor, TensorStorageMetadata) and tensor.size
-    ]
+    saved: list = []
+    for checkpoint in sorted(Path(trainer.args.output_dir).glob("checkpoint-*"))[-1:]:
+        of_tensors = FileSystemReader(checkpoint / STATE).read_metadata().state_dict_metadata
+        saved = [tensor for tensor in of_tensors.values() if getattr(tensor, "size", None)]
     return {
         "gradients": sum(map(_bytes, gradients)),
         "optimizer": sum(map(_bytes, states)),
         "saved": sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in saved),
-        "asked for": state_bytes(
-            trainer.model, trainer.optimizer
-        ),  # of the disk, before a checkpoint is written
+        # of the disk, before a checkpoint is written
+        "asked for": state_bytes(trainer.model, trainer.optimizer),
     }
 
 
@@ -71,9 +61,6 @@ def test_frozen_parameters_cost_neither_gradients_nor_optimizer_state(
     out = tmp_path / "out"
     run_recipe(load_recipe(recipe_path), out)
     for stage, of_stage in measured.items():
-        assert_as_trained(
-            of_stage,
-            json.loads((out / stage / "training.json").read_text())["parameters"]["trained"],
-        )
+        assert_as_trained(of_stage, record(out / stage)["parameters"]["trained"])
     share = {key: num_bytes / measured["3-full"][key] for key, num_bytes in measured["1-k"].items()}
     assert share == pytest.approx(dict.fromkeys(share, 1152 / 77040), rel=0.01)

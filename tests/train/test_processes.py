@@ -1,9 +1,6 @@
-"""The same recipe on two processes (DDP over gloo) and on one; and by `accelerate launch`, as
-people start it.
-"""
+"""The same recipe on two processes (DDP over gloo), on one, and by `accelerate launch`."""
 
 import inspect
-import json
 import os
 import subprocess
 import sys
@@ -17,6 +14,7 @@ from transformers import Trainer
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from tests.train.layouts import DDP, Run, interrupt_in_step, succeed
+from tests.train.results import logged, record
 
 pytestmark = pytest.mark.real
 LAYOUT = Path(__file__).parents[2] / "recipes/accelerate/2cpu.yaml"
@@ -25,19 +23,11 @@ HALVES = ["training.per_device_train_batch_size=2", "stages.qkv.per_device_train
 FOUR_STEPS = ["stages.k.max_steps=4", "--stage", "k"]
 
 
-def lines(directory) -> list[dict]:
-    return [json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines()]
-
-
 def assert_close(ours, theirs):
-    assert [line["step"] for line in lines(ours)] == [line["step"] for line in lines(theirs)]
-    assert [line["tokens_seen"] for line in lines(ours)] == [
-        line["tokens_seen"] for line in lines(theirs)
-    ]
+    for key in ("step", "tokens_seen"):
+        assert logged(ours, key) == logged(theirs, key)
     for key in ("loss", "grad_norm"):
-        assert [line[key] for line in lines(ours)] == pytest.approx(
-            [line[key] for line in lines(theirs)], abs=1e-4
-        )
+        assert logged(ours, key) == pytest.approx(logged(theirs, key), abs=1e-4)
 
 
 def test_two_processes_have_the_losses_of_one_with_the_same_global_batch(
@@ -48,7 +38,7 @@ def test_two_processes_have_the_losses_of_one_with_the_same_global_batch(
     printed = succeed(tmp_path, [Run([recipe_path, "--out", out, *HALVES, accumulated], DDP)])
     for stage in ("1-k", "2-qkv", "3-full"):
         assert_close(out / stage, unbroken / stage)
-        assert json.loads((out / stage / "training.json").read_text())["hardware"]["processes"] == 2
+        assert record(out / stage)["hardware"]["processes"] == 2
     assert printed.count("parameters") == 3  # a line per stage, from the main process
     assert printed.count("checkpoint: ") == 1
 
@@ -70,18 +60,11 @@ def test_two_processes_resume_from_the_checkpoint_that_two_wrote(recipe_path, tm
 
 def test_accelerate_launch_trains_a_recipe_on_the_processes_of_its_layout(recipe_path, tmp_path):
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAYOUT)]
-    arguments = [
-        str(recipe_path),
-        "--stage",
-        "k",
-        "stages.k.max_steps=1",
-        "--out",
-        str(tmp_path / "out"),
-    ]
+    arguments = [str(recipe_path), "--stage", "k", "stages.k.max_steps=1", "--out"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [*launcher, "-m", "coca_hf.train", *arguments]
+    command = [*launcher, "-m", "coca_hf.train", *arguments, str(tmp_path / "out")]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("parameters") == result.stdout.count("checkpoint: ") == 1
-    record = json.loads((tmp_path / "out/1-k/training.json").read_text())
-    assert (record["hardware"]["processes"], record["tokens"]) == (2, 2 * 4 * 20)
+    kept = record(tmp_path / "out/1-k")
+    assert (kept["hardware"]["processes"], kept["tokens"]) == (2, 2 * 4 * 20)

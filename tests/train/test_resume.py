@@ -1,6 +1,4 @@
-"""Runs that are killed, meet a full disk or learn nonsense: nothing is lost, and they go on as if
-unbroken.
-"""
+"""Runs that are killed, meet a full disk or learn nonsense go on as if unbroken."""
 
 import errno
 import json
@@ -17,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, Trainer
 
@@ -28,8 +27,10 @@ from coca_hf.train.recipe import Recipe, load_recipe
 from coca_hf.train.run_directory import last_checkpoint
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
+from tests.train.conftest import make_recipe_tree
 from tests.train.corpora import tokens_of
-from tests.train.layouts import Run, launch
+from tests.train.layouts import Interrupted, Run, interrupt_in_step, launch
+from tests.train.results import assert_same_weights, log_lines, record, timeless
 from tests.train.test_training_state import Payload
 
 STAGES = ["1-k", "2-qkv", "3-full"]
@@ -79,33 +80,17 @@ KILLED = {
     "in step 4": die_in_step_4,
     "with checkpoint-4 half written": die_with_a_checkpoint_half_written,
     "with the result half moved": partial(die_after_moving, "2-qkv/model.safetensors"),
-    "with the record written and checkpoints not cleared": partial(
-        die_after_moving, "2-qkv/training.json"
-    ),
+    "with the record written": partial(die_after_moving, "2-qkv/training.json"),
 }
 
 
-def losses(out: Path) -> list[dict]:
-    """Every line of every stage's log, without what was measured of time and memory."""
-    measured = ("seconds", "tokens_per_second", "memory_bytes")
-    lines = [
-        json.loads(line)
-        for stage in STAGES
-        for line in (out / stage / "log.jsonl").read_text().splitlines()
-    ]
-    return [{key: value for key, value in line.items() if key not in measured} for line in lines]
-
-
 def assert_same_run(out: Path, unbroken: Path) -> None:
-    assert losses(out) == losses(unbroken)
     for stage in STAGES:
-        ours, theirs = (load_file(run / stage / "model.safetensors") for run in (out, unbroken))
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-        records = [
-            json.loads((run / stage / "training.json").read_text()) for run in (out, unbroken)
-        ]
+        ours, theirs = out / stage, unbroken / stage
+        assert timeless(ours) == timeless(theirs)
+        assert_same_weights(ours, theirs)
         for key in ("final_loss", "start_block", "end_block", "tokens_seen"):
-            assert records[0][key] == records[1][key]
+            assert record(ours)[key] == record(theirs)[key]
     assert not list(out.glob("**/checkpoint-*")) + list(out.glob("**/*partial*"))
 
 
@@ -129,7 +114,7 @@ def test_log_lines_of_steps_that_are_done_again_are_dropped(
     recipe_path, unbroken, tmp_path, monkeypatch
 ):
     out = tmp_path / "out"
-    monkeypatch.setattr("coca_hf.train.one_stage._complete", interrupt)
+    monkeypatch.setattr("coca_hf.train.stages._complete", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_recipe(load_recipe(recipe_path), out)
     monkeypatch.undo()
@@ -162,12 +147,9 @@ def test_a_disk_that_is_full_at_the_end_of_a_stage_keeps_its_last_checkpoint(
     recipe_path, unbroken, tmp_path, monkeypatch
 ):
     out = tmp_path / "out"
-    monkeypatch.setattr(
-        "coca_hf.train.one_stage.StageTrainer.save_model", save_result_on_a_full_disk
-    )
-    with pytest.raises(
-        CocaError, match=r"1-k: cannot be written \(0.31 MB needed, \S+ GB free\): .*File too large"
-    ):
+    monkeypatch.setattr("coca_hf.train.stages.StageTrainer.save_model", save_result_on_a_full_disk)
+    message = r"1-k: cannot be written \(0.31 MB needed, \S+ GB free\): .*File too large"
+    with pytest.raises(CocaError, match=message):
         run_recipe(load_recipe(recipe_path), out)
     monkeypatch.undo()
     assert last_checkpoint(out / "1-k/trainer").name == "checkpoint-3"
@@ -184,9 +166,8 @@ def test_a_logger_that_finds_the_disk_full_is_one_line_and_the_run_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr("transformers.integrations.TensorBoardCallback.on_log", full)
-        with pytest.raises(
-            CocaError, match=r"1-k: \[Errno 28\] No space left on device; what was saved before is"
-        ):
+        message = r"1-k: \[Errno 28\] No space left on device; what was saved before is"
+        with pytest.raises(CocaError, match=message):
             run_recipe(
                 load_recipe(recipe_path, ["training.report_to=tensorboard"]), tmp_path / "out"
             )
@@ -262,15 +243,8 @@ def test_a_disk_without_room_for_a_checkpoint_is_found_before_writing(
     assert_same_run(out, unbroken)
 
 
-FULL_DISK = {  # what is free for checkpoint-4 beyond the bytes of its tensors, and what is said
-    -100_000: r"1-k/trainer: got 0.8\d MB free, expected (\S+ MB) for checkpoint-4; what was saved before is untouched",
-    +20_000: r"1-k/trainer: cannot be written \((\S+ MB) needed, 0.0\d MB free\): .*; what was saved before is",
-}
-
-
-@pytest.mark.parametrize("beyond", FULL_DISK, ids=["found before", "met in writing"])
 def test_a_disk_that_is_really_full_keeps_the_checkpoint_before_and_the_need_is_that_of_the_state(
-    recipe_path, tiny_coca_dir, small_disk, tmp_path, monkeypatch, beyond
+    recipe_path, tiny_coca_dir, small_disk, tmp_path, monkeypatch
 ):
     recipe = load_recipe(recipe_path, ["stages.k.train=all", "stages.k.max_steps=4"])
     run_recipe(recipe, tmp_path / "unbroken", stage="k")
@@ -283,55 +257,35 @@ def test_a_disk_that_is_really_full_keeps_the_checkpoint_before_and_the_need_is_
 
     def fill_in_step_4(self, *args):
         if self.state.global_step == 3:
-            filled = shutil.disk_usage(small_disk).free - state_bytes - beyond
+            # enough for the tensors of checkpoint-4, and not for its other files
+            filled = shutil.disk_usage(small_disk).free - state_bytes - 20_000
             (small_disk / "filler").write_bytes(bytes(filled))
         return plain(self, *args)
 
+    needed = f"{state_bytes / 1e6:.2f} MB needed"
+    message = rf"1-k/trainer: cannot be written \({needed}, 0.0\d MB free\): .*; what was saved bef"
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "training_step", fill_in_step_4)
-        with pytest.raises(CocaError, match=FULL_DISK[beyond]) as caught:
+        with pytest.raises(CocaError, match=message):
             run_recipe(recipe, out, stage="k")
-    (needed,) = re.search(FULL_DISK[beyond], str(caught.value)).groups()
-    assert needed == f"{state_bytes / 1e6:.2f} MB"
     assert last_checkpoint(out / "1-k/trainer").name == "checkpoint-2"
     (small_disk / "filler").unlink()
     run_recipe(recipe, out, stage="k", resume=True)
-    ours, theirs = (
-        load_file(run / "1-k/model.safetensors") for run in (out, tmp_path / "unbroken")
-    )
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_weights(out / "1-k", tmp_path / "unbroken/1-k")
 
 
-def test_weights_that_are_not_those_that_the_stage_before_wrote_are_refused(
-    recipe_path, unbroken, tmp_path
-):
+def change_epsilon(config: Path) -> None:
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 1e-3}))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_what_is_not_what_the_stage_before_wrote_is_refused(recipe_path, unbroken, tmp_path, name):
     out = tmp_path / "out"
     shutil.copytree(unbroken / "1-k", out / "1-k")
     shutil.copy(unbroken / "recipe.yaml", out)
-    weights = out / "1-k/model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-5] ^= 1  # one bit
-    weights.write_bytes(content)
-    with pytest.raises(
-        CocaError,
-        match=r"1-k/model.safetensors: got xxh3_128 \w{32}, expected \w{32} as training.json",
-    ):
-        run_recipe(load_recipe(recipe_path), out, resume=True)
-    assert not (out / "2-qkv/training.json").exists()
-
-
-def test_a_config_that_is_not_what_the_stage_before_wrote_is_refused(
-    recipe_path, unbroken, tmp_path
-):
-    out = tmp_path / "out"
-    shutil.copytree(unbroken / "1-k", out / "1-k")
-    shutil.copy(unbroken / "recipe.yaml", out)
-    config = json.loads((out / "1-k/config.json").read_text())
-    (out / "1-k/config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
-    with pytest.raises(
-        CocaError,
-        match=r"1-k/config.json: got xxh3_128 \w{32}, expected \w{32} as training.json",
-    ):
+    (change_epsilon if name == "config.json" else change_byte)(out / "1-k" / name)
+    message = rf"1-k/{name}: got xxh3_128 \w{{32}}, expected \w{{32}} as training.json"
+    with pytest.raises(CocaError, match=message):
         run_recipe(load_recipe(recipe_path), out, resume=True)
     assert not (out / "2-qkv/training.json").exists()
 
@@ -350,23 +304,15 @@ def test_fewer_bad_steps_than_allowed_are_skipped_and_leave_no_trace_in_the_weig
     recipe_path, tmp_path, monkeypatch
 ):
     bad_losses(monkeypatch, {2: float("nan"), 3: 50.0})
-    settings = [
-        "training.max_bad_steps=3",
-        "training.spike_factor=3",
-        "training.lr_scheduler_type=constant",
-    ]
-    settings.append("training.save_steps=1")
-    run_recipe(load_recipe(recipe_path, settings), tmp_path / "out", stage="k")
-    kept = json.loads((tmp_path / "out/1-k/training.json").read_text())
-    assert kept["skipped_steps"] == 2
-    lines = [json.loads(line) for line in (tmp_path / "out/1-k/log.jsonl").read_text().splitlines()]
-    assert [line["skipped_steps"] for line in lines] == [0, 1, 2]
+    settings = ["max_bad_steps=3", "spike_factor=3", "lr_scheduler_type=constant", "save_steps=1"]
+    settings = [f"training.{setting}" for setting in settings]
+    result = run_recipe(load_recipe(recipe_path, settings), tmp_path / "out", stage="k")
+    assert record(result)["skipped_steps"] == 2
+    assert [line["skipped_steps"] for line in log_lines(result)] == [0, 1, 2]
     once = [*settings, "stages.k.max_steps=1"]
-    run_recipe(load_recipe(recipe_path, once), tmp_path / "once", stage="k")
-    ours, theirs = (
-        load_file(tmp_path / name / "1-k/model.safetensors") for name in ("out", "once")
+    assert_same_weights(
+        result, run_recipe(load_recipe(recipe_path, once), tmp_path / "once", stage="k")
     )
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_after_a_bad_step_the_run_goes_on_as_the_message_says_from_the_last_checkpoint_or_the_one_before(
@@ -376,26 +322,17 @@ def test_after_a_bad_step_the_run_goes_on_as_the_message_says_from_the_last_chec
     out, saved = tmp_path / "out", ["training.save_steps=1"]
     with pytest.raises(CocaError, match="the loss of step 3 is nan") as caught:
         run_recipe(load_recipe(recipe_path, saved), out, stage="k")
-    assert sorted(path.name for path in (out / "1-k/trainer").glob("checkpoint-*")) == [
-        "checkpoint-1",
-        "checkpoint-2",
-    ]
+    left = sorted(path.name for path in (out / "1-k/trainer").glob("checkpoint-*"))
+    assert left == ["checkpoint-1", "checkpoint-2"]
     shutil.copytree(out, tmp_path / "before")
     shutil.rmtree(tmp_path / "before/1-k/trainer/checkpoint-2")
     (remedy,) = re.findall(r"--resume (\S+)", str(caught.value))
     recipe = load_recipe(recipe_path, [*saved, remedy])
-    results = [
-        run_recipe(recipe, directory, stage="k", resume=True)
-        for directory in (out, tmp_path / "before")
-    ]
-    assert re.findall(r"continues after step \d", capsys.readouterr().out) == [
-        "continues after step 2",
-        "continues after step 1",
-    ]
-    records = [json.loads((result / "training.json").read_text()) for result in results]
-    assert [record["skipped_steps"] for record in records] == [1, 1]
-    weights, others = (load_file(result / "model.safetensors") for result in results)
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    outs = (out, tmp_path / "before")
+    results = [run_recipe(recipe, each, stage="k", resume=True) for each in outs]
+    assert re.findall(r"continues after step (\d)", capsys.readouterr().out) == ["2", "1"]
+    assert [record(result)["skipped_steps"] for result in results] == [1, 1]
+    assert_same_weights(*results)
 
 
 def test_a_spike_stops_the_run_and_its_blocks_and_sources_are_named(
@@ -431,6 +368,21 @@ def change_byte(path):
     path.write_bytes(content)
 
 
+@pytest.fixture(scope="module")
+def interrupted(tiny_coca_dir, texts, tmp_path_factory) -> Path:
+    """A directory with the recipe, and OUT of its first stage, stopped after `checkpoint-4`."""
+    directory = tmp_path_factory.mktemp("interrupted")
+    tree = make_recipe_tree(tiny_coca_dir, texts)
+    tree["stages"][0]["max_steps"] = 5
+    (directory / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StageTrainer, "training_step", StageTrainer.training_step)
+        interrupt_in_step(5)
+        with pytest.raises(Interrupted):
+            run_recipe(load_recipe(directory / "recipe.yaml"), directory / "out", stage="k")
+    return directory
+
+
 @pytest.mark.parametrize(
     ("damage", "file"),
     [
@@ -443,29 +395,14 @@ def change_byte(path):
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_taken(
-    recipe_path, tmp_path, monkeypatch, capsys, damage, file
+    interrupted, tmp_path, capsys, damage, file
 ):
-    out, plain = tmp_path / "out", Trainer.training_step
-
-    def interrupted(self, *args):
-        if self.state.global_step == 4:
-            raise KeyboardInterrupt
-        return plain(self, *args)
-
-    monkeypatch.setattr(Trainer, "training_step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_recipe(
-            load_recipe(recipe_path, ["stages.k.max_steps=5", "training.save_total_limit=2"]),
-            out,
-            stage="k",
-        )
-    monkeypatch.undo()
+    out = shutil.copytree(interrupted / "out", tmp_path / "out")
     damage(out / "1-k/trainer/checkpoint-4" / file)
     (out / "1-k/trainer/checkpoint-mine").mkdir()
-    recipe = load_recipe(recipe_path, ["stages.k.max_steps=5"])
-    with pytest.raises(
-        CocaError, match=r"checkpoint-4: cannot be read \(.*delete it: --resume then goes on"
-    ):
+    recipe = load_recipe(interrupted / "recipe.yaml")
+    message = r"checkpoint-4: cannot be read \(.*delete it: --resume then goes on"
+    with pytest.raises(CocaError, match=message):
         run_recipe(recipe, out, stage="k", resume=True)
     shutil.rmtree(out / "1-k/trainer/checkpoint-4")
     run_recipe(recipe, out, stage="k", resume=True)
@@ -474,32 +411,23 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_taken(
 
 @pytest.mark.parametrize("file", ["state/.metadata", "scheduler.pt", "rng_state.pth"])
 def test_the_command_does_not_run_what_was_planted_in_a_checkpoint_that_it_resumes(
-    file, recipe_path, tmp_path, monkeypatch, capsys
+    file, interrupted, tmp_path, monkeypatch, capsys
 ):
-    plain = Trainer.training_step
-
-    def interrupted(self, *args):
-        if self.state.global_step == 2:
-            raise KeyboardInterrupt
-        return plain(self, *args)
-
-    monkeypatch.setattr(Trainer, "training_step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_recipe(load_recipe(recipe_path), tmp_path / "out")
-    monkeypatch.undo()
-    planted = tmp_path / "out/1-k/trainer/checkpoint-2" / file
+    out = shutil.copytree(interrupted / "out", tmp_path / "out")
+    planted = out / "1-k/trainer/checkpoint-4" / file
     assert planted.exists()
     if file == "state/.metadata":
         planted.write_bytes(pickle.dumps(Payload(tmp_path)))
     else:
         torch.save(Payload(tmp_path), planted)
-    arguments = ["coca-train", str(recipe_path), "--out", str(tmp_path / "out"), "--resume"]
+    recipe = str(interrupted / "recipe.yaml")
+    arguments = ["coca-train", recipe, "--out", str(out), "--stage", "k", "--resume"]
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit) as ended:
         main.train()
     assert ended.value.code == 2
     printed = " ".join(capsys.readouterr().err.split())
-    assert "checkpoint-2: cannot be read" in printed
+    assert "checkpoint-4: cannot be read" in printed
     assert not (tmp_path / "ran").exists()
 
 
@@ -530,15 +458,11 @@ def test_the_command_does_not_run_what_was_planted_in_a_checkpoint_that_it_resum
     ids=["new file", "longer file", "file of the same size", "weights", "batch"],
 )
 def test_other_inputs_are_refused(recipe_tree, tiny_coca_dir, texts, tmp_path, change, message):
-    model, texts = (
-        shutil.copytree(tiny_coca_dir, tmp_path / "model"),
-        shutil.copytree(texts, tmp_path / "texts"),
-    )
+    model = shutil.copytree(tiny_coca_dir, tmp_path / "model")
+    texts = shutil.copytree(texts, tmp_path / "texts")
     recipe_tree["model"] = str(model)
-    for source, path in zip(
-        recipe_tree["data"]["sources"], ("words/*.txt", "digits.jsonl"), strict=True
-    ):
-        source["path"] = str(texts / path)
+    words, digits = recipe_tree["data"]["sources"]
+    words["path"], digits["path"] = f"{texts}/words/*.txt", f"{texts}/digits.jsonl"
     recipe = Recipe.model_validate(recipe_tree)
     run_recipe(recipe, tmp_path / "out", stage="k")
     change(recipe, model, texts)
@@ -546,26 +470,21 @@ def test_other_inputs_are_refused(recipe_tree, tiny_coca_dir, texts, tmp_path, c
         run_recipe(recipe, tmp_path / "out", resume=True)
 
 
-def test_a_damaged_record_of_a_stage_is_named(recipe_path, tmp_path):
-    run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="k")
-    for content in (
-        "{",
-        "[]",
-        "{}",
-        '{"end_block": "5"}',
-        '{"end_block": 12, "weights_xxh3_128": [1]}',
-    ):
-        (tmp_path / "out/1-k/training.json").write_text(content)
-        with pytest.raises(CocaError, match=r"1-k/training\.json: "):
-            run_recipe(load_recipe(recipe_path), tmp_path / "out", resume=True)
+DAMAGED = {
+    "1-k/training.json": ["{", "[]", "{}", '{"end_block": "5"}', '{"end_block": 1, "stages": 1}'],
+    "inputs.json": ["{", "[]", '{"commits": 5}', '{"commits": [null]}', '{"hub": 1}'],
+}
 
 
-def test_damaged_inputs_of_a_run_are_named(recipe_path, tmp_path):
-    run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="k")
-    for content in ("{", "[]", '{"commits": 5}', '{"commits": [null]}'):
-        (tmp_path / "out/inputs.json").write_text(content)
-        with pytest.raises(CocaError, match=r"inputs\.json: "):
-            run_recipe(load_recipe(recipe_path), tmp_path / "out", resume=True)
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_record_is_named(recipe_path, unbroken, tmp_path, name):
+    out = tmp_path / "out"
+    shutil.copytree(unbroken / "1-k", out / "1-k")
+    shutil.copy(unbroken / "recipe.yaml", out)
+    for content in DAMAGED[name]:
+        (out / name).write_text(content)
+        with pytest.raises(CocaError, match=f"{name}: "):
+            run_recipe(load_recipe(recipe_path), out, resume=True)
 
 
 def test_a_run_that_failed_before_its_first_step_leaves_room_for_the_corrected_recipe(

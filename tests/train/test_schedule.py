@@ -1,7 +1,5 @@
 """The learning rate of every step against the closed form."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -13,19 +11,13 @@ from coca_hf.train.processes import StopRequest
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
+from tests.train.results import logged
 
 
 def trainer_of(options: dict, tmp_path) -> StageTrainer:
     """A trainer of a small model, with its optimizer and its schedule."""
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=11,
-            hidden_size=8,
-            intermediate_size=6,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-        )
-    )
+    sizes = {"hidden_size": 8, "intermediate_size": 6, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=11, num_hidden_layers=1, **sizes))
     trainer = StageTrainer(
         model,
         TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **options),
@@ -52,12 +44,8 @@ def rates_of(options: dict, tmp_path) -> list[float]:
 
 @pytest.mark.parametrize("bounds", [{"start_lr": 3e-4}, {"end_lr": 2e-4}], ids=["start", "end"])
 def test_a_bound_that_is_not_given_is_zero(bounds, tmp_path):
-    options = {
-        "learning_rate": 1e-3,
-        "warmup_steps": 4,
-        "max_steps": 11,
-        "lr_scheduler_kwargs": bounds,
-    }
+    options = {"learning_rate": 1e-3, "warmup_steps": 4, "max_steps": 11}
+    options["lr_scheduler_kwargs"] = bounds
     points = [bounds.get("start_lr", 0.0), 1e-3, bounds.get("end_lr", 0.0)]
     np.testing.assert_allclose(
         rates_of(options, tmp_path), np.interp(np.arange(12), [0, 4, 11], points), atol=1e-12
@@ -65,12 +53,8 @@ def test_a_bound_that_is_not_given_is_zero(bounds, tmp_path):
 
 
 def test_without_bounds_a_schedule_is_hugging_faces(tmp_path):
-    options = {
-        "learning_rate": 1e-3,
-        "warmup_steps": 3,
-        "max_steps": 9,
-        "lr_scheduler_type": "cosine",
-    }
+    options = {"learning_rate": 1e-3, "warmup_steps": 3, "max_steps": 9}
+    options["lr_scheduler_type"] = "cosine"
     steps = np.arange(10)
     cosine = 0.5 * (1 + np.cos(np.pi * (steps - 3) / 6))
     np.testing.assert_allclose(
@@ -79,13 +63,8 @@ def test_without_bounds_a_schedule_is_hugging_faces(tmp_path):
 
 
 def test_a_run_logs_the_rates_of_the_schedule(recipe_path, tmp_path):
-    settings = [
-        "training.lr_scheduler_kwargs={start_lr: 1e-5, end_lr: 1e-4}",
-        "training.warmup_steps=2",
-    ]
-    run_recipe(
-        load_recipe(recipe_path, [*settings, "stages.k.max_steps=7"]), tmp_path / "out", stage="k"
-    )
-    lines = (tmp_path / "out/1-k/log.jsonl").read_text().splitlines()
-    rates = [json.loads(line)["learning_rate"] for line in lines]
+    bounds = "training.lr_scheduler_kwargs={start_lr: 1e-5, end_lr: 1e-4}"
+    settings = [bounds, "training.warmup_steps=2"]
+    recipe = load_recipe(recipe_path, [*settings, "stages.k.max_steps=7"])
+    rates = logged(run_recipe(recipe, tmp_path / "out", stage="k"), "learning_rate")
     np.testing.assert_allclose(rates, np.interp(range(7), [0, 2, 7], [1e-5, 1e-3, 1e-4]), rtol=1e-9)

@@ -1,6 +1,4 @@
-"""scripts/cluster/slurm.sh under a SLURM of its own: two nodes, both on this machine, with a task
-each.
-"""
+"""scripts/cluster/slurm.sh under a SLURM of its own: two nodes on this machine, a task each."""
 
 import json
 import os
@@ -18,6 +16,7 @@ import psutil
 import pytest
 
 from tests.train.layouts import DDP, Run, succeed
+from tests.train.results import record
 
 ROOT = Path(__file__).parents[2]
 BINARIES = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -65,7 +64,7 @@ def until(condition, what):
     deadline = time.monotonic() + SECONDS
     while not (found := condition()):
         assert time.monotonic() < deadline, f"not after {SECONDS} s: {what()}"
-        time.sleep(0.05)
+        time.sleep(0.1)
     return found
 
 
@@ -76,14 +75,19 @@ class Slurm:
         self.directory, self.conf = directory, directory / "slurm.conf"
         self.daemons: list[subprocess.Popen] = []
         self.jobs: list[str] = []
-        path = f"{Path(sys.executable).parent}:{BINARIES}"
-        layout = "recipes/accelerate/2cpu.yaml"
-        self.environment = {
-            **os.environ,
-            "PATH": path,
+        self.environment = os.environ | {
+            "PATH": f"{directory}/bin:{Path(sys.executable).parent}:{BINARIES}",
             "SLURM_CONF": str(self.conf),
-            "LAYOUT": layout,
+            "LAYOUT": "recipes/accelerate/2cpu.yaml",
         }
+
+    def keep_layout(self) -> None:
+        """Let `accelerate`, which imports torch, say once what every start of the job asks it."""
+        asked = '. scripts/cluster/layout.sh "$LAYOUT" && env | grep -E "^(ACCELERATE|FSDP)_"'
+        told = self.ask("bash", "-c", asked)
+        (self.directory / "bin").mkdir()
+        (self.directory / "bin/accelerate").write_text(f"#!/bin/sh\ncat <<'END'\n{told}\nEND\n")
+        (self.directory / "bin/accelerate").chmod(0o755)
 
     def start(self) -> None:
         directory = self.directory
@@ -96,19 +100,16 @@ class Slurm:
         (directory / "gres.conf").write_text("NodeName=127.0.0.[1-2] Name=gpu File=/dev/null\n")
         (directory / "munge.key").write_bytes(os.urandom(1024))
         (directory / "munge.key").chmod(0o600)
-        files = {
-            "key-file": "key",
-            "socket": "socket",
-            "pid-file": "pid",
-            "log-file": "log",
-            "seed-file": "seed",
-        }
-        munge = [f"--{option}={directory}/munge.{suffix}" for option, suffix in files.items()]
-        self._start("munged", "--foreground", "--force", *munge)
+        files = [
+            f"--{kind}-file={directory}/munge.{kind}" for kind in ("key", "pid", "log", "seed")
+        ]
+        files.append(f"--socket={directory}/munge.socket")
+        self._start("munged", "--foreground", "--force", *files)
         until((directory / "munge.socket").exists, self._printed)
         self._start("slurmctld", "-D")
         for node in ("127.0.0.1", "127.0.0.2"):
             self._start("slurmd", "-D", "-N", node)
+        self.keep_layout()
         until(lambda: self.ask("sinfo", "-h", "-o%T %D").split() == ["idle", "2"], self._printed)
 
     def _start(self, *command: str) -> None:
@@ -148,9 +149,7 @@ class Slurm:
         return until(reached, lambda: f"{state}: {self.state(job)}")
 
     def hurry(self, job: str) -> None:
-        """Start a job that came back now, not after 2 min; in the very second of its end, nodes
-        would refuse it.
-        """
+        """Start a job that came back after 3 s, not 2 min; at once, its nodes would refuse it."""
         self.ask("scontrol", "update", f"JobId={job}", "StartTime=now+3seconds")
 
     def rank(self, job: str, rank: int) -> psutil.Process | None:
@@ -206,13 +205,9 @@ def steps(out: Path) -> int:
 
 
 def final_losses(out: Path) -> list:
-    records = [
-        json.loads((out / stage / "training.json").read_text())
-        for stage in ("1-k", "2-qkv", "3-full")
-    ]
+    records = [record(out / stage) for stage in ("1-k", "2-qkv", "3-full")]
     return [
-        (record["final_loss"], record["held_out"], record["hardware"]["processes"])
-        for record in records
+        (kept["final_loss"], kept["held_out"], kept["hardware"]["processes"]) for kept in records
     ]
 
 
@@ -220,14 +215,8 @@ def test_a_job_killed_then_told_to_stop_then_pre_empted_ends_with_the_losses_of_
     slurm, real_recipe, tmp_path
 ):
     out, log, unbroken = tmp_path / "out", tmp_path / "job.log", tmp_path / "unbroken"
-    command = [
-        "--gpus-per-node=1",
-        f"--output={log}",
-        "scripts/cluster/slurm.sh",
-        str(real_recipe),
-        *SETTINGS,
-    ]
-    command += ["--out", str(out)]
+    script = ["scripts/cluster/slurm.sh", str(real_recipe), *SETTINGS, "--out", str(out)]
+    command = ["--gpus-per-node=1", f"--output={log}", *script]
 
     killed = slurm.submit(*command)
     until(lambda: list(out.glob("1-k/trainer/checkpoint-*")), log.read_text)

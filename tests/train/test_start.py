@@ -1,6 +1,4 @@
-"""Where the first stage starts, with the recipe's `config` over the model's own, or from scratch;
-and adapters.
-"""
+"""Where the first stage starts: the recipe's `config` over the model's, or scratch; adapters."""
 
 import json
 import shutil
@@ -8,7 +6,6 @@ import shutil
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -32,13 +29,14 @@ from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
 from tests.conftest import TINY
+from tests.train.layouts import Interrupted, interrupt_in_step
+from tests.train.results import assert_same_weights, changed, logged, record, weights
 
-WIDE = {
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "intermediate_size": 80,
-}
+WIDE = {"hidden_size": 48, "intermediate_size": 80}
+WIDE |= {"num_hidden_layers": 2, "num_attention_heads": 6}
+
+
+ALL = ["stages.k.train=all", "stages.qkv.train=all"]
 
 
 def write_recipe(path, tree: dict):
@@ -52,9 +50,8 @@ def test_overrides_of_the_config_are_trained_with_and_kept_in_the_result(
 ):
     recipe_tree["model"] = str(request.getfixturevalue(kind))
     recipe_tree["stages"] = recipe_tree["stages"][2:]
-    plain = run_recipe(
-        load_recipe(write_recipe(tmp_path / "r.yaml", recipe_tree)), tmp_path / "plain"
-    )
+    path = write_recipe(tmp_path / "r.yaml", recipe_tree)
+    plain = run_recipe(load_recipe(path), tmp_path / "plain")
     override = (
         "config={max_position_embeddings: 256, rope_parameters: {rope_type: linear, factor: 4.0}}"
     )
@@ -65,36 +62,26 @@ def test_overrides_of_the_config_are_trained_with_and_kept_in_the_result(
     assert config.rope_parameters["rope_type"] == "linear"
     assert config.rope_parameters["factor"] == 4
     assert config.rope_parameters["rope_theta"] == 10000  # kept
-    losses = [
-        json.loads((run / "log.jsonl").read_text().splitlines()[0])["loss"]
-        for run in (plain, result)
-    ]
-    assert losses[0] != losses[1]  # the first step already turns by other angles
+    assert logged(plain)[0] != logged(result)[0]  # the first step already turns by other angles
 
 
 @pytest.fixture
 def scratch_path(recipe_tree, tiny_coca_dir, tmp_path):
     del recipe_tree["model"]
     sizes = {name: size for name, size in TINY.items() if name != "rms_norm_eps"}
-    recipe_tree |= {
-        "tokenizer": str(tiny_coca_dir),
-        "config": {"model_type": "coca_llama", **sizes},
-    }
+    config = {"model_type": "coca_llama", **sizes}
+    recipe_tree |= {"tokenizer": str(tiny_coca_dir), "config": config}
     return write_recipe(tmp_path / "r.yaml", recipe_tree)
 
 
 def test_a_model_from_scratch_trains_to_a_checkpoint_twice_the_same(scratch_path, tmp_path):
     result = run_recipe(load_recipe(scratch_path), tmp_path / "once")
     run_recipe(load_recipe(scratch_path), tmp_path / "again", stage="k")
-    once, again = (
-        load_file(tmp_path / name / "1-k/model.safetensors") for name in ("once", "again")
-    )
-    assert all(once[name].equal(again[name]) for name in once)
+    assert_same_weights(tmp_path / "once/1-k", tmp_path / "again/1-k")
     model, report = AutoModelForCausalLM.from_pretrained(result, output_loading_info=True)
     assert not any(report.values())
     assert model.config.eos_token_id == AutoTokenizer.from_pretrained(result).eos_token_id == 2
-    record = json.loads((tmp_path / "once/1-k/training.json").read_text())
-    assert record["base_model"] == "coca_llama from scratch"
+    assert record(tmp_path / "once/1-k")["base_model"] == "coca_llama from scratch"
     assert load_recipe(tmp_path / "once/recipe.yaml") == load_recipe(scratch_path)
 
 
@@ -135,10 +122,8 @@ def test_a_tokenizer_of_another_model_is_refused_and_tokens_that_were_added_are_
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.add_tokens(["[PAD]"], special_tokens=True)
     check_tokenizer(tokenizer, LlamaConfig(vocab_size=259))
-    with pytest.raises(
-        CocaError,
-        match="a tokenizer with a token 258, expected one below the model's vocab_size, 99",
-    ):
+    message = "a tokenizer with a token 258, expected one below the model's vocab_size, 99"
+    with pytest.raises(CocaError, match=message):
         check_tokenizer(tokenizer, LlamaConfig(vocab_size=99))
 
 
@@ -150,10 +135,8 @@ def test_a_model_beside_an_adapter_is_refused_before_anything_is_written(
     recipe_tree[key] = str(shutil.copytree(recipe_tree[key], tmp_path / key))
     (tmp_path / key / "adapter_config.json").write_text("{}")
     recipe = load_recipe(write_recipe(tmp_path / "r.yaml", recipe_tree))
-    with pytest.raises(
-        CocaError,
-        match=rf"/{key}: got adapter_config.json, .* merge the adapter \(merge_and_unload",
-    ):
+    message = rf"/{key}: got adapter_config.json, .* merge the adapter \(merge_and_unload"
+    with pytest.raises(CocaError, match=message):
         run_recipe(recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -194,17 +177,10 @@ def test_every_model_that_trains_passes_the_look_at_its_shapes(
 ):
     rope = {"rope_type": rope_type, "factor": 4.0}
     if rope_type == "longrope":
-        rope |= {
-            "short_factor": [1.0] * 4,
-            "long_factor": [2.0] * 4,
-            "original_max_position_embeddings": 64,
-        }
-    settings = [
-        f"model={request.getfixturevalue(kind)}",
-        f"config.rope_parameters={rope}",
-        "stages.k.train=all",
-    ]
-    check_model(load_recipe(recipe_path, [*settings, "stages.qkv.train=all"]))
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+        rope["original_max_position_embeddings"] = 64
+    settings = [f"model={request.getfixturevalue(kind)}", f"config.rope_parameters={rope}"]
+    check_model(load_recipe(recipe_path, [*settings, *ALL]))
 
 
 FAMILIES = {
@@ -224,17 +200,12 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_passes_the_look_at_its_shapes(recipe_path, tmp_path, family):
     FAMILIES[family].save_pretrained(tmp_path)
-    check_model(
-        load_recipe(
-            recipe_path, [f"model={tmp_path}", *(f"stages.{k}.train=all" for k in ("k", "qkv"))]
-        )
-    )
+    check_model(load_recipe(recipe_path, [f"model={tmp_path}", *ALL]))
 
 
 def test_a_checkpoint_keeps_the_head_that_it_has(recipe_path):
-    with pytest.raises(
-        CocaError, match=r"config\.tie_word_embeddings: got True, expected False, as"
-    ):
+    message = r"config\.tie_word_embeddings: got True, expected False, as"
+    with pytest.raises(CocaError, match=message):
         start_config(load_recipe(recipe_path, ["config.tie_word_embeddings=true"]))
 
 
@@ -260,18 +231,13 @@ def test_adapters_end_as_a_plain_checkpoint_that_differs_by_low_ranks(
     run_recipe(load_recipe(lora_path), out)
     # r (inputs + outputs) of q (48, 48), t (48, 8) and v (48, 16), in each of 3 layers
     assert f"2-qkv: trains {3 * 3 * (96 + 56 + 64):,} of" in capsys.readouterr().out
-    before, after = (load_file(out / stage / "model.safetensors") for stage in ("1-k", "2-qkv"))
-    changed = {name for name in before if not before[name].equal(after[name])}
-    assert changed == {
-        name for name in before if any(part in name for part in ("q_proj", "t_proj", "v_proj"))
-    }
-    assert {
-        torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-3).item() for name in changed
-    } == {3}
-    final = load_file(out / "3-full/model.safetensors")
-    assert {name for name in after if not after[name].equal(final[name])} == {
-        name for name in after if "_proj" in name
-    }
+    before, after, final = (weights(out / stage) for stage in ("1-k", "2-qkv", "3-full"))
+    parts = ("q_proj", "t_proj", "v_proj")
+    learnt = changed(before, after)
+    assert learnt == {name for name in before if any(part in name for part in parts)}
+    differences = (after[name] - before[name] for name in learnt)
+    assert {torch.linalg.matrix_rank(d, rtol=1e-3).item() for d in differences} == {3}
+    assert changed(after, final) == {name for name in after if "_proj" in name}
     for stage in ("2-qkv", "3-full"):
         model, report = AutoModelForCausalLM.from_pretrained(out / stage, output_loading_info=True)
         assert not any(report.values())
@@ -283,29 +249,19 @@ def test_adapters_end_as_a_plain_checkpoint_that_differs_by_low_ranks(
 
 def test_a_stage_of_adapters_resumes_to_the_same_bits(lora_path, tmp_path, monkeypatch):
     run_recipe(load_recipe(lora_path), tmp_path / "whole")
-    plain = StageTrainer.training_step
-
-    def broken(self, *arguments):
-        if self.args.output_dir.endswith("2-qkv/trainer") and self.state.global_step == 3:
-            raise KeyboardInterrupt
-        return plain(self, *arguments)
-
-    monkeypatch.setattr(StageTrainer, "training_step", broken)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(StageTrainer, "training_step", StageTrainer.training_step)
+    interrupt_in_step(4)  # of the second stage; the first has three
+    with pytest.raises(Interrupted):
         run_recipe(load_recipe(lora_path), tmp_path / "out")
     monkeypatch.undo()
     assert (tmp_path / "out/2-qkv/trainer/checkpoint-2/state").exists()
     run_recipe(load_recipe(lora_path), tmp_path / "out", resume=True)
-    ours, theirs = (
-        load_file(tmp_path / run / "3-full/model.safetensors") for run in ("out", "whole")
-    )
-    assert all(ours[name].equal(theirs[name]) for name in theirs)
+    assert_same_weights(tmp_path / "out/3-full", tmp_path / "whole/3-full")
 
 
 def test_adapters_need_a_linear_layer(lora_path):
-    with pytest.raises(
-        CocaError, match=r"stages\.qkv: none of \['embed_tokens'\] is a linear layer"
-    ):
+    message = r"stages\.qkv: none of \['embed_tokens'\] is a linear layer"
+    with pytest.raises(CocaError, match=message):
         check_model(load_recipe(lora_path, ["stages.qkv.train=[embed_tokens]"]))
 
 
