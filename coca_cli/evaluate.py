@@ -67,7 +67,7 @@ def perplexity_command(
     """
     wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.perplexity import perplexity_rows
-    from coca_hf.evaluate.windows import check_variant
+    from coca_hf.evaluate.perplexity import check_variant
 
     kind = check_variant(variant)
     loaded, ropes = run.load()

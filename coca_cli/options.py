@@ -124,9 +124,8 @@ class Run:
         from coca_hf.evaluate.store import RowStore, made_otherwise
         from coca_hf.evaluate.terminal import progress_on, results_table
 
-        store = RowStore(self.out)
         with progress_on(console) as progress:
-            rows = list(rows_of(*given, store=store, progress=progress, **options))
+            rows = list(rows_of(*given, store=RowStore(self.out, progress), **options))
         if processes().is_main_process:
             PlainConsole().print(results_table(rows))
             say(f"rows: {self.out / 'rows.jsonl'}")

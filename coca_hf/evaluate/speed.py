@@ -23,13 +23,13 @@ from accelerate.utils.memory import clear_device_cache
 from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import is_out_of_memory, processes
+from coca_hf.evaluate.batches import BeyondPositions, is_out_of_memory, processes
 from coca_hf.evaluate.loaded_model import LoadedModel
-from coca_hf.evaluate.perplexity import failed, keeps_logits
+from coca_hf.evaluate.perplexity import keeps_logits
 from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.row import Count, Identity, Positive, Row, Setting
-from coca_hf.evaluate.store import SILENT, Progress, RowStore, about_model, now
-from coca_hf.evaluate.tables import NBSP, Measurement, Table, curve_figure
+from coca_hf.evaluate.store import Progress, RowStore, about_model, now
+from coca_hf.evaluate.tables import NBSP, Measurement, Table, each_table
 from coca_hf.page import Fold, Grid, Part
 
 MODES = ("prefill", "decode", "train")
@@ -80,7 +80,6 @@ def speed_rows(
     batch_size: int = 1,
     repeats: int = 10,
     warmup: int = 3,
-    progress: Progress = SILENT,
 ) -> Iterator[dict]:
     """Yield rows for every mode, RoPE setting and length, the baseline's before the model's.
 
@@ -102,49 +101,41 @@ def speed_rows(
         )
     loaded_models = ([baseline] if baseline else []) + [loaded]
 
-    def settings_of(mode: str, rope: Rope, length: int) -> list[dict]:
-        settings = [
-            {
-                "task": "speed",
-                "mode": mode,
-                "rope": str(rope),
-                "length": length,
-                "batch_size": batch_size,
-                "warmup": warmup,
-                "repeats": repeats,
-                "seed": SEED,
-                "baseline": baseline.name if baseline and each is loaded else None,
-                "baseline_fingerprint": baseline.fingerprint
-                if baseline and each is loaded
-                else None,
-                "tokens": batch_size * (1 if mode == "decode" else length),
-                **about_model(each),
-            }
-            for each in loaded_models
-        ]
-        for one in settings:
-            one["measured_on"] = f"{one['device']}, batch {batch_size}"
-        return settings
+    def settings_of(each: LoadedModel, mode: str, rope: Rope, length: int) -> dict:
+        other = baseline if each is loaded else None
+        settings = {
+            "task": "speed",
+            "mode": mode,
+            "rope": str(rope),
+            "length": length,
+            "batch_size": batch_size,
+            "warmup": warmup,
+            "repeats": repeats,
+            "seed": SEED,
+            "baseline": other.name if other else None,
+            "baseline_fingerprint": other.fingerprint if other else None,
+            "tokens": batch_size * (1 if mode == "decode" else length),
+            **about_model(each),
+        }
+        return settings | {"measured_on": f"{settings['device']}, batch {batch_size}"}
 
-    def found(settings: list[dict]) -> list[dict | None]:
-        return [store.find(SpeedRow, one) for one in settings]
+    def found(pair: list[dict]) -> list[dict]:
+        rows = [row for settings in pair if (row := store.find(SpeedRow, settings))]
+        return rows if len(rows) == len(pair) else []
+
+    def measured(rope: Rope, pair: list[dict]) -> list[dict]:
+        rows = []
+        results, seconds = _measure(loaded_models, rope, pair[0], store.progress)
+        for settings, result, times in zip(pair, results, seconds, strict=True):
+            runs = [{"repeat": number, "seconds": value} for number, value in enumerate(times)]
+            rows.append(store.append(SpeedRow, settings | result, {"runs": runs}))
+        return rows
 
     asked = [
-        (rope, settings_of(mode, rope, length))
+        (rope, [settings_of(each, mode, rope, length) for each in loaded_models])
         for mode, rope, length in itertools.product(modes, ropes, lengths)
     ]
-    missing = [settings[-1] for _, settings in asked if not all(found(settings))]
-    progress.begin(missing, len(asked), "pairs of rows" if baseline else "rows")
-    for rope, settings in asked:
-        rows = found(settings)
-        if not all(rows):
-            results, seconds = _measure(loaded_models, rope, settings[0], progress)
-            rows = []
-            for one, result, times in zip(settings, results, seconds, strict=True):
-                runs = [{"repeat": number, "seconds": value} for number, value in enumerate(times)]
-                rows.append(store.append(SpeedRow, one | result, {"runs": runs}))
-            progress.finish(settings[-1])
-        yield from (row for row in rows if row)
+    yield from store.each(asked, found, measured, "pairs of rows" if baseline else "rows")
 
 
 def _measure(
@@ -206,7 +197,7 @@ def _measure(
 
 def _error(failure: Exception, length: int) -> str:
     if isinstance(failure, IndexError):
-        return failed(f"IndexError: {failure}", length)
+        return BeyondPositions(f"IndexError: {failure}").explain(length)
     if not is_out_of_memory(failure):
         raise failure
     return f"OOM: {' '.join(str(failure).split())[:200]}"
@@ -301,20 +292,17 @@ def _cell(row: dict) -> str:
     return f"{row['value']:.3g}{NBSP}s{ratio}"
 
 
-def _parts(tables: list[Table]) -> list[Part]:
-    parts: list[Part] = []
-    for table in tables:
-        mode = table.rows[0]["mode"]
-        figure = curve_figure(
-            table.named("speed"),
-            f"Median seconds of {mode} against length. {table.in_words()}",
-            f"Median seconds of {table.settings}, against length.",
-            table.curves(),
-            "seconds",
-            x_label="length (tokens)",
-        )
-        parts += [figure, table.grid(), _memory(table), *table.missing()]
-    return parts
+def _parts(table: Table) -> list[Part]:
+    mode = table.rows[0]["mode"]
+    figure = table.figure(
+        "speed",
+        f"Median seconds of {mode} against length. {table.in_words()}",
+        f"Median seconds of {table.settings}, against length.",
+        table.values,
+        "seconds",
+        x_label="length (tokens)",
+    )
+    return [figure, table.grid(), _memory(table), *table.missing()]
 
 
 def _memory(table: Table) -> Fold:
@@ -343,5 +331,5 @@ MEASUREMENT = Measurement(
     row=SpeedRow,
     settings=lambda row: f"{row['mode']}, batch size {row['batch_size']}, {row['device']}",
     cell=_cell,
-    parts=_parts,
+    parts=each_table(_parts),
 )
