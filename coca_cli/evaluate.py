@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,9 +15,7 @@ from coca_cli.options import (
     SeedOption,
     Texts,
     grouped,
-    parse_batch_size,
     parse_lengths,
-    warn_beyond_trained,
 )
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
@@ -65,16 +63,13 @@ def perplexity_command(
 
     Each token is scored once and counts the same.
     """
-    wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
-    from coca_hf.evaluate.perplexity import perplexity_rows
-    from coca_hf.evaluate.perplexity import check_variant
+    from coca_hf.evaluate.perplexity import check_variant, perplexity_rows
 
     kind = check_variant(variant)
-    loaded, ropes = run.load()
-    sample = texts.draw(loaded, max(wanted), kind.special_tokens)
-    warn_beyond_trained(loaded, ropes, wanted)
-    options = {"batch_size": size, "variant": variant}
-    run.make_rows(perplexity_rows, loaded, sample, wanted, stride or kind.stride, ropes, **options)
+    loaded, ropes = run.load(lengths)
+    sample = texts.draw(loaded, max(lengths), kind.special_tokens)
+    options = {"batch_size": batch_size, "variant": variant}
+    run.make_rows(perplexity_rows, loaded, sample, lengths, stride or kind.stride, ropes, **options)
 
 
 @app.command("position-loss")
@@ -90,14 +85,12 @@ def position_command(
 
     Shows from which index on the model no longer uses its context.
     """
-    wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.position import position_rows
 
-    loaded, ropes = run.load()
-    sample = texts.draw(loaded, max(wanted))
-    warn_beyond_trained(loaded, ropes, wanted)
-    options = {"bucket": bucket, "batch_size": size}
-    run.make_rows(position_rows, loaded, sample, wanted, ropes, **options)
+    loaded, ropes = run.load(lengths)
+    sample = texts.draw(loaded, max(lengths))
+    options = {"bucket": bucket, "batch_size": batch_size}
+    run.make_rows(position_rows, loaded, sample, lengths, ropes, **options)
 
 
 @app.command("passkey")
@@ -113,24 +106,13 @@ def passkey_command(
     batch_size: BatchOption = "auto",
 ) -> None:
     """Share of numbers that the model finds in irrelevant text of up to each length."""
-    wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.passkey import check_variant, passkey_rows
 
     kind = check_variant(variant)
-    loaded, ropes = run.load()
-    warn_beyond_trained(loaded, ropes, wanted, new_tokens or kind.new_tokens)
-    run.make_rows(
-        passkey_rows,
-        loaded,
-        wanted,
-        ropes,
-        num_cases=cases,
-        new_tokens=new_tokens,
-        seed=seed,
-        batch_size=size,
-        variant=variant,
-        depths=depths,
-    )
+    loaded, ropes = run.load(lengths, new_tokens or kind.new_tokens)
+    options: dict[str, Any] = {"num_cases": cases, "seed": seed, "depths": depths}
+    options |= {"new_tokens": new_tokens, "batch_size": batch_size, "variant": variant}
+    run.make_rows(passkey_rows, loaded, lengths, ropes, **options)
 
 
 @app.command("boundary")
@@ -145,14 +127,12 @@ def boundary_command(
     ] = 1024,
 ) -> None:
     """Angle between query and key before rotation, and where scores rise with distance."""
-    wanted = parse_lengths(lengths)
     from coca_hf.evaluate.boundary import boundary_rows
 
-    loaded, ropes = run.load()
-    sample = texts.draw(loaded, max(wanted))
-    warn_beyond_trained(loaded, ropes, wanted)
+    loaded, ropes = run.load(lengths)
+    sample = texts.draw(loaded, max(lengths))
     options = {"pairs_per_document": pairs, "seed": texts.seed}
-    run.make_rows(boundary_rows, loaded, sample, wanted, ropes, **options)
+    run.make_rows(boundary_rows, loaded, sample, lengths, ropes, **options)
 
 
 @app.command("copying")
@@ -168,16 +148,14 @@ def copying_command(
 
     Shows whether the model can look up what it has read.
     """
-    wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.copying import copying_rows
 
-    loaded, ropes = run.load()
+    loaded, ropes = run.load(lengths)
     sample = None
     if texts.given:
-        sample = texts.draw(loaded, max(wanted) // 2, special_tokens=False)
-    warn_beyond_trained(loaded, ropes, wanted)
-    options = {"num_cases": cases, "seed": texts.seed, "batch_size": size, "sample": sample}
-    run.make_rows(copying_rows, loaded, wanted, ropes, **options)
+        sample = texts.draw(loaded, max(lengths) // 2, special_tokens=False)
+    options = {"num_cases": cases, "seed": texts.seed, "batch_size": batch_size, "sample": sample}
+    run.make_rows(copying_rows, loaded, lengths, ropes, **options)
 
 
 @app.command("recall")
@@ -191,13 +169,11 @@ def recall_command(
     batch_size: BatchOption = "auto",
 ) -> None:
     """Share of values that the model finds by their keys in a list spread over each length."""
-    wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.recall import recall_rows
 
-    loaded, ropes = run.load()
-    warn_beyond_trained(loaded, ropes, wanted)
-    options = {"num_cases": cases, "pairs": pairs, "seed": seed, "batch_size": size}
-    run.make_rows(recall_rows, loaded, wanted, ropes, **options)
+    loaded, ropes = run.load(lengths)
+    options = {"num_cases": cases, "pairs": pairs, "seed": seed, "batch_size": batch_size}
+    run.make_rows(recall_rows, loaded, lengths, ropes, **options)
 
 
 @app.command("attention-maps")
@@ -209,14 +185,12 @@ def attention_maps_command(
     baseline: Annotated[str, typer.Option(help=ORIGINAL, show_default=False)],
 ) -> None:
     """Divergence of every head's attention from that of the original model."""
-    wanted = parse_lengths(lengths)
     from coca_hf.evaluate.attention_maps import attention_map_rows
 
-    loaded, ropes = run.load()
+    loaded, ropes = run.load(lengths)
     other = run.load_one(baseline, ropes)
-    sample = texts.draw(loaded, max(wanted))
-    warn_beyond_trained(loaded, ropes, wanted)
-    run.make_rows(attention_map_rows, loaded, other, sample, wanted, ropes)
+    sample = texts.draw(loaded, max(lengths))
+    run.make_rows(attention_map_rows, loaded, other, sample, lengths, ropes)
 
 
 @app.command("layers")
@@ -230,15 +204,13 @@ def layers_command(
     batch_size: BatchOption = "auto",
 ) -> None:
     """Harm of converting each layer, and which layers to keep first."""
-    wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.layers import layer_rows
 
-    loaded, ropes = run.load()
+    loaded, ropes = run.load(lengths)
     other = run.load_one(original, ropes)
-    sample = texts.draw(loaded, max(wanted), special_tokens=False)
-    warn_beyond_trained(loaded, ropes, wanted)
-    options = {"num_cases": cases, "seed": texts.seed, "batch_size": size}
-    run.make_rows(layer_rows, other, loaded, sample, wanted, ropes, **options)
+    sample = texts.draw(loaded, max(lengths), special_tokens=False)
+    options = {"num_cases": cases, "seed": texts.seed, "batch_size": batch_size}
+    run.make_rows(layer_rows, other, loaded, sample, lengths, ropes, **options)
 
 
 @app.command("tasks")
@@ -246,7 +218,9 @@ def layers_command(
 def tasks_command(
     run: Run,
     tasks: Annotated[str, typer.Option(help=TASKS)] = "",
-    ruler: Annotated[str, typer.Option(help=RULER)] = "",
+    ruler: Annotated[
+        Any, typer.Option(callback=parse_lengths, metavar="<str>", help=RULER, show_default=False)
+    ] = None,
     shots: Annotated[int | None, typer.Option(min=0, help=SHOTS)] = None,
     limit: Annotated[
         int | None,
@@ -256,26 +230,15 @@ def tasks_command(
     batch_size: BatchOption = "auto",
 ) -> None:
     """Accuracy on tasks of lm-eval, and on RULER at each length."""
-    wanted = parse_lengths(ruler, "--ruler") if ruler else []
-    if not tasks and not wanted:
+    if not tasks and not ruler:
         raise BadOption("--tasks, --ruler: got neither, expected at least one of them")
-    size = parse_batch_size(batch_size)
     from coca_hf.evaluate.tasks import parse_tasks, task_rows
 
     names = parse_tasks(tasks, include_path) if tasks else []
-    loaded, ropes = run.load()
-    warn_beyond_trained(loaded, ropes, wanted)
-    run.make_rows(
-        task_rows,
-        loaded,
-        names,
-        ropes,
-        ruler_lengths=wanted,
-        shots=shots,
-        limit=limit,
-        batch_size=size,
-        include_path=include_path,
-    )
+    loaded, ropes = run.load(ruler)
+    options = {"ruler_lengths": ruler, "shots": shots, "limit": limit}
+    options |= {"batch_size": batch_size, "include_path": include_path}
+    run.make_rows(task_rows, loaded, names, ropes, **options)
 
 
 @app.command("speed")
@@ -295,27 +258,17 @@ def speed_command(
     batch_size: Annotated[int, typer.Option(min=1, max=10**9, help="Sequences per batch.")] = 1,
 ) -> None:
     """Time and memory of prefill, decoding and a training step at each length."""
-    wanted = parse_lengths(lengths)
     if baseline_name is not None and baseline is None:
         problem = f"got {baseline_name!r} without --baseline, expected both"
         raise BadOption(f"--baseline-name: {problem}")
     from coca_hf.evaluate.speed import parse_modes, speed_rows
 
     chosen = parse_modes(modes)
-    loaded, ropes = run.load()
+    loaded, ropes = run.load(lengths)
     other = run.load_one(baseline, ropes, baseline_name) if baseline is not None else None
-    warn_beyond_trained(loaded, ropes, wanted)
-    run.make_rows(
-        speed_rows,
-        loaded,
-        wanted,
-        ropes,
-        baseline=other,
-        modes=chosen,
-        batch_size=batch_size,
-        repeats=repeats,
-        warmup=warmup,
-    )
+    options = {"baseline": other, "modes": chosen, "batch_size": batch_size}
+    options |= {"repeats": repeats, "warmup": warmup}
+    run.make_rows(speed_rows, loaded, lengths, ropes, **options)
 
 
 @app.command("inspect")

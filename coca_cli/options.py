@@ -13,10 +13,40 @@ import typer
 
 from coca_cli.console import BadOption, PlainConsole, console, say
 
-LengthsOption = Annotated[str, typer.Option(help="Context lengths in tokens, separated by commas.")]
-BatchOption = Annotated[
-    str,
+
+def parse_lengths(option: typer.CallbackParam, text: str | None) -> list[int]:
+    """No lengths for no text. Raises BadOption for what is no list of lengths."""
+    parts = [] if text is None else [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and len(part) < 10 and int(part) > 1 for part in parts):
+        expected = "whole numbers from 2 to 999999999, as in 512,1024,2048"
+        raise BadOption(f"{option.opts[0]}: got {text!r}, expected {expected}")
+    return list(dict.fromkeys(map(int, parts)))
+
+
+def parse_batch_size(text: str) -> int | None:
+    """The number, or None for auto. Raises BadOption for anything else."""
+    if text == "auto":
+        return None
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
+        expected = "auto or a whole number from 1 to 999999999"
+        raise BadOption(f"--batch-size: got {text!r}, expected {expected}")
+    return int(text)
+
+
+# What the functions make of these texts: list[int], and int | None
+LengthsOption = Annotated[
+    Any,
     typer.Option(
+        callback=parse_lengths,
+        metavar="<str>",
+        help="Context lengths in tokens, separated by commas.",
+    ),
+]
+BatchOption = Annotated[
+    Any,
+    typer.Option(
+        callback=parse_batch_size,
+        metavar="<str>",
         help="Sequences per batch, or auto: as many as fit. It changes no result.",
     ),
 ]
@@ -61,19 +91,19 @@ class Run:
     out: Annotated[
         Path,
         typer.Option(
-            help="Directory for rows.jsonl; existing rows are kept, unless memory ran out.",
+            help="Directory for rows.jsonl; existing rows are kept, unless memory ran out."
         ),
     ]
     rope: Annotated[
         str,
         typer.Option(
-            help="RoPE, several by commas: default, linear:FACTOR, dynamic:FACTOR, yarn:FACTOR.",
+            help="RoPE, several by commas: default, linear:FACTOR, dynamic:FACTOR, yarn:FACTOR."
         ),
     ] = "default"
     dtype: Annotated[
         str,
         typer.Option(
-            help="Type of the weights: auto (the checkpoint's), float32, bfloat16 or float16.",
+            help="Type of the weights: auto (the checkpoint's), float32, bfloat16 or float16."
         ),
     ] = "auto"
     name: Annotated[
@@ -88,32 +118,29 @@ class Run:
         bool, typer.Option("--trust-remote-code", help="Run the code that the checkpoint carries.")
     ] = False
 
-    def load(self):
-        """The loaded and its RoPE settings."""
+    def load(self, lengths: list[int], new_tokens: int = 0):
+        """The model and its RoPE settings, which `make_rows` warns of where they do not reach."""
         from coca_hf.evaluate.batches import processes
-        from coca_hf.evaluate.rope import parse_ropes
+        from coca_hf.evaluate.rope import parse_ropes, warn_beyond_trained
 
         console.quiet = not processes().is_main_process
         if not all(map(_is_text, sys.argv)):
             problem = "got a name that is not UTF-8, which no row can hold; rename it"
             raise BadOption(f"{shlex.join(sys.argv)!a}: {problem}")
         ropes = parse_ropes(self.rope)
-        return self.load_one(self.model, ropes, self.name, self.revision), ropes
+        loaded = self.load_one(self.model, ropes, self.name, self.revision)
+        self.warning = warn_beyond_trained(loaded.model, ropes, lengths, new_tokens)
+        return loaded, ropes
 
     def load_one(
-        self,
-        path: str,
-        ropes: list,
-        name: str | None = None,
-        revision: str | None = None,
+        self, path: str, ropes: list, name: str | None = None, revision: str | None = None
     ):
         """The model at `path`, refused where it does not take the settings `ropes`."""
         from coca_hf.evaluate.loaded_model import load_model, warn_small_tokenizer
         from coca_hf.evaluate.rope import check_rope
 
         loaded = load_model(path, self.dtype, name, revision, self.trust_remote_code)
-        if warning := warn_small_tokenizer(loaded):
-            console.print(f"warning: {warning}", style="yellow")
+        warn(warn_small_tokenizer(loaded))
         for setting in ropes:
             check_rope(loaded.model, setting)
         return loaded
@@ -124,6 +151,7 @@ class Run:
         from coca_hf.evaluate.store import RowStore, made_otherwise
         from coca_hf.evaluate.terminal import progress_on, results_table
 
+        warn(self.warning)
         with progress_on(console) as progress:
             rows = list(rows_of(*given, store=RowStore(self.out, progress), **options))
         if processes().is_main_process:
@@ -142,7 +170,7 @@ class Texts:
     data: Annotated[
         str | None,
         typer.Option(
-            help="Text: a .txt, .jsonl or .parquet file, a directory or glob of them, or a hub id.",
+            help="Text: a .txt, .jsonl or .parquet file, a directory or glob of them, or a hub id."
         ),
     ] = None
     preset: Annotated[
@@ -185,28 +213,20 @@ class Texts:
             min_tokens = max(min_tokens, chosen.pop("min_tokens"))
             options |= chosen | {"max_tokens": self.max_tokens or chosen["max_tokens"]}
             options["documents"] = self.documents or chosen["documents"]
-        sample = draw_sample(
-            loaded,
-            min_tokens=min_tokens,
-            special_tokens=special_tokens,
-            **options,
-        )
+        options |= {"min_tokens": min_tokens, "special_tokens": special_tokens}
+        sample = draw_sample(loaded, **options)
         if sample.left_out:
             least = f"{options['min_bytes']:,} bytes"
-            console.print(
-                f"left out {sample.left_out:,} documents of fewer than {least}",
-                style="yellow",
-            )
+            told = f"left out {sample.left_out:,} documents of fewer than {least}"
+            console.print(told, style="yellow")
         if sample.skipped:
             names = first_of(sample.skipped, 10)
-            console.print(
-                f"skipped {len(sample.skipped)} short or empty documents: {names}",
-                style="yellow",
-            )
+            told = f"skipped {len(sample.skipped)} short or empty documents: {names}"
+            console.print(told, style="yellow")
         wanted, found = options["documents"], len(sample.names)
         if wanted and found < wanted:
             few = f"{found} documents have at least {min_tokens:,} tokens, {wanted} were asked for"
-            console.print(f"warning: {few}; only these are measured", style="yellow")
+            warn(f"{few}; only these are measured")
         return sample
 
 
@@ -235,28 +255,6 @@ def _is_text(name: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
-def parse_lengths(text: str, option: str = "--lengths") -> list[int]:
-    """Raises BadOption for what is no list of lengths."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and len(part) < 10 and int(part) > 1 for part in parts):
-        expected = "whole numbers from 2 to 999999999, as in 512,1024,2048"
-        raise BadOption(f"{option}: got {text!r}, expected {expected}")
-    return list(dict.fromkeys(int(part) for part in parts))
-
-
-def parse_batch_size(text: str) -> int | None:
-    """The number, or None for auto. Raises BadOption for anything else."""
-    if text == "auto":
-        return None
-    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
-        raise BadOption(
-            f"--batch-size: got {text!r}, expected auto or a whole number from 1 to 999999999",
-        )
-    return int(text)
-
-
-def warn_beyond_trained(loaded, ropes: list, lengths: list[int], new_tokens: int = 0) -> None:
-    from coca_hf.evaluate.rope import warn_beyond_trained
-
-    if warning := warn_beyond_trained(loaded.model, ropes, lengths, new_tokens):
-        console.print(f"warning: {warning}", style="yellow")
+def warn(text: str | None) -> None:
+    if text:
+        console.print(f"warning: {text}", style="yellow")

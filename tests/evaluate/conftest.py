@@ -2,6 +2,7 @@
 it.
 """
 
+import shlex
 import sys
 
 import pytest
@@ -33,10 +34,11 @@ def books(tmp_path):
 
 @pytest.fixture
 def coca_eval(monkeypatch, capsys):
-    """Run `coca-eval` with arguments; returns exit code, stdout and stderr."""
+    """Run `coca-eval` with arguments, each several words; returns exit code, stdout and stderr."""
 
     def run(*arguments) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["coca-eval", *map(str, arguments)])
+        words = [word for argument in arguments for word in shlex.split(str(argument))]
+        monkeypatch.setattr(sys, "argv", ["coca-eval", *words])
         monkeypatch.setenv("COLUMNS", "200")
         with pytest.raises(SystemExit) as exit_info:
             main.evaluate()

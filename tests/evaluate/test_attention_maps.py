@@ -65,13 +65,13 @@ def test_numbers_are_those_of_a_loop_over_queries(llama, coca, books, tmp_path):
 def test_command_draws_a_line_a_model_and_refuses_another_models_original(
     tiny_llama_dir, tiny_coca_dir, books, tmp_path, coca_eval
 ):
-    arguments = ("--data", books, "--lengths", 32, "--out", tmp_path / "out")
+    arguments = f"--data {books} --lengths 32 --out {tmp_path / 'out'}"
     code, stdout, _ = coca_eval(
-        "attention-maps", tiny_coca_dir, "--baseline", tiny_llama_dir, *arguments
+        f"attention-maps {tiny_coca_dir} --baseline {tiny_llama_dir}", arguments
     )
     assert code == 0
     assert "tiny-coca" in stdout
-    code, _, _ = coca_eval("report", tmp_path / "out", "--out", tmp_path / "page")
+    code, _, _ = coca_eval(f"report {tmp_path / 'out'} --out {tmp_path / 'page'}")
     assert code == 0
     assert (tmp_path / "page" / "attention-maps.png").is_file()
 
@@ -80,7 +80,7 @@ def test_command_draws_a_line_a_model_and_refuses_another_models_original(
     type(other.model)(config).save_pretrained(tmp_path / "other")
     other.tokenizer.save_pretrained(tmp_path / "other")
     code, _, stderr = coca_eval(
-        "attention-maps", tiny_coca_dir, "--baseline", tmp_path / "other", *arguments
+        f"attention-maps {tiny_coca_dir} --baseline {tmp_path / 'other'}", arguments
     )
     assert code == 2
     assert "got num_hidden_layers 1, expected 3" in stderr

@@ -16,14 +16,13 @@ import pytest
 import torch
 
 from coca_hf.evaluate import batches
-from coca_hf.evaluate.batches import auto_batch_size, compute_all
+from coca_hf.evaluate.batches import NoValue, auto_batch_size, compute_all
 from coca_hf.evaluate.passkey import VARIANTS as PROMPTS
 from coca_hf.evaluate.passkey import passkey_rows
-from coca_hf.evaluate.perplexity import perplexity_of, perplexity_rows
+from coca_hf.evaluate.perplexity import VARIANTS, perplexity_rows, value_of
 from coca_hf.evaluate.rope import parse_ropes
 from coca_hf.evaluate.sample import draw_sample
 from coca_hf.evaluate.store import RowStore
-from coca_hf.evaluate.windows import VARIANTS
 from coca_hf.report.read import read_tables
 
 MESSAGES = [
@@ -53,16 +52,17 @@ def holds(limit, tried, message=MESSAGES[0]):
 @pytest.mark.parametrize("message", MESSAGES)
 def test_memory_that_runs_out_is_retried_in_halves_that_later_batches_keep(message):
     tried = []
-    results, error, size = compute_all([(list(range(20)), 8)], holds(3, tried, message))
-    assert (results, error, size) == ([item * item for item in range(20)], None, 2)
+    results, size = compute_all([(list(range(20)), 8)], holds(3, tried, message))
+    assert (results, size) == ([item * item for item in range(20)], 2)
     assert tried == [8, 4, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2]
 
 
 def test_memory_that_does_not_hold_one_item_is_an_error_of_the_row():
     tried = []
-    results, error, size = compute_all([(list(range(20)), 8)], holds(0, tried))
-    assert (results, size) == ([], 1)
-    assert error.startswith("OOM: one sequence alone does not fit (CUDA out of memory.")
+    with pytest.raises(
+        NoValue, match=r"^OOM: one sequence alone does not fit \(CUDA out of memory"
+    ):
+        compute_all([(list(range(20)), 8)], holds(0, tried))
     assert tried == [8, 4, 2, 1]
 
 
@@ -102,8 +102,8 @@ def test_processes_get_as_many_items_and_all_results_in_order(monkeypatch, num_p
     shares = [sum(sizes) for sizes in batched]
     assert max(shares) - min(shares) <= 1
     for process in range(num_processes):
-        results, error, size = run(process, lambda mine: made)
-        assert (results, error) == ([item * item for item in range(sum(sizes))], None)
+        results, size = run(process, lambda mine: made)
+        assert results == [item * item for item in range(sum(sizes))]
         assert size == max(map(max, filter(None, batched)))
 
 
@@ -144,8 +144,7 @@ def test_a_row_that_does_not_fit_says_oom_and_the_others_go_on(short_of_memory, 
     )
     assert [row["value"] is None for row in rows] == [False, True, False]
     assert rows[1]["error"].startswith("OOM: one sequence alone does not fit")
-    assert rows[1]["tokens"] == 0
-    assert [row["batch_size"] for row in rows] == [2, 1, 4]
+    assert [row.get("batch_size") for row in rows] == [2, None, 4]
     del short_of_memory.model.forward
     whole = list(
         perplexity_rows(
@@ -215,8 +214,8 @@ def test_every_value_can_be_computed_again_from_the_raw_tables(coca, books, tmp_
         ((_, path),) = row["raw"].items()
         lines = pq.read_table(tmp_path / path).to_pylist()
         if row["task"] == "perplexity":
-            assert perplexity_of(VARIANTS["sliding"], lines) == (row["value"], None)
-            assert sum(line["tokens"] for line in lines) == row["tokens"]
+            again = value_of(VARIANTS["sliding"], lines)
+            assert again == {name: row[name] for name in ("value", "nll", "tokens", "error")}
         else:
             assert sum(line["correct"] for line in lines) / len(lines) == row["value"]
             assert all(str(line["key"]).isdecimal() for line in lines)

@@ -142,11 +142,11 @@ def test_another_model_is_refused(llama, coca, books, tmp_path):
 
 def test_command(tiny_llama_dir, tiny_coca_dir, books, tmp_path, coca_eval):
     out = tmp_path / "out"
-    options = ("--data", books, "--lengths", "30", "--cases", 2, "--out", out, "--name", "+ CoCA")
-    code, stdout, stderr = coca_eval("layers", tiny_llama_dir, tiny_coca_dir, *options)
+    options = f"--data {books} --lengths 30 --cases 2 --out {out} --name '+ CoCA'"
+    code, stdout, stderr = coca_eval(f"layers {tiny_llama_dir} {tiny_coca_dir}", options)
     assert code == 0, stderr
     assert "layers by context length" in stdout
-    assert coca_eval("report", out, "--out", tmp_path / "page")[0] == 0
+    assert coca_eval(f"report {out} --out {tmp_path / 'page'}")[0] == 0
     page = (tmp_path / "page" / "report.md").read_text()
     assert "## Harm of each layer" in page
     assert "+ CoCA: keep first " in page

@@ -311,22 +311,11 @@ def test_a_model_with_code_of_its_own_runs_it_where_that_is_trusted(half, tiny_l
 
 
 def test_coca_eval_trusts_code_where_it_is_told_to_also_the_baselines(half, tmp_path, coca_eval):
-    arguments = (
-        "speed",
-        half,
-        "--baseline",
-        half,
-        "--baseline-name",
-        "same",
-        "--modes",
-        "prefill",
-        "--lengths",
-        16,
-    )
-    arguments += ("--repeats", 1, "--out", tmp_path / "out")
-    code, _, stderr = coca_eval(*arguments)
+    arguments = f"speed {half} --baseline {half} --baseline-name same --modes prefill --lengths 16"
+    arguments += f" --repeats 1 --out {tmp_path / 'out'}"
+    code, _, stderr = coca_eval(arguments)
     assert (code, stderr.count("\n"), "add --trust-remote-code\n" in stderr) == (2, 1, True)
-    code, stdout, _ = coca_eval(*arguments, "--trust-remote-code")
+    code, stdout, _ = coca_eval(arguments, "--trust-remote-code")
     assert (code, "copy" in stdout, "same" in stdout) == (0, True, True)
 
 

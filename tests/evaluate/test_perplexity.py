@@ -13,11 +13,16 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import coca_hf
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.loaded_model import LoadedModel
-from coca_hf.evaluate.perplexity import compute_windows, perplexity_rows, token_losses
+from coca_hf.evaluate.perplexity import (
+    Window,
+    compute_windows,
+    perplexity_rows,
+    token_losses,
+    windows_of,
+)
 from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.sample import Sample, draw_sample
 from coca_hf.evaluate.store import RowStore
-from coca_hf.evaluate.windows import Window, windows_of
 
 DEFAULT = Rope("default")
 
@@ -46,8 +51,7 @@ def total_nll(model, documents, length, stride, batch_size=1):
     def compute(batch):
         return token_losses(model, documents, batch).double().sum(-1).tolist()
 
-    windows, nlls, error, _ = compute_windows(windows, compute, batch_size)
-    assert error is None
+    windows, nlls, _ = compute_windows(windows, compute, batch_size)
     return math.fsum(nlls), sum(window.scored_len for window in windows)
 
 

@@ -230,7 +230,7 @@ def test_without_lm_eval_one_line_says_what_to_install(
     # That remembers nothing
     monkeypatch.setattr(tasks, "_task_manager", tasks._task_manager.__wrapped__)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    code, stdout, stderr = coca_eval("tasks", tiny_coca_dir, "--tasks", "piqa", "--out", tmp_path)
+    code, stdout, stderr = coca_eval(f"tasks {tiny_coca_dir} --tasks piqa --out {tmp_path}")
     assert (code, stdout) == (2, "")
     assert stderr == "error: coca-eval tasks needs lm-eval: pip install 'coca-hf[lm-eval]'\n"
 
@@ -447,7 +447,7 @@ def test_two_processes_make_the_rows_of_one(tiny_coca_dir, task_dir, tmp_path): 
     (tmp_path / "eval.py").write_text(EVAL)
     launcher = ("-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "two.yaml"))
     for name, prefix in (("one", ("-u",)), ("two", launcher)):
-        common = ("--out", tmp_path / name, "--batch-size", 2, "--include-path", task_dir)
+        common = f"--out {tmp_path / name} --batch-size 2 --include-path {task_dir}"
         out = run(
             ("tasks", tiny_coca_dir, "--tasks", ",".join(NAMES), *common),
             *prefix,

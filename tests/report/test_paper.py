@@ -15,7 +15,6 @@ from accelerate.commands.launch import launch_command_parser
 from transformers import LlamaConfig
 
 from coca_cli import convert, evaluate, train
-from coca_cli.options import parse_lengths
 from coca_hf import CocaLlamaConfig
 from coca_hf.evaluate.rope import parse_ropes
 from coca_hf.evaluate.sample import check_preset
@@ -119,8 +118,6 @@ def test_every_command_line_is_understood_and_its_files_are_in_the_repository(sc
         if "recipe" in given:
             files.append(given["recipe"])
             load_recipe(REPOSITORY / given["recipe"], given["settings"])
-        elif "lengths" in given:
-            parse_lengths(given["lengths"])
         if given.get("rope"):
             parse_ropes(given["rope"])
         if given.get("preset"):
