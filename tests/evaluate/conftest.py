@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from coca_cli import main
+from coca_hf.evaluate import tasks
 from coca_hf.evaluate.loaded_model import load_model
 
 
@@ -30,6 +31,21 @@ def books(tmp_path):
         text = f"{name} wrote of {number} sea voyages, one ball and no trains. " * 9
         (directory / f"{name}.txt").write_text(text[: 210 + 20 * number])
     return directory
+
+
+@pytest.fixture
+def own_tasks(monkeypatch):
+    """lm-eval's own tasks, which take their while, are not read where a directory is given."""
+    from lm_eval.tasks import TaskManager
+
+    class OwnTasks(TaskManager):
+        __module__ = TaskManager.__module__
+
+        def __init__(self, include_path=None, **options):
+            options.setdefault("include_defaults", include_path is None)
+            super().__init__(include_path=include_path, **options)
+
+    monkeypatch.setattr(tasks, "_managers", lambda: OwnTasks)
 
 
 @pytest.fixture

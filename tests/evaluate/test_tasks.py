@@ -1,6 +1,5 @@
 """lm-eval's numbers as rows, on tasks over local files."""
 
-import functools
 import importlib
 import inspect
 import json
@@ -17,7 +16,6 @@ import torch
 import wonderwords
 import yaml
 from lm_eval.api.metrics import mean_stderr
-from lm_eval.tasks import TaskManager
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate import tasks
@@ -31,12 +29,18 @@ from tests.train.test_processes import TWO_PROCESSES
 
 DEFAULT = [Rope("default")]
 NAMES = ["coca_likelihood", "coca_answer"]
+pytestmark = pytest.mark.usefixtures("own_tasks")
+
+
+def measured(coca, names, out, own=None, **options):
+    """The rows of tasks; own: the directory that they are in."""
+    options["include_path"] = str(own) if own else None
+    return list(task_rows(coca, names, DEFAULT, RowStore(out), **options))
 
 
 def test_rows_have_the_numbers_of_the_model_itself(coca, task_dir, expected, tmp_path, monkeypatch):  # noqa: F811
     assert parse_tasks(",".join(NAMES), str(task_dir)) == NAMES
-    options = {"batch_size": 3, "include_path": str(task_dir)}
-    rows = list(task_rows(coca, NAMES, DEFAULT, RowStore(tmp_path), **options))
+    rows = measured(coca, NAMES, tmp_path, task_dir, batch_size=3)
     likelihood, answer = rows
     assert likelihood["value"] == pytest.approx(expected["perplexity"], rel=1e-4)
     assert (answer["value"], answer["metric"], answer["scored"]) == (
@@ -54,15 +58,12 @@ def test_rows_have_the_numbers_of_the_model_itself(coca, task_dir, expected, tmp
         == inspect.signature(lm_eval.simple_evaluate).parameters["fewshot_random_seed"].default
     )
     monkeypatch.setattr(tasks, "_evaluate", None)
-    assert list(task_rows(coca, NAMES, DEFAULT, RowStore(tmp_path), **options)) == rows
+    assert measured(coca, NAMES, tmp_path, task_dir, batch_size=3) == rows
 
 
 @pytest.mark.parametrize("room", [1, 0])
 def test_a_benchmark_that_does_not_fit_is_tried_smaller_then_says_oom(
-    coca,
-    task_dir,  # noqa: F811
-    expected,  # noqa: F811
-    tmp_path,
+    coca, task_dir, expected, tmp_path  # noqa: F811
     room,
 ):
     """Memory for `room` sequences at a time."""
@@ -75,9 +76,7 @@ def test_a_benchmark_that_does_not_fit_is_tried_smaller_then_says_oom(
         return forward(input_ids, *args, **kwargs)
 
     coca.model.forward = limited
-    (row,) = task_rows(
-        coca, NAMES[:1], DEFAULT, RowStore(tmp_path), batch_size=4, include_path=str(task_dir)
-    )
+    (row,) = measured(coca, NAMES[:1], tmp_path, task_dir, batch_size=4)
     if room:
         assert tried == [4, 2, 1, 1, 1, 1]
         assert (row["value"], row["error"]) == (
@@ -89,9 +88,7 @@ def test_a_benchmark_that_does_not_fit_is_tried_smaller_then_says_oom(
         assert (row["value"], row["metric"]) == (None, None)
         assert row["error"].startswith("OOM: one sequence alone does not fit (CUDA out of memory.")
         coca.model.forward = forward
-        (again,) = task_rows(
-            coca, NAMES[:1], DEFAULT, RowStore(tmp_path), batch_size=4, include_path=str(task_dir)
-        )
+        (again,) = measured(coca, NAMES[:1], tmp_path, task_dir, batch_size=4)
         assert again["value"] == pytest.approx(expected["perplexity"], rel=1e-4)
         assert [row["value"] for table in read_tables([tmp_path]) for row in table.rows] == [
             again["value"]
@@ -114,10 +111,7 @@ def samples_of(row, out):
 
 
 def test_every_value_can_be_computed_again_from_what_the_model_said(
-    coca,
-    task_dir,  # noqa: F811
-    expected,  # noqa: F811
-    tmp_path,
+    coca, task_dir, expected, tmp_path  # noqa: F811
 ):
     """Each kind of request, and each kind of metric: a mean, a function of one, and one of several
     numbers.
@@ -136,10 +130,8 @@ def test_every_value_can_be_computed_again_from_what_the_model_said(
         },
     }.items():
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(shared | {"task": name} | changes))
-    rows = list(task_rows(coca, NAMES, DEFAULT, RowStore(tmp_path), include_path=str(task_dir)))
-    rows += task_rows(
-        coca, ["choice", "rolling"], DEFAULT, RowStore(tmp_path), include_path=str(tmp_path)
-    )
+    rows = measured(coca, NAMES, tmp_path, task_dir)
+    rows += measured(coca, ["choice", "rolling"], tmp_path, tmp_path)
     likelihood, answer, choice, rolling = (samples_of(row, tmp_path) for row in rows)
     assert [line["target"] for line in likelihood] == choices
     assert [line["response"] for line in answer] == expected["answers"]
@@ -193,7 +185,7 @@ def test_a_group_has_the_samples_of_all_its_tasks():
 def test_a_model_that_gives_nan_has_no_score(coca, task_dir, tmp_path, name):  # noqa: F811
     with torch.no_grad():
         coca.model.model.norm.weight.fill_(torch.nan)
-    (row,) = task_rows(coca, [name], DEFAULT, RowStore(tmp_path), include_path=str(task_dir))
+    (row,) = measured(coca, [name], tmp_path, task_dir)
     assert (row["value"], row["error"]) == (None, "the model's logits are NaN")
 
 
@@ -203,11 +195,7 @@ def test_a_tokenizer_of_another_model_is_refused(coca, task_dir, tmp_path):  # n
         CocaError,
         match=r"--tasks coca_answer: got token id \d+ from .* vocabulary of 20; the tokenizer",
     ):
-        list(
-            task_rows(
-                coca, ["coca_answer"], DEFAULT, RowStore(tmp_path), include_path=str(task_dir)
-            )
-        )
+        measured(coca, ["coca_answer"], tmp_path, task_dir)
     assert not (tmp_path / "rows.jsonl").exists()
 
 
@@ -242,15 +230,7 @@ def test_a_directory_of_tasks_that_is_not_there_is_refused():
         parse_tasks("piqa", "/nowhere")
 
 
-@pytest.fixture
-def own_tasks(monkeypatch):
-    """Reads the tasks of --include-path only: those of lm-eval take their while."""
-    monkeypatch.setattr(
-        tasks, "_managers", lambda: functools.partial(TaskManager, include_defaults=False)
-    )
-
-
-def test_a_directory_of_tasks_that_lm_eval_cannot_read_is_one_line(own_tasks, tmp_path):
+def test_a_directory_of_tasks_that_lm_eval_cannot_read_is_one_line(tmp_path):
     for name in ("a", "7"):
         (tmp_path / f"{name}.yaml").write_text(f"task: {name}\ndataset_path: json\n")
     with pytest.raises(
@@ -260,7 +240,7 @@ def test_a_directory_of_tasks_that_lm_eval_cannot_read_is_one_line(own_tasks, tm
 
 
 def test_a_tag_is_its_tasks_and_a_group_without_a_metric_is_refused_before_anything_is_run(
-    own_tasks, tmp_path
+    tmp_path,
 ):
     for name in "ba":
         (tmp_path / f"{name}.yaml").write_text(f"task: {name}\ntag: letters\ndataset_path: json\n")
@@ -276,7 +256,6 @@ def test_a_tag_is_its_tasks_and_a_group_without_a_metric_is_refused_before_anyth
 
 
 def test_tasks_of_ones_own_that_have_changed_are_measured_again(
-    own_tasks,
     coca,
     task_dir,  # noqa: F811
     tmp_path,
@@ -284,9 +263,7 @@ def test_tasks_of_ones_own_that_have_changed_are_measured_again(
     mine = shutil.copytree(task_dir, tmp_path / "tasks")
 
     def measured():
-        return list(
-            task_rows(coca, NAMES[:1], DEFAULT, RowStore(tmp_path / "out"), include_path=str(mine))
-        )
+        return measured(coca, NAMES[:1], tmp_path / "out", mine)
 
     first = measured()
     assert measured() == first
@@ -296,28 +273,24 @@ def test_tasks_of_ones_own_that_have_changed_are_measured_again(
     assert measured()[0]["value"] != first[0]["value"]
 
 
-def test_a_tokenizer_without_an_end_is_said_to_have_none(own_tasks, coca, task_dir, tmp_path):  # noqa: F811
+def test_a_tokenizer_without_an_end_is_said_to_have_none(coca, task_dir, tmp_path):  # noqa: F811
     coca.tokenizer.bos_token = coca.tokenizer.eos_token = None
     with pytest.raises(
         CocaError, match=r"cannot run it: .*; its tokenizer has no eos_token, which lm-eval needs$"
     ):
-        list(task_rows(coca, NAMES[:1], DEFAULT, RowStore(tmp_path), include_path=str(task_dir)))
+        measured(coca, NAMES[:1], tmp_path, task_dir)
 
 
 def test_a_length_too_short_for_ruler_is_no_matter_of_the_network(coca, few_words, tmp_path):
     with pytest.raises(CocaError, match=r"--tasks niah_single_1: lm-eval cannot run it: ") as error:
-        list(
-            task_rows(
-                coca, ["niah_single_1"], DEFAULT, RowStore(tmp_path), ruler_lengths=[200], limit=1
-            )
-        )
+        measured(coca, ["niah_single_1"], tmp_path, ruler_lengths=[200], limit=1)
     assert "network" not in str(error.value)
 
 
 def test_data_that_are_not_there_are_one_line(coca, tmp_path):
     """No network here, so lm-eval cannot load them."""
     with pytest.raises(CocaError, match="--tasks piqa: lm-eval cannot run it: "):
-        list(task_rows(coca, ["piqa"], DEFAULT, RowStore(tmp_path), limit=1))
+        measured(coca, ["piqa"], tmp_path, limit=1)
 
 
 def test_ruler_at_a_length_is_the_mean_of_its_tasks_there(coca, tmp_path, monkeypatch):
@@ -337,7 +310,7 @@ def test_ruler_at_a_length_is_the_mean_of_its_tasks_there(coca, tmp_path, monkey
         }
 
     monkeypatch.setattr(tasks, "_evaluate", ran)
-    rows = list(task_rows(coca, [], DEFAULT, RowStore(tmp_path), ruler_lengths=[8192, 16384]))
+    rows = measured(coca, [], tmp_path, ruler_lengths=[8192, 16384])
     assert [(row["length"], row["value"], row["dimension"], row["scored"]) for row in rows] == [
         *((8192, 0.5, "ruler", 6), (16384, 0.5, "ruler", 6))
     ]
@@ -345,7 +318,7 @@ def test_ruler_at_a_length_is_the_mean_of_its_tasks_there(coca, tmp_path, monkey
     assert [(line["benchmark"], line["case"], line["score"]) for line in lines] == [
         (task, number, score) for task, some in scores.items() for number, score in enumerate(some)
     ]
-    list(task_rows(coca, [], DEFAULT, RowStore(tmp_path), ruler_lengths=[8192, 16384]))
+    measured(coca, [], tmp_path, ruler_lengths=[8192, 16384])
     assert lengths == [8192, 16384]
 
 
@@ -396,7 +369,7 @@ def test_a_real_task_of_ruler_fits_the_length_and_scores_one_for_a_model_that_fi
     coca, few_words, tmp_path, name
 ):
     prompts = knows_the_needle(coca.model, coca.tokenizer)
-    (row,) = task_rows(coca, [name], DEFAULT, RowStore(tmp_path), ruler_lengths=[1500], limit=3)
+    (row,) = measured(coca, [name], tmp_path, ruler_lengths=[1500], limit=3)
     for line in samples_of(row, tmp_path):
         assert (line["benchmark"], line["score"]) == (name, 1.0)
         assert json.loads(line["target"]) == [line["response"].strip()]
@@ -409,9 +382,7 @@ def test_a_random_model_does_not_find_what_ruler_hid(coca, few_words, tmp_path):
     """Of the tasks without a network, ruler_vt, _cwe and _fwe do not get ready with a tokenizer of
     bytes.
     """
-    (row,) = task_rows(
-        coca, ["niah_single_1"], DEFAULT, RowStore(tmp_path), ruler_lengths=[1500], limit=1
-    )
+    (row,) = measured(coca, ["niah_single_1"], tmp_path, ruler_lengths=[1500], limit=1)
     assert (row["value"], row["scored"], row["error"]) == (0.0, 1, None)
 
 
@@ -421,14 +392,14 @@ def test_what_of_ruler_runs_without_a_network_is_said_where_it_does_not(coca, fe
         CocaError,
         match=r"--tasks niah_single_2: lm-eval cannot run it: .*without a network, run niah_",
     ):
-        list(task_rows(coca, ["niah_single_2"], DEFAULT, RowStore(tmp_path), ruler_lengths=[1500]))
+        measured(coca, ["niah_single_2"], tmp_path, ruler_lengths=[1500])
 
 
 def test_a_task_of_ruler_without_a_length_is_refused(coca, tmp_path):
     with pytest.raises(
         CocaError, match="--tasks ruler_vt: got no --ruler, expected the lengths at which to run"
     ):
-        list(task_rows(coca, ["ruler_vt"], DEFAULT, RowStore(tmp_path)))
+        measured(coca, ["ruler_vt"], tmp_path)
 
 
 # Reads these task files only: every process would take long to read lm-eval's thousands

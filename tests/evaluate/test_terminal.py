@@ -110,7 +110,14 @@ def test_a_command_tells_its_log_of_every_row_that_it_makes(
     assert coca_eval(arguments, "--lengths 60,50")[2] == ""
 
 
-def test_models_in_turns_and_benchmarks_are_counted_as_such(llama, coca, task_dir, tmp_path, log):  # noqa: F811
+def test_models_in_turns_and_benchmarks_are_counted_as_such(
+    llama,
+    coca,
+    own_tasks,
+    task_dir,  # noqa: F811
+    tmp_path,
+    log,
+):
     with progress_on(log) as progress:
 
         def store():
