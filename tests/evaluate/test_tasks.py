@@ -23,7 +23,7 @@ from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.store import RowStore
 from coca_hf.evaluate.tasks import DIMENSIONS, WITHOUT_NETWORK, parse_tasks, ruler_tasks, task_rows
 from coca_hf.report.read import read_tables
-from tests.evaluate.test_batches import assert_close, lasting, rows_of, run
+from tests.evaluate.test_batches import assert_same_rows, run
 from tests.test_lm_eval import PAIRS, expected, loaded, task_dir  # noqa: F401
 from tests.train.test_processes import TWO_PROCESSES
 
@@ -63,7 +63,10 @@ def test_rows_have_the_numbers_of_the_model_itself(coca, task_dir, expected, tmp
 
 @pytest.mark.parametrize("room", [1, 0])
 def test_a_benchmark_that_does_not_fit_is_tried_smaller_then_says_oom(
-    coca, task_dir, expected, tmp_path  # noqa: F811
+    coca,
+    task_dir,  # noqa: F811
+    expected,  # noqa: F811
+    tmp_path,
     room,
 ):
     """Memory for `room` sequences at a time."""
@@ -90,9 +93,8 @@ def test_a_benchmark_that_does_not_fit_is_tried_smaller_then_says_oom(
         coca.model.forward = forward
         (again,) = measured(coca, NAMES[:1], tmp_path, task_dir, batch_size=4)
         assert again["value"] == pytest.approx(expected["perplexity"], rel=1e-4)
-        assert [row["value"] for table in read_tables([tmp_path]) for row in table.rows] == [
-            again["value"]
-        ]
+        (table,) = read_tables([tmp_path])
+        assert [row["value"] for row in table.rows] == [again["value"]]
 
 
 def sample(number, **metrics):
@@ -111,7 +113,10 @@ def samples_of(row, out):
 
 
 def test_every_value_can_be_computed_again_from_what_the_model_said(
-    coca, task_dir, expected, tmp_path  # noqa: F811
+    coca,
+    task_dir,  # noqa: F811
+    expected,  # noqa: F811
+    tmp_path,
 ):
     """Each kind of request, and each kind of metric: a mean, a function of one, and one of several
     numbers.
@@ -413,26 +418,13 @@ evaluate()
 
 
 @pytest.mark.real
-def test_two_processes_make_the_rows_of_one(tiny_coca_dir, task_dir, tmp_path):  # noqa: F811
+def test_two_processes_make_the_rows_of_one(tiny_coca_dir, task_dir, tmp_path, coca_eval):  # noqa: F811
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(TWO_PROCESSES | {"main_process_port": 29549}))
     (tmp_path / "eval.py").write_text(EVAL)
     launcher = ("-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "two.yaml"))
-    for name, prefix in (("one", ("-u",)), ("two", launcher)):
-        common = f"--out {tmp_path / name} --batch-size 2 --include-path {task_dir}"
-        out = run(
-            ("tasks", tiny_coca_dir, "--tasks", ",".join(NAMES), *common),
-            *prefix,
-            program=tmp_path / "eval.py",
-        )
-        assert out.count("coca_likelihood") == 1
-    one, two = rows_of(tmp_path / "one"), rows_of(tmp_path / "two")
-    assert len(one) == 2
-    assert_close(lasting(one), lasting(two))
-    assert {row["processes"] for row in two} == {2}
-    for row in one:
-        assert_close(
-            *(
-                pq.read_table(tmp_path / name / row["raw"]["samples"]).to_pylist()
-                for name in ("one", "two")
-            )
-        )
+    options = f"--tasks {','.join(NAMES)} --batch-size 2 --include-path {task_dir}"
+    command = f"tasks {tiny_coca_dir} {options} --out {tmp_path}"
+    assert coca_eval(f"{command}/one")[0] == 0
+    out = run(f"{command}/two".split(), *launcher, program=tmp_path / "eval.py")
+    assert out.count("coca_likelihood") == 1
+    assert_same_rows(tmp_path, 2)
