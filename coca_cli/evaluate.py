@@ -8,11 +8,11 @@ import typer
 
 from coca_cli.console import BadOption, say
 from coca_cli.options import (
-    BatchOption,
-    LengthsOption,
+    BatchSize,
+    Lengths,
     PassageTexts,
     Run,
-    SeedOption,
+    Seed,
     Texts,
     grouped,
     parse_lengths,
@@ -35,6 +35,11 @@ NEW_TOKENS = "Most tokens of an answer; by default 64 for paper, 10 for yarn and
 TASKS = "Names of lm-eval tasks, separated by commas; opencompass: those nearest to the paper's."
 RULER = "Lengths in tokens, separated by commas, at which to run RULER or its tasks in --tasks."
 SEQUENCES = "Number of sequences of each kind of text per length."
+PAIRS = "Pairs of query and key positions drawn from every document."
+LIMIT = "Number of cases of every task; all by default."
+MODES = "What to measure: prefill, decode, train, separated by commas."
+REPEATS = "Number of timed steps; the row has their median."
+RUNS = "Directories with a rows.jsonl, or of coca-train."
 INCLUDE = "Directory with your own lm-eval tasks."
 WARMUP = "Number of steps before the timed ones."
 CHECKPOINT = "A checkpoint directory, CoCA or not."
@@ -53,11 +58,11 @@ BASE_MODEL = "Hub id of the original model, if it was converted from a directory
 @grouped
 def perplexity_command(
     run: Run,
-    lengths: LengthsOption,
+    lengths: Lengths,
     texts: Texts,
     stride: Annotated[int | None, typer.Option(min=1, help=STRIDE)] = None,
     variant: Annotated[str, typer.Option(help=WINDOWS)] = "sliding",
-    batch_size: BatchOption = "auto",
+    batch_size: BatchSize = "auto",
 ) -> None:
     """Perplexity of documents in sliding windows of each length.
 
@@ -76,10 +81,10 @@ def perplexity_command(
 @grouped
 def position_command(
     run: Run,
-    lengths: LengthsOption,
+    lengths: Lengths,
     texts: Texts,
     bucket: Annotated[int, typer.Option(min=1, max=10**9, help=BUCKET)] = 64,
-    batch_size: BatchOption = "auto",
+    batch_size: BatchSize = "auto",
 ) -> None:
     """Loss against the token's index in its window.
 
@@ -97,13 +102,13 @@ def position_command(
 @grouped
 def passkey_command(
     run: Run,
-    lengths: LengthsOption,
+    lengths: Lengths,
     cases: Annotated[int, typer.Option(min=1, help="Number of prompts per length.")] = 100,
     depths: Annotated[int | None, typer.Option(min=1, max=1000, help=DEPTHS)] = None,
     variant: Annotated[str, typer.Option(help=PROMPTS)] = "paper",
     new_tokens: Annotated[int | None, typer.Option(min=1, max=10**6, help=NEW_TOKENS)] = None,
-    seed: SeedOption = 0,
-    batch_size: BatchOption = "auto",
+    seed: Seed = 0,
+    batch_size: BatchSize = "auto",
 ) -> None:
     """Share of numbers that the model finds in irrelevant text of up to each length."""
     from coca_hf.evaluate.passkey import check_variant, passkey_rows
@@ -119,12 +124,9 @@ def passkey_command(
 @grouped
 def boundary_command(
     run: Run,
-    lengths: LengthsOption,
+    lengths: Lengths,
     texts: Texts,
-    pairs: Annotated[
-        int,
-        typer.Option(min=1, help="Pairs of query and key positions drawn from every document."),
-    ] = 1024,
+    pairs: Annotated[int, typer.Option(min=1, help=PAIRS)] = 1024,
 ) -> None:
     """Angle between query and key before rotation, and where scores rise with distance."""
     from coca_hf.evaluate.boundary import boundary_rows
@@ -139,10 +141,10 @@ def boundary_command(
 @grouped
 def copying_command(
     run: Run,
-    lengths: LengthsOption,
+    lengths: Lengths,
     texts: PassageTexts,
     cases: Annotated[int, typer.Option(min=1, help="Number of sequences per length.")] = 16,
-    batch_size: BatchOption = "auto",
+    batch_size: BatchSize = "auto",
 ) -> None:
     """Loss on the second copy of random tokens or, with --data, of passages.
 
@@ -162,11 +164,11 @@ def copying_command(
 @grouped
 def recall_command(
     run: Run,
-    lengths: LengthsOption,
+    lengths: Lengths,
     cases: Annotated[int, typer.Option(min=1, help="Number of lists per length.")] = 100,
     pairs: Annotated[int, typer.Option(min=2, max=1000, help="Number of lines in a list.")] = 8,
-    seed: SeedOption = 0,
-    batch_size: BatchOption = "auto",
+    seed: Seed = 0,
+    batch_size: BatchSize = "auto",
 ) -> None:
     """Share of values that the model finds by their keys in a list spread over each length."""
     from coca_hf.evaluate.recall import recall_rows
@@ -180,7 +182,7 @@ def recall_command(
 @grouped
 def attention_maps_command(
     run: Run,
-    lengths: LengthsOption,
+    lengths: Lengths,
     texts: Texts,
     baseline: Annotated[str, typer.Option(help=ORIGINAL, show_default=False)],
 ) -> None:
@@ -198,10 +200,10 @@ def attention_maps_command(
 def layers_command(
     original: Annotated[str, typer.Argument(help=ORIGINAL, show_default=False)],
     run: Run,
-    lengths: LengthsOption,
+    lengths: Lengths,
     texts: Texts,
     cases: Annotated[int, typer.Option(min=1, help=SEQUENCES)] = 6,
-    batch_size: BatchOption = "auto",
+    batch_size: BatchSize = "auto",
 ) -> None:
     """Harm of converting each layer, and which layers to keep first."""
     from coca_hf.evaluate.layers import layer_rows
@@ -218,16 +220,11 @@ def layers_command(
 def tasks_command(
     run: Run,
     tasks: Annotated[str, typer.Option(help=TASKS)] = "",
-    ruler: Annotated[
-        Any, typer.Option(callback=parse_lengths, metavar="<str>", help=RULER, show_default=False)
-    ] = None,
+    ruler: Annotated[Any, typer.Option(callback=parse_lengths, metavar="<str>", help=RULER)] = None,
     shots: Annotated[int | None, typer.Option(min=0, help=SHOTS)] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(min=1, max=10**9, help="Number of cases of every task; all by default."),
-    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, max=10**9, help=LIMIT)] = None,
     include_path: Annotated[str | None, typer.Option(help=INCLUDE)] = None,
-    batch_size: BatchOption = "auto",
+    batch_size: BatchSize = "auto",
 ) -> None:
     """Accuracy on tasks of lm-eval, and on RULER at each length."""
     if not tasks and not ruler:
@@ -245,22 +242,17 @@ def tasks_command(
 @grouped
 def speed_command(
     run: Run,
-    lengths: LengthsOption,
+    lengths: Lengths,
     baseline: Annotated[str | None, typer.Option(help=BASELINE)] = None,
     baseline_name: Annotated[str | None, typer.Option(help=BASELINE_NAME)] = None,
-    modes: Annotated[
-        str, typer.Option(help="What to measure: prefill, decode, train, separated by commas.")
-    ] = "prefill,decode,train",
-    repeats: Annotated[
-        int, typer.Option(min=1, max=10**6, help="Number of timed steps; the row has their median.")
-    ] = 10,
+    modes: Annotated[str, typer.Option(help=MODES)] = "prefill,decode,train",
+    repeats: Annotated[int, typer.Option(min=1, max=10**6, help=REPEATS)] = 10,
     warmup: Annotated[int, typer.Option(min=0, max=10**6, help=WARMUP)] = 3,
     batch_size: Annotated[int, typer.Option(min=1, max=10**9, help="Sequences per batch.")] = 1,
 ) -> None:
     """Time and memory of prefill, decoding and a training step at each length."""
     if baseline_name is not None and baseline is None:
-        problem = f"got {baseline_name!r} without --baseline, expected both"
-        raise BadOption(f"--baseline-name: {problem}")
+        raise BadOption(f"--baseline-name: got {baseline_name!r} without --baseline, expected both")
     from coca_hf.evaluate.speed import parse_modes, speed_rows
 
     chosen = parse_modes(modes)
@@ -288,10 +280,7 @@ def inspect_command(
 
 @app.command("report")
 def report_command(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(help="Directories with a rows.jsonl, or of coca-train.", show_default=False),
-    ],
+    runs: Annotated[list[Path], typer.Argument(help=RUNS, show_default=False)],
     out: Annotated[Path, typer.Option(help=PAGE)],
     paper: Annotated[str, typer.Option(help=PAPER)] = "",
     title: Annotated[str, typer.Option(help="Title of the page.")] = "Evaluation",
@@ -305,10 +294,7 @@ def report_command(
 
 @app.command("card")
 def card_command(
-    model: Annotated[
-        Path,
-        typer.Argument(help=MADE, show_default=False),
-    ],
+    model: Annotated[Path, typer.Argument(help=MADE, show_default=False)],
     rows: Annotated[list[Path] | None, typer.Option(help=ROWS)] = None,
     base_model: Annotated[str | None, typer.Option(help=BASE_MODEL)] = None,
 ) -> None:

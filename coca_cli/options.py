@@ -13,6 +13,26 @@ import typer
 
 from coca_cli.console import BadOption, PlainConsole, console, say
 
+LENGTHS = "Context lengths in tokens, separated by commas."
+BATCH = "Sequences per batch, or auto: as many as fit. It changes no result."
+SEED = "Seed of the documents or cases that are drawn."
+MODEL = "A model directory, or a hub id as owner/name."
+OUT = "Directory for rows.jsonl; existing rows are kept, unless memory ran out."
+ROPE = "RoPE, several by commas: default, linear:FACTOR, dynamic:FACTOR, yarn:FACTOR."
+DTYPE = "Type of the weights: auto (the checkpoint's), float32, bfloat16 or float16."
+NAME = "Name of the model in the rows; by default that of its directory."
+REVISION = "Branch, tag or commit of a MODEL on the hub."
+TRUST = "Run the code that the checkpoint carries."
+DATA = "Text: a .txt, .jsonl or .parquet file, a directory or glob of them, or a hub id."
+PRESET = "A data set with published numbers: pg19 or proof-pile."
+DOCUMENTS = "Number of documents to draw; all by default."
+CUT = "Cut every document to its first tokens, this many."
+COLUMN = "Column that holds the text."
+SPLIT = "Split of a data set on the hub."
+SUBSET = "Subset of a data set on the hub."
+DATA_REVISION = "Branch, tag or commit of a data set on the hub."
+SKIP = "Skip documents that are empty or shorter than a window, and print their names."
+
 
 def parse_lengths(option: typer.CallbackParam, text: str | None) -> list[int]:
     """No lengths for no text. Raises BadOption for what is no list of lengths."""
@@ -34,26 +54,9 @@ def parse_batch_size(text: str) -> int | None:
 
 
 # What the functions make of these texts: list[int], and int | None
-LengthsOption = Annotated[
-    Any,
-    typer.Option(
-        callback=parse_lengths,
-        metavar="<str>",
-        help="Context lengths in tokens, separated by commas.",
-    ),
-]
-BatchOption = Annotated[
-    Any,
-    typer.Option(
-        callback=parse_batch_size,
-        metavar="<str>",
-        help="Sequences per batch, or auto: as many as fit. It changes no result.",
-    ),
-]
-SeedOption = Annotated[
-    int,
-    typer.Option(min=0, max=2**32 - 1, help="Seed of the documents or cases that are drawn."),
-]
+Lengths = Annotated[Any, typer.Option(callback=parse_lengths, metavar="<str>", help=LENGTHS)]
+BatchSize = Annotated[Any, typer.Option(callback=parse_batch_size, metavar="<str>", help=BATCH)]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help=SEED)]
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -84,39 +87,13 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 class Run:
     """A model under RoPE settings, and where its rows go."""
 
-    model: Annotated[
-        str,
-        typer.Argument(help="A model directory, or a hub id as owner/name.", show_default=False),
-    ]
-    out: Annotated[
-        Path,
-        typer.Option(
-            help="Directory for rows.jsonl; existing rows are kept, unless memory ran out."
-        ),
-    ]
-    rope: Annotated[
-        str,
-        typer.Option(
-            help="RoPE, several by commas: default, linear:FACTOR, dynamic:FACTOR, yarn:FACTOR."
-        ),
-    ] = "default"
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="Type of the weights: auto (the checkpoint's), float32, bfloat16 or float16."
-        ),
-    ] = "auto"
-    name: Annotated[
-        str | None,
-        typer.Option(help="Name of the model in the rows; by default that of its directory."),
-    ] = None
-    revision: Annotated[
-        str | None,
-        typer.Option(help="Branch, tag or commit of a MODEL on the hub."),
-    ] = None
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the code that the checkpoint carries.")
-    ] = False
+    model: Annotated[str, typer.Argument(help=MODEL, show_default=False)]
+    out: Annotated[Path, typer.Option(help=OUT)]
+    rope: Annotated[str, typer.Option(help=ROPE)] = "default"
+    dtype: Annotated[str, typer.Option(help=DTYPE)] = "auto"
+    name: Annotated[str | None, typer.Option(help=NAME)] = None
+    revision: Annotated[str | None, typer.Option(help=REVISION)] = None
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=TRUST)] = False
 
     def load(self, lengths: list[int], new_tokens: int = 0):
         """The model and its RoPE settings, which `make_rows` warns of where they do not reach."""
@@ -167,38 +144,16 @@ class Run:
 class Texts:
     """The documents that are read."""
 
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="Text: a .txt, .jsonl or .parquet file, a directory or glob of them, or a hub id."
-        ),
-    ] = None
-    preset: Annotated[
-        str | None,
-        typer.Option(help="A data set with published numbers: pg19 or proof-pile."),
-    ] = None
-    documents: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of documents to draw; all by default."),
-    ] = None
-    max_tokens: Annotated[
-        int | None, typer.Option(min=2, help="Cut every document to its first tokens, this many.")
-    ] = None
-    column: Annotated[str, typer.Option(help="Column that holds the text.")] = "text"
-    split: Annotated[str, typer.Option(help="Split of a data set on the hub.")] = "test"
-    subset: Annotated[str | None, typer.Option(help="Subset of a data set on the hub.")] = None
-    data_revision: Annotated[
-        str | None,
-        typer.Option(help="Branch, tag or commit of a data set on the hub."),
-    ] = None
-    skip_short: Annotated[
-        bool,
-        typer.Option(
-            "--skip-short",
-            help="Skip documents that are empty or shorter than a window, and print their names.",
-        ),
-    ] = False
-    seed: SeedOption = 0
+    data: Annotated[str | None, typer.Option(help=DATA)] = None
+    preset: Annotated[str | None, typer.Option(help=PRESET)] = None
+    documents: Annotated[int | None, typer.Option(min=1, help=DOCUMENTS)] = None
+    max_tokens: Annotated[int | None, typer.Option(min=2, help=CUT)] = None
+    column: Annotated[str, typer.Option(help=COLUMN)] = "text"
+    split: Annotated[str, typer.Option(help=SPLIT)] = "test"
+    subset: Annotated[str | None, typer.Option(help=SUBSET)] = None
+    data_revision: Annotated[str | None, typer.Option(help=DATA_REVISION)] = None
+    skip_short: Annotated[bool, typer.Option("--skip-short", help=SKIP)] = False
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         if (self.data is None) == (self.preset is None):
@@ -241,9 +196,8 @@ class PassageTexts(Texts):
             is_default = field.name == "seed" or getattr(self, field.name) == field.default
             if not self.given and not is_default:
                 option = field.name.replace("_", "-")
-                raise BadOption(
-                    f"--{option}: got it without --data or --preset, expected one of them with it",
-                )
+                problem = "got it without --data or --preset, expected one of them with it"
+                raise BadOption(f"--{option}: {problem}")
 
     @property
     def given(self) -> bool:

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from coca_cli import main
-from coca_hf.evaluate import tasks
 from coca_hf.evaluate.loaded_model import load_model
 
 
@@ -45,7 +44,7 @@ def own_tasks(monkeypatch):
             options.setdefault("include_defaults", include_path is None)
             super().__init__(include_path=include_path, **options)
 
-    monkeypatch.setattr(tasks, "_managers", lambda: OwnTasks)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", OwnTasks)
 
 
 @pytest.fixture
