@@ -267,15 +267,13 @@ def test_tasks_of_ones_own_that_have_changed_are_measured_again(
 ):
     mine = shutil.copytree(task_dir, tmp_path / "tasks")
 
-    def measured():
-        return measured(coca, NAMES[:1], tmp_path / "out", mine)
-
-    first = measured()
-    assert measured() == first
+    arguments = (coca, NAMES[:1], tmp_path / "out", mine)
+    first = measured(*arguments)
+    assert measured(*arguments) == first
     file = mine / "coca_likelihood.yaml"
     file.write_text(file.read_text().replace("{{target}}", "{{context}}"))
     tasks._task_manager.cache_clear()
-    assert measured()[0]["value"] != first[0]["value"]
+    assert measured(*arguments)[0]["value"] != first[0]["value"]
 
 
 def test_a_tokenizer_without_an_end_is_said_to_have_none(coca, task_dir, tmp_path):  # noqa: F811
