@@ -15,6 +15,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,8 +126,8 @@ def speed_rows(
 
     def measured(rope: Rope, pair: list[dict]) -> list[dict]:
         rows = []
-        results, seconds = _measure(loaded_models, rope, pair[0], store.progress)
-        for settings, result, times in zip(pair, results, seconds, strict=True):
+        timings = _measure(loaded_models, rope, pair[0], store.progress)
+        for settings, (result, times) in zip(pair, timings, strict=True):
             runs = [{"repeat": number, "seconds": value} for number, value in enumerate(times)]
             rows.append(store.append(SpeedRow, settings | result, {"runs": runs}))
         return rows
@@ -138,61 +139,62 @@ def speed_rows(
     yield from store.each(asked, found, measured, "pairs of rows" if baseline else "rows")
 
 
+@dataclass
+class _Timing:
+    """Of one model. peak: in bytes."""
+
+    model: Any
+    step: Step | None = None
+    seconds: list[float] = field(default_factory=list)
+    peak: int | None = None
+    error: str | None = None
+
+
 def _measure(
     loaded_models: list[LoadedModel], rope: Rope, settings: dict, progress: Progress
-) -> tuple[list[dict], list[list[float]]]:
+) -> list[tuple[dict, list[float]]]:
     """Results and the times in seconds of every model."""
-    mode, length = settings["mode"], settings["length"]
+    mode, length, batch_size = settings["mode"], settings["length"], settings["batch_size"]
     warmup, repeats = settings["warmup"], settings["repeats"]
     began = time.perf_counter()
-    seconds: list[list[float]] = [[] for _ in loaded_models]
-    peaks: list[int | None] = [None for _ in loaded_models]
-    errors: list[str | None] = [None for _ in loaded_models]
-    steps: list[Step | None] = [None for _ in loaded_models]
+    timings = [_Timing(each.model) for each in loaded_models]
     description = f"speed  {mode}  {rope}  {length}"
     for number in progress(list(range(warmup + repeats)), description):
-        for i, each in enumerate(loaded_models):
-            if errors[i]:
+        for one in timings:
+            if one.error:
                 continue
             try:
-                if steps[i] is None:
-                    use_rope_(each.model, rope, length + warmup + repeats)
-                    steps[i] = _step(each.model, mode, length, settings["batch_size"])
-                taken, peak = _timed(steps[i], each.model)  # type: ignore[arg-type]
+                if one.step is None:
+                    use_rope_(one.model, rope, length + warmup + repeats)
+                    one.step = _step(one.model, mode, length, batch_size)
+                taken, peak = _timed(one.step, one.model)
             except (RuntimeError, MemoryError, IndexError) as failure:
-                errors[i] = _error(failure, length)
-                steps[i] = None
+                one.error, one.step, one.seconds, one.peak = _error(failure, length), None, [], None
                 continue
             if number >= warmup:
-                seconds[i].append(taken)
-                peaks[i] = max(peak, peaks[i] or 0) if peak is not None else None
-    steps.clear()
-    for each in loaded_models:
-        each.model.zero_grad(set_to_none=True)
-        each.model.eval()
+                one.seconds.append(taken)
+                one.peak = max(peak, one.peak or 0) if peak is not None else None
+    for one in timings:
+        one.step = None
+        one.model.zero_grad(set_to_none=True)
+        one.model.eval()
     clear_device_cache(garbage_collection=True)
-    medians = [
-        None if error else statistics.median(times)
-        for error, times in zip(errors, seconds, strict=True)
-    ]
-    kind = "device" if torch.cuda.is_available() else "process"
+    medians = [statistics.median(one.seconds) if one.seconds else None for one in timings]
+    made = {"seconds": round(time.perf_counter() - began, 3), "date": now()}
     results = []
-    for i, median in enumerate(medians):
-        has_baseline = len(loaded_models) > 1 and i == len(loaded_models) - 1
-        ratio = median / medians[0] if has_baseline and median and medians[0] else None
-        results.append(
-            {
-                "value": median,
-                "tokens_per_second": settings["tokens"] / median if median else None,
-                "ratio": ratio,
-                "peak_bytes": None if errors[i] else peaks[i],
-                "memory_kind": kind if peaks[i] is not None else None,
-                "error": errors[i],
-                "seconds": round(time.perf_counter() - began, 3),
-                "date": now(),
-            }
-        )
-    return results, [[] if error else times for error, times in zip(errors, seconds, strict=True)]
+    for one, median in zip(timings, medians, strict=True):
+        has_baseline = len(timings) > 1 and one is timings[-1]
+        kind = "device" if torch.cuda.is_available() else "process"
+        result = {
+            "value": median,
+            "tokens_per_second": settings["tokens"] / median if median else None,
+            "ratio": median / medians[0] if has_baseline and median and medians[0] else None,
+            "peak_bytes": one.peak,
+            "memory_kind": kind if one.peak is not None else None,
+            "error": one.error,
+        }
+        results.append((result | made, one.seconds))
+    return results
 
 
 def _error(failure: Exception, length: int) -> str:
@@ -219,10 +221,10 @@ def _step(model: Any, mode: str, length: int, batch_size: int) -> Step:
             optimizer.step()
             optimizer.zero_grad()
 
-        return Step(
-            train,
-            lambda: _bytes(value for state in optimizer.state.values() for value in state.values()),
-        )
+        def held() -> int:
+            return _bytes(value for state in optimizer.state.values() for value in state.values())
+
+        return Step(train, held)
     model.eval()
     if mode == "prefill":
         return Step(

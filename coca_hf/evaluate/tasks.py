@@ -333,9 +333,9 @@ def _metrics(
         return []
     if length is not None:
         return _ruler_mean(output, str(length))
-    results = output["results"].get(name, {})
+    scored = sum(sizes["effective"] for sizes in output.get("n-samples", {}).values())
     found = []
-    for key, value in results.items():
+    for key, value in output["results"].get(name, {}).items():
         metric, comma, filter_name = key.partition(",")
         if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
             continue
@@ -345,31 +345,22 @@ def _metrics(
             for sample in some
             if sample["filter"] == filter_name
         ]
-        scores = [sample["score"] for sample in samples]
-        # lm-eval gives standard errors only with bootstraps, which print, fork and take minutes
-        is_mean = (
-            len(scores) > 1
-            and math.isfinite(value)
-            and None not in scores
-            and math.isclose(statistics.fmean(scores), value)
-        )
-        found.append(
-            (
-                {
-                    "metric": metric,
-                    "filter": filter_name,
-                    "value": float(value),
-                    "stderr": statistics.stdev(scores) / math.sqrt(len(scores))
-                    if is_mean
-                    else None,
-                    "scored": sum(
-                        sizes["effective"] for sizes in output.get("n-samples", {}).values()
-                    ),
-                },
-                samples,
-            )
-        )
+        result = {"metric": metric, "filter": filter_name, "value": float(value)}
+        result["stderr"] = _stderr([sample["score"] for sample in samples], value)
+        found.append((result | {"scored": scored}, samples))
     return found
+
+
+def _stderr(scores: list[float | None], value: float) -> float | None:
+    """Of a `value` that is the mean of scores; None of another. lm-eval gives standard errors only
+    with bootstraps, which print, fork and take minutes.
+    """
+    known = [score for score in scores if score is not None]
+    if len(scores) < 2 or len(known) < len(scores) or not math.isfinite(value):
+        return None
+    if not math.isclose(statistics.fmean(known), value):
+        return None
+    return statistics.stdev(known) / math.sqrt(len(known))
 
 
 def _ruler_mean(output: dict[str, Any], length: str) -> list[tuple[dict, list[dict]]]:

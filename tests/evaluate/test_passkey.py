@@ -226,15 +226,6 @@ def test_a_length_too_short_for_the_prompt_is_refused_with_the_shortest_that_doe
     check_lengths(llama, [SHORTEST], 0, 3)
 
 
-def test_rows_already_there_are_not_measured_again(llama, tmp_path, monkeypatch):
-    first = measure(llama, tmp_path, num_cases=2, new_tokens=3)
-    monkeypatch.setattr(llama.model, "generate", None)
-    assert measure(llama, tmp_path, num_cases=2, new_tokens=3) == first
-    assert pq.read_table(tmp_path / "passkey-cases").num_rows == 2
-    with pytest.raises(TypeError):
-        measure(llama, tmp_path, num_cases=2, new_tokens=4)
-
-
 @pytest.mark.parametrize("variant", ["paper", "landmark"])
 def test_a_model_that_emits_nan_gets_a_row_that_says_so(llama, tmp_path, variant):
     nn.init.constant_(llama.model.lm_head.weight, math.nan)

@@ -77,10 +77,8 @@ def test_rows_of_an_earlier_run_count_as_done_and_not_as_time(log):
 
 
 def test_a_terminal_has_a_bar_over_rows_beside_that_of_each():
-    clock, console = (
-        Clock(),
-        Console(file=io.StringIO(), force_terminal=True, force_interactive=True, width=120),
-    )
+    terminal = {"force_terminal": True, "force_interactive": True, "width": 120}
+    clock, console = Clock(), Console(file=io.StringIO(), **terminal)
     with progress_on(console, clock) as progress:
         progress.begin([settings(100), settings(300)], 5, "rows")
         assert list(progress([5, 6, 7], "passkey  [x]")) == [5, 6, 7]
@@ -139,22 +137,11 @@ def test_models_in_turns_and_benchmarks_are_counted_as_such(
 
 
 def test_the_table_tells_filters_and_models_of_one_name_apart_and_has_no_minus_zero(log):
-    row = {
-        "task": "tasks",
-        "rope": "default",
-        "length": None,
-        "model": "m",
-        "benchmark": "sums",
-        "metric": "match",
-    }
-    row |= {"error": None, "stderr": None}
+    row = {"task": "tasks", "rope": "default", "length": None, "model": "m", "benchmark": "sums"}
+    row |= {"metric": "match", "error": None, "stderr": None}
+    lines = [("a/m", "strict", 0.25), ("a/m", "flexible", 0.5), ("b/m", "strict", -1e-9)]
     rows = [
-        row | {"model_path": path, "filter": name, "value": value}
-        for path, name, value in [
-            ("a/m", "strict", 0.25),
-            ("a/m", "flexible", 0.5),
-            ("b/m", "strict", -1e-9),
-        ]
+        row | {"model_path": path, "filter": name, "value": value} for path, name, value in lines
     ]
     log.width = 200
     log.print(results_table(rows))
