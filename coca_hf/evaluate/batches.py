@@ -33,7 +33,7 @@ class NoValue(Exception):
 
 
 class BeyondPositions(NoValue):
-    """The model has not learned as many positions."""
+    """The sequence is longer than the positions that the model has learned."""
 
     def explain(self, length: int | str) -> str:
         return f"the model failed on {length} tokens ({self})"

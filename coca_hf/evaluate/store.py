@@ -129,9 +129,10 @@ class RowStore:
         measured: Callable[[Rope, list[dict]], list[dict]],
         noun: str = "rows",
     ) -> Iterator[dict]:
-        """Yield the rows that are `found` for each settings asked for, or else `measured`.
+        """Yield the rows of everything that is asked for: those `found`, otherwise those `measured`.
 
-        noun: what is counted. measured: appends the rows that it returns.
+        asked: settings of rows that are measured together. noun: what is counted. measured: appends
+        the rows that it returns.
         """
         missing = [settings[-1] for _, settings in asked if not found(settings)]
         self.progress.begin(missing, len(asked), noun)
