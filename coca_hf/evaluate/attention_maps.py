@@ -43,6 +43,7 @@ COLUMNS = (
     *("divergence", "sink", "baseline_sink", "previous", "baseline_previous"),
     *("entropy", "baseline_entropy"),
 )
+PAGE_COLUMNS = ("divergence", "baseline_sink", "baseline_previous")
 
 
 class AttentionMapsRow(TextRow):
@@ -95,13 +96,8 @@ def attention_map_rows(
         tokens = sum(len(ids[:length]) for ids in sample.token_ids)
         return results | {"tokens": tokens}, {"heads": lines}
 
-    settings = {
-        "task": "attention-maps",
-        **sample.describe(),
-        **about_model(loaded),
-        "baseline": baseline.name,
-        "baseline_fingerprint": baseline.fingerprint,
-    }
+    settings = {"task": "attention-maps", **sample.describe(), **about_model(loaded)}
+    settings |= {"baseline": baseline.name, "baseline_fingerprint": baseline.fingerprint}
     return store.rows(AttentionMapsRow, settings, ropes, lengths, measure)
 
 
@@ -208,12 +204,5 @@ MEASUREMENT = Measurement(
     settings=lambda row: f"{text_settings(row)}, beside {row['baseline']}",
     cell=_cell,
     parts=each_table(_parts),
-    raw={
-        "heads": {
-            "layer": INT,
-            "divergence": FLOAT,
-            "baseline_sink": FLOAT,
-            "baseline_previous": FLOAT,
-        }
-    },
+    raw={"heads": {"layer": INT, **dict.fromkeys(PAGE_COLUMNS, FLOAT)}},
 )

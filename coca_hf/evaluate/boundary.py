@@ -127,13 +127,8 @@ def boundary_rows(
             raw["decay"] = _decay_lines(sums, theta, distances, len(found))
         return _shares(sums) | {"tokens": sum(len(ids[:length]) for ids in documents)}, raw
 
-    settings = {
-        "task": "boundary",
-        **sample.describe(),
-        "pairs_per_document": pairs_per_document,
-        "seed": seed,
-        **about,
-    }
+    settings = {"task": "boundary", **sample.describe()}
+    settings |= {"pairs_per_document": pairs_per_document, "seed": seed, **about}
     return store.rows(BoundaryRow, settings, ropes, lengths, measure)
 
 

@@ -90,13 +90,8 @@ def copying_rows(
         results = {"value": second / tokens, "nll_first": first / tokens}
         return results | {"tokens": tokens, "batch_size": used}, {"copies": lines}
 
-    settings = {
-        "task": "copying",
-        **(sample.describe() if sample else {}),
-        "cases": num_cases,
-        "seed": seed,
-        **about_model(loaded),
-    }
+    settings = {"task": "copying", **(sample.describe() if sample else {})}
+    settings |= {"cases": num_cases, "seed": seed, **about_model(loaded)}
     return store.rows(CopyingRow, settings, ropes, lengths, measure)
 
 

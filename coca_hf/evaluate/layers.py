@@ -120,15 +120,9 @@ def layer_rows(
         tokens = sum(len(ids) for cases in texts.values() for ids in cases)
         return measures | {"tokens": tokens, "batch_size": used}, {"layers": lines}
 
-    settings = {
-        "task": "layers",
-        **sample.describe(),
-        "cases": num_cases,
-        "seed": seed,
-        **about_model(converted),
-        "baseline": original.name,
-        "baseline_fingerprint": original.fingerprint,
-    }
+    settings = {"task": "layers", **sample.describe(), "cases": num_cases, "seed": seed}
+    settings |= about_model(converted)
+    settings |= {"baseline": original.name, "baseline_fingerprint": original.fingerprint}
     return store.rows(LayersRow, settings, ropes, lengths, measure)
 
 
@@ -187,20 +181,13 @@ def _swapped(original: Any, converted: Any, input_ids: Tensor, scored_len: int) 
     reference = theirs.float().log_softmax(-1)
     targets = input_ids[:, -scored_len:]
     found = [_scores(logits, targets, reference) for logits in (theirs, ours)]
-    ways = (
-        (original, their_calls, converted, our_calls),
-        (converted, our_calls, original, their_calls),
-    )
-    for host, host_calls, guest, guest_calls in ways:
+    both = (original, their_calls), (converted, our_calls)
+    for (host, host_calls), (guest, guest_calls) in (both, both[::-1]):
         for number, layer in enumerate(_layers(guest)):
-            states = layer(host_calls[number][0].to(guest.dtype), **guest_calls[number][1]).to(
-                host.dtype
-            )
-            found.append(
-                _scores(
-                    _from_layer(host, number, states, input_ids, scored_len), targets, reference
-                )
-            )
+            (given, _), (_, options) = host_calls[number], guest_calls[number]
+            states = layer(given.to(guest.dtype), **options).to(host.dtype)
+            logits = _from_layer(host, number, states, input_ids, scored_len)
+            found.append(_scores(logits, targets, reference))
     return torch.stack(found, 1).cpu()
 
 

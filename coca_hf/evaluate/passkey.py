@@ -199,15 +199,8 @@ def passkey_rows(
             results["nats_per_digit"] = math.fsum(nlls) / sum(len(str(c.key)) for c in cases)
         return results, {"cases": lines}
 
-    settings = {
-        "task": "passkey",
-        "variant": variant,
-        "seed": seed,
-        "cases": num_cases,
-        "depths": depths,
-        "new_tokens": most_tokens,
-        **about,
-    }
+    settings = {"task": "passkey", "variant": variant, "seed": seed, "cases": num_cases}
+    settings |= {"depths": depths, "new_tokens": most_tokens, **about}
     return store.rows(PasskeyRow, settings, ropes, lengths, measure)
 
 

@@ -111,13 +111,8 @@ def perplexity_rows(
         results = value_of(kind, lines) | {"stride": used_stride, "batch_size": used}
         return results, {"windows": lines}
 
-    settings = {
-        "task": "perplexity",
-        "variant": variant,
-        "asked_stride": stride,
-        **sample.describe(),
-        **about_model(loaded),
-    }
+    settings = {"task": "perplexity", "variant": variant, "asked_stride": stride}
+    settings |= sample.describe() | about_model(loaded)
     return store.rows(PerplexityRow, settings, ropes, lengths, measure)
 
 

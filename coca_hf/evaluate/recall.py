@@ -81,13 +81,8 @@ def recall_rows(
         }
         return results, {"cases": lines}
 
-    settings = {
-        "task": "recall",
-        "cases": num_cases,
-        "pairs": pairs,
-        "seed": seed,
-        **about_model(loaded),
-    }
+    settings = {"task": "recall", "cases": num_cases, "pairs": pairs, "seed": seed}
+    settings |= about_model(loaded)
     return store.rows(RecallRow, settings, ropes, lengths, measure)
 
 

@@ -6,6 +6,7 @@ import shlex
 import sys
 
 import pytest
+import torch
 
 from coca_cli import main
 from coca_hf.evaluate.loaded_model import load_model
@@ -45,6 +46,15 @@ def own_tasks(monkeypatch):
             super().__init__(include_path=include_path, **options)
 
     monkeypatch.setattr("lm_eval.tasks.TaskManager", OwnTasks)
+
+
+@pytest.fixture
+def one_thread():
+    """As many threads as the processes have that tests start."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

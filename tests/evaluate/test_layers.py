@@ -22,12 +22,8 @@ from coca_hf.evaluate.sample import draw_sample
 from coca_hf.evaluate.store import RowStore
 
 DEFAULT = Rope("default")
-SIZES = {
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-}
+SIZES = {"num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddings": 64}
+SIZES |= {"initializer_range": 0.2, "intermediate_size": 80}
 
 
 @pytest.fixture(params=["llama", "qwen2", "gpt_neox"])
@@ -36,10 +32,7 @@ def pair(request, tiny_llama_dir, tiny_tokenizer, tmp_path):
     only.
     """
     torch.manual_seed(1)
-    source, size = (
-        tmp_path / "original",
-        {"vocab_size": len(tiny_tokenizer), "intermediate_size": 80, **SIZES},
-    )
+    source, size = tmp_path / "original", {"vocab_size": len(tiny_tokenizer), **SIZES}
     if request.param == "llama":
         source = tiny_llama_dir
     elif request.param == "qwen2":
