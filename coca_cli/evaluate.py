@@ -2,22 +2,20 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from coca_cli.console import BadOption, say
 from coca_cli.options import (
-    BatchOption,
-    LengthsOption,
+    BatchSize,
+    Lengths,
     PassageTexts,
     Run,
-    SeedOption,
+    Seed,
     Texts,
     grouped,
-    parse_batch_size,
     parse_lengths,
-    warn_beyond_trained,
 )
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
@@ -37,6 +35,11 @@ NEW_TOKENS = "Most tokens of an answer; by default 64 for paper, 10 for yarn and
 TASKS = "Names of lm-eval tasks, separated by commas; opencompass: those nearest to the paper's."
 RULER = "Lengths in tokens, separated by commas, at which to run RULER or its tasks in --tasks."
 SEQUENCES = "Number of sequences of each kind of text per length."
+PAIRS = "Pairs of query and key positions drawn from every document."
+LIMIT = "Number of cases of every task; all by default."
+MODES = "What to measure: prefill, decode, train, separated by commas."
+REPEATS = "Number of timed steps; the row has their median."
+RUNS = "Directories with a rows.jsonl, or of coca-train."
 INCLUDE = "Directory with your own lm-eval tasks."
 WARMUP = "Number of steps before the timed ones."
 CHECKPOINT = "A checkpoint directory, CoCA or not."
@@ -55,168 +58,141 @@ BASE_MODEL = "Hub id of the original model, if it was converted from a directory
 @grouped
 def perplexity_command(
     run: Run,
-    lengths: LengthsOption,
+    lengths: Lengths,
     texts: Texts,
     stride: Annotated[int | None, typer.Option(min=1, help=STRIDE)] = None,
     variant: Annotated[str, typer.Option(help=WINDOWS)] = "sliding",
-    batch_size: BatchOption = "auto",
+    batch_size: BatchSize = "auto",
 ) -> None:
     """Perplexity of documents in sliding windows of each length.
 
     Each token is scored once and counts the same.
     """
-    wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
-    from coca_hf.evaluate.perplexity import perplexity_rows
-    from coca_hf.evaluate.windows import check_variant
+    from coca_hf.evaluate.perplexity import check_variant, perplexity_rows
 
     kind = check_variant(variant)
-    loaded, ropes = run.load()
-    sample = texts.draw(loaded, max(wanted), kind.special_tokens)
-    warn_beyond_trained(loaded, ropes, wanted)
-    options = {"batch_size": size, "variant": variant}
-    run.make_rows(perplexity_rows, loaded, sample, wanted, stride or kind.stride, ropes, **options)
+    loaded, ropes = run.load(lengths)
+    sample = texts.draw(loaded, max(lengths), kind.special_tokens)
+    options = {"batch_size": batch_size, "variant": variant}
+    run.make_rows(perplexity_rows, loaded, sample, lengths, stride or kind.stride, ropes, **options)
 
 
 @app.command("position-loss")
 @grouped
 def position_command(
     run: Run,
-    lengths: LengthsOption,
+    lengths: Lengths,
     texts: Texts,
     bucket: Annotated[int, typer.Option(min=1, max=10**9, help=BUCKET)] = 64,
-    batch_size: BatchOption = "auto",
+    batch_size: BatchSize = "auto",
 ) -> None:
     """Loss against the token's index in its window.
 
     Shows from which index on the model no longer uses its context.
     """
-    wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.position import position_rows
 
-    loaded, ropes = run.load()
-    sample = texts.draw(loaded, max(wanted))
-    warn_beyond_trained(loaded, ropes, wanted)
-    options = {"bucket": bucket, "batch_size": size}
-    run.make_rows(position_rows, loaded, sample, wanted, ropes, **options)
+    loaded, ropes = run.load(lengths)
+    sample = texts.draw(loaded, max(lengths))
+    options = {"bucket": bucket, "batch_size": batch_size}
+    run.make_rows(position_rows, loaded, sample, lengths, ropes, **options)
 
 
 @app.command("passkey")
 @grouped
 def passkey_command(
     run: Run,
-    lengths: LengthsOption,
+    lengths: Lengths,
     cases: Annotated[int, typer.Option(min=1, help="Number of prompts per length.")] = 100,
     depths: Annotated[int | None, typer.Option(min=1, max=1000, help=DEPTHS)] = None,
     variant: Annotated[str, typer.Option(help=PROMPTS)] = "paper",
     new_tokens: Annotated[int | None, typer.Option(min=1, max=10**6, help=NEW_TOKENS)] = None,
-    seed: SeedOption = 0,
-    batch_size: BatchOption = "auto",
+    seed: Seed = 0,
+    batch_size: BatchSize = "auto",
 ) -> None:
     """Share of numbers that the model finds in irrelevant text of up to each length."""
-    wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.passkey import check_variant, passkey_rows
 
     kind = check_variant(variant)
-    loaded, ropes = run.load()
-    warn_beyond_trained(loaded, ropes, wanted, new_tokens or kind.new_tokens)
-    run.make_rows(
-        passkey_rows,
-        loaded,
-        wanted,
-        ropes,
-        num_cases=cases,
-        new_tokens=new_tokens,
-        seed=seed,
-        batch_size=size,
-        variant=variant,
-        depths=depths,
-    )
+    loaded, ropes = run.load(lengths, new_tokens or kind.new_tokens)
+    options: dict[str, Any] = {"num_cases": cases, "seed": seed, "depths": depths}
+    options |= {"new_tokens": new_tokens, "batch_size": batch_size, "variant": variant}
+    run.make_rows(passkey_rows, loaded, lengths, ropes, **options)
 
 
 @app.command("boundary")
 @grouped
 def boundary_command(
     run: Run,
-    lengths: LengthsOption,
+    lengths: Lengths,
     texts: Texts,
-    pairs: Annotated[
-        int,
-        typer.Option(min=1, help="Pairs of query and key positions drawn from every document."),
-    ] = 1024,
+    pairs: Annotated[int, typer.Option(min=1, help=PAIRS)] = 1024,
 ) -> None:
     """Angle between query and key before rotation, and where scores rise with distance."""
-    wanted = parse_lengths(lengths)
     from coca_hf.evaluate.boundary import boundary_rows
 
-    loaded, ropes = run.load()
-    sample = texts.draw(loaded, max(wanted))
-    warn_beyond_trained(loaded, ropes, wanted)
+    loaded, ropes = run.load(lengths)
+    sample = texts.draw(loaded, max(lengths))
     options = {"pairs_per_document": pairs, "seed": texts.seed}
-    run.make_rows(boundary_rows, loaded, sample, wanted, ropes, **options)
+    run.make_rows(boundary_rows, loaded, sample, lengths, ropes, **options)
 
 
 @app.command("copying")
 @grouped
 def copying_command(
     run: Run,
-    lengths: LengthsOption,
+    lengths: Lengths,
     texts: PassageTexts,
     cases: Annotated[int, typer.Option(min=1, help="Number of sequences per length.")] = 16,
-    batch_size: BatchOption = "auto",
+    batch_size: BatchSize = "auto",
 ) -> None:
     """Loss on the second copy of random tokens or, with --data, of passages.
 
     Shows whether the model can look up what it has read.
     """
-    wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.copying import copying_rows
 
-    loaded, ropes = run.load()
+    loaded, ropes = run.load(lengths)
     sample = None
     if texts.given:
-        sample = texts.draw(loaded, max(wanted) // 2, special_tokens=False)
-    warn_beyond_trained(loaded, ropes, wanted)
-    options = {"num_cases": cases, "seed": texts.seed, "batch_size": size, "sample": sample}
-    run.make_rows(copying_rows, loaded, wanted, ropes, **options)
+        sample = texts.draw(loaded, max(lengths) // 2, special_tokens=False)
+    options = {"num_cases": cases, "seed": texts.seed, "batch_size": batch_size, "sample": sample}
+    run.make_rows(copying_rows, loaded, lengths, ropes, **options)
 
 
 @app.command("recall")
 @grouped
 def recall_command(
     run: Run,
-    lengths: LengthsOption,
+    lengths: Lengths,
     cases: Annotated[int, typer.Option(min=1, help="Number of lists per length.")] = 100,
     pairs: Annotated[int, typer.Option(min=2, max=1000, help="Number of lines in a list.")] = 8,
-    seed: SeedOption = 0,
-    batch_size: BatchOption = "auto",
+    seed: Seed = 0,
+    batch_size: BatchSize = "auto",
 ) -> None:
     """Share of values that the model finds by their keys in a list spread over each length."""
-    wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.recall import recall_rows
 
-    loaded, ropes = run.load()
-    warn_beyond_trained(loaded, ropes, wanted)
-    options = {"num_cases": cases, "pairs": pairs, "seed": seed, "batch_size": size}
-    run.make_rows(recall_rows, loaded, wanted, ropes, **options)
+    loaded, ropes = run.load(lengths)
+    options = {"num_cases": cases, "pairs": pairs, "seed": seed, "batch_size": batch_size}
+    run.make_rows(recall_rows, loaded, lengths, ropes, **options)
 
 
 @app.command("attention-maps")
 @grouped
 def attention_maps_command(
     run: Run,
-    lengths: LengthsOption,
+    lengths: Lengths,
     texts: Texts,
     baseline: Annotated[str, typer.Option(help=ORIGINAL, show_default=False)],
 ) -> None:
     """Divergence of every head's attention from that of the original model."""
-    wanted = parse_lengths(lengths)
     from coca_hf.evaluate.attention_maps import attention_map_rows
 
-    loaded, ropes = run.load()
+    loaded, ropes = run.load(lengths)
     other = run.load_one(baseline, ropes)
-    sample = texts.draw(loaded, max(wanted))
-    warn_beyond_trained(loaded, ropes, wanted)
-    run.make_rows(attention_map_rows, loaded, other, sample, wanted, ropes)
+    sample = texts.draw(loaded, max(lengths))
+    run.make_rows(attention_map_rows, loaded, other, sample, lengths, ropes)
 
 
 @app.command("layers")
@@ -224,21 +200,19 @@ def attention_maps_command(
 def layers_command(
     original: Annotated[str, typer.Argument(help=ORIGINAL, show_default=False)],
     run: Run,
-    lengths: LengthsOption,
+    lengths: Lengths,
     texts: Texts,
     cases: Annotated[int, typer.Option(min=1, help=SEQUENCES)] = 6,
-    batch_size: BatchOption = "auto",
+    batch_size: BatchSize = "auto",
 ) -> None:
     """Harm of converting each layer, and which layers to keep first."""
-    wanted, size = parse_lengths(lengths), parse_batch_size(batch_size)
     from coca_hf.evaluate.layers import layer_rows
 
-    loaded, ropes = run.load()
+    loaded, ropes = run.load(lengths)
     other = run.load_one(original, ropes)
-    sample = texts.draw(loaded, max(wanted), special_tokens=False)
-    warn_beyond_trained(loaded, ropes, wanted)
-    options = {"num_cases": cases, "seed": texts.seed, "batch_size": size}
-    run.make_rows(layer_rows, other, loaded, sample, wanted, ropes, **options)
+    sample = texts.draw(loaded, max(lengths), special_tokens=False)
+    options = {"num_cases": cases, "seed": texts.seed, "batch_size": batch_size}
+    run.make_rows(layer_rows, other, loaded, sample, lengths, ropes, **options)
 
 
 @app.command("tasks")
@@ -246,76 +220,47 @@ def layers_command(
 def tasks_command(
     run: Run,
     tasks: Annotated[str, typer.Option(help=TASKS)] = "",
-    ruler: Annotated[str, typer.Option(help=RULER)] = "",
+    ruler: Annotated[Any, typer.Option(callback=parse_lengths, metavar="<str>", help=RULER)] = None,
     shots: Annotated[int | None, typer.Option(min=0, help=SHOTS)] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(min=1, max=10**9, help="Number of cases of every task; all by default."),
-    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, max=10**9, help=LIMIT)] = None,
     include_path: Annotated[str | None, typer.Option(help=INCLUDE)] = None,
-    batch_size: BatchOption = "auto",
+    batch_size: BatchSize = "auto",
 ) -> None:
     """Accuracy on tasks of lm-eval, and on RULER at each length."""
-    wanted = parse_lengths(ruler, "--ruler") if ruler else []
-    if not tasks and not wanted:
+    if not tasks and not ruler:
         raise BadOption("--tasks, --ruler: got neither, expected at least one of them")
-    size = parse_batch_size(batch_size)
     from coca_hf.evaluate.tasks import parse_tasks, task_rows
 
     names = parse_tasks(tasks, include_path) if tasks else []
-    loaded, ropes = run.load()
-    warn_beyond_trained(loaded, ropes, wanted)
-    run.make_rows(
-        task_rows,
-        loaded,
-        names,
-        ropes,
-        ruler_lengths=wanted,
-        shots=shots,
-        limit=limit,
-        batch_size=size,
-        include_path=include_path,
-    )
+    loaded, ropes = run.load(ruler)
+    options = {"ruler_lengths": ruler, "shots": shots, "limit": limit}
+    options |= {"batch_size": batch_size, "include_path": include_path}
+    run.make_rows(task_rows, loaded, names, ropes, **options)
 
 
 @app.command("speed")
 @grouped
 def speed_command(
     run: Run,
-    lengths: LengthsOption,
+    lengths: Lengths,
     baseline: Annotated[str | None, typer.Option(help=BASELINE)] = None,
     baseline_name: Annotated[str | None, typer.Option(help=BASELINE_NAME)] = None,
-    modes: Annotated[
-        str, typer.Option(help="What to measure: prefill, decode, train, separated by commas.")
-    ] = "prefill,decode,train",
-    repeats: Annotated[
-        int, typer.Option(min=1, max=10**6, help="Number of timed steps; the row has their median.")
-    ] = 10,
+    modes: Annotated[str, typer.Option(help=MODES)] = "prefill,decode,train",
+    repeats: Annotated[int, typer.Option(min=1, max=10**6, help=REPEATS)] = 10,
     warmup: Annotated[int, typer.Option(min=0, max=10**6, help=WARMUP)] = 3,
     batch_size: Annotated[int, typer.Option(min=1, max=10**9, help="Sequences per batch.")] = 1,
 ) -> None:
     """Time and memory of prefill, decoding and a training step at each length."""
-    wanted = parse_lengths(lengths)
     if baseline_name is not None and baseline is None:
-        problem = f"got {baseline_name!r} without --baseline, expected both"
-        raise BadOption(f"--baseline-name: {problem}")
+        raise BadOption(f"--baseline-name: got {baseline_name!r} without --baseline, expected both")
     from coca_hf.evaluate.speed import parse_modes, speed_rows
 
     chosen = parse_modes(modes)
-    loaded, ropes = run.load()
+    loaded, ropes = run.load(lengths)
     other = run.load_one(baseline, ropes, baseline_name) if baseline is not None else None
-    warn_beyond_trained(loaded, ropes, wanted)
-    run.make_rows(
-        speed_rows,
-        loaded,
-        wanted,
-        ropes,
-        baseline=other,
-        modes=chosen,
-        batch_size=batch_size,
-        repeats=repeats,
-        warmup=warmup,
-    )
+    options = {"baseline": other, "modes": chosen, "batch_size": batch_size}
+    options |= {"repeats": repeats, "warmup": warmup}
+    run.make_rows(speed_rows, loaded, lengths, ropes, **options)
 
 
 @app.command("inspect")
@@ -335,10 +280,7 @@ def inspect_command(
 
 @app.command("report")
 def report_command(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(help="Directories with a rows.jsonl, or of coca-train.", show_default=False),
-    ],
+    runs: Annotated[list[Path], typer.Argument(help=RUNS, show_default=False)],
     out: Annotated[Path, typer.Option(help=PAGE)],
     paper: Annotated[str, typer.Option(help=PAPER)] = "",
     title: Annotated[str, typer.Option(help="Title of the page.")] = "Evaluation",
@@ -352,10 +294,7 @@ def report_command(
 
 @app.command("card")
 def card_command(
-    model: Annotated[
-        Path,
-        typer.Argument(help=MADE, show_default=False),
-    ],
+    model: Annotated[Path, typer.Argument(help=MADE, show_default=False)],
     rows: Annotated[list[Path] | None, typer.Option(help=ROWS)] = None,
     base_model: Annotated[str | None, typer.Option(help=BASE_MODEL)] = None,
 ) -> None:

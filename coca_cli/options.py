@@ -13,17 +13,50 @@ import typer
 
 from coca_cli.console import BadOption, PlainConsole, console, say
 
-LengthsOption = Annotated[str, typer.Option(help="Context lengths in tokens, separated by commas.")]
-BatchOption = Annotated[
-    str,
-    typer.Option(
-        help="Sequences per batch, or auto: as many as fit. It changes no result.",
-    ),
-]
-SeedOption = Annotated[
-    int,
-    typer.Option(min=0, max=2**32 - 1, help="Seed of the documents or cases that are drawn."),
-]
+LENGTHS = "Context lengths in tokens, separated by commas."
+BATCH = "Sequences per batch, or auto: as many as fit. It changes no result."
+SEED = "Seed of the documents or cases that are drawn."
+MODEL = "A model directory, or a hub id as owner/name."
+OUT = "Directory for rows.jsonl; existing rows are kept, unless memory ran out."
+ROPE = "RoPE, several by commas: default, linear:FACTOR, dynamic:FACTOR, yarn:FACTOR."
+DTYPE = "Type of the weights: auto (the checkpoint's), float32, bfloat16 or float16."
+NAME = "Name of the model in the rows; by default that of its directory."
+REVISION = "Branch, tag or commit of a MODEL on the hub."
+TRUST = "Run the code that the checkpoint carries."
+DATA = "Text: a .txt, .jsonl or .parquet file, a directory or glob of them, or a hub id."
+PRESET = "A data set with published numbers: pg19 or proof-pile."
+DOCUMENTS = "Number of documents to draw; all by default."
+CUT = "Cut every document to its first tokens, this many."
+COLUMN = "Column that holds the text."
+SPLIT = "Split of a data set on the hub."
+SUBSET = "Subset of a data set on the hub."
+DATA_REVISION = "Branch, tag or commit of a data set on the hub."
+SKIP = "Skip documents that are empty or shorter than a window, and print their names."
+
+
+def parse_lengths(option: typer.CallbackParam, text: str | None) -> list[int]:
+    """No lengths for no text. Raises BadOption for what is no list of lengths."""
+    parts = [] if text is None else [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and len(part) < 10 and int(part) > 1 for part in parts):
+        expected = "whole numbers from 2 to 999999999, as in 512,1024,2048"
+        raise BadOption(f"{option.opts[0]}: got {text!r}, expected {expected}")
+    return list(dict.fromkeys(map(int, parts)))
+
+
+def parse_batch_size(text: str) -> int | None:
+    """The number, or None for auto. Raises BadOption for anything else."""
+    if text == "auto":
+        return None
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
+        expected = "auto or a whole number from 1 to 999999999"
+        raise BadOption(f"--batch-size: got {text!r}, expected {expected}")
+    return int(text)
+
+
+# What the functions make of these texts: list[int], and int | None
+Lengths = Annotated[Any, typer.Option(callback=parse_lengths, metavar="<str>", help=LENGTHS)]
+BatchSize = Annotated[Any, typer.Option(callback=parse_batch_size, metavar="<str>", help=BATCH)]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help=SEED)]
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -54,66 +87,37 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 class Run:
     """A model under RoPE settings, and where its rows go."""
 
-    model: Annotated[
-        str,
-        typer.Argument(help="A model directory, or a hub id as owner/name.", show_default=False),
-    ]
-    out: Annotated[
-        Path,
-        typer.Option(
-            help="Directory for rows.jsonl; existing rows are kept, unless memory ran out.",
-        ),
-    ]
-    rope: Annotated[
-        str,
-        typer.Option(
-            help="RoPE, several by commas: default, linear:FACTOR, dynamic:FACTOR, yarn:FACTOR.",
-        ),
-    ] = "default"
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="Type of the weights: auto (the checkpoint's), float32, bfloat16 or float16.",
-        ),
-    ] = "auto"
-    name: Annotated[
-        str | None,
-        typer.Option(help="Name of the model in the rows; by default that of its directory."),
-    ] = None
-    revision: Annotated[
-        str | None,
-        typer.Option(help="Branch, tag or commit of a MODEL on the hub."),
-    ] = None
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the code that the checkpoint carries.")
-    ] = False
+    model: Annotated[str, typer.Argument(help=MODEL, show_default=False)]
+    out: Annotated[Path, typer.Option(help=OUT)]
+    rope: Annotated[str, typer.Option(help=ROPE)] = "default"
+    dtype: Annotated[str, typer.Option(help=DTYPE)] = "auto"
+    name: Annotated[str | None, typer.Option(help=NAME)] = None
+    revision: Annotated[str | None, typer.Option(help=REVISION)] = None
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=TRUST)] = False
 
-    def load(self):
-        """The loaded and its RoPE settings."""
+    def load(self, lengths: list[int], new_tokens: int = 0):
+        """The model and its RoPE settings, which `make_rows` warns of where they do not reach."""
         from coca_hf.evaluate.batches import processes
-        from coca_hf.evaluate.rope import parse_ropes
+        from coca_hf.evaluate.rope import parse_ropes, warn_beyond_trained
 
         console.quiet = not processes().is_main_process
         if not all(map(_is_text, sys.argv)):
             problem = "got a name that is not UTF-8, which no row can hold; rename it"
             raise BadOption(f"{shlex.join(sys.argv)!a}: {problem}")
         ropes = parse_ropes(self.rope)
-        return self.load_one(self.model, ropes, self.name, self.revision), ropes
+        loaded = self.load_one(self.model, ropes, self.name, self.revision)
+        self.warning = warn_beyond_trained(loaded.model, ropes, lengths, new_tokens)
+        return loaded, ropes
 
     def load_one(
-        self,
-        path: str,
-        ropes: list,
-        name: str | None = None,
-        revision: str | None = None,
+        self, path: str, ropes: list, name: str | None = None, revision: str | None = None
     ):
         """The model at `path`, refused where it does not take the settings `ropes`."""
         from coca_hf.evaluate.loaded_model import load_model, warn_small_tokenizer
         from coca_hf.evaluate.rope import check_rope
 
         loaded = load_model(path, self.dtype, name, revision, self.trust_remote_code)
-        if warning := warn_small_tokenizer(loaded):
-            console.print(f"warning: {warning}", style="yellow")
+        warn(warn_small_tokenizer(loaded))
         for setting in ropes:
             check_rope(loaded.model, setting)
         return loaded
@@ -124,9 +128,9 @@ class Run:
         from coca_hf.evaluate.store import RowStore, made_otherwise
         from coca_hf.evaluate.terminal import progress_on, results_table
 
-        store = RowStore(self.out)
+        warn(self.warning)
         with progress_on(console) as progress:
-            rows = list(rows_of(*given, store=store, progress=progress, **options))
+            rows = list(rows_of(*given, store=RowStore(self.out, progress), **options))
         if processes().is_main_process:
             PlainConsole().print(results_table(rows))
             say(f"rows: {self.out / 'rows.jsonl'}")
@@ -140,38 +144,16 @@ class Run:
 class Texts:
     """The documents that are read."""
 
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="Text: a .txt, .jsonl or .parquet file, a directory or glob of them, or a hub id.",
-        ),
-    ] = None
-    preset: Annotated[
-        str | None,
-        typer.Option(help="A data set with published numbers: pg19 or proof-pile."),
-    ] = None
-    documents: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of documents to draw; all by default."),
-    ] = None
-    max_tokens: Annotated[
-        int | None, typer.Option(min=2, help="Cut every document to its first tokens, this many.")
-    ] = None
-    column: Annotated[str, typer.Option(help="Column that holds the text.")] = "text"
-    split: Annotated[str, typer.Option(help="Split of a data set on the hub.")] = "test"
-    subset: Annotated[str | None, typer.Option(help="Subset of a data set on the hub.")] = None
-    data_revision: Annotated[
-        str | None,
-        typer.Option(help="Branch, tag or commit of a data set on the hub."),
-    ] = None
-    skip_short: Annotated[
-        bool,
-        typer.Option(
-            "--skip-short",
-            help="Skip documents that are empty or shorter than a window, and print their names.",
-        ),
-    ] = False
-    seed: SeedOption = 0
+    data: Annotated[str | None, typer.Option(help=DATA)] = None
+    preset: Annotated[str | None, typer.Option(help=PRESET)] = None
+    documents: Annotated[int | None, typer.Option(min=1, help=DOCUMENTS)] = None
+    max_tokens: Annotated[int | None, typer.Option(min=2, help=CUT)] = None
+    column: Annotated[str, typer.Option(help=COLUMN)] = "text"
+    split: Annotated[str, typer.Option(help=SPLIT)] = "test"
+    subset: Annotated[str | None, typer.Option(help=SUBSET)] = None
+    data_revision: Annotated[str | None, typer.Option(help=DATA_REVISION)] = None
+    skip_short: Annotated[bool, typer.Option("--skip-short", help=SKIP)] = False
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         if (self.data is None) == (self.preset is None):
@@ -186,28 +168,20 @@ class Texts:
             min_tokens = max(min_tokens, chosen.pop("min_tokens"))
             options |= chosen | {"max_tokens": self.max_tokens or chosen["max_tokens"]}
             options["documents"] = self.documents or chosen["documents"]
-        sample = draw_sample(
-            loaded,
-            min_tokens=min_tokens,
-            special_tokens=special_tokens,
-            **options,
-        )
+        options |= {"min_tokens": min_tokens, "special_tokens": special_tokens}
+        sample = draw_sample(loaded, **options)
         if sample.left_out:
             least = f"{options['min_bytes']:,} bytes"
-            console.print(
-                f"left out {sample.left_out:,} documents of fewer than {least}",
-                style="yellow",
-            )
+            told = f"left out {sample.left_out:,} documents of fewer than {least}"
+            console.print(told, style="yellow")
         if sample.skipped:
             names = first_of(sample.skipped, 10)
-            console.print(
-                f"skipped {len(sample.skipped)} short or empty documents: {names}",
-                style="yellow",
-            )
+            told = f"skipped {len(sample.skipped)} short or empty documents: {names}"
+            console.print(told, style="yellow")
         wanted, found = options["documents"], len(sample.names)
         if wanted and found < wanted:
             few = f"{found} documents have at least {min_tokens:,} tokens, {wanted} were asked for"
-            console.print(f"warning: {few}; only these are measured", style="yellow")
+            warn(f"{few}; only these are measured")
         return sample
 
 
@@ -222,9 +196,8 @@ class PassageTexts(Texts):
             is_default = field.name == "seed" or getattr(self, field.name) == field.default
             if not self.given and not is_default:
                 option = field.name.replace("_", "-")
-                raise BadOption(
-                    f"--{option}: got it without --data or --preset, expected one of them with it",
-                )
+                problem = "got it without --data or --preset, expected one of them with it"
+                raise BadOption(f"--{option}: {problem}")
 
     @property
     def given(self) -> bool:
@@ -236,28 +209,6 @@ def _is_text(name: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
-def parse_lengths(text: str, option: str = "--lengths") -> list[int]:
-    """Raises BadOption for what is no list of lengths."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and len(part) < 10 and int(part) > 1 for part in parts):
-        expected = "whole numbers from 2 to 999999999, as in 512,1024,2048"
-        raise BadOption(f"{option}: got {text!r}, expected {expected}")
-    return list(dict.fromkeys(int(part) for part in parts))
-
-
-def parse_batch_size(text: str) -> int | None:
-    """The number, or None for auto. Raises BadOption for anything else."""
-    if text == "auto":
-        return None
-    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
-        raise BadOption(
-            f"--batch-size: got {text!r}, expected auto or a whole number from 1 to 999999999",
-        )
-    return int(text)
-
-
-def warn_beyond_trained(loaded, ropes: list, lengths: list[int], new_tokens: int = 0) -> None:
-    from coca_hf.evaluate.rope import warn_beyond_trained
-
-    if warning := warn_beyond_trained(loaded.model, ropes, lengths, new_tokens):
-        console.print(f"warning: {warning}", style="yellow")
+def warn(text: str | None) -> None:
+    if text:
+        console.print(f"warning: {text}", style="yellow")

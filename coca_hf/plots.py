@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from html import escape
 from typing import Any
 
 import matplotlib
@@ -66,21 +67,13 @@ class Key:
         """
         if self.published:
             marker = PUBLISHED_MARKERS[self.style % len(PUBLISHED_MARKERS)]
-            return {
-                "color": MUTED,
-                "linestyle": (0, (2, 2)),
-                "marker": marker,
-                "linewidth": 1.2,
-                "markersize": 4.5,
-            }
+            line = {"color": MUTED, "linestyle": (0, (2, 2)), "linewidth": 1.2}
+            return line | {"marker": marker, "markersize": 4.5}
         hollow = self.color >= len(COLORS)
-        return {
-            "color": COLORS[self.color % len(COLORS)],
-            "linestyle": DASHES[self.style % len(DASHES)],
-            "marker": MARKERS[self.style % len(MARKERS)] if self.marked or hollow else "",
-            "linewidth": 2,
-            "markersize": 5.5,
-        } | ({"markerfacecolor": PAPER} if hollow else {})
+        marker = MARKERS[self.style % len(MARKERS)] if self.marked or hollow else ""
+        line = {"color": COLORS[self.color % len(COLORS)], "linewidth": 2}
+        line |= {"linestyle": DASHES[self.style % len(DASHES)], "marker": marker, "markersize": 5.5}
+        return line | ({"markerfacecolor": PAPER} if hollow else {})
 
 
 @dataclass(frozen=True)
@@ -111,6 +104,7 @@ def line_figure(
     every x there is. A value that is None is a cross at the upper edge. borders: places on the x
     axis, and what begins there.
     """
+    values = [value for curve in curves for value in curve.values]
     xs = ticks or sorted({x for curve in curves for x in curve.xs})
     xs = xs[(len(xs) - 1) % 2 :: 2] if len(xs) > 9 else xs  # so that they do not touch
 
@@ -135,9 +129,7 @@ def line_figure(
             elif y_scale == "zero":
                 axes.set_ylim(bottom=0)
             # a logarithmic axis needs a number
-            elif y_scale == "log" and any(
-                value and value <= FAR for curve in curves for value in curve.values
-            ):
+            elif y_scale == "log" and any(value and value <= FAR for value in values):
                 _log_values(axes)
             if legend and len(lines) > 1:
                 lines.sort(key=lambda line: -_last(line.get_ydata()))
@@ -195,12 +187,9 @@ def to_svg(figure: Figure, name: str, alt: str) -> str:
     name: unique on the page; it keeps the ids inside the drawing apart.
     """
     file = io.StringIO()
+    metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
-        figure.savefig(
-            file,
-            format="svg",
-            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
-        )
+        figure.savefig(file, format="svg", metadata=metadata)
     svg = file.getvalue()[file.getvalue().index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' id="[\w.]+_\d+"', "", svg)  # of groups; references use hashes
@@ -210,7 +199,7 @@ def to_svg(figure: Figure, name: str, alt: str) -> str:
     box = re.search(r'<svg[^>]*viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
     assert box
     opening = (
-        f'<svg viewBox="0 0 {box[1]} {box[2]}" role="img" aria-label="{_attribute(alt)}" '
+        f'<svg viewBox="0 0 {box[1]} {box[2]}" role="img" aria-label="{escape(alt)}" '
         f'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
     )
     return opening + svg[svg.index(">") + 1 :]
@@ -236,15 +225,11 @@ def _draw_curve(axes: Axes, curve: Curve, shade: float) -> Any:
     label = _plain(curve.key.label)
     (line,) = axes.plot(curve.xs, values, label=label, clip_on=False, zorder=3, **look)
     missing = [x for x, value in zip(curve.xs, values, strict=True) if math.isnan(value)]
-    cross = {
-        "color": look["color"],
-        "marker": "x",
-        "linestyle": "none",
-        "clip_on": False,
-        "zorder": 4,
-    }
+    cross = {"color": look["color"], "marker": "x", "linestyle": "none"}
     edge = axes.get_xaxis_transform()
-    axes.plot(missing, [1.0] * len(missing), transform=edge, label="_", **cross)
+    axes.plot(
+        missing, [1.0] * len(missing), transform=edge, label="_", clip_on=False, zorder=4, **cross
+    )
     spread = [(x, *ends) for x, ends in zip(curve.xs, curve.band or [], strict=False) if ends]
     if spread:
         xs, low, high = zip(*spread, strict=True)
@@ -260,15 +245,8 @@ def _draw_heat(axes: Axes, heat: Heat, top: float, numbers: bool) -> Any:
         for x, share in enumerate(line):
             if share is not None:
                 shade = "#000000" if share > top / 2 else "#fefefe"
-                axes.text(
-                    x + 0.5,
-                    y + 0.5,
-                    f"{share:.2f}",
-                    ha="center",
-                    va="center",
-                    fontsize=8.5,
-                    color=shade,
-                )
+                look: Any = {"ha": "center", "va": "center", "fontsize": 8.5, "color": shade}
+                axes.text(x + 0.5, y + 0.5, f"{share:.2f}", **look)
     axes.set_title(_plain(heat.title), fontsize=10.5, loc="left")
     for axis, names in ((axes.xaxis, heat.columns), (axes.yaxis, heat.lines)):
         step = -(-len(names) // 12)  # so that names do not touch
@@ -301,19 +279,10 @@ def _mark_trained_lengths(axes: Axes, ticks: list[float], lengths: list[int], at
 def _mark(axes: Axes, x: float, name: str, side: int, at_top: bool) -> None:
     """A dashed line across, with its name to the right of it (side 1) or to the left (-1)."""
     axes.axvline(x, color=MUTED, linestyle=(0, (5, 4)), linewidth=1.1, zorder=1)
-    axes.annotate(
-        name,
-        (x, 0.98 if at_top else 0.04),
-        xytext=(3 * side, 0),
-        xycoords=axes.get_xaxis_transform(),
-        textcoords="offset points",
-        ha="left" if side == 1 else "right",
-        va="top" if at_top else "bottom",
-        rotation=90,
-        fontsize=8.5,
-        color=MUTED,
-        zorder=1,
-    )
+    look: Any = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
+    look |= {"ha": "left" if side == 1 else "right", "va": "top" if at_top else "bottom"}
+    look |= {"rotation": 90, "fontsize": 8.5, "color": MUTED, "zorder": 1}
+    axes.annotate(name, (x, 0.98 if at_top else 0.04), (3 * side, 0), **look)
 
 
 def _log_values(axes: Axes) -> None:
@@ -342,7 +311,3 @@ def _short(length: float) -> str:
 def _plain(text: str) -> str:
     """`text` in lines of a figure's width, a dollar no beginning of mathematics."""
     return "\n".join(textwrap.wrap(text, 44)).replace("$", r"\$")
-
-
-def _attribute(text: str) -> str:
-    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")

@@ -65,30 +65,14 @@ def test_a_copy_is_the_fold_of_the_keys_without_its_scale(tiny_llama_dir, tiny_c
 
 
 def test_the_table_has_the_mean_over_seeds_and_the_ratio_to_original(tmp_path, monkeypatch, capsys):
-    novels = {
-        **BOOKS,
-        "data": "x/books-test.parquet",
-        "document_names": ["emma"],
-        "variant": "sliding",
-    }
-    novels |= {"stride": 256, "asked_stride": 256, "max_tokens": 1025}
-    values = {
-        "original": 40.0,
-        "calibrated": 100.0,
-        "trained, seed 0": 50.0,
-        "trained, seed 1": 70.0,
-    }
+    novels = {**BOOKS, "data": "x/books-test.parquet", "document_names": ["emma"]}
+    novels |= {"variant": "sliding", "stride": 256, "asked_stride": 256, "max_tokens": 1025}
+    values = {"original": 40.0, "calibrated": 100.0, "trained, seed 0": 50.0}
+    values["trained, seed 1"] = 70.0
     rows = [row(name, length=256, value=value, **novels) for name, value in values.items()]
     for name, value in (("original", 0.0), ("calibrated", 0.5)):
-        heads = [
-            {
-                "layer": 0,
-                "divergence": value * n,
-                "baseline_sink": 0.3 * n,
-                "baseline_previous": 0.1,
-            }
-            for n in range(4)
-        ]
+        shared = {"layer": 0, "baseline_previous": 0.1}
+        heads = [{**shared, "divergence": value * n, "baseline_sink": 0.3 * n} for n in range(4)]
         maps = row(name, length=256, value=value, task="attention-maps", **novels)
         maps |= {"baseline": "original", "sink": 0.5}
         rows.append(with_raw(tmp_path / "rows", "heads", maps, heads))

@@ -113,8 +113,8 @@ def score_answers(
     cases: list[tuple[list[int], list[int]]],
     batch_size: int | None = None,
     watch: Watch = iter,
-) -> tuple[list[Scored], str | None, int]:
-    """The scores of the answers, an error and the batch size; the last two as `compute_all` has it.
+) -> tuple[list[Scored], int]:
+    """The scores of the answers, and the batch size; raises NoValue as `compute_all` does.
 
     cases: token ids of a prompt and of its answer. batch_size: None for `auto_batch_size`. All
     cases are padded on the right to one width. Causal attention never looks at padding there, so a
@@ -159,7 +159,7 @@ def case_lines(
             "output": output,
             "correct": found,
         }
-        for number, (case, output, found) in enumerate(zip(cases, outputs, correct, strict=False))
+        for number, (case, output, found) in enumerate(zip(cases, outputs, correct, strict=True))
     ]
     for line, nll in zip(lines, nlls, strict=False):
         line["nll"] = nll

@@ -22,29 +22,28 @@ from torch import Tensor
 from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import Watch, compute_all
+from coca_hf.evaluate.batches import NoValue, Watch, compute_each
 from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
-from coca_hf.evaluate.perplexity import failed
 from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.row import Beside, Count, Identity, Shared, TextRow
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, about_model, rows_over
+from coca_hf.evaluate.store import Raw, RowStore, about_model
 from coca_hf.evaluate.tables import (
     FLOAT,
     INT,
     NBSP,
     Measurement,
     Table,
-    against_layer,
+    each_table,
     text_settings,
 )
 from coca_hf.page import Part
-from coca_hf.plots import Curve
 
 COLUMNS = (
     *("divergence", "sink", "baseline_sink", "previous", "baseline_previous"),
     *("entropy", "baseline_entropy"),
 )
+PAGE_COLUMNS = ("divergence", "baseline_sink", "baseline_previous")
 
 
 class AttentionMapsRow(TextRow):
@@ -66,7 +65,6 @@ def attention_map_rows(
     lengths: list[int],
     ropes: list[Rope],
     store: RowStore,
-    progress: Progress = SILENT,
 ) -> Iterator[dict]:
     """Yield a row for every RoPE setting and length; those that `store` has are not measured again.
 
@@ -81,37 +79,26 @@ def attention_map_rows(
         for one in (loaded, baseline):
             use_rope_(one.model, rope, length)
 
-        def compute(batch: list[int]) -> list[Tensor]:
-            models = loaded.model, baseline.model
-            return [_compare(*models, sample.token_ids[number][:length]) for number in batch]
+        def compare(token_ids: Tensor) -> Tensor:
+            return _compare(loaded.model, baseline.model, token_ids[:length])
 
         with _giving_maps(loaded.model), _giving_maps(baseline.model):
-            groups = [(list(range(len(sample.token_ids))), 1)]
-            found, error, _ = compute_all(groups, compute, watch)
-        tokens = sum(len(ids[:length]) for ids in sample.token_ids)
-        results = {"value": None, "sink": None, "baseline_sink": None, "tokens": tokens}
-        if error:
-            return results | {"error": failed(error, length)}, {}
-        heads = torch.stack(found).mean(0)  # (layers, h, columns)
-        if not heads.isfinite().all():
-            return results | {"error": "an attention map is not finite"}, {}
+            heads = torch.stack(compute_each(sample.token_ids, compare, watch)).mean(0)
+        if not heads.isfinite().all():  # (layers, h, columns)
+            raise NoValue("an attention map is not finite")
         lines = [
             {"layer": layer, "head": head, **dict(zip(COLUMNS, numbers, strict=True))}
             for layer, of_layer in enumerate(heads.tolist())
             for head, numbers in enumerate(of_layer)
         ]
         divergence, sink, baseline_sink, *_ = heads.mean((0, 1)).tolist()
-        results |= {"value": divergence, "sink": sink, "baseline_sink": baseline_sink}
-        return results | {"error": None}, {"heads": lines}
+        results = {"value": divergence, "sink": sink, "baseline_sink": baseline_sink}
+        tokens = sum(len(ids[:length]) for ids in sample.token_ids)
+        return results | {"tokens": tokens}, {"heads": lines}
 
-    settings = {
-        "task": "attention-maps",
-        **sample.describe(),
-        **about_model(loaded),
-        "baseline": baseline.name,
-        "baseline_fingerprint": baseline.fingerprint,
-    }
-    return rows_over(AttentionMapsRow, settings, ropes, lengths, store, measure, progress)
+    settings = {"task": "attention-maps", **sample.describe(), **about_model(loaded)}
+    settings |= {"baseline": baseline.name, "baseline_fingerprint": baseline.fingerprint}
+    return store.rows(AttentionMapsRow, settings, ropes, lengths, measure)
 
 
 def check_baseline(loaded: LoadedModel, baseline: LoadedModel, sample: Sample, where: str) -> None:
@@ -182,30 +169,24 @@ def _numbers(ours: Tensor, theirs: Tensor) -> Tensor:
     return torch.stack([divergence, *sinks, *previous, *entropies], -1)
 
 
-def _parts(tables: list[Table]) -> list[Part]:
+def _parts(table: Table) -> Iterator[Part]:
     """Divergence of attention against layer, at the longest length of every line."""
-    parts: list[Part] = []
-    for table in tables:
-        keys, curves = table.keys(), []
-        for name, heads in table.raw_of_longest("heads").items():
-            layers: dict[int, list[float]] = {}
-            for head in heads:
-                layers.setdefault(head["layer"], []).append(head["divergence"])
-            means: list[float | None] = [sum(some) / len(some) for some in layers.values()]
-            curves.append(Curve(keys[name], [*layers], means))
-        if curves:
-            parts.append(
-                against_layer(
-                    curves,
-                    "divergence (nats)",
-                    table.named("attention-maps"),
-                    "Divergence of attention against layer: the table beside it has the means.",
-                    f"Divergence from the original's attention, mean over heads, against layer: "
-                    f"{table.settings}.",
-                )
-            )
-        parts += [table.grid(), *table.missing()]
-    return parts
+    points = {}
+    for name, heads in table.raw_of_longest("heads").items():
+        layers: dict[int, list[float]] = {}
+        for head in heads:
+            layers.setdefault(head["layer"], []).append(head["divergence"])
+        points[name] = [(layer, sum(some) / len(some)) for layer, some in layers.items()]
+    if points:
+        yield table.by_layer(
+            "attention-maps",
+            "Divergence of attention against layer: the table beside it has the means.",
+            f"Divergence from the original's attention, mean over heads, against layer: "
+            f"{table.settings}.",
+            points,
+            "divergence (nats)",
+        )
+    yield from [table.grid(), *table.missing()]
 
 
 def _cell(row: dict) -> str:
@@ -222,13 +203,6 @@ MEASUREMENT = Measurement(
     row=AttentionMapsRow,
     settings=lambda row: f"{text_settings(row)}, beside {row['baseline']}",
     cell=_cell,
-    parts=_parts,
-    raw={
-        "heads": {
-            "layer": INT,
-            "divergence": FLOAT,
-            "baseline_sink": FLOAT,
-            "baseline_previous": FLOAT,
-        }
-    },
+    parts=each_table(_parts),
+    raw={"heads": {"layer": INT, **dict.fromkeys(PAGE_COLUMNS, FLOAT)}},
 )

@@ -24,6 +24,21 @@ AUTO_SEQUENCES = 64  # halved as long as memory runs out
 AUTO_TOKENS_ON_CPU = 1024  # of a batch
 
 
+class NoValue(Exception):
+    """Why a row has no value."""
+
+    def explain(self, length: int | str) -> str:
+        """The `error` of a row of `length` tokens."""
+        return str(self)
+
+
+class BeyondPositions(NoValue):
+    """The sequence is longer than the positions that the model has learned."""
+
+    def explain(self, length: int | str) -> str:
+        return f"the model failed on {length} tokens ({self})"
+
+
 def processes() -> PartialState:
     """The processes of `accelerate launch`, on GPUs or otherwise on CPUs, or the only one."""
     return PartialState(cpu=not torch.cuda.is_available())
@@ -49,39 +64,49 @@ def compute_all(
     groups: list[tuple[list[Item], int]],
     compute: Callable[[list[Item]], list[Result]],
     watch: Watch = iter,
-) -> tuple[list[Result], str | None, int]:
-    """A result for every item, in order and on every process; an error; the largest batch's size.
+) -> tuple[list[Result], int]:
+    """A result for every item, in order and on every process, and the largest batch's size.
 
     groups: items that may share a batch, and how many at a time. compute: turns a batch into one
     result for each item. Where memory runs out, it gets the batch in halves, and later batches in
     pieces of the size that fitted, which is then the size returned.
 
-    The error is None, or says why there are no results: memory ends at one item ("OOM: ..."), or
-    the model has not learned the positions (IndexError). Other exceptions are passed on.
+    Raises NoValue on every process where memory ends at one item on any ("OOM: ..."), and
+    BeyondPositions for an IndexError. Other exceptions are passed on.
     """
     state = processes()
     mine = _share(groups, state.process_index, state.num_processes)
     results: list[Result] = []
     largest = max(map(len, mine), default=1)
-    error, size = None, largest
+    size, error = largest, None
     try:
         for batch in watch(mine):
             done, size = _in_pieces(batch, compute, size)
             results += done
     except MemoryError as failure:
-        error, size = f"OOM: {failure}", 1
+        error = NoValue(f"OOM: {failure}")
     except IndexError as failure:
-        error = f"IndexError: {failure}"
+        error = BeyondPositions(f"IndexError: {failure}")
     if state.num_processes > 1:
         gathered = gather_object([(results, error, size, size < largest)])
         error = next((one for _, one, _, _ in gathered if one), None)
         halved = [one for _, _, one, was_halved in gathered if was_halved]
         size = min(halved) if halved else max(one for _, _, one, _ in gathered)
+    if error:
+        raise error
+    if state.num_processes > 1:
         results = [
             gathered[number % state.num_processes][0][number // state.num_processes]
-            for number in range(0 if error else sum(len(items) for items, _ in groups))
+            for number in range(sum(len(items) for items, _ in groups))
         ]
-    return [] if error else results, error, size
+    return results, size
+
+
+def compute_each(
+    items: list[Item], compute: Callable[[Item], Result], watch: Watch = iter
+) -> list[Result]:
+    """`compute_all` one item at a time."""
+    return compute_all([(items, 1)], lambda batch: [compute(item) for item in batch], watch)[0]
 
 
 def _share(

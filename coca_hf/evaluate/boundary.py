@@ -37,25 +37,25 @@ from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.angles import count_angles, decay_distances, decay_sums, partial_sums
-from coca_hf.evaluate.batches import Watch, compute_all
+from coca_hf.evaluate.batches import NoValue, Watch, compute_each
 from coca_hf.evaluate.loaded_model import LoadedModel
-from coca_hf.evaluate.perplexity import failed
 from coca_hf.evaluate.query_key_products import Products, frequencies, visiting_products
 from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.row import Count, Identity, Setting, Share, TextRow
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, about_model, rows_over
+from coca_hf.evaluate.store import Raw, RowStore, about_model
 from coca_hf.evaluate.tables import (
     FLOAT,
     INT,
     Measurement,
     Table,
-    curve_figure,
+    grid_of,
+    powers,
     share_cell,
     text_settings,
 )
 from coca_hf.page import Figure, Grid, Part, Text
-from coca_hf.plots import Curve, Heat, heat_figure
+from coca_hf.plots import Heat, heat_figure
 
 
 class BoundaryRow(TextRow):
@@ -97,7 +97,6 @@ def boundary_rows(
     store: RowStore,
     pairs_per_document: int = 1024,
     seed: int = 0,
-    progress: Progress = SILENT,
 ) -> Iterator[dict]:
     """Yield a row for every RoPE setting and length; those that `store` has are not measured again.
 
@@ -114,39 +113,23 @@ def boundary_rows(
         theta = frequencies(model)
         distances = decay_distances(max(length, about["trained_length"] or 0))
 
-        def compute(batch: list[int]) -> list[dict[str, np.ndarray]]:
-            return [of_document(number) for number in batch]
-
         def of_document(number: int) -> dict[str, np.ndarray]:
             token_ids, draw_seed = documents[number][:length], f"boundary {seed} {number}"
             positions = draw_positions(len(token_ids), pairs_per_document, draw_seed)
             return _of_document(model, token_ids, theta, distances, positions)
 
-        found, error, _ = compute_all([(list(range(len(documents))), 1)], compute, watch)
-        results: dict[str, Any] = {
-            "value": None,
-            "error": failed(error, length) if error else None,
-            "tokens": sum(len(ids[:length]) for ids in documents),
-        }
-        if error:
-            return results, {}
+        found = compute_each([*range(len(documents))], of_document, watch)
         sums = {name: np.sum([one[name] for one in found], axis=0) for name in found[0]}
-        if sums["not_finite"].any():
-            count = int(sums["not_finite"].sum())
-            return results | {"error": f"{count} products of queries and keys are not finite"}, {}
+        if count := int(sums["not_finite"].sum()):
+            raise NoValue(f"{count} products of queries and keys are not finite")
         raw = {"angles": _angle_lines(sums, theta)}
         if about["coca_constraint"] != "slack":
             raw["decay"] = _decay_lines(sums, theta, distances, len(found))
-        return results | _shares(sums), raw
+        return _shares(sums) | {"tokens": sum(len(ids[:length]) for ids in documents)}, raw
 
-    settings = {
-        "task": "boundary",
-        **sample.describe(),
-        "pairs_per_document": pairs_per_document,
-        "seed": seed,
-        **about,
-    }
-    return rows_over(BoundaryRow, settings, ropes, lengths, store, measure, progress)
+    settings = {"task": "boundary", **sample.describe()}
+    settings |= {"pairs_per_document": pairs_per_document, "seed": seed, **about}
+    return store.rows(BoundaryRow, settings, ropes, lengths, measure)
 
 
 def _of_document(
@@ -237,23 +220,21 @@ def _decay_lines(
 ) -> list[dict]:
     sum_s, sum_c = (sums_of.tolist() for sums_of in partial_sums(theta, distances))
     largest_h, largest_l = (sums[name] / documents for name in ("max_h", "max_l"))
-    lines = []
-    for layer, (max_h, max_l) in enumerate(zip(largest_h, largest_l, strict=True)):
-        for i, distance in enumerate(distances):
-            lines.append(
-                {
-                    "layer": layer,
-                    "distance": distance,
-                    "sum_s": sum_s[i],
-                    "sum_c": sum_c[i],
-                    "max_h": float(max_h),
-                    "max_l": float(max_l),
-                    "bound_rope": float(max_h * sum_s[i]),
-                    "bound_coca": float(max_l * sum_c[i]),
-                    "score": float(sums["score"][layer, i] / documents),
-                }
-            )
-    return lines
+    return [
+        {
+            "layer": layer,
+            "distance": distance,
+            "sum_s": sum_s[i],
+            "sum_c": sum_c[i],
+            "max_h": float(max_h),
+            "max_l": float(max_l),
+            "bound_rope": float(max_h * sum_s[i]),
+            "bound_coca": float(max_l * sum_c[i]),
+            "score": float(sums["score"][layer, i] / documents),
+        }
+        for layer, (max_h, max_l) in enumerate(zip(largest_h, largest_l, strict=True))
+        for i, distance in enumerate(distances)
+    ]
 
 
 # On the page (figures 2 and 3 of the paper)
@@ -294,30 +275,35 @@ def _parts(tables: list[Table]) -> list[Part]:
 
 def _scenarios(table: Table) -> Grid:
     """The share of each of the paper's scenarios (figure 3), at the longest length of each line."""
-    lines = []
+    lines = {}
     for name, row in table.longest.items():
         # A row with an error has no shares
-        numbers = [row.get(column) for column in SCENARIOS.values()]
-        cells = ["" if number is None else f"{number:.3f}" for number in numbers]
-        lines.append([name, str(row["length"]), *cells])
-    return Grid(["model", "length", *SCENARIOS], lines, numbers_from=1)
+        numbers = {key: row.get(column) for key, column in SCENARIOS.items()}
+        cells = {key: f"{number:.3f}" for key, number in numbers.items() if number is not None}
+        lines[name] = {"length": str(row["length"]), **cells}
+    columns = ("length", *SCENARIOS)
+    return grid_of("model", lines, dict(zip(columns, columns, strict=True)))
 
 
 def _angle_figure(table: Table, angles: Lines) -> Figure:
-    keys, curves = table.keys(marked=False), []
+    points = {}
     for name, lines in angles.items():
         counts = np.sum([line["angle_counts"] for line in lines], axis=0)
-        shares = [float(count / max(counts.sum(), 1)) for count in counts]
-        edges = [10.0 * edge for edge in range(len(shares) + 1) for _ in (0, 1)][1:-1]
-        curves.append(Curve(keys[name], edges, [share for share in shares for _ in (0, 1)]))
-    return curve_figure(
-        table.named("boundary-angle"),
+        shares = counts / max(counts.sum(), 1)
+        points[name] = [
+            (10.0 * edge, float(share))
+            for number, share in enumerate(shares)
+            for edge in (number, number + 1)
+        ]
+    return table.figure(
+        "boundary-angle",
         "Histogram of the initial angle between query and key from 0 to 360 degrees, in bins of "
         "10: the table beside it has the share of each scenario.",
         f"Initial angle between query and key, over all layers, heads and rotary pairs: "
         f"{table.settings}.",
-        curves,
+        points,
         "share of pairs",
+        marked=False,
         x_label="initial angle (degrees)",
         y_scale="zero",
         ticks=[*range(0, 361, 60)],
@@ -326,20 +312,20 @@ def _angle_figure(table: Table, angles: Lines) -> Figure:
 
 
 def _tau_figure(table: Table, angles: Lines) -> Figure:
-    keys, curves = table.keys(), []
+    points = {}
     for name, lines in angles.items():
         defined = sum(sum(line["angle_counts"]) for line in lines)
         counts = np.sum([line["tau_counts"] for line in lines], axis=0).tolist()
-        shares: list[float | None] = [
-            sum(counts[power:]) / defined if defined else 0.0 for power in range(1, len(counts))
+        points[name] = [
+            (2**power, sum(counts[power + 1 :]) / defined if defined else 0.0)
+            for power in range(len(counts) - 1)
         ]
-        curves.append(Curve(keys[name], [2**power for power in range(len(shares))], shares))
-    return curve_figure(
-        table.named("boundary-tau"),
+    return table.figure(
+        "boundary-tau",
         "Share of pairs whose score wrongly rises over at least so many of the nearest tokens.",
         "Share of pairs whose score rises with distance, wrongly, over at least so many of the "
         "nearest tokens (τ, the boundary of scenario d).",
-        curves,
+        points,
         "share of pairs",
         x_label="boundary τ (tokens)",
         y_scale="zero",
@@ -378,26 +364,23 @@ def _share_d(counts: np.ndarray) -> float | None:
 
 
 def _decay_figure(table: Table, decays: Lines) -> Figure:
-    keys, curves = table.keys(), []
+    points = {}
     for name, lines in decays.items():
         bound = "bound_coca" if table.longest[name]["coca_constraint"] else "bound_rope"
         by_distance: dict[int, list[float]] = {}
         for line in lines:
             by_distance.setdefault(line["distance"], []).append(line[bound])
-        distances = sorted(by_distance.keys() - {0})
-        means = [float(np.mean(by_distance[distance])) for distance in distances]
-        finite = [mean if math.isfinite(mean) else None for mean in means]
-        curves.append(Curve(keys[name], [*map(float, distances)], finite))
-    xs = [x for curve in curves for x in curve.xs]
-    return curve_figure(
-        table.named("boundary-decay"),
+        means = {float(s): float(np.mean(some)) for s, some in sorted(by_distance.items()) if s}
+        points[name] = [(s, mean if math.isfinite(mean) else None) for s, mean in means.items()]
+    return table.figure(
+        "boundary-decay",
         "Upper bound of the attention score against the distance of query and key.",
         "Long-term decay: the bound of a score against the distance of query and key, mean over "
         "layers; the bound of RoPE for models without CoCA, that of CoCA for strict.",
-        curves,
+        points,
         "bound of the score",
         x_label="distance (tokens)",
-        ticks=[4**power for power in range(16) if min(xs) <= 4**power <= max(xs)],
+        ticks=powers(4, points),
     )
 
 

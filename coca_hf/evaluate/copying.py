@@ -21,13 +21,12 @@ from typing_extensions import NotRequired
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.batches import Watch
 from coca_hf.evaluate.loaded_model import LoadedModel
-from coca_hf.evaluate.perplexity import compute_windows, token_losses, why_no_loss
+from coca_hf.evaluate.perplexity import Window, check_loss, compute_windows, token_losses, tokens_of
 from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.row import Beside, Count, Identity, Row, Setting, Shared
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, about_model, rows_over
-from coca_hf.evaluate.tables import NBSP, Measurement, Table, data_of
-from coca_hf.evaluate.windows import Window
+from coca_hf.evaluate.store import Raw, RowStore, about_model
+from coca_hf.evaluate.tables import NBSP, Measurement, Table, data_of, each_table
 from coca_hf.page import Part, Text
 
 
@@ -59,7 +58,6 @@ def copying_rows(
     seed: int = 0,
     batch_size: int | None = None,
     sample: Sample | None = None,
-    progress: Progress = SILENT,
 ) -> Iterator[dict]:
     """Yield a row for every RoPE setting and length; those that `store` has are not measured again.
 
@@ -79,33 +77,22 @@ def copying_rows(
             return torch.stack([firsts.sum(1), seconds.sum(1)], 1).tolist()
 
         windows = [Window(case, 0, len(ids) - 1, len(ids) - 1) for case, ids in enumerate(cases)]
-        windows, sums, error, used = compute_windows(windows, compute, batch_size, watch)
+        windows, sums, used = compute_windows(windows, compute, batch_size, watch)
         lines = [
             {"case": w.document, "tokens": copy_len - 1, "nll_first": first, "nll_second": second}
-            for w, (first, second) in zip(windows, sums, strict=False)
+            for w, (first, second) in zip(windows, sums, strict=True)
         ]
-        tokens = sum(line["tokens"] for line in lines)
+        tokens = tokens_of(lines)
         first, second = (
             math.fsum(line[f"nll_{which}"] for line in lines) for which in ("first", "second")
         )
-        error = why_no_loss(error, first + second, length)
-        results = {
-            "value": None if error else second / tokens,
-            "nll_first": None if error else first / tokens,
-            "tokens": tokens,
-            "error": error,
-            "batch_size": used,
-        }
-        return results, {"copies": [] if error else lines}
+        check_loss(first + second)
+        results = {"value": second / tokens, "nll_first": first / tokens}
+        return results | {"tokens": tokens, "batch_size": used}, {"copies": lines}
 
-    settings = {
-        "task": "copying",
-        **(sample.describe() if sample else {}),
-        "cases": num_cases,
-        "seed": seed,
-        **about_model(loaded),
-    }
-    return rows_over(CopyingRow, settings, ropes, lengths, store, measure, progress)
+    settings = {"task": "copying", **(sample.describe() if sample else {})}
+    settings |= {"cases": num_cases, "seed": seed, **about_model(loaded)}
+    return store.rows(CopyingRow, settings, ropes, lengths, measure)
 
 
 def check_copy_lengths(lengths: list[int]) -> None:
@@ -158,11 +145,8 @@ def _settings(row: dict) -> str:
     return f"{copied}, {row['cases']} cases per length, seed {row['seed']}"
 
 
-def _parts(tables: list[Table]) -> list[Part]:
-    parts: list[Part] = []
-    for table in tables:
-        parts += [Text(f"Copied: {table.settings}."), table.grid(), *table.missing()]
-    return parts
+def _parts(table: Table) -> list[Part]:
+    return [Text(f"Copied: {table.settings}."), table.grid(), *table.missing()]
 
 
 MEASUREMENT = Measurement(
@@ -174,5 +158,5 @@ MEASUREMENT = Measurement(
     row=CopyingRow,
     settings=_settings,
     cell=lambda row: f"{row['value']:.2f}{NBSP}({row['nll_first']:.2f})",
-    parts=_parts,
+    parts=each_table(_parts),
 )

@@ -76,9 +76,8 @@ def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict
         facts["memory_bytes"] = memory_bytes
         left = memory_bytes - weight_bytes - facts["kv_bytes_fixed"]
         per_token = facts["kv_bytes_per_token"]
-        facts["longest_context"] = (
-            max(left, 0) // per_token if per_token else None if left >= 0 else 0
-        )
+        growing = max(left, 0) // per_token if per_token else None
+        facts["longest_context"] = 0 if left < 0 else growing
     return facts
 
 
@@ -105,15 +104,15 @@ def describe(facts: dict[str, Any]) -> str:
     }
     if "memory_bytes" in facts:
         memory = f"{facts['memory_bytes'] / 1e9:,.1f} GB"
-        if facts["longest_context"] == 0:
-            lines["longest context"] = f"none: {memory} do not hold the weights and a token"
-        elif facts["longest_context"] is None:
-            lines["longest context"] = f"any in {memory}: the cache stops growing"
-        else:
-            lines["longest context"] = (
-                f"{facts['longest_context']:,} tokens in {memory} beside the weights, one "
-                f"sequence, activations not counted"
+        longest = f"any in {memory}: the cache stops growing"
+        if (context := facts["longest_context"]) is not None:
+            longest = (
+                f"{context:,} tokens in {memory} beside the weights, one sequence, activations not "
+                f"counted"
             )
+        if context == 0:
+            longest = f"none: {memory} do not hold the weights and a token"
+        lines["longest context"] = longest
     return "\n".join(
         [facts["checkpoint"], *(f"  {name:<17} {value}" for name, value in lines.items())]
     )

@@ -25,24 +25,23 @@ from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.attention_maps import check_baseline
-from coca_hf.evaluate.batches import Watch, auto_batch_size, compute_all
+from coca_hf.evaluate.batches import NoValue, Watch, auto_batch_size, compute_all
 from coca_hf.evaluate.copying import check_copy_lengths, passages, repeated_sequences
 from coca_hf.evaluate.loaded_model import LoadedModel
-from coca_hf.evaluate.perplexity import failed, keeps_logits
+from coca_hf.evaluate.perplexity import keeps_logits
 from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.row import Count, Identity, Setting, Shared, TextRow
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, about_model, rows_over
+from coca_hf.evaluate.store import Raw, RowStore, about_model
 from coca_hf.evaluate.tables import (
     FLOAT,
     INT,
     Measurement,
     Table,
-    against_layer,
+    each_table,
     text_settings,
 )
 from coca_hf.page import Bullets, Fold, Grid, Part
-from coca_hf.plots import Curve
 
 TEXTS = ("perplexity", "copy", "again")
 MEASURES = ("divergence", *TEXTS)
@@ -80,7 +79,6 @@ def layer_rows(
     num_cases: int = 6,
     seed: int = 0,
     batch_size: int | None = None,
-    progress: Progress = SILENT,
 ) -> Iterator[dict]:
     """Yield a row for every RoPE setting and length; those that `store` has are not measured again.
 
@@ -114,31 +112,18 @@ def layer_rows(
             ([(text, ids) for ids in cases], batch_size or auto_batch_size(len(cases[0])))
             for text, cases in texts.items()
         ]
-        found, error, used = compute_all(groups, compute, watch)
-        results: dict[str, Any] = {
-            "value": None,
-            "tokens": sum(len(ids) for cases in texts.values() for ids in cases),
-            "error": failed(error, length) if error else None,
-            "batch_size": used,
-        }
-        if error:
-            return results, {}
+        found, used = compute_all(groups, compute, watch)
         sums = torch.stack(found).view(len(texts), num_cases, -1, 2).mean(1)
         if not sums.isfinite().all():
-            return results | {"error": "the loss of a model is not finite"}, {}
+            raise NoValue("the loss of a model is not finite")
         lines, measures = _harms(sums)
-        return results | measures, {"layers": lines}
+        tokens = sum(len(ids) for cases in texts.values() for ids in cases)
+        return measures | {"tokens": tokens, "batch_size": used}, {"layers": lines}
 
-    settings = {
-        "task": "layers",
-        **sample.describe(),
-        "cases": num_cases,
-        "seed": seed,
-        **about_model(converted),
-        "baseline": original.name,
-        "baseline_fingerprint": original.fingerprint,
-    }
-    return rows_over(LayersRow, settings, ropes, lengths, store, measure, progress)
+    settings = {"task": "layers", **sample.describe(), "cases": num_cases, "seed": seed}
+    settings |= about_model(converted)
+    settings |= {"baseline": original.name, "baseline_fingerprint": original.fingerprint}
+    return store.rows(LayersRow, settings, ropes, lengths, measure)
 
 
 def _texts(
@@ -196,20 +181,13 @@ def _swapped(original: Any, converted: Any, input_ids: Tensor, scored_len: int) 
     reference = theirs.float().log_softmax(-1)
     targets = input_ids[:, -scored_len:]
     found = [_scores(logits, targets, reference) for logits in (theirs, ours)]
-    ways = (
-        (original, their_calls, converted, our_calls),
-        (converted, our_calls, original, their_calls),
-    )
-    for host, host_calls, guest, guest_calls in ways:
+    both = (original, their_calls), (converted, our_calls)
+    for (host, host_calls), (guest, guest_calls) in (both, both[::-1]):
         for number, layer in enumerate(_layers(guest)):
-            states = layer(host_calls[number][0].to(guest.dtype), **guest_calls[number][1]).to(
-                host.dtype
-            )
-            found.append(
-                _scores(
-                    _from_layer(host, number, states, input_ids, scored_len), targets, reference
-                )
-            )
+            (given, _), (_, options) = host_calls[number], guest_calls[number]
+            states = layer(given.to(guest.dtype), **options).to(host.dtype)
+            logits = _from_layer(host, number, states, input_ids, scored_len)
+            found.append(_scores(logits, targets, reference))
     return torch.stack(found, 1).cpu()
 
 
@@ -283,30 +261,20 @@ def _last_logits(model: Any, input_ids: Tensor, scored_len: int) -> Tensor:
     return model(input_ids=input_ids, use_cache=False, **only_kept).logits[:, -scored_len - 1 : -1]
 
 
-def _parts(tables: list[Table]) -> list[Part]:
+def _parts(table: Table) -> Iterator[Part]:
     """Harm against layer, at the longest length of every line, and the order to keep layers in."""
-    parts: list[Part] = []
-    for table in tables:
-        found, keys = table.raw_of_longest("layers"), table.keys()
-        curves = [
-            Curve(keys[name], [e["layer"] for e in some], [e["harm"] for e in some])
-            for name, some in found.items()
-        ]
-        if curves:
-            parts.append(
-                against_layer(
-                    curves,
-                    "harm (nats per token)",
-                    table.named("layers"),
-                    "Harm against layer: the table beside it has the divergence of the whole "
-                    "model.",
-                    f"Harm of each layer's conversion: {table.settings}.",
-                )
-            )
-        parts += [table.grid(), _whole(table), *_orders(table), *table.missing()]
-        for name, lines in found.items():
-            parts.append(Fold(f"Layers of {name}, swapped alone", [_swaps(lines)]))
-    return parts
+    found = table.raw_of_longest("layers")
+    if found:
+        yield table.by_layer(
+            "layers",
+            "Harm against layer: the table beside it has the divergence of the whole model.",
+            f"Harm of each layer's conversion: {table.settings}.",
+            {name: [(e["layer"], e["harm"]) for e in some] for name, some in found.items()},
+            "harm (nats per token)",
+        )
+    yield from [table.grid(), _whole(table), *_orders(table), *table.missing()]
+    for name, lines in found.items():
+        yield Fold(f"Layers of {name}, swapped alone", [_swaps(lines)])
 
 
 def _whole(table: Table) -> Grid:
@@ -353,6 +321,6 @@ MEASUREMENT = Measurement(
     row=LayersRow,
     settings=_settings,
     cell=lambda row: f"{row['value']:.3f}",
-    parts=_parts,
+    parts=each_table(_parts),
     raw={"layers": {"layer": INT, "harm": FLOAT, **dict.fromkeys(SWAPPED, FLOAT)}},
 )

@@ -4,6 +4,8 @@ import ast
 import hashlib
 import json
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,41 +116,43 @@ def warn_small_tokenizer(loaded: LoadedModel) -> str | None:
 
 def _load_config(path: str, revision: str, trust_remote_code: bool) -> tuple[Any, str | None]:
     """The config, and the commit on the hub that it is of."""
+    directory, hub_id = Path(path), "a model directory or a hub id as owner/name"
     if not path.strip():
-        raise CocaError(
-            "got an empty name of a model, expected a model directory or a hub id as owner/name"
-        )
-    if (Path(path) / "adapter_config.json").is_file() and not (
-        Path(path) / "config.json"
-    ).is_file():
-        raise CocaError(
-            f"{path}: got an adapter of peft, expected a whole model; merge it into its base model "
-            f"(merge_and_unload) and save that with the tokenizer"
-        )
-    if Path(path).exists() and not (Path(path) / "config.json").is_file():
-        raise CocaError(
-            f"{path}: got no config.json there, expected a model directory as save_pretrained "
-            f"writes it"
-        )
-    if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
-        raise CocaError(
-            f"{path}: no such directory, expected a model directory or a hub id as owner/name"
-        )
-    try:
+        raise CocaError(f"got an empty name of a model, expected {hub_id}")
+    if directory.exists() and not (directory / "config.json").is_file():
+        if (directory / "adapter_config.json").is_file():
+            raise CocaError(
+                f"{path}: got an adapter of peft, expected a whole model; merge it into its base "
+                f"model (merge_and_unload) and save that with the tokenizer"
+            )
+        expected = "a model directory as save_pretrained writes it"
+        raise CocaError(f"{path}: got no config.json there, expected {expected}")
+    if not directory.exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
+        raise CocaError(f"{path}: no such directory, expected {hub_id}")
+    absent = "no such directory here, and as a hub id it"
+    found = "its config.json" if directory.exists() else absent
+    with _own_code_checked(path, f"{found} cannot be read"):
         config = AutoConfig.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
-        return config, extract_commit_hash(
-            cached_file(path, "config.json", revision=revision), None
-        )
-    except Exception as error:  # transformers raises what its readers raise
+        file = cached_file(path, "config.json", revision=revision)
+        return config, extract_commit_hash(file, None)
+
+
+@contextmanager
+def _own_code_checked(
+    path: str, problem: str, remedy: str = "", of_config: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """Turn what transformers and its readers raise into CocaError: `problem`, unless it comes from
+    the code that the model carries or, being one of the errors `of_config`, from its config.
+    """
+    try:
+        yield
+    except Exception as error:
         _check_own_code(path, error)
-        found = (
-            "its config.json"
-            if Path(path).exists()
-            else "no such directory here, and as a hub id it"
-        )
-        raise CocaError(f"{path}: {found} cannot be read ({first_line(error)})") from error
+        if isinstance(error, of_config):
+            problem, remedy = "transformers makes no model of its config.json", ""
+        raise CocaError(f"{path}: {problem} ({first_line(error)}){remedy}") from error
 
 
 def _check_own_code(path: str, error: Exception) -> None:
@@ -157,21 +161,17 @@ def _check_own_code(path: str, error: Exception) -> None:
         raise CocaError(f"{path}: {_OWN_CODE}") from None
     frames = traceback.extract_tb(error.__traceback__)
     cache = dynamic_module_utils.HF_MODULES_CACHE  # that code runs from there
-    ran = [
-        f"{Path(frame.filename).name}, line {frame.lineno}: "
-        for frame in frames
-        if cache in frame.filename
-    ]
-    if ran or any(frame.filename == dynamic_module_utils.__file__ for frame in frames):
-        found = (
-            f"{ran[-1]}{first_line(error)}"
-            if ran
-            else _syntax_error(Path(path)) or first_line(error)
-        )
-        raise CocaError(
-            f"{path}: the code that it carries cannot be run ({found}); repair that code, or ask "
-            f"who wrote it"
-        ) from error
+    ran = [frame for frame in frames if cache in frame.filename]
+    if ran:
+        where = f"{Path(ran[-1].filename).name}, line {ran[-1].lineno}: {first_line(error)}"
+    elif any(frame.filename == dynamic_module_utils.__file__ for frame in frames):
+        where = _syntax_error(Path(path)) or first_line(error)
+    else:
+        return
+    raise CocaError(
+        f"{path}: the code that it carries cannot be run ({where}); repair that code, or ask who "
+        f"wrote it"
+    ) from error
 
 
 def _syntax_error(directory: Path) -> str | None:
@@ -184,6 +184,7 @@ def _syntax_error(directory: Path) -> str | None:
     return None
 
 
+_NOT_OF_FILES = (ArithmeticError, AttributeError, KeyError, TypeError)  # never from reading
 _OWN_CODE = (
     "got a model that needs the code it carries; read that code, and if you trust it, add "
     "--trust-remote-code"
@@ -196,19 +197,17 @@ def _load_weights(
     expected = AutoModelForCausalLM._model_mapping.get(type(config), None)
     found = getattr(config, "architectures", None) or []
     is_classifier = any(str(name).endswith("Classification") for name in found)
-    carries_code = not is_classifier and "AutoModelForCausalLM" in (
-        getattr(config, "auto_map", None) or {}
-    )
-    if not (carries_code and trust_remote_code) and (
-        expected is None or (found and expected.__name__ not in found)
-    ):
+    own_classes = getattr(config, "auto_map", None) or {}
+    carries_code = not is_classifier and "AutoModelForCausalLM" in own_classes
+    is_known = expected is not None and (not found or expected.__name__ in found)
+    if not is_known and not (carries_code and trust_remote_code):
         if carries_code:
             raise CocaError(f"{path}: {_OWN_CODE}")
-        raise CocaError(
-            f"{path}: got {', '.join(found) or config.model_type}, expected a causal language model"
-            + (f" ({expected.__name__})" if expected else "")
-        )
-    try:
+        wanted = f" ({expected.__name__})" if expected else ""
+        names = ", ".join(found) or config.model_type
+        raise CocaError(f"{path}: got {names}, expected a causal language model{wanted}")
+    again = "; save or convert it again"
+    with _own_code_checked(path, "its weights cannot be loaded", again, _NOT_OF_FILES):
         model, info = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
@@ -218,21 +217,11 @@ def _load_weights(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, by name
         )
-    except Exception as error:  # and so do safetensors, torch and pickle
-        _check_own_code(path, error)
-        # Errors of these kinds do not come from reading files
-        if isinstance(error, ArithmeticError | AttributeError | KeyError | TypeError):
-            raise CocaError(
-                f"{path}: transformers makes no model of its config.json ({first_line(error)})"
-            ) from error
-        raise CocaError(
-            f"{path}: its weights cannot be loaded ({first_line(error)}); save or convert it again"
-        ) from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise CocaError(
             f"{path}: got weights without {missing[0]} ({len(missing)} missing in all), expected "
-            f"every tensor of {type(model).__name__}; save or convert it again"
+            f"every tensor of {type(model).__name__}{again}"
         )
     for name, stored, wanted in sorted(info["mismatched_keys"]):
         raise CocaError(
@@ -249,17 +238,14 @@ def _load_weights(
 
 
 def _load_tokenizer(path: str, revision: str, trust_remote_code: bool) -> Any:
-    try:
+    expected = (
+        "got no tokenizer that can be loaded, expected one beside the model; copy tokenizer.json "
+        "and tokenizer_config.json of the original model there"
+    )
+    with _own_code_checked(path, expected):
         tokenizer = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
-    except Exception as error:
-        _check_own_code(path, error)
-        raise CocaError(
-            f"{path}: got no tokenizer that can be loaded, expected one beside the model; copy "
-            f"tokenizer.json and tokenizer_config.json of the original model there "
-            f"({first_line(error)})"
-        ) from error
     # Texts may be longer than those that the model was trained on
     tokenizer.model_max_length = int(1e30)
     return tokenizer
@@ -269,18 +255,11 @@ def _fingerprint(path: str, commit: str | None, trust_remote_code: bool) -> str:
     """Sixteen hex digits of names, sizes and times of files, or of a hub id and its commit."""
     directory = Path(path)
     if directory.is_dir():
-        patterns = (
-            "config.json",
-            "adapter_config.json",
-            "*.safetensors",
-            "*.bin",
-            "tokenizer*",
-            *["*.py"] * trust_remote_code,
-        )
+        patterns = ["config.json", "adapter_config.json", "*.safetensors", "*.bin", "tokenizer*"]
+        patterns += ["*.py"] * trust_remote_code
         files = sorted(file for pattern in patterns for file in directory.glob(pattern))
-        text = json.dumps(
-            [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        )
+        stats = [(file.name, file.stat()) for file in files]
+        text = json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
     else:
         text = f"{path}@{commit}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]

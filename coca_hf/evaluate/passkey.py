@@ -27,7 +27,7 @@ Both scripts set the characters of filler and take the tokens as they come; here
 import math
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -44,12 +44,11 @@ from coca_hf.evaluate.answers import (
     score_answers,
     share_correct,
 )
-from coca_hf.evaluate.batches import Watch, auto_batch_size, compute_all
+from coca_hf.evaluate.batches import NoValue, Watch, auto_batch_size, compute_all
 from coca_hf.evaluate.loaded_model import LoadedModel
-from coca_hf.evaluate.perplexity import failed
 from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.row import Count, Identity, Row, Setting, Share, last_trained_length
-from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, about_model, rows_over
+from coca_hf.evaluate.store import Raw, RowStore, about_model
 from coca_hf.evaluate.tables import (
     FLAG,
     FLOAT,
@@ -58,15 +57,16 @@ from coca_hf.evaluate.tables import (
     Measurement,
     Table,
     against_length,
-    curve_figure,
+    grid_of,
 )
-from coca_hf.page import Bullets, Figure, Grid, Part
-from coca_hf.plots import Curve, Heat, heat_figure
+from coca_hf.page import Bullets, Figure, Part
+from coca_hf.plots import Heat, heat_figure
 
 INSTRUCTION = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
     "I will quiz you about the important information there."
 )
+NAN = "the model's logits are NaN"
 
 
 class PasskeyRow(Row):
@@ -156,7 +156,6 @@ def passkey_rows(
     batch_size: int | None = None,
     variant: str = "paper",
     depths: int | None = None,
-    progress: Progress = SILENT,
 ) -> Iterator[dict]:
     """Yield a row for every RoPE setting and length; those that `store` has are not measured again.
 
@@ -180,41 +179,29 @@ def passkey_rows(
         use_rope_(loaded.model, rope, length + longest_answer)
         nlls: list[float] = []
         if most_tokens:
-            outputs, saw_nan, error, used = answers(loaded, cases, most_tokens, batch_size, watch)
+            outputs, used = answers(loaded, cases, most_tokens, batch_size, watch)
         else:
             asked = [(case.token_ids, case.answer_ids) for case in cases]
-            scores, error, used = score_answers(loaded, asked, batch_size, watch)
+            scores, used = score_answers(loaded, asked, batch_size, watch)
             outputs, nlls = [score.likeliest for score in scores], [score.nll for score in scores]
-            saw_nan = any(map(math.isnan, nlls))
+            if any(map(math.isnan, nlls)):
+                raise NoValue(NAN)
         texts = loaded.tokenizer.batch_decode(outputs, skip_special_tokens=True)
-        answered = zip(cases, texts, outputs, strict=False)
+        answered = zip(cases, texts, outputs, strict=True)
         lines = case_lines(cases, texts, [kind.found(*one) for one in answered], nlls)
-        if saw_nan:
-            error = "the model's logits are NaN"
-        elif error:
-            error = failed(error, f"{length} + {most_tokens}")
         results = {
-            "value": None if error else share_correct(lines),
+            "value": share_correct(lines),
             **count_by_distance(lines, last_trained_length(about)),
             "tokens": sum(len(case.token_ids) for case in cases),
-            "error": error,
             "batch_size": used,
         }
-        if not most_tokens:
-            digits = sum(len(str(case.key)) for case in cases)
-            results["nats_per_digit"] = None if error else math.fsum(nlls) / digits
+        if nlls:
+            results["nats_per_digit"] = math.fsum(nlls) / sum(len(str(c.key)) for c in cases)
         return results, {"cases": lines}
 
-    settings = {
-        "task": "passkey",
-        "variant": variant,
-        "seed": seed,
-        "cases": num_cases,
-        "depths": depths,
-        "new_tokens": most_tokens,
-        **about,
-    }
-    return rows_over(PasskeyRow, settings, ropes, lengths, store, measure, progress)
+    settings = {"task": "passkey", "variant": variant, "seed": seed, "cases": num_cases}
+    settings |= {"depths": depths, "new_tokens": most_tokens, **about}
+    return store.rows(PasskeyRow, settings, ropes, lengths, measure)
 
 
 def make_case(
@@ -269,11 +256,11 @@ def answers(
     new_tokens: int,
     batch_size: int | None = None,
     watch: Watch = iter,
-) -> tuple[list[list[int]], bool, str | None, int]:
-    """At most `new_tokens` greedily decoded tokens for every case, and whether a logit was NaN.
+) -> tuple[list[list[int]], int]:
+    """At most `new_tokens` greedily decoded tokens for every case, and the batch size.
 
-    Then an error and the batch size, as `compute_all` has them. batch_size: None for
-    `auto_batch_size`. Batches are padded on the left and masked, so answers do not depend on it.
+    batch_size: None for `auto_batch_size`. Batches are padded on the left and masked, so answers do
+    not depend on it. Raises NoValue as `compute_all` does, and where a logit was NaN.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     eos = model.generation_config.eos_token_id
@@ -298,8 +285,10 @@ def answers(
 
     longest = max(len(case.token_ids) for case in cases)
     size = batch_size or auto_batch_size(longest + new_tokens)
-    results, error, size = compute_all([(cases, size)], compute, watch)
-    return [ids for ids, _ in results], any(nan for _, nan in results), error, size
+    results, size = compute_all([(cases, size)], compute, watch)
+    if any(saw_nan for _, saw_nan in results):
+        raise NoValue(NAN)
+    return [ids for ids, _ in results], size
 
 
 def count_by_distance(lines: list[dict], trained: int | None) -> dict[str, int]:
@@ -370,7 +359,7 @@ def _cases_found(table: Table) -> Found:
     return found
 
 
-def _heat_maps(table: Table, found: Found) -> Iterable[Part]:
+def _heat_maps(table: Table, found: Found) -> Iterator[Part]:
     """Share found by length and depth; a sentence where it is the same everywhere."""
     depths, same, panel = _depths(table, found), [], 0
     for name, by_length in found.items():
@@ -422,69 +411,76 @@ def _sides(table: Table, found: Found) -> list[Part]:
 
     Nothing where no passkey lies beyond the trained length of its model.
     """
+    sides: dict[str, Found] = {"inside": {}, "beyond": {}}
+    for name, rows in table.series.items():
+        for row in rows:
+            if trained := last_trained_length(row):
+                for case in found.get(name, {}).get(row["length"], []):
+                    own = sides["beyond" if case["distance"] > trained else "inside"]
+                    own.setdefault(name, {}).setdefault(row["length"], []).append(case)
     parts: list[Part] = []
-    beyond = False
     for side, words in (("inside", "at most"), ("beyond", "more than")):
-        keys, curves, lines = table.keys(), [], []
-        for name, rows in table.series.items():
-            on_side = {row["length"]: _on_side(row, found.get(name, {}), side) for row in rows}
-            shares = {n: share_correct(cases) for n, cases in on_side.items() if cases}
-            if shares:
-                curves.append(Curve(keys[name], [*shares], [*shares.values()]))
-                cells = {n: f"{s:.2f}{NBSP}of{NBSP}{len(on_side[n])}" for n, s in shares.items()}
-                lines.append([name, *(cells.get(length, "") for length in table.lengths)])
-        if not curves:
+        if not sides["beyond"] or not sides[side]:
             continue
-        beyond = side == "beyond"
-        figure = curve_figure(
-            table.named(f"passkey-{side}"),
+        parts += _shares(
+            table,
+            f"passkey-{side}",
             f"Share found against context length, of passkeys {side} the trained length: the "
             f"table beside it.",
             f"Share found of the passkeys that stand {words} the trained length of their model "
             f"from the end of the prompt, against context length.",
-            curves,
-            "share found",
-            y_scale="share",
-            trained_lengths=table.trained_lengths,
+            sides[side],
+            f"{side} the trained length",
+            {length: str(length) for length in table.lengths},
+            counted=True,
         )
-        header = [f"{side} the trained length", *map(str, table.lengths)]
-        parts += [figure, Grid(header, lines, numbers_from=1)]
-    return parts if beyond else []
-
-
-def _on_side(row: dict, by_length: dict[int, list[dict]], side: str) -> list[dict]:
-    trained, cases = last_trained_length(row), by_length.get(row["length"], [])
-    wanted = side == "beyond"
-    return [case for case in cases if trained and (case["distance"] > trained) == wanted]
+    return parts
 
 
 def _by_distance(table: Table, found: Found) -> list[Part]:
     """Share found by the octave of the distance from the end of the prompt (figure 5)."""
-    by_octave: dict[str, dict[int, list[dict]]] = {}
+    by_octave: Found = {}
     for name, by_length in found.items():
         for case in (case for cases in by_length.values() for case in cases):
             by_octave.setdefault(name, {}).setdefault(_octave(case["distance"]), []).append(case)
     edges = sorted({edge for octaves in by_octave.values() for edge in octaves})
-    keys, curves, lines = table.keys(), [], []
-    for name, octaves in by_octave.items():
-        shares = {edge: share_correct(octaves[edge]) for edge in edges if edge in octaves}
-        curves.append(Curve(keys[name], [*shares], [*shares.values()]))
-        cells = {edge: f"{share:.2f}" for edge, share in shares.items()}
-        lines.append([name, *(cells.get(edge, "") for edge in edges)])
-    figure = curve_figure(
-        table.named("passkey-distance"),
+    return _shares(
+        table,
+        "passkey-distance",
         "Share found against the distance from the passkey to the end of the prompt: the table "
         "beside it.",
         "Share found against the distance from the passkey to the end of the prompt, in tokens, "
         "over all context lengths: each point is the octave up to its distance.",
-        curves,
-        "share found",
+        by_octave,
+        "distance",
+        {edge: f"≤{NBSP}{edge}" for edge in edges},
         x_label="distance (tokens)",
-        y_scale="share",
-        trained_lengths=table.trained_lengths,
     )
-    header = ["distance", *(f"≤{NBSP}{edge}" for edge in edges)]
-    return [figure, Grid(header, lines, numbers_from=1)]
+
+
+def _shares(
+    table: Table,
+    name: str,
+    alt: str,
+    caption: str,
+    found: Found,
+    corner: str,
+    columns: dict[int, str],
+    counted: bool = False,
+    **options: Any,
+) -> list[Part]:
+    """Figure and grid of the share found of the cases of each column. counted: with their number."""
+    points, lines = {}, {}
+    for line, by_column in found.items():
+        shares = {x: share_correct(by_column[x]) for x in columns if x in by_column}
+        points[line] = shares.items()
+        lines[line] = {
+            x: f"{share:.2f}" + (f"{NBSP}of{NBSP}{len(by_column[x])}" if counted else "")
+            for x, share in shares.items()
+        }
+    options |= {"y_scale": "share", "trained_lengths": table.trained_lengths}
+    figure = table.figure(name, alt, caption, points, "share found", **options)
+    return [figure, grid_of(corner, lines, columns)]
 
 
 def _octave(distance: int) -> int:

@@ -8,36 +8,52 @@ one the last `stride`, and the last window ends where the document does, so it m
 token of a document except the first is scored exactly once. Perplexity is exp(sum of negative
 log-likelihoods / number of scored tokens), over all documents together.
 
-This is the variant `sliding`. `windows.py` has those that give the numbers of published scripts.
+This is the variant `sliding`. Others cut windows and average as published scripts do:
+
+    yarn            eval/perplexity.py of jquesnelle/yarn: no special tokens, but the token for the
+                    beginning, where the tokenizer has one, before every window, which leaves
+                    `length - 1` for text; windows every `stride` tokens (its --sliding-window,
+                    256), the first scores all its tokens, later ones those that are new; exp(mean
+                    of the windows' means)
+    yarn-truncate   the same with its --truncate, as its Proof-pile numbers: the first window of
+                    every document only
+    longlora        eval.py of dvlab-research/LongLoRA with --batch_size 1, as its README calls it:
+                    documents without special tokens as one stream, a window every `stride` (256)
+                    tokens but the last one, each scoring all its `length - 1` targets; 2.71828 ^
+                    (mean of the windows' means)
+
+All scripts tokenize the text first; so does `Sample`, whose `special_tokens` follows the variant.
 """
 
 import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from typing_extensions import NotRequired
 
-from coca_hf.evaluate.batches import Watch, auto_batch_size, compute_all
+from coca_hf.errors import CocaError
+from coca_hf.evaluate.batches import NoValue, Watch, auto_batch_size, compute_all
 from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.row import Count, Identity, Positive, Setting, TextRow
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, about_model, rows_over
+from coca_hf.evaluate.store import Raw, RowStore, about_model
 from coca_hf.evaluate.tables import (
     FLOAT,
     INT,
     Measurement,
     Table,
     against_length,
+    each_table,
     perplexity_cell,
     text_settings,
 )
-from coca_hf.evaluate.windows import VARIANTS, Variant, Window
 from coca_hf.plots import FAR
 
 
@@ -62,7 +78,6 @@ def perplexity_rows(
     store: RowStore,
     batch_size: int | None = None,
     variant: str = "sliding",
-    progress: Progress = SILENT,
 ) -> Iterator[dict]:
     """Yield a row for every RoPE setting and length; those that `store` has are not measured again.
 
@@ -78,14 +93,11 @@ def perplexity_rows(
         used_stride = min(stride, length)
         windows = kind.windows([len(ids) for ids in documents], length, used_stride, prefix)
         use_rope_(loaded.model, rope, length)
-        windows, nlls, error, used = compute_windows(
-            windows,
-            lambda batch: (
-                token_losses(loaded.model, documents, batch, prefix).double().sum(-1).tolist()
-            ),
-            batch_size,
-            watch,
-        )
+
+        def compute(batch: list[Window]) -> list[float]:
+            return token_losses(loaded.model, documents, batch, prefix).double().sum(-1).tolist()
+
+        windows, nlls, used = compute_windows(windows, compute, batch_size, watch)
         lines = [
             {
                 "document": w.document,
@@ -94,27 +106,131 @@ def perplexity_rows(
                 "tokens": w.scored_len,
                 "nll": nll,
             }
-            for w, nll in zip(windows, nlls, strict=False)
+            for w, nll in zip(windows, nlls, strict=True)
         ]
-        value, error = (None, failed(error, length)) if error else perplexity_of(kind, lines)
-        results = {
-            "value": value,
-            "nll": nats_per_token(lines) if value is not None else None,
-            "stride": used_stride,
-            "tokens": sum(line["tokens"] for line in lines),
-            "error": error,
-            "batch_size": used,
-        }
+        results = value_of(kind, lines) | {"stride": used_stride, "batch_size": used}
         return results, {"windows": lines}
 
-    settings = {
-        "task": "perplexity",
-        "variant": variant,
-        "asked_stride": stride,
-        **sample.describe(),
-        **about_model(loaded),
-    }
-    return rows_over(PerplexityRow, settings, ropes, lengths, store, measure, progress)
+    settings = {"task": "perplexity", "variant": variant, "asked_stride": stride}
+    settings |= sample.describe() | about_model(loaded)
+    return store.rows(PerplexityRow, settings, ropes, lengths, measure)
+
+
+class Window(NamedTuple):
+    document: int
+    start: int  # of the inputs, in tokens
+    input_len: int  # tokens of the document that are read
+    scored_len: int  # how many of the last targets are scored
+
+
+class Variant(NamedTuple):
+    """windows: from the lengths of documents, the window's length, the stride and the prefix.
+    perplexity: from the windows' sums of nats and their scored tokens. stride: the default."""
+
+    windows: Callable[[list[int], int, int, list[int]], list[Window]]
+    perplexity: Callable[[list[float], list[int]], float]
+    stride: int
+    special_tokens: bool = False  # whether documents are tokenized with the tokenizer's
+    begins: bool = False  # whether every window begins with the token for the beginning
+    joins: bool = False  # whether documents are one stream
+
+    def documents(self, token_ids: list[Tensor]) -> list[Tensor]:
+        return [torch.cat(token_ids)] if self.joins else token_ids
+
+    def prefix(self, tokenizer: Any) -> list[int]:
+        return (
+            [tokenizer.bos_token_id] if self.begins and tokenizer.bos_token_id is not None else []
+        )
+
+
+def windows_of(doc_len: int, length: int, stride: int, document: int = 0) -> list[Window]:
+    """The sliding windows of a document of `doc_len` tokens, as `perplexity.py` defines them.
+
+    Raises CocaError where the stride is longer than the window (tokens would be left out), or the
+    document has fewer than `length` tokens.
+    """
+    if not 1 <= stride <= length:
+        raise CocaError(
+            f"stride: got {stride}, expected 1 to {length}, the window's length; a longer one "
+            f"skips tokens"
+        )
+    if doc_len < length:
+        raise CocaError(f"document {document}: got {doc_len} tokens, expected at least {length}")
+    scored = min(length, doc_len - 1)
+    windows = [Window(document, 0, scored, scored)]
+    while scored < doc_len - 1:
+        start = windows[-1].start + stride
+        input_len = min(length, doc_len - 1 - start)
+        windows.append(Window(document, start, input_len, start + input_len - scored))
+        scored = start + input_len
+    return windows
+
+
+def _sliding(doc_lens: list[int], length: int, stride: int, prefix: list[int]) -> list[Window]:
+    return [
+        window
+        for index, size in enumerate(doc_lens)
+        for window in windows_of(size, length, stride, index)
+    ]
+
+
+def _yarn(doc_lens: list[int], length: int, stride: int, prefix: list[int]) -> list[Window]:
+    windows, text_len = [], length - len(prefix)
+    for index, doc_len in enumerate(doc_lens):
+        end = 0
+        for start in range(0, doc_len, stride):
+            before, end = end, min(start + text_len, doc_len)
+            # Without a prefix, nothing predicts the first token
+            predicted = end - start - (0 if prefix else 1)
+            windows.append(Window(index, start, end - start - 1, min(end - before, predicted)))
+            if end == doc_len:
+                break
+    return [window for window in windows if window.scored_len]
+
+
+def _yarn_truncate(
+    doc_lens: list[int], length: int, stride: int, prefix: list[int]
+) -> list[Window]:
+    text_len = length - len(prefix)
+    return _yarn([min(doc_len, text_len) for doc_len in doc_lens], length, text_len, prefix)
+
+
+def _longlora(doc_lens: list[int], length: int, stride: int, prefix: list[int]) -> list[Window]:
+    """Raises CocaError where the stream is too short for a window that is not the last."""
+    starts = range(0, doc_lens[0] - length, stride)[:-1]
+    if not starts:
+        raise CocaError(
+            f"--variant longlora: got {doc_lens[0]} tokens in all documents together, expected "
+            f"more than {length + stride}: length and stride"
+        )
+    return [Window(0, start, length - 1, length - 1) for start in starts]
+
+
+def _token_mean(nlls: list[float], tokens: list[int]) -> float:
+    return math.exp(math.fsum(nlls) / sum(tokens))
+
+
+def _window_mean(nlls: list[float], tokens: list[int]) -> float:
+    return math.exp(math.fsum(nll / n for nll, n in zip(nlls, tokens, strict=True)) / len(nlls))
+
+
+def _window_mean_longlora(nlls: list[float], tokens: list[int]) -> float:
+    return 2.71828 ** math.log(_window_mean(nlls, tokens))
+
+
+VARIANTS = {
+    "sliding": Variant(_sliding, _token_mean, stride=512, special_tokens=True),
+    "yarn": Variant(_yarn, _window_mean, stride=256, begins=True),
+    "yarn-truncate": Variant(_yarn_truncate, _window_mean, stride=256, begins=True),
+    "longlora": Variant(_longlora, _window_mean_longlora, stride=256, joins=True),
+}
+
+
+def check_variant(name: str) -> Variant:
+    """Raises CocaError for a name that is none of `VARIANTS`."""
+    if name not in VARIANTS:
+        raise CocaError(f"--variant: got {name!r}, expected one of {', '.join(VARIANTS)}")
+    return VARIANTS[name]
 
 
 def _settings(row: dict) -> str:
@@ -143,9 +259,7 @@ MEASUREMENT = Measurement(
     row=PerplexityRow,
     settings=_settings,
     cell=perplexity_cell,
-    parts=lambda tables: [
-        part for table in tables for part in against_length(table, "perplexity", "log", _spread)
-    ],
+    parts=each_table(partial(against_length, y_label="perplexity", y_scale="log", spread=_spread)),
     raw={"windows": {"document": INT, "tokens": INT, "nll": FLOAT}},
 )
 
@@ -155,10 +269,10 @@ def compute_windows(
     compute: Callable[[list[Window]], list[Any]],
     batch_size: int | None = None,
     watch: Watch = iter,
-) -> tuple[list[Window], list[Any], str | None, int]:
-    """The windows in the order they were computed, the result of each, an error and the batch size.
+) -> tuple[list[Window], list[Any], int]:
+    """The windows in the order they were computed, the result of each, and the batch size.
 
-    The last two are those of `compute_all`. batch_size: None for `auto_batch_size`. Only windows of
+    Raises NoValue as `compute_all` does. batch_size: None for `auto_batch_size`. Only windows of
     one shape share a batch, so nothing is padded and results do not depend on it.
     """
 
@@ -173,34 +287,38 @@ def compute_windows(
     return windows, *compute_all(groups, compute, watch)
 
 
-def perplexity_of(variant: Variant, windows: list[dict]) -> tuple[float | None, str | None]:
-    """The value of a row from the lines of its raw table, or None and why there is none."""
-    total = math.fsum(window["nll"] for window in windows)
+def value_of(variant: Variant, lines: list[dict]) -> dict:
+    """The value of a row from the lines of its raw table, null with the reason where there is none;
+    nats per token; and their number.
+    """
+    value, error = None, None
+    total = math.fsum(line["nll"] for line in lines)
     if not math.isfinite(total):
-        return None, f"the model's loss is {total}"
-    try:
-        nlls = [window["nll"] for window in windows]
-        return variant.perplexity(nlls, [window["tokens"] for window in windows]), None
-    except OverflowError:
-        return None, "the perplexity is beyond a float64"
+        error = f"the model's loss is {total}"
+    else:
+        try:
+            value = variant.perplexity(
+                [line["nll"] for line in lines], [line["tokens"] for line in lines]
+            )
+        except OverflowError:
+            error = "the perplexity is beyond a float64"
+    nll = nats_per_token(lines) if value is not None else None
+    return {"value": value, "nll": nll, "tokens": tokens_of(lines), "error": error}
+
+
+def tokens_of(lines: list[dict]) -> int:
+    return sum(line["tokens"] for line in lines)
 
 
 def nats_per_token(lines: list[dict]) -> float | None:
     """Token-weighted mean over the lines of a raw table; None for no lines."""
-    tokens = sum(line["tokens"] for line in lines)
-    return math.fsum(line["nll"] for line in lines) / tokens if lines else None
+    return math.fsum(line["nll"] for line in lines) / tokens_of(lines) if lines else None
 
 
-def failed(error: str, length: int | str) -> str:
-    """An error of `compute_all` as a row says it; learned positions end at some length."""
-    return error if error.startswith("OOM") else f"the model failed on {length} tokens ({error})"
-
-
-def why_no_loss(error: str | None, total: float, length: int) -> str | None:
-    """Why losses with the sum `total` make no value, or None. error: of `compute_all`."""
-    if error:
-        return failed(error, length)
-    return None if math.isfinite(total) else f"the model's loss is {total}"
+def check_loss(total: float) -> None:
+    """Raise NoValue for a sum of losses that is no number."""
+    if not math.isfinite(total):
+        raise NoValue(f"the model's loss is {total}")
 
 
 @torch.inference_mode()

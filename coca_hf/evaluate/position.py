@@ -14,28 +14,30 @@ from typing_extensions import NotRequired, TypedDict
 from coca_hf.evaluate.batches import Watch
 from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.perplexity import (
+    VARIANTS,
+    Window,
     compute_windows,
-    failed,
     nats_per_token,
-    perplexity_of,
     token_losses,
+    tokens_of,
+    value_of,
 )
 from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.row import Count, Identity, Positive, Setting, TextRow, last_trained_length
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, about_model, rows_over
+from coca_hf.evaluate.store import Raw, RowStore, about_model
 from coca_hf.evaluate.tables import (
     FLOAT,
     INT,
     Measurement,
     Table,
-    curve_figure,
+    each_table,
+    grid_of,
     perplexity_cell,
+    powers,
     text_settings,
 )
-from coca_hf.evaluate.windows import VARIANTS, Window
 from coca_hf.page import Grid, Part
-from coca_hf.plots import Curve
 
 EDGES = (256, 1024)
 
@@ -73,7 +75,6 @@ def position_rows(
     store: RowStore,
     bucket: int = 64,
     batch_size: int | None = None,
-    progress: Progress = SILENT,
 ) -> Iterator[dict]:
     """Yield a row for every RoPE setting and length, measured if `store` does not have it."""
     sliding = VARIANTS["sliding"]
@@ -87,28 +88,25 @@ def position_rows(
 
         windows = sliding.windows([len(ids) for ids in sample.token_ids], length, length, [])
         use_rope_(loaded.model, rope, length)
-        windows, sums, error, used = compute_windows(windows, compute, batch_size, watch)
+        windows, sums, used = compute_windows(windows, compute, batch_size, watch)
         lines = _by_document(windows, sums, bucket)
-        value, error = (None, failed(error, length)) if error else perplexity_of(sliding, lines)
+        results = value_of(sliding, lines)
+        value = results["value"]
         trained = last_trained_length(about) or length
         inside = [line for line in lines if line["first"] < trained]
         beyond = [line for line in lines if line["first"] >= trained]
         edges = [*EDGES, about["trained_length"] or length]
-        results = {
-            "value": value,
-            "nll": nats_per_token(lines) if value is not None else None,
+        results |= {
             "nll_inside": nats_per_token(inside) if value else None,
             "nll_beyond": nats_per_token(beyond) if value else None,
             "ranges": in_ranges(lines, length, edges) if value else [],
             "stride": length,
-            "tokens": sum(line["tokens"] for line in lines),
-            "error": error,
             "batch_size": used,
         }
         return results, {"buckets": lines}
 
     settings = {"task": "position-loss", "bucket": bucket, **sample.describe(), **about}
-    return rows_over(PositionRow, settings, ropes, lengths, store, measure, progress)
+    return store.rows(PositionRow, settings, ropes, lengths, measure)
 
 
 def in_ranges(buckets: list[dict], length: int, edges: list[int]) -> list[dict]:
@@ -124,9 +122,9 @@ def in_ranges(buckets: list[dict], length: int, edges: list[int]) -> list[dict]:
         within = [bucket for bucket in buckets if first <= bucket["first"] < end]
         nll = nats_per_token(within)
         if nll is not None:
-            tokens = sum(bucket["tokens"] for bucket in within)
             perplexity = math.exp(nll) if nll < 700 else None  # beyond a float64
-            ranges.append({"first": first, "end": end, "tokens": tokens, "perplexity": perplexity})
+            about = {"first": first, "end": end, "tokens": tokens_of(within)}
+            ranges.append(about | {"perplexity": perplexity})
     return ranges
 
 
@@ -149,54 +147,50 @@ def _by_document(windows: list[Window], sums: list[list[float]], bucket: int) ->
     ]
 
 
-def _parts(tables: list[Table]) -> list[Part]:
+def _parts(table: Table) -> Iterator[Part]:
     """Loss against the index of a token in the longest windows, and the perplexities."""
-    parts: list[Part] = []
-    for table in tables:
-        keys, curves = table.keys(marked=False), []
-        for name, buckets in table.raw_of_longest("buckets").items():
-            sums: dict[int, list[dict]] = {}
-            for bucket in buckets:
-                sums.setdefault(bucket["first"], []).append(bucket)
-            ends = [first + table.rows[0]["bucket"] for first in sorted(sums)]
-            means = [nats_per_token(sums[first]) for first in sorted(sums)]
-            finite = [mean if mean is not None and math.isfinite(mean) else None for mean in means]
-            curves.append(Curve(keys[name], [*map(float, ends)], finite))
-        if curves:
-            xs = [x for curve in curves for x in curve.xs]
-            parts.append(
-                curve_figure(
-                    table.named("position-loss"),
-                    "Loss in nats per token against the index of the token in its window: the "
-                    "table beside it says how the windows do as a whole.",
-                    f"Loss against the token's index, in the longest windows: {table.settings}.",
-                    curves,
-                    "loss (nats per token)",
-                    x_label="token index",
-                    y_scale="linear",
-                    trained_lengths=table.trained_lengths,
-                    ticks=[2**p for p in range(4, 31) if min(xs) <= 2**p <= max(xs)],
-                )
-            )
-        parts += [table.grid(), *_ranges(table), *table.missing()]
-    return parts
+    points = {}
+    for name, buckets in table.raw_of_longest("buckets").items():
+        sums: dict[int, list[dict]] = {}
+        for bucket in buckets:
+            sums.setdefault(bucket["first"], []).append(bucket)
+        means = {
+            float(first + table.rows[0]["bucket"]): nats_per_token(sums[first])
+            for first in sorted(sums)
+        }
+        points[name] = [
+            (end, mean if mean is not None and math.isfinite(mean) else None)
+            for end, mean in means.items()
+        ]
+    if points:
+        yield table.figure(
+            "position-loss",
+            "Loss in nats per token against the index of the token in its window: the "
+            "table beside it says how the windows do as a whole.",
+            f"Loss against the token's index, in the longest windows: {table.settings}.",
+            points,
+            "loss (nats per token)",
+            marked=False,
+            x_label="token index",
+            y_scale="linear",
+            trained_lengths=table.trained_lengths,
+            ticks=powers(2, points),
+        )
+    yield from [table.grid(), *_ranges(table), *table.missing()]
 
 
 def _ranges(table: Table) -> list[Grid]:
     """Perplexity by ranges of the token's index, at the longest length of every line."""
-    found = {name: row.get("ranges") or [] for name, row in table.longest.items()}
-    columns = sorted({(one["first"], one["end"]) for ranges in found.values() for one in ranges})
-    if len(columns) < 2:
-        return []
-    lines = []
-    for name, ranges in found.items():
-        cells = {
+    lines = {
+        name: {
             (one["first"], one["end"]): MEASUREMENT.show({"value": one["perplexity"]})
-            for one in ranges
+            for one in row.get("ranges") or []
         }
-        lines.append([name, *(cells.get(column, "") for column in columns)])
-    header = ["perplexity of tokens", *(f"{first:,} to {end:,}" for first, end in columns)]
-    return [Grid(header, lines, numbers_from=1)]
+        for name, row in table.longest.items()
+    }
+    columns = sorted({column for cells in lines.values() for column in cells})
+    names = {(first, end): f"{first:,} to {end:,}" for first, end in columns}
+    return [grid_of("perplexity of tokens", lines, names)] if len(columns) > 1 else []
 
 
 MEASUREMENT = Measurement(
@@ -207,6 +201,6 @@ MEASUREMENT = Measurement(
     row=PositionRow,
     settings=lambda row: f"{text_settings(row)}, buckets of {row['bucket']} tokens",
     cell=perplexity_cell,
-    parts=_parts,
+    parts=each_table(_parts),
     raw={"buckets": {"first": INT, "tokens": INT, "nll": FLOAT}},
 )

@@ -11,6 +11,7 @@ length, the number of pairs and the case's number only. Nothing is generated: se
 import math
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from coca_hf.evaluate.answers import (
@@ -24,11 +25,11 @@ from coca_hf.evaluate.answers import (
 )
 from coca_hf.evaluate.batches import Watch
 from coca_hf.evaluate.loaded_model import LoadedModel
-from coca_hf.evaluate.perplexity import why_no_loss
+from coca_hf.evaluate.perplexity import check_loss
 from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.row import Beside, Count, Identity, Row, Setting, Share
-from coca_hf.evaluate.store import SILENT, Progress, Raw, RowStore, about_model, rows_over
-from coca_hf.evaluate.tables import NBSP, Measurement, against_length
+from coca_hf.evaluate.store import Raw, RowStore, about_model
+from coca_hf.evaluate.tables import NBSP, Measurement, against_length, each_table
 
 TITLE = "A list of keys and their values."
 QUESTION = "One line of the list again:"
@@ -54,7 +55,6 @@ def recall_rows(
     pairs: int = 8,
     seed: int = 0,
     batch_size: int | None = None,
-    progress: Progress = SILENT,
 ) -> Iterator[dict]:
     """Yield a row for every RoPE setting and length; those that `store` has are not measured again.
 
@@ -67,29 +67,23 @@ def recall_rows(
         cases = [make_case(tokenizer, length, seed, number, pairs) for number in range(num_cases)]
         use_rope_(loaded.model, rope, length + max(len(case.answer_ids) for case in cases))
         asked = [(case.token_ids, case.answer_ids) for case in cases]
-        scores, error, used = score_answers(loaded, asked, batch_size, watch)
-        outputs = [tokenizer.decode(score.likeliest) for score in scores]
-        correct = [score.likeliest == ids for score, (_, ids) in zip(scores, asked, strict=False)]
-        lines = case_lines(cases, outputs, correct, [score.nll for score in scores])
+        scores, used = score_answers(loaded, asked, batch_size, watch)
         total = math.fsum(score.nll for score in scores)
-        error = why_no_loss(error, total, length)
+        check_loss(total)
+        outputs = [tokenizer.decode(score.likeliest) for score in scores]
+        correct = [score.likeliest == ids for score, (_, ids) in zip(scores, asked, strict=True)]
+        lines = case_lines(cases, outputs, correct, [score.nll for score in scores])
         results = {
-            "value": None if error else share_correct(lines),
-            "nll": None if error else total / sum(line["answer_tokens"] for line in lines),
+            "value": share_correct(lines),
+            "nll": total / sum(line["answer_tokens"] for line in lines),
             "tokens": sum(len(case.token_ids) for case in cases),
-            "error": error,
             "batch_size": used,
         }
-        return results, {"cases": [] if error else lines}
+        return results, {"cases": lines}
 
-    settings = {
-        "task": "recall",
-        "cases": num_cases,
-        "pairs": pairs,
-        "seed": seed,
-        **about_model(loaded),
-    }
-    return rows_over(RecallRow, settings, ropes, lengths, store, measure, progress)
+    settings = {"task": "recall", "cases": num_cases, "pairs": pairs, "seed": seed}
+    settings |= about_model(loaded)
+    return store.rows(RecallRow, settings, ropes, lengths, measure)
 
 
 def make_case(tokenizer: Any, length: int, seed: int, case_number: int, pairs: int) -> Case:
@@ -156,7 +150,5 @@ MEASUREMENT = Measurement(
     row=RecallRow,
     settings=_settings,
     cell=lambda row: f"{row['value']:.2f}{NBSP}({row['nll']:.2f})",
-    parts=lambda tables: [
-        part for table in tables for part in against_length(table, "share found", "share")
-    ],
+    parts=each_table(partial(against_length, y_label="share found", y_scale="share")),
 )

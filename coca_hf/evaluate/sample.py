@@ -53,26 +53,16 @@ class Sample:
 PRESETS: dict[str, dict] = {
     # The paper: 100 of PG-19's documents of at least 32768 tokens, cut to them. The test split has
     # no more than 100.
-    "pg19": {
-        "data": "emozilla/pg19-test",
-        "split": "test",
-        "column": "text",
-        "documents": 100,
-        "min_tokens": 32768,
-        "max_tokens": 32768,
-    },
+    "pg19": {"data": "emozilla/pg19-test", "documents": 100},
     # YaRN's eval.sh: 50 of Proof-pile's test documents of at least 32768 tokens. It takes the
-    # first ones; these are drawn.
+    # first ones; these are drawn. A token is a byte or more, but for a few that the tokenizer adds.
     "proof-pile": {
         "data": "emozilla/proofpile-test-tokenized",
-        "split": "test",
-        "column": "text",
         "documents": 50,
-        "min_bytes": 32_000,  # a token is a byte or more, but for a few that the tokenizer adds
-        "min_tokens": 32768,
-        "max_tokens": 32768,
+        "min_bytes": 32_000,
     },
 }
+OF_ALL = {"split": "test", "column": "text", "min_tokens": 32768, "max_tokens": 32768}
 
 
 def check_preset(name: str) -> dict:
@@ -82,7 +72,7 @@ def check_preset(name: str) -> dict:
     """
     if name not in PRESETS:
         raise CocaError(f"--preset: got {name!r}, expected one of {', '.join(PRESETS)}")
-    return PRESETS[name] | {"skip_short": True}
+    return OF_ALL | PRESETS[name] | {"skip_short": True}
 
 
 def draw_sample(
@@ -115,37 +105,23 @@ def draw_sample(
     `data_revision`, or the tokenizer does not fit the model.
     """
     if max_tokens is not None and max_tokens < min_tokens:
-        raise CocaError(
-            f"--max-tokens: got {max_tokens}, expected at least {min_tokens}, the longest of "
-            f"--lengths"
-        )
+        least = f"at least {min_tokens}, the longest of --lengths"
+        raise CocaError(f"--max-tokens: got {max_tokens}, expected {least}")
     of_hub = {"--subset": subset, "--data-revision": data_revision}
     if any(of_hub.values()) and local_files(data):
         names = ", ".join(name for name, value in of_hub.items() if value)
         raise CocaError(f"{data}: got {names}, which only data sets on the hub have; leave it out")
     commit = commit_of(data, data_revision)
-    sample = Sample(
-        {
-            "data": relative(data),
-            "column": column,
-            "split": split,
-            "subset": subset,
-            "data_revision": data_revision,
-            "data_commit": commit,
-            "seed": seed,
-            "max_tokens": max_tokens,
-        }
-    )
-    if min_bytes:
-        sample.settings["min_bytes"] = min_bytes
+    settings: dict = {"data": relative(data), "column": column, "split": split, "subset": subset}
+    settings |= {"data_revision": data_revision, "data_commit": commit}
+    settings |= {"seed": seed, "max_tokens": max_tokens}
+    sample = Sample(settings | ({"min_bytes": min_bytes} if min_bytes else {}))
     total = 0
 
     def tokenize(document: Document) -> Tensor:
-        ids = (
-            loaded.tokenizer(document.text, add_special_tokens=special_tokens)["input_ids"]
-            if document.text
-            else []
-        )
+        ids = []
+        if document.text:
+            ids = loaded.tokenizer(document.text, add_special_tokens=special_tokens)["input_ids"]
         return torch.tensor(ids[:max_tokens], dtype=torch.long)
 
     def candidates() -> Iterator[tuple[Document, Tensor | None]]:
@@ -163,9 +139,8 @@ def draw_sample(
 
     drawn = _draw(candidates(), documents, seed)
     if documents is not None and total < documents:
-        raise CocaError(
-            f"{data}: got {total} documents, expected --documents {documents}; ask for fewer"
-        )
+        expected = f"expected --documents {documents}; ask for fewer"
+        raise CocaError(f"{data}: got {total} documents, {expected}")
     found = [(document, tokenize(document) if ids is None else ids) for document, ids in drawn]
     _refuse_short(found, data, min_tokens)
     digest = hashlib.sha256()
@@ -177,9 +152,8 @@ def draw_sample(
         sample.names.append(document.name)
         sample.token_ids.append(ids)
     if not found:
-        raise CocaError(
-            f"{data}: got no document of at least {min_tokens} tokens; ask for shorter --lengths"
-        )
+        found_none = f"got no document of at least {min_tokens} tokens"
+        raise CocaError(f"{data}: {found_none}; ask for shorter --lengths")
     return sample
 
 

@@ -15,6 +15,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,13 +24,13 @@ from accelerate.utils.memory import clear_device_cache
 from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import is_out_of_memory, processes
+from coca_hf.evaluate.batches import BeyondPositions, is_out_of_memory, processes
 from coca_hf.evaluate.loaded_model import LoadedModel
-from coca_hf.evaluate.perplexity import failed, keeps_logits
+from coca_hf.evaluate.perplexity import keeps_logits
 from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.row import Count, Identity, Positive, Row, Setting
-from coca_hf.evaluate.store import SILENT, Progress, RowStore, about_model, now
-from coca_hf.evaluate.tables import NBSP, Measurement, Table, curve_figure
+from coca_hf.evaluate.store import Progress, RowStore, about_model, now
+from coca_hf.evaluate.tables import NBSP, Measurement, Table, each_table
 from coca_hf.page import Fold, Grid, Part
 
 MODES = ("prefill", "decode", "train")
@@ -80,7 +81,6 @@ def speed_rows(
     batch_size: int = 1,
     repeats: int = 10,
     warmup: int = 3,
-    progress: Progress = SILENT,
 ) -> Iterator[dict]:
     """Yield rows for every mode, RoPE setting and length, the baseline's before the model's.
 
@@ -102,111 +102,104 @@ def speed_rows(
         )
     loaded_models = ([baseline] if baseline else []) + [loaded]
 
-    def settings_of(mode: str, rope: Rope, length: int) -> list[dict]:
-        settings = [
-            {
-                "task": "speed",
-                "mode": mode,
-                "rope": str(rope),
-                "length": length,
-                "batch_size": batch_size,
-                "warmup": warmup,
-                "repeats": repeats,
-                "seed": SEED,
-                "baseline": baseline.name if baseline and each is loaded else None,
-                "baseline_fingerprint": baseline.fingerprint
-                if baseline and each is loaded
-                else None,
-                "tokens": batch_size * (1 if mode == "decode" else length),
-                **about_model(each),
-            }
-            for each in loaded_models
-        ]
-        for one in settings:
-            one["measured_on"] = f"{one['device']}, batch {batch_size}"
-        return settings
+    def settings_of(each: LoadedModel, mode: str, rope: Rope, length: int) -> dict:
+        other = baseline if each is loaded else None
+        settings = {
+            "task": "speed",
+            "mode": mode,
+            "rope": str(rope),
+            "length": length,
+            "batch_size": batch_size,
+            "warmup": warmup,
+            "repeats": repeats,
+            "seed": SEED,
+            "baseline": other.name if other else None,
+            "baseline_fingerprint": other.fingerprint if other else None,
+            "tokens": batch_size * (1 if mode == "decode" else length),
+            **about_model(each),
+        }
+        return settings | {"measured_on": f"{settings['device']}, batch {batch_size}"}
 
-    def found(settings: list[dict]) -> list[dict | None]:
-        return [store.find(SpeedRow, one) for one in settings]
+    def found(pair: list[dict]) -> list[dict]:
+        rows = [row for settings in pair if (row := store.find(SpeedRow, settings))]
+        return rows if len(rows) == len(pair) else []
+
+    def measured(rope: Rope, pair: list[dict]) -> list[dict]:
+        rows = []
+        timings = _measure(loaded_models, rope, pair[0], store.progress)
+        for settings, (result, times) in zip(pair, timings, strict=True):
+            runs = [{"repeat": number, "seconds": value} for number, value in enumerate(times)]
+            rows.append(store.append(SpeedRow, settings | result, {"runs": runs}))
+        return rows
 
     asked = [
-        (rope, settings_of(mode, rope, length))
+        (rope, [settings_of(each, mode, rope, length) for each in loaded_models])
         for mode, rope, length in itertools.product(modes, ropes, lengths)
     ]
-    missing = [settings[-1] for _, settings in asked if not all(found(settings))]
-    progress.begin(missing, len(asked), "pairs of rows" if baseline else "rows")
-    for rope, settings in asked:
-        rows = found(settings)
-        if not all(rows):
-            results, seconds = _measure(loaded_models, rope, settings[0], progress)
-            rows = []
-            for one, result, times in zip(settings, results, seconds, strict=True):
-                runs = [{"repeat": number, "seconds": value} for number, value in enumerate(times)]
-                rows.append(store.append(SpeedRow, one | result, {"runs": runs}))
-            progress.finish(settings[-1])
-        yield from (row for row in rows if row)
+    yield from store.each(asked, found, measured, "pairs of rows" if baseline else "rows")
+
+
+@dataclass
+class _Timing:
+    """Of one model. peak: in bytes."""
+
+    model: Any
+    step: Step | None = None
+    seconds: list[float] = field(default_factory=list)
+    peak: int | None = None
+    error: str | None = None
 
 
 def _measure(
     loaded_models: list[LoadedModel], rope: Rope, settings: dict, progress: Progress
-) -> tuple[list[dict], list[list[float]]]:
+) -> list[tuple[dict, list[float]]]:
     """Results and the times in seconds of every model."""
-    mode, length = settings["mode"], settings["length"]
+    mode, length, batch_size = settings["mode"], settings["length"], settings["batch_size"]
     warmup, repeats = settings["warmup"], settings["repeats"]
     began = time.perf_counter()
-    seconds: list[list[float]] = [[] for _ in loaded_models]
-    peaks: list[int | None] = [None for _ in loaded_models]
-    errors: list[str | None] = [None for _ in loaded_models]
-    steps: list[Step | None] = [None for _ in loaded_models]
+    timings = [_Timing(each.model) for each in loaded_models]
     description = f"speed  {mode}  {rope}  {length}"
     for number in progress(list(range(warmup + repeats)), description):
-        for i, each in enumerate(loaded_models):
-            if errors[i]:
+        for one in timings:
+            if one.error:
                 continue
             try:
-                if steps[i] is None:
-                    use_rope_(each.model, rope, length + warmup + repeats)
-                    steps[i] = _step(each.model, mode, length, settings["batch_size"])
-                taken, peak = _timed(steps[i], each.model)  # type: ignore[arg-type]
+                if one.step is None:
+                    use_rope_(one.model, rope, length + warmup + repeats)
+                    one.step = _step(one.model, mode, length, batch_size)
+                taken, peak = _timed(one.step, one.model)
             except (RuntimeError, MemoryError, IndexError) as failure:
-                errors[i] = _error(failure, length)
-                steps[i] = None
+                one.error, one.step, one.seconds, one.peak = _error(failure, length), None, [], None
                 continue
             if number >= warmup:
-                seconds[i].append(taken)
-                peaks[i] = max(peak, peaks[i] or 0) if peak is not None else None
-    steps.clear()
-    for each in loaded_models:
-        each.model.zero_grad(set_to_none=True)
-        each.model.eval()
+                one.seconds.append(taken)
+                one.peak = max(peak, one.peak or 0) if peak is not None else None
+    for one in timings:
+        one.step = None
+        one.model.zero_grad(set_to_none=True)
+        one.model.eval()
     clear_device_cache(garbage_collection=True)
-    medians = [
-        None if error else statistics.median(times)
-        for error, times in zip(errors, seconds, strict=True)
-    ]
-    kind = "device" if torch.cuda.is_available() else "process"
+    medians = [statistics.median(one.seconds) if one.seconds else None for one in timings]
+    made = {"seconds": round(time.perf_counter() - began, 3), "date": now()}
     results = []
-    for i, median in enumerate(medians):
-        has_baseline = len(loaded_models) > 1 and i == len(loaded_models) - 1
-        ratio = median / medians[0] if has_baseline and median and medians[0] else None
-        results.append(
-            {
-                "value": median,
-                "tokens_per_second": settings["tokens"] / median if median else None,
-                "ratio": ratio,
-                "peak_bytes": None if errors[i] else peaks[i],
-                "memory_kind": kind if peaks[i] is not None else None,
-                "error": errors[i],
-                "seconds": round(time.perf_counter() - began, 3),
-                "date": now(),
-            }
-        )
-    return results, [[] if error else times for error, times in zip(errors, seconds, strict=True)]
+    for one, median in zip(timings, medians, strict=True):
+        has_baseline = len(timings) > 1 and one is timings[-1]
+        kind = "device" if torch.cuda.is_available() else "process"
+        result = {
+            "value": median,
+            "tokens_per_second": settings["tokens"] / median if median else None,
+            "ratio": median / medians[0] if has_baseline and median and medians[0] else None,
+            "peak_bytes": one.peak,
+            "memory_kind": kind if one.peak is not None else None,
+            "error": one.error,
+        }
+        results.append((result | made, one.seconds))
+    return results
 
 
 def _error(failure: Exception, length: int) -> str:
     if isinstance(failure, IndexError):
-        return failed(f"IndexError: {failure}", length)
+        return BeyondPositions(f"IndexError: {failure}").explain(length)
     if not is_out_of_memory(failure):
         raise failure
     return f"OOM: {' '.join(str(failure).split())[:200]}"
@@ -228,10 +221,10 @@ def _step(model: Any, mode: str, length: int, batch_size: int) -> Step:
             optimizer.step()
             optimizer.zero_grad()
 
-        return Step(
-            train,
-            lambda: _bytes(value for state in optimizer.state.values() for value in state.values()),
-        )
+        def held() -> int:
+            return _bytes(value for state in optimizer.state.values() for value in state.values())
+
+        return Step(train, held)
     model.eval()
     if mode == "prefill":
         return Step(
@@ -301,20 +294,17 @@ def _cell(row: dict) -> str:
     return f"{row['value']:.3g}{NBSP}s{ratio}"
 
 
-def _parts(tables: list[Table]) -> list[Part]:
-    parts: list[Part] = []
-    for table in tables:
-        mode = table.rows[0]["mode"]
-        figure = curve_figure(
-            table.named("speed"),
-            f"Median seconds of {mode} against length. {table.in_words()}",
-            f"Median seconds of {table.settings}, against length.",
-            table.curves(),
-            "seconds",
-            x_label="length (tokens)",
-        )
-        parts += [figure, table.grid(), _memory(table), *table.missing()]
-    return parts
+def _parts(table: Table) -> list[Part]:
+    mode = table.rows[0]["mode"]
+    figure = table.figure(
+        "speed",
+        f"Median seconds of {mode} against length. {table.in_words()}",
+        f"Median seconds of {table.settings}, against length.",
+        table.values,
+        "seconds",
+        x_label="length (tokens)",
+    )
+    return [figure, table.grid(), _memory(table), *table.missing()]
 
 
 def _memory(table: Table) -> Fold:
@@ -343,5 +333,5 @@ MEASUREMENT = Measurement(
     row=SpeedRow,
     settings=lambda row: f"{row['mode']}, batch size {row['batch_size']}, {row['device']}",
     cell=_cell,
-    parts=_parts,
+    parts=each_table(_parts),
 )

@@ -29,10 +29,18 @@ import torch
 
 from coca_hf.checkout import commit, versions
 from coca_hf.errors import CocaError, one_line
-from coca_hf.evaluate.batches import Watch, processes
+from coca_hf.evaluate.batches import NoValue, Watch, processes
 from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.rope import Rope, trained_length
-from coca_hf.evaluate.row import IDENTITY, fields, identity, latest, read_rows, relative
+from coca_hf.evaluate.row import (
+    BESIDE,
+    IDENTITY,
+    fields,
+    identity,
+    latest,
+    read_rows,
+    relative,
+)
 from coca_hf.files import append_line, replacing
 
 Raw = Mapping[str, list[dict]]  # lines of a raw table, by its name
@@ -49,17 +57,14 @@ class Progress:
         """The items of a loop within a row."""
         return items
 
-    def begin(self, missing: list[dict], asked: int, noun: str = "rows") -> None:
+    def begin(self, missing: list[dict], asked: int, noun: str) -> None:
         """Rows with the settings `missing` are about to be made, of `asked` in all.
 
-        noun: what is counted, if not rows.
+        noun: what is counted.
         """
 
     def finish(self, settings: dict) -> None:
         """The row of these settings is made."""
-
-
-SILENT = Progress()
 
 
 class RowStore:
@@ -71,8 +76,8 @@ class RowStore:
     Raises CocaError where the directory cannot be made or a line is no row.
     """
 
-    def __init__(self, out_dir: Path):
-        self.out_dir = out_dir
+    def __init__(self, out_dir: Path, progress: Progress | None = None):
+        self.out_dir, self.progress = out_dir, progress or Progress()
         with processes().main_process_first():
             try:
                 out_dir.mkdir(parents=True, exist_ok=True)
@@ -80,6 +85,63 @@ class RowStore:
                 problem = f"got {error.strerror}, expected a directory or a free name"
                 raise CocaError(f"--out {out_dir}: {problem}") from None
             self._rows = _read_and_repair(out_dir / "rows.jsonl")
+
+    def rows(
+        self,
+        row_type: Any,
+        settings: dict,
+        ropes: list[Rope],
+        lengths: list[int],
+        measure: Callable[[Rope, int, Watch], tuple[dict, Raw]],
+    ) -> Iterator[dict]:
+        """Yield a row for every RoPE setting and length; measure those that are not here.
+
+        settings: what the rows say besides `rope` and `length`. measure: returns the results of a
+        row and its raw tables, and shows its loop through the given callback.
+        """
+
+        def found(wanted: list[dict]) -> list[dict]:
+            row = self.find(row_type, *wanted)
+            return [row] if row else []
+
+        def measured(rope: Rope, wanted: list[dict]) -> list[dict]:
+            (of_row,) = wanted
+            length, began = of_row["length"], time.perf_counter()
+            watch = partial(self.progress, description=f"{settings['task']}  {rope}  {length}")
+            try:
+                results, raw = measure(rope, length, watch)
+            except NoValue as failure:
+                results, raw = {"value": None, "error": failure.explain(length)}, {}
+                results |= dict.fromkeys(fields(row_type, BESIDE))
+            made = {"seconds": round(time.perf_counter() - began, 3), "date": now()}
+            return [self.append(row_type, of_row | {"error": None} | results | made, raw)]
+
+        asked = [
+            (rope, [settings | {"rope": str(rope), "length": length}])
+            for rope, length in itertools.product(ropes, lengths)
+        ]
+        return self.each(asked, found, measured)
+
+    def each(
+        self,
+        asked: list[tuple[Rope, list[dict]]],
+        found: Callable[[list[dict]], list[dict]],
+        measured: Callable[[Rope, list[dict]], list[dict]],
+        noun: str = "rows",
+    ) -> Iterator[dict]:
+        """Yield the rows of everything that is asked for: those `found`, otherwise those `measured`.
+
+        asked: settings of rows that are measured together. noun: what is counted. measured: appends
+        the rows that it returns.
+        """
+        missing = [settings[-1] for _, settings in asked if not found(settings)]
+        self.progress.begin(missing, len(asked), noun)
+        for rope, settings in asked:
+            rows = found(settings)
+            if not rows:
+                rows = measured(rope, settings)
+                self.progress.finish(settings[-1])
+            yield from rows
 
     def find(self, row_type: Any, settings: dict) -> dict | None:
         """The row already measured with these settings, or None."""
@@ -120,39 +182,6 @@ class RowStore:
         return {
             key: row for key, row in rows.items() if not str(row.get("error")).startswith("OOM")
         }
-
-
-def rows_over(
-    row_type: Any,
-    settings: dict,
-    ropes: list[Rope],
-    lengths: list[int],
-    store: RowStore,
-    measure: Callable[[Rope, int, Watch], tuple[dict, Raw]],
-    progress: Progress,
-) -> Iterator[dict]:
-    """Yield a row for every RoPE setting and length; measure those that `store` does not have.
-
-    settings: what the rows say besides `rope` and `length`. measure: returns the results of a row
-    and its raw tables, and shows its loop through the given callback.
-    """
-    asked = [
-        (rope, settings | {"rope": str(rope), "length": length})
-        for rope, length in itertools.product(ropes, lengths)
-    ]
-    missing = [one for _, one in asked if store.find(row_type, one) is None]
-    progress.begin(missing, len(asked))
-    for rope, of_row in asked:
-        row = store.find(row_type, of_row)
-        if row is None:
-            began = time.perf_counter()
-            length = of_row["length"]
-            watch = partial(progress, description=f"{settings['task']}  {rope}  {length}")
-            results, raw = measure(rope, length, watch)
-            made = {"seconds": round(time.perf_counter() - began, 3), "date": now()}
-            row = store.append(row_type, of_row | results | made, raw)
-            progress.finish(of_row)
-        yield row
 
 
 def about_model(loaded: LoadedModel) -> dict:

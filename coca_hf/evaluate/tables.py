@@ -5,9 +5,9 @@ Every measurement describes itself by a `Measurement`, beside the function that 
 
 import re
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import pyarrow
 from pyarrow.parquet import read_table
@@ -19,6 +19,8 @@ from coca_hf.plots import FAR, Curve, Key, line_figure
 
 NBSP = "\N{NO-BREAK SPACE}"
 FLOAT, INT, FLAG = pyarrow.float64(), pyarrow.int64(), pyarrow.bool_()
+T = TypeVar("T")
+Points = Mapping[str, Iterable[tuple[Any, float | None]]]  # x and y, by line of a table
 Spread = Callable[["Table", dict], tuple[float, float] | None]
 
 
@@ -92,6 +94,14 @@ class Table:
         }
 
     @property
+    def values(self) -> "Points":
+        """The values of each line by length."""
+        return {
+            name: [(row["length"], row["value"]) for row in rows]
+            for name, rows in self.series.items()
+        }
+
+    @property
     def longest(self) -> dict[str, dict]:
         """The row of the longest length of every line."""
         return {name: rows[-1] for name, rows in self.series.items()}
@@ -114,31 +124,38 @@ class Table:
             for name, row in self.longest.items()
         }
 
-    def curves(self, spread: Spread | None = None) -> list[Curve]:
-        """The values of each line against length. spread: the band of a row."""
-        keys = self.keys()
+    def curves(self, points: Points, marked: bool = True) -> list[Curve]:
+        """A curve of each line that has points."""
+        keys = self.keys(marked)
         return [
-            Curve(
-                keys[name],
-                [row["length"] for row in rows],
-                [row["value"] for row in rows],
-                [spread(self, row) for row in rows] if spread else None,
-            )
-            for name, rows in self.series.items()
+            Curve(keys[name], *map(list, zip(*some, strict=True))) for name, some in points.items()
         ]
+
+    def figure(
+        self, name: str, alt: str, caption: str, points: Points, y_label: str, **options: Any
+    ) -> Figure:
+        """The `points` of each line. name: of the figure. options: of `line_figure`, and `marked`."""
+        curves = self.curves(points, options.pop("marked", True))
+        return curve_figure(self.named(name), alt, caption, curves, y_label, **options)
+
+    def by_layer(self, name: str, alt: str, caption: str, points: Points, y_label: str) -> Figure:
+        """A figure of values by layer."""
+        last = max(layer for some in points.values() for layer, _ in some)
+        ticks = [*range(0, last + 1, max(1, last // 6))]
+        axes = {"x_label": "layer", "x_scale": "linear", "y_scale": "linear", "ticks": ticks}
+        return self.figure(name, alt, caption, points, y_label, **axes)
 
     def grid(self) -> Grid:
         """Model and RoPE setting against length, then the published values."""
-        lengths = sorted({*self.lengths, *(n for line in self.published.values() for n in line)})
-        lines = []
-        for name, rows in self.series.items():
-            cells = {row["length"]: self.measurement.show(row) for row in rows}
-            lines.append([name, *(cells.get(length, "") for length in lengths)])
+        show = self.measurement.show
+        lines = {
+            name: {row["length"]: show(row) for row in rows} for name, rows in self.series.items()
+        }
         for name, values in self.published.items():
-            cells = {n: self.measurement.show({"value": value}) for n, value in values.items()}
-            lines.append([f"paper: {name}", *(cells.get(length, "") for length in lengths)])
+            lines[f"paper: {name}"] = {n: show({"value": value}) for n, value in values.items()}
+        lengths = sorted({*self.lengths, *(n for line in self.published.values() for n in line)})
         muted = frozenset(range(len(self.series), len(lines)))
-        return Grid(["model", *map(str, lengths)], lines, numbers_from=1, muted=muted)
+        return grid_of("model", lines, {length: str(length) for length in lengths}, muted)
 
     def missing(self) -> list[Part]:
         """Why rows have no value."""
@@ -207,6 +224,22 @@ def share_cell(row: dict) -> str:
     return f"{row['value']:.2f}"
 
 
+def each_table(parts: Callable[["Table"], Iterable[Part]]) -> Callable[[list["Table"]], list[Part]]:
+    """The parts of every table in turn."""
+    return lambda tables: [part for table in tables for part in parts(table)]
+
+
+def grid_of(
+    corner: str,
+    lines: dict[str, dict[T, str]],
+    columns: dict[T, str],
+    muted: frozenset = frozenset(),
+) -> Grid:
+    """A table of cells by line and column. columns: their names."""
+    cells = [[name, *(of_line.get(key, "") for key in columns)] for name, of_line in lines.items()]
+    return Grid([corner, *columns.values()], cells, numbers_from=1, muted=muted)
+
+
 def curve_figure(
     name: str, alt: str, caption: str, curves: list[Curve], y_label: str, **options: Any
 ) -> Figure:
@@ -215,12 +248,10 @@ def curve_figure(
     return Figure(name, alt, caption, draw, [curve.key for curve in curves])
 
 
-def against_layer(curves: list[Curve], y_label: str, name: str, alt: str, caption: str) -> Figure:
-    """A figure of values by layer."""
-    last = int(max(x for curve in curves for x in curve.xs))
-    ticks = [*range(0, last + 1, max(1, last // 6))]
-    axes = {"x_label": "layer", "x_scale": "linear", "y_scale": "linear", "ticks": ticks}
-    return curve_figure(name, alt, caption, curves, y_label, **axes)
+def powers(base: int, points: Points) -> list[float]:
+    """Ticks of a logarithmic axis: the powers of `base` between the points."""
+    xs = [x for some in points.values() for x, _ in some]
+    return [base**power for power in range(31) if min(xs) <= base**power <= max(xs)]
 
 
 def against_length(
@@ -230,7 +261,10 @@ def against_length(
 
     y_scale: as `line_figure` takes it. spread: the band of a row.
     """
-    curves = table.curves(spread)
+    curves = [
+        replace(curve, band=[spread(table, row) for row in rows] if spread else None)
+        for curve, rows in zip(table.curves(table.values), table.series.values(), strict=True)
+    ]
     for style, (name, values) in enumerate(table.published.items()):
         known = {length: value for length, value in values.items() if value is not None}
         key = Key(f"paper: {name}", style=style, published=True)

@@ -26,12 +26,11 @@ from typing_extensions import NotRequired
 
 from coca_hf.checkout import versions
 from coca_hf.errors import CocaError, first_line
-from coca_hf.evaluate.batches import auto_batch_size, compute_all
+from coca_hf.evaluate.batches import NoValue, auto_batch_size, compute_all
 from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
-from coca_hf.evaluate.perplexity import failed
 from coca_hf.evaluate.rope import Rope, trained_length, use_rope_
 from coca_hf.evaluate.row import Count, Identity, Row, Setting
-from coca_hf.evaluate.store import SILENT, Progress, RowStore, about_model, now
+from coca_hf.evaluate.store import Progress, RowStore, about_model, now
 from coca_hf.evaluate.tables import NBSP, Measurement, Table
 from coca_hf.page import Grid, Part
 
@@ -127,9 +126,8 @@ def task_rows(
     limit: int | None = None,
     batch_size: int | None = None,
     include_path: str | None = None,
-    progress: Progress = SILENT,
 ) -> Iterator[dict]:
-    """Yield the rows of every RoPE setting and benchmark, and of RULER at every length.
+    """The rows of every RoPE setting and benchmark, and of RULER at every length.
 
     Dynamic NTK is fixed for RULER's length, otherwise for the trained one. Benchmarks that `store`
     has are not run again.
@@ -162,24 +160,24 @@ def task_rows(
         settings["versions"] |= {"lm-eval": versions("lm-eval").get("lm-eval")}
         return settings
 
-    def found(settings: dict) -> tuple[list[dict], bool]:
-        """The rows of a benchmark, and whether these are all."""
-        rows = store.find_all(TasksRow, settings, but=("metric", "filter"))
-        return rows, bool(rows) and len(rows) >= rows[0]["metrics"]
+    def known(settings: dict) -> list[dict]:
+        return store.find_all(TasksRow, settings, but=("metric", "filter"))
 
-    asked = [(rope, settings_of(rope, *each)) for rope, each in itertools.product(ropes, wanted)]
-    progress.begin(
-        [settings for _, settings in asked if not found(settings)[1]], len(asked), "benchmarks"
-    )
-    for rope, settings in asked:
-        rows, all_there = found(settings)
-        if not all_there:
-            done = {(row["metric"], row["filter"]) for row in rows}
-            for result, samples in _measure(loaded, rope, settings, include_path, progress):
-                if (result["metric"], result["filter"]) not in done:
-                    rows.append(store.append(TasksRow, settings | result, {"samples": samples}))
-            progress.finish(settings)
-        yield from rows
+    def found(wanted: list[dict]) -> list[dict]:
+        rows = known(*wanted)
+        return rows if rows and len(rows) >= rows[0]["metrics"] else []
+
+    def measured(rope: Rope, wanted: list[dict]) -> list[dict]:
+        (settings,) = wanted
+        rows = known(settings)
+        done = {(row["metric"], row["filter"]) for row in rows}
+        for result, samples in _measure(loaded, rope, settings, include_path, store.progress):
+            if (result["metric"], result["filter"]) not in done:
+                rows.append(store.append(TasksRow, settings | result, {"samples": samples}))
+        return rows
+
+    asked = [(rope, [settings_of(rope, *each)]) for rope, each in itertools.product(ropes, wanted)]
+    return store.each(asked, found, measured, "benchmarks")
 
 
 def _measure(
@@ -198,8 +196,8 @@ def _measure(
         # lm-eval gives its results on the first process only.
         output = _evaluate(loaded, settings, include_path, progress, sizes)
         found = broadcast_object_list([_metrics(output, name, length)])[0]
-    except _Unanswered as failure:
-        error = str(failure)
+    except NoValue as failure:
+        error = failure.explain(length or "too many")
     except CocaError:
         raise
     except Exception as failure:  # data sets, packages and lm-eval itself raise what they raise
@@ -233,10 +231,6 @@ def _files_hash(directory: Path) -> str:
         name, stat = str(file.relative_to(directory)), file.stat()
         facts.append((name, stat.st_size, stat.st_mtime_ns))
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-
-
-class _Unanswered(Exception):
-    """Requests that have no answer, with the reason as a row says it."""
 
 
 @contextmanager
@@ -306,16 +300,14 @@ def _evaluate(
             return [(list(itertools.islice(found, len(same))), any(nans)) for same in batch]
 
         batch_size = settings["batch_size"] or auto_batch_size(max(map(tokens, requests)))
-        answers, error, size = compute_all(
+        answers, size = compute_all(
             [(contexts, batch_size)],
             compute,
             functools.partial(progress, description=f"tasks  {settings['benchmark']}"),
         )
         sizes.append(size)
-        if error:
-            raise _Unanswered(failed(error, length or "too many"))
         if any(nan for _, nan in answers):  # lm-eval would count them as answers
-            raise _Unanswered("the model's logits are NaN")
+            raise NoValue("the model's logits are NaN")
         found = itertools.chain.from_iterable(some for some, _ in answers)
         by_request = dict(zip(order, found, strict=True))
         return [by_request[i] for i in range(len(requests))]
@@ -341,9 +333,9 @@ def _metrics(
         return []
     if length is not None:
         return _ruler_mean(output, str(length))
-    results = output["results"].get(name, {})
+    scored = sum(sizes["effective"] for sizes in output.get("n-samples", {}).values())
     found = []
-    for key, value in results.items():
+    for key, value in output["results"].get(name, {}).items():
         metric, comma, filter_name = key.partition(",")
         if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
             continue
@@ -353,31 +345,22 @@ def _metrics(
             for sample in some
             if sample["filter"] == filter_name
         ]
-        scores = [sample["score"] for sample in samples]
-        # lm-eval gives standard errors only with bootstraps, which print, fork and take minutes
-        is_mean = (
-            len(scores) > 1
-            and math.isfinite(value)
-            and None not in scores
-            and math.isclose(statistics.fmean(scores), value)
-        )
-        found.append(
-            (
-                {
-                    "metric": metric,
-                    "filter": filter_name,
-                    "value": float(value),
-                    "stderr": statistics.stdev(scores) / math.sqrt(len(scores))
-                    if is_mean
-                    else None,
-                    "scored": sum(
-                        sizes["effective"] for sizes in output.get("n-samples", {}).values()
-                    ),
-                },
-                samples,
-            )
-        )
+        result = {"metric": metric, "filter": filter_name, "value": float(value)}
+        result["stderr"] = _stderr([sample["score"] for sample in samples], value)
+        found.append((result | {"scored": scored}, samples))
     return found
+
+
+def _stderr(scores: list[float | None], value: float) -> float | None:
+    """Of a `value` that is the mean of scores; None of another. lm-eval gives standard errors only
+    with bootstraps, which print, fork and take minutes.
+    """
+    known = [score for score in scores if score is not None]
+    if len(scores) < 2 or len(known) < len(scores) or not math.isfinite(value):
+        return None
+    if not math.isclose(statistics.fmean(known), value):
+        return None
+    return statistics.stdev(known) / math.sqrt(len(known))
 
 
 def _ruler_mean(output: dict[str, Any], length: str) -> list[tuple[dict, list[dict]]]:

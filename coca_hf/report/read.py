@@ -67,7 +67,7 @@ def _read(run: Path) -> list[dict]:
         raise CocaError(f"{path}: got no rows, expected at least one; run coca-eval first")
     for line_number, row in enumerate(rows, 1):
         where = f"{path}, line {line_number}"
-        if row["task"] not in MEASUREMENTS:
+        if str(row["task"]) not in MEASUREMENTS:
             raise CocaError(f"{where}: got no row of coca-eval; delete the line")
         check_row(row, MEASUREMENTS[row["task"]].row, where)
         row["raw"] = {name: run / file for name, file in row["raw"].items()}

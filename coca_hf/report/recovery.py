@@ -1,17 +1,18 @@
 """The recovery curve of a training run: the loss in training and on held-out blocks."""
 
+import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from matplotlib.ticker import MaxNLocator
 from pydantic import BaseModel, ValidationError
 
 from coca_hf.errors import CocaError
-from coca_hf.page import Figure, Fold, Grid, Section, Text
+from coca_hf.page import Figure, Fold, Grid, Part, Section, Text
 from coca_hf.plots import Curve, Key, line_figure
 
 RECIPE, RECORD, CONVERSION, LOG = "recipe.yaml", "training.json", "conversion.json", "log.jsonl"
@@ -96,15 +97,11 @@ def read_recovery(out_dir: Path) -> Recovery | None:
     """
     if not (out_dir / RECIPE).is_file():
         return None
-    directories = [
-        path.parent
-        for path in out_dir.glob(f"*-*/{LOG}")
-        if path.parent.name.split("-")[0].isdecimal()
-    ]
-    directories.sort(key=lambda path: int(path.name.split("-")[0]))
+    found = ((log.parent.name.split("-")[0], log.parent) for log in out_dir.glob(f"*-*/{LOG}"))
+    numbered = sorted((int(number), path) for number, path in found if number.isdecimal())
     stages, seconds = [], 0.0
-    for number, directory in enumerate(directories):
-        if number == 0 and (directory / CONVERSION).is_file():
+    for place, (_, directory) in enumerate(numbered):
+        if place == 0 and (directory / CONVERSION).is_file():
             calibration = _read_record(directory / CONVERSION, Conversion).calibration
             seconds = calibration.seconds if calibration else 0.0
         stages.append(_read_stage(directory, seconds))
@@ -117,22 +114,14 @@ def recovery(recoveries: Sequence[Recovery]) -> Section | None:
     if not recoveries:
         return None
     figures = [_figure("recovery", recoveries, "tokens", "tokens seen in CoCA training")]
-    if any(
-        point.seconds is not None
-        for run in recoveries
-        for stage in run.stages
-        for point in stage.held_out
-    ):
-        figures.append(
-            _figure(
-                "recovery-seconds", recoveries, "seconds", "seconds of calibration and training"
-            )
-        )
+    stages = [stage for run in recoveries for stage in run.stages]
+    if any(point.seconds is not None for stage in stages for point in stage.held_out):
+        x_label = "seconds of calibration and training"
+        figures.append(_figure("recovery-seconds", recoveries, "seconds", x_label))
     losses = _losses(recoveries)
     tables = [losses] if losses.lines else []
-    return Section(
-        "Recovery in training", [Text(EXPLANATION), *figures, *tables, _makings(recoveries)]
-    )
+    parts: list[Part] = [Text(EXPLANATION), *figures, *tables, _makings(recoveries)]
+    return Section("Recovery in training", [*parts])
 
 
 def _figure(name: str, recoveries: Sequence[Recovery], axis: str, x_label: str) -> Figure:
@@ -144,9 +133,8 @@ def _figure(name: str, recoveries: Sequence[Recovery], axis: str, x_label: str) 
         if len(recoveries) <= FEW or not any(kinds["held out"]):
             kinds["training"] = [stage.training for stage in run.stages]
         for style, (kind, stages) in enumerate(kinds.items()):
-            points = [
-                point for stage in stages for point in stage if getattr(point, axis) is not None
-            ]
+            all_points = itertools.chain(*stages)
+            points = [point for point in all_points if getattr(point, axis) is not None]
             if points:
                 key = Key(f"{run.name}, {kind}", number, style, marked=not style)
                 losses = [point.loss if math.isfinite(point.loss) else None for point in points]
@@ -154,18 +142,10 @@ def _figure(name: str, recoveries: Sequence[Recovery], axis: str, x_label: str) 
         for stage in run.stages if len(recoveries) == 1 else ():
             if points := stage.held_out or stage.training:
                 borders.append((getattr(points[0], axis) or 0, stage.name))
-    ticks = MaxNLocator(5, integer=True).tick_values(
-        0, max((x for curve in curves for x in curve.xs), default=1)
-    )
-    draw = line_figure(
-        curves,
-        "loss (nats per token)",
-        x_label,
-        y_scale="linear",
-        ticks=list(ticks[:-1]),
-        x_scale="linear",
-        borders=borders,
-    )
+    furthest = max((x for curve in curves for x in curve.xs), default=1)
+    ticks = list(MaxNLocator(5, integer=True).tick_values(0, furthest)[:-1])
+    axes: Any = {"y_scale": "linear", "x_scale": "linear", "ticks": ticks, "borders": borders}
+    draw = line_figure(curves, "loss (nats per token)", x_label, **axes)
     begin = f" Dashed: where the stages of {recoveries[0].name} begin." if borders else ""
     return Figure(
         name=name,
@@ -183,20 +163,11 @@ def _losses(recoveries: Sequence[Recovery]) -> Grid:
     for run, stage, record in _complete(recoveries):
         if record.held_out:
             losses = record.held_out.before, record.held_out.after
-            cells = [f"{loss:.4f}" for loss in losses] + [
-                f"{_perplexity(loss):,.2f}" for loss in losses
-            ]
+            cells = [f"{loss:.4f}" for loss in losses]
+            cells += [f"{_perplexity(loss):,.2f}" for loss in losses]
             lines.append([run, stage, f"{record.tokens_seen:,}", *cells])
-    header = [
-        "run",
-        "stage",
-        "tokens seen",
-        "loss before",
-        "loss after",
-        "perplexity before",
-        "perplexity after",
-    ]
-    return Grid(header, lines, numbers_from=2)
+    header = ["run", "stage", "tokens seen", "loss before", "loss after"]
+    return Grid([*header, "perplexity before", "perplexity after"], lines, numbers_from=2)
 
 
 def _perplexity(loss: float) -> float:
@@ -209,10 +180,8 @@ def _makings(recoveries: Sequence[Recovery]) -> Fold:
         versions = ", ".join(f"{package} {number}" for package, number in record.versions.items())
         where = f"{record.hardware.processes} x {record.hardware.device}" if record.hardware else ""
         lines.append([run, stage, where, versions, f"{record.seconds:,.0f}", record.date])
-    return Fold(
-        "How these were made",
-        [Grid(["run", "stage", "machine", "versions", "seconds", "date"], lines, 4)],
-    )
+    header = ["run", "stage", "machine", "versions", "seconds", "date"]
+    return Fold("How these were made", [Grid(header, lines, numbers_from=4)])
 
 
 def _complete(recoveries: Sequence[Recovery]) -> Iterator[tuple[str, str, Record]]:

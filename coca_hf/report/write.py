@@ -1,13 +1,13 @@
 """The page in its three forms: Markdown for a README, PNGs for a paper, one HTML file to read."""
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.measurements import MEASUREMENTS
 from coca_hf.evaluate.tables import Measurement, Table
+from coca_hf.files import replace_text, replacing
 from coca_hf.page import Part, Section, Text, escape, markdown
 from coca_hf.plots import to_png
 from coca_hf.report.html import html
@@ -38,9 +38,10 @@ def write_report(
         out_dir.mkdir(parents=True, exist_ok=True)
         for figure in page.figures():
             drawn = figure.draw(9, max(4.5, figure.height * 1.4), True)
-            _replace(out_dir / f"{figure.name}.png", to_png(drawn))
-        _replace(out_dir / "report.md", (markdown(page) + "\n").encode())
-        _replace(out_dir / "report.html", html(page).encode())
+            with replacing(out_dir / f"{figure.name}.png") as unfinished:
+                unfinished.write_bytes(to_png(drawn))
+        replace_text(out_dir / "report.md", markdown(page) + "\n")
+        replace_text(out_dir / "report.html", html(page))
     except OSError as error:
         problem = f"the page cannot be written there ({one_line(error)})"
         raise CocaError(f"--out {out_dir}: {problem}") from None
@@ -60,12 +61,10 @@ def read_page(runs: Sequence[Path], paper: Sequence[str] = (), title: str = TITL
     tables = read_tables([run for run in runs if run not in recoveries])
     for table in tables:
         table.published = _published(table.measurement.task, paper)
-    of_measurements = [_section(one, tables) for one in MEASUREMENTS.values()]
-    of_training = recovery([*recoveries.values()])
     sections = [
         models(tables) if tables else None,
-        *of_measurements,
-        of_training,
+        *(_section(one, tables) for one in MEASUREMENTS.values()),
+        recovery([*recoveries.values()]),
         how_made(tables) if tables else None,
     ]
     return Section(title, [section for section in sections if section])
@@ -115,9 +114,3 @@ def _published(task: str, paper: Sequence[str]) -> dict[str, dict[int, float | N
         for family in paper
         for name, values in families.get(family, {}).items()
     }
-
-
-def _replace(path: Path, content: bytes) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_bytes(content)
-    os.replace(unfinished, path)

@@ -18,8 +18,8 @@ import torch
 from measure import DEVICE, check, clear, make_model, parse, record, show
 from transformers import AutoModelForCausalLM
 
-from coca_hf.evaluate.perplexity import compute_windows, token_losses
-from coca_hf.evaluate.windows import VARIANTS, Window
+from coca_hf.evaluate.batches import NoValue
+from coca_hf.evaluate.perplexity import VARIANTS, Window, compute_windows, token_losses
 
 
 def main() -> None:
@@ -100,9 +100,10 @@ def measure_length(model, documents: list[torch.Tensor], length: int, options) -
         def compute(batch: list[Window]) -> list[float]:
             return token_losses(model, documents, batch).double().mean(-1).tolist()
 
-        _, means["coca-eval"], error, _ = compute_windows(windows, compute, options.batch)
-        if error:
-            raise torch.OutOfMemoryError(error)
+        try:
+            _, means["coca-eval"], _ = compute_windows(windows, compute, options.batch)
+        except NoValue as failure:
+            raise torch.OutOfMemoryError(str(failure)) from failure
 
     rivals = {"YaRN's script": theirs, "coca-eval": ours}
     results = measure.compare(rivals, options.repeats, options.warmup)

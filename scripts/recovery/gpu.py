@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -39,10 +40,10 @@ from coca_hf.evaluate.rope import parse_ropes
 from coca_hf.evaluate.sample import draw_sample
 from coca_hf.evaluate.store import RowStore
 from coca_hf.train.lookups import Lookups
+from coca_hf.train.objectives import distillation_loss
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = [2048, 2048, 2048, 8192]  # of the blocks of successive steps
-CHUNK = 8192  # tokens whose logits are in memory at a time
 LAYERS_OF_STAGE = {"k": ("t_proj",), "qkv": ("q_proj", "t_proj", "v_proj"), "full": ("",)}
 
 
@@ -107,24 +108,16 @@ def main() -> None:
         began = time.perf_counter()
         directory = options.out / way.replace(" ", "-")
         record = convert(way, directory, options)
-        note(
-            way,
-            options,
-            event="converted",
-            seconds=time.perf_counter() - began,
-            calibration=record.get("calibration"),
-        )
+        seconds, calibration = time.perf_counter() - began, record.get("calibration")
+        note(way, options, event="converted", seconds=seconds, calibration=calibration)
         train(way, directory, options)
         note(way, options, event="trained", seconds=time.perf_counter() - began)
         measure(directory, way, options)
 
 
 def convert(way: str, directory: Path, options) -> dict:
-    calibration = {
-        "calibrate_on": options.text,
-        "calibrate_tokens": options.calibrate_tokens,
-        "device": DEVICE,
-    }
+    calibration = {"calibrate_on": options.text, "calibrate_tokens": options.calibrate_tokens}
+    calibration["device"] = DEVICE
     return convert_checkpoint(
         str(options.original),
         directory,
@@ -140,44 +133,26 @@ def train(way: str, directory: Path, options) -> None:
     tokenizer = AutoTokenizer.from_pretrained(directory)
     texts = (document.text for document in read_documents(options.text, skip_empty=True))
     documents = [torch.tensor(ids) for ids in tokenizer(list(texts), verbose=False)["input_ids"]]
-    student = (
-        AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(DEVICE).train()
-    )
+    load = AutoModelForCausalLM.from_pretrained
+    student, teacher = load(directory, dtype=torch.float32).to(DEVICE).train(), None
+    stages, rate, last_rate = ["k", "qkv", "full"], 1e-4, 1e-5
     if way == "distilled":
-        teacher = (
-            AutoModelForCausalLM.from_pretrained(options.original, dtype=torch.bfloat16)
-            .to(DEVICE)
-            .eval()
-        )
+        teacher = load(options.original, dtype=torch.bfloat16).to(DEVICE).eval()
         stages, rate, last_rate = ["full"], options.rate, 0.0
-    else:
-        teacher = None
-        stages, rate, last_rate = ["k", "qkv", "full"], 1e-4, 1e-5
     dataset = Batches(documents, tokenizer, options.tokens_a_step, way == "distilled", options.seed)
-    batches = iter(
-        DataLoader(
-            dataset, batch_size=None, num_workers=options.workers, pin_memory=DEVICE == "cuda"
-        )
-    )
+    workers = {"num_workers": options.workers, "pin_memory": DEVICE == "cuda"}
+    batches = iter(DataLoader(dataset, batch_size=None, **workers))
     next(batches)  # the workers are up before the clock starts
     for stage in stages:
         for name, parameter in student.named_parameters():
             parameter.requires_grad_(any(part in name for part in LAYERS_OF_STAGE[stage]))
-        train_stage(
-            way,
-            stage,
-            student,
-            teacher,
-            batches,
-            rate,
-            last_rate,
-            options.seconds / len(stages),
-            options,
-        )
+        seconds = options.seconds / len(stages)
+        train_stage(way, stage, student, teacher, batches, (rate, last_rate), seconds, options)
     student.save_pretrained(directory)
 
 
-def train_stage(way, stage, student, teacher, batches, rate, last_rate, seconds, options) -> None:
+def train_stage(way, stage, student, teacher, batches, rates, seconds, options) -> None:
+    rate, last_rate = rates
     learning = [p for p in student.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
         learning, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
@@ -197,13 +172,8 @@ def train_stage(way, stage, student, teacher, batches, rate, last_rate, seconds,
         if step % 50 == 0:
             loss, at_answers = (sums / 50).tolist()  # waits for the GPU, so that the clock is right
             sums.zero_()
-            seen = {
-                "stage": stage,
-                "step": step,
-                "tokens": tokens,
-                "loss": loss,
-                "answers": at_answers,
-            }
+            seen = {"stage": stage, "step": step, "tokens": tokens}
+            seen |= {"loss": loss, "answers": at_answers}
             note(way, options, **seen, norm=norm.item(), seconds=time.perf_counter() - began)
     note(way, options, stage=stage, step=step, tokens=tokens, seconds=time.perf_counter() - began)
 
@@ -212,55 +182,30 @@ def step_gradients(student, teacher, ids: Tensor, answers: Tensor) -> Tensor:
     """Accumulate the gradients of the mean loss, and of that of answers again; returns both means.
 
     The loss of a token is KL(teacher || student) of its prediction, or without a teacher the
-    cross-entropy. Logits are made a chunk at a time, and their gradient at once: that of both
-    losses is the difference of two distributions.
+    cross-entropy, of text without answers.
     """
-    embedding = student.get_input_embeddings().weight  # tied to the head
     with torch.autocast(DEVICE, torch.bfloat16):
-        states = student.model(ids, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
+        ours = student(ids, use_cache=False).logits[:, :-1]
+    if teacher is None:
+        loss = cross_entropy(ours.flatten(0, 1).float(), ids[:, 1:].flatten())
+        loss.backward()
+        return torch.stack((loss.detach(), torch.zeros_like(loss)))
+    asked = answers[:, 1:]
     with torch.no_grad():
-        targets, asked = ids[:, 1:].flatten(), answers[:, 1:].flatten().float()
-        weights = 1 / len(targets) + asked / asked.sum().clamp(min=1)
-        head = embedding.to(torch.bfloat16)
-        if teacher is not None:
-            their_head = teacher.get_output_embeddings().weight
-            theirs = teacher.model(ids, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
-        to_states, to_head = torch.empty_like(states), torch.zeros_like(embedding)
-        losses = torch.empty(len(targets), device=DEVICE)
-        for start in range(0, len(targets), CHUNK):
-            part = slice(start, start + CHUNK)
-            some = states[part].to(torch.bfloat16)
-            log_ours = (some @ head.T).float().log_softmax(-1)
-            gradient = log_ours.exp()
-            if teacher is None:
-                losses[part] = -log_ours.gather(1, targets[part, None])[:, 0]
-                gradient.scatter_add_(
-                    1, targets[part, None], torch.full_like(gradient[:, :1], -1.0)
-                )
-            else:
-                log_theirs = (theirs[part] @ their_head.T).float().log_softmax(-1)
-                their_share = log_theirs.exp()
-                losses[part] = (their_share * (log_theirs - log_ours)).sum(-1)
-                gradient -= their_share
-            gradient = (gradient * weights[part, None]).to(torch.bfloat16)
-            to_states[part] = (gradient @ head).to(states.dtype)
-            if embedding.requires_grad:
-                to_head += (gradient.T @ some).float()
-    states.backward(to_states)
-    if embedding.requires_grad:
-        embedding.grad += to_head
-    return torch.stack((losses.mean(), (losses * asked).sum() / asked.sum().clamp(min=1)))
+        theirs = teacher(ids, use_cache=False).logits[:, :-1]
+        at_answers = distillation_loss(ours[asked][None], theirs[asked][None]).nan_to_num()
+    weights = 1 + asked * (asked.numel() / asked.sum().clamp(min=1))
+    loss = distillation_loss(ours, theirs, weights=weights)
+    loss.backward()
+    return torch.stack((loss.detach() - at_answers, at_answers))
 
 
 def measure(directory: Path, name: str, options) -> None:
     """Lookups of 20 cases and perplexity by position, on novels that nothing was fitted on."""
     began = time.perf_counter()
     loaded = load_model(str(directory), dtype="float32", name=name)
-    store, ropes, length = (
-        RowStore(options.out / "eval"),
-        parse_ropes("default"),
-        options.measured_length,
-    )
+    store, ropes = RowStore(options.out / "eval"), parse_ropes("default")
+    length = options.measured_length
     passages = draw_sample(
         loaded, options.novels, max(options.lengths), documents=20, special_tokens=False
     )
@@ -277,11 +222,8 @@ def measure(directory: Path, name: str, options) -> None:
     ]
     for row in rows:
         keys = ("task", "data", "length", "value", "nll", "nats_per_digit", "ranges", "error")
-        print(
-            name,
-            json.dumps({key: row[key] for key in keys if row.get(key) is not None}),
-            flush=True,
-        )
+        said = {key: row[key] for key in keys if row.get(key) is not None}
+        print(name, json.dumps(said), flush=True)
     print(f"{name} measured in {time.perf_counter() - began:.0f} s", flush=True)
 
 

@@ -41,11 +41,8 @@ for table in read_tables([out / "rows"]):
         if row["task"] in ("perplexity", "position-loss"):
             note(row, f"perplexity, {source}, {row['length']}", row["value"])
         elif row["task"] == "copying":
-            note(
-                row,
-                "passage read again, nats" if row.get("data") else "second copy, nats",
-                row["value"],
-            )
+            copied = "passage read again" if row.get("data") else "second copy"
+            note(row, f"{copied}, nats", row["value"])
         elif row["task"] == "attention-maps":
             note(row, "attention, nats", row["value"])
             note(row, "mass on first token", row["sink"])

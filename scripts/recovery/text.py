@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from coca_hf.documents import read_documents
+from coca_hf.files import replace_text
 
 PASSAGE = 16_000  # characters, about 4,000 tokens
 BOOKS = 150
@@ -32,6 +33,4 @@ if not out.exists():
         passages.append(middle(document.text))
         if number % 3 == 0:
             passages.append(next(python))
-    unfinished = out.with_name(f".{out.name}")
-    unfinished.write_text("".join(json.dumps({"text": text}) + "\n" for text in passages))
-    unfinished.rename(out)
+    replace_text(out, "".join(json.dumps({"text": text}) + "\n" for text in passages))

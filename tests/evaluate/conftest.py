@@ -2,9 +2,11 @@
 it.
 """
 
+import shlex
 import sys
 
 import pytest
+import torch
 
 from coca_cli import main
 from coca_hf.evaluate.loaded_model import load_model
@@ -32,11 +34,36 @@ def books(tmp_path):
 
 
 @pytest.fixture
+def own_tasks(monkeypatch):
+    """lm-eval's own tasks, which take their while, are not read where a directory is given."""
+    from lm_eval.tasks import TaskManager
+
+    class OwnTasks(TaskManager):
+        __module__ = TaskManager.__module__
+
+        def __init__(self, include_path=None, **options):
+            options.setdefault("include_defaults", include_path is None)
+            super().__init__(include_path=include_path, **options)
+
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", OwnTasks)
+
+
+@pytest.fixture
+def one_thread():
+    """As many threads as the processes have that tests start."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def coca_eval(monkeypatch, capsys):
-    """Run `coca-eval` with arguments; returns exit code, stdout and stderr."""
+    """Run `coca-eval` with arguments, each several words; returns exit code, stdout and stderr."""
 
     def run(*arguments) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["coca-eval", *map(str, arguments)])
+        words = [word for argument in arguments for word in shlex.split(str(argument))]
+        monkeypatch.setattr(sys, "argv", ["coca-eval", *words])
         monkeypatch.setenv("COLUMNS", "200")
         with pytest.raises(SystemExit) as exit_info:
             main.evaluate()

@@ -25,9 +25,8 @@ def test_a_model_is_no_distance_from_itself(llama, tiny_llama_dir, books, tmp_pa
     row, heads = measure(llama, load_model(str(tiny_llama_dir)), books, tmp_path / "out")
     assert row["value"] == pytest.approx(0, abs=1e-7)
     assert row["sink"] == row["baseline_sink"]
-    assert [(line["layer"], line["head"]) for line in heads] == list(
-        itertools.product(range(3), range(6))
-    )
+    places = list(itertools.product(range(3), range(6)))
+    assert [(line["layer"], line["head"]) for line in heads] == places
     assert all(line["entropy"] == line["baseline_entropy"] > 0 for line in heads)
     assert llama.model.config._attn_implementation == "sdpa"  # as it was
 
@@ -65,13 +64,13 @@ def test_numbers_are_those_of_a_loop_over_queries(llama, coca, books, tmp_path):
 def test_command_draws_a_line_a_model_and_refuses_another_models_original(
     tiny_llama_dir, tiny_coca_dir, books, tmp_path, coca_eval
 ):
-    arguments = ("--data", books, "--lengths", 32, "--out", tmp_path / "out")
+    arguments = f"--data {books} --lengths 32 --out {tmp_path / 'out'}"
     code, stdout, _ = coca_eval(
-        "attention-maps", tiny_coca_dir, "--baseline", tiny_llama_dir, *arguments
+        f"attention-maps {tiny_coca_dir} --baseline {tiny_llama_dir}", arguments
     )
     assert code == 0
     assert "tiny-coca" in stdout
-    code, _, _ = coca_eval("report", tmp_path / "out", "--out", tmp_path / "page")
+    code, _, _ = coca_eval(f"report {tmp_path / 'out'} --out {tmp_path / 'page'}")
     assert code == 0
     assert (tmp_path / "page" / "attention-maps.png").is_file()
 
@@ -80,7 +79,7 @@ def test_command_draws_a_line_a_model_and_refuses_another_models_original(
     type(other.model)(config).save_pretrained(tmp_path / "other")
     other.tokenizer.save_pretrained(tmp_path / "other")
     code, _, stderr = coca_eval(
-        "attention-maps", tiny_coca_dir, "--baseline", tmp_path / "other", *arguments
+        f"attention-maps {tiny_coca_dir} --baseline {tmp_path / 'other'}", arguments
     )
     assert code == 2
     assert "got num_hidden_layers 1, expected 3" in stderr
@@ -91,10 +90,8 @@ def test_a_baseline_whose_tokenizer_means_others_by_the_same_numbers_is_refused(
 ):
     names = llama.tokenizer.convert_ids_to_tokens
     llama.tokenizer.convert_ids_to_tokens = lambda ids: names([258 - number for number in ids])
-    with pytest.raises(
-        CocaError,
-        match=r"got a tokenizer that takes the tokens of austen\.txt for others, expected",
-    ):
+    message = r"got a tokenizer that takes the tokens of austen\.txt for others, expected"
+    with pytest.raises(CocaError, match=message):
         measure(coca, llama, books, tmp_path)
 
 
@@ -102,19 +99,17 @@ def test_a_baseline_of_another_family_is_refused_and_a_model_without_heads(
     coca, llama, books, tmp_path
 ):
     sizes = {"vocab_size": 259, "hidden_size": 48, "num_hidden_layers": 3}
-    llama.model = GPTNeoXForCausalLM(
-        GPTNeoXConfig(**sizes, num_attention_heads=6, intermediate_size=80)
-    )
-    with pytest.raises(
-        CocaError,
-        match=r"got model_type gpt_neox, expected llama as .*tiny-coca has; give the model",
+    config = GPTNeoXConfig(**sizes, num_attention_heads=6, intermediate_size=80)
+    for model, message in (
+        (GPTNeoXForCausalLM(config), r"model_type gpt_neox, expected llama as .*tiny-coca has;"),
+        (
+            MambaForCausalLM(MambaConfig(**sizes)),
+            "MambaForCausalLM, expected a model with attention",
+        ),
     ):
-        measure(coca, llama, books, tmp_path)
-    llama.model = MambaForCausalLM(MambaConfig(**sizes))
-    with pytest.raises(
-        CocaError, match="got MambaForCausalLM, expected a model with attention heads"
-    ):
-        measure(coca, llama, books, tmp_path)
+        llama.model = model
+        with pytest.raises(CocaError, match=f"got {message}"):
+            measure(coca, llama, books, tmp_path)
 
 
 def test_maps_that_are_nan_or_do_not_fit_are_rows_that_say_so(llama, coca, books, tmp_path):

@@ -1,5 +1,6 @@
 """Memory that runs out, batches dealt to processes, and a run that is killed."""
 
+import itertools
 import json
 import os
 import re
@@ -16,16 +17,16 @@ import pytest
 import torch
 
 from coca_hf.evaluate import batches
-from coca_hf.evaluate.batches import auto_batch_size, compute_all
+from coca_hf.evaluate.batches import NoValue, auto_batch_size, compute_all
 from coca_hf.evaluate.passkey import VARIANTS as PROMPTS
 from coca_hf.evaluate.passkey import passkey_rows
-from coca_hf.evaluate.perplexity import perplexity_of, perplexity_rows
+from coca_hf.evaluate.perplexity import VARIANTS, perplexity_rows, value_of
 from coca_hf.evaluate.rope import parse_ropes
 from coca_hf.evaluate.sample import draw_sample
 from coca_hf.evaluate.store import RowStore
-from coca_hf.evaluate.windows import VARIANTS
 from coca_hf.report.read import read_tables
 
+DEFAULT = parse_ropes("default")
 MESSAGES = [
     "CUDA out of memory. Tried to allocate 2.00 GiB",
     "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to "
@@ -42,9 +43,8 @@ def holds(limit, tried, message=MESSAGES[0]):
     def compute(batch):
         tried.append(len(batch))
         if len(batch) > limit:
-            raise (
-                torch.OutOfMemoryError(message) if message == MESSAGES[0] else RuntimeError(message)
-            )
+            kind = torch.OutOfMemoryError if message == MESSAGES[0] else RuntimeError
+            raise kind(message)
         return [item * item for item in batch]
 
     return compute
@@ -53,16 +53,17 @@ def holds(limit, tried, message=MESSAGES[0]):
 @pytest.mark.parametrize("message", MESSAGES)
 def test_memory_that_runs_out_is_retried_in_halves_that_later_batches_keep(message):
     tried = []
-    results, error, size = compute_all([(list(range(20)), 8)], holds(3, tried, message))
-    assert (results, error, size) == ([item * item for item in range(20)], None, 2)
+    results, size = compute_all([(list(range(20)), 8)], holds(3, tried, message))
+    assert (results, size) == ([item * item for item in range(20)], 2)
     assert tried == [8, 4, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2]
 
 
 def test_memory_that_does_not_hold_one_item_is_an_error_of_the_row():
     tried = []
-    results, error, size = compute_all([(list(range(20)), 8)], holds(0, tried))
-    assert (results, size) == ([], 1)
-    assert error.startswith("OOM: one sequence alone does not fit (CUDA out of memory.")
+    with pytest.raises(
+        NoValue, match=r"^OOM: one sequence alone does not fit \(CUDA out of memory"
+    ):
+        compute_all([(list(range(20)), 8)], holds(0, tried))
     assert tried == [8, 4, 2, 1]
 
 
@@ -102,8 +103,8 @@ def test_processes_get_as_many_items_and_all_results_in_order(monkeypatch, num_p
     shares = [sum(sizes) for sizes in batched]
     assert max(shares) - min(shares) <= 1
     for process in range(num_processes):
-        results, error, size = run(process, lambda mine: made)
-        assert (results, error) == ([item * item for item in range(sum(sizes))], None)
+        results, size = run(process, lambda mine: made)
+        assert results == [item * item for item in range(sum(sizes))]
         assert size == max(map(max, filter(None, batched)))
 
 
@@ -130,46 +131,34 @@ def short_of_memory(llama):
 
 
 def test_a_row_that_does_not_fit_says_oom_and_the_others_go_on(short_of_memory, books, tmp_path):
-    sample = draw_sample(short_of_memory, str(books), 100)
-    rows = list(
-        perplexity_rows(
-            short_of_memory,
-            sample,
-            [40, 100, 20],
-            20,
-            parse_ropes("default"),
-            RowStore(tmp_path),
-            batch_size=16,
-        )
-    )
+    sample, store = draw_sample(short_of_memory, str(books), 100), RowStore(tmp_path)
+    rows = list(perplexity_rows(short_of_memory, sample, [40, 100, 20], 20, DEFAULT, store, 16))
     assert [row["value"] is None for row in rows] == [False, True, False]
     assert rows[1]["error"].startswith("OOM: one sequence alone does not fit")
-    assert rows[1]["tokens"] == 0
-    assert [row["batch_size"] for row in rows] == [2, 1, 4]
+    assert [row.get("batch_size") for row in rows] == [2, None, 4]
     del short_of_memory.model.forward
-    whole = list(
-        perplexity_rows(
-            short_of_memory, sample, [40], 20, parse_ropes("default"), RowStore(tmp_path / "b")
-        )
-    )
-    assert rows[0]["value"] == pytest.approx(whole[0]["value"], rel=1e-6)
+    store = RowStore(tmp_path / "b")
+    (whole,) = perplexity_rows(short_of_memory, sample, [40], 20, DEFAULT, store)
+    assert rows[0]["value"] == pytest.approx(whole["value"], rel=1e-6)
 
 
 def test_a_second_run_measures_again_what_ran_out_of_memory_and_nothing_else(
     short_of_memory, books, tmp_path
 ):
-    sample, ropes = draw_sample(short_of_memory, str(books), 100), parse_ropes("default")
-    short, full = perplexity_rows(short_of_memory, sample, [40, 100], 20, ropes, RowStore(tmp_path))
+    sample = draw_sample(short_of_memory, str(books), 100)
+
+    def measured():
+        store = RowStore(tmp_path)
+        return [*perplexity_rows(short_of_memory, sample, [40, 100], 20, DEFAULT, store)]
+
+    short, full = measured()
     assert (full["value"], full["error"][:3]) == (None, "OOM")
     del short_of_memory.model.forward
-    again = list(perplexity_rows(short_of_memory, sample, [40, 100], 20, ropes, RowStore(tmp_path)))
+    again = measured()
     assert again[0] == short
     assert again[1]["value"] > 1
     assert rows_of(tmp_path) == [short, full, again[1]]
-    assert (
-        list(perplexity_rows(short_of_memory, sample, [40, 100], 20, ropes, RowStore(tmp_path)))
-        == again
-    )
+    assert measured() == again
     (table,) = read_tables([tmp_path])
     assert [row["value"] for row in table.rows] == [row["value"] for row in again]
 
@@ -182,7 +171,8 @@ def measure(loaded, books, out):
     return rows
 
 
-CHANGING = {"date", "seconds", "command", "processes"}
+# the commit changes with every edit of the tree that tests run from
+CHANGING = {"date", "seconds", "command", "commit", "processes"}
 
 
 def lasting(rows):
@@ -193,13 +183,11 @@ def test_a_row_has_the_batch_size_that_auto_came_to_and_is_the_row_of_any_other(
     coca, books, tmp_path
 ):
     sample, store = draw_sample(coca, str(books), 60), RowStore(tmp_path)
-    (row,) = perplexity_rows(coca, sample, [30], 15, parse_ropes("default"), store)
+    (row,) = perplexity_rows(coca, sample, [30], 15, DEFAULT, store)
     windows = pq.read_table(tmp_path / row["raw"]["windows"]).to_pylist()
     same_shape = Counter((window["input_len"], window["tokens"]) for window in windows)
     assert row["batch_size"] == 1024 // 30 < max(same_shape.values())
-    assert list(
-        perplexity_rows(coca, sample, [30], 15, parse_ropes("default"), store, batch_size=2)
-    ) == [row]
+    assert list(perplexity_rows(coca, sample, [30], 15, DEFAULT, store, batch_size=2)) == [row]
 
 
 def test_a_repeated_run_is_equal_to_the_last_bit(coca, books, tmp_path):
@@ -215,8 +203,8 @@ def test_every_value_can_be_computed_again_from_the_raw_tables(coca, books, tmp_
         ((_, path),) = row["raw"].items()
         lines = pq.read_table(tmp_path / path).to_pylist()
         if row["task"] == "perplexity":
-            assert perplexity_of(VARIANTS["sliding"], lines) == (row["value"], None)
-            assert sum(line["tokens"] for line in lines) == row["tokens"]
+            again = value_of(VARIANTS["sliding"], lines)
+            assert again == {name: row[name] for name in ("value", "nll", "tokens", "error")}
         else:
             assert sum(line["correct"] for line in lines) / len(lines) == row["value"]
             assert all(str(line["key"]).isdecimal() for line in lines)
@@ -227,14 +215,16 @@ README = Path(__file__).parents[2] / "README.md"
 COCA_EVAL = Path(sys.executable).with_name("coca-eval")
 
 
-def run(arguments, *launcher, program=COCA_EVAL, wait=True):
+def start(arguments, *launcher, program=COCA_EVAL):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launcher, str(program), *map(str, arguments)]
-    process = subprocess.Popen(
+    return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
-    if not wait:
-        return process
+
+
+def run(*command, **options):
+    process = start(*command, **options)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     return out
@@ -244,18 +234,30 @@ def rows_of(directory):
     return [json.loads(line) for line in (directory / "rows.jsonl").read_text().splitlines()]
 
 
-MEASUREMENTS = {  # how many rows, and the options
-    "perplexity": (
-        4,
-        "--data BOOKS --lengths 30,60 --stride 25 --rope default,dynamic:4 --batch-size 4",
-    ),
-    "position-loss": (2, "--data BOOKS --lengths 30,60 --bucket 10 --batch-size 2"),
-    "passkey": (1, "--lengths 300 --cases 7 --new-tokens 3 --batch-size 2"),
-    "boundary": (1, "--data BOOKS --lengths 60 --pairs 50"),
-    "copying": (1, "--lengths 60 --cases 5 --batch-size 2"),
-    "recall": (1, "--lengths 300 --cases 5 --batch-size 2"),
-    "attention-maps": (2, "--data BOOKS --lengths 30,60 --baseline LLAMA"),
+MEASUREMENTS = {  # the options of each
+    "perplexity": "--data BOOKS --lengths 30,60 --stride 25 --rope default,dynamic:4 --batch-size 4",
+    "position-loss": "--data BOOKS --lengths 30,60 --bucket 10 --batch-size 2",
+    "passkey": "--lengths 300 --cases 7 --new-tokens 3 --batch-size 2",
+    "boundary": "--data BOOKS --lengths 60 --pairs 50",
+    "copying": "--lengths 60 --cases 5 --batch-size 2",
+    "recall": "--lengths 300 --cases 5 --batch-size 2",
+    "attention-maps": "--data BOOKS --lengths 30,60 --baseline LLAMA",
 }
+# All of them in the processes of one launch; each would end with the processes' connection
+ALL = """
+import shlex, sys
+from accelerate import PartialState
+from coca_cli.main import run
+end, PartialState.destroy_process_group = PartialState.destroy_process_group, lambda self: None
+for command in sys.argv[1:]:
+    sys.argv = ["coca-eval", *shlex.split(command)]
+    try:
+        run("coca_cli.evaluate", "eval")
+    except SystemExit as code:
+        if code.code:
+            raise
+end(PartialState())
+"""
 
 
 def assert_close(one, two):
@@ -271,35 +273,47 @@ def assert_close(one, two):
         assert one == two
 
 
-@pytest.mark.real
-@pytest.mark.parametrize("task", MEASUREMENTS)
-def test_two_processes_make_the_rows_of_one(tiny_coca_dir, tiny_llama_dir, books, tmp_path, task):
-    """Launched as the README says, on a port of its own."""
-    port = 29560 + list(MEASUREMENTS).index(task)
-    (flags,) = re.findall(r"`accelerate launch (.*) \$\(which coca-eval\) …`", README.read_text())
-    launcher = [
-        "-m",
-        "accelerate.commands.launch",
-        *flags.replace("8", "2").split(),
-        f"--main_process_port={port}",
-    ]
-    count, options = MEASUREMENTS[task]
-    for name, prefix in (("one", ()), ("two", launcher)):
-        words = [
-            {"BOOKS": books, "LLAMA": tiny_llama_dir}.get(word, word) for word in options.split()
-        ]
-        out = run((task, tiny_coca_dir, *words, "--out", tmp_path / name), *prefix)
-        assert out.count(f"{task} by context length") == 1
-    one, two = rows_of(tmp_path / "one"), rows_of(tmp_path / "two")
+def assert_same_rows(directory, count):
+    """The rows of one process, in `one`, and of two, in `two`, and their raw tables."""
+    one, two = rows_of(directory / "one"), rows_of(directory / "two")
     assert len(one) == count
     assert all(row["value"] is not None for row in one)
     assert_close(lasting(one), lasting(two))
     assert {row["processes"] for row in two} == {2}
     for row in one:
         for path in row["raw"].values():
-            assert_close(
-                *(pq.read_table(tmp_path / name / path).to_pylist() for name in ("one", "two"))
-            )
+            raw = (pq.read_table(directory / name / path).to_pylist() for name in ("one", "two"))
+            assert_close(*raw)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("tasks", [["perplexity"], [*MEASUREMENTS]], ids=["README", "all"])
+def test_two_processes_make_the_rows_of_one(
+    tiny_coca_dir, tiny_llama_dir, books, tmp_path, coca_eval, one_thread, tasks
+):
+    """Launched as the README says, on a port of its own."""
+    commands = {"one": [], "two": []}
+    for task, (name, words) in itertools.product(tasks, commands.items()):
+        options = MEASUREMENTS[task].replace("BOOKS", str(books))
+        options = options.replace("LLAMA", str(tiny_llama_dir))
+        words.append(f"{task} {tiny_coca_dir} {options} --out {tmp_path / name}")
+    for command in commands["one"]:
+        assert coca_eval(command)[0] == 0
+    (flags,) = re.findall(r"`accelerate launch (.*) \$\(which coca-eval\) …`", README.read_text())
+    flags = flags.replace("8", "2").split()
+    launcher = [
+        "-m",
+        "accelerate.commands.launch",
+        *flags,
+        f"--main_process_port={29560 + len(tasks)}",
+    ]
+    if len(tasks) == 1:
+        out = run(commands["two"][0].split(), *launcher)
+    else:
+        (tmp_path / "all.py").write_text(ALL)
+        out = run(commands["two"], *launcher, program=tmp_path / "all.py")
+    assert [out.count(f"{task} by context length") for task in tasks] == [1] * len(tasks)
+    assert_same_rows(tmp_path, 4 if len(tasks) == 1 else 12)
 
 
 KILLED = {  # the shortest of eight lengths, and the options
@@ -310,12 +324,13 @@ KILLED = {  # the shortest of eight lengths, and the options
 
 @pytest.mark.real
 @pytest.mark.parametrize("task", KILLED)
-def test_a_killed_run_goes_on_after_its_last_whole_row(tiny_coca_dir, books, tmp_path, task):
+def test_a_killed_run_goes_on_after_its_last_whole_row(
+    tiny_coca_dir, books, tmp_path, coca_eval, one_thread, task
+):
     shortest, options = KILLED[task]
     lengths = ",".join(str(shortest + more) for more in range(8))
-    words = [books if word == "BOOKS" else word for word in options.split()]
-    arguments = [task, tiny_coca_dir, *words, "--lengths", lengths, "--out"]
-    process = run([*arguments, tmp_path / "killed"], wait=False)
+    command = f"{task} {tiny_coca_dir} {options.replace('BOOKS', str(books))} --lengths {lengths}"
+    process = start([*command.split(), "--out", tmp_path / "killed"])
     rows = tmp_path / "killed" / "rows.jsonl"
     deadline = time.monotonic() + 120
     while not (rows.exists() and rows.read_bytes().count(b"\n") >= 2):
@@ -326,7 +341,7 @@ def test_a_killed_run_goes_on_after_its_last_whole_row(tiny_coca_dir, books, tmp
     process.communicate()
     before = rows.read_bytes()
     assert 2 <= before.count(b"\n") < 8
-    run([*arguments, tmp_path / "killed"])
-    run([*arguments, tmp_path / "whole"])
+    for name in ("killed", "whole"):
+        assert coca_eval(command, f"--out {tmp_path / name}")[0] == 0
     assert rows.read_bytes().startswith(before[: before.rindex(b"\n") + 1])
     assert lasting(rows_of(tmp_path / "killed")) == lasting(rows_of(tmp_path / "whole"))

@@ -13,73 +13,59 @@ def rows_in(directory):
     return [json.loads(line) for line in (directory / "rows.jsonl").read_text().splitlines()]
 
 
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def perplexity(coca_eval, tiny_llama_dir, books, out):
+    """`coca-eval perplexity` of the tiny LLaMA with more options."""
+
+    def run(options):
+        return coca_eval(f"perplexity {tiny_llama_dir} --data {books} --out {out}", options)
+
+    return run
+
+
 def test_perplexity_passkey_and_report_follow_each_other(
     tiny_llama_dir, tiny_coca_dir, books, tmp_path, coca_eval
 ):
     for model in (tiny_llama_dir, tiny_coca_dir):
         out = tmp_path / model.name
         code, stdout, stderr = coca_eval(
-            *(
-                "perplexity",
-                model,
-                "--data",
-                books,
-                "--lengths",
-                "32,100",
-                "--stride",
-                48,
-                "--out",
-                out,
-            ),
-            *("--rope", "default,dynamic:4"),
+            f"perplexity {model} --data {books} --lengths 32,100 --stride 48 --out {out} "
+            "--rope default,dynamic:4"
         )
         assert code == 0
         assert model.name in stdout
         assert "dynamic:4" in stdout
         assert "warning: lengths 100 are beyond the 64 tokens" in stderr
         assert [(row["rope"], row["length"], row["stride"]) for row in rows_in(out)] == [
-            ("default", 32, 32),
-            ("default", 100, 48),
-            ("dynamic:4", 32, 32),
-            ("dynamic:4", 100, 48),
+            *(("default", 32, 32), ("default", 100, 48)),
+            *(("dynamic:4", 32, 32), ("dynamic:4", 100, 48)),
         ]
         assert f"{rows_in(out)[3]['value']:.2f}" in stdout
         code, _, _ = coca_eval(
-            *(
-                "passkey",
-                model,
-                "--lengths",
-                320,
-                "--cases",
-                3,
-                "--new-tokens",
-                2,
-                "--out",
-                out,
-                "--name",
-                "renamed",
-            )
+            f"passkey {model} --lengths 320 --cases 3 --new-tokens 2 --out {out} --name renamed"
         )
         assert code == 0
-        assert (rows_in(out)[4]["task"], rows_in(out)[4]["model"]) == ("passkey", "renamed")
-        assert rows_in(out)[4]["command"].startswith("coca-eval passkey ")
-    runs = (tmp_path / "tiny-llama", tmp_path / "tiny-coca")
-    code, stdout, _ = coca_eval(
-        "report", *runs, "--out", tmp_path / "page", "--title", "Two & tiny"
-    )
-    assert code == 0
-    assert stdout.strip() == f"report: {tmp_path / 'page' / 'report.html'}"
-    assert "tiny-coca + dynamic:4" in (tmp_path / "page" / "report.md").read_text()
-    assert "<h1>Two &amp; tiny</h1>" in (tmp_path / "page" / "report.html").read_text()
+        made = rows_in(out)[4]
+        assert (made["task"], made["model"]) == ("passkey", "renamed")
+        assert made["command"].startswith("coca-eval passkey ")
+    runs, page = (tmp_path / "tiny-llama", tmp_path / "tiny-coca"), tmp_path / "page"
+    code, stdout, _ = coca_eval("report", *runs, f"--out {page} --title 'Two & tiny'")
+    assert (code, stdout.strip()) == (0, f"report: {page / 'report.html'}")
+    assert "tiny-coca + dynamic:4" in (page / "report.md").read_text()
+    assert "<h1>Two &amp; tiny</h1>" in (page / "report.html").read_text()
 
 
-def test_rows_and_pages_hold_no_absolute_path(tiny_llama_dir, books, tmp_path, coca_eval):
-    out = tmp_path / "out"
-    words = ("perplexity", tiny_llama_dir, "--data", books, "--lengths", 32, f"--out={out}")
-    assert coca_eval(*words)[0] == 0
+def test_rows_and_pages_hold_no_absolute_path(tiny_llama_dir, books, tmp_path, out, coca_eval):
+    words = f"perplexity {tiny_llama_dir} --data {books} --lengths 32 --out={out}"
+    assert coca_eval(words)[0] == 0
     (row,) = rows_in(out)
     (out / row["raw"]["windows"]).unlink()
-    assert coca_eval("report", out, "--out", tmp_path / "page")[0] == 0
+    assert coca_eval(f"report {out} --out {tmp_path / 'page'}")[0] == 0
     made = [out / "rows.jsonl", *(tmp_path / "page" / f"report.{kind}" for kind in ("md", "html"))]
     for file in made:
         outside = file.read_text().replace(os.path.relpath(tmp_path.parent), "")
@@ -90,43 +76,21 @@ def test_rows_and_pages_hold_no_absolute_path(tiny_llama_dir, books, tmp_path, c
     assert row["command"] == f"{command} --out={os.path.relpath(out)}"
 
 
-def test_a_second_run_makes_no_row_again(tiny_llama_dir, books, tmp_path, coca_eval):
-    arguments = (
-        "perplexity",
-        tiny_llama_dir,
-        "--data",
-        books,
-        "--lengths",
-        32,
-        "--stride",
-        16,
-        "--out",
-        tmp_path / "out",
-    )
-    _, first, _ = coca_eval(*arguments)
-    before = (tmp_path / "out" / "rows.jsonl").read_bytes()
-    code, second, _ = coca_eval(*arguments)
+def test_a_second_run_makes_no_row_again(perplexity, out):
+    _, first, _ = perplexity("--lengths 32 --stride 16")
+    before = (out / "rows.jsonl").read_bytes()
+    code, second, _ = perplexity("--lengths 32 --stride 16")
     assert (code, second) == (0, first)
-    assert (tmp_path / "out" / "rows.jsonl").read_bytes() == before
+    assert (out / "rows.jsonl").read_bytes() == before
 
 
-def test_rows_that_others_made_are_told_at_the_end(tiny_llama_dir, books, tmp_path, coca_eval):
-    arguments = (
-        "perplexity",
-        tiny_llama_dir,
-        "--data",
-        books,
-        "--lengths",
-        "24,32",
-        "--out",
-        tmp_path,
-    )
-    assert "made before" not in coca_eval(*arguments)[2]
-    first, second = rows_in(tmp_path)
+def test_rows_that_others_made_are_told_at_the_end(perplexity, out):
+    assert "made before" not in perplexity("--lengths 24,32")[2]
+    first, second = rows_in(out)
     assert first["commit"] == checkout.commit()
     second |= {"versions": second["versions"] | {"transformers": "5.1.7"}, "commit": "f" * 40}
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(second)}\n")
-    code, _, stderr = coca_eval(*arguments)
+    (out / "rows.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(second)}\n")
+    code, _, stderr = perplexity("--lengths 24,32")
     assert code == 0
     assert stderr.endswith(
         f"note: 1 row was made before, with transformers 5.1.7, coca-hf commit {'f' * 40}; delete "
@@ -134,304 +98,155 @@ def test_rows_that_others_made_are_told_at_the_end(tiny_llama_dir, books, tmp_pa
     )
 
 
-def test_names_that_rich_would_take_for_markup_are_printed_as_they_are(
-    tiny_llama_dir, books, tmp_path, coca_eval
-):
+def test_names_that_rich_would_take_for_markup_are_printed_as_they_are(perplexity, tmp_path):
     out = tmp_path / "o[" / "b]c[/red]"
-    code, stdout, _ = coca_eval(
-        *(
-            "perplexity",
-            tiny_llama_dir,
-            "--data",
-            books,
-            "--lengths",
-            32,
-            "--documents",
-            1,
-            "--max-tokens",
-            40,
-        ),
-        *("--out", out, "--name", "[/b]:smile:"),
-    )
+    options = "--lengths 32 --documents 1 --max-tokens 40 --name [/b]:smile:"
+    code, stdout, _ = perplexity(f"{options} --out {out}")
     assert code == 0
     assert "[/b]:smile:" in stdout
     assert f"rows: {out / 'rows.jsonl'}" in stdout
 
 
-def test_skipped_documents_are_counted_and_named(tiny_llama_dir, books, tmp_path, coca_eval):
-    code, _, stderr = coca_eval(
-        *(
-            "perplexity",
-            tiny_llama_dir,
-            "--data",
-            books,
-            "--lengths",
-            220,
-            "--out",
-            tmp_path / "out",
-            "--skip-short",
-        )
+def test_of_many_skipped_documents_the_first_are_named_and_all_are_counted(perplexity, books, out):
+    assert (
+        "skipped 1 short or empty documents: austen.txt\n"
+        in perplexity("--lengths 220 --skip-short")[2]
     )
-    assert code == 0
-    assert "skipped 1 short or empty documents: austen.txt" in stderr
-
-
-def test_fewer_documents_than_asked_for_are_warned_of_with_both_counts(
-    tiny_llama_dir, books, tmp_path, coca_eval
-):
-    asked = (
-        "perplexity",
-        tiny_llama_dir,
-        "--data",
-        books,
-        "--lengths",
-        220,
-        "--out",
-        tmp_path,
-        "--skip-short",
-    )
-    warning = (
-        "warning: 2 documents have at least 220 tokens, 3 were asked for; only these are measured\n"
-    )
-    assert warning in coca_eval(*asked, "--documents", 3)[2]
-    assert "were asked for" not in coca_eval(*asked)[2]
-
-
-def test_of_many_skipped_documents_the_first_are_named_and_all_are_counted(
-    tiny_llama_dir, books, tmp_path, coca_eval
-):
     for number in range(12):
         (books / f"a{number:02}.txt").write_text("too short")
-    _, _, stderr = coca_eval(
-        *(
-            "perplexity",
-            tiny_llama_dir,
-            "--data",
-            books,
-            "--lengths",
-            30,
-            "--out",
-            tmp_path / "out",
-            "--skip-short",
-        )
-    )
+    _, _, stderr = perplexity("--lengths 30 --skip-short")
     assert "skipped 12 short or empty documents: a00.txt, " in stderr
     assert "a09.txt and 2 more\n" in stderr
-    assert len(rows_in(tmp_path / "out")[0]["skipped_documents"]) == 12
+    assert len(rows_in(out)[1]["skipped_documents"]) == 12
+
+
+def test_fewer_documents_than_asked_for_are_warned_of_with_both_counts(perplexity):
+    _, _, stderr = perplexity("--lengths 220 --skip-short --documents 3")
+    warning = "2 documents have at least 220 tokens, 3 were asked for; only these are measured"
+    assert f"warning: {warning}\n" in stderr
+    assert "were asked for" not in perplexity("--lengths 220 --skip-short")[2]
 
 
 @pytest.mark.parametrize(
     "lengths", ["512,x", "1", "0", "-4", "1.5", "", "64,,128", "9" * 10, "9" * 5000]
 )
-def test_lengths_that_are_no_lengths_are_refused(lengths, tiny_llama_dir, tmp_path, coca_eval):
-    code, stdout, stderr = coca_eval(
-        "passkey", tiny_llama_dir, f"--lengths={lengths}", "--out", tmp_path / "out"
-    )
+def test_lengths_that_are_no_lengths_are_refused(lengths, tiny_llama_dir, out, coca_eval):
+    code, stdout, stderr = coca_eval(f"passkey {tiny_llama_dir} --lengths={lengths} --out {out}")
     assert (code, stdout) == (2, "")
     assert stderr.startswith(f"error: --lengths: got {lengths!r}"[:400])
     assert stderr.endswith("expected whole numbers from 2 to 999999999, as in 512,1024,2048\n")
 
 
 BAD = {
-    "no such directory": ({"model": "./nowhere"}, "no such directory"),
-    "no config": ({"model": "BOOKS"}, "got no config.json there"),
-    "unknown rope": ({"--rope": "ntk:4"}, "--rope: got 'ntk:4', expected default, linear:FACTOR"),
-    "no documents": ({"--data": "./nothing.txt"}, "./nothing.txt: got no such file"),
-    "short document": ({"--lengths": "215"}, "1 of 3 documents have fewer than 215 tokens"),
-    "short cut": ({"--max-tokens": "20"}, "--max-tokens: got 20, expected at least 32"),
-    "batch size": (
-        {"--batch-size": "0"},
-        "--batch-size: got '0', expected auto or a whole number from 1 to 999999999",
-    ),
-    "no number": ({"--batch-size": "many"}, "--batch-size: got 'many', expected auto"),
-    "dtype": ({"--dtype": "int8"}, "--dtype: got 'int8'"),
-    "out is a file": ({"--out": "FILE"}, "got File exists, expected a directory or a free name"),
+    "--rope ntk:4": "--rope: got 'ntk:4', expected default, linear:FACTOR",
+    "--data ./nothing.txt": "./nothing.txt: got no such file",
+    "--lengths 215": "1 of 3 documents have fewer than 215 tokens",
+    "--max-tokens 20": "--max-tokens: got 20, expected at least 32",
+    "--batch-size 0": "--batch-size: got '0', expected auto or a whole number from 1 to 999999999",
+    "--batch-size many": "--batch-size: got 'many', expected auto",
+    "--dtype int8": "--dtype: got 'int8'",
+    "--out pyproject.toml": "got File exists, expected a directory or a free name",
 }
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_bad_input_is_one_line_and_exit_code_2(bad, tiny_llama_dir, books, tmp_path, coca_eval):
-    changes, message = BAD[bad]
-    options = {
-        "model": tiny_llama_dir,
-        "--data": books,
-        "--lengths": "32",
-        "--out": tmp_path / "out",
-    } | changes
-    places = {"BOOKS": books, "FILE": books / "austen.txt"}
-    options = {key: places.get(value, value) for key, value in options.items()}
-    code, stdout, stderr = coca_eval(
-        "perplexity", options.pop("model"), *[part for item in options.items() for part in item]
-    )
+def test_bad_input_is_one_line_and_exit_code_2(bad, perplexity, out):
+    code, stdout, stderr = perplexity(f"--lengths 32 {bad}")
     assert (code, stdout) == (2, "")
     assert stderr.startswith("error: ")
-    assert message in stderr
+    assert BAD[bad] in stderr
     assert stderr.count("\n") == 1
-    assert not (tmp_path / "out" / "rows.jsonl").exists()
+    assert not (out / "rows.jsonl").exists()
 
 
-def test_a_name_that_is_not_utf8_is_refused_before_the_model_is_read(tmp_path, coca_eval):
+def test_a_name_that_is_not_utf8_is_refused_before_the_model_is_read(out, coca_eval):
     """As the system gives the byte 0x80; no row could hold it when the work is done."""
-    code, _, stderr = coca_eval(
-        "passkey", "./nowhere", "--lengths", 320, "--out", tmp_path, "--name", "a\udc80"
-    )
-    assert (code, "got a name that is not UTF-8, which no row can hold; rename it" in stderr) == (
-        2,
-        True,
-    )
+    code, _, stderr = coca_eval(f"passkey ./nowhere --lengths 320 --out {out} --name a\udc80")
+    assert code == 2
+    assert "got a name that is not UTF-8, which no row can hold; rename it" in stderr
 
 
-def test_a_factor_beyond_all_positions_is_measured(tiny_llama_dir, books, tmp_path, coca_eval):
-    code, _, stderr = coca_eval(
-        *(
-            "perplexity",
-            tiny_llama_dir,
-            "--data",
-            books,
-            "--lengths",
-            100,
-            "--out",
-            tmp_path,
-            "--max-tokens",
-            110,
-        ),
-        *("--rope", "linear:1e308,dynamic:1e300,dynamic:1e308"),
-    )
+def test_a_factor_beyond_all_positions_is_measured(perplexity, out):
+    ropes = "linear:1e308,dynamic:1e300,dynamic:1e308"
+    code, _, stderr = perplexity(f"--lengths 100 --max-tokens 110 --rope {ropes}")
     assert (code, "warning" in stderr) == (0, False)
-    assert all(row["value"] > 1 for row in rows_in(tmp_path))
+    assert all(row["value"] > 1 for row in rows_in(out))
 
 
-def test_a_tokenizer_too_small_for_the_model_is_warned_of(tiny_llama_dir, tmp_path, coca_eval):
+def test_a_tokenizer_too_small_for_the_model_is_warned_of(tiny_llama_dir, tmp_path, out, coca_eval):
     model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
     model.resize_token_embeddings(1400, mean_resizing=False)
-    model.save_pretrained(shutil.copytree(tiny_llama_dir, tmp_path / "wide"))
-    code, _, stderr = coca_eval(
-        "copying", tmp_path / "wide", "--lengths", 16, "--cases", 1, "--out", tmp_path / "out"
-    )
+    wide = shutil.copytree(tiny_llama_dir, tmp_path / "wide")
+    model.save_pretrained(wide)
+    code, _, stderr = coca_eval(f"copying {wide} --lengths 16 --cases 1 --out {out}")
     assert code == 0
-    assert (
-        f"warning: {tmp_path / 'wide'}: got a tokenizer of 259 tokens for an embedding of 1,400 "
-        f"rows;" in stderr
-    )
+    warning = "got a tokenizer of 259 tokens for an embedding of 1,400 rows;"
+    assert f"warning: {wide}: {warning}" in stderr
 
 
 def test_a_model_without_rotary_embedding_is_not_told_to_extend_it(
-    tiny_tokenizer, books, tmp_path, coca_eval
+    tiny_tokenizer, books, tmp_path, out, coca_eval
 ):
-    config = GPT2Config(
-        vocab_size=len(tiny_tokenizer), n_embd=48, n_layer=1, n_head=4, n_positions=64
-    )
+    config = GPT2Config(vocab_size=259, n_embd=48, n_layer=1, n_head=4, n_positions=64)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     tiny_tokenizer.save_pretrained(tmp_path / "gpt2")
     code, _, stderr = coca_eval(
-        "perplexity",
-        tmp_path / "gpt2",
-        "--data",
-        books,
-        "--lengths",
-        100,
-        "--out",
-        tmp_path / "out",
+        f"perplexity {tmp_path / 'gpt2'} --data {books} --lengths 100 --out {out}"
     )
     assert code == 0
-    assert (
-        "warning: lengths 100 are beyond the 64 tokens of --rope default, as the model was made\n"
-        in stderr
-    )
-    assert rows_in(tmp_path / "out")[0]["error"].startswith(
-        "the model failed on 100 tokens (IndexError"
-    )
+    beyond = "lengths 100 are beyond the 64 tokens of --rope default, as the model was made"
+    assert f"warning: {beyond}\n" in stderr
+    assert rows_in(out)[0]["error"].startswith("the model failed on 100 tokens (IndexError")
 
 
-def test_a_disk_that_takes_no_row_is_one_line_and_the_rows_before_it_stay(
-    tiny_llama_dir, books, tmp_path, coca_eval
-):
-    out = tmp_path / "out"
-    arguments = ("perplexity", tiny_llama_dir, "--data", books, "--out", out, "--lengths")
-    assert coca_eval(*arguments, 64)[0] == 0
+def test_a_disk_that_takes_no_row_is_one_line_and_the_rows_before_it_stay(perplexity, out):
+    assert perplexity("--lengths 64")[0] == 0
     (out / "perplexity-windows").rename(out / "moved")
     (out / "perplexity-windows").write_text("")
-    code, _, stderr = coca_eval(*arguments, "64,100")
+    code, _, stderr = perplexity("--lengths 64,100")
     assert code == 2
     assert f"error: {out}: a row cannot be written ([Errno 17] File exists" in stderr
     assert [row["length"] for row in rows_in(out)] == [64]
 
 
-def test_a_passkey_length_too_short_for_the_prompt_is_refused(tiny_llama_dir, tmp_path, coca_eval):
-    code, _, stderr = coca_eval(
-        "passkey", tiny_llama_dir, "--lengths", 100, "--out", tmp_path / "out"
-    )
-    assert code == 2
-    assert "expected at least 227 tokens: the passkey prompt without any filler" in stderr
-
-
-def test_a_report_of_nothing_is_refused(tmp_path, coca_eval):
-    code, _, stderr = coca_eval("report", tmp_path / "nowhere", "--out", tmp_path / "page")
-    assert code == 2
-    assert stderr.startswith(
-        f"error: {tmp_path / 'nowhere'}: got no rows.jsonl there, expected the --out of coca-eval"
-    )
-
-
 def test_a_preset_measures_its_documents_cut_to_its_length(
-    tiny_llama_dir, books, tmp_path, coca_eval, monkeypatch
+    tiny_llama_dir, books, out, coca_eval, monkeypatch
 ):
     preset = {"data": str(books), "split": "test", "column": "text", "documents": 3}
     monkeypatch.setitem(sample.PRESETS, "pg19", preset | {"min_tokens": 220, "max_tokens": 220})
-    common = (
-        tiny_llama_dir,
-        "--lengths",
-        100,
-        "--stride",
-        60,
-        "--out",
-        tmp_path / "out",
-        "--preset",
-        "pg19",
-    )
-    code, _, stderr = coca_eval("perplexity", *common)
+    common = f"perplexity {tiny_llama_dir} --lengths 100 --stride 60 --out {out}"
+    code, _, stderr = coca_eval(common, "--preset pg19")
     assert code == 0
     assert "skipped 1 short or empty documents: austen.txt" in stderr
-    assert (
-        "warning: 2 documents have at least 220 tokens, 3 were asked for; only these are measured"
-        in stderr
-    )
-    (row,) = rows_in(tmp_path / "out")
-    assert (row["documents"], row["tokens"], row["skipped_documents"]) == (
-        2,
-        2 * 219,
-        ["austen.txt"],
-    )
-    for both_or_neither in (("--data", books), ()):
-        options = common if both_or_neither else common[:-2]
-        code, _, stderr = coca_eval("perplexity", *options, *both_or_neither)
+    assert "warning: 2 documents have at least 220 tokens, 3 were asked for" in stderr
+    (row,) = rows_in(out)
+    assert (row["documents"], row["tokens"]) == (2, 2 * 219)
+    assert row["skipped_documents"] == ["austen.txt"]
+    for both_or_neither in (f"--preset pg19 --data {books}", ""):
+        code, _, stderr = coca_eval(common, both_or_neither)
         assert code == 2
         assert "--data, --preset: got both or neither, expected one of them" in stderr
 
 
 def test_position_loss_boundary_attention_maps_and_speed_are_commands(
-    tiny_coca_dir, tiny_llama_dir, books, tmp_path, coca_eval
+    tiny_coca_dir, tiny_llama_dir, books, out, coca_eval
 ):
-    out, baseline = tmp_path / "out", ("--baseline", tiny_llama_dir, "--baseline-name", "plain")
+    baseline = f"--baseline {tiny_llama_dir}"
     runs = {
-        "position-loss": ("--data", books, "--lengths", 100, "--rope", "default,yarn:2"),
-        "boundary": ("--data", books, "--lengths", 100, "--pairs", 20),
-        "attention-maps": ("--data", books, "--lengths", 100, "--documents", 1, *baseline[:2]),
-        "speed": ("--lengths", 100, "--modes", "decode", "--repeats", 2, *baseline),
+        "position-loss": f"--data {books} --rope default,yarn:2",
+        "boundary": f"--data {books} --pairs 20",
+        "attention-maps": f"--data {books} --documents 1 {baseline}",
+        "speed": f"--modes decode --repeats 2 {baseline} --baseline-name plain",
     }
     for task, options in runs.items():
-        code, stdout, stderr = coca_eval(task, tiny_coca_dir, "--out", out, *options)
+        code, stdout, stderr = coca_eval(
+            f"{task} {tiny_coca_dir} --lengths 100 --out {out}", options
+        )
         assert code == 0
         assert "tiny-coca" in stdout
         assert "warning: lengths 100 are beyond the 64 tokens of --rope default" in stderr
-    made = [row["task"] for row in rows_in(out)]
-    assert made == [
-        "position-loss",
-        "position-loss",
-        "boundary",
-        "attention-maps",
-        "speed",
-        "speed",
-    ]
-    assert [row["model"] for row in rows_in(out)[4:]] == ["plain", "tiny-coca"]
-    assert all((out / path).is_file() for row in rows_in(out) for path in row["raw"].values())
+    rows = rows_in(out)
+    expected = ["position-loss", "position-loss", "boundary", "attention-maps", "speed", "speed"]
+    assert [row["task"] for row in rows] == expected
+    assert [row["model"] for row in rows[4:]] == ["plain", "tiny-coca"]
+    assert all((out / path).is_file() for row in rows for path in row["raw"].values())

@@ -109,16 +109,14 @@ def test_a_model_of_no_number_says_so(llama, tmp_path):
 
 def test_command(tiny_coca_dir, tmp_path, coca_eval):
     code, stdout, _ = coca_eval(
-        "copying", tiny_coca_dir, "--lengths", "16,32", "--cases", 2, "--out", tmp_path / "out"
+        f"copying {tiny_coca_dir} --lengths 16,32 --cases 2 --out {tmp_path / 'out'}"
     )
     assert code == 0
     assert "copying by context length" in stdout
-    code, _, stderr = coca_eval(
-        "copying", tiny_coca_dir, "--lengths", "4", "--out", tmp_path / "out"
-    )
+    code, _, stderr = coca_eval(f"copying {tiny_coca_dir} --lengths 4 --out {tmp_path / 'out'}")
     assert code == 2
     assert "--lengths: got 4, expected at least 5" in stderr
-    code, _, _ = coca_eval("report", tmp_path / "out", "--out", tmp_path / "page")
+    code, _, _ = coca_eval(f"report {tmp_path / 'out'} --out {tmp_path / 'page'}")
     assert code == 0
     assert "Copying" in (tmp_path / "page" / "report.md").read_text()
 
@@ -142,16 +140,14 @@ def test_a_passage_is_read_again_from_each_document_in_turn(coca, books, tmp_pat
 
 
 def test_command_with_documents_makes_a_table_of_its_own(tiny_coca_dir, books, tmp_path, coca_eval):
-    out, options = tmp_path / "out", ("--lengths", "32", "--cases", 2, "--out", tmp_path / "out")
-    for more in ((), ("--data", books)):
-        code, _, stderr = coca_eval("copying", tiny_coca_dir, *options, *more)
+    out, options = tmp_path / "out", f"--lengths 32 --cases 2 --out {tmp_path / 'out'}"
+    for more in ("", f"--data {books}"):
+        code, _, stderr = coca_eval(f"copying {tiny_coca_dir}", options, more)
         assert code == 0, stderr
-    assert (
-        coca_eval("copying", tiny_coca_dir, *options, "--data", books, "--preset", "pg19")[0] == 2
-    )
-    code, _, stderr = coca_eval("copying", tiny_coca_dir, *options, "--max-tokens", 99)
+    assert coca_eval(f"copying {tiny_coca_dir}", options, f"--data {books} --preset pg19")[0] == 2
+    code, _, stderr = coca_eval(f"copying {tiny_coca_dir}", options, "--max-tokens 99")
     assert (code, "--max-tokens: got it without --data or --preset" in stderr) == (2, True)
-    assert coca_eval("report", out, "--out", tmp_path / "page")[0] == 0
+    assert coca_eval(f"report {out} --out {tmp_path / 'page'}")[0] == 0
     page = (tmp_path / "page" / "report.md").read_text()
     assert "Copying: random tokens, 2 cases per length, seed 0" in page
     assert "Copied: random tokens, 2 cases per length, seed 0." in page

@@ -22,12 +22,8 @@ from coca_hf.evaluate.sample import draw_sample
 from coca_hf.evaluate.store import RowStore
 
 DEFAULT = Rope("default")
-SIZES = {
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-}
+SIZES = {"num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddings": 64}
+SIZES |= {"initializer_range": 0.2, "intermediate_size": 80}
 
 
 @pytest.fixture(params=["llama", "qwen2", "gpt_neox"])
@@ -36,10 +32,7 @@ def pair(request, tiny_llama_dir, tiny_tokenizer, tmp_path):
     only.
     """
     torch.manual_seed(1)
-    source, size = (
-        tmp_path / "original",
-        {"vocab_size": len(tiny_tokenizer), "intermediate_size": 80, **SIZES},
-    )
+    source, size = tmp_path / "original", {"vocab_size": len(tiny_tokenizer), **SIZES}
     if request.param == "llama":
         source = tiny_llama_dir
     elif request.param == "qwen2":
@@ -142,11 +135,11 @@ def test_another_model_is_refused(llama, coca, books, tmp_path):
 
 def test_command(tiny_llama_dir, tiny_coca_dir, books, tmp_path, coca_eval):
     out = tmp_path / "out"
-    options = ("--data", books, "--lengths", "30", "--cases", 2, "--out", out, "--name", "+ CoCA")
-    code, stdout, stderr = coca_eval("layers", tiny_llama_dir, tiny_coca_dir, *options)
+    options = f"--data {books} --lengths 30 --cases 2 --out {out} --name '+ CoCA'"
+    code, stdout, stderr = coca_eval(f"layers {tiny_llama_dir} {tiny_coca_dir}", options)
     assert code == 0, stderr
     assert "layers by context length" in stdout
-    assert coca_eval("report", out, "--out", tmp_path / "page")[0] == 0
+    assert coca_eval(f"report {out} --out {tmp_path / 'page'}")[0] == 0
     page = (tmp_path / "page" / "report.md").read_text()
     assert "## Harm of each layer" in page
     assert "+ CoCA: keep first " in page

@@ -19,6 +19,24 @@ from coca_hf.evaluate.loaded_model import load_model, warn_small_tokenizer
 from coca_hf.evaluate.store import about_model
 
 
+def refused(path, message, **options):
+    """Loading is refused in one line that has `message`, a regular expression."""
+    with pytest.raises(CocaError, match=message) as error:
+        load_model(str(path), **options)
+    assert "\n" not in str(error.value)
+
+
+def edit_weights(checkpoint, change):
+    weights = load_file(checkpoint / "model.safetensors")
+    change(weights)
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(checkpoint, name="config.json", **fields):
+    config = json.loads((checkpoint / name).read_text())
+    (checkpoint / name).write_text(json.dumps(config | fields))
+
+
 @pytest.fixture
 def checkpoint(tiny_llama_dir, tmp_path):
     """A copy of the tiny LLaMA to spoil."""
@@ -41,12 +59,9 @@ def test_a_model_on_the_hub_is_that_of_its_revision_and_has_its_commit(
     for revision, commit in commits.items():
         (repo / "refs" / revision).write_text(commit)
         shutil.copytree(checkpoint, repo / "snapshots" / commit)
-    later = repo / "snapshots" / commits["step-7"] / "model.safetensors"
-    weights = load_file(later)
-    save_file(
-        weights | {"lm_head.weight": weights["lm_head.weight"] + 1},
-        later,
-        metadata={"format": "pt"},
+    edit_weights(
+        repo / "snapshots" / commits["step-7"],
+        lambda weights: weights.update({"lm_head.weight": weights["lm_head.weight"] + 1}),
     )
     main, step = load_model("somebody/tiny"), load_model("somebody/tiny", revision="step-7")
     assert (main.name, main.commit) == ("tiny", commits["main"])
@@ -57,10 +72,8 @@ def test_a_model_on_the_hub_is_that_of_its_revision_and_has_its_commit(
 
 
 def test_a_revision_of_a_directory_is_refused(checkpoint):
-    with pytest.raises(
-        CocaError, match=r"--revision: got 'v1' for the directory .*copy, expected it for a hub id"
-    ):
-        load_model(str(checkpoint), revision="v1")
+    message = r"--revision: got 'v1' for the directory .*copy, expected it for a hub id"
+    refused(checkpoint, message, revision="v1")
     assert load_model(str(checkpoint)).commit is None
 
 
@@ -76,9 +89,7 @@ def test_the_fingerprint_changes_with_the_weights_only(checkpoint):
     before = load_model(str(checkpoint)).fingerprint
     (checkpoint / "rows.jsonl").write_text("{}\n")
     assert load_model(str(checkpoint)).fingerprint == before
-    weights = load_file(checkpoint / "model.safetensors")
-    weights["lm_head.weight"] += 1
-    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    edit_weights(checkpoint, lambda weights: weights["lm_head.weight"].add_(1))
     assert load_model(str(checkpoint)).fingerprint != before
 
 
@@ -97,114 +108,64 @@ def test_tokens_seen_are_read_from_the_training_record(checkpoint):
     (checkpoint / "training.json").write_text(json.dumps({"tokens_seen": 123_904}))
     assert load_model(str(checkpoint)).tokens_seen == 123_904
     assert load_model(str(checkpoint)).trained_seq_len is None
-    for data, reached in (
-        ({"seq_len": 160, "skip_positions": None}, 160),
-        ({"seq_len": 160, "skip_positions": 2048}, 2048),
-    ):
-        (checkpoint / "training.json").write_text(
-            json.dumps({"tokens_seen": 123_904, "recipe": {"data": data}})
-        )
+    for skip_positions, reached in ((None, 160), (2048, 2048)):
+        data = {"seq_len": 160, "skip_positions": skip_positions}
+        edit_config(checkpoint, "training.json", recipe={"data": data})
         assert load_model(str(checkpoint)).trained_seq_len == reached
     for damaged in ('{"tokens": 3}', '{"tokens_seen": 1e999}', "{", "[]", "[" * 9999):
         (checkpoint / "training.json").write_text(damaged)
-        with pytest.raises(
-            CocaError, match=r"training\.json: got no whole number under 'tokens_seen'"
-        ):
-            load_model(str(checkpoint))
+        refused(checkpoint, r"training\.json: got no whole number under 'tokens_seen'")
 
 
 @pytest.mark.parametrize(
     ("path", "message"),
     [
         ("./nowhere", "./nowhere: no such directory, expected a model directory or a hub id"),
-        (
-            "nobody/nothing-here",
-            "nobody/nothing-here: no such directory here, and as a hub id it cannot be read",
-        ),
+        ("nobody/nothing-here", "no such directory here, and as a hub id it cannot be read"),
+        ("", "got an empty name of a model, expected a model directory or a hub id"),
     ],
 )
 def test_a_model_that_is_nowhere_is_refused(path, message):
-    with pytest.raises(CocaError, match=message) as error:
-        load_model(path)
-    assert "\n" not in str(error.value)
+    refused(path, message)
 
 
-def test_an_adapter_alone_is_refused_with_what_to_do(tmp_path):
+def test_a_directory_without_a_model_or_with_an_adapter_alone_is_refused(tmp_path):
+    refused(tmp_path, r"got no config\.json there")
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(
-        CocaError,
-        match=r"got an adapter of peft, expected a whole model; merge it .*merge_and_unload",
-    ):
-        load_model(str(tmp_path))
-
-
-def test_an_empty_name_is_refused():
-    with pytest.raises(
-        CocaError, match="got an empty name of a model, expected a model directory or a hub id"
-    ):
-        load_model("")
+    refused(tmp_path, "got an adapter of peft, expected a whole model; merge it .*merge_and_unload")
 
 
 def test_a_config_of_which_transformers_makes_no_model_is_not_called_bad_weights(checkpoint):
-    config = json.loads((checkpoint / "config.json").read_text())
-    config |= {
-        "head_dim": 2,
-        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
-    }
-    (checkpoint / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        CocaError, match=r"transformers makes no model of its config\.json \(ZeroDivisionError"
-    ):
-        load_model(str(checkpoint))
-
-
-def test_a_directory_without_config_is_refused(tmp_path):
-    with pytest.raises(CocaError, match=r"got no config\.json there"):
-        load_model(str(tmp_path))
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    edit_config(checkpoint, head_dim=2, rope_parameters=rope)
+    refused(checkpoint, r"transformers makes no model of its config\.json \(ZeroDivisionError")
 
 
 @pytest.mark.parametrize("text", ["{", '{"model_type": "nonsense"}'])
 def test_a_config_that_cannot_be_read_is_refused(checkpoint, text):
     (checkpoint / "config.json").write_text(text)
-    with pytest.raises(CocaError, match=r"copy: its config\.json cannot be read \(") as error:
-        load_model(str(checkpoint))
-    assert "\n" not in str(error.value)
+    refused(checkpoint, r"copy: its config\.json cannot be read \(")
 
 
 def test_a_model_that_is_no_causal_language_model_is_refused(tmp_path):
     T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path / "t5")
-    with pytest.raises(
-        CocaError, match="got T5ForConditionalGeneration, expected a causal language model"
-    ):
-        load_model(str(tmp_path / "t5"))
-    bert = BertConfig(
-        hidden_size=12,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
-        vocab_size=30,
-    )
+    size = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    bert = BertConfig(**size, intermediate_size=8, vocab_size=30)
     BertForMaskedLM(bert).save_pretrained(tmp_path / "bert")
-    with pytest.raises(CocaError, match="got BertForMaskedLM, expected a causal language model"):
-        load_model(str(tmp_path / "bert"))
+    for name, found in (("t5", "T5ForConditionalGeneration"), ("bert", "BertForMaskedLM")):
+        refused(tmp_path / name, f"got {found}, expected a causal language model")
 
 
 def test_weights_cut_short_are_refused(checkpoint):
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(CocaError, match=r"copy: its weights cannot be loaded \(SafetensorError"):
-        load_model(str(checkpoint))
+    refused(checkpoint, r"copy: its weights cannot be loaded \(SafetensorError")
 
 
 def test_weights_without_a_tensor_are_refused_by_name(checkpoint):
-    weights = load_file(checkpoint / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        CocaError,
-        match=r"weights without model\.layers\.1\.mlp\.up_proj\.weight \(1 missing in all\)",
-    ):
-        load_model(str(checkpoint))
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit_weights(checkpoint, lambda weights: weights.pop(name))
+    refused(checkpoint, rf"weights without {name} \(1 missing in all\)")
 
 
 @pytest.mark.parametrize(
@@ -221,17 +182,14 @@ def test_weights_without_a_tensor_are_refused_by_name(checkpoint):
     ],
 )
 def test_weights_of_another_config_are_refused_by_name(checkpoint, change, message):
-    config = json.loads((checkpoint / "config.json").read_text())
-    (checkpoint / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(CocaError, match=message):
-        load_model(str(checkpoint))
+    edit_config(checkpoint, **change)
+    refused(checkpoint, message)
 
 
 def test_what_old_checkpoints_hold_besides_is_passed_over(checkpoint):
     plain = load_model(str(checkpoint)).model
-    weights = load_file(checkpoint / "model.safetensors")
-    weights["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    name = "model.layers.1.self_attn.rotary_emb.inv_freq"
+    edit_weights(checkpoint, lambda weights: weights.update({name: torch.ones(4)}))
     model = load_model(str(checkpoint)).model
     ids = torch.arange(8)[None]
     assert torch.equal(model(ids).logits, plain(ids).logits)
@@ -240,31 +198,20 @@ def test_what_old_checkpoints_hold_besides_is_passed_over(checkpoint):
 def test_a_directory_without_tokenizer_is_refused(checkpoint):
     for file in checkpoint.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(
-        CocaError, match=r"got no tokenizer that can be loaded, .* copy tokenizer\.json"
-    ) as error:
-        load_model(str(checkpoint))
-    assert "\n" not in str(error.value)
+    refused(checkpoint, r"got no tokenizer that can be loaded, .* copy tokenizer\.json")
 
 
 def test_a_tokenizer_far_smaller_than_the_embedding_is_warned_of_and_padding_is_not(tiny_llama_dir):
     loaded = load_model(str(tiny_llama_dir))
-    for rows, warned in [
-        (259, False),
-        (320, False),
-        (259 + 1024, False),
-        (259 + 1025, True),
-        (49_152, True),
-    ]:
+    padded = {259: False, 320: False, 259 + 1024: False, 259 + 1025: True, 49_152: True}
+    for rows, warned in padded.items():
         loaded.model.set_input_embeddings(nn.Embedding(rows, 2))
         assert (warn_small_tokenizer(loaded) is not None) == warned
-    assert (
-        "got a tokenizer of 259 tokens for an embedding of 49,152 rows; is it"
-        in warn_small_tokenizer(loaded)
-    )
+    said = "got a tokenizer of 259 tokens for an embedding of 49,152 rows; is it"
+    assert said in warn_small_tokenizer(loaded)
     loaded.model.set_input_embeddings(nn.Embedding(51_200, 2))
     # phi-2's, and a tenth fewer
-    for tokens, warned in [(50_295, False), (46_080, False), (46_079, True)]:
+    for tokens, warned in {50_295: False, 46_080: False, 46_079: True}.items():
         loaded.tokenizer = range(tokens)
         assert (warn_small_tokenizer(loaded) is not None) == warned
 
@@ -292,13 +239,9 @@ def half(checkpoint, tmp_path, monkeypatch):
     """The tiny LLaMA as a model that only the code beside it knows: half of LLaMA's logits."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     (checkpoint / "half.py").write_text(OWN_CODE)
-    config = json.loads((checkpoint / "config.json").read_text())
-    config |= {"model_type": "half-llama", "architectures": ["HalfForCausalLM"]}
-    config["auto_map"] = {
-        "AutoConfig": "half.HalfConfig",
-        "AutoModelForCausalLM": "half.HalfForCausalLM",
-    }
-    (checkpoint / "config.json").write_text(json.dumps(config))
+    code = {"AutoConfig": "half.HalfConfig", "AutoModelForCausalLM": "half.HalfForCausalLM"}
+    own = {"model_type": "half-llama", "architectures": ["HalfForCausalLM"]}
+    edit_config(checkpoint, **own, auto_map=code)
     return checkpoint
 
 
@@ -311,35 +254,20 @@ def test_a_model_with_code_of_its_own_runs_it_where_that_is_trusted(half, tiny_l
 
 
 def test_coca_eval_trusts_code_where_it_is_told_to_also_the_baselines(half, tmp_path, coca_eval):
-    arguments = (
-        "speed",
-        half,
-        "--baseline",
-        half,
-        "--baseline-name",
-        "same",
-        "--modes",
-        "prefill",
-        "--lengths",
-        16,
-    )
-    arguments += ("--repeats", 1, "--out", tmp_path / "out")
-    code, _, stderr = coca_eval(*arguments)
+    arguments = f"speed {half} --baseline {half} --baseline-name same --modes prefill --lengths 16"
+    arguments += f" --repeats 1 --out {tmp_path / 'out'}"
+    code, _, stderr = coca_eval(arguments)
     assert (code, stderr.count("\n"), "add --trust-remote-code\n" in stderr) == (2, 1, True)
-    code, stdout, _ = coca_eval(*arguments, "--trust-remote-code")
+    code, stdout, _ = coca_eval(arguments, "--trust-remote-code")
     assert (code, "copy" in stdout, "same" in stdout) == (0, True, True)
 
 
 @pytest.mark.parametrize("model_type", ["half-llama", "llama"])
 def test_code_that_is_not_trusted_is_refused_with_what_to_do(half, model_type):
     """Also where transformers knows the type but has another class for it than config.json."""
-    config = json.loads((half / "config.json").read_text())
-    (half / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
-    with pytest.raises(
-        CocaError,
-        match=r"copy: got a model that needs the code it carries; .* add --trust-remote-code$",
-    ):
-        load_model(str(half))
+    edit_config(half, model_type=model_type)
+    needs = "got a model that needs the code it carries; .* add --trust-remote-code$"
+    refused(half, f"copy: {needs}")
 
 
 @pytest.mark.parametrize(
@@ -376,15 +304,11 @@ def test_code_that_is_broken_is_named_with_its_file_and_its_error(half, change, 
 
 
 def test_a_tokenizer_with_code_of_its_own_is_refused_with_what_to_do(checkpoint):
-    config = json.loads((checkpoint / "tokenizer_config.json").read_text())
-    config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
-    (checkpoint / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(CocaError, match="needs the code it carries"):
-        load_model(str(checkpoint))
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    edit_config(checkpoint, "tokenizer_config.json", **own)
+    refused(checkpoint, "needs the code it carries")
 
 
 def test_an_unknown_dtype_is_refused(checkpoint):
-    with pytest.raises(
-        CocaError, match="--dtype: got 'int4', expected one of auto, float32, bfloat16, float16"
-    ):
-        load_model(str(checkpoint), "int4")
+    known = "expected one of auto, float32, bfloat16, float16"
+    refused(checkpoint, f"--dtype: got 'int4', {known}", dtype="int4")

@@ -1,5 +1,5 @@
-import itertools
 import math
+import random
 import re
 from dataclasses import replace
 
@@ -37,6 +37,9 @@ from tests.evaluate.reader import reads
 SHORTEST = 227  # bytes of the prompt without any filler
 FILLER_LEN = 90  # and of one more filler, with its line break
 DEFAULT = [Rope("default")]
+SENTENCES = (
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+)
 
 
 class Talker(PreTrainedModel, GenerationMixin):
@@ -77,19 +80,15 @@ def talker(tokenizer, reply):
     return LoadedModel(Talker(tokenizer, reply).eval(), tokenizer, "talker", "/talker", "0123")
 
 
-class Guesser(Talker):
-    """Goes on with digits, all as likely, for ever."""
+def measure(loaded, out, length=320, num_cases=100, new_tokens=None, **options):
+    """The row of one length."""
+    store = RowStore(out)
+    (row,) = passkey_rows(loaded, [length], DEFAULT, store, num_cases, new_tokens, **options)
+    return row
 
-    def __init__(self, tokenizer):
-        super().__init__(tokenizer, reply=None)
-        self.generator = torch.Generator().manual_seed(4)
-        self.digits = torch.tensor(
-            [tokenizer.convert_tokens_to_ids(digit) for digit in "0123456789"]
-        )
 
-    def forward(self, input_ids, attention_mask=None, **options):
-        drawn = torch.randint(10, (len(input_ids),), generator=self.generator)
-        return one_likely(self.digits[drawn], self.tokenizer)
+def cases_in(row, out):
+    return pq.read_table(out / row["raw"]["cases"]).to_pylist()
 
 
 def read_key(prompt):
@@ -100,18 +99,14 @@ def test_the_prompt_is_the_papers_word_for_word(tiny_tokenizer):
     case = make_case(tiny_tokenizer, SHORTEST + 4 * FILLER_LEN + 2, seed=0, case_number=2)
     before = round(case.depth * 4)
     assert 0 < before < 4
-    filler = (
-        "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-    )
-    expected = (
+    assert tiny_tokenizer.decode(case.token_ids) == (
         "There is an important info hidden inside a lot of irrelevant text. Find it and memorize "
         "them. I will quiz you about the important information there.\n\n"
-        + "\n".join([filler] * before)
+        + "\n".join([SENTENCES] * before)
         + f"\n\nThe passkey is {case.key}. Remeber it. {case.key} is the passkey.\n\n"
-        + "\n".join([filler] * (4 - before))
+        + "\n".join([SENTENCES] * (4 - before))
         + "\n\nWhat is the passkey?"
     )
-    assert tiny_tokenizer.decode(case.token_ids) == expected
 
 
 @pytest.mark.parametrize("length", [SHORTEST, 320, 321, 500, 1009])
@@ -147,53 +142,32 @@ def test_a_case_depends_on_seed_length_and_number_only(tiny_tokenizer):
     assert len({case.key, *(make_case(tiny_tokenizer, *other).key for other in others)}) == 4
 
 
-def test_a_model_that_copies_the_key_scores_one(tiny_tokenizer, tmp_path):
-    rows = passkey_rows(
-        talker(tiny_tokenizer, read_key), [320, 700], DEFAULT, RowStore(tmp_path), 7, batch_size=3
-    )
-    assert [(row["length"], row["value"], row["cases"]) for row in rows] == [
-        (320, 1.0, 7),
-        (700, 1.0, 7),
-    ]
-
-
 @pytest.mark.parametrize("text", ["12345", "The passkey is", ""])
 def test_a_constant_model_scores_zero(tiny_tokenizer, tmp_path, text):
-    (row,) = passkey_rows(
-        talker(tiny_tokenizer, lambda prompt: text), [320], DEFAULT, RowStore(tmp_path), 9
-    )
-    assert row["value"] == 0.0
-    assert row["error"] is None
+    row = measure(talker(tiny_tokenizer, lambda prompt: text), tmp_path, num_cases=9)
+    assert (row["value"], row["error"]) == (0.0, None)
 
 
 def test_a_key_that_comes_after_the_new_tokens_does_not_count(tiny_tokenizer, tmp_path):
     late = talker(tiny_tokenizer, lambda prompt: "x" * 20 + read_key(prompt))
-    assert [
-        row["value"] for row in passkey_rows(late, [320], DEFAULT, RowStore(tmp_path / "a"), 4, 20)
-    ] == [0.0]
-    assert [
-        row["value"] for row in passkey_rows(late, [320], DEFAULT, RowStore(tmp_path / "b"), 4, 40)
-    ] == [1.0]
+    for new_tokens, share in ((20, 0.0), (40, 1.0)):
+        row = measure(late, tmp_path, num_cases=4, new_tokens=new_tokens)
+        assert row["value"] == share
 
 
 def test_accuracy_is_the_share_of_correct_cases_and_each_has_a_record(tiny_tokenizer, tmp_path):
     def even_only(prompt):
         return read_key(prompt) if int(read_key(prompt)[-1]) % 2 == 0 else "no idea"
 
-    (row,) = passkey_rows(
-        talker(tiny_tokenizer, even_only), [400], DEFAULT, RowStore(tmp_path), 20, 30, seed=2
-    )
-    records = pq.read_table(tmp_path / row["raw"]["cases"]).to_pylist()
+    row = measure(talker(tiny_tokenizer, even_only), tmp_path, 400, 20, 30, seed=2)
+    records = cases_in(row, tmp_path)
     assert [record["case"] for record in records] == list(range(20))
     assert all(record["correct"] == (record["key"] % 2 == 0) for record in records)
     assert 0 < row["value"] < 1
     assert row["value"] == sum(record["correct"] for record in records) / 20
     first = make_case(tiny_tokenizer, 400, 2, 0)
-    assert (records[0]["key"], records[0]["depth"], records[0]["distance"]) == (
-        first.key,
-        first.depth,
-        first.distance,
-    )
+    for name in ("key", "depth", "distance"):
+        assert records[0][name] == getattr(first, name)
     assert {record["row_id"] for record in records} == {row["row_id"]}
 
 
@@ -205,7 +179,7 @@ def test_a_batch_gives_the_answers_of_single_cases(kind, request):
     cases = [
         make_case(loaded.tokenizer, length, 0, number) for number, length in enumerate(lengths)
     ]
-    together, *_ = answers(loaded, cases, 9, batch_size=3)
+    together, _ = answers(loaded, cases, 9, batch_size=3)
     alone = [answers(loaded, [case], 9)[0][0] for case in cases]
     assert together == alone
     assert len(set(map(tuple, alone))) == 3
@@ -213,7 +187,7 @@ def test_a_batch_gives_the_answers_of_single_cases(kind, request):
 
 def test_decoding_is_greedy_whatever_the_checkpoint_prefers(llama):
     cases = [make_case(llama.tokenizer, 320, 0, number) for number in range(2)]
-    greedy, *_ = answers(llama, cases, 12)
+    greedy, _ = answers(llama, cases, 12)
     llama.model.generation_config.update(
         do_sample=True, temperature=9.0, repetition_penalty=5.0, min_new_tokens=3
     )
@@ -231,39 +205,28 @@ def test_rope_is_fixed_for_the_prompt_and_the_new_tokens(llama, tmp_path):
 
 
 def test_a_length_too_short_for_the_prompt_is_refused_with_the_shortest_that_does(llama, tmp_path):
-    with pytest.raises(
-        CocaError, match=f"--lengths: got {SHORTEST - 1}, expected at least {SHORTEST} tokens"
-    ):
+    least = f"got {SHORTEST - 1}, expected at least {SHORTEST} tokens: the passkey prompt without"
+    with pytest.raises(CocaError, match=f"--lengths: {least} any filler"):
         list(passkey_rows(llama, [500, SHORTEST - 1], DEFAULT, RowStore(tmp_path), 3))
     assert not (tmp_path / "rows.jsonl").exists()  # nothing was measured before the refusal
     check_lengths(llama, [SHORTEST], 0, 3)
 
 
-def test_rows_already_there_are_not_measured_again(llama, tmp_path, monkeypatch):
-    first = list(passkey_rows(llama, [320], DEFAULT, RowStore(tmp_path), 2, 3))
-    monkeypatch.setattr(llama.model, "generate", None)
-    assert list(passkey_rows(llama, [320], DEFAULT, RowStore(tmp_path), 2, 3)) == first
-    assert pq.read_table(tmp_path / "passkey-cases").num_rows == 2
-    with pytest.raises(TypeError):
-        list(passkey_rows(llama, [320], DEFAULT, RowStore(tmp_path), 2, 4))
-
-
-def test_a_model_that_emits_nan_gets_a_row_that_says_so(llama, tmp_path):
+@pytest.mark.parametrize("variant", ["paper", "landmark"])
+def test_a_model_that_emits_nan_gets_a_row_that_says_so(llama, tmp_path, variant):
     nn.init.constant_(llama.model.lm_head.weight, math.nan)
-    (row,) = passkey_rows(llama, [320], DEFAULT, RowStore(tmp_path), 2, 3)
+    row = measure(llama, tmp_path, num_cases=2, variant=variant)
     assert (row["value"], row["error"]) == (None, "the model's logits are NaN")
 
 
 def test_lengths_beyond_learned_positions_get_a_row_that_says_so_and_the_rest_goes_on(
     llama, tmp_path
 ):
-    config = GPT2Config(
-        vocab_size=259, n_embd=12, n_head=2, n_layer=1, n_positions=400, eos_token_id=2
-    )
-    llama.model = GPT2LMHeadModel(config).eval()
+    size = {"n_embd": 12, "n_head": 2, "n_layer": 1, "n_positions": 400}
+    llama.model = GPT2LMHeadModel(GPT2Config(vocab_size=259, **size, eos_token_id=2)).eval()
     long, short = passkey_rows(llama, [700, 320], DEFAULT, RowStore(tmp_path), 2, 3)
     assert long["value"] is None
-    assert long["error"].startswith("the model failed on 700 + 3 tokens (IndexError")
+    assert long["error"].startswith("the model failed on 700 tokens (IndexError")
     assert short["value"] == 0.0
 
 
@@ -321,13 +284,7 @@ def test_the_prompt_of_other_scripts_is_theirs_and_never_too_long(variant, lengt
         assert length - 2 < len(case.token_ids) <= length
         assert 1 <= case.key <= 50_000
         task, prefix, line, suffix, question = tiny_tokenizer.decode(case.token_ids).split("\n")
-        garbage = " ".join(
-            [
-                "The grass is green. The sky is blue. The sun is yellow. Here we go. There and "
-                "back again."
-            ]
-            * 9
-        )
+        garbage = " ".join([SENTENCES] * 9)
         assert task.startswith("There is an important info hidden inside a lot of irrelevant text.")
         assert garbage.startswith(prefix)
         assert garbage.startswith(suffix)
@@ -360,27 +317,25 @@ def test_longlora_wants_the_very_tokens_first():
 
 
 @pytest.mark.parametrize("variant", ["paper", "yarn", "longlora"])
-def test_a_model_that_goes_on_with_the_key_scores_one_under_every_variant(
+def test_a_model_that_copies_the_key_scores_one_under_every_variant(
     tiny_tokenizer, tmp_path, variant
 ):
-    copier = talker(
-        tiny_tokenizer, lambda prompt: " " + re.search(r"key is (\d+)", prompt).group(1)
-    )
-    (row,) = passkey_rows(copier, [400], DEFAULT, RowStore(tmp_path), 12, variant=variant, depths=3)
+    copier = talker(tiny_tokenizer, lambda prompt: re.search(r"key is( \d+)", prompt).group(1))
+    row = measure(copier, tmp_path, 400, 12, variant=variant, depths=3, batch_size=5)
     assert (row["value"], row["variant"], row["depths"]) == (1.0, variant, 3)
+    assert (row["length"], row["cases"]) == (400, 12)
 
 
-def test_a_guesser_is_right_once_in_100000_guesses(tiny_tokenizer, tmp_path):
+def test_a_guesser_is_right_once_in_100000_guesses(tiny_tokenizer):
     """Each five digits in a row are a guess, of which 90,000 are keys and a tenth begins with 0.
 
     Of 400,000 guesses 4 are right on average, with a standard deviation of 2.
     """
-    loaded = LoadedModel(
-        Guesser(tiny_tokenizer).eval(), tiny_tokenizer, "guesser", "/guesser", "0123"
-    )
-    options = {"num_cases": 250, "new_tokens": 1604, "batch_size": 250}
-    (row,) = passkey_rows(loaded, [SHORTEST], DEFAULT, RowStore(tmp_path), **options)
-    assert 1 <= row["value"] * 250 <= 11
+    rng, found = random.Random(4), VARIANTS["paper"].found
+    cases = [make_case(tiny_tokenizer, SHORTEST, 0, number) for number in range(250)]
+    guesses = ["".join(rng.choices("0123456789", k=1604)) for _ in cases]
+    right = [found(case, text, []) for case, text in zip(cases, guesses, strict=True)]
+    assert 1 <= sum(right) <= 11
 
 
 @pytest.mark.parametrize(("configured", "trained_on"), [(300, None), (4096, 300)])
@@ -397,23 +352,14 @@ def test_cases_inside_and_beyond_the_trained_length_add_up(
     loaded = talker(tiny_tokenizer, near_only)
     loaded.model.config.max_position_embeddings = configured
     loaded = replace(loaded, trained_seq_len=trained_on)
-    (row,) = passkey_rows(loaded, [900], DEFAULT, RowStore(tmp_path), 40)
+    row = measure(loaded, tmp_path, 900, 40)
     assert row["trained_length"] == configured
     assert row["cases_inside"] == row["correct_inside"] > 0
     assert row["cases_beyond"] > 0 == row["correct_beyond"]
     assert row["cases_inside"] + row["cases_beyond"] == 40
     assert row["value"] == row["correct_inside"] / 40
-    cases = pq.read_table(tmp_path / row["raw"]["cases"]).to_pylist()
-    assert sum(case["distance"] <= 300 for case in cases) == row["cases_inside"]
-    edges = [0, 150, 300, 600, 10**9]  # any distances make buckets whose cases add up
-    buckets = [
-        [c for c in cases if low < c["distance"] <= high] for low, high in itertools.pairwise(edges)
-    ]
-    assert sum(map(len, buckets)) == 40
-    assert (
-        sum(c["correct"] for bucket in buckets for c in bucket)
-        == row["correct_inside"] + row["correct_beyond"]
-    )
+    near = [case for case in cases_in(row, tmp_path) if case["distance"] <= 300]
+    assert len(near) == row["cases_inside"]
 
 
 def landmark_key(prompt):
@@ -422,41 +368,31 @@ def landmark_key(prompt):
 
 def test_landmark_scores_the_key_without_generation(tiny_tokenizer, tmp_path):
     loaded = reads(tiny_tokenizer, landmark_key)
-    (row,) = passkey_rows(
-        loaded, [400], DEFAULT, RowStore(tmp_path), 5, variant="landmark", batch_size=2
-    )
+    row = measure(loaded, tmp_path, 400, 5, variant="landmark", batch_size=2)
     assert (row["value"], row["new_tokens"], row["error"]) == (1.0, 0, None)
     assert row["nats_per_digit"] < 1e-6
-    assert [
-        line["output"] for line in pq.read_table(tmp_path / row["raw"]["cases"]).to_pylist()
-    ] == [
-        f" {case.key}"
-        for case in (make_case(tiny_tokenizer, 400, 0, number, "landmark") for number in range(5))
-    ]
+    cases = [make_case(tiny_tokenizer, 400, 0, number, "landmark") for number in range(5)]
+    outputs = [line["output"] for line in cases_in(row, tmp_path)]
+    assert outputs == [f" {case.key}" for case in cases]
 
 
 @torch.no_grad()
 def test_nats_per_digit_are_those_of_a_loop_over_cases(coca, tmp_path):
     coca.model.double()
-    (row,) = passkey_rows(coca, [330], DEFAULT, RowStore(tmp_path), 3, seed=4, variant="landmark")
+    row = measure(coca, tmp_path, 330, 3, seed=4, variant="landmark")
     nats = 0.0
     for number in range(3):
         case = make_case(coca.tokenizer, 330, 4, number, "landmark")
         assert len(case.answer_ids) == 6  # a space and five digits, a token each
-        logits = (
-            coca.model(torch.tensor([case.token_ids + case.answer_ids])).logits[0].log_softmax(-1)
-        )
+        ids = torch.tensor([case.token_ids + case.answer_ids])
+        logits = coca.model(ids).logits[0].log_softmax(-1)
         for place, token in enumerate(case.answer_ids, len(case.token_ids) - 1):
             nats -= logits[place, token].item()
     assert row["nats_per_digit"] == pytest.approx(nats / 15, rel=1e-6)
-    assert sum(
-        line["nll"] for line in pq.read_table(tmp_path / row["raw"]["cases"]).to_pylist()
-    ) == pytest.approx(nats)
+    assert sum(line["nll"] for line in cases_in(row, tmp_path)) == pytest.approx(nats)
 
 
 def test_new_tokens_of_a_variant_without_generation_are_refused(coca, tmp_path):
-    with pytest.raises(
-        CocaError,
-        match="--new-tokens: got 6, but --variant landmark generates nothing; leave it out",
-    ):
-        list(passkey_rows(coca, [330], DEFAULT, RowStore(tmp_path), 1, 6, variant="landmark"))
+    message = "--new-tokens: got 6, but --variant landmark generates nothing; leave it out"
+    with pytest.raises(CocaError, match=message):
+        measure(coca, tmp_path, 330, 1, 6, variant="landmark")

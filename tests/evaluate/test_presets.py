@@ -35,19 +35,9 @@ def test_a_preset_is_its_data_set_on_the_hub(
     preset, hub, llama, tiny_llama_dir, tmp_path, coca_eval
 ):
     code, _, stderr = coca_eval(
-        *(
-            "perplexity",
-            tiny_llama_dir,
-            "--preset",
-            preset,
-            "--lengths",
-            64,
-            "--batch-size",
-            64,
-            "--out",
-            tmp_path,
-        ),
-        *("--documents", 3 if preset == "pg19" else 2),
+        f"perplexity {tiny_llama_dir} --preset {preset} --lengths 64 --batch-size 64 "
+        f"--out {tmp_path} --documents",
+        3 if preset == "pg19" else 2,
     )
     assert code == 0, stderr
     assert ("warning: 2 documents have at least 32,768 tokens, 3 were asked for" in stderr) == (
@@ -91,17 +81,10 @@ def test_a_subset_at_a_revision_is_what_is_read_and_what_the_row_says(
             files({"en": "Something else altogether. ", "de": "Etwas anderes. "})
         )
         command = (
-            "perplexity",
-            tiny_llama_dir,
-            "--data",
-            hub.repo,
-            "--lengths",
-            64,
-            "--out",
-            tmp_path / "out",
+            f"perplexity {tiny_llama_dir} --data {hub.repo} --lengths 64 --out {tmp_path / 'out'}"
         )
         for subset in ("en", "de"):
-            code, _, stderr = coca_eval(*command, "--subset", subset, "--data-revision", "1" * 40)
+            code, _, stderr = coca_eval(command, f"--subset {subset} --data-revision", "1" * 40)
             assert code == 0, stderr
     english, german = rows_in(tmp_path / "out")
     assert (english["subset"], english["data_revision"], english["data_commit"]) == (

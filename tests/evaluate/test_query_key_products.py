@@ -24,12 +24,8 @@ from coca_hf.models import attention
 from tests.conftest import TINY
 
 SIZE = {"vocab_size": 53, "initializer_range": 0.4}
-NEOX = {
-    "hidden_size": 48,
-    "num_attention_heads": 3,
-    "num_hidden_layers": 2,
-    "intermediate_size": 40,
-}
+NEOX = {"hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 2}
+NEOX |= {"intermediate_size": 40}
 CONFIGS = {
     "llama": LlamaConfig(**TINY, **SIZE),
     "mistral": MistralConfig(**TINY, **SIZE, sliding_window=None),

@@ -110,21 +110,14 @@ def test_greedy_decoding_gives_what_is_found_without_generation(llama):
     asked for.
     """
     prompts = [[9, 4, 30, 7], [12, 5], [100, 101, 102, 103, 104, 90], [40, 41, 42]]
-    greedy = [
-        llama.model.generate(torch.tensor([ids]), max_new_tokens=3, do_sample=False)[
-            0, len(ids) :
-        ].tolist()
-        for ids in prompts
-    ]
+    greedy = []
+    for ids in prompts:
+        said = llama.model.generate(torch.tensor([ids]), max_new_tokens=3, do_sample=False)
+        greedy.append(said[0, len(ids) :].tolist())
     asked = [greedy[0], [8, *greedy[1][1:]], greedy[2], [*greedy[3][:2], 8]]
-    scores, error, _ = score_answers(llama, list(zip(prompts, asked, strict=True)), batch_size=3)
-    assert error is None
-    assert [score.likeliest == answer for score, answer in zip(scores, asked, strict=True)] == [
-        True,
-        False,
-        True,
-        False,
-    ]
+    scores, _ = score_answers(llama, list(zip(prompts, asked, strict=True)), batch_size=3)
+    found = [score.likeliest == answer for score, answer in zip(scores, asked, strict=True)]
+    assert found == [True, False, True, False]
 
 
 def test_a_length_without_room_for_the_list_is_refused_with_the_least(coca, tmp_path):
@@ -140,22 +133,16 @@ def test_a_model_of_no_number_says_so(llama, tmp_path):
     with torch.no_grad():
         llama.model.lm_head.weight.fill_(math.nan)
     row = measure(llama, tmp_path, num_cases=2)
-    assert (row["value"], row["nll"], row["error"], row["raw"]) == (
-        None,
-        None,
-        "the model's loss is nan",
-        {},
-    )
+    assert (row["value"], row["nll"], row["raw"]) == (None, None, {})
+    assert row["error"] == "the model's loss is nan"
 
 
 def test_command(tiny_coca_dir, tmp_path, coca_eval):
     out = tmp_path / "out"
-    code, stdout, _ = coca_eval(
-        "recall", tiny_coca_dir, "--lengths", "260,400", "--cases", 2, "--out", out
-    )
+    code, stdout, _ = coca_eval(f"recall {tiny_coca_dir} --lengths 260,400 --cases 2 --out {out}")
     assert code == 0
     assert "recall by context length" in stdout
-    code, _, _ = coca_eval("report", out, "--out", tmp_path / "page")
+    code, _, _ = coca_eval(f"report {out} --out {tmp_path / 'page'}")
     assert code == 0
     page = (tmp_path / "page" / "report.md").read_text()
     assert "## Key-value recall" in page

@@ -52,22 +52,11 @@ def test_settings_are_read_in_order_and_each_once():
     assert [str(rope) for rope in ropes] == ["default", "dynamic:4", "linear:2.5"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "ntk",
-        "dynamic",
-        "dynamic:",
-        "linear:x",
-        "yarn",
-        "llama3:8",
-        "default:2",
-        "dynamic:0.5",
-        "linear:inf",
-        "",
-        "a,",
-    ],
-)
+FORMLESS = ["ntk", "dynamic", "dynamic:", "linear:x", "yarn", "llama3:8", "default:2"]
+FORMLESS += ["dynamic:0.5", "linear:inf", "", "a,"]
+
+
+@pytest.mark.parametrize("text", FORMLESS)
 def test_an_unknown_setting_is_refused_with_the_forms_that_exist(text):
     with pytest.raises(
         CocaError, match=r"expected default, linear:FACTOR, dynamic:FACTOR, yarn:FACTOR"
@@ -76,10 +65,9 @@ def test_an_unknown_setting_is_refused_with_the_forms_that_exist(text):
 
 
 def test_the_name_of_a_setting_has_its_factor_exactly():
-    assert [
-        str(rope)
-        for rope in parse_ropes("linear:2,linear:2.0000001,yarn:1000000,yarn:999999.5,dynamic:4.50")
-    ] == [*("linear:2", "linear:2.0000001", "yarn:1e+06", "yarn:999999.5", "dynamic:4.5")]
+    names = ["linear:2", "linear:2.0000001", "yarn:1e+06", "yarn:999999.5", "dynamic:4.5"]
+    assert [str(rope) for rope in parse_ropes(",".join(names))] == names
+    assert [str(rope) for rope in parse_ropes("yarn:1000000,dynamic:4.50")] == [names[2], names[4]]
 
 
 def test_dynamic_equals_transformers_own_dynamic_rope_on_a_full_forward(directory):
@@ -202,17 +190,13 @@ def test_the_config_of_the_model_stays_as_it_is(directory):
 
 def test_lengths_beyond_the_trained_one_are_warned_of_under_static_settings(directory):
     model, default, dynamic = load(directory), Rope("default"), Rope("dynamic", 2.0)
-    assert "lengths 65, 128 are beyond the 64 tokens of --rope default" in warn_beyond_trained(
-        model, [default, dynamic], [32, 65, 128]
-    )
+    linear, yarn = Rope("linear", 2.0), Rope("yarn", 4.0)
+    warning = warn_beyond_trained(model, [default, dynamic], [32, 65, 128])
+    assert "lengths 65, 128 are beyond the 64 tokens of --rope default" in warning
     assert warn_beyond_trained(model, [default], [32, 64]) is None
     assert warn_beyond_trained(model, [dynamic], [128]) is None
-    linear, yarn = Rope("linear", 2.0), Rope("yarn", 4.0)
     warning = warn_beyond_trained(model, [linear, yarn], [128, 200, 400])
-    assert (
-        "lengths 200, 400 are beyond the 128 tokens of --rope linear:2; lengths 400 are beyond "
-        "the 256" in warning
-    )
-    assert "lengths 63 and 2 new tokens are beyond the 64" in warn_beyond_trained(
-        model, [default], [62, 63], 2
-    )
+    of_linear = "lengths 200, 400 are beyond the 128 tokens of --rope linear:2"
+    assert f"{of_linear}; lengths 400 are beyond the 256" in warning
+    warning = warn_beyond_trained(model, [default], [62, 63], 2)
+    assert "lengths 63 and 2 new tokens are beyond the 64" in warning

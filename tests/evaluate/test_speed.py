@@ -118,63 +118,28 @@ def test_a_model_beside_itself_is_refused_and_one_of_the_same_name_is_told_apart
     tiny_llama_dir, tiny_coca_dir, tmp_path, coca_eval
 ):
     same = shutil.copytree(tiny_coca_dir, tmp_path / tiny_llama_dir.name)
-    options = (
-        "--lengths",
-        16,
-        "--modes",
-        "prefill",
-        "--repeats",
-        1,
-        "--warmup",
-        0,
-        "--out",
-        tmp_path / "out",
-    )
-    code, _, stderr = coca_eval(
-        "speed", tiny_llama_dir, "--baseline", f"{tiny_llama_dir}/", *options
-    )
+    options = f"--lengths 16 --modes prefill --repeats 1 --warmup 0 --out {tmp_path / 'out'}"
+    code, _, stderr = coca_eval(f"speed {tiny_llama_dir} --baseline {tiny_llama_dir}/", options)
     assert (code, stderr.count("\n")) == (2, 1)
     assert "got the model itself, expected another; give it a --baseline-name" in stderr
-    code, stdout, _ = coca_eval("speed", same, "--baseline", tiny_llama_dir, *options)
+    code, stdout, _ = coca_eval(f"speed {same} --baseline {tiny_llama_dir}", options)
     assert code == 0
     paths = [os.path.relpath(path) for path in (same, tiny_llama_dir)]
     assert [stdout.count(f" {path} ") for path in paths] == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        (
-            "--repeats",
-            10**14,
-            "--repeats: got 100000000000000, expected less than or equal to 1000000",
-        ),
-        (
-            "--warmup",
-            10**14,
-            "--warmup: got 100000000000000, expected less than or equal to 1000000",
-        ),
-        (
-            "--batch-size",
-            10**19,
-            "--batch-size: got 10000000000000000000, expected less than or equal to 1000000000",
-        ),
-        (
-            "--baseline-name",
-            "plain",
-            "--baseline-name: got 'plain' without --baseline, expected both",
-        ),
-        (
-            "--baseline",
-            "",
-            "got an empty name of a model, expected a model directory or a hub id as owner/name",
-        ),
-    ],
-)
-def test_options_that_make_no_sense_are_one_line(
-    option, value, message, tiny_llama_dir, tmp_path, coca_eval
-):
+SENSELESS = {
+    f"--repeats={10**14}": f"--repeats: got {10**14}, expected less than or equal to 1000000",
+    f"--warmup={10**14}": f"--warmup: got {10**14}, expected less than or equal to 1000000",
+    f"--batch-size={10**19}": f"--batch-size: got {10**19}, expected less than or equal to 1000000000",
+    "--baseline-name=plain": "--baseline-name: got 'plain' without --baseline, expected both",
+    "--baseline=": "got an empty name of a model, expected a model directory or a hub id as owner/name",
+}
+
+
+@pytest.mark.parametrize("option", SENSELESS)
+def test_options_that_make_no_sense_are_one_line(option, tiny_llama_dir, tmp_path, coca_eval):
     code, _, stderr = coca_eval(
-        "speed", tiny_llama_dir, "--lengths", 16, option, value, "--out", tmp_path / "out"
+        f"speed {tiny_llama_dir} --lengths 16 --out {tmp_path / 'out'} {option}"
     )
-    assert (code, stderr) == (2, f"error: {message}\n")
+    assert (code, stderr) == (2, f"error: {SENSELESS[option]}\n")

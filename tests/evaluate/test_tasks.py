@@ -1,6 +1,5 @@
 """lm-eval's numbers as rows, on tasks over local files."""
 
-import functools
 import importlib
 import inspect
 import json
@@ -17,7 +16,6 @@ import torch
 import wonderwords
 import yaml
 from lm_eval.api.metrics import mean_stderr
-from lm_eval.tasks import TaskManager
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate import tasks
@@ -25,36 +23,37 @@ from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.store import RowStore
 from coca_hf.evaluate.tasks import DIMENSIONS, WITHOUT_NETWORK, parse_tasks, ruler_tasks, task_rows
 from coca_hf.report.read import read_tables
-from tests.evaluate.test_batches import assert_close, lasting, rows_of, run
+from tests.evaluate.test_batches import assert_same_rows, run
 from tests.test_lm_eval import PAIRS, expected, loaded, task_dir  # noqa: F401
 from tests.train.test_processes import TWO_PROCESSES
 
 DEFAULT = [Rope("default")]
 NAMES = ["coca_likelihood", "coca_answer"]
+pytestmark = pytest.mark.usefixtures("own_tasks")
+
+
+def measured(coca, names, out, own=None, **options):
+    """The rows of tasks; own: the directory that they are in."""
+    options["include_path"] = str(own) if own else None
+    return list(task_rows(coca, names, DEFAULT, RowStore(out), **options))
 
 
 def test_rows_have_the_numbers_of_the_model_itself(coca, task_dir, expected, tmp_path, monkeypatch):  # noqa: F811
     assert parse_tasks(",".join(NAMES), str(task_dir)) == NAMES
-    options = {"batch_size": 3, "include_path": str(task_dir)}
-    rows = list(task_rows(coca, NAMES, DEFAULT, RowStore(tmp_path), **options))
+    rows = measured(coca, NAMES, tmp_path, task_dir, batch_size=3)
     likelihood, answer = rows
     assert likelihood["value"] == pytest.approx(expected["perplexity"], rel=1e-4)
-    assert (answer["value"], answer["metric"], answer["scored"]) == (
-        1 - 1 / len(PAIRS),
-        "exact_match",
-        len(PAIRS),
-    )
+    assert answer["value"] == 1 - 1 / len(PAIRS)
+    assert (answer["metric"], answer["scored"]) == ("exact_match", len(PAIRS))
     scores = [line["score"] for line in samples_of(answer, tmp_path)]
     assert sum(scores) / len(scores) == answer["value"]
     assert (answer["stderr"], likelihood["stderr"]) == (pytest.approx(mean_stderr(scores)), None)
     assert (answer["length"], answer["dimension"], answer["filter"]) == (None, None, "none")
     assert "lm-eval" in answer["versions"]
-    assert (
-        answer["seed"]
-        == inspect.signature(lm_eval.simple_evaluate).parameters["fewshot_random_seed"].default
-    )
+    seed = inspect.signature(lm_eval.simple_evaluate).parameters["fewshot_random_seed"]
+    assert answer["seed"] == seed.default
     monkeypatch.setattr(tasks, "_evaluate", None)
-    assert list(task_rows(coca, NAMES, DEFAULT, RowStore(tmp_path), **options)) == rows
+    assert measured(coca, NAMES, tmp_path, task_dir, batch_size=3) == rows
 
 
 @pytest.mark.parametrize("room", [1, 0])
@@ -75,38 +74,26 @@ def test_a_benchmark_that_does_not_fit_is_tried_smaller_then_says_oom(
         return forward(input_ids, *args, **kwargs)
 
     coca.model.forward = limited
-    (row,) = task_rows(
-        coca, NAMES[:1], DEFAULT, RowStore(tmp_path), batch_size=4, include_path=str(task_dir)
-    )
+    (row,) = measured(coca, NAMES[:1], tmp_path, task_dir, batch_size=4)
     if room:
         assert tried == [4, 2, 1, 1, 1, 1]
-        assert (row["value"], row["error"]) == (
-            pytest.approx(expected["perplexity"], rel=1e-4),
-            None,
-        )
+        assert row["value"] == pytest.approx(expected["perplexity"], rel=1e-4)
+        assert row["error"] is None
     else:
         assert tried == [4, 2, 1]
         assert (row["value"], row["metric"]) == (None, None)
         assert row["error"].startswith("OOM: one sequence alone does not fit (CUDA out of memory.")
         coca.model.forward = forward
-        (again,) = task_rows(
-            coca, NAMES[:1], DEFAULT, RowStore(tmp_path), batch_size=4, include_path=str(task_dir)
-        )
+        (again,) = measured(coca, NAMES[:1], tmp_path, task_dir, batch_size=4)
         assert again["value"] == pytest.approx(expected["perplexity"], rel=1e-4)
-        assert [row["value"] for table in read_tables([tmp_path]) for row in table.rows] == [
-            again["value"]
-        ]
+        (table,) = read_tables([tmp_path])
+        assert [row["value"] for row in table.rows] == [again["value"]]
 
 
 def sample(number, **metrics):
     """As lm-eval gives it, of a multiple choice."""
-    return {
-        "doc_id": number,
-        "target": 0,
-        "filtered_resps": [(-1.5, True), (-2.0, False)],
-        "filter": "none",
-        **metrics,
-    }
+    answers = {"target": 0, "filtered_resps": [(-1.5, True), (-2.0, False)], "filter": "none"}
+    return {"doc_id": number, **answers, **metrics}
 
 
 def samples_of(row, out):
@@ -136,10 +123,8 @@ def test_every_value_can_be_computed_again_from_what_the_model_said(
         },
     }.items():
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(shared | {"task": name} | changes))
-    rows = list(task_rows(coca, NAMES, DEFAULT, RowStore(tmp_path), include_path=str(task_dir)))
-    rows += task_rows(
-        coca, ["choice", "rolling"], DEFAULT, RowStore(tmp_path), include_path=str(tmp_path)
-    )
+    rows = measured(coca, NAMES, tmp_path, task_dir)
+    rows += measured(coca, ["choice", "rolling"], tmp_path, tmp_path)
     likelihood, answer, choice, rolling = (samples_of(row, tmp_path) for row in rows)
     assert [line["target"] for line in likelihood] == choices
     assert [line["response"] for line in answer] == expected["answers"]
@@ -193,7 +178,7 @@ def test_a_group_has_the_samples_of_all_its_tasks():
 def test_a_model_that_gives_nan_has_no_score(coca, task_dir, tmp_path, name):  # noqa: F811
     with torch.no_grad():
         coca.model.model.norm.weight.fill_(torch.nan)
-    (row,) = task_rows(coca, [name], DEFAULT, RowStore(tmp_path), include_path=str(task_dir))
+    (row,) = measured(coca, [name], tmp_path, task_dir)
     assert (row["value"], row["error"]) == (None, "the model's logits are NaN")
 
 
@@ -203,11 +188,7 @@ def test_a_tokenizer_of_another_model_is_refused(coca, task_dir, tmp_path):  # n
         CocaError,
         match=r"--tasks coca_answer: got token id \d+ from .* vocabulary of 20; the tokenizer",
     ):
-        list(
-            task_rows(
-                coca, ["coca_answer"], DEFAULT, RowStore(tmp_path), include_path=str(task_dir)
-            )
-        )
+        measured(coca, ["coca_answer"], tmp_path, task_dir)
     assert not (tmp_path / "rows.jsonl").exists()
 
 
@@ -230,7 +211,7 @@ def test_without_lm_eval_one_line_says_what_to_install(
     # That remembers nothing
     monkeypatch.setattr(tasks, "_task_manager", tasks._task_manager.__wrapped__)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    code, stdout, stderr = coca_eval("tasks", tiny_coca_dir, "--tasks", "piqa", "--out", tmp_path)
+    code, stdout, stderr = coca_eval(f"tasks {tiny_coca_dir} --tasks piqa --out {tmp_path}")
     assert (code, stdout) == (2, "")
     assert stderr == "error: coca-eval tasks needs lm-eval: pip install 'coca-hf[lm-eval]'\n"
 
@@ -242,15 +223,7 @@ def test_a_directory_of_tasks_that_is_not_there_is_refused():
         parse_tasks("piqa", "/nowhere")
 
 
-@pytest.fixture
-def own_tasks(monkeypatch):
-    """Reads the tasks of --include-path only: those of lm-eval take their while."""
-    monkeypatch.setattr(
-        tasks, "_managers", lambda: functools.partial(TaskManager, include_defaults=False)
-    )
-
-
-def test_a_directory_of_tasks_that_lm_eval_cannot_read_is_one_line(own_tasks, tmp_path):
+def test_a_directory_of_tasks_that_lm_eval_cannot_read_is_one_line(tmp_path):
     for name in ("a", "7"):
         (tmp_path / f"{name}.yaml").write_text(f"task: {name}\ndataset_path: json\n")
     with pytest.raises(
@@ -260,7 +233,7 @@ def test_a_directory_of_tasks_that_lm_eval_cannot_read_is_one_line(own_tasks, tm
 
 
 def test_a_tag_is_its_tasks_and_a_group_without_a_metric_is_refused_before_anything_is_run(
-    own_tasks, tmp_path
+    tmp_path,
 ):
     for name in "ba":
         (tmp_path / f"{name}.yaml").write_text(f"task: {name}\ntag: letters\ndataset_path: json\n")
@@ -276,48 +249,39 @@ def test_a_tag_is_its_tasks_and_a_group_without_a_metric_is_refused_before_anyth
 
 
 def test_tasks_of_ones_own_that_have_changed_are_measured_again(
-    own_tasks,
     coca,
     task_dir,  # noqa: F811
     tmp_path,
 ):
     mine = shutil.copytree(task_dir, tmp_path / "tasks")
 
-    def measured():
-        return list(
-            task_rows(coca, NAMES[:1], DEFAULT, RowStore(tmp_path / "out"), include_path=str(mine))
-        )
-
-    first = measured()
-    assert measured() == first
+    arguments = (coca, NAMES[:1], tmp_path / "out", mine)
+    first = measured(*arguments)
+    assert measured(*arguments) == first
     file = mine / "coca_likelihood.yaml"
     file.write_text(file.read_text().replace("{{target}}", "{{context}}"))
     tasks._task_manager.cache_clear()
-    assert measured()[0]["value"] != first[0]["value"]
+    assert measured(*arguments)[0]["value"] != first[0]["value"]
 
 
-def test_a_tokenizer_without_an_end_is_said_to_have_none(own_tasks, coca, task_dir, tmp_path):  # noqa: F811
+def test_a_tokenizer_without_an_end_is_said_to_have_none(coca, task_dir, tmp_path):  # noqa: F811
     coca.tokenizer.bos_token = coca.tokenizer.eos_token = None
     with pytest.raises(
         CocaError, match=r"cannot run it: .*; its tokenizer has no eos_token, which lm-eval needs$"
     ):
-        list(task_rows(coca, NAMES[:1], DEFAULT, RowStore(tmp_path), include_path=str(task_dir)))
+        measured(coca, NAMES[:1], tmp_path, task_dir)
 
 
 def test_a_length_too_short_for_ruler_is_no_matter_of_the_network(coca, few_words, tmp_path):
     with pytest.raises(CocaError, match=r"--tasks niah_single_1: lm-eval cannot run it: ") as error:
-        list(
-            task_rows(
-                coca, ["niah_single_1"], DEFAULT, RowStore(tmp_path), ruler_lengths=[200], limit=1
-            )
-        )
+        measured(coca, ["niah_single_1"], tmp_path, ruler_lengths=[200], limit=1)
     assert "network" not in str(error.value)
 
 
 def test_data_that_are_not_there_are_one_line(coca, tmp_path):
     """No network here, so lm-eval cannot load them."""
     with pytest.raises(CocaError, match="--tasks piqa: lm-eval cannot run it: "):
-        list(task_rows(coca, ["piqa"], DEFAULT, RowStore(tmp_path), limit=1))
+        measured(coca, ["piqa"], tmp_path, limit=1)
 
 
 def test_ruler_at_a_length_is_the_mean_of_its_tasks_there(coca, tmp_path, monkeypatch):
@@ -337,7 +301,7 @@ def test_ruler_at_a_length_is_the_mean_of_its_tasks_there(coca, tmp_path, monkey
         }
 
     monkeypatch.setattr(tasks, "_evaluate", ran)
-    rows = list(task_rows(coca, [], DEFAULT, RowStore(tmp_path), ruler_lengths=[8192, 16384]))
+    rows = measured(coca, [], tmp_path, ruler_lengths=[8192, 16384])
     assert [(row["length"], row["value"], row["dimension"], row["scored"]) for row in rows] == [
         *((8192, 0.5, "ruler", 6), (16384, 0.5, "ruler", 6))
     ]
@@ -345,7 +309,7 @@ def test_ruler_at_a_length_is_the_mean_of_its_tasks_there(coca, tmp_path, monkey
     assert [(line["benchmark"], line["case"], line["score"]) for line in lines] == [
         (task, number, score) for task, some in scores.items() for number, score in enumerate(some)
     ]
-    list(task_rows(coca, [], DEFAULT, RowStore(tmp_path), ruler_lengths=[8192, 16384]))
+    measured(coca, [], tmp_path, ruler_lengths=[8192, 16384])
     assert lengths == [8192, 16384]
 
 
@@ -396,7 +360,7 @@ def test_a_real_task_of_ruler_fits_the_length_and_scores_one_for_a_model_that_fi
     coca, few_words, tmp_path, name
 ):
     prompts = knows_the_needle(coca.model, coca.tokenizer)
-    (row,) = task_rows(coca, [name], DEFAULT, RowStore(tmp_path), ruler_lengths=[1500], limit=3)
+    (row,) = measured(coca, [name], tmp_path, ruler_lengths=[1500], limit=3)
     for line in samples_of(row, tmp_path):
         assert (line["benchmark"], line["score"]) == (name, 1.0)
         assert json.loads(line["target"]) == [line["response"].strip()]
@@ -409,9 +373,7 @@ def test_a_random_model_does_not_find_what_ruler_hid(coca, few_words, tmp_path):
     """Of the tasks without a network, ruler_vt, _cwe and _fwe do not get ready with a tokenizer of
     bytes.
     """
-    (row,) = task_rows(
-        coca, ["niah_single_1"], DEFAULT, RowStore(tmp_path), ruler_lengths=[1500], limit=1
-    )
+    (row,) = measured(coca, ["niah_single_1"], tmp_path, ruler_lengths=[1500], limit=1)
     assert (row["value"], row["scored"], row["error"]) == (0.0, 1, None)
 
 
@@ -421,14 +383,14 @@ def test_what_of_ruler_runs_without_a_network_is_said_where_it_does_not(coca, fe
         CocaError,
         match=r"--tasks niah_single_2: lm-eval cannot run it: .*without a network, run niah_",
     ):
-        list(task_rows(coca, ["niah_single_2"], DEFAULT, RowStore(tmp_path), ruler_lengths=[1500]))
+        measured(coca, ["niah_single_2"], tmp_path, ruler_lengths=[1500])
 
 
 def test_a_task_of_ruler_without_a_length_is_refused(coca, tmp_path):
     with pytest.raises(
         CocaError, match="--tasks ruler_vt: got no --ruler, expected the lengths at which to run"
     ):
-        list(task_rows(coca, ["ruler_vt"], DEFAULT, RowStore(tmp_path)))
+        measured(coca, ["ruler_vt"], tmp_path)
 
 
 # Reads these task files only: every process would take long to read lm-eval's thousands
@@ -442,26 +404,19 @@ evaluate()
 
 
 @pytest.mark.real
-def test_two_processes_make_the_rows_of_one(tiny_coca_dir, task_dir, tmp_path):  # noqa: F811
+def test_two_processes_make_the_rows_of_one(
+    tiny_coca_dir,
+    task_dir,  # noqa: F811
+    tmp_path,
+    coca_eval,
+    one_thread,
+):
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(TWO_PROCESSES | {"main_process_port": 29549}))
     (tmp_path / "eval.py").write_text(EVAL)
     launcher = ("-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "two.yaml"))
-    for name, prefix in (("one", ("-u",)), ("two", launcher)):
-        common = ("--out", tmp_path / name, "--batch-size", 2, "--include-path", task_dir)
-        out = run(
-            ("tasks", tiny_coca_dir, "--tasks", ",".join(NAMES), *common),
-            *prefix,
-            program=tmp_path / "eval.py",
-        )
-        assert out.count("coca_likelihood") == 1
-    one, two = rows_of(tmp_path / "one"), rows_of(tmp_path / "two")
-    assert len(one) == 2
-    assert_close(lasting(one), lasting(two))
-    assert {row["processes"] for row in two} == {2}
-    for row in one:
-        assert_close(
-            *(
-                pq.read_table(tmp_path / name / row["raw"]["samples"]).to_pylist()
-                for name in ("one", "two")
-            )
-        )
+    options = f"--tasks {','.join(NAMES)} --batch-size 2 --include-path {task_dir}"
+    command = f"tasks {tiny_coca_dir} {options} --out {tmp_path}"
+    assert coca_eval(f"{command}/one")[0] == 0
+    out = run(f"{command}/two".split(), *launcher, program=tmp_path / "eval.py")
+    assert out.count("coca_likelihood") == 1
+    assert_same_rows(tmp_path, 2)

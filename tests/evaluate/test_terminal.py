@@ -40,7 +40,7 @@ def settings(length, **others):
 def test_off_a_terminal_each_row_is_a_line_with_the_time_that_the_others_take_by_their_lengths(log):
     clock, rows = Clock(), [settings(length) for length in (100, 300, 2000, 200_000)]
     with progress_on(log, clock) as progress:
-        progress.begin(rows, len(rows))
+        progress.begin(rows, len(rows), "rows")
         for seconds, row in zip((2, 6, 32, 9000), rows, strict=True):
             assert list(progress([7, 8], "batches of a row")) == [7, 8]
             clock.seconds += seconds
@@ -61,7 +61,7 @@ def test_the_time_left_is_in_the_unit_that_a_person_would_say(log, seconds, left
     clock = Clock()
     with progress_on(log, clock) as progress:
         # Without a length, that of the model's training counts
-        progress.begin([settings(64), settings(None)], 2)
+        progress.begin([settings(64), settings(None)], 2, "rows")
         clock.seconds += seconds
         progress.finish(settings(64))
     assert log.file.getvalue() == f"passkey  dynamic:4  64: 1 of 2 rows, about {left} left\n"
@@ -70,19 +70,17 @@ def test_the_time_left_is_in_the_unit_that_a_person_would_say(log, seconds, left
 def test_rows_of_an_earlier_run_count_as_done_and_not_as_time(log):
     clock = Clock()
     with progress_on(log, clock) as progress:
-        progress.begin([settings(500), settings(1000)], 9)
+        progress.begin([settings(500), settings(1000)], 9, "rows")
         clock.seconds += 30
         progress.finish(settings(500))
     assert log.file.getvalue() == "passkey  dynamic:4  500: 8 of 9 rows, about 60 s left\n"
 
 
 def test_a_terminal_has_a_bar_over_rows_beside_that_of_each():
-    clock, console = (
-        Clock(),
-        Console(file=io.StringIO(), force_terminal=True, force_interactive=True, width=120),
-    )
+    terminal = {"force_terminal": True, "force_interactive": True, "width": 120}
+    clock, console = Clock(), Console(file=io.StringIO(), **terminal)
     with progress_on(console, clock) as progress:
-        progress.begin([settings(100), settings(300)], 5)
+        progress.begin([settings(100), settings(300)], 5, "rows")
         assert list(progress([5, 6, 7], "passkey  [x]")) == [5, 6, 7]
         clock.seconds += 50
         progress.finish(settings(100))
@@ -95,40 +93,39 @@ def test_a_command_tells_its_log_of_every_row_that_it_makes(
     tiny_llama_dir, books, tmp_path, coca_eval
 ):
     arguments = (
-        "perplexity",
-        tiny_llama_dir,
-        "--data",
-        books,
-        "--out",
-        tmp_path,
-        "--rope",
-        "default,linear:4",
+        f"perplexity {tiny_llama_dir} --data {books} --out {tmp_path} --rope default,linear:4"
     )
-    _, _, stderr = coca_eval(*arguments, "--lengths", 60)
+    _, _, stderr = coca_eval(arguments, "--lengths 60")
     assert re.findall(LOG, stderr) == [
         ("perplexity  default  60", "1 of 2 rows"),
         ("perplexity  linear:4  60", "2 of 2 rows"),
     ]
-    _, _, stderr = coca_eval(*arguments, "--lengths", "60,50")
+    _, _, stderr = coca_eval(arguments, "--lengths 60,50")
     assert re.findall(LOG, stderr) == [
         ("perplexity  default  50", "3 of 4 rows"),
         ("perplexity  linear:4  50", "4 of 4 rows"),
     ]
-    assert coca_eval(*arguments, "--lengths", "60,50")[2] == ""
+    assert coca_eval(arguments, "--lengths 60,50")[2] == ""
 
 
-def test_models_in_turns_and_benchmarks_are_counted_as_such(llama, coca, task_dir, tmp_path, log):  # noqa: F811
+def test_models_in_turns_and_benchmarks_are_counted_as_such(
+    llama,
+    coca,
+    own_tasks,
+    task_dir,  # noqa: F811
+    tmp_path,
+    log,
+):
     with progress_on(log) as progress:
-        options = {"modes": ["prefill", "decode"], "repeats": 1, "warmup": 0, "progress": progress}
-        list(speed_rows(coca, [16], DEFAULT, RowStore(tmp_path), llama, **options))
-        list(speed_rows(coca, [16, 24], DEFAULT, RowStore(tmp_path), llama, **options))
-        options = {"include_path": str(task_dir), "progress": progress}
-        list(task_rows(coca, ["coca_answer"], DEFAULT, RowStore(tmp_path), **options))
-        list(
-            task_rows(
-                coca, ["coca_answer", "coca_likelihood"], DEFAULT, RowStore(tmp_path), **options
-            )
-        )
+
+        def store():
+            return RowStore(tmp_path, progress)
+
+        for lengths in ([16], [16, 24]):
+            options = {"modes": ["prefill", "decode"], "repeats": 1, "warmup": 0}
+            list(speed_rows(coca, lengths, DEFAULT, store(), llama, **options))
+        for names in (["coca_answer"], ["coca_answer", "coca_likelihood"]):
+            list(task_rows(coca, names, DEFAULT, store(), include_path=str(task_dir)))
     assert re.findall(LOG, log.file.getvalue()) == [
         ("speed  prefill  default  16", "1 of 2 pairs of rows"),
         ("speed  decode  default  16", "2 of 2 pairs of rows"),
@@ -140,22 +137,11 @@ def test_models_in_turns_and_benchmarks_are_counted_as_such(llama, coca, task_di
 
 
 def test_the_table_tells_filters_and_models_of_one_name_apart_and_has_no_minus_zero(log):
-    row = {
-        "task": "tasks",
-        "rope": "default",
-        "length": None,
-        "model": "m",
-        "benchmark": "sums",
-        "metric": "match",
-    }
-    row |= {"error": None, "stderr": None}
+    row = {"task": "tasks", "rope": "default", "length": None, "model": "m", "benchmark": "sums"}
+    row |= {"metric": "match", "error": None, "stderr": None}
+    lines = [("a/m", "strict", 0.25), ("a/m", "flexible", 0.5), ("b/m", "strict", -1e-9)]
     rows = [
-        row | {"model_path": path, "filter": name, "value": value}
-        for path, name, value in [
-            ("a/m", "strict", 0.25),
-            ("a/m", "flexible", 0.5),
-            ("b/m", "strict", -1e-9),
-        ]
+        row | {"model_path": path, "filter": name, "value": value} for path, name, value in lines
     ]
     log.width = 200
     log.print(results_table(rows))

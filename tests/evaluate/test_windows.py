@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.perplexity import perplexity_rows
+from coca_hf.evaluate.perplexity import VARIANTS, check_variant, perplexity_rows
 from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.sample import draw_sample
 from coca_hf.evaluate.store import RowStore
-from coca_hf.evaluate.windows import VARIANTS, check_variant
 
 
 @torch.no_grad()

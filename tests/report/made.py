@@ -2,6 +2,7 @@
 would show.
 """
 
+import itertools
 import json
 import math
 import random
@@ -42,74 +43,37 @@ def row(model="llama", rope="default", length=512, value=7.25, task="perplexity"
         "seconds": 61.5,
         "raw": {},
     }
+    emma, share = {**BOOKS, "document_names": ["emma.txt"]}, value or 0
+    books = {**BOOKS, "document_names": ["emma.txt", "persuasion.txt"], "max_tokens": None}
+    strides = {"variant": "sliding", "stride": 256, "asked_stride": 256}
+    variant = {"variant": "paper", "depths": None, "new_tokens": 64}
+    shares = {"share_a": 0.0, "share_b": 1 - share, "share_c": 0.0, "share_d": value}
+    shares |= {"share_d_weighted": value, "share_undefined": 0.0, "share_abnormal": share / 2}
+    memory = {"peak_bytes": 2**30, "memory_kind": "process"}
+    metric = {"benchmark": "arc_easy", "metric": "acc", "filter": "none", "stderr": 0.012}
     of_task = {
-        "perplexity": {
-            **BOOKS,
-            **{
-                "document_names": ["emma.txt", "persuasion.txt"],
-                "max_tokens": None,
-                "variant": "sliding",
-            },
-            **{"stride": 256, "asked_stride": 256, "tokens": 98_301},
-        },
-        "position-loss": {
-            **BOOKS,
-            "document_names": ["emma.txt"],
-            "bucket": 64,
-            "tokens": 8192,
-            "nll": math.log(7),
-        },
-        "passkey": {
-            **{"stride": None, "tokens": 51_100, "cases": 100, "new_tokens": 64, "seed": 0},
-            **{"variant": "paper", "depths": None},
-        },
+        "perplexity": {**books, **strides, "tokens": 98_301},
+        "position-loss": {**emma, "bucket": 64, "tokens": 8192, "nll": math.log(7)},
+        "passkey": {**variant, "stride": None, "tokens": 51_100, "cases": 100, "seed": 0},
         "copying": {"stride": None, "cases": 16, "seed": 0, "tokens": 2032, "nll_first": 10.8},
         "recall": {"stride": None, "cases": 20, "pairs": 8, "seed": 0, "tokens": 5000, "nll": 0.25},
-        "layers": {
-            **BOOKS,
-            **{
-                "document_names": ["emma.txt"],
-                "baseline": "llama",
-                "cases": 6,
-                "order": [1, 0],
-                "tokens": 4608,
-            },
-        },
+        "layers": {**emma, "baseline": "llama", "cases": 6, "order": [1, 0], "tokens": 4608},
         "attention-maps": {
-            **BOOKS,
-            **{"document_names": ["emma.txt"], "max_tokens": 256, "baseline": "llama"},
-            **{"sink": 0.4, "baseline_sink": 0.5},
+            **emma,
+            **{"max_tokens": 256, "baseline": "llama", "sink": 0.4, "baseline_sink": 0.5},
         },
         "boundary": {
-            **BOOKS,
-            **{
-                "document_names": ["emma.txt"],
-                "pairs_per_document": 1000,
-                "share_a": 0.0,
-                "share_b": 1 - (value or 0),
-            },
-            **{"share_c": 0.0, "share_d": value, "share_d_weighted": value, "share_undefined": 0.0},
-            **{
-                "share_abnormal": (value or 0) / 2,
-                "mean_abs_angle": (value or 0) * 3,
-                "share_absolute": 0.0,
-            },
+            **emma,
+            **shares,
+            **{"pairs_per_document": 1000, "mean_abs_angle": 3 * share, "share_absolute": 0.0},
         },
         "speed": {
+            **memory,
             **{"mode": "prefill", "batch_size": 1, "measured_on": "cpu, batch 1"},
             **{"tokens_per_second": length and value and length / value},
-            **{"peak_bytes": 2**30, "memory_kind": "process", "baseline": None, "ratio": None},
+            **{"baseline": None, "ratio": None},
         },
-        "tasks": {
-            **{
-                "benchmark": "arc_easy",
-                "metric": "acc",
-                "filter": "none",
-                "stderr": 0.012,
-                "shots": 0,
-            },
-            **{"limit": None, "dimension": "reasoning", "cases": 500},
-        },
+        "tasks": {**metric, "shots": 0, "limit": None, "dimension": "reasoning", "cases": 500},
     }
     return shared | of_task[task] | changes
 
@@ -137,127 +101,65 @@ def full_run(
 ):
     """Rows of every task for every model at every length, out of memory and overflow among them."""
     rng, rows = random.Random(0), []
-    directory.mkdir(exist_ok=True)
+
+    def add(name, made, lines):
+        rows.append(with_raw(directory, name, made, lines))
+
     for number, model in enumerate(models):
-        trained = {"trained_length": 2048, "trained_seq_len": 512 if "CoCA" in model else None}
         coca = "CoCA" in model
-        for rope in ("default", "dynamic:4"):
-            for length in lengths:
-                inside = max(1.0, length / 2048)
-                value = (8 + number) * inside ** (2.5 if rope == "default" else 0.4)
-                made = row(model, rope, length, value, **trained)
-                if value > 200:
-                    made |= {"value": None, "error": "the perplexity is beyond a float64"}
-                windows = [
-                    {
-                        "document": d,
-                        "start": 0,
-                        "tokens": 100,
-                        "nll": 100 * (math.log(value) + rng.gauss(0, 0.15)),
-                    }
-                    for d in range(10)
-                ]
-                rows.append(with_raw(directory, "windows", made, windows))
-                found = min(1.0, 1.1 / inside)
-                cases = [
-                    {
-                        "depth": depth / 100,
-                        "distance": int((1 - depth / 100) * length),
-                        "correct": rng.random() < found,
-                    }
-                    for depth in range(100)
-                ]
-                share = sum(case["correct"] for case in cases) / len(cases)
-                rows.append(
-                    with_raw(
-                        directory,
-                        "cases",
-                        row(model, rope, length, share, "passkey", **trained),
-                        cases,
-                    )
-                )
+        trained = {"trained_length": 2048, "trained_seq_len": 512 if coca else None}
+        for rope, length in itertools.product(("default", "dynamic:4"), lengths):
+            inside = max(1.0, length / 2048)
+            value = (8 + number) * inside ** (2.5 if rope == "default" else 0.4)
+            made = row(model, rope, length, value, **trained)
+            if value > 200:
+                made |= {"value": None, "error": "the perplexity is beyond a float64"}
+            nlls = [100 * (math.log(value) + rng.gauss(0, 0.15)) for _ in range(10)]
+            windows = [{"start": 0, "tokens": 100, "nll": nll} for nll in nlls]
+            add("windows", made, [{"document": d} | line for d, line in enumerate(windows)])
+            found = [rng.random() < min(1.0, 1.1 / inside) for _ in range(100)]
+            cases = [
+                {"depth": n / 100, "distance": int((1 - n / 100) * length), "correct": correct}
+                for n, correct in enumerate(found)
+            ]
+            add("cases", row(model, rope, length, sum(found) / 100, "passkey", **trained), cases)
         buckets = [
             {
-                "first": first,
+                "first": n,
                 "tokens": 64,
-                "nll": 64 * (2 + 1 / (1 + first / 64) + max(0, first / 2048 - 1) * number),
+                "nll": 64 * (2 + 64 / (64 + n) + max(0, n / 2048 - 1) * number),
             }
-            for first in range(0, 8192, 64)
+            for n in range(0, 8192, 64)
         ]
-        rows.append(
-            with_raw(
-                directory,
-                "buckets",
-                row(model, length=8192, task="position-loss", **trained),
-                buckets,
-            )
-        )
+        add("buckets", row(model, length=8192, task="position-loss", **trained), buckets)
         angles = []
-        for layer in range(12):
-            for head in range(8):
-                counts = [1000 if bin == 0 else 0 for bin in range(36)]
-                if not coca:
-                    counts = [
-                        int(60 + 40 * math.cos(math.radians(10 * bin + 9 * layer)))
-                        for bin in range(36)
-                    ]
-                taus = [sum(counts[18:]) // 24 if not coca else 0] * 24
-                angles.append(
-                    {
-                        "layer": layer,
-                        "head": head,
-                        "pair": 0,
-                        "angle_counts": counts,
-                        "tau_counts": taus,
-                    }
-                )
-        share = 0.0 if coca else 0.5
-        made = with_raw(
-            directory,
-            "angles",
-            row(model, length=2048, value=share, task="boundary", **trained),
-            angles,
-        )
+        for layer, head in itertools.product(range(12), range(8)):
+            waves = [math.cos(math.radians(10 * bin + 9 * layer)) for bin in range(36)]
+            counts = [1000] + [0] * 35 if coca else [int(60 + 40 * wave) for wave in waves]
+            line = {"layer": layer, "head": head, "pair": 0, "angle_counts": counts}
+            angles.append(line | {"tau_counts": [sum(counts[18:]) // 24] * 24})
+        made = row(model, length=2048, value=0.5 * (not coca), task="boundary", **trained)
         decay = [
             {
-                "layer": layer,
+                "layer": n,
                 "distance": s,
                 "bound_rope": 90 / (s + 1) ** 0.3,
-                "bound_coca": 50 / (s + 1) ** 0.3,
+                "bound_coca": 50 / (s + 1),
             }
-            for layer in range(3)
-            for s in (0, 1, 4, 16, 64, 256, 1024)
+            for n, s in itertools.product(range(3), (0, 1, 4, 16, 64, 256, 1024))
         ]
-        rows.append(with_raw(directory, "decay", made, decay))
-        for mode in ("prefill", "train"):
-            for length in lengths:
-                step = row(
-                    model,
-                    length=length,
-                    value=(1 + 0.1 * number) * length / 5000,
-                    task="speed",
-                    mode=mode,
-                    **trained,
-                )
-                step |= {"ratio": 1.1, "baseline": models[0]} if number else {}
-                if length == 8192 and mode == "train":
-                    step |= {
-                        "value": None,
-                        "ratio": None,
-                        "error": "OOM: 24 GiB",
-                        "tokens_per_second": None,
-                    }
-                    step |= {"peak_bytes": None, "memory_kind": None}
-                rows.append(step)
-        for benchmark, metric in (
-            ("arc_easy", "acc"),
-            ("hellaswag", "acc_norm"),
-            ("lambada_openai", "acc"),
-        ):
-            scores = {
-                "benchmark": benchmark,
-                "metric": metric,
-                "value": round(0.4 + rng.random() / 5, 4),
-            }
+        add("decay", with_raw(directory, "angles", made, angles), decay)
+        for mode, length in itertools.product(("prefill", "train"), lengths):
+            about = {"task": "speed", "mode": mode, **trained}
+            step = row(model, length=length, value=(1 + 0.1 * number) * length / 5000, **about)
+            step |= {"ratio": 1.1, "baseline": models[0]} if number else {}
+            if length == 8192 and mode == "train":
+                step |= {"error": "OOM: 24 GiB", "value": None, "ratio": None}
+                step |= {"tokens_per_second": None, "peak_bytes": None, "memory_kind": None}
+            rows.append(step)
+        metrics = {"arc_easy": "acc", "hellaswag": "acc_norm", "lambada_openai": "acc"}
+        for benchmark, metric in metrics.items():
+            scores = {"benchmark": benchmark, "metric": metric}
+            scores["value"] = round(0.4 + rng.random() / 5, 4)
             rows.append(row(model, length=None, task="tasks", **trained) | scores)
     return write_rows(directory, *rows)

@@ -43,13 +43,8 @@ def angle_lines(pairs):
 
 def decay_lines(scale):
     return [
-        {
-            "layer": layer,
-            "distance": s,
-            "bound_rope": scale * (layer + 1) / (s + 1),
-            "bound_coca": 7 * scale + layer + s,
-        }
-        for layer in range(LAYERS)
+        {"layer": layer, "distance": s, "bound_rope": rope / (s + 1), "bound_coca": coca + s}
+        for layer, rope, coca in ((0, scale, 7 * scale), (1, 2 * scale, 7 * scale + 1))
         for s in (0, 1, 4, 16)
     ]
 
@@ -65,20 +60,11 @@ def axes(tmp_path):
         for model, length in (("llama", 256), ("llama", 512), ("coca", 512))
     )
     coca["coca_constraint"] = "strict"
-    raws = [
-        (short, PAIRS[:1], 99.0),
-        (long, PAIRS, 2.0),
-        (coca, [(0, 0, 0.0, None), (1, 2, 350.0, 8.0)], 3.0),
-    ]
-    rows = [
-        with_raw(
-            directory,
-            "decay",
-            with_raw(directory, "angles", made, angle_lines(pairs)),
-            decay_lines(scale),
-        )
-        for made, pairs, scale in raws
-    ]
+    strict = [(0, 0, 0.0, None), (1, 2, 350.0, 8.0)]
+    rows = []
+    for made, pairs, scale in ((short, PAIRS[:1], 99.0), (long, PAIRS, 2.0), (coca, strict, 3.0)):
+        made = with_raw(directory, "angles", made, angle_lines(pairs))
+        rows.append(with_raw(directory, "decay", made, decay_lines(scale)))
     figures = read_page([write_rows(directory, *rows)]).figures()
     return {figure.name: figure.draw(5, figure.height, True).axes[0] for figure in figures}
 
@@ -101,13 +87,8 @@ def test_the_histogram_of_angles_has_the_share_of_each_bin_from_edge_to_edge(axe
         share = sum(low <= angle < low + 10 for angle in angles) / len(angles)
         expected += [[low, share], [low + 10, share]]
     assert curves["llama"] == [pytest.approx(point) for point in expected]
-    assert curves["coca"][:3] + curves["coca"][-2:] == [
-        [0, 0.5],
-        [10, 0.5],
-        [10, 0],
-        [350, 0.5],
-        [360, 0.5],
-    ]
+    ends = [[0, 0.5], [10, 0.5], [10, 0], [350, 0.5], [360, 0.5]]
+    assert curves["coca"][:3] + curves["coca"][-2:] == ends
     assert axes["boundary-angle"].get_xscale() == "linear"
 
 
@@ -133,8 +114,5 @@ def test_the_heat_map_has_the_share_of_scenario_d_by_layer_and_head(axes):
     expected = [[1 / 3, 1], [1, 2 / 3], [0, 1]]  # heads down, layers across
     np.testing.assert_allclose(mesh.get_array().reshape(HEADS, LAYERS), expected)
     (mesh,) = axes["boundary-layers-of-2"].collections
-    assert mesh.get_array().reshape(HEADS, LAYERS).filled(-1).tolist() == [
-        [0, -1],
-        [-1, -1],
-        [-1, 1],
-    ]
+    of_coca = mesh.get_array().reshape(HEADS, LAYERS).filled(-1).tolist()
+    assert of_coca == [[0, -1], [-1, -1], [-1, 1]]

@@ -1,6 +1,9 @@
 """The paper's tables as files: every model has a recipe that takes the settings of every scale."""
 
+import contextlib
 import functools
+import io
+import json
 import re
 import runpy
 import shlex
@@ -15,7 +18,6 @@ from accelerate.commands.launch import launch_command_parser
 from transformers import LlamaConfig
 
 from coca_cli import convert, evaluate, train
-from coca_cli.options import parse_lengths
 from coca_hf import CocaLlamaConfig
 from coca_hf.evaluate.rope import parse_ropes
 from coca_hf.evaluate.sample import check_preset
@@ -32,32 +34,17 @@ models, scales = (
 
 @functools.cache
 def commands(name, scale):
-    finished = subprocess.run(
-        [
-            sys.executable,
-            PAPER / "make.py",
-            name,
-            "--scale",
-            scale,
-            "--out",
-            "/nowhere",
-            "--dry-run",
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [shlex.split(line.removeprefix("$ ")) for line in finished.stdout.splitlines()]
+    printed = io.StringIO()
+    words = ["make.py", name, "--scale", scale, "--out", "/nowhere", "--dry-run"]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(sys, "argv", words)
+        runpy.run_path(str(PAPER / "make.py"), run_name="__main__")
+    lines = printed.getvalue().splitlines()
+    return [shlex.split(line.removeprefix("$ ")) for line in lines]
 
 
-COMMANDS = {
-    name: typer.main.get_command(commands.app)
-    for name, commands in {
-        "coca-convert": convert,
-        "coca-train": train,
-        "coca-eval": evaluate,
-    }.items()
-}
+APPS = {"coca-convert": convert, "coca-train": train, "coca-eval": evaluate}
+COMMANDS = {name: typer.main.get_command(module.app) for name, module in APPS.items()}
 REPOSITORY = PAPER.parents[1]
 
 
@@ -119,8 +106,6 @@ def test_every_command_line_is_understood_and_its_files_are_in_the_repository(sc
         if "recipe" in given:
             files.append(given["recipe"])
             load_recipe(REPOSITORY / given["recipe"], given["settings"])
-        elif "lengths" in given:
-            parse_lengths(given["lengths"])
         if given.get("rope"):
             parse_ropes(given["rope"])
         if given.get("preset"):
@@ -145,9 +130,8 @@ def test_a_model_from_scratch_has_the_heads_of_its_own_width(model, tiny_llama_d
     """64 dimensions of 16 heads make 1024, and not the 128 of a LLaMA-7B, whose config is the
     default.
     """
-    config = start_config(
-        load_recipe(PAPER.parents[1] / models[model]["recipe"], [f"tokenizer={tiny_llama_dir}"])
-    )
+    recipe = load_recipe(REPOSITORY / models[model]["recipe"], [f"tokenizer={tiny_llama_dir}"])
+    config = start_config(recipe)
     assert (config.hidden_size, config.num_attention_heads, config.head_dim) == (1024, 16, 64)
 
 
@@ -155,26 +139,20 @@ def test_a_model_from_scratch_has_the_heads_of_its_own_width(model, tiny_llama_d
 @pytest.mark.parametrize("model", [name for name, plan in models.items() if "recipe" in plan])
 def test_a_recipe_takes_the_settings_of_a_scale(model, scale):
     plan = models[model]
-    settings = [
-        f"{key}={yaml.safe_dump(value, default_flow_style=True, width=10**6).splitlines()[0]}"
-        for key, value in scales[scale]["train"][plan["kind"]].items()
-    ]
-    recipe = load_recipe(PAPER.parents[1] / plan["recipe"], settings)
     changed = scales[scale]["train"][plan["kind"]]
+    settings = [f"{key}={json.dumps(value)}" for key, value in changed.items()]  # JSON is YAML
+    recipe = load_recipe(REPOSITORY / plan["recipe"], settings)
     assert recipe.data.seq_len == changed.get("data.seq_len", recipe.data.seq_len)
-    assert [source.path for source in recipe.data.sources] == [
-        source["path"]
-        for source in changed.get("data.sources", recipe.to_dict()["data"]["sources"])
-    ]
+    sources = changed.get("data.sources", recipe.to_dict()["data"]["sources"])
+    assert [source.path for source in recipe.data.sources] == [one["path"] for one in sources]
 
 
 def test_a_scale_of_its_own_says_what_a_step_takes():
     """Otherwise one GPU would accumulate what the recipe says for 32 GPUs."""
     own = {name: scale["train"] for name, scale in scales.items() if name != "paper"}
     assert own
-    assert all(
-        "training.global_batch_size" in train for kinds in own.values() for train in kinds.values()
-    )
+    kinds = [train for kinds in own.values() for train in kinds.values()]
+    assert all("training.global_batch_size" in train for train in kinds)
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Rows and raw files as `coca-eval` writes them, of tiny models, become a page."""
 
+import itertools
 import sys
 
 import pytest
@@ -8,70 +9,42 @@ from coca_cli import main
 from coca_hf.page import markdown
 from coca_hf.report import read_page
 
-TASKS = {
-    "perplexity": (
-        "--lengths",
-        "32,64",
-        "--stride",
-        32,
-        "--rope",
-        "default,dynamic:4",
-        "--data",
-        "BOOKS",
-    ),
-    "position-loss": ("--lengths", 96, "--bucket", 16, "--data", "BOOKS"),
-    "passkey": ("--lengths", 256, "--cases", 4, "--new-tokens", 2),
-    "boundary": ("--lengths", 96, "--pairs", 50, "--data", "BOOKS"),
-    "speed": ("--lengths", 16, "--modes", "prefill", "--repeats", 1, "--warmup", 0),
-}
+TASKS = [
+    "perplexity --lengths 32,64 --stride 32 --rope default,dynamic:4 --data {books}",
+    "position-loss --lengths 96 --bucket 16 --data {books}",
+    "passkey --lengths 256 --cases 4 --new-tokens 2",
+    "boundary --lengths 96 --pairs 50 --data {books}",
+    "speed --lengths 16 --modes prefill --repeats 1 --warmup 0",
+]
 
 
 @pytest.fixture(scope="module")
 def real_page(tiny_llama_dir, tiny_coca_dir, tmp_path_factory):
     directory = tmp_path_factory.mktemp("real")
-    (directory / "books").mkdir()
+    books = directory / "books"
+    books.mkdir()
     for name in ("austen", "bronte", "conrad"):
-        (directory / "books" / f"{name}.txt").write_text(
-            f"{name} wrote of sea voyages, one ball and no trains. " * 5
-        )
-    places = {"BOOKS": directory / "books"}
+        text = f"{name} wrote of sea voyages, one ball and no trains. " * 5
+        (books / f"{name}.txt").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
-        for model in (tiny_llama_dir, tiny_coca_dir):
-            for task, options in TASKS.items():
-                words = ["coca-eval", task, model, *(places.get(word, word) for word in options)]
-                patch.setattr(
-                    sys, "argv", [str(word) for word in [*words, "--out", directory / "rows"]]
-                )
-                with pytest.raises(SystemExit) as exit_info:
-                    main.evaluate()
-                assert not exit_info.value.code
+        for model, task in itertools.product((tiny_llama_dir, tiny_coca_dir), TASKS):
+            words = f"coca-eval {task.format(books=books)} --out {directory / 'rows'} {model}"
+            patch.setattr(sys, "argv", words.split())
+            with pytest.raises(SystemExit) as exit_info:
+                main.evaluate()
+            assert not exit_info.value.code
     return read_page([directory / "rows"])
 
 
 def test_every_task_has_its_section_and_every_figure_can_be_drawn(real_page):
-    assert [section.title for section in real_page.parts] == [
-        *(
-            "Models",
-            "Perplexity",
-            "Loss by position",
-            "Passkey retrieval",
-            "Rotary boundaries",
-            "Speed and memory",
-        ),
-        "How each number was made",
+    titles = ["Models", "Perplexity", "Loss by position", "Passkey retrieval"]
+    titles += ["Rotary boundaries", "Speed and memory", "How each number was made"]
+    assert [section.title for section in real_page.parts] == titles
+    names = ["perplexity", "position-loss", "passkey", "passkey-beyond", "passkey-distance"]
+    names += [
+        f"boundary-{name}" for name in ("angle", "tau", "decay", "layers-of-1", "layers-of-2")
     ]
-    names = [figure.name for figure in real_page.figures()]
-    assert names == [
-        *("perplexity", "position-loss", "passkey", "passkey-beyond", "passkey-distance"),
-        *(
-            "boundary-angle",
-            "boundary-tau",
-            "boundary-decay",
-            "boundary-layers-of-1",
-            "boundary-layers-of-2",
-            "speed",
-        ),
-    ]
+    assert [figure.name for figure in real_page.figures()] == [*names, "speed"]
     for figure in real_page.figures():
         drawn = figure.draw(5.0, figure.height, True)
         assert any(axes.has_data() for axes in drawn.axes), figure.name
