@@ -133,6 +133,12 @@ def local_files(source: str) -> list[Path]:
         if not files:
             found = f"got a directory without {', '.join(SUFFIXES)} files"
             raise CocaError(f"{source}: {found}, expected at least one")
+        deeper = (file for file in path.glob("*/**/*") if _suffix(file) and file.is_file())
+        if first := next(deeper, None):
+            raise CocaError(
+                f"{source}: got text in subdirectories too, such as {first}, and a directory stands "
+                f"for its own files; name {path}/*{_suffix(files[0])}, or {path}/**/*{_suffix(first)}"
+            )
         return files
     names = [source] if path.is_file() else glob.glob(source, recursive=True)
     files = sorted({Path(name) for name in names})

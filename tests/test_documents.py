@@ -183,3 +183,15 @@ def test_where_there_is_nothing_to_read_is_named(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CocaError, match=r"got no such file|got a directory without \.txt"):
         list(read_documents(path))
+
+
+def test_a_directory_with_text_in_subdirectories_is_refused_with_the_globs_that_say_which(tmp_path):
+    (tmp_path / "more").mkdir()
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "more/notes.md").write_text("no text of ours")
+    assert [document.text for document in read_documents(str(tmp_path))] == ["one"]
+    (tmp_path / "more/b.jsonl").write_text('{"text": "two"}')
+    with pytest.raises(CocaError, match=r"text in subdirectories too, such as .*b\.jsonl"):
+        list(read_documents(str(tmp_path)))
+    for glob, texts in (("*.txt", ["one"]), ("**/*.jsonl", ["two"])):
+        assert [document.text for document in read_documents(f"{tmp_path}/{glob}")] == texts

@@ -252,7 +252,10 @@ def _load_tokenizer(path: str, revision: str, trust_remote_code: bool) -> Any:
 
 
 def _fingerprint(path: str, commit: str | None, trust_remote_code: bool) -> str:
-    """Sixteen hex digits of names, sizes and times of files, or of a hub id and its commit."""
+    """Sixteen hex digits of names, sizes and times of files, or of a hub id and its commit.
+
+    Those of an adapter's base are among them.
+    """
     directory = Path(path)
     if directory.is_dir():
         patterns = ["config.json", "adapter_config.json", "*.safetensors", "*.bin", "tokenizer*"]
@@ -260,6 +263,9 @@ def _fingerprint(path: str, commit: str | None, trust_remote_code: bool) -> str:
         files = sorted(file for pattern in patterns for file in directory.glob(pattern))
         stats = [(file.name, file.stat()) for file in files]
         text = json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+        if (adapter := directory / "adapter_config.json").is_file():
+            base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+            text += _fingerprint(base or "", None, trust_remote_code)
     else:
         text = f"{path}@{commit}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]

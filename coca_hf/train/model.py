@@ -123,6 +123,12 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
                 f"config.{key}: got {short(value)}, expected a mapping, such as {short(before)}"
             )
         merged[key] = {**before, **value} if isinstance(before, dict) else value
+    rope = merged.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") == "default" and "factor" in rope:
+        raise CocaError(
+            f"config.rope_parameters: got a factor of {rope['factor']} with rope_type default, which "
+            f"has none; add rope_type, such as linear, dynamic or yarn, or leave factor out"
+        )
     with library_errors(f"config: {kind} does not take it"):
         return type(config)(**{**kept, **merged})
 

@@ -93,13 +93,16 @@ def test_the_fingerprint_changes_with_the_weights_only(checkpoint):
     assert load_model(str(checkpoint)).fingerprint != before
 
 
-def test_the_fingerprint_changes_with_the_adapter_that_transformers_puts_on_a_model(checkpoint):
+def test_the_fingerprint_changes_with_an_adapter_in_the_directory_and_with_its_base(checkpoint):
     """Not loaded here: transformers 5.17 loads no adapters with peft 0.18."""
-    found = set()
-    for alpha in (6, 64):
-        (checkpoint / "adapter_config.json").write_text(json.dumps({"lora_alpha": alpha}))
+    base, found = checkpoint.parent / "base", set()
+    base.mkdir()
+    for alpha, content in ((6, "{}"), (64, "{}"), (64, '{"changed": 1}')):
+        adapter = {"lora_alpha": alpha, "base_model_name_or_path": str(base)}
+        (checkpoint / "adapter_config.json").write_text(json.dumps(adapter))
+        (base / "config.json").write_text(content)
         found.add(loaded_model._fingerprint(str(checkpoint), None, False))
-    assert len(found) == 2
+    assert len(found) == 3
 
 
 def test_tokens_seen_are_read_from_the_training_record(checkpoint):

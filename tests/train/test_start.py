@@ -91,6 +91,7 @@ BAD_STARTS = {
     "config.rope_parameters={rope_type: liner}": "liner",
     "config.model_type=coca_lama": "coca_lama from scratch: cannot be loaded",
     "config.vocab_size=100": "config.vocab_size: got 100, expected at least the tokenizer's 259",
+    "config.rope_parameters.factor=4": r"config\.rope_parameters: got a factor of 4 with rope_type default",
     "config.rope_parameters=5": r"config\.rope_parameters: got 5, expected a mapping, such as \{",
     "config.pad_token_id=99999": "config: no CocaLlamaConfig model can be made of it: Padding_idx must be within",
     "config.vocab_size=many": "config: CocaLlamaConfig does not take it: .*'vocab_size' expected int",
