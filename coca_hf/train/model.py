@@ -73,6 +73,19 @@ def loading(name: str) -> AbstractContextManager[None]:
     return library_errors(f"{name}: cannot be loaded, expected a model directory or hub id")
 
 
+# fields of a config that the weights of a checkpoint fix
+OF_WEIGHTS = {
+    "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "tie_word_embeddings",
+    "vocab_size",
+}
+
+
 def start_config(recipe: Recipe) -> PreTrainedConfig:
     """The config that the first stage starts with: the model's, or one from scratch, with the
     recipe's overrides.
@@ -109,12 +122,12 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
         )
     if not overrides:
         return config
-    tied = overrides.get("tie_word_embeddings", config.tie_word_embeddings)
-    if recipe.model is not None and tied != config.tie_word_embeddings:
-        raise CocaError(
-            f"config.tie_word_embeddings: got {tied}, expected {config.tie_word_embeddings}, as "
-            f"{recipe.model} has its head; leave it out"
-        )
+    for key in OF_WEIGHTS & overrides.keys() if recipe.model is not None else ():
+        if overrides[key] != getattr(config, key):
+            raise CocaError(
+                f"config.{key}: got {short(overrides[key])}, expected {getattr(config, key)}, as the "
+                f"weights of {recipe.model} have it; leave it out"
+            )
     merged = {}
     for key, value in overrides.items():
         before = getattr(config, key)

@@ -204,10 +204,14 @@ def test_every_family_passes_the_look_at_its_shapes(recipe_path, tmp_path, famil
     check_model(load_recipe(recipe_path, [f"model={tmp_path}", *ALL]))
 
 
-def test_a_checkpoint_keeps_the_head_that_it_has(recipe_path):
-    message = r"config\.tie_word_embeddings: got True, expected False, as"
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [("tie_word_embeddings=true", "False"), ("vocab_size=300", "259"), ("hidden_size=96", "48")],
+)
+def test_what_the_weights_of_a_checkpoint_fix_is_not_overridden(recipe_path, setting, expected):
+    message = rf"config\.\w+: got \w+, expected {expected}, as the weights of .* have it; leave it"
     with pytest.raises(CocaError, match=message):
-        start_config(load_recipe(recipe_path, ["config.tie_word_embeddings=true"]))
+        start_config(load_recipe(recipe_path, [f"config.{setting}"]))
 
 
 def test_a_config_without_overrides_is_the_models(recipe_path, tiny_coca_dir):
