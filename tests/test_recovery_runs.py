@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 from typer.main import get_command
 
 import coca_hf
@@ -18,6 +20,7 @@ from tests.report.made import BOOKS, row, with_raw, write_rows
 
 SCRIPTS = Path(__file__).parents[1] / "scripts" / "recovery"
 RUN = runpy.run_path(str(SCRIPTS / "run.py"))
+RUN_KEPT = runpy.run_path(str(SCRIPTS / "convert_kept.py"))
 PLANS = {file.stem: yaml.safe_load(file.read_text()) for file in sorted(SCRIPTS.glob("*s.yaml"))}
 RUNS = [(plan, name) for plan in PLANS for name in PLANS[plan]["runs"]]
 TASKS = [(plan, *task) for plan in PLANS for task in PLANS[plan]["evaluate"]]
@@ -91,3 +94,23 @@ def test_the_table_has_the_mean_over_seeds_and_the_ratio_to_original(tmp_path, m
         "| original | 0.00 | 0.00 |",
         "| calibrated | 0.25 | 1.25 |",
     ]
+
+
+def test_kept_layers_of_a_trained_model_get_the_calibrated_queries_and_coefficients(
+    tiny_llama_dir, tiny_coca_dir, tmp_path
+):
+    kept, calibrated, out = (tmp_path / name for name in ("kept", "calibrated", "out"))
+    coca_hf.convert_checkpoint(tiny_llama_dir, kept, keep_layers=[1])
+    coca_hf.convert_checkpoint(tiny_llama_dir, calibrated, "strict")
+    trained = load_file(kept / "model.safetensors")
+    save_file({name: 2 * tensor for name, tensor in trained.items()}, kept / "model.safetensors")
+    RUN_KEPT["main"](kept, calibrated, out)
+    assert not AutoConfig.from_pretrained(out).coca_kept_layers
+    weights, fitted = (
+        load_file(out / "model.safetensors"),
+        load_file(calibrated / "model.safetensors"),
+    )
+    of_layer = ("model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.t_proj.weight")
+    assert weights.keys() == fitted.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, fitted[name] if name in of_layer else 2 * trained[name]), name
