@@ -133,11 +133,12 @@ def local_files(source: str) -> list[Path]:
         if not files:
             found = f"got a directory without {', '.join(SUFFIXES)} files"
             raise CocaError(f"{source}: {found}, expected at least one")
-        deeper = (file for file in path.glob("*/**/*") if _suffix(file) and file.is_file())
-        if first := next(deeper, None):
+        deeper = glob.iglob(f"{glob.escape(source)}/*/**/*", recursive=True)  # no hidden ones
+        if first := next((name for name in deeper if _suffix(Path(name))), None):
             raise CocaError(
                 f"{source}: got text in subdirectories too, such as {first}, and a directory stands "
-                f"for its own files; name {path}/*{_suffix(files[0])}, or {path}/**/*{_suffix(first)}"
+                f"for its own files; name them by globs, such as {path}/*{_suffix(files[0])} or "
+                f"{path}/**/*{_suffix(Path(first))}, in a source for each kind of file"
             )
         return files
     names = [source] if path.is_file() else glob.glob(source, recursive=True)

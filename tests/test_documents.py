@@ -189,6 +189,8 @@ def test_a_directory_with_text_in_subdirectories_is_refused_with_the_globs_that_
     (tmp_path / "more").mkdir()
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "more/notes.md").write_text("no text of ours")
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden/b.txt").write_text("hidden")
     assert [document.text for document in read_documents(str(tmp_path))] == ["one"]
     (tmp_path / "more/b.jsonl").write_text('{"text": "two"}')
     with pytest.raises(CocaError, match=r"text in subdirectories too, such as .*b\.jsonl"):

@@ -193,6 +193,7 @@ def convert_checkpoint(
                 tokenizer = _begin(staging, layout, calibration)
             calibration.run(layout, staging, report)
         WeightsWriter(layout, staging, progress or (lambda done, total: None)).write()
+        layout.calibrated = {}  # NFS removes no directory whose files are mapped
         source.check_unchanged()
         record = without_paths(_record(layout, staging.finished.values(), tokenizer, calibration))
         (staging.checkpoint / RECORD).write_text(json.dumps(record, indent=2) + "\n")

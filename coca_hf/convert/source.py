@@ -258,6 +258,9 @@ class GgufSource(Source):
         file_of = dict.fromkeys(weights.tensors, weights)
         super().__init__(file.parent, file, config, "gguf", {file.name: weights}, file_of)
 
+    def check_unchanged(self) -> None:
+        """Nothing: all tensors are in memory since the file was read."""
+
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         return self._tokenizer
 

@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import itertools
 import json
 import traceback
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from coca_hf.errors import CocaError, first_line
 from coca_hf.evaluate.batches import processes
-from coca_hf.weights import is_derived
+from coca_hf.weights import is_derived, read_json
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -260,12 +261,14 @@ def _fingerprint(path: str, commit: str | None, trust_remote_code: bool) -> str:
     if directory.is_dir():
         patterns = ["config.json", "adapter_config.json", "*.safetensors", "*.bin", "tokenizer*"]
         patterns += ["*.py"] * trust_remote_code
-        files = sorted(file for pattern in patterns for file in directory.glob(pattern))
-        stats = [(file.name, file.stat()) for file in files]
+        directories = [directory]
+        adapter = directory / "adapter_config.json"
+        base = adapter.is_file() and read_json(adapter).get("base_model_name_or_path")
+        if base:
+            directories.append(Path(base))  # on the hub, it has no files here
+        files = [sorted(one.glob(pattern)) for one in directories for pattern in patterns]
+        stats = [(file.name, file.stat()) for file in sorted({*itertools.chain(*files)})]
         text = json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
-        if (adapter := directory / "adapter_config.json").is_file():
-            base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
-            text += _fingerprint(base or "", None, trust_remote_code)
     else:
         text = f"{path}@{commit}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -55,7 +55,7 @@ def visiting_products(
 ) -> Iterator[None]:
     """Call `visit` with its number and products for every attention layer that runs inside.
 
-    theta: radians per position of every rotary pair, (j,); pairs that are not turned are left out.
+    theta: radians per position of every rotary pair, (j,); pairs that are not rotated are left out.
     Rows of a batch but the first are not looked at. A plain model's q and k are those that its
     modelling file hands to its own `apply_rotary_pos_emb`, which all families call by that name:
     after biases, norms and whatever else comes before. CoCA's q and t are those that its attention
@@ -108,12 +108,12 @@ def visiting_products(
 
 
 def rotary_pairs(
-    turn: Callable[[Tensor], Tensor], q: Tensor, theta: Tensor
+    rotate: Callable[[Tensor], Tensor], q: Tensor, theta: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The first and second dimensions of a head's rotary pairs, each (j,).
 
-    Found by turning unit vectors to position 1, so whatever the layout (halves, neighbours, a part
-    of the head), they are the pairs that the model turns. turn: rotates (1, h, 2, d), at positions
+    Found by rotating unit vectors to position 1, so whatever the layout (halves, neighbours, a part
+    of the head), they are the pairs that the model rotates. rotate: of (1, h, 2, d), at positions
     0 and 1. q: (b, h, m, d).
 
     Raises CocaError where what it does is no rotation of pairs by `theta`.
@@ -121,14 +121,14 @@ def rotary_pairs(
     d = q.shape[-1]
     units = torch.eye(d, dtype=q.dtype, device=q.device)[None, :, None].expand(1, d, 2, d)
     try:
-        turned = turn(units)[0, :, 1].double()  # (d, d): row i is where unit vector i goes
+        rotated = rotate(units)[0, :, 1].double()  # (d, d): row i is where unit vector i goes
     except RuntimeError:  # of shapes that are not those of heads before positions
-        turned = torch.zeros(d, d, dtype=torch.float64, device=q.device)
-    first, second = (turned * (1 - torch.eye(d, device=q.device)) > 0).nonzero().unbind(1)
-    angle = torch.atan2(turned[first, second], turned[first, first])
+        rotated = torch.zeros(d, d, dtype=torch.float64, device=q.device)
+    first, second = (rotated * (1 - torch.eye(d, device=q.device)) > 0).nonzero().unbind(1)
+    angle = torch.atan2(rotated[first, second], rotated[first, first])
     if len(first) != len(theta) or not torch.allclose(angle, theta, rtol=0.02):
         raise CocaError(
-            f"got an apply_rotary_pos_emb that turns {len(first)} pairs of {d} dimensions, "
+            f"got an apply_rotary_pos_emb that rotates {len(first)} pairs of {d} dimensions, "
             f"expected {len(theta)} pairs by the angles of the rotary embedding; coca-eval "
             f"boundary does not understand this model's rotation"
         )
@@ -137,9 +137,9 @@ def rotary_pairs(
 
 @contextmanager
 def _visiting_coca(
-    attentions: list[attention.CocaAttention], turned: int, visit: Callable[[int, Products], None]
+    attentions: list[attention.CocaAttention], pairs: int, visit: Callable[[int, Products], None]
 ) -> Iterator[None]:
-    """The same for CoCA, whose first `turned` pairs are rotated. RoPE in kept layers is linear."""
+    """The same for CoCA, whose first `pairs` pairs are rotated. RoPE in kept layers is linear."""
 
     def seen(
         layer: attention.CocaAttention, q: Tensor, t: Tensor, cos: Tensor, sin: Tensor
@@ -152,12 +152,12 @@ def _visiting_coca(
             def dot(of_query: int, of_key: int) -> Tensor:
                 """The products of every pair, (h, p, j); 0 is angle 0, 1 a quarter turn."""
                 query, key = _of_heads(folds[of_query][0], folds[of_key][1], m, n)
-                score = (query * key).unflatten(-1, (2, -1)).sum(-2)[..., :turned]
+                score = (query * key).unflatten(-1, (2, -1)).sum(-2)[..., :pairs]
                 return score * (layer.scaling * layer.head_dim**0.5)
 
-            along, across, query_turned, key_turned = dot(0, 0), dot(1, 1), dot(1, 0), dot(0, 1)
-            h = torch.complex(along + across, key_turned - query_turned) / 2
-            return h, torch.complex(along - across, -key_turned - query_turned) / 2
+            along, across, query_quarter, key_quarter = dot(0, 0), dot(1, 1), dot(1, 0), dot(0, 1)
+            h = torch.complex(along + across, key_quarter - query_quarter) / 2
+            return h, torch.complex(along - across, -key_quarter - query_quarter) / 2
 
         visit(layer.layer_idx, products)
         return rotated(cos, sin)

@@ -73,19 +73,6 @@ def loading(name: str) -> AbstractContextManager[None]:
     return library_errors(f"{name}: cannot be loaded, expected a model directory or hub id")
 
 
-# fields of a config that the weights of a checkpoint fix
-OF_WEIGHTS = {
-    "head_dim",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "tie_word_embeddings",
-    "vocab_size",
-}
-
-
 def start_config(recipe: Recipe) -> PreTrainedConfig:
     """The config that the first stage starts with: the model's, or one from scratch, with the
     recipe's overrides.
@@ -94,7 +81,7 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
     keeps the others.
 
     Raises CocaError for a field that the model's config does not have (naming the nearest it has),
-    or of another type.
+    or of another type, and for a factor of a RoPE type that has none.
     """
     overrides = dict(recipe.config)
     smallest_vocabulary = 0
@@ -122,12 +109,6 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
         )
     if not overrides:
         return config
-    for key in OF_WEIGHTS & overrides.keys() if recipe.model is not None else ():
-        if overrides[key] != getattr(config, key):
-            raise CocaError(
-                f"config.{key}: got {short(overrides[key])}, expected {getattr(config, key)}, as the "
-                f"weights of {recipe.model} have it; leave it out"
-            )
     merged = {}
     for key, value in overrides.items():
         before = getattr(config, key)
@@ -136,10 +117,11 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
                 f"config.{key}: got {short(value)}, expected a mapping, such as {short(before)}"
             )
         merged[key] = {**before, **value} if isinstance(before, dict) else value
-    rope = merged.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") == "default" and "factor" in rope:
+    rope = merged.get("rope_parameters")
+    named = rope if isinstance(rope, dict) else {}
+    if named.get("rope_type", "default") == "default" and "factor" in named:
         raise CocaError(
-            f"config.rope_parameters: got a factor of {rope['factor']} with rope_type default, which "
+            f"config.rope_parameters: got a factor of {named['factor']} with rope_type default, which "
             f"has none; add rope_type, such as linear, dynamic or yarn, or leave factor out"
         )
     with library_errors(f"config: {kind} does not take it"):

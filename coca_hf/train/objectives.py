@@ -336,7 +336,9 @@ class Objective:
         return {name: loss / accumulated for name, loss in losses.items()}
 
     def take_means(self) -> dict[str, float]:
-        """Each loss as `loss_<name>`: mean over the steps since the last call and all processes."""
+        """Each loss as `loss_<name>`: mean over the steps since the last call and all processes,
+        which all call it.
+        """
         sums = torch.tensor(
             [self._sums[name] for name in self.weights], device=PartialState().device
         )

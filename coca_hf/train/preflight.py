@@ -156,6 +156,7 @@ def _check_and_begin(
         check_whole(*origin)
     recipe = _at(given, origins)
     check_model(recipe)
+    check_overrides(recipe)
     check_kernels(recipe)
     config = start_config(recipe)
     check_plain(recipe.start, config)
@@ -289,6 +290,32 @@ def check_optimizer(arguments: TrainingArguments, where: str) -> None:
             kwargs = None if has_bounds(arguments) else arguments.lr_scheduler_kwargs
             warmup_steps = arguments.get_warmup_steps(num_steps)
             get_scheduler(schedule, optimizer, warmup_steps, num_steps, kwargs)
+
+
+# fields of a config that the weights of a checkpoint fix
+OF_WEIGHTS = {
+    "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "tie_word_embeddings",
+    "vocab_size",
+}
+
+
+def check_overrides(recipe: Recipe) -> None:
+    """Raises CocaError for an override that the weights of the recipe's checkpoint do not fit."""
+    if recipe.model is None or not OF_WEIGHTS & recipe.config.keys():
+        return
+    config = load_config(recipe.model)
+    for key in sorted(OF_WEIGHTS & recipe.config.keys()):
+        if recipe.config[key] != getattr(config, key):
+            raise CocaError(
+                f"config.{key}: got {short(recipe.config[key])}, expected {getattr(config, key)}, as "
+                f"the weights of {recipe.model} have it; leave it out"
+            )
 
 
 def check_model(recipe: Recipe) -> None:

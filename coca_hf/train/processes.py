@@ -95,7 +95,7 @@ def from_main_process(make: Callable[[], Any]) -> Any:
             made = [make()]
         except CocaError as error:
             made = [error]
-    broadcast_object_list(made)  # nothing where there is one process
+    broadcast_object_list(made)  # nothing without a launcher
     if isinstance(made[0], CocaError):
         raise made[0]
     return made[0]

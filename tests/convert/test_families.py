@@ -253,7 +253,7 @@ def test_released_gpt_neox_that_is_no_coca_model_is_refused(tmp_path, fields, co
     assert not (tmp_path / "dst").exists()
 
 
-# Of the released config.json: head_dim 64, all turned.
+# Of the released config.json: head_dim 64, all rotated.
 PAPER_350M = {
     "architectures": ["GPTNeoXForCausalLM"],
     "bos_token_id": 100256,

@@ -370,3 +370,21 @@ def test_what_is_in_the_place_of_the_staging_directory_is_left_alone(source, tmp
     make(tmp_path / ".dst.incomplete", elsewhere)
     refuses(r"\.dst\.incomplete: is in the way", source, tmp_path / "dst")
     assert [file.name for file in elsewhere.iterdir()] == ["mine"]
+
+
+def test_kill_between_the_two_renames_of_an_overwrite_loses_neither_checkpoint(
+    source, expected, tmp_path
+):
+    """The state that such a kill leaves, made by hand: the old one moved away, the new one complete
+    but in staging.
+    """
+    dst = tmp_path / "dst"
+    before = interrupted(source, dst)
+    replaced = tmp_path / ".dst.incomplete" / "replaced"
+    replaced.mkdir()
+    (replaced / "config.json").write_text("old")
+    with pytest.raises(CocaError, match="exists and is left as it is"):
+        convert_checkpoint(source, dst, **SHARDS)
+    assert (dst / "config.json").read_text() == "old"
+    goes_on(source, dst, expected, before, overwrite=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["dst"]

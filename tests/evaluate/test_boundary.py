@@ -87,7 +87,7 @@ def test_slack_has_angles_within_a_quarter_turn_a_part_that_goes_by_positions_an
     assert list(row["raw"]) == ["angles"]
 
 
-def test_a_partial_coca_model_counts_turned_pairs_only(books, tmp_path, llama):
+def test_a_partial_coca_model_counts_rotated_pairs_only(books, tmp_path, llama):
     config = GPTNeoXConfig(**NEOX, vocab_size=259, initializer_range=0.4, rotary_pct=0.5)
     llama.model = patch_(GPTNeoXForCausalLM(config), "strict").eval()
     (row,) = measure(llama, books, tmp_path)

@@ -274,3 +274,26 @@ def test_lengths_beyond_learned_positions_get_a_row_that_says_so_and_the_rest_go
     assert short["value"] == pytest.approx(
         double_loop(llama.model, sample.token_ids, 20, 10), rel=1e-5
     )
+
+
+def test_lm_evals_rolling_perplexity_is_ours_where_its_windows_are(coca, tmp_path):
+    """A stride of the length, a first token that is not scored, and texts of 3 and 5 whole windows
+    of 13 tokens.
+    """
+    texts = ["a sea voyage, a ball and no trains at all"[:39], ("one more voyage, " * 4)[:65]]
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    from lm_eval.api.instance import Instance
+
+    model = huggingface.HFLM(
+        pretrained=coca.model, tokenizer=coca.tokenizer, max_length=13, batch_size=2
+    )
+    requests = [
+        Instance("loglikelihood_rolling", doc={}, arguments=(text,), idx=i)
+        for i, text in enumerate(texts)
+    ]
+    loglikelihoods = model.loglikelihood_rolling(requests, disable_tqdm=True)
+    prefix = [model.prefix_token_id]
+    sample = sample_of([torch.tensor(prefix + coca.tokenizer(text).input_ids) for text in texts])
+    (row,) = perplexity_rows(coca, sample, [13], 13, [DEFAULT], RowStore(tmp_path))
+    assert row["tokens"] == 39 + 65
+    assert row["value"] == pytest.approx(math.exp(-sum(loglikelihoods) / (39 + 65)), rel=1e-6)

@@ -40,7 +40,7 @@ CONFIGS = {
 @pytest.mark.parametrize("family", CONFIGS)
 @torch.no_grad()
 def test_products_give_the_scores_that_attention_really_has(family):
-    """a(m, n) = sum_j |h_j| cos(Theta_j + (m - n) theta_j), plus what unturned dimensions add, is
+    """a(m, n) = sum_j |h_j| cos(Theta_j + (m - n) theta_j), plus what unrotated dimensions add, is
     softmax's input.
     """
     torch.manual_seed(1)
@@ -67,7 +67,7 @@ def test_products_give_the_scores_that_attention_really_has(family):
         d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         scores[:, m, n] *= d**-0.5
         if "neox" in family:
-            scores[:, m, n] += unturned(model, layer, ids, m, n) * d**-0.5
+            scores[:, m, n] += unrotated(model, layer, ids, m, n) * d**-0.5
         torch.testing.assert_close(scores.softmax(-1), weights[0].double(), rtol=1e-3, atol=1e-5)
 
 
@@ -75,7 +75,7 @@ def test_products_give_the_scores_that_attention_really_has(family):
 @pytest.mark.parametrize("family", ["llama", "qwen3, norms", "gpt_neox, partial"])
 @torch.no_grad()
 def test_products_of_coca_give_the_scores_that_its_attention_really_has(family, constraint):
-    """Strict by h_j alone; slack by g_j too, which go by m + n. Unturned pairs are pairs of angle
+    """Strict by h_j alone; slack by g_j too, which go by m + n. Unrotated pairs are pairs of angle
     zero.
     """
     torch.manual_seed(1)
@@ -136,7 +136,7 @@ def test_a_key_that_is_not_collinear_with_the_query_shows_as_an_angle(coca, monk
         torch.testing.assert_close(angle, torch.full_like(angle, -math.atan2(0.6, 0.8)))
 
 
-def unturned(model, layer, ids, m, n):
+def unrotated(model, layer, ids, m, n):
     """The part of a GPT-NeoX score that does not depend on positions: dimensions 8 to 15 of 16."""
     seen = {}
     attention = model.gpt_neox.layers[layer].attention.query_key_value
@@ -164,7 +164,7 @@ def test_a_rotation_by_other_angles_is_refused_and_the_model_keeps_its_own(llama
     rotate = modeling_llama.apply_rotary_pos_emb
     with (
         pytest.raises(
-            CocaError, match="turns 4 pairs of 8 dimensions, expected 4 pairs by the angles"
+            CocaError, match="rotates 4 pairs of 8 dimensions, expected 4 pairs by the angles"
         ),
         visiting_products(llama.model, frequencies(llama.model) * 2, lambda layer, h: None),
     ):

@@ -3,7 +3,7 @@ scores replaced.
 
 The stock model runs as it is, with projections, norms, masks and residuals of its own. Its keys are
 made to carry the coefficients, each written to both rows of its pair; its attention function, which
-is handed rotated queries and keys, turns them back and contracts three operands.
+is handed rotated queries and keys, rotates them back and contracts three operands.
 """
 
 import importlib
@@ -79,7 +79,7 @@ CASES = {
     # the last layer is not rotated, and kept
     "smollm3": ("smollm3", {"no_rope_layer_interval": 3}),
     "phi3-window": ("phi3", {"sliding_window": WINDOW, "tie_word_embeddings": True}),
-    # 6 of 8 are turned
+    # 6 of 8 are rotated
     "phi3-partial": (
         "phi3",
         {
@@ -90,7 +90,7 @@ CASES = {
             }
         },
     ),
-    # 12 of 32 are turned
+    # 12 of 32 are rotated
     "neox-partial": ("gpt_neox", NEOX | {"rotary_pct": 0.375, "use_parallel_residual": True}),
     "neox-sequential": ("gpt_neox", NEOX | {"rotary_pct": 1.0, "use_parallel_residual": False}),
     "neox-no-bias": (
@@ -123,7 +123,7 @@ def stock_model(case, **changes):
     return model
 
 
-def turned_dims(config):
+def rotated_dims(config):
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return head_dim, int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
 
@@ -132,16 +132,16 @@ def pairs(config):
     """Where the family keeps the first and the second of every pair of a head: two index lists of
     length j.
     """
-    head_dim, turned = turned_dims(config)
-    first = [*range(turned // 2), *range(turned, (turned + head_dim) // 2)]
-    second = [*range(turned // 2, turned), *range((turned + head_dim) // 2, head_dim)]
+    head_dim, rotated = rotated_dims(config)
+    first = [*range(rotated // 2), *range(rotated, (rotated + head_dim) // 2)]
+    second = [*range(rotated // 2, rotated), *range((rotated + head_dim) // 2, head_dim)]
     return torch.tensor(first), torch.tensor(second)
 
 
 def key_rows(stock, layer):
     """The rows of the layer's key projection, and of its bias, as views by head: (g, d, ...)."""
     config = stock.config
-    head_dim, _ = turned_dims(config)
+    head_dim, _ = rotated_dims(config)
     if config.model_type == "gpt_neox":
         fused = stock.gpt_neox.layers[layer].attention.query_key_value
         return {
@@ -186,7 +186,7 @@ def reference_logits(stock, constraint, ids, mask):
     position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
     base = stock.base_model
     first, second = pairs(stock.config)
-    _, turned = turned_dims(stock.config)
+    _, width = rotated_dims(stock.config)
     file = importlib.import_module(type(stock).__module__)
     plain = file.eager_attention_forward
 
@@ -194,17 +194,17 @@ def reference_logits(stock, constraint, ids, mask):
         if not getattr(module, "use_rope", True):
             return plain(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
         cos, sin = base.rotary_emb(query, position_ids)
-        still = len(first) - turned // 2
-        cos = torch.nn.functional.pad(cos[:, None, :, : turned // 2], (0, still), value=1.0)
-        sin = torch.nn.functional.pad(sin[:, None, :, : turned // 2], (0, still))
-        turned_back = []
+        still = len(first) - width // 2
+        cos = torch.nn.functional.pad(cos[:, None, :, : width // 2], (0, still), value=1.0)
+        sin = torch.nn.functional.pad(sin[:, None, :, : width // 2], (0, still))
+        straight = []
         for rotated in (query, key):
             real, imag = rotated[..., first], rotated[..., second]
             length = cos.square() + sin.square()
-            turned_back += [(real * cos + imag * sin) / length, (imag * cos - real * sin) / length]
+            straight += [(real * cos + imag * sin) / length, (imag * cos - real * sin) / length]
         # both rows of a pair carry one coefficient
-        assert (turned_back[2] - turned_back[3]).abs().max() < 1e-4
-        q, t = torch.cat(turned_back[:2], dim=-1), turned_back[2].relu()
+        assert (straight[2] - straight[3]).abs().max() < 1e-4
+        q, t = torch.cat(straight[:2], dim=-1), straight[2].relu()
         scores = coca_scores(q, t, cos, sin, constraint) * scaling
         weights = (scores + attention_mask).softmax(-1)
         value = value.repeat_interleave(q.shape[1] // value.shape[1], dim=1)

@@ -122,8 +122,8 @@ def test_a_window_forgets_what_lies_behind_it_in_model_and_cache(case):
     assert kept == [WINDOW - 1 if kind == "s" else 40 for kind in kinds]
 
 
-def test_pairs_that_are_not_turned_do_not_depend_on_positions():
-    """With nothing but them (the turned part of the queries is zero), slack too is the same at
+def test_pairs_that_are_not_rotated_do_not_depend_on_positions():
+    """With nothing but them (the rotated part of the queries is zero), slack too is the same at
     shifted positions.
     """
     model, ids = coca_model("neox-partial", "slack").double(), tokens()
@@ -131,7 +131,7 @@ def test_pairs_that_are_not_turned_do_not_depend_on_positions():
         q_proj = layer.self_attn.q_proj
         for parameter in q_proj.parameters():
             heads = parameter.data.unflatten(0, (3, 2, 16))
-            heads[:, :, :6] = 0  # the first 6 pairs are the turned ones
+            heads[:, :, :6] = 0  # the first 6 pairs are the rotated ones
     here, there = (
         model(ids, position_ids=torch.arange(23)[None] + shift).logits for shift in (0, 1000)
     )

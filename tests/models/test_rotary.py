@@ -355,7 +355,7 @@ def test_generating_from_embeddings_equals_generating_from_their_ids(rope):
 
 @pytest.mark.parametrize("rope", ROPES)
 def test_partial_rotation_turns_the_first_pairs_as_transformers_does_and_leaves_the_rest(rope):
-    # head_dim 32, 16 turned
+    # head_dim 32, 16 rotated
     fields = {"hidden_size": 96, "num_attention_heads": 3, "max_position_embeddings": 64}
     parameters = ROPES[rope] | {"partial_rotary_factor": 0.5}
     positions = torch.arange(150)[None]

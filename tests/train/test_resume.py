@@ -494,3 +494,12 @@ def test_a_run_that_failed_before_its_first_step_leaves_room_for_the_corrected_r
     with pytest.raises(CocaError, match=r"lr_scheduler_type .*min_lr"):
         run_recipe(wrong, tmp_path / "out", stage="k")
     run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="k")
+
+
+def test_a_run_makes_blocks_again_whose_state_is_damaged(recipe_path, unbroken, tmp_path):
+    recipe = load_recipe(recipe_path, [f"data.prepared={tmp_path / 'blocks'}"])
+    run_recipe(recipe, tmp_path / "out", stage="k")
+    for state in Path(tmp_path / "blocks").glob("*/state.json"):
+        state.write_text("{")
+    out = run_recipe(recipe, tmp_path / "out", resume=True)
+    assert_same_weights(out, unbroken / "3-full")

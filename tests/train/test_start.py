@@ -21,6 +21,7 @@ from coca_hf import CocaError
 from coca_hf.train.model import start_config
 from coca_hf.train.preflight import (
     check_model,
+    check_overrides,
     check_positions,
     check_tokenizer,
     resolve_stages,
@@ -211,7 +212,7 @@ def test_every_family_passes_the_look_at_its_shapes(recipe_path, tmp_path, famil
 def test_what_the_weights_of_a_checkpoint_fix_is_not_overridden(recipe_path, setting, expected):
     message = rf"config\.\w+: got \w+, expected {expected}, as the weights of .* have it; leave it"
     with pytest.raises(CocaError, match=message):
-        start_config(load_recipe(recipe_path, [f"config.{setting}"]))
+        check_overrides(load_recipe(recipe_path, [f"config.{setting}"]))
 
 
 def test_a_config_without_overrides_is_the_models(recipe_path, tiny_coca_dir):
