@@ -21,4 +21,4 @@ if [ "$(cat .venv-oldest/installed 2> /dev/null)" != "$wanted" ]; then
 fi
 . .venv-oldest/bin/activate
 export OMP_NUM_THREADS=1
-python -m pytest -q -n 2 --dist loadfile -m 'not real' -W default  # the warnings of old versions are no errors
+python -m pytest -q -n 3 --dist loadfile -m 'not real' -W default  # the warnings of old versions are no errors

@@ -10,6 +10,7 @@ cd "$(dirname "$0")/.."
 ruff check .
 ruff format --check .
 mypy
-export OMP_NUM_THREADS=1  # two processes of tests, and those that they start, share the machine's cores
-python -m pytest -n 2 --dist loadfile "$@"  # a file to each of two processes, in turn
+export OMP_NUM_THREADS=1  # the processes of tests, and those that they start, share the machine's cores
+[[ "$*" == *"not real"* ]] && processes=3 || processes=2  # real tests start some of their own
+python -m pytest -n $processes --dist loadfile "$@"  # a file to each process, in turn
 [[ "$*" == *"not real"* ]] || scripts/oldest.sh
