@@ -178,9 +178,9 @@ def serving_repository():
         yield server
 
 
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    """The hub of this process."""
+@contextmanager
+def serving_this_process(monkeypatch, tmp_path):
+    """The repository, on the hub of this process."""
     with serving_repository() as server:
         for name, value in {
             "ENDPOINT": server.url,
@@ -194,6 +194,12 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", server.url)
         monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # it has its own endpoint
         monkeypatch.setenv("HF_TOKEN", "hf_nobody")
+        yield server
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with serving_this_process(monkeypatch, tmp_path) as server:
         yield server
 
 

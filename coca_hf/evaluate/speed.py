@@ -141,7 +141,7 @@ def speed_rows(
 
 @dataclass
 class _Timing:
-    """Of one model. peak: in bytes."""
+    """What one model took. peak: in bytes."""
 
     model: Any
     step: Step | None = None

@@ -352,8 +352,8 @@ def _metrics(
 
 
 def _stderr(scores: list[float | None], value: float) -> float | None:
-    """Of a `value` that is the mean of scores; None of another. lm-eval gives standard errors only
-    with bootstraps, which print, fork and take minutes.
+    """The standard error of a `value` that is the mean of scores; None for another. lm-eval gives
+    it only with bootstraps, which print, fork and take minutes.
     """
     known = [score for score in scores if score is not None]
     if len(scores) < 2 or len(known) < len(scores) or not math.isfinite(value):

@@ -82,9 +82,9 @@ def unit_key(cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
     return torch.stack((cos - sin, cos + sin) if constraint == "slack" else (cos, sin), dim=-2)
 
 
-def scaled_key(t: Tensor, unit_key: Tensor) -> Tensor:
-    """Keys (b, g, n, d) from coefficients (b, g, n, j), in one pass."""
-    return (unit_key * t.unsqueeze(-2)).flatten(-2)
+def scaled_key(t: Tensor, unit: Tensor) -> Tensor:
+    """Keys (b, g, n, d) from coefficients (b, g, n, j) and their `unit_key`, in one pass."""
+    return (unit * t.unsqueeze(-2)).flatten(-2)
 
 
 def plain_fold(

@@ -64,7 +64,7 @@ class CocaConfig(PreTrainedConfig):
 
     @property
     def head_dim(self) -> int:
-        """Of families whose configuration has no field of this name."""
+        """The width of a head, for families whose configuration has no field of this name."""
         return self.hidden_size // self.num_attention_heads
 
     def __post_init__(self, **kwargs):

@@ -1,25 +1,14 @@
 """`--push-to-hub`: what is refused before the work, what is uploaded in which order, and what stays."""
 
-import huggingface_hub
 import pytest
 
 from coca_hf.convert.upload import check_repository
-from tests.test_hub import REPO, run, serving_repository
+from tests.test_hub import REPO, run, serving_this_process
 
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """The hub of this process."""
-    with serving_repository() as server:
-        for name, value in {
-            "ENDPOINT": server.url,
-            "HUGGINGFACE_CO_URL_TEMPLATE": server.url + "/{repo_id}/resolve/{revision}/{filename}",
-            "HF_HUB_OFFLINE": False,
-            "HF_HUB_DISABLE_XET": True,
-            "HF_TOKEN_PATH": str(tmp_path / "no-token"),
-        }.items():
-            monkeypatch.setattr(huggingface_hub.constants, name, value)
-        monkeypatch.setenv("HF_TOKEN", "hf_nobody")
+    with serving_this_process(monkeypatch, tmp_path) as server:
         yield server
 
 
