@@ -10,10 +10,10 @@ from coca_cli.console import BadOption, say
 from coca_cli.options import (
     BatchSize,
     Lengths,
-    PassageTexts,
-    Run,
+    ModelOptions,
+    PassageOptions,
     Seed,
-    Texts,
+    TextOptions,
     grouped,
     parse_lengths,
 )
@@ -57,9 +57,9 @@ BASE_MODEL = "Hub id of the original model, if it was converted from a directory
 @app.command("perplexity")
 @grouped
 def perplexity_command(
-    run: Run,
+    options: ModelOptions,
     lengths: Lengths,
-    texts: Texts,
+    texts: TextOptions,
     stride: Annotated[int | None, typer.Option(min=1, help=STRIDE)] = None,
     variant: Annotated[str, typer.Option(help=WINDOWS)] = "sliding",
     batch_size: BatchSize = "auto",
@@ -71,18 +71,17 @@ def perplexity_command(
     from coca_hf.evaluate.perplexity import check_variant, perplexity_rows
 
     kind = check_variant(variant)
-    loaded, ropes = run.load(lengths)
-    sample = texts.draw(loaded, max(lengths), kind.special_tokens)
-    options = {"batch_size": batch_size, "variant": variant}
-    run.make_rows(perplexity_rows, loaded, sample, lengths, stride or kind.stride, ropes, **options)
+    run = options.load(lengths, batch_size)
+    sample = texts.draw(run, special_tokens=kind.special_tokens)
+    options.make(run, perplexity_rows(run, sample, stride or kind.stride, variant))
 
 
 @app.command("position-loss")
 @grouped
 def position_command(
-    run: Run,
+    options: ModelOptions,
     lengths: Lengths,
-    texts: Texts,
+    texts: TextOptions,
     bucket: Annotated[int, typer.Option(min=1, max=10**9, help=BUCKET)] = 64,
     batch_size: BatchSize = "auto",
 ) -> None:
@@ -92,16 +91,14 @@ def position_command(
     """
     from coca_hf.evaluate.position import position_rows
 
-    loaded, ropes = run.load(lengths)
-    sample = texts.draw(loaded, max(lengths))
-    options = {"bucket": bucket, "batch_size": batch_size}
-    run.make_rows(position_rows, loaded, sample, lengths, ropes, **options)
+    run = options.load(lengths, batch_size)
+    options.make(run, position_rows(run, texts.draw(run), bucket))
 
 
 @app.command("passkey")
 @grouped
 def passkey_command(
-    run: Run,
+    options: ModelOptions,
     lengths: Lengths,
     cases: Annotated[int, typer.Option(min=1, help="Number of prompts per length.")] = 100,
     depths: Annotated[int | None, typer.Option(min=1, max=1000, help=DEPTHS)] = None,
@@ -114,35 +111,31 @@ def passkey_command(
     from coca_hf.evaluate.passkey import check_variant, passkey_rows
 
     kind = check_variant(variant)
-    loaded, ropes = run.load(lengths, new_tokens or kind.new_tokens)
-    options: dict[str, Any] = {"num_cases": cases, "seed": seed, "depths": depths}
-    options |= {"new_tokens": new_tokens, "batch_size": batch_size, "variant": variant}
-    run.make_rows(passkey_rows, loaded, lengths, ropes, **options)
+    run = options.load(lengths, batch_size, new_tokens or kind.new_tokens)
+    options.make(run, passkey_rows(run, cases, new_tokens, seed, variant, depths))
 
 
 @app.command("boundary")
 @grouped
 def boundary_command(
-    run: Run,
+    options: ModelOptions,
     lengths: Lengths,
-    texts: Texts,
+    texts: TextOptions,
     pairs: Annotated[int, typer.Option(min=1, help=PAIRS)] = 1024,
 ) -> None:
     """Angle between query and key before rotation, and where scores rise with distance."""
     from coca_hf.evaluate.boundary import boundary_rows
 
-    loaded, ropes = run.load(lengths)
-    sample = texts.draw(loaded, max(lengths))
-    options = {"pairs_per_document": pairs, "seed": texts.seed}
-    run.make_rows(boundary_rows, loaded, sample, lengths, ropes, **options)
+    run = options.load(lengths)
+    options.make(run, boundary_rows(run, texts.draw(run), pairs, texts.seed))
 
 
 @app.command("copying")
 @grouped
 def copying_command(
-    run: Run,
+    options: ModelOptions,
     lengths: Lengths,
-    texts: PassageTexts,
+    texts: PassageOptions,
     cases: Annotated[int, typer.Option(min=1, help="Number of sequences per length.")] = 16,
     batch_size: BatchSize = "auto",
 ) -> None:
@@ -152,18 +145,16 @@ def copying_command(
     """
     from coca_hf.evaluate.copying import copying_rows
 
-    loaded, ropes = run.load(lengths)
-    sample = None
+    run, sample = options.load(lengths, batch_size), None
     if texts.given:
-        sample = texts.draw(loaded, max(lengths) // 2, special_tokens=False)
-    options = {"num_cases": cases, "seed": texts.seed, "batch_size": batch_size, "sample": sample}
-    run.make_rows(copying_rows, loaded, lengths, ropes, **options)
+        sample = texts.draw(run, max(lengths) // 2, special_tokens=False)
+    options.make(run, copying_rows(run, cases, texts.seed, sample))
 
 
 @app.command("recall")
 @grouped
 def recall_command(
-    run: Run,
+    options: ModelOptions,
     lengths: Lengths,
     cases: Annotated[int, typer.Option(min=1, help="Number of lists per length.")] = 100,
     pairs: Annotated[int, typer.Option(min=2, max=1000, help="Number of lines in a list.")] = 8,
@@ -173,52 +164,49 @@ def recall_command(
     """Share of values that the model finds by their keys in a list spread over each length."""
     from coca_hf.evaluate.recall import recall_rows
 
-    loaded, ropes = run.load(lengths)
-    options = {"num_cases": cases, "pairs": pairs, "seed": seed, "batch_size": batch_size}
-    run.make_rows(recall_rows, loaded, lengths, ropes, **options)
+    run = options.load(lengths, batch_size)
+    options.make(run, recall_rows(run, cases, pairs, seed))
 
 
 @app.command("attention-maps")
 @grouped
 def attention_maps_command(
-    run: Run,
+    options: ModelOptions,
     lengths: Lengths,
-    texts: Texts,
+    texts: TextOptions,
     baseline: Annotated[str, typer.Option(help=ORIGINAL, show_default=False)],
 ) -> None:
     """Divergence of every head's attention from that of the original model."""
     from coca_hf.evaluate.attention_maps import attention_map_rows
 
-    loaded, ropes = run.load(lengths)
-    other = run.load_one(baseline, ropes)
-    sample = texts.draw(loaded, max(lengths))
-    run.make_rows(attention_map_rows, loaded, other, sample, lengths, ropes)
+    run = options.load(lengths)
+    original = options.load_one(baseline, run.ropes)
+    options.make(run, attention_map_rows(run, original, texts.draw(run)))
 
 
 @app.command("layers")
 @grouped
 def layers_command(
     original: Annotated[str, typer.Argument(help=ORIGINAL, show_default=False)],
-    run: Run,
+    options: ModelOptions,
     lengths: Lengths,
-    texts: Texts,
+    texts: TextOptions,
     cases: Annotated[int, typer.Option(min=1, help=SEQUENCES)] = 6,
     batch_size: BatchSize = "auto",
 ) -> None:
     """Harm of converting each layer, and which layers to keep first."""
     from coca_hf.evaluate.layers import layer_rows
 
-    loaded, ropes = run.load(lengths)
-    other = run.load_one(original, ropes)
-    sample = texts.draw(loaded, max(lengths), special_tokens=False)
-    options = {"num_cases": cases, "seed": texts.seed, "batch_size": batch_size}
-    run.make_rows(layer_rows, other, loaded, sample, lengths, ropes, **options)
+    run = options.load(lengths, batch_size)
+    other = options.load_one(original, run.ropes)
+    sample = texts.draw(run, special_tokens=False)
+    options.make(run, layer_rows(run, other, sample, cases, texts.seed))
 
 
 @app.command("tasks")
 @grouped
 def tasks_command(
-    run: Run,
+    options: ModelOptions,
     tasks: Annotated[str, typer.Option(help=TASKS)] = "",
     ruler: Annotated[Any, typer.Option(callback=parse_lengths, metavar="<str>", help=RULER)] = None,
     shots: Annotated[int | None, typer.Option(min=0, help=SHOTS)] = None,
@@ -232,16 +220,14 @@ def tasks_command(
     from coca_hf.evaluate.tasks import parse_tasks, task_rows
 
     names = parse_tasks(tasks, include_path) if tasks else []
-    loaded, ropes = run.load(ruler)
-    options = {"ruler_lengths": ruler, "shots": shots, "limit": limit}
-    options |= {"batch_size": batch_size, "include_path": include_path}
-    run.make_rows(task_rows, loaded, names, ropes, **options)
+    run = options.load(ruler, batch_size)
+    options.make(run, task_rows(run, names, shots, limit, include_path))
 
 
 @app.command("speed")
 @grouped
 def speed_command(
-    run: Run,
+    options: ModelOptions,
     lengths: Lengths,
     baseline: Annotated[str | None, typer.Option(help=BASELINE)] = None,
     baseline_name: Annotated[str | None, typer.Option(help=BASELINE_NAME)] = None,
@@ -256,11 +242,10 @@ def speed_command(
     from coca_hf.evaluate.speed import parse_modes, speed_rows
 
     chosen = parse_modes(modes)
-    loaded, ropes = run.load(lengths)
-    other = run.load_one(baseline, ropes, baseline_name) if baseline is not None else None
-    options = {"baseline": other, "modes": chosen, "batch_size": batch_size}
-    options |= {"repeats": repeats, "warmup": warmup}
-    run.make_rows(speed_rows, loaded, lengths, ropes, **options)
+    run, other = options.load(lengths, batch_size), None
+    if baseline is not None:
+        other = options.load_one(baseline, run.ropes, baseline_name)
+    options.make(run, speed_rows(run, other, chosen, repeats, warmup))
 
 
 @app.command("inspect")

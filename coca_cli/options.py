@@ -3,7 +3,7 @@
 import inspect
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
@@ -84,7 +84,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @dataclass
-class Run:
+class ModelOptions:
     """A model under RoPE settings, and where its rows go."""
 
     model: Annotated[str, typer.Argument(help=MODEL, show_default=False)]
@@ -95,10 +95,11 @@ class Run:
     revision: Annotated[str | None, typer.Option(help=REVISION)] = None
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=TRUST)] = False
 
-    def load(self, lengths: list[int], new_tokens: int = 0):
-        """The model and its RoPE settings, which `make_rows` warns of where they do not reach."""
+    def load(self, lengths: list[int], batch_size: int | None = None, new_tokens: int = 0):
+        """The run of these options; `make` warns where RoPE settings do not reach its lengths."""
         from coca_hf.evaluate.batches import processes
         from coca_hf.evaluate.rope import parse_ropes, warn_beyond_trained
+        from coca_hf.evaluate.rows import RowStore, Run
 
         console.quiet = not processes().is_main_process
         if not all(map(_is_text, sys.argv)):
@@ -107,7 +108,7 @@ class Run:
         ropes = parse_ropes(self.rope)
         loaded = self.load_one(self.model, ropes, self.name, self.revision)
         self.warning = warn_beyond_trained(loaded.model, ropes, lengths, new_tokens)
-        return loaded, ropes
+        return Run(loaded, lengths, ropes, RowStore(self.out), batch_size)
 
     def load_one(
         self, path: str, ropes: list, name: str | None = None, revision: str | None = None
@@ -122,15 +123,15 @@ class Run:
             check_rope(loaded.model, setting)
         return loaded
 
-    def make_rows(self, rows_of: Callable, *given: Any, **options: Any) -> None:
-        """Make the rows, on all processes of `accelerate launch`, and print them."""
+    def make(self, run, yielded: Iterable[dict]) -> None:
+        """Make the rows of a run, on all processes of `accelerate launch`, and print them."""
         from coca_hf.evaluate.batches import processes
-        from coca_hf.evaluate.store import RowStore, made_otherwise
+        from coca_hf.evaluate.rows import made_otherwise
         from coca_hf.evaluate.terminal import progress_on, results_table
 
         warn(self.warning)
-        with progress_on(console) as progress:
-            rows = list(rows_of(*given, store=RowStore(self.out, progress), **options))
+        with progress_on(console) as run.store.progress:
+            rows = list(yielded)
         if processes().is_main_process:
             PlainConsole().print(results_table(rows))
             say(f"rows: {self.out / 'rows.jsonl'}")
@@ -141,7 +142,7 @@ class Run:
 
 
 @dataclass
-class Texts:
+class TextOptions:
     """The documents that are read."""
 
     data: Annotated[str | None, typer.Option(help=DATA)] = None
@@ -159,17 +160,18 @@ class Texts:
         if (self.data is None) == (self.preset is None):
             raise BadOption("--data, --preset: got both or neither, expected one of them")
 
-    def draw(self, loaded, min_tokens: int, special_tokens: bool = True):
+    def draw(self, run, min_tokens: int | None = None, special_tokens: bool = True):
+        """The sample for a run. min_tokens: of a document, by default the longest of the lengths."""
         from coca_hf.evaluate.sample import check_preset, draw_sample, first_of
 
-        options = asdict(self)
+        options, min_tokens = asdict(self), min_tokens or max(run.lengths)
         if preset := options.pop("preset"):
             chosen = check_preset(preset)
             min_tokens = max(min_tokens, chosen.pop("min_tokens"))
             options |= chosen | {"max_tokens": self.max_tokens or chosen["max_tokens"]}
             options["documents"] = self.documents or chosen["documents"]
         options |= {"min_tokens": min_tokens, "special_tokens": special_tokens}
-        sample = draw_sample(loaded, **options)
+        sample = draw_sample(run.loaded, **options)
         if sample.left_out:
             least = f"{options['min_bytes']:,} bytes"
             told = f"left out {sample.left_out:,} documents of fewer than {least}"
@@ -186,7 +188,7 @@ class Texts:
 
 
 @dataclass
-class PassageTexts(Texts):
+class PassageOptions(TextOptions):
     """The documents whose passages are read, where a measurement can do without."""
 
     def __post_init__(self) -> None:

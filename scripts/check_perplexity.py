@@ -39,8 +39,8 @@ from coca_hf.documents import read_documents
 from coca_hf.evaluate.loaded_model import LoadedModel, load_model
 from coca_hf.evaluate.perplexity import perplexity_rows
 from coca_hf.evaluate.rope import Rope
+from coca_hf.evaluate.rows import RowStore, Run, command_line
 from coca_hf.evaluate.sample import Sample, draw_sample
-from coca_hf.evaluate.store import RowStore, command_line
 
 LARGEST_DIFFERENCE = 1e-3
 SECOND_WINDOW = 256  # tokens that it scores
@@ -122,8 +122,8 @@ def main() -> int:
 
 def measure(loaded: LoadedModel, sample: Sample, length: int, stride: int) -> dict:
     with tempfile.TemporaryDirectory() as out:
-        ropes, store = [Rope("default")], RowStore(Path(out))
-        (row,) = perplexity_rows(loaded, sample, [length], stride, ropes, store)
+        run = Run(loaded, [length], [Rope("default")], RowStore(Path(out)))
+        (row,) = perplexity_rows(run, sample, stride)
     return row
 
 

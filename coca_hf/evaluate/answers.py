@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import Watch, auto_batch_size, compute_all
+from coca_hf.evaluate.batches import Batches
 from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
 from coca_hf.evaluate.perplexity import keeps_logits
 from coca_hf.tokens import around_text
@@ -108,39 +108,32 @@ def most_that_fits(tokens_of: Callable[[int], int], length: int) -> int:
     return fits
 
 
-def score_answers(
-    loaded: LoadedModel,
-    cases: list[tuple[list[int], list[int]]],
-    batch_size: int | None = None,
-    watch: Watch = iter,
-) -> tuple[list[Scored], int]:
-    """The scores of the answers, and the batch size; raises NoValue as `compute_all` does.
+def score_answers(model: Any, cases: list[Case], batches: Batches) -> list[Scored]:
+    """The scores of the answers; raises NoValue as `compute_all` does.
 
-    cases: token ids of a prompt and of its answer. batch_size: None for `auto_batch_size`. All
-    cases are padded on the right to one width. Causal attention never looks at padding there, so a
-    score does not depend on the batch.
+    All cases are padded on the right to one width. Causal attention never looks at padding there,
+    so a score does not depend on the batch.
     """
-    width = max(len(prompt) + len(answer) for prompt, answer in cases) - 1
-    kept = width + 1 - min(len(prompt) for prompt, _ in cases)
-    model = loaded.model
+    width = max(len(case.token_ids) + len(case.answer_ids) for case in cases) - 1
+    kept = width + 1 - min(len(case.token_ids) for case in cases)
 
     @torch.inference_mode()
-    def compute(batch: list[tuple[list[int], list[int]]]) -> list[Scored]:
-        read = [prompt + answer[:-1] for prompt, answer in batch]
+    def compute(batch: list[Case]) -> list[Scored]:
+        read = [case.token_ids + case.answer_ids[:-1] for case in batch]
         padded = [ids + [0] * (width - len(ids)) for ids in read]
         input_ids = torch.tensor(padded, device=model.device)
         only_kept = {"logits_to_keep": kept} if keeps_logits(model) else {}
         output = model(input_ids=input_ids, use_cache=False, **only_kept)
         scores = []
-        for (prompt, answer), logits in zip(batch, output.logits[:, -kept:], strict=True):
-            first = len(prompt) - 1 - (width - kept)
-            log_probs = logits[first : first + len(answer)].float().log_softmax(-1)
-            targets = torch.tensor(answer, device=model.device)[:, None]
+        for case, logits in zip(batch, output.logits[:, -kept:], strict=True):
+            first = len(case.token_ids) - 1 - (width - kept)
+            log_probs = logits[first : first + len(case.answer_ids)].float().log_softmax(-1)
+            targets = torch.tensor(case.answer_ids, device=model.device)[:, None]
             nll = -log_probs.double().gather(1, targets).sum()
             scores.append(Scored(nll.item(), log_probs.argmax(-1).tolist()))
         return scores
 
-    return compute_all([(cases, batch_size or auto_batch_size(width))], compute, watch)
+    return batches.compute([(cases, width)], compute)
 
 
 def case_lines(

@@ -22,12 +22,11 @@ from torch import Tensor
 from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import NoValue, Watch, compute_each
+from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.row import Beside, Count, Identity, Shared, TextRow
+from coca_hf.evaluate.rows import Beside, Count, Identity, Raw, Run, Shared, TextRow
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.store import Raw, RowStore, about_model
 from coca_hf.evaluate.tables import (
     FLOAT,
     INT,
@@ -58,32 +57,23 @@ class AttentionMapsRow(TextRow):
     baseline_fingerprint: NotRequired[Identity[str]]
 
 
-def attention_map_rows(
-    loaded: LoadedModel,
-    baseline: LoadedModel,
-    sample: Sample,
-    lengths: list[int],
-    ropes: list[Rope],
-    store: RowStore,
-) -> Iterator[dict]:
-    """Yield a row for every RoPE setting and length; those that `store` has are not measured again.
+def attention_map_rows(run: Run, baseline: LoadedModel, sample: Sample) -> Iterator[dict]:
+    """Yield the rows of a run.
 
     RoPE settings are put on both models. Holds the maps of one document, (layers, h, length,
     length), of both models.
 
     Raises CocaError where the baseline is not of the model's family, layers, heads and vocabulary.
     """
-    check_baseline(loaded, baseline, sample, f"--baseline {baseline.path}")
+    check_baseline(run.loaded, baseline, sample, f"--baseline {baseline.path}")
 
-    def measure(rope: Rope, length: int, watch: Watch) -> tuple[dict, Raw]:
-        for one in (loaded, baseline):
-            use_rope_(one.model, rope, length)
-
-        def compare(token_ids: Tensor) -> Tensor:
-            return _compare(loaded.model, baseline.model, token_ids[:length])
-
-        with _giving_maps(loaded.model), _giving_maps(baseline.model):
-            heads = torch.stack(compute_each(sample.token_ids, compare, watch)).mean(0)
+    def measure(rope: Rope, length: int, batches: Batches) -> tuple[dict, Raw]:
+        both = run.loaded.model, baseline.model
+        for model in both:
+            use_rope_(model, rope, length)
+        with _giving_maps(both[0]), _giving_maps(both[1]):
+            compared = batches.each(sample.token_ids, lambda ids: _compare(*both, ids[:length]))
+        heads = torch.stack(compared).mean(0)
         if not heads.isfinite().all():  # (layers, h, columns)
             raise NoValue("an attention map is not finite")
         lines = [
@@ -96,9 +86,9 @@ def attention_map_rows(
         tokens = sum(len(ids[:length]) for ids in sample.token_ids)
         return results | {"tokens": tokens}, {"heads": lines}
 
-    settings = {"task": "attention-maps", **sample.describe(), **about_model(loaded)}
+    settings = {"task": "attention-maps", **sample.describe()}
     settings |= {"baseline": baseline.name, "baseline_fingerprint": baseline.fingerprint}
-    return store.rows(AttentionMapsRow, settings, ropes, lengths, measure)
+    return run.rows(AttentionMapsRow, settings, measure)
 
 
 def check_baseline(loaded: LoadedModel, baseline: LoadedModel, sample: Sample, where: str) -> None:

@@ -56,8 +56,31 @@ def auto_batch_size(tokens: int) -> int:
     return min(max(AUTO_TOKENS_ON_CPU // tokens, 1), AUTO_SEQUENCES)
 
 
-def batches_of(items: list[Item], batch_size: int) -> list[list[Item]]:
-    return [items[first : first + batch_size] for first in range(0, len(items), batch_size)]
+class Batches:
+    """The batches of one row, whose loop `watch` shows.
+
+    size: sequences at a time, None for `auto_batch_size`. used: the size that fitted, afterwards.
+    """
+
+    used: int | None = None
+
+    def __init__(self, size: int | None = None, watch: Watch = iter):
+        self.size, self.watch = size, watch
+
+    def compute(
+        self,
+        groups: list[tuple[list[Item], int]],
+        compute: Callable[[list[Item]], list[Result]],
+    ) -> list[Result]:
+        """As `compute_all`. groups: items that may share a batch, and the tokens of each."""
+        sized = [(items, self.size or auto_batch_size(tokens)) for items, tokens in groups]
+        results, used = compute_all(sized, compute, self.watch)
+        self.used = max(used, self.used or 0)
+        return results
+
+    def each(self, items: list[Item], compute: Callable[[Item], Result]) -> list[Result]:
+        """The result of every item, computed alone."""
+        return compute_all([(items, 1)], lambda batch: [compute(batch[0])], self.watch)[0]
 
 
 def compute_all(
@@ -102,13 +125,6 @@ def compute_all(
     return results, size
 
 
-def compute_each(
-    items: list[Item], compute: Callable[[Item], Result], watch: Watch = iter
-) -> list[Result]:
-    """`compute_all` one item at a time."""
-    return compute_all([(items, 1)], lambda batch: [compute(item) for item in batch], watch)[0]
-
-
 def _share(
     groups: list[tuple[list[Item], int]], process: int, num_processes: int
 ) -> list[list[Item]]:
@@ -118,7 +134,8 @@ def _share(
     batches: list[list[Item]] = []
     dealt = 0
     for items, batch_size in groups:
-        batches += batches_of(items[(process - dealt) % num_processes :: num_processes], batch_size)
+        own = items[(process - dealt) % num_processes :: num_processes]
+        batches += [own[first : first + batch_size] for first in range(0, len(own), batch_size)]
         dealt += len(items)
     return batches
 

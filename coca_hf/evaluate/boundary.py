@@ -37,13 +37,11 @@ from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.angles import count_angles, decay_distances, decay_sums, partial_sums
-from coca_hf.evaluate.batches import NoValue, Watch, compute_each
-from coca_hf.evaluate.loaded_model import LoadedModel
+from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.query_key_products import Products, frequencies, visiting_products
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.row import Count, Identity, Setting, Share, TextRow
+from coca_hf.evaluate.rows import Count, Identity, Raw, Run, Setting, Share, TextRow
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.store import Raw, RowStore, about_model
 from coca_hf.evaluate.tables import (
     FLOAT,
     INT,
@@ -90,46 +88,39 @@ class BoundaryRow(TextRow):
 
 
 def boundary_rows(
-    loaded: LoadedModel,
-    sample: Sample,
-    lengths: list[int],
-    ropes: list[Rope],
-    store: RowStore,
-    pairs_per_document: int = 1024,
-    seed: int = 0,
+    run: Run, sample: Sample, pairs_per_document: int = 1024, seed: int = 0
 ) -> Iterator[dict]:
-    """Yield a row for every RoPE setting and length; those that `store` has are not measured again.
+    """Yield the rows of a run.
 
     The first `length` tokens of every document count.
 
     Raises CocaError where the model has no rotary embedding, or rotates its heads in a way that is
     not understood.
     """
-    about = about_model(loaded)
-    model, documents = loaded.model, sample.token_ids
+    model, documents = run.loaded.model, sample.token_ids
 
-    def measure(rope: Rope, length: int, watch: Watch) -> tuple[dict, Raw]:
+    def measure(rope: Rope, length: int, batches: Batches) -> tuple[dict, Raw]:
         use_rope_(model, rope, length)
         theta = frequencies(model)
-        distances = decay_distances(max(length, about["trained_length"] or 0))
+        distances = decay_distances(max(length, run.about["trained_length"] or 0))
 
         def of_document(number: int) -> dict[str, np.ndarray]:
             token_ids, draw_seed = documents[number][:length], f"boundary {seed} {number}"
             positions = draw_positions(len(token_ids), pairs_per_document, draw_seed)
             return _of_document(model, token_ids, theta, distances, positions)
 
-        found = compute_each([*range(len(documents))], of_document, watch)
+        found = batches.each([*range(len(documents))], of_document)
         sums = {name: np.sum([one[name] for one in found], axis=0) for name in found[0]}
         if count := int(sums["not_finite"].sum()):
             raise NoValue(f"{count} products of queries and keys are not finite")
         raw = {"angles": _angle_lines(sums, theta)}
-        if about["coca_constraint"] != "slack":
+        if run.about["coca_constraint"] != "slack":
             raw["decay"] = _decay_lines(sums, theta, distances, len(found))
         return _shares(sums) | {"tokens": sum(len(ids[:length]) for ids in documents)}, raw
 
     settings = {"task": "boundary", **sample.describe()}
-    settings |= {"pairs_per_document": pairs_per_document, "seed": seed, **about}
-    return store.rows(BoundaryRow, settings, ropes, lengths, measure)
+    settings |= {"pairs_per_document": pairs_per_document, "seed": seed}
+    return run.rows(BoundaryRow, settings, measure)
 
 
 def _of_document(

@@ -19,13 +19,12 @@ from torch import Tensor
 from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import Watch
+from coca_hf.evaluate.batches import Batches
 from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.perplexity import Window, check_loss, compute_windows, token_losses, tokens_of
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.row import Beside, Count, Identity, Row, Setting, Shared
+from coca_hf.evaluate.rows import Beside, Count, Identity, Raw, Row, Run, Setting, Shared
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.store import Raw, RowStore, about_model
 from coca_hf.evaluate.tables import NBSP, Measurement, Table, data_of, each_table
 from coca_hf.page import Part, Text
 
@@ -50,34 +49,28 @@ class CopyingRow(Row):
 
 
 def copying_rows(
-    loaded: LoadedModel,
-    lengths: list[int],
-    ropes: list[Rope],
-    store: RowStore,
-    num_cases: int = 16,
-    seed: int = 0,
-    batch_size: int | None = None,
-    sample: Sample | None = None,
+    run: Run, num_cases: int = 16, seed: int = 0, sample: Sample | None = None
 ) -> Iterator[dict]:
-    """Yield a row for every RoPE setting and length; those that `store` has are not measured again.
+    """Yield the rows of a run.
 
     sample: documents whose passages are copied; random tokens by default.
 
     Raises CocaError for lengths with less than two tokens in a copy.
     """
-    check_copy_lengths(lengths)
+    check_copy_lengths(run.lengths)
+    model = run.loaded.model
 
-    def measure(rope: Rope, length: int, watch: Watch) -> tuple[dict, Raw]:
-        cases, copy_len = repeated_sequences(loaded, length, num_cases, seed, sample)
-        use_rope_(loaded.model, rope, length)
+    def measure(rope: Rope, length: int, batches: Batches) -> tuple[dict, Raw]:
+        cases, copy_len = repeated_sequences(run.loaded, length, num_cases, seed, sample)
+        use_rope_(model, rope, length)
 
         def compute(batch: list[Window]) -> list[list[float]]:
-            losses = token_losses(loaded.model, cases, batch)[:, 1 - 2 * copy_len :].double()
+            losses = token_losses(model, cases, batch)[:, 1 - 2 * copy_len :].double()
             firsts, seconds = losses[:, : copy_len - 1], losses[:, copy_len:]
             return torch.stack([firsts.sum(1), seconds.sum(1)], 1).tolist()
 
         windows = [Window(case, 0, len(ids) - 1, len(ids) - 1) for case, ids in enumerate(cases)]
-        windows, sums, used = compute_windows(windows, compute, batch_size, watch)
+        windows, sums = compute_windows(windows, compute, batches)
         lines = [
             {"case": w.document, "tokens": copy_len - 1, "nll_first": first, "nll_second": second}
             for w, (first, second) in zip(windows, sums, strict=True)
@@ -88,11 +81,10 @@ def copying_rows(
         )
         check_loss(first + second)
         results = {"value": second / tokens, "nll_first": first / tokens}
-        return results | {"tokens": tokens, "batch_size": used}, {"copies": lines}
+        return results | {"tokens": tokens}, {"copies": lines}
 
     settings = {"task": "copying", **(sample.describe() if sample else {})}
-    settings |= {"cases": num_cases, "seed": seed, **about_model(loaded)}
-    return store.rows(CopyingRow, settings, ropes, lengths, measure)
+    return run.rows(CopyingRow, settings | {"cases": num_cases, "seed": seed}, measure)
 
 
 def check_copy_lengths(lengths: list[int]) -> None:

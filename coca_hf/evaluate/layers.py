@@ -25,14 +25,13 @@ from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.attention_maps import check_baseline
-from coca_hf.evaluate.batches import NoValue, Watch, auto_batch_size, compute_all
+from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.copying import check_copy_lengths, passages, repeated_sequences
 from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.perplexity import keeps_logits
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.row import Count, Identity, Setting, Shared, TextRow
+from coca_hf.evaluate.rows import Count, Identity, Raw, Run, Setting, Shared, TextRow
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.store import Raw, RowStore, about_model
 from coca_hf.evaluate.tables import (
     FLOAT,
     INT,
@@ -70,17 +69,9 @@ class LayersRow(TextRow):
 
 
 def layer_rows(
-    original: LoadedModel,
-    converted: LoadedModel,
-    sample: Sample,
-    lengths: list[int],
-    ropes: list[Rope],
-    store: RowStore,
-    num_cases: int = 6,
-    seed: int = 0,
-    batch_size: int | None = None,
+    run: Run, original: LoadedModel, sample: Sample, num_cases: int = 6, seed: int = 0
 ) -> Iterator[dict]:
-    """Yield a row for every RoPE setting and length; those that `store` has are not measured again.
+    """Yield the rows of a run, whose model is the converted one.
 
     RoPE settings are put on both models. Holds the states of a batch between the layers of both
     models.
@@ -88,6 +79,7 @@ def layer_rows(
     Raises CocaError where the models are not of one family, size and vocabulary or in the wrong
     order, and for lengths below 5.
     """
+    converted = run.loaded
     is_coca = [hasattr(one.model.config, "coca_constraint") for one in (original, converted)]
     if is_coca == [True, False]:
         raise CocaError(
@@ -95,9 +87,9 @@ def layer_rows(
             "the original first"
         )
     check_baseline(converted, original, sample, original.path)
-    check_copy_lengths(lengths)
+    check_copy_lengths(run.lengths)
 
-    def measure(rope: Rope, length: int, watch: Watch) -> tuple[dict, Raw]:
+    def measure(rope: Rope, length: int, batches: Batches) -> tuple[dict, Raw]:
         for one in (original, converted):
             use_rope_(one.model, rope, length)
         texts, copy_len = _texts(converted, sample, length, num_cases, seed)
@@ -108,22 +100,18 @@ def layer_rows(
             input_ids = torch.stack([ids for _, ids in batch])
             return list(_swapped(original.model, converted.model, input_ids, scored_len))
 
-        groups = [
-            ([(text, ids) for ids in cases], batch_size or auto_batch_size(len(cases[0])))
-            for text, cases in texts.items()
-        ]
-        found, used = compute_all(groups, compute, watch)
+        groups = [([(text, ids) for ids in cases], len(cases[0])) for text, cases in texts.items()]
+        found = batches.compute(groups, compute)
         sums = torch.stack(found).view(len(texts), num_cases, -1, 2).mean(1)
         if not sums.isfinite().all():
             raise NoValue("the loss of a model is not finite")
         lines, measures = _harms(sums)
         tokens = sum(len(ids) for cases in texts.values() for ids in cases)
-        return measures | {"tokens": tokens, "batch_size": used}, {"layers": lines}
+        return measures | {"tokens": tokens}, {"layers": lines}
 
     settings = {"task": "layers", **sample.describe(), "cases": num_cases, "seed": seed}
-    settings |= about_model(converted)
     settings |= {"baseline": original.name, "baseline_fingerprint": original.fingerprint}
-    return store.rows(LayersRow, settings, ropes, lengths, measure)
+    return run.rows(LayersRow, settings, measure)
 
 
 def _texts(

@@ -44,11 +44,19 @@ from coca_hf.evaluate.answers import (
     score_answers,
     share_correct,
 )
-from coca_hf.evaluate.batches import NoValue, Watch, auto_batch_size, compute_all
+from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.row import Count, Identity, Row, Setting, Share, last_trained_length
-from coca_hf.evaluate.store import Raw, RowStore, about_model
+from coca_hf.evaluate.rows import (
+    Count,
+    Identity,
+    Raw,
+    Row,
+    Run,
+    Setting,
+    Share,
+    last_trained_length,
+)
 from coca_hf.evaluate.tables import (
     FLAG,
     FLOAT,
@@ -146,43 +154,37 @@ def check_variant(name: str) -> Variant:
 
 
 def passkey_rows(
-    loaded: LoadedModel,
-    lengths: list[int],
-    ropes: list[Rope],
-    store: RowStore,
+    run: Run,
     num_cases: int = 100,
     new_tokens: int | None = None,
     seed: int = 0,
-    batch_size: int | None = None,
     variant: str = "paper",
     depths: int | None = None,
 ) -> Iterator[dict]:
-    """Yield a row for every RoPE setting and length; those that `store` has are not measured again.
+    """Yield the rows of a run.
 
     new_tokens: the variant's, by default. Dynamic NTK is fixed for `length` and the longest answer.
 
     Raises CocaError before any work where a length is too short for the prompt, naming the shortest
     that fits, and for `new_tokens` of a variant that generates none.
     """
-    kind = VARIANTS[variant]
+    kind, loaded = VARIANTS[variant], run.loaded
     if new_tokens and not kind.new_tokens:
         problem = f"--variant {variant} generates nothing; leave it out"
         raise CocaError(f"--new-tokens: got {new_tokens}, but {problem}")
-    check_lengths(loaded, lengths, seed, num_cases, variant)
+    check_lengths(loaded, run.lengths, seed, num_cases, variant)
     most_tokens = new_tokens or kind.new_tokens
-    about = about_model(loaded)
 
-    def measure(rope: Rope, length: int, watch: Watch) -> tuple[dict, Raw]:
+    def measure(rope: Rope, length: int, batches: Batches) -> tuple[dict, Raw]:
         numbers = range(num_cases)
         cases = [make_case(loaded.tokenizer, length, seed, n, variant, depths) for n in numbers]
         longest_answer = most_tokens or max(len(case.answer_ids) for case in cases)
         use_rope_(loaded.model, rope, length + longest_answer)
         nlls: list[float] = []
         if most_tokens:
-            outputs, used = answers(loaded, cases, most_tokens, batch_size, watch)
+            outputs = answers(loaded, cases, most_tokens, batches)
         else:
-            asked = [(case.token_ids, case.answer_ids) for case in cases]
-            scores, used = score_answers(loaded, asked, batch_size, watch)
+            scores = score_answers(loaded.model, cases, batches)
             outputs, nlls = [score.likeliest for score in scores], [score.nll for score in scores]
             if any(map(math.isnan, nlls)):
                 raise NoValue(NAN)
@@ -191,17 +193,16 @@ def passkey_rows(
         lines = case_lines(cases, texts, [kind.found(*one) for one in answered], nlls)
         results = {
             "value": share_correct(lines),
-            **count_by_distance(lines, last_trained_length(about)),
+            **count_by_distance(lines, last_trained_length(run.about)),
             "tokens": sum(len(case.token_ids) for case in cases),
-            "batch_size": used,
         }
         if nlls:
             results["nats_per_digit"] = math.fsum(nlls) / sum(len(str(c.key)) for c in cases)
         return results, {"cases": lines}
 
     settings = {"task": "passkey", "variant": variant, "seed": seed, "cases": num_cases}
-    settings |= {"depths": depths, "new_tokens": most_tokens, **about}
-    return store.rows(PasskeyRow, settings, ropes, lengths, measure)
+    settings |= {"depths": depths, "new_tokens": most_tokens}
+    return run.rows(PasskeyRow, settings, measure)
 
 
 def make_case(
@@ -251,16 +252,12 @@ def check_lengths(
 
 
 def answers(
-    loaded: LoadedModel,
-    cases: list[Case],
-    new_tokens: int,
-    batch_size: int | None = None,
-    watch: Watch = iter,
-) -> tuple[list[list[int]], int]:
-    """At most `new_tokens` greedily decoded tokens for every case, and the batch size.
+    loaded: LoadedModel, cases: list[Case], new_tokens: int, batches: Batches
+) -> list[list[int]]:
+    """At most `new_tokens` greedily decoded tokens for every case.
 
-    batch_size: None for `auto_batch_size`. Batches are padded on the left and masked, so answers do
-    not depend on it. Raises NoValue as `compute_all` does, and where a logit was NaN.
+    Batches are padded on the left and masked, so answers do not depend on their size. Raises
+    NoValue as `compute_all` does, and where a logit was NaN.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     eos = model.generation_config.eos_token_id
@@ -284,11 +281,10 @@ def answers(
         return [(ids, watch_nan.saw_nan) for ids in output[:, longest:].tolist()]
 
     longest = max(len(case.token_ids) for case in cases)
-    size = batch_size or auto_batch_size(longest + new_tokens)
-    results, size = compute_all([(cases, size)], compute, watch)
+    results = batches.compute([(cases, longest + new_tokens)], compute)
     if any(saw_nan for _, saw_nan in results):
         raise NoValue(NAN)
-    return [ids for ids, _ in results], size
+    return [ids for ids, _ in results]
 
 
 def count_by_distance(lines: list[dict], trained: int | None) -> dict[str, int]:

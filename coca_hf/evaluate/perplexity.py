@@ -38,12 +38,10 @@ from torch import Tensor, nn
 from typing_extensions import NotRequired
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import NoValue, Watch, auto_batch_size, compute_all
-from coca_hf.evaluate.loaded_model import LoadedModel
+from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.row import Count, Identity, Positive, Setting, TextRow
+from coca_hf.evaluate.rows import Count, Identity, Positive, Raw, Run, Setting, TextRow
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.store import Raw, RowStore, about_model
 from coca_hf.evaluate.tables import (
     FLOAT,
     INT,
@@ -70,34 +68,27 @@ class PerplexityRow(TextRow):
 
 
 def perplexity_rows(
-    loaded: LoadedModel,
-    sample: Sample,
-    lengths: list[int],
-    stride: int,
-    ropes: list[Rope],
-    store: RowStore,
-    batch_size: int | None = None,
-    variant: str = "sliding",
+    run: Run, sample: Sample, stride: int, variant: str = "sliding"
 ) -> Iterator[dict]:
-    """Yield a row for every RoPE setting and length; those that `store` has are not measured again.
+    """Yield the rows of a run.
 
     Where `stride` is longer than a length, that length's row uses the length and says so in its
     `stride`. A value that is not finite becomes null, with the reason in `error`.
 
     Raises CocaError as the variant's `windows` does.
     """
-    kind = VARIANTS[variant]
-    documents, prefix = kind.documents(sample.token_ids), kind.prefix(loaded.tokenizer)
+    kind, model = VARIANTS[variant], run.loaded.model
+    documents, prefix = kind.documents(sample.token_ids), kind.prefix(run.loaded.tokenizer)
 
-    def measure(rope: Rope, length: int, watch: Watch) -> tuple[dict, Raw]:
+    def measure(rope: Rope, length: int, batches: Batches) -> tuple[dict, Raw]:
         used_stride = min(stride, length)
         windows = kind.windows([len(ids) for ids in documents], length, used_stride, prefix)
-        use_rope_(loaded.model, rope, length)
+        use_rope_(model, rope, length)
 
         def compute(batch: list[Window]) -> list[float]:
-            return token_losses(loaded.model, documents, batch, prefix).double().sum(-1).tolist()
+            return token_losses(model, documents, batch, prefix).double().sum(-1).tolist()
 
-        windows, nlls, used = compute_windows(windows, compute, batch_size, watch)
+        windows, nlls = compute_windows(windows, compute, batches)
         lines = [
             {
                 "document": w.document,
@@ -108,12 +99,10 @@ def perplexity_rows(
             }
             for w, nll in zip(windows, nlls, strict=True)
         ]
-        results = value_of(kind, lines) | {"stride": used_stride, "batch_size": used}
-        return results, {"windows": lines}
+        return value_of(kind, lines) | {"stride": used_stride}, {"windows": lines}
 
     settings = {"task": "perplexity", "variant": variant, "asked_stride": stride}
-    settings |= sample.describe() | about_model(loaded)
-    return store.rows(PerplexityRow, settings, ropes, lengths, measure)
+    return run.rows(PerplexityRow, settings | sample.describe(), measure)
 
 
 class Window(NamedTuple):
@@ -267,24 +256,20 @@ MEASUREMENT = Measurement(
 def compute_windows(
     windows: list[Window],
     compute: Callable[[list[Window]], list[Any]],
-    batch_size: int | None = None,
-    watch: Watch = iter,
-) -> tuple[list[Window], list[Any], int]:
-    """The windows in the order they were computed, the result of each, and the batch size.
+    batches: Batches,
+) -> tuple[list[Window], list[Any]]:
+    """The windows in the order they were computed, and the result of each.
 
-    Raises NoValue as `compute_all` does. batch_size: None for `auto_batch_size`. Only windows of
-    one shape share a batch, so nothing is padded and results do not depend on it.
+    Raises NoValue as `compute_all` does. Only windows of one shape share a batch, so nothing is
+    padded and results do not depend on its size.
     """
 
     def shape(window: Window) -> tuple[int, int]:
         return window.input_len, window.scored_len
 
     windows = sorted(windows, key=shape)
-    groups = [
-        (list(same), batch_size or auto_batch_size(input_len))
-        for (input_len, _), same in itertools.groupby(windows, key=shape)
-    ]
-    return windows, *compute_all(groups, compute, watch)
+    groups = [(list(same), one[0]) for one, same in itertools.groupby(windows, key=shape)]
+    return windows, batches.compute(groups, compute)
 
 
 def value_of(variant: Variant, lines: list[dict]) -> dict:

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import torch
 from typing_extensions import NotRequired, TypedDict
 
-from coca_hf.evaluate.batches import Watch
-from coca_hf.evaluate.loaded_model import LoadedModel
+from coca_hf.evaluate.batches import Batches
 from coca_hf.evaluate.perplexity import (
     VARIANTS,
     Window,
@@ -23,9 +22,17 @@ from coca_hf.evaluate.perplexity import (
     value_of,
 )
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.row import Count, Identity, Positive, Setting, TextRow, last_trained_length
+from coca_hf.evaluate.rows import (
+    Count,
+    Identity,
+    Positive,
+    Raw,
+    Run,
+    Setting,
+    TextRow,
+    last_trained_length,
+)
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.store import Raw, RowStore, about_model
 from coca_hf.evaluate.tables import (
     FLOAT,
     INT,
@@ -67,46 +74,36 @@ class PositionRow(TextRow):
     bucket: Setting[Count]  # tokens
 
 
-def position_rows(
-    loaded: LoadedModel,
-    sample: Sample,
-    lengths: list[int],
-    ropes: list[Rope],
-    store: RowStore,
-    bucket: int = 64,
-    batch_size: int | None = None,
-) -> Iterator[dict]:
-    """Yield a row for every RoPE setting and length, measured if `store` does not have it."""
-    sliding = VARIANTS["sliding"]
-    about = about_model(loaded)
+def position_rows(run: Run, sample: Sample, bucket: int = 64) -> Iterator[dict]:
+    """Yield the rows of a run."""
+    sliding, model = VARIANTS["sliding"], run.loaded.model
 
-    def measure(rope: Rope, length: int, watch: Watch) -> tuple[dict, Raw]:
+    def measure(rope: Rope, length: int, batches: Batches) -> tuple[dict, Raw]:
         def compute(batch: list[Window]) -> list[list[float]]:
-            losses = token_losses(loaded.model, sample.token_ids, batch).double()  # (b, m)
+            losses = token_losses(model, sample.token_ids, batch).double()  # (b, m)
             pieces = losses.split(min(bucket, length), dim=1)
             return torch.stack([piece.sum(1) for piece in pieces], dim=1).tolist()
 
         windows = sliding.windows([len(ids) for ids in sample.token_ids], length, length, [])
-        use_rope_(loaded.model, rope, length)
-        windows, sums, used = compute_windows(windows, compute, batch_size, watch)
+        use_rope_(model, rope, length)
+        windows, sums = compute_windows(windows, compute, batches)
         lines = _by_document(windows, sums, bucket)
         results = value_of(sliding, lines)
         value = results["value"]
-        trained = last_trained_length(about) or length
+        trained = last_trained_length(run.about) or length
         inside = [line for line in lines if line["first"] < trained]
         beyond = [line for line in lines if line["first"] >= trained]
-        edges = [*EDGES, about["trained_length"] or length]
+        edges = [*EDGES, run.about["trained_length"] or length]
         results |= {
             "nll_inside": nats_per_token(inside) if value else None,
             "nll_beyond": nats_per_token(beyond) if value else None,
             "ranges": in_ranges(lines, length, edges) if value else [],
             "stride": length,
-            "batch_size": used,
         }
         return results, {"buckets": lines}
 
-    settings = {"task": "position-loss", "bucket": bucket, **sample.describe(), **about}
-    return store.rows(PositionRow, settings, ropes, lengths, measure)
+    settings = {"task": "position-loss", "bucket": bucket, **sample.describe()}
+    return run.rows(PositionRow, settings, measure)
 
 
 def in_ranges(buckets: list[dict], length: int, edges: list[int]) -> list[dict]:

@@ -23,12 +23,11 @@ from coca_hf.evaluate.answers import (
     score_answers,
     share_correct,
 )
-from coca_hf.evaluate.batches import Watch
+from coca_hf.evaluate.batches import Batches
 from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.perplexity import check_loss
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.row import Beside, Count, Identity, Row, Setting, Share
-from coca_hf.evaluate.store import Raw, RowStore, about_model
+from coca_hf.evaluate.rows import Beside, Count, Identity, Raw, Row, Run, Setting, Share
 from coca_hf.evaluate.tables import NBSP, Measurement, against_length, each_table
 
 TITLE = "A list of keys and their values."
@@ -46,44 +45,34 @@ class RecallRow(Row):
     seed: Setting[int]
 
 
-def recall_rows(
-    loaded: LoadedModel,
-    lengths: list[int],
-    ropes: list[Rope],
-    store: RowStore,
-    num_cases: int = 100,
-    pairs: int = 8,
-    seed: int = 0,
-    batch_size: int | None = None,
-) -> Iterator[dict]:
-    """Yield a row for every RoPE setting and length; those that `store` has are not measured again.
+def recall_rows(run: Run, num_cases: int = 100, pairs: int = 8, seed: int = 0) -> Iterator[dict]:
+    """Yield the rows of a run.
 
     Raises CocaError where a length is too short for the list, before any work.
     """
-    check_lengths(loaded, lengths, seed, num_cases, pairs)
+    model, tokenizer = run.loaded.model, run.loaded.tokenizer
+    check_lengths(run.loaded, run.lengths, seed, num_cases, pairs)
 
-    def measure(rope: Rope, length: int, watch: Watch) -> tuple[dict, Raw]:
-        tokenizer = loaded.tokenizer
+    def measure(rope: Rope, length: int, batches: Batches) -> tuple[dict, Raw]:
         cases = [make_case(tokenizer, length, seed, number, pairs) for number in range(num_cases)]
-        use_rope_(loaded.model, rope, length + max(len(case.answer_ids) for case in cases))
-        asked = [(case.token_ids, case.answer_ids) for case in cases]
-        scores, used = score_answers(loaded, asked, batch_size, watch)
+        use_rope_(model, rope, length + max(len(case.answer_ids) for case in cases))
+        scores = score_answers(model, cases, batches)
         total = math.fsum(score.nll for score in scores)
         check_loss(total)
         outputs = [tokenizer.decode(score.likeliest) for score in scores]
-        correct = [score.likeliest == ids for score, (_, ids) in zip(scores, asked, strict=True)]
+        correct = [
+            score.likeliest == case.answer_ids for score, case in zip(scores, cases, strict=True)
+        ]
         lines = case_lines(cases, outputs, correct, [score.nll for score in scores])
         results = {
             "value": share_correct(lines),
             "nll": total / sum(line["answer_tokens"] for line in lines),
             "tokens": sum(len(case.token_ids) for case in cases),
-            "batch_size": used,
         }
         return results, {"cases": lines}
 
     settings = {"task": "recall", "cases": num_cases, "pairs": pairs, "seed": seed}
-    settings |= about_model(loaded)
-    return store.rows(RecallRow, settings, ropes, lengths, measure)
+    return run.rows(RecallRow, settings, measure)
 
 
 def make_case(tokenizer: Any, length: int, seed: int, case_number: int, pairs: int) -> Case:

@@ -12,7 +12,7 @@ from torch import Tensor
 from coca_hf.documents import Document, commit_of, local_files, read_all_documents
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
-from coca_hf.evaluate.row import relative
+from coca_hf.evaluate.rows import relative
 
 T = TypeVar("T")
 

@@ -28,8 +28,17 @@ from coca_hf.evaluate.batches import BeyondPositions, is_out_of_memory, processe
 from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.perplexity import keeps_logits
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.row import Count, Identity, Positive, Row, Setting
-from coca_hf.evaluate.store import Progress, RowStore, about_model, now
+from coca_hf.evaluate.rows import (
+    Count,
+    Identity,
+    Positive,
+    Progress,
+    Row,
+    Run,
+    Setting,
+    about_model,
+    now,
+)
 from coca_hf.evaluate.tables import NBSP, Measurement, Table, each_table
 from coca_hf.page import Fold, Grid, Part
 
@@ -72,19 +81,16 @@ def parse_modes(text: str) -> list[str]:
 
 
 def speed_rows(
-    loaded: LoadedModel,
-    lengths: list[int],
-    ropes: list[Rope],
-    store: RowStore,
+    run: Run,
     baseline: LoadedModel | None = None,
     modes: tuple[str, ...] | list[str] = MODES,
-    batch_size: int = 1,
     repeats: int = 10,
     warmup: int = 3,
 ) -> Iterator[dict]:
     """Yield rows for every mode, RoPE setting and length, the baseline's before the model's.
 
-    Rows that `store` has are not measured again, unless one of a pair is missing.
+    Pairs that the store has are not measured again. Batches have one sequence where the run does
+    not say more.
 
     Raises CocaError on several processes, for a baseline that rows could not tell from the model,
     and for decoding with a model that keeps no keys and values.
@@ -95,6 +101,7 @@ def speed_rows(
             f"is of one device, and others beside it would slow it down; run it without "
             f"accelerate launch"
         )
+    loaded, batch_size = run.loaded, run.batch_size or 1
     if baseline and (baseline.name, baseline.path) == (loaded.name, loaded.path):
         raise CocaError(
             f"--baseline {baseline.path}: got the model itself, expected another; give it a "
@@ -120,23 +127,20 @@ def speed_rows(
         }
         return settings | {"measured_on": f"{settings['device']}, batch {batch_size}"}
 
-    def found(pair: list[dict]) -> list[dict]:
-        rows = [row for settings in pair if (row := store.find(SpeedRow, settings))]
-        return rows if len(rows) == len(pair) else []
-
     def measured(rope: Rope, pair: list[dict]) -> list[dict]:
         rows = []
-        timings = _measure(loaded_models, rope, pair[0], store.progress)
+        timings = _measure(loaded_models, rope, pair[0], run.store.progress)
         for settings, (result, times) in zip(pair, timings, strict=True):
             runs = [{"repeat": number, "seconds": value} for number, value in enumerate(times)]
-            rows.append(store.append(SpeedRow, settings | result, {"runs": runs}))
+            rows.append(run.store.append(SpeedRow, settings | result, {"runs": runs}))
         return rows
 
     asked = [
         (rope, [settings_of(each, mode, rope, length) for each in loaded_models])
-        for mode, rope, length in itertools.product(modes, ropes, lengths)
+        for mode, rope, length in itertools.product(modes, run.ropes, run.lengths)
     ]
-    yield from store.each(asked, found, measured, "pairs of rows" if baseline else "rows")
+    noun = "pairs of rows" if baseline else "rows"
+    yield from run.store.each(SpeedRow, asked, measured, noun=noun)
 
 
 @dataclass

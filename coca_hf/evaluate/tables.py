@@ -13,7 +13,7 @@ import pyarrow
 from pyarrow.parquet import read_table
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.row import label, last_trained_length
+from coca_hf.evaluate.rows import label, last_trained_length
 from coca_hf.page import Bullets, Figure, Grid, Part
 from coca_hf.plots import FAR, Curve, Key, line_figure
 

@@ -7,7 +7,6 @@ RULER at those lengths: all of its tasks, or those that are named.
 """
 
 import difflib
-import functools
 import hashlib
 import itertools
 import json
@@ -17,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,10 @@ from typing_extensions import NotRequired
 
 from coca_hf.checkout import versions
 from coca_hf.errors import CocaError, first_line
-from coca_hf.evaluate.batches import NoValue, auto_batch_size, compute_all
+from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
 from coca_hf.evaluate.rope import Rope, trained_length, use_rope_
-from coca_hf.evaluate.row import Count, Identity, Row, Setting
-from coca_hf.evaluate.store import Progress, RowStore, about_model, now
+from coca_hf.evaluate.rows import Count, Identity, Row, Run, Setting, now
 from coca_hf.evaluate.tables import NBSP, Measurement, Table
 from coca_hf.page import Grid, Part
 
@@ -117,31 +116,27 @@ def ruler_tasks() -> list[str]:
 
 
 def task_rows(
-    loaded: LoadedModel,
+    run: Run,
     names: list[str],
-    ropes: list[Rope],
-    store: RowStore,
-    ruler_lengths: list[int] | None = None,
     shots: int | None = None,
     limit: int | None = None,
-    batch_size: int | None = None,
     include_path: str | None = None,
 ) -> Iterator[dict]:
-    """The rows of every RoPE setting and benchmark, and of RULER at every length.
+    """Yield the rows of every RoPE setting and benchmark, and of RULER at every length of the run.
 
-    Dynamic NTK is fixed for RULER's length, otherwise for the trained one. Benchmarks that `store`
-    has are not run again.
+    Dynamic NTK is fixed for RULER's length, otherwise for the trained one. Benchmarks that the
+    store has are not run again.
 
     Raises CocaError where a benchmark cannot be run: its data are not there, or a package of its
     own.
     """
     of_ruler = [name for name in names if name in ruler_tasks()] if names else []
-    if of_ruler and not ruler_lengths:
+    if of_ruler and not run.lengths:
         expected = "the lengths at which to run a task of RULER"
         raise CocaError(f"--tasks {of_ruler[0]}: got no --ruler, expected {expected}")
     definitions = _files_hash(Path(include_path)) if include_path else None
     wanted: list[tuple[str, int | None]] = [(name, None) for name in names if name not in of_ruler]
-    wanted += itertools.product(of_ruler or [RULER], ruler_lengths or [])
+    wanted += itertools.product(of_ruler or [RULER], run.lengths)
 
     def settings_of(rope: Rope, name: str, length: int | None) -> dict:
         settings = {
@@ -154,14 +149,14 @@ def task_rows(
             "data_hash": definitions,
             "shots": shots,
             "limit": limit,
-            **about_model(loaded),
-            "batch_size": batch_size,
+            **run.about,
+            "batch_size": run.batch_size,
         }
-        settings["versions"] |= {"lm-eval": versions("lm-eval").get("lm-eval")}
-        return settings
+        with_lm_eval = settings["versions"] | {"lm-eval": versions("lm-eval").get("lm-eval")}
+        return settings | {"versions": with_lm_eval}
 
     def known(settings: dict) -> list[dict]:
-        return store.find_all(TasksRow, settings, but=("metric", "filter"))
+        return run.store.find_all(TasksRow, settings, but=("metric", "filter"))
 
     def found(wanted: list[dict]) -> list[dict]:
         rows = known(*wanted)
@@ -171,17 +166,20 @@ def task_rows(
         (settings,) = wanted
         rows = known(settings)
         done = {(row["metric"], row["filter"]) for row in rows}
-        for result, samples in _measure(loaded, rope, settings, include_path, store.progress):
+        description = f"tasks  {settings['benchmark']}"
+        batches = Batches(run.batch_size, partial(run.store.progress, description=description))
+        for result, samples in _measure(run.loaded, rope, settings, include_path, batches):
             if (result["metric"], result["filter"]) not in done:
-                rows.append(store.append(TasksRow, settings | result, {"samples": samples}))
+                rows.append(run.store.append(TasksRow, settings | result, {"samples": samples}))
         return rows
 
-    asked = [(rope, [settings_of(rope, *each)]) for rope, each in itertools.product(ropes, wanted)]
-    return store.each(asked, found, measured, "benchmarks")
+    each_rope = itertools.product(run.ropes, wanted)
+    asked = [(rope, [settings_of(rope, *benchmark)]) for rope, benchmark in each_rope]
+    return run.store.each(TasksRow, asked, measured, found, "benchmarks")
 
 
 def _measure(
-    loaded: LoadedModel, rope: Rope, settings: dict, include_path: str | None, progress: Progress
+    loaded: LoadedModel, rope: Rope, settings: dict, include_path: str | None, batches: Batches
 ) -> list[tuple[dict, list[dict]]]:
     """The result of every metric of a benchmark, and its samples.
 
@@ -191,10 +189,9 @@ def _measure(
     use_rope_(loaded.model, rope, length or trained_length(loaded.model.config) or 2048)
     found: list[tuple[dict, list[dict]]] = [({"metric": None, "filter": None, "value": None}, [])]
     error = None
-    sizes: list[int] = []
     try:
         # lm-eval gives its results on the first process only.
-        output = _evaluate(loaded, settings, include_path, progress, sizes)
+        output = _evaluate(loaded, settings, include_path, batches)
         found = broadcast_object_list([_metrics(output, name, length)])[0]
     except NoValue as failure:
         error = failure.explain(length or "too many")
@@ -212,7 +209,7 @@ def _measure(
     shared = {
         "metrics": len(found),
         "tokens": None,
-        "batch_size": max(sizes, default=settings["batch_size"]),
+        "batch_size": batches.used or settings["batch_size"],
         "seconds": round(time.perf_counter() - began, 3),
         "date": now(),
     }
@@ -260,13 +257,9 @@ def _watching(loaded: LoadedModel, benchmark: str) -> Iterator[list[bool]]:
 
 
 def _evaluate(
-    loaded: LoadedModel,
-    settings: dict,
-    include_path: str | None,
-    progress: Progress,
-    sizes: list[int],
+    loaded: LoadedModel, settings: dict, include_path: str | None, batches: Batches
 ) -> dict[str, Any] | None:
-    """lm-eval's output; None on all processes but the first. Adds its batch sizes to `sizes`.
+    """lm-eval's output; None on all processes but the first.
 
     Every process answers its share of the contexts and gets all answers; lm-eval knows of one
     process only.
@@ -299,13 +292,7 @@ def _evaluate(
                 )
             return [(list(itertools.islice(found, len(same))), any(nans)) for same in batch]
 
-        batch_size = settings["batch_size"] or auto_batch_size(max(map(tokens, requests)))
-        answers, size = compute_all(
-            [(contexts, batch_size)],
-            compute,
-            functools.partial(progress, description=f"tasks  {settings['benchmark']}"),
-        )
-        sizes.append(size)
+        answers = batches.compute([(contexts, max(map(tokens, requests)))], compute)
         if any(nan for _, nan in answers):  # lm-eval would count them as answers
             raise NoValue("the model's logits are NaN")
         found = itertools.chain.from_iterable(some for some, _ in answers)
@@ -313,7 +300,7 @@ def _evaluate(
         return [by_request[i] for i in range(len(requests))]
 
     for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
-        setattr(model, kind, functools.partial(dealt, getattr(model, kind)))
+        setattr(model, kind, partial(dealt, getattr(model, kind)))
     return simple_evaluate(
         model,
         tasks=[settings["benchmark"]],
@@ -407,7 +394,7 @@ def _dimension(name: str, length: int | None) -> str | None:
     return next((key for key, names in DIMENSIONS.items() if name in names), None)
 
 
-@functools.cache
+@cache
 def _task_manager(include_path: str | None) -> Any:
     """It reads every task's file, which takes a while."""
     manager = _managers()
@@ -419,7 +406,7 @@ def _task_manager(include_path: str | None) -> Any:
         ) from error
 
 
-@functools.cache
+@cache
 def _ruler_manager(length: int | None = None, tokenizer: str | None = None) -> Any:
     """The manager of RULER's tasks alone, which make their own cases.
 

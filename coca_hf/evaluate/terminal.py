@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coca_hf.evaluate.measurements import MEASUREMENTS
-from coca_hf.evaluate.store import Progress
+from coca_hf.evaluate.rows import Progress
 
 
 @contextmanager

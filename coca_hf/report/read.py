@@ -1,11 +1,15 @@
 """The rows of several runs as tables of rows whose values can be compared."""
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.measurements import MEASUREMENTS
-from coca_hf.evaluate.row import check_row, label, latest, read_rows, shared
+from coca_hf.evaluate.rows import BESIDE, fields, label, latest, read_rows, shared
 from coca_hf.evaluate.tables import Table
 
 
@@ -69,6 +73,26 @@ def _read(run: Path) -> list[dict]:
         where = f"{path}, line {line_number}"
         if str(row["task"]) not in MEASUREMENTS:
             raise CocaError(f"{where}: got no row of coca-eval; delete the line")
-        check_row(row, MEASUREMENTS[row["task"]].row, where)
+        _check_row(row, MEASUREMENTS[row["task"]].row, where)
         row["raw"] = {name: run / file for name, file in row["raw"].items()}
     return rows
+
+
+def _check_row(row: dict, row_type: Any, where: str) -> None:
+    """Raise CocaError where a field of `row_type` is missing or has a value of another type."""
+    if missing := row_type.__required_keys__ - row.keys():
+        raise CocaError(f"{where}: got a row without {', '.join(sorted(missing))}; delete it")
+    absent = [name for name in fields(row_type, BESIDE) if row.get(name) is None]
+    wrong = absent[:1] if row["value"] is not None else []
+    try:
+        _checker(row_type).validate_python(row, strict=True)
+    except ValidationError as error:
+        wrong = [str(error.errors()[0]["loc"][0])]
+    for name in wrong:
+        problem = f"got a row with {name} {row[name]!r}, no value of coca-eval's; delete it"
+        raise CocaError(f"{where}: {problem}")
+
+
+@cache
+def _checker(row_type: Any) -> TypeAdapter:
+    return TypeAdapter(row_type)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 
-from coca_hf.evaluate.row import last_trained_length
+from coca_hf.evaluate.rows import last_trained_length
 from coca_hf.evaluate.tables import Table, data_of
 from coca_hf.page import Bullets, Code, Fold, Grid, Part, Section, Text
 

@@ -18,7 +18,7 @@ import torch
 from measure import DEVICE, check, clear, make_model, parse, record, show
 from transformers import AutoModelForCausalLM
 
-from coca_hf.evaluate.batches import NoValue
+from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.perplexity import VARIANTS, Window, compute_windows, token_losses
 
 
@@ -101,7 +101,7 @@ def measure_length(model, documents: list[torch.Tensor], length: int, options) -
             return token_losses(model, documents, batch).double().mean(-1).tolist()
 
         try:
-            _, means["coca-eval"], _ = compute_windows(windows, compute, options.batch)
+            _, means["coca-eval"] = compute_windows(windows, compute, Batches(options.batch))
         except NoValue as failure:
             raise torch.OutOfMemoryError(str(failure)) from failure
 

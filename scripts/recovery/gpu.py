@@ -36,9 +36,9 @@ from coca_hf.evaluate.loaded_model import load_model
 from coca_hf.evaluate.passkey import passkey_rows
 from coca_hf.evaluate.position import position_rows
 from coca_hf.evaluate.recall import recall_rows
-from coca_hf.evaluate.rope import parse_ropes
+from coca_hf.evaluate.rope import Rope
+from coca_hf.evaluate.rows import RowStore, Run
 from coca_hf.evaluate.sample import draw_sample
-from coca_hf.evaluate.store import RowStore
 from coca_hf.train.lookups import Lookups
 from coca_hf.train.objectives import distillation_loss
 
@@ -204,21 +204,21 @@ def measure(directory: Path, name: str, options) -> None:
     """Lookups of 20 cases and perplexity by position, on novels that nothing was fitted on."""
     began = time.perf_counter()
     loaded = load_model(str(directory), dtype="float32", name=name)
-    store, ropes = RowStore(options.out / "eval"), parse_ropes("default")
     length = options.measured_length
+    run, long = (
+        Run(loaded, lengths, [Rope("default")], RowStore(options.out / "eval"))
+        for lengths in (options.lengths, [length])
+    )
     passages = draw_sample(
         loaded, options.novels, max(options.lengths), documents=20, special_tokens=False
     )
     whole = {"documents": 12, "skip_short": True, "max_tokens": length + 1}
-    common = (options.lengths, ropes, store)
     rows = [
-        *copying_rows(loaded, *common, num_cases=20),
-        *copying_rows(loaded, *common, num_cases=20, sample=passages),
-        *recall_rows(loaded, *common, num_cases=20),
-        *passkey_rows(loaded, *common, num_cases=20, variant="landmark"),
-        *position_rows(
-            loaded, draw_sample(loaded, options.novels, length, **whole), [length], ropes, store
-        ),
+        *copying_rows(run, num_cases=20),
+        *copying_rows(run, num_cases=20, sample=passages),
+        *recall_rows(run, num_cases=20),
+        *passkey_rows(run, num_cases=20, variant="landmark"),
+        *position_rows(long, draw_sample(loaded, options.novels, length, **whole)),
     ]
     for row in rows:
         keys = ("task", "data", "length", "value", "nll", "nats_per_digit", "ranges", "error")

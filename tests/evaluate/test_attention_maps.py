@@ -8,16 +8,13 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, MambaConfig, MambaFo
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.attention_maps import attention_map_rows
 from coca_hf.evaluate.loaded_model import load_model
-from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.sample import draw_sample
-from coca_hf.evaluate.store import RowStore
-
-DEFAULT = Rope("default")
+from tests.evaluate.runs import run_of
 
 
 def measure(loaded, baseline, books, out, length=40):
     sample = draw_sample(loaded, str(books), length)
-    (row,) = attention_map_rows(loaded, baseline, sample, [length], [DEFAULT], RowStore(out))
+    (row,) = attention_map_rows(run_of(loaded, out, length), baseline, sample)
     return row, pq.read_table(out / row["raw"]["heads"]).to_pylist()
 
 
@@ -113,7 +110,7 @@ def test_a_baseline_of_another_family_is_refused_and_a_model_without_heads(
 
 
 def test_maps_that_are_nan_or_do_not_fit_are_rows_that_say_so(llama, coca, books, tmp_path):
-    sample, store = draw_sample(coca, str(books), 40), RowStore(tmp_path)
+    sample = draw_sample(coca, str(books), 40)
     forward = coca.model.model.forward
 
     def limited(*args, input_ids, **kwargs):
@@ -122,10 +119,10 @@ def test_maps_that_are_nan_or_do_not_fit_are_rows_that_say_so(llama, coca, books
         return forward(*args, input_ids=input_ids, **kwargs)
 
     coca.model.model.forward = limited
-    full, whole = attention_map_rows(coca, llama, sample, [40, 30], [DEFAULT], store)
+    full, whole = attention_map_rows(run_of(coca, tmp_path, 40, 30), llama, sample)
     assert full["error"].startswith("OOM: one sequence alone does not fit (CUDA out of memory.")
     assert whole["value"] > 0
     with torch.no_grad():
         coca.model.model.layers[1].self_attn.q_proj.weight[3, 5] = torch.nan
-    (row,) = attention_map_rows(coca, llama, sample, [20], [DEFAULT], store)
+    (row,) = attention_map_rows(run_of(coca, tmp_path, 20), llama, sample)
     assert (row["value"], row["error"], row["raw"]) == (None, "an attention map is not finite", {})

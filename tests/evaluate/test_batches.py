@@ -21,12 +21,10 @@ from coca_hf.evaluate.batches import NoValue, auto_batch_size, compute_all
 from coca_hf.evaluate.passkey import VARIANTS as PROMPTS
 from coca_hf.evaluate.passkey import passkey_rows
 from coca_hf.evaluate.perplexity import VARIANTS, perplexity_rows, value_of
-from coca_hf.evaluate.rope import parse_ropes
 from coca_hf.evaluate.sample import draw_sample
-from coca_hf.evaluate.store import RowStore
 from coca_hf.report.read import read_tables
+from tests.evaluate.runs import run_of
 
-DEFAULT = parse_ropes("default")
 MESSAGES = [
     "CUDA out of memory. Tried to allocate 2.00 GiB",
     "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to "
@@ -131,14 +129,14 @@ def short_of_memory(llama):
 
 
 def test_a_row_that_does_not_fit_says_oom_and_the_others_go_on(short_of_memory, books, tmp_path):
-    sample, store = draw_sample(short_of_memory, str(books), 100), RowStore(tmp_path)
-    rows = list(perplexity_rows(short_of_memory, sample, [40, 100, 20], 20, DEFAULT, store, 16))
+    sample = draw_sample(short_of_memory, str(books), 100)
+    run = run_of(short_of_memory, tmp_path, 40, 100, 20, batch_size=16)
+    rows = list(perplexity_rows(run, sample, 20))
     assert [row["value"] is None for row in rows] == [False, True, False]
     assert rows[1]["error"].startswith("OOM: one sequence alone does not fit")
     assert [row.get("batch_size") for row in rows] == [2, None, 4]
     del short_of_memory.model.forward
-    store = RowStore(tmp_path / "b")
-    (whole,) = perplexity_rows(short_of_memory, sample, [40], 20, DEFAULT, store)
+    (whole,) = perplexity_rows(run_of(short_of_memory, tmp_path / "b", 40), sample, 20)
     assert rows[0]["value"] == pytest.approx(whole["value"], rel=1e-6)
 
 
@@ -148,8 +146,7 @@ def test_a_second_run_measures_again_what_ran_out_of_memory_and_nothing_else(
     sample = draw_sample(short_of_memory, str(books), 100)
 
     def measured():
-        store = RowStore(tmp_path)
-        return [*perplexity_rows(short_of_memory, sample, [40, 100], 20, DEFAULT, store)]
+        return [*perplexity_rows(run_of(short_of_memory, tmp_path, 40, 100), sample, 20)]
 
     short, full = measured()
     assert (full["value"], full["error"][:3]) == (None, "OOM")
@@ -165,10 +162,9 @@ def test_a_second_run_measures_again_what_ran_out_of_memory_and_nothing_else(
 
 def measure(loaded, books, out):
     sample = draw_sample(loaded, str(books), 60)
-    ropes, store = parse_ropes("default,dynamic:4,yarn:2"), RowStore(out)
-    rows = list(perplexity_rows(loaded, sample, [30, 60], 25, ropes, store, 4))
-    rows += passkey_rows(loaded, [320], ropes[:1], store, num_cases=6, new_tokens=5, depths=3)
-    return rows
+    run = run_of(loaded, out, 30, 60, ropes="default,dynamic:4,yarn:2", batch_size=4)
+    passkeys = passkey_rows(run_of(loaded, out, 320), num_cases=6, new_tokens=5, depths=3)
+    return [*perplexity_rows(run, sample, 25), *passkeys]
 
 
 # the commit changes with every edit of the tree that tests run from
@@ -182,12 +178,12 @@ def lasting(rows):
 def test_a_row_has_the_batch_size_that_auto_came_to_and_is_the_row_of_any_other(
     coca, books, tmp_path
 ):
-    sample, store = draw_sample(coca, str(books), 60), RowStore(tmp_path)
-    (row,) = perplexity_rows(coca, sample, [30], 15, DEFAULT, store)
+    sample = draw_sample(coca, str(books), 60)
+    (row,) = perplexity_rows(run_of(coca, tmp_path, 30), sample, 15)
     windows = pq.read_table(tmp_path / row["raw"]["windows"]).to_pylist()
     same_shape = Counter((window["input_len"], window["tokens"]) for window in windows)
     assert row["batch_size"] == 1024 // 30 < max(same_shape.values())
-    assert list(perplexity_rows(coca, sample, [30], 15, DEFAULT, store, batch_size=2)) == [row]
+    assert list(perplexity_rows(run_of(coca, tmp_path, 30, batch_size=2), sample, 15)) == [row]
 
 
 def test_a_repeated_run_is_equal_to_the_last_bit(coca, books, tmp_path):

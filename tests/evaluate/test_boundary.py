@@ -12,12 +12,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForC
 from coca_hf import CocaError, patch_
 from coca_hf.evaluate.angles import ANGLE_BINS, TAU_BINS
 from coca_hf.evaluate.boundary import boundary_rows, draw_positions
-from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.sample import draw_sample
-from coca_hf.evaluate.store import RowStore
+from tests.evaluate.runs import run_of
 from tests.evaluate.test_query_key_products import NEOX
 
-DEFAULT = Rope("default")
 SUMS = ("sum_magnitude", "sum_magnitude_d", "sum_magnitude_absolute", "sum_abs_angle")
 
 
@@ -33,9 +31,9 @@ def test_positions_are_causal_seeded_and_uniform():
     assert 130 < counts.min() <= counts.max() < 250
 
 
-def measure(loaded, books, out, lengths=(100,), ropes=(DEFAULT,), **options):
-    sample = draw_sample(loaded, str(books), max(lengths))
-    return list(boundary_rows(loaded, sample, list(lengths), list(ropes), RowStore(out), **options))
+def measure(loaded, books, out, ropes="default", **options):
+    sample = draw_sample(loaded, str(books), 100)
+    return list(boundary_rows(run_of(loaded, out, 100, ropes=ropes), sample, **options))
 
 
 def raw(out, row, name):
@@ -115,7 +113,7 @@ def test_a_plain_row_adds_up_with_its_raw_tables(llama, books, tmp_path):
 
 
 def test_linear_moves_tau_out_by_its_factor(llama, books, tmp_path):
-    one, two = measure(llama, books, tmp_path, ropes=(Rope("linear", 1.0), Rope("linear", 4.0)))
+    one, two = measure(llama, books, tmp_path, ropes="linear:1,linear:4")
     first, second = (
         sorted(raw(tmp_path, row, "angles"), key=lambda line: line["pair"]) for row in (one, two)
     )

@@ -7,11 +7,8 @@ import torch
 from torch import nn
 
 from coca_hf.evaluate.copying import copying_rows, repeated_sequences
-from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.sample import draw_sample
-from coca_hf.evaluate.store import RowStore
-
-DEFAULT = Rope("default")
+from tests.evaluate.runs import run_of
 
 
 class LooksBack(nn.Module):
@@ -37,8 +34,8 @@ class LooksBack(nn.Module):
         return SimpleNamespace(logits=logits)
 
 
-def measure(loaded, out, length=41, **options):
-    (row,) = copying_rows(loaded, [length], [DEFAULT], RowStore(out), **options)
+def measure(loaded, out, length=41, batch_size=None, **options):
+    (row,) = copying_rows(run_of(loaded, out, length, batch_size=batch_size), **options)
     return row
 
 

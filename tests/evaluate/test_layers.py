@@ -17,11 +17,9 @@ from coca_hf.errors import CocaError
 from coca_hf.evaluate.copying import passages, repeated_sequences
 from coca_hf.evaluate.layers import TEXTS, layer_rows
 from coca_hf.evaluate.loaded_model import LoadedModel, load_model
-from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.sample import draw_sample
-from coca_hf.evaluate.store import RowStore
+from tests.evaluate.runs import run_of
 
-DEFAULT = Rope("default")
 SIZES = {"num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddings": 64}
 SIZES |= {"initializer_range": 0.2, "intermediate_size": 80}
 
@@ -46,9 +44,11 @@ def pair(request, tiny_llama_dir, tiny_tokenizer, tmp_path):
     return [load_model(str(path), dtype="float32") for path in (source, tmp_path / "coca")]
 
 
-def measure(pair, books, out, **options):
-    sample = draw_sample(pair[1], str(books), 40, special_tokens=False)
-    (row,) = layer_rows(*pair, sample, [40], [DEFAULT], RowStore(out), num_cases=3, **options)
+def measure(pair, books, out, batch_size=None):
+    original, converted = pair
+    sample = draw_sample(converted, str(books), 40, special_tokens=False)
+    run = run_of(converted, out, 40, batch_size=batch_size)
+    (row,) = layer_rows(run, original, sample, num_cases=3)
     return row, sample, pq.read_table(out / row["raw"]["layers"]).to_pylist()
 
 
@@ -168,7 +168,7 @@ def test_models_in_the_wrong_order_are_refused(llama, coca, books, tmp_path):
 def test_lengths_without_two_copies_are_refused(llama, coca, books, tmp_path):
     sample = draw_sample(coca, str(books), 4, special_tokens=False)
     with pytest.raises(CocaError, match="--lengths: got 4, expected at least 5"):
-        layer_rows(llama, coca, sample, [4], [DEFAULT], RowStore(tmp_path))
+        layer_rows(run_of(coca, tmp_path, 4), llama, sample)
 
 
 def test_layers_that_were_kept_have_no_harm(llama, tiny_llama_dir, books, tmp_path):

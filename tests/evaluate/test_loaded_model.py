@@ -16,7 +16,7 @@ from transformers import (
 from coca_hf.errors import CocaError
 from coca_hf.evaluate import loaded_model
 from coca_hf.evaluate.loaded_model import load_model, warn_small_tokenizer
-from coca_hf.evaluate.store import about_model
+from coca_hf.evaluate.rows import about_model
 
 
 def refused(path, message, **options):

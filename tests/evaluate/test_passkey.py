@@ -19,6 +19,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 from coca_hf.errors import CocaError
+from coca_hf.evaluate.batches import Batches
 from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.passkey import (
     FILLER,
@@ -30,13 +31,11 @@ from coca_hf.evaluate.passkey import (
     make_case,
     passkey_rows,
 )
-from coca_hf.evaluate.rope import Rope
-from coca_hf.evaluate.store import RowStore
 from tests.evaluate.reader import reads
+from tests.evaluate.runs import run_of
 
 SHORTEST = 227  # bytes of the prompt without any filler
 FILLER_LEN = 90  # and of one more filler, with its line break
-DEFAULT = [Rope("default")]
 SENTENCES = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 )
@@ -80,10 +79,9 @@ def talker(tokenizer, reply):
     return LoadedModel(Talker(tokenizer, reply).eval(), tokenizer, "talker", "/talker", "0123")
 
 
-def measure(loaded, out, length=320, num_cases=100, new_tokens=None, **options):
+def measure(loaded, out, length=320, batch_size=None, **options):
     """The row of one length."""
-    store = RowStore(out)
-    (row,) = passkey_rows(loaded, [length], DEFAULT, store, num_cases, new_tokens, **options)
+    (row,) = passkey_rows(run_of(loaded, out, length, batch_size=batch_size), **options)
     return row
 
 
@@ -179,23 +177,23 @@ def test_a_batch_gives_the_answers_of_single_cases(kind, request):
     cases = [
         make_case(loaded.tokenizer, length, 0, number) for number, length in enumerate(lengths)
     ]
-    together, _ = answers(loaded, cases, 9, batch_size=3)
-    alone = [answers(loaded, [case], 9)[0][0] for case in cases]
+    together = answers(loaded, cases, 9, Batches(3))
+    alone = [answers(loaded, [case], 9, Batches())[0] for case in cases]
     assert together == alone
     assert len(set(map(tuple, alone))) == 3
 
 
 def test_decoding_is_greedy_whatever_the_checkpoint_prefers(llama):
     cases = [make_case(llama.tokenizer, 320, 0, number) for number in range(2)]
-    greedy, _ = answers(llama, cases, 12)
+    greedy = answers(llama, cases, 12, Batches())
     llama.model.generation_config.update(
         do_sample=True, temperature=9.0, repetition_penalty=5.0, min_new_tokens=3
     )
-    assert answers(llama, cases, 12)[0] == greedy
+    assert answers(llama, cases, 12, Batches()) == greedy
 
 
 def test_rope_is_fixed_for_the_prompt_and_the_new_tokens(llama, tmp_path):
-    list(passkey_rows(llama, [400], [Rope("dynamic", 2.0)], RowStore(tmp_path), 1, 13))
+    list(passkey_rows(run_of(llama, tmp_path, 400, ropes="dynamic:2"), 1, 13))
     stretch = 2.0 * (400 + 13) / 64 - 1
     head_dim = llama.model.config.head_dim
     base = 10000.0 * stretch ** (head_dim / (head_dim - 2))
@@ -207,7 +205,7 @@ def test_rope_is_fixed_for_the_prompt_and_the_new_tokens(llama, tmp_path):
 def test_a_length_too_short_for_the_prompt_is_refused_with_the_shortest_that_does(llama, tmp_path):
     least = f"got {SHORTEST - 1}, expected at least {SHORTEST} tokens: the passkey prompt without"
     with pytest.raises(CocaError, match=f"--lengths: {least} any filler"):
-        list(passkey_rows(llama, [500, SHORTEST - 1], DEFAULT, RowStore(tmp_path), 3))
+        passkey_rows(run_of(llama, tmp_path, 500, SHORTEST - 1), 3)
     assert not (tmp_path / "rows.jsonl").exists()  # nothing was measured before the refusal
     check_lengths(llama, [SHORTEST], 0, 3)
 
@@ -224,7 +222,7 @@ def test_lengths_beyond_learned_positions_get_a_row_that_says_so_and_the_rest_go
 ):
     size = {"n_embd": 12, "n_head": 2, "n_layer": 1, "n_positions": 400}
     llama.model = GPT2LMHeadModel(GPT2Config(vocab_size=259, **size, eos_token_id=2)).eval()
-    long, short = passkey_rows(llama, [700, 320], DEFAULT, RowStore(tmp_path), 2, 3)
+    long, short = passkey_rows(run_of(llama, tmp_path, 700, 320), 2, 3)
     assert long["value"] is None
     assert long["error"].startswith("the model failed on 700 tokens (IndexError")
     assert short["value"] == 0.0

@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import coca_hf
 from coca_hf.errors import CocaError
+from coca_hf.evaluate.batches import Batches
 from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.perplexity import (
     VARIANTS,
@@ -21,11 +22,8 @@ from coca_hf.evaluate.perplexity import (
     token_losses,
     windows_of,
 )
-from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.sample import Sample, draw_sample
-from coca_hf.evaluate.store import RowStore
-
-DEFAULT = Rope("default")
+from tests.evaluate.runs import run_of
 
 
 def double_loop(model, documents, length, stride):
@@ -41,14 +39,14 @@ def double_loop(model, documents, length, stride):
     return math.exp(math.fsum(losses) / len(losses))
 
 
-def total_nll(model, documents, length, stride, batch_size=1):
+def total_nll(model, documents, length, stride):
     lengths = [len(ids) for ids in documents]
     windows = VARIANTS["sliding"].windows(lengths, length, stride, [])
 
     def compute(batch):
         return token_losses(model, documents, batch).double().sum(-1).tolist()
 
-    windows, nlls, _ = compute_windows(windows, compute, batch_size)
+    windows, nlls = compute_windows(windows, compute, Batches(1))
     return math.fsum(nlls), sum(window.scored_len for window in windows)
 
 
@@ -66,10 +64,11 @@ TRAINED = 6  # tokens, so that a window of 12 is beyond and one of 5 is not
 
 
 def inv_freq(rope, length):
-    """Of the four pairs of a head, by the formulas of linear and dynamic RoPE, at base 10,000."""
-    stretch = rope.factor * length / TRAINED - (rope.factor - 1) if rope.kind == "dynamic" else 1
-    stretch = max(stretch, 1)
-    base, slower = 10_000 * stretch ** (8 / 6), rope.factor if rope.kind == "linear" else 1
+    """Of the four pairs of a head, by the formulas of linear and dynamic RoPE, at base 10,000 and
+    factor 3.
+    """
+    stretch = max(3 * length / TRAINED - 2, 1) if rope == "dynamic:3" else 1
+    base, slower = 10_000 * stretch ** (8 / 6), 3 if rope == "linear:3" else 1
     return torch.tensor([base ** (-pair / 4) / slower for pair in range(4)])
 
 
@@ -84,7 +83,7 @@ def model(request):
     return plain if request.param == "llama" else coca_hf.patch_(plain, request.param)
 
 
-@pytest.mark.parametrize("rope", [DEFAULT, Rope("linear", 3.0), Rope("dynamic", 3.0)], ids=str)
+@pytest.mark.parametrize("rope", ["default", "linear:3", "dynamic:3"])
 @pytest.mark.parametrize(("length", "stride"), [(5, 1), (5, 3), (5, 5), (12, 4), (12, 5), (12, 12)])
 def test_perplexity_equals_a_double_loop_over_tokens(
     model, rope, length, stride, tiny_tokenizer, tmp_path
@@ -113,8 +112,8 @@ def test_perplexity_equals_a_double_loop_over_tokens(
     loaded = LoadedModel(model, tiny_tokenizer, "model", "/model", "0123")
     with model.register_forward_pre_hook(look, with_kwargs=True):
         for batch_size in (1, 3, None):
-            store = RowStore(tmp_path / str(batch_size))
-            (row,) = perplexity_rows(loaded, sample, [length], stride, [rope], store, batch_size)
+            out, how = tmp_path / str(batch_size), {"ropes": rope, "batch_size": batch_size}
+            (row,) = perplexity_rows(run_of(loaded, out, length, **how), sample, stride)
             assert row["tokens"] == 12 + 16 + 25
             assert row["value"] == pytest.approx(expected, rel=1e-6)
     assert {1, 3} < {batch for batch, _ in shapes}
@@ -184,13 +183,9 @@ def test_a_document_shorter_than_a_window_is_refused():
         windows_of(7, 8, 2, document=4)
 
 
-def rows_of(loaded, books, out_dir, lengths=(16, 40), stride=24, ropes=(DEFAULT,), **options):
+def rows_of(loaded, books, out, lengths=(16, 40), ropes="default"):
     sample = draw_sample(loaded, str(books), max(lengths))
-    return list(
-        perplexity_rows(
-            loaded, sample, list(lengths), stride, list(ropes), RowStore(out_dir), **options
-        )
-    )
+    return list(perplexity_rows(run_of(loaded, out, *lengths, ropes=ropes), sample, 24))
 
 
 def test_rows_say_what_is_needed_to_repeat_them(coca, books, tmp_path):
@@ -247,7 +242,7 @@ def test_a_changed_setting_is_measured_again(llama, books, tmp_path, change):
     elif change == "dtype":
         llama.model.bfloat16()
     elif change == "rope":
-        options["ropes"] = (Rope("linear", 2.0),)
+        options["ropes"] = "linear:2"
     rows_of(llama, books, tmp_path / "out", lengths=(41 if change == "length" else 40,), **options)
     assert len((tmp_path / "out" / "rows.jsonl").read_text().splitlines()) == 2
 
@@ -266,9 +261,7 @@ def test_lengths_beyond_learned_positions_get_a_row_that_says_so_and_the_rest_go
     config = GPT2Config(vocab_size=259, n_embd=12, n_head=2, n_layer=1, n_positions=32)
     llama.model = GPT2LMHeadModel(config).eval()
     sample = sample_of(documents_of(80))
-    long, short = perplexity_rows(
-        llama, sample, [50, 20], 10, [DEFAULT], RowStore(tmp_path / "out")
-    )
+    long, short = perplexity_rows(run_of(llama, tmp_path, 50, 20), sample, 10)
     assert long["value"] is None
     assert long["error"].startswith("the model failed on 50 tokens (IndexError")
     assert short["value"] == pytest.approx(
@@ -294,6 +287,6 @@ def test_lm_evals_rolling_perplexity_is_ours_where_its_windows_are(coca, tmp_pat
     loglikelihoods = model.loglikelihood_rolling(requests, disable_tqdm=True)
     prefix = [model.prefix_token_id]
     sample = sample_of([torch.tensor(prefix + coca.tokenizer(text).input_ids) for text in texts])
-    (row,) = perplexity_rows(coca, sample, [13], 13, [DEFAULT], RowStore(tmp_path))
+    (row,) = perplexity_rows(run_of(coca, tmp_path, 13), sample, 13)
     assert row["tokens"] == 39 + 65
     assert row["value"] == pytest.approx(math.exp(-sum(loglikelihoods) / (39 + 65)), rel=1e-6)

@@ -7,16 +7,13 @@ from torch import nn
 
 from coca_hf.evaluate.perplexity import perplexity_rows
 from coca_hf.evaluate.position import in_ranges, nats_per_token, position_rows
-from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.sample import draw_sample
-from coca_hf.evaluate.store import RowStore
-
-DEFAULT = Rope("default")
+from tests.evaluate.runs import run_of
 
 
-def measure(loaded, books, out, length=100, **options):
+def measure(loaded, books, out, length=100, bucket=64, **options):
     sample = draw_sample(loaded, str(books), length)
-    (row,) = position_rows(loaded, sample, [length], [DEFAULT], RowStore(out), **options)
+    (row,) = position_rows(run_of(loaded, out, length, **options), sample, bucket)
     return row, pq.read_table(out / row["raw"]["buckets"]).to_pylist()
 
 
@@ -65,7 +62,7 @@ def test_buckets_equal_a_loop_over_tokens(
 def test_the_buckets_make_the_perplexity_of_disjoint_windows(llama, books, tmp_path):
     row, buckets = measure(llama, books, tmp_path / "out", 90, bucket=32)
     sample = draw_sample(llama, str(books), 90)
-    (whole,) = perplexity_rows(llama, sample, [90], 90, [DEFAULT], RowStore(tmp_path / "out"))
+    (whole,) = perplexity_rows(run_of(llama, tmp_path / "out", 90), sample, 90)
     assert row["value"] == pytest.approx(whole["value"], rel=1e-9)
     assert row["tokens"] == whole["tokens"]
     assert math.exp(nats_per_token(buckets)) == pytest.approx(row["value"], rel=1e-12)

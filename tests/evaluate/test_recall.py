@@ -8,15 +8,13 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.answers import score_answers
+from coca_hf.evaluate.answers import Case, score_answers
+from coca_hf.evaluate.batches import Batches
 from coca_hf.evaluate.passkey import FILLER, VARIANTS
 from coca_hf.evaluate.passkey import make_case as make_passkey
 from coca_hf.evaluate.recall import make_case, recall_rows
-from coca_hf.evaluate.rope import Rope
-from coca_hf.evaluate.store import RowStore
 from tests.evaluate.reader import reads
-
-DEFAULT = Rope("default")
+from tests.evaluate.runs import run_of
 
 
 def looked_up(prompt):
@@ -25,8 +23,8 @@ def looked_up(prompt):
     return " " + re.search(rf"^{key}: (\d+)$", prompt, re.MULTILINE).group(1)
 
 
-def measure(loaded, out, length=260, **options):
-    (row,) = recall_rows(loaded, [length], [DEFAULT], RowStore(out), **options)
+def measure(loaded, out, length=260, batch_size=None, **options):
+    (row,) = recall_rows(run_of(loaded, out, length, batch_size=batch_size), **options)
     return row
 
 
@@ -115,7 +113,8 @@ def test_greedy_decoding_gives_what_is_found_without_generation(llama):
         said = llama.model.generate(torch.tensor([ids]), max_new_tokens=3, do_sample=False)
         greedy.append(said[0, len(ids) :].tolist())
     asked = [greedy[0], [8, *greedy[1][1:]], greedy[2], [*greedy[3][:2], 8]]
-    scores, _ = score_answers(llama, list(zip(prompts, asked, strict=True)), batch_size=3)
+    cases = [Case(0, 0, 0.0, 0, *each) for each in zip(prompts, asked, strict=True)]
+    scores = score_answers(llama.model, cases, Batches(3))
     found = [score.likeliest == answer for score, answer in zip(scores, asked, strict=True)]
     assert found == [True, False, True, False]
 

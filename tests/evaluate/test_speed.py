@@ -9,19 +9,14 @@ import torch
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate import speed
-from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.speed import MODES, parse_modes, speed_rows
-from coca_hf.evaluate.store import RowStore
-
-DEFAULT = [Rope("default")]
+from tests.evaluate.runs import run_of
 
 
 def test_every_mode_has_a_row_for_the_model_and_its_baseline(coca, llama, tmp_path):
     before = {name: value.clone() for name, value in coca.model.state_dict().items()}
-    store = RowStore(tmp_path)
-    rows = list(
-        speed_rows(coca, [16, 48], DEFAULT, store, llama, repeats=3, warmup=1, batch_size=2)
-    )
+    run = run_of(coca, tmp_path, 16, 48, batch_size=2)
+    rows = list(speed_rows(run, llama, repeats=3, warmup=1))
     assert [(row["mode"], row["length"], row["model"]) for row in rows] == [
         (mode, length, model)
         for mode in MODES
@@ -41,10 +36,7 @@ def test_every_mode_has_a_row_for_the_model_and_its_baseline(coca, llama, tmp_pa
         weights = sum(parameter.nbytes for parameter in coca.model.parameters())
         if row["memory_kind"] == "process":
             assert row["peak_bytes"] >= weights * (3 if row["mode"] == "train" else 1)
-    assert (
-        list(speed_rows(coca, [16, 48], DEFAULT, store, llama, repeats=3, warmup=1, batch_size=2))
-        == rows
-    )
+    assert list(speed_rows(run, llama, repeats=3, warmup=1)) == rows
     for name, value in coca.model.state_dict().items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)
     assert not coca.model.training
@@ -73,9 +65,7 @@ def test_memory_that_runs_out_is_a_row_and_the_other_model_goes_on(coca, llama, 
         raise FULL[message](message)
 
     coca.model.forward = full
-    plain, ours = speed_rows(
-        coca, [16], DEFAULT, RowStore(tmp_path), llama, ["prefill"], repeats=2, warmup=0
-    )
+    plain, ours = speed_rows(run_of(coca, tmp_path, 16), llama, ["prefill"], repeats=2, warmup=0)
     assert (ours["value"], ours["ratio"], ours["raw"]) == (None, None, {})
     assert ours["error"] == f"OOM: {message}"
     assert plain["value"] > 0
@@ -94,22 +84,14 @@ def test_a_model_without_a_cache_cannot_decode_and_one_line_says_so(llama, tmp_p
     with pytest.raises(
         CocaError, match="--modes decode: got LlamaForCausalLM, which keeps no keys and values"
     ):
-        list(
-            speed_rows(
-                llama, [16], DEFAULT, RowStore(tmp_path), modes=["decode"], repeats=1, warmup=0
-            )
-        )
+        list(speed_rows(run_of(llama, tmp_path, 16), modes=["decode"], repeats=1, warmup=0))
 
 
 def test_another_warmup_is_another_measurement(llama, tmp_path):
-    store = RowStore(tmp_path)
-    rows = [
-        *(
-            speed_rows(llama, [16], DEFAULT, store, None, ["prefill"], repeats=1, warmup=w)
-            for w in (0, 1, 0)
-        )
-    ]
-    first, second, again = (row for some in rows for row in some)
+    run = run_of(llama, tmp_path, 16)
+    first, second, again = (
+        next(speed_rows(run, None, ["prefill"], repeats=1, warmup=warmup)) for warmup in (0, 1, 0)
+    )
     assert (first["warmup"], second["warmup"]) == (0, 1)
     assert again == first
 

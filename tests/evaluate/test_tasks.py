@@ -19,23 +19,21 @@ from lm_eval.api.metrics import mean_stderr
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate import tasks
-from coca_hf.evaluate.rope import Rope
-from coca_hf.evaluate.store import RowStore
 from coca_hf.evaluate.tasks import DIMENSIONS, WITHOUT_NETWORK, parse_tasks, ruler_tasks, task_rows
 from coca_hf.report.read import read_tables
+from tests.evaluate.runs import run_of
 from tests.evaluate.test_batches import assert_same_rows, run
 from tests.test_lm_eval import PAIRS, expected, loaded, task_dir  # noqa: F401
 from tests.train.test_processes import TWO_PROCESSES
 
-DEFAULT = [Rope("default")]
 NAMES = ["coca_likelihood", "coca_answer"]
 pytestmark = pytest.mark.usefixtures("own_tasks")
 
 
-def measured(coca, names, out, own=None, **options):
-    """The rows of tasks; own: the directory that they are in."""
-    options["include_path"] = str(own) if own else None
-    return list(task_rows(coca, names, DEFAULT, RowStore(out), **options))
+def measured(coca, names, out, own=None, lengths=(), batch_size=None, limit=None):
+    """The rows of tasks; own: the directory that they are in. lengths: RULER's."""
+    run = run_of(coca, out, *lengths, batch_size=batch_size)
+    return list(task_rows(run, names, limit=limit, include_path=str(own) if own else None))
 
 
 def test_rows_have_the_numbers_of_the_model_itself(coca, task_dir, expected, tmp_path, monkeypatch):  # noqa: F811
@@ -274,7 +272,7 @@ def test_a_tokenizer_without_an_end_is_said_to_have_none(coca, task_dir, tmp_pat
 
 def test_a_length_too_short_for_ruler_is_no_matter_of_the_network(coca, few_words, tmp_path):
     with pytest.raises(CocaError, match=r"--tasks niah_single_1: lm-eval cannot run it: ") as error:
-        measured(coca, ["niah_single_1"], tmp_path, ruler_lengths=[200], limit=1)
+        measured(coca, ["niah_single_1"], tmp_path, lengths=[200], limit=1)
     assert "network" not in str(error.value)
 
 
@@ -288,7 +286,7 @@ def test_ruler_at_a_length_is_the_mean_of_its_tasks_there(coca, tmp_path, monkey
     """Samples as lm-eval's RULER files make them: -1 at lengths that were not run."""
     lengths, scores = [], {"niah_single_1": [1.0, 0.0, 1.0, 1.0], "ruler_vt": [0.0, 0.5]}
 
-    def ran(loaded, settings, include_path, progress, sizes):  # noqa: F811
+    def ran(loaded, settings, include_path, batches):  # noqa: F811
         lengths.append(settings["length"])
         return {
             "samples": {
@@ -301,7 +299,7 @@ def test_ruler_at_a_length_is_the_mean_of_its_tasks_there(coca, tmp_path, monkey
         }
 
     monkeypatch.setattr(tasks, "_evaluate", ran)
-    rows = measured(coca, [], tmp_path, ruler_lengths=[8192, 16384])
+    rows = measured(coca, [], tmp_path, lengths=[8192, 16384])
     assert [(row["length"], row["value"], row["dimension"], row["scored"]) for row in rows] == [
         *((8192, 0.5, "ruler", 6), (16384, 0.5, "ruler", 6))
     ]
@@ -309,7 +307,7 @@ def test_ruler_at_a_length_is_the_mean_of_its_tasks_there(coca, tmp_path, monkey
     assert [(line["benchmark"], line["case"], line["score"]) for line in lines] == [
         (task, number, score) for task, some in scores.items() for number, score in enumerate(some)
     ]
-    measured(coca, [], tmp_path, ruler_lengths=[8192, 16384])
+    measured(coca, [], tmp_path, lengths=[8192, 16384])
     assert lengths == [8192, 16384]
 
 
@@ -360,7 +358,7 @@ def test_a_real_task_of_ruler_fits_the_length_and_scores_one_for_a_model_that_fi
     coca, few_words, tmp_path, name
 ):
     prompts = knows_the_needle(coca.model, coca.tokenizer)
-    (row,) = measured(coca, [name], tmp_path, ruler_lengths=[1500], limit=3)
+    (row,) = measured(coca, [name], tmp_path, lengths=[1500], limit=3)
     for line in samples_of(row, tmp_path):
         assert (line["benchmark"], line["score"]) == (name, 1.0)
         assert json.loads(line["target"]) == [line["response"].strip()]
@@ -373,7 +371,7 @@ def test_a_random_model_does_not_find_what_ruler_hid(coca, few_words, tmp_path):
     """Of the tasks without a network, ruler_vt, _cwe and _fwe do not get ready with a tokenizer of
     bytes.
     """
-    (row,) = measured(coca, ["niah_single_1"], tmp_path, ruler_lengths=[1500], limit=1)
+    (row,) = measured(coca, ["niah_single_1"], tmp_path, lengths=[1500], limit=1)
     assert (row["value"], row["scored"], row["error"]) == (0.0, 1, None)
 
 
@@ -383,7 +381,7 @@ def test_what_of_ruler_runs_without_a_network_is_said_where_it_does_not(coca, fe
         CocaError,
         match=r"--tasks niah_single_2: lm-eval cannot run it: .*without a network, run niah_",
     ):
-        measured(coca, ["niah_single_2"], tmp_path, ruler_lengths=[1500])
+        measured(coca, ["niah_single_2"], tmp_path, lengths=[1500])
 
 
 def test_a_task_of_ruler_without_a_length_is_refused(coca, tmp_path):

@@ -6,14 +6,12 @@ import re
 import pytest
 from rich.console import Console
 
-from coca_hf.evaluate.rope import Rope
 from coca_hf.evaluate.speed import speed_rows
-from coca_hf.evaluate.store import RowStore
 from coca_hf.evaluate.tasks import task_rows
 from coca_hf.evaluate.terminal import progress_on, results_table
+from tests.evaluate.runs import run_of
 from tests.test_lm_eval import expected, loaded, task_dir  # noqa: F401
 
-DEFAULT = [Rope("default")]
 LOG = r"(.*): (\d+ of \d+ .*?)(?:, about \d+ s left)?\n"
 
 
@@ -117,15 +115,13 @@ def test_models_in_turns_and_benchmarks_are_counted_as_such(
     log,
 ):
     with progress_on(log) as progress:
-
-        def store():
-            return RowStore(tmp_path, progress)
-
         for lengths in ([16], [16, 24]):
-            options = {"modes": ["prefill", "decode"], "repeats": 1, "warmup": 0}
-            list(speed_rows(coca, lengths, DEFAULT, store(), llama, **options))
+            run = run_of(coca, tmp_path, *lengths)
+            run.store.progress = progress
+            list(speed_rows(run, llama, ["prefill", "decode"], repeats=1, warmup=0))
+        run.lengths = []
         for names in (["coca_answer"], ["coca_answer", "coca_likelihood"]):
-            list(task_rows(coca, names, DEFAULT, store(), include_path=str(task_dir)))
+            list(task_rows(run, names, include_path=str(task_dir)))
     assert re.findall(LOG, log.file.getvalue()) == [
         ("speed  prefill  default  16", "1 of 2 pairs of rows"),
         ("speed  decode  default  16", "2 of 2 pairs of rows"),

@@ -8,9 +8,9 @@ from torch import nn
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.perplexity import VARIANTS, check_variant, perplexity_rows
-from coca_hf.evaluate.rope import Rope
+from coca_hf.evaluate.rows import RowStore
 from coca_hf.evaluate.sample import draw_sample
-from coca_hf.evaluate.store import RowStore
+from tests.evaluate.runs import run_of
 
 
 @torch.no_grad()
@@ -51,10 +51,7 @@ def value(loaded, books, out, variant, length, stride, **options):
     sample = draw_sample(
         loaded, str(books), length, special_tokens=VARIANTS[variant].special_tokens
     )
-    store = RowStore(out)
-    (row,) = perplexity_rows(
-        loaded, sample, [length], stride, [Rope("default")], store, variant=variant, **options
-    )
+    (row,) = perplexity_rows(run_of(loaded, out, length, **options), sample, stride, variant)
     return row["value"]
 
 

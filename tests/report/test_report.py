@@ -8,7 +8,7 @@ import pytest
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.measurements import MEASUREMENTS
-from coca_hf.evaluate.row import Count, Identity, Row, Setting
+from coca_hf.evaluate.rows import Count, Identity, Row, Setting
 from coca_hf.evaluate.tables import Measurement
 from coca_hf.page import markdown
 from coca_hf.plots import COLORS, Heat, Key, heat_figure
@@ -426,7 +426,7 @@ NO_ROWS = {  # contents of rows.jsonl, and what is said of them
     None: "got no rows.jsonl there, expected the --out of coca-eval",
     "": "rows.jsonl: got no rows, expected at least one; run coca-eval first",
 }
-NO_ROW = [  # test_store.py has more that is none
+NO_ROW = [  # test_rows.py has more that is none
     *("oops", '{"task": "other"}', json.dumps(row() | {"task": ["perplexity"]})),
     *(json.dumps(row()).replace("7.25", number) for number in ("NaN", "1e999")),
     json.dumps(row("half \ud83d")),

@@ -7,7 +7,7 @@ import pytest
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.passkey import PasskeyRow
 from coca_hf.evaluate.perplexity import PerplexityRow
-from coca_hf.evaluate.store import RowStore
+from coca_hf.evaluate.rows import RowStore
 from coca_hf.report.read import read_tables
 from tests.report import made
 
