@@ -142,28 +142,9 @@ def test_what_limits_the_attention_falls_from_the_start_over_the_fit_to_what_is_
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} times {n % 7} is {n * (n % 7)}; " for n in range(400)))
     convert_checkpoint(tiny_llama_dir, tmp_path / "strict", constraint="strict")
-    words = [
-        tiny_llama_dir,
-        tmp_path / "strict",
-        "--text",
-        text,
-        "--layers",
-        1,
-        "--tokens",
-        512,
-        1024,
-        "--passes",
-        20,
-    ]
-    run(
-        "attention_limits",
-        *words,
-        "--free-steps",
-        200,
-        "--out",
-        tmp_path / "out.json",
-        monkeypatch=monkeypatch,
-    )
+    words = [tiny_llama_dir, tmp_path / "strict", "--text", text, "--out", tmp_path / "out.json"]
+    words += ["--layers", "1", "--tokens", "512", "1024", "--passes", "10", "--free-steps", "100"]
+    run("attention_limits", *words, monkeypatch=monkeypatch)
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     relu, both, more = (
         "512 tokens, ReLU's gradient",
@@ -176,7 +157,7 @@ def test_what_limits_the_attention_falls_from_the_start_over_the_fit_to_what_is_
         "512 tokens",
         both,
         more,
-        "free, 200 steps",
+        "free, 100 steps",
     ]
     start, fitted, free = rows[0], rows[-2], rows[-1]
     assert start["held_out"]["all"] > fitted["held_out"]["all"] > 1.5 * free["held_out"]["all"]
@@ -229,6 +210,7 @@ def test_flash_attention_decodes_as_eager_attention_does_within_the_rounding_of_
     assert "| strict |" in capsys.readouterr().out
 
 
+@pytest.mark.real
 def test_converting_is_timed_beside_a_copy_and_its_memory_noted(tmp_path, monkeypatch, capsys):
     words = [
         "--dir",

@@ -232,6 +232,7 @@ print(type(model).__module__.split(".")[0], repr(model(ids).logits.double().sum(
 """
 
 
+@pytest.mark.real
 def test_hf_upload_of_a_checkpoint_sends_every_file_and_no_path_of_this_machine(
     hub, finished_dir, tmp_path
 ):
@@ -244,9 +245,7 @@ def test_hf_upload_of_a_checkpoint_sends_every_file_and_no_path_of_this_machine(
     assert len(record["source_xxh3_128"]) == 32
 
 
-def test_a_checkpoint_goes_up_whole_with_its_card_and_comes_down_without_coca_hf(
-    hub, finished_dir, tiny_tokenizer, tmp_path
-):
+def test_a_checkpoint_goes_up_whole_with_its_card(hub, finished_dir):
     push(finished_dir)
     AutoTokenizer.from_pretrained(finished_dir).push_to_hub(REPO)
     assert hub.created[0]["name"] == REPO.split("/")[1]
@@ -277,6 +276,11 @@ def test_a_checkpoint_goes_up_whole_with_its_card_and_comes_down_without_coca_hf
     assert "Tokens seen in CoCA training: 41." in pushed.text
     assert "| tiny | 0.60 | 0.40 |" in pushed.text
 
+
+@pytest.mark.real
+def test_what_went_up_comes_down_without_coca_hf(hub, finished_dir, tiny_tokenizer, tmp_path):
+    push(finished_dir)
+    AutoTokenizer.from_pretrained(finished_dir).push_to_hub(REPO)
     found = run(hub, tmp_path / "down", sys.executable, "-c", PULL, REPO)
     ids = tiny_tokenizer("some text", return_tensors="pt").input_ids
     expected = AutoModelForCausalLM.from_pretrained(finished_dir)(ids).logits.double().sum().item()

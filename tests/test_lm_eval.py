@@ -13,6 +13,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from coca_hf.evaluate.tasks import parse_tasks
+
 PAIRS = [
     ("two and two", " make four"),
     ("the cat sat on", " the mat"),
@@ -115,6 +117,11 @@ def test_in_process_it_measures_what_the_model_says(loaded, task_dir, expected):
     assert values(output["results"]) == pytest.approx(
         [expected["perplexity"], 1 - 1 / len(PAIRS)], rel=1e-4
     )
+
+
+@pytest.mark.real
+def test_coca_eval_knows_the_tasks_of_lm_eval_and_those_of_a_directory(task_dir):
+    assert parse_tasks("piqa,coca_answer", str(task_dir)) == ["piqa", "coca_answer"]
 
 
 @pytest.mark.real

@@ -12,10 +12,11 @@ PyTorch chooses, or one of its kernels by name. One layer's heads, batch 1.
 """
 
 import contextlib
+import functools
 
 import measure
 import torch
-from measure import DEVICE, check, compare, parse, record, relative_error, sets_for, show
+from measure import DEVICE, check, compare, parse, ratio, relative_error, run_all, sets_for
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -51,35 +52,13 @@ def main() -> None:
         "--only", nargs="+", default=[""], help="rivals whose names contain one of these"
     )
     options = parse(parser)
-    rows: list[dict] = []
-    for length in options.lengths:
-        rows += measure_length(length, options)
-        record("attention-bench", rows, options)  # what is measured stays, whatever ends the run
-    show(
-        f"{options.mode}, {options.shape}, {options.dtype}",
-        ["rival", "length", "ms", "CPU ms", "GiB added", "x contraction", "x LLaMA", "error"],
-        [
-            [
-                *(
-                    row["rival"],
-                    row["length"],
-                    scaled(row["seconds"], 1e3),
-                    scaled(row["cpu_seconds"], 1e3),
-                ),
-                *(
-                    scaled(row["peak_bytes"], 2**-30),
-                    row["over_contraction"],
-                    row["over_llama"],
-                    row["error"],
-                ),
-            ]
-            for row in rows
-        ],
-    )
-
-
-def scaled(x: float | None, factor: float) -> float | None:
-    return None if x is None else x * factor
+    columns = {
+        **{"rival": "rival", "length": "length", "ms": ("seconds", 1e3)},
+        **{"CPU ms": ("cpu_seconds", 1e3), "GiB added": ("peak_bytes", 2**-30)},
+        **{"x contraction": "over_contraction", "x LLaMA": "over_llama", "error": "error"},
+    }
+    measured = functools.partial(measure_length, options=options)
+    run_all("attention-bench", options.mode, columns, measured, options, options.lengths)
 
 
 def measure_length(length: int, options) -> list[dict]:
@@ -198,20 +177,13 @@ def measure_length(length: int, options) -> list[dict]:
     )
 
     def over(name: str, other: str) -> float | None:
-        ours, theirs = results[name]["seconds"], results.get(other, {}).get("seconds")
-        return theirs / ours if ours and theirs else None
+        return ratio(results.get(other, {}).get("seconds"), results[name]["seconds"])
 
     against = "LLaMA rotation" if options.mode == "fold" else "LLaMA sdpa"
+    about = {"shape": options.shape, "mode": options.mode, "length": length, "sets": sets}
     return [
         {
-            **{
-                "rival": name,
-                "shape": options.shape,
-                "mode": options.mode,
-                "length": length,
-                "sets": sets,
-            },
-            **result,
+            **{"rival": name, **about, **result},
             **{"over_contraction": over(name, "contraction"), "over_llama": over(name, against)},
             "relative_error": errors[name],
         }

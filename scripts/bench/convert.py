@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measure import SHAPES, write
+from measure import SHAPES, show, write
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -55,7 +55,14 @@ def main() -> None:
             print(json.dumps(result, indent=1))
         else:
             result = measure(Path(folder), options)
-            show(result)
+            columns = {
+                **{"round": "round", "command": "command", "seconds, sync included": "seconds"},
+                **{"user": "user_seconds", "system": "system_seconds"},
+                **{"peak RSS, GB": ("rss_bytes", 1e-9)},
+                **{"peak anonymous, GB": ("anonymous_bytes", 1e-9)},
+            }
+            show("Converting beside copying", columns, result["rows"])
+            print("ratio by round:", *(f"{ratio:.2f}" for ratio in result["ratio_by_round"]))
     write(result, options.out)
 
 
@@ -233,20 +240,6 @@ def anonymous_bytes(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
-
-
-def show(result: dict) -> None:
-    print(
-        "| round | command | seconds, sync included | user | system | peak RSS | peak anonymous |"
-    )
-    print("|---|---|---:|---:|---:|---:|---:|")
-    for row in result["rows"]:
-        print(
-            f"| {row['round']} | {row['command']} | {row['seconds']:.1f} | "
-            f"{row['user_seconds']:.1f} | {row['system_seconds']:.1f} | "
-            f"{row['rss_bytes'] / 1e9:.2f} GB | {row['anonymous_bytes'] / 1e9:.2f} GB |"
-        )
-    print(f"ratio by round: {', '.join(f'{ratio:.2f}' for ratio in result['ratio_by_round'])}")
 
 
 if __name__ == "__main__":

@@ -32,10 +32,10 @@ from measure import (
     compare,
     make_model,
     parse,
-    record,
+    ratio,
     relative_error,
+    run_all,
     sets_for,
-    show,
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
@@ -66,40 +66,24 @@ def main() -> None:
     options = parse(parser)
     if options.smoke:
         options.batches, options.new_tokens = [2], 4
-    rows: list[dict] = []
-    if options.what != "tune":
-        rows += [
-            {"rival": name, "cache_bytes_per_token": size}
-            for name, size in cache_bytes(options).items()
-        ]
+    sizes = {} if options.what == "tune" else cache_bytes(options)
+    first = [{"rival": name, "cache_bytes_per_token": size} for name, size in sizes.items()]
     run = {"attention": attention, "step": step, "generate": generate, "tune": tune}[options.what]
-    for length, batch in itertools.product(options.lengths, options.batches):
-        rows += run(length, batch, options)
-        # what is measured stays, whatever ends the run
-        record(f"decode-{options.what}-bench", rows, options)
-    show(
-        f"{options.what}, {options.shape}, {options.dtype}",
-        [
-            "rival",
-            "length",
-            "batch",
-            "us a token",
-            "GB/s",
-            "x LLaMA's fastest",
-            "cache bytes a token",
-            "error",
-        ],
-        [
-            [
-                *(row["rival"], row.get("length"), row.get("batch")),
-                row["seconds"] * 1e6 if row.get("seconds") else None,
-                *(
-                    row.get(key)
-                    for key in ("gb_per_second", "over_llama", "cache_bytes_per_token", "error")
-                ),
-            ]
-            for row in rows
-        ],
+    columns = {
+        **{"rival": "rival", "length": "length", "batch": "batch"},
+        **{"us a token": ("seconds", 1e6), "GB/s": "gb_per_second"},
+        **{"x LLaMA's fastest": "over_llama", "cache bytes a token": "cache_bytes_per_token"},
+        "error": "error",
+    }
+    measured = functools.partial(run, options=options)
+    run_all(
+        f"decode-{options.what}-bench",
+        options.what,
+        columns,
+        measured,
+        options,
+        *(options.lengths, options.batches),
+        first=first,
     )
 
 
@@ -165,19 +149,12 @@ def attention(length: int, batch: int, options) -> list[dict]:
     rows = []
     for name, result in results.items():
         num_bytes = llama_bytes if name.startswith("LLaMA") else coca_bytes
-        seconds = result["seconds"]
+        about = {"shape": options.shape, "length": length, "batch": batch}
         rows.append(
             {
-                **{
-                    "rival": name,
-                    "shape": options.shape,
-                    "length": length,
-                    "batch": batch,
-                    **result,
-                },
-                # of the cache, read once
-                "gb_per_second": num_bytes / seconds / 1e9 if seconds else None,
-                "over_llama": fastest / seconds if seconds and fastest else None,
+                **{"rival": name, **about, **result},
+                "gb_per_second": ratio(num_bytes / 1e9, result["seconds"]),  # the cache, read once
+                "over_llama": ratio(fastest, result["seconds"]),
                 "relative_error": errors[name],
             }
         )
@@ -264,14 +241,13 @@ def step(length: int, batch: int, options) -> list[dict]:
     results = compare(steps, options.repeats, options.warmup)
 
     def over(name: str, clock: str) -> float | None:
-        ours, theirs = results[name][clock], results["LLaMA sdpa"][clock]
-        return theirs / ours if ours and theirs else None
+        return ratio(results["LLaMA sdpa"][clock], results[name][clock])
 
     return [
         {
             **{"rival": name, "shape": options.shape, "length": length, "batch": batch, **result},
             "layers": models[name].config.num_hidden_layers,
-            "tokens_per_second": batch / result["seconds"] if result["seconds"] else None,
+            "tokens_per_second": ratio(batch, result["seconds"]),
             **{"over_llama": over(name, "seconds"), "over_llama_cpu": over(name, "cpu_seconds")},
             "relative_error": errors[name],
         }
@@ -388,15 +364,11 @@ def generate(length: int, batch: int, options) -> list[dict]:
             first, *_, last = clock.ticks[1:]  # before them comes the prompt
             times.append((last - first) / (options.new_tokens - 1))
         assert output.shape[1] == length + options.new_tokens == length + len(clock.ticks) - 1
+        about = {"shape": options.shape, "length": length, "batch": batch}
+        about |= {"layers": model.config.num_hidden_layers, "new_tokens": options.new_tokens}
         rows.append(
             {
-                **{
-                    "rival": f"{name} {backend}",
-                    "shape": options.shape,
-                    "length": length,
-                    "batch": batch,
-                },
-                **{"layers": model.config.num_hidden_layers, "new_tokens": options.new_tokens},
+                **{"rival": f"{name} {backend}", **about},
                 "seconds": statistics.median(times[2:]),
                 "whole_seconds": statistics.median(whole[2:]),
                 "relative_error": None if name == "LLaMA" else generate_error(model, options.dtype),

@@ -15,7 +15,7 @@ import math
 
 import measure
 import torch
-from measure import DEVICE, check, clear, make_model, parse, record, show
+from measure import DEVICE, check, clear, make_model, parse, ratio, run_all
 from transformers import AutoModelForCausalLM
 
 from coca_hf.evaluate.batches import Batches, NoValue
@@ -47,45 +47,19 @@ def main() -> None:
     else:
         model = make_model("CoCA slack", options.shape, options.dtype, options.attention)
     documents = [torch.randint(97, (options.tokens,)) for _ in range(options.documents)]
-    rows: list[dict] = []
-    for length in options.lengths:
-        rows += measure_length(model, documents, length, options)
-        record("evaluate-bench", rows, options)  # what is measured stays, whatever ends the run
-    show(
-        f"perplexity, {options.model or options.shape}, documents of {options.tokens}, stride {options.stride}",
-        [
-            "rival",
-            "length",
-            "s",
-            "CPU s",
-            "scored tokens/s",
-            "x YaRN's",
-            "x, CPU time",
-            "perplexity",
-            "GiB added",
-        ],
-        [
-            [
-                *(
-                    row[key]
-                    for key in (
-                        "rival",
-                        "length",
-                        "seconds",
-                        "cpu_seconds",
-                        "tokens_per_second",
-                        "over_yarn",
-                    )
-                ),
-                *(
-                    row["over_yarn_cpu"],
-                    row["perplexity"],
-                    row["peak_bytes"] and row["peak_bytes"] / 2**30,
-                ),
-            ]
-            for row in rows
-        ],
-    )
+    columns = {
+        **{"rival": "rival", "length": "length", "s": "seconds", "CPU s": "cpu_seconds"},
+        **{"scored tokens/s": "tokens_per_second", "x YaRN's": "over_yarn"},
+        **{"x, CPU time": "over_yarn_cpu", "perplexity": "perplexity"},
+        "GiB added": ("peak_bytes", 2**-30),
+    }
+    about = f"documents of {options.tokens}, stride {options.stride}"
+    title = f"perplexity, {options.model or 'random weights'}, {about}"
+
+    def measured(length: int) -> list[dict]:
+        return measure_length(model, documents, length, options)
+
+    run_all("evaluate-bench", title, columns, measured, options, options.lengths)
 
 
 def measure_length(model, documents: list[torch.Tensor], length: int, options) -> list[dict]:
@@ -113,28 +87,14 @@ def measure_length(model, documents: list[torch.Tensor], length: int, options) -
         check("perplexity", abs(got - expected) / expected, options.dtype)
     clear()
     baseline = results["YaRN's script"]
+    about = {"shape": options.shape, "length": length, "stride": options.stride}
+    about |= {"batch": options.batch, "windows": len(windows), "scored_tokens": scored}
     return [
         {
-            **{
-                "rival": name,
-                "shape": options.shape,
-                "length": length,
-                "stride": options.stride,
-                "batch": options.batch,
-            },
-            **{
-                "windows": len(windows),
-                "scored_tokens": scored,
-                **result,
-                "perplexity": perplexity.get(name),
-            },
-            "tokens_per_second": scored / result["seconds"] if result["seconds"] else None,
-            "over_yarn": baseline["seconds"] / result["seconds"]
-            if baseline["seconds"] and result["seconds"]
-            else None,
-            "over_yarn_cpu": baseline["cpu_seconds"] / result["cpu_seconds"]
-            if baseline["cpu_seconds"]
-            else None,
+            **{"rival": name, **about, **result, "perplexity": perplexity.get(name)},
+            "tokens_per_second": ratio(scored, result["seconds"]),
+            "over_yarn": ratio(baseline["seconds"], result["seconds"]),
+            "over_yarn_cpu": ratio(baseline["cpu_seconds"], result["cpu_seconds"]),
         }
         for name, result in results.items()
     ]

@@ -45,8 +45,8 @@ def main() -> None:
         if name not in missing
         for constraint in ("slack", "strict")
     ]
-    header = ["attention", "constraint", "logits", "decoding"]
-    show("Relative error against eager attention", header, [list(row.values()) for row in rows])
+    names = ("attention", "constraint", "logits", "decoding")
+    show("Relative error against eager attention", dict(zip(names, names, strict=True)), rows)
     if rows:
         write({"task": "flash-bench", "dtype": options.dtype, "rows": rows}, options.out)
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import ctypes
 import gc
+import itertools
 import json
 import os
 import platform
@@ -253,23 +254,37 @@ def _is_memory(failure: BaseException) -> bool:
     )
 
 
+def ratio(a: float | None, b: float | None) -> float | None:
+    """None where one of both was not measured."""
+    return a / b if a and b else None
+
+
 def clear() -> None:
     gc.collect()
     if DEVICE == "cuda":
         torch.cuda.empty_cache()
 
 
-def record(task: str, rows: Sequence[dict], options: argparse.Namespace) -> None:
-    """Write the rows of a run of speed, where `--out` asks for it."""
-    dtype = str(options.dtype).removeprefix("torch.")
-    result = {
-        "task": task,
-        "dtype": dtype,
-        "repeats": options.repeats,
-        "warmup": options.warmup,
-        "rows": list(rows),
-    }
-    write(result, options.out)
+def run_all(
+    task: str,
+    title: str,
+    columns: dict[str, Any],
+    measured: Callable[..., list[dict]],
+    options: argparse.Namespace,
+    *over: Sequence,
+    first: Sequence[dict] = (),
+) -> None:
+    """Measure every combination of `over`, whose rows come after those in `first`, and show them.
+
+    Where `--out` asks for a file, it is written after each, so that what is measured stays,
+    whatever ends the run.
+    """
+    dtype, rows = str(options.dtype).removeprefix("torch."), [*first]
+    about = {"task": task, "dtype": dtype, "repeats": options.repeats, "warmup": options.warmup}
+    for one in itertools.product(*over):
+        rows += measured(*one)
+        write(about | {"rows": rows}, options.out)
+    show(f"{title}, {options.shape}, {options.dtype}", columns, rows)
 
 
 def write(result: dict, out: Path | None) -> None:
@@ -315,13 +330,21 @@ def versions() -> dict[str, str]:
     return found
 
 
-def show(title: str, header: Sequence[str], lines: Sequence[Sequence[Any]]) -> None:
-    """A Markdown table, numbers to three digits."""
+def show(title: str, columns: dict[str, Any], rows: Sequence[dict]) -> None:
+    """A Markdown table, numbers to three digits.
+
+    columns: the key of a row, or a key and a factor, by the column's name.
+    """
     print(f"\n{title}\n")
-    print("| " + " | ".join(header) + " |")
-    print("|---" + "|---:" * (len(header) - 1) + "|")
-    for line in lines:
-        print("| " + " | ".join(_cell(x) for x in line) + " |", flush=True)
+    print("| " + " | ".join(columns) + " |")
+    print("|---" + "|---:" * (len(columns) - 1) + "|")
+    for row in rows:
+        cells = []
+        for key in columns.values():
+            key, factor = key if isinstance(key, tuple) else (key, None)
+            value = row.get(key)
+            cells.append(_cell(value if value is None or factor is None else value * factor))
+        print("| " + " | ".join(cells) + " |", flush=True)
 
 
 def _cell(x: Any) -> str:

@@ -24,9 +24,9 @@ from measure import (
     make_model,
     parse,
     plain_folds,
-    record,
+    ratio,
     relative_error,
-    show,
+    run_all,
 )
 
 from coca_hf.models.attention import FOLDS
@@ -49,30 +49,22 @@ def main() -> None:
         for name in names
     }
     errors = {name: check_model(name, model) for name, model in models.items() if name != "LLaMA"}
-    rows: list[dict] = []
-    for length in options.lengths:
-        rows += measure_length(length, models, errors, options)
-        record("prefill-bench", rows, options)  # what is measured stays, whatever ends the run
-    show(
-        f"prefill, {options.shape}, {options.dtype}, {options.attention}",
-        ["rival", "length", "s", "CPU s", "tokens/s", "x LLaMA", "x LLaMA, CPU time", "peak GiB"],
-        [
-            [
-                *(
-                    row[key]
-                    for key in (
-                        "rival",
-                        "length",
-                        "seconds",
-                        "cpu_seconds",
-                        "tokens_per_second",
-                        "over_llama",
-                    )
-                ),
-                *(row["over_llama_cpu"], row["total_bytes"] and row["total_bytes"] / 2**30),
-            ]
-            for row in rows
-        ],
+    columns = {
+        **{"rival": "rival", "length": "length", "s": "seconds", "CPU s": "cpu_seconds"},
+        **{"tokens/s": "tokens_per_second", "x LLaMA": "over_llama"},
+        **{"x LLaMA, CPU time": "over_llama_cpu", "peak GiB": ("total_bytes", 2**-30)},
+    }
+
+    def measured(length: int) -> list[dict]:
+        return measure_length(length, models, errors, options)
+
+    run_all(
+        "prefill-bench",
+        f"prefill, {options.attention}",
+        columns,
+        measured,
+        options,
+        options.lengths,
     )
 
 
@@ -113,24 +105,16 @@ def measure_length(length: int, models: dict, errors: dict, options) -> list[dic
     for name, result in results.items():
         model = models[name.removesuffix(" plain")]
         weights = sum(p.nbytes for p in model.parameters())
-        ratio = {
-            key: baseline[key] / result[key] if baseline[key] and result[key] else None
-            for key in ("seconds", "cpu_seconds")
-        }
+        about = {"shape": options.shape, "layers": model.config.num_hidden_layers}
+        about |= {"length": length, "attention": options.attention, "compiled": options.compile}
+        peak = result["peak_bytes"]
         rows.append(
             {
-                **{
-                    "rival": name,
-                    "shape": options.shape,
-                    "layers": model.config.num_hidden_layers,
-                    "length": length,
-                },
-                **{"attention": options.attention, "compiled": options.compile, **result},
-                "tokens_per_second": length / result["seconds"] if result["seconds"] else None,
-                "total_bytes": weights + result["peak_bytes"]
-                if result["peak_bytes"] is not None
-                else None,
-                **{"over_llama": ratio["seconds"], "over_llama_cpu": ratio["cpu_seconds"]},
+                **{"rival": name, **about, **result},
+                "tokens_per_second": ratio(length, result["seconds"]),
+                "total_bytes": None if peak is None else weights + peak,
+                "over_llama": ratio(baseline["seconds"], result["seconds"]),
+                "over_llama_cpu": ratio(baseline["cpu_seconds"], result["cpu_seconds"]),
                 "relative_error": errors.get(name.removesuffix(" plain")),
             }
         )

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from measure import DEVICE, SHAPES, clear, write
+from measure import DEVICE, SHAPES, clear, show, write
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -46,7 +46,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_inputs(Path(folder), seq_len)
         rows = [compare(Path(folder), name, shape, seq_len) for name in SETTINGS]
-    show(rows)
+    sizes = {name: (f"{name}_bytes", 1 / GIB) for name in ("predicted", "measured", "reserved")}
+    show("GiB", {"setting": "setting", **sizes, "error": "error"}, rows)
     write({"task": "plan-bench", "shape": shape, "seq_len": seq_len, "rows": rows}, options.out)
 
 
@@ -109,17 +110,6 @@ def make_recipe(folder: Path, name: str, shape: str, seq_len: int) -> Recipe:
             "stages": [{"name": "measured", "train": train}],
         }
     )
-
-
-def show(rows: list[dict]) -> None:
-    print("| setting | predicted | measured | error | reserved |")
-    print("|---|---:|---:|---:|---:|")
-    for row in rows:
-        sizes = [row[key] / GIB for key in ("predicted_bytes", "measured_bytes", "reserved_bytes")]
-        print(
-            f"| {row['setting']} | {sizes[0]:.2f} GiB | {sizes[1]:.2f} | {row['error']:+.1%} | "
-            f"{sizes[2]:.2f} |"
-        )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ layer.
 """
 
 import copy
-import itertools
+import functools
 
 import measure
 import torch
@@ -23,9 +23,9 @@ from measure import (
     make_model,
     parse,
     plain_folds,
-    record,
+    ratio,
     relative_error,
-    show,
+    run_all,
 )
 
 TRAINED = {"t": ("t_proj", "k_proj"), "qkv": ("q_proj", "t_proj", "k_proj", "v_proj"), "all": ("",)}
@@ -43,31 +43,14 @@ def main() -> None:
     options = parse(parser)
     if options.smoke:
         options.layers, options.batch = [1, 2], 1
-    rows: list[dict] = []
-    for length, what in itertools.product(options.lengths, options.train):
-        rows += measure_step(length, what, options)
-        record("train-bench", rows, options)  # what is measured stays, whatever ends the run
-    show(
-        f"training step, {options.shape}, {options.layers[1]} layers, batch {options.batch}, {options.dtype}",
-        ["rival", "learns", "length", "s", "tokens/s", "x LLaMA", "s per layer", "GiB added"],
-        [
-            [
-                *(
-                    row["rival"],
-                    row["train"],
-                    row["length"],
-                    row["seconds"],
-                    row["tokens_per_second"],
-                ),
-                *(
-                    row["over_llama"],
-                    row["layer_seconds"],
-                    row["peak_bytes"] and row["peak_bytes"] / 2**30,
-                ),
-            ]
-            for row in rows
-        ],
-    )
+    title = f"training step, {options.layers[1]} layers, batch {options.batch}"
+    columns = {
+        **{"rival": "rival", "learns": "train", "length": "length", "s": "seconds"},
+        **{"tokens/s": "tokens_per_second", "x LLaMA": "over_llama"},
+        **{"s per layer": "layer_seconds", "GiB added": ("peak_bytes", 2**-30)},
+    }
+    measured = functools.partial(measure_step, options=options)
+    run_all("train-bench", title, columns, measured, options, options.lengths, options.train)
 
 
 def measure_step(length: int, what: str, options) -> list[dict]:
@@ -90,27 +73,13 @@ def measure_step(length: int, what: str, options) -> list[dict]:
         clear()
     shallow, deep = by_depth
     extra = options.layers[1] - options.layers[0]
+    about = {"shape": options.shape, "train": what, "length": length, "batch": options.batch}
+    about |= {"layers": options.layers[1], "checkpointing": options.checkpointing}
     return [
         {
-            **{
-                "rival": name,
-                "shape": options.shape,
-                "train": what,
-                "length": length,
-                "batch": options.batch,
-            },
-            **{
-                "layers": options.layers[1],
-                "checkpointing": options.checkpointing,
-                "compiled": options.compile,
-            },
-            **result,
-            "tokens_per_second": options.batch * length / result["seconds"]
-            if result["seconds"]
-            else None,
-            "over_llama": deep["LLaMA"]["seconds"] / result["seconds"]
-            if result["seconds"]
-            else None,
+            **{"rival": name, **about, "compiled": options.compile, **result},
+            "tokens_per_second": ratio(options.batch * length, result["seconds"]),
+            "over_llama": ratio(deep["LLaMA"]["seconds"], result["seconds"]),
             "layer_seconds": (result["seconds"] - shallow[name]["seconds"]) / extra
             if result["seconds"]
             else None,

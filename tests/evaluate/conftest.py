@@ -4,6 +4,7 @@ it.
 
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,19 +34,30 @@ def books(tmp_path):
     return directory
 
 
+# Where lm-eval has the tasks of `DIMENSIONS`; all of its directories take seconds to read
+DIRECTORIES = (
+    *("arc", "glue", "hellaswag", "lambada", "mmlu/default", "openbookqa", "piqa", "race", "siqa"),
+    *("super_glue", "winogrande"),
+)
+
+
 @pytest.fixture
 def own_tasks(monkeypatch):
-    """lm-eval's own tasks, which take their while, are not read where a directory is given."""
-    from lm_eval.tasks import TaskManager
+    """lm-eval with the tasks of a directory that is given, or of `DIRECTORIES`, and without asking
+    pip and the machine what a benchmark ran on.
+    """
+    import lm_eval.tasks
 
-    class OwnTasks(TaskManager):
-        __module__ = TaskManager.__module__
+    class OwnTasks(lm_eval.tasks.TaskManager):
+        __module__ = lm_eval.tasks.TaskManager.__module__
 
-        def __init__(self, include_path=None, **options):
-            options.setdefault("include_defaults", include_path is None)
-            super().__init__(include_path=include_path, **options)
+        def __init__(self, include_path=None, include_defaults=False, **options):
+            tasks = Path(lm_eval.tasks.__file__).parent
+            paths = include_path or [tasks / name for name in DIRECTORIES]
+            super().__init__(include_path=paths, include_defaults=False, **options)
 
     monkeypatch.setattr("lm_eval.tasks.TaskManager", OwnTasks)
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
 
 
 @pytest.fixture

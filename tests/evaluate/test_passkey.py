@@ -79,9 +79,10 @@ def talker(tokenizer, reply):
     return LoadedModel(Talker(tokenizer, reply).eval(), tokenizer, "talker", "/talker", "0123")
 
 
-def measure(loaded, out, length=320, batch_size=None, **options):
+def measure(loaded, out, length=320, num_cases=100, new_tokens=None, batch_size=None, **options):
     """The row of one length."""
-    (row,) = passkey_rows(run_of(loaded, out, length, batch_size=batch_size), **options)
+    run = run_of(loaded, out, length, batch_size=batch_size)
+    (row,) = passkey_rows(run, num_cases, new_tokens, **options)
     return row
 
 
@@ -330,8 +331,8 @@ def test_a_guesser_is_right_once_in_100000_guesses(tiny_tokenizer):
     Of 400,000 guesses 4 are right on average, with a standard deviation of 2.
     """
     rng, found = random.Random(4), VARIANTS["paper"].found
-    cases = [make_case(tiny_tokenizer, SHORTEST, 0, number) for number in range(250)]
-    guesses = ["".join(rng.choices("0123456789", k=1604)) for _ in cases]
+    cases = [make_case(tiny_tokenizer, SHORTEST, 0, number) for number in range(50)]
+    guesses = ["".join(rng.choices("0123456789", k=8004)) for _ in cases]
     right = [found(case, text, []) for case, text in zip(cases, guesses, strict=True)]
     assert 1 <= sum(right) <= 11
 

@@ -276,10 +276,13 @@ def test_a_length_too_short_for_ruler_is_no_matter_of_the_network(coca, few_word
     assert "network" not in str(error.value)
 
 
-def test_data_that_are_not_there_are_one_line(coca, tmp_path):
-    """No network here, so lm-eval cannot load them."""
-    with pytest.raises(CocaError, match="--tasks piqa: lm-eval cannot run it: "):
-        measured(coca, ["piqa"], tmp_path, limit=1)
+def test_data_that_are_not_there_are_one_line(coca, task_dir, tmp_path):  # noqa: F811
+    task = yaml.safe_load((task_dir / "coca_likelihood.yaml").read_text()) | {"task": "lost"}
+    task["dataset_kwargs"]["data_files"]["test"] = str(tmp_path / "nowhere.jsonl")
+    (tmp_path / "lost.yaml").write_text(yaml.safe_dump(task))
+    with pytest.raises(CocaError, match="--tasks lost: lm-eval cannot run it: ") as error:
+        measured(coca, ["lost"], tmp_path, tmp_path, limit=1)
+    assert "\n" not in str(error.value)
 
 
 def test_ruler_at_a_length_is_the_mean_of_its_tasks_there(coca, tmp_path, monkeypatch):
