@@ -157,7 +157,7 @@ def test_what_limits_the_attention_falls_from_the_start_over_the_fit_to_what_is_
         "512 tokens",
         both,
         more,
-        "free, 100 steps",
+        "free, 200 steps",
     ]
     start, fitted, free = rows[0], rows[-2], rows[-1]
     assert start["held_out"]["all"] > fitted["held_out"]["all"] > 1.5 * free["held_out"]["all"]

@@ -11,6 +11,7 @@ they are.
 """
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -50,9 +51,8 @@ class Row(NamedTuple):
     what: str
     against: str
     goal: str
-    theirs: float | None  # seconds, their floor
+    theirs: float  # seconds, their floor
     ours: float  # seconds
-    predicted: float | None
     measured: str
 
 
@@ -95,73 +95,41 @@ def decode_bytes(shape: Shape, length: int, coca: bool) -> float:
 
 
 def rows(results: Path) -> list[Row]:
-    made = []
+    made: list[Row] = []
+
+    def add(what: str, against: str, goal: str, floors, file: str, rival: str, **where) -> None:
+        key = where.pop("key", "over_llama")
+        found = lookup(results / file, key, rival=rival, **where)
+        made.append(Row(what, against, goal, *floors, found))
+
     for length, goal in ((2048, ">= 5x"), (8192, ">= 10x"), (32768, "it runs out of memory")):
-        theirs, ours = attention(LLAMA_7B, length)
-        found = lookup(
-            results / "attention.json",
-            "over_contraction",
-            rival="CoCA slack fused sdpa",
-            length=length,
-        )
-        out = lookup(results / "attention.json", "error", rival="contraction", length=length)
-        measured = "it did, we do not" if out == "OOM" else found
-        what = f"attention forward + backward, {length // 1024}k"
-        made.append(Row(what, "released contraction", goal, theirs, ours, theirs / ours, measured))
+        what, file = f"attention forward + backward, {length // 1024}k", "attention.json"
+        where = {"key": "over_contraction", "length": length}
+        floors, rival = attention(LLAMA_7B, length), "CoCA slack fused sdpa"
+        add(what, "released contraction", goal, floors, file, rival, **where)
+        if lookup(results / file, "error", rival="contraction", length=length) == "OOM":
+            made[-1] = made[-1]._replace(measured="it did, we do not")
 
     length = 2048
     linear = [6 * LLAMA_7B.layer_weights(coca) * length for coca in (False, True)]
-    training = [linear[coca] + 7 * LLAMA_7B.hidden * length**2 for coca in (False, True)]
-    theirs, ours = (floor(0, operations) for operations in training)
-    found = lookup(
-        results / "train.json", "over_llama", rival="CoCA slack", train="all", length=length
-    )
-    made.append(
-        Row(
-            "training step, 7B layer, 2k",
-            "HF LLaMA",
-            ">= 1.03x",
-            theirs,
-            ours,
-            theirs / ours,
-            found,
-        )
-    )
+    floors = [floor(0, operations + 7 * LLAMA_7B.hidden * length**2) for operations in linear]
+    where = {"train": "all", "length": length}
+    what = "training step, 7B layer, 2k"
+    add(what, "HF LLaMA", ">= 1.03x", floors, "train.json", "CoCA slack", **where)
 
     for length in (2048, 8192, 32768):
-        theirs, ours = (
-            floor(0, model_operations(LLAMA_7B, length, coca, 1)) for coca in (False, True)
-        )
-        found = lookup(results / "prefill.json", "over_llama", rival="CoCA slack", length=length)
-        made.append(
-            Row(
-                f"prefill, 7B, {length // 1024}k",
-                "HF LLaMA",
-                ">= 1.03x",
-                theirs,
-                ours,
-                theirs / ours,
-                found,
-            )
-        )
+        forwards = [model_operations(LLAMA_7B, length, coca, 1) for coca in (False, True)]
+        floors = [floor(0, operations) for operations in forwards]
+        what, file = f"prefill, 7B, {length // 1024}k", "prefill.json"
+        add(what, "HF LLaMA", ">= 1.03x", floors, file, "CoCA slack", length=length)
 
-    for length in (8192, 32768, 131072):
-        for batch in (1, 8, 32):
-            theirs, ours = (
-                floor(batch * decode_bytes(LLAMA_7B, length, coca), 0) for coca in (False, True)
-            )
-            goal = ">= 1.25x" if length == 32768 else ""
-            found = lookup(
-                results / "decode.json",
-                "over_llama",
-                rival="CoCA slack fused",
-                length=length,
-                batch=batch,
-            )
-            what = f"decode attention, 7B layer, {length // 1024}k, batch {batch}"
-            made.append(
-                Row(what, "fastest of HF LLaMA's", goal, theirs, ours, theirs / ours, found)
-            )
+    for length, batch in itertools.product((8192, 32768, 131072), (1, 8, 32)):
+        caches = [batch * decode_bytes(LLAMA_7B, length, coca) for coca in (False, True)]
+        floors = [floor(num_bytes, 0) for num_bytes in caches]
+        what = f"decode attention, 7B layer, {length // 1024}k, batch {batch}"
+        goal, where = ">= 1.25x" if length == 32768 else "", {"length": length, "batch": batch}
+        against, rival = "fastest of HF LLaMA's", "CoCA slack fused"
+        add(what, against, goal, floors, "decode.json", rival, **where)
 
     length = 32768
     whole = [
@@ -169,22 +137,12 @@ def rows(results: Path) -> list[Row]:
         + LLAMA_7B.layers * decode_bytes(LLAMA_7B, length, coca)
         for coca in (False, True)
     ]
-    theirs, ours = (floor(num_bytes, 0) for num_bytes in whole)
-    found = lookup(results / "generate.json", "over_llama", rival="CoCA slack coca", length=length)
-    made.append(
-        Row(
-            "a new token, 7B, 32k, compiled",
-            "HF LLaMA",
-            ">= 1.10x",
-            theirs,
-            ours,
-            theirs / ours,
-            found,
-        )
-    )
+    floors, file = [floor(num_bytes, 0) for num_bytes in whole], "generate.json"
+    what = "a new token, 7B, 32k, compiled"
+    add(what, "HF LLaMA", ">= 1.10x", floors, file, "CoCA slack coca", length=length)
 
-    length, stride = 32768, 256
-    windows = -(-(length + 1024 - length) // stride) + 1
+    stride = 256
+    windows = -(-1024 // stride) + 1  # of documents of `length` and 1024 tokens
     # logits: of every position, of those that are scored
     asked = [windows * length, length + (windows - 1) * stride]
     operations = [
@@ -194,19 +152,9 @@ def rows(results: Path) -> list[Row]:
     # fp32 logits of every position: the cast, the log-softmax and the loss read or write them five
     # times
     num_bytes = [logits * M350.vocab * (BF16 + 5 * 4) for logits in asked]
-    theirs, ours = (o / RATE + n / BANDWIDTH for o, n in zip(operations, num_bytes, strict=True))
-    found = lookup(results / "evaluate.json", "over_yarn", rival="coca-eval", length=length)
-    made.append(
-        Row(
-            "perplexity, 350M, 32k documents",
-            "YaRN's script",
-            ">= 1.5x",
-            theirs,
-            ours,
-            theirs / ours,
-            found,
-        )
-    )
+    floors = [o / RATE + n / BANDWIDTH for o, n in zip(operations, num_bytes, strict=True)]
+    what, where = "perplexity, 350M, 32k documents", {"key": "over_yarn", "length": length}
+    add(what, "YaRN's script", ">= 1.5x", floors, "evaluate.json", "coca-eval", **where)
     return made
 
 
@@ -228,7 +176,7 @@ def table(made: list[Row]) -> str:
     ]
     lines += [
         f"| {row.what} | {row.against} | {row.goal} | {duration(row.theirs)} | "
-        f"{duration(row.ours)} | {row.predicted:.2f}x | {row.measured} |"
+        f"{duration(row.ours)} | {row.theirs / row.ours:.2f}x | {row.measured} |"
         for row in made
     ]
     return "\n".join(lines)
