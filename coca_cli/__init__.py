@@ -4,3 +4,22 @@ A package of its own, because `import coca_hf` registers models, for which it im
 transformers. That takes seconds, and neither `--help` nor a wrong option needs them: what does is
 imported inside the commands.
 """
+
+from functools import partial
+
+from rich.console import Console
+
+# Prints paths and names as they are, whatever rich would read into them.
+PlainConsole = partial(Console, markup=False, emoji=False, highlight=False)
+console = PlainConsole(stderr=True, soft_wrap=True)
+
+
+class BadOption(ValueError):
+    """What is wrong with options, in one line; CocaError is not to be had before all of coca_hf is
+    imported.
+    """
+
+
+def say(text: str) -> None:
+    """To stdout, for whoever reads on: where the results are, and what comes next."""
+    PlainConsole().print(text, soft_wrap=True)

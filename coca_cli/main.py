@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from coca_cli.console import BadOption, console
+from coca_cli import BadOption, console
 
 # of a value, or an option, argument or command that is not there
 WrongOption: Any = typer.BadParameter.__base__

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from coca_cli.console import BadOption
+from coca_cli import BadOption
 from coca_cli.convert import _layers
 from coca_hf import CocaError, convert_checkpoint, patch_
 from coca_hf.convert.harm import layer_harms, most_harmful

@@ -1,7 +1,19 @@
-"""A run as the commands make it."""
+"""A run as the commands make it, and the options of the commands."""
 
 from coca_hf.evaluate.rope import parse_ropes
 from coca_hf.evaluate.rows import RowStore, Run
+
+OPTIONS = {  # of the command of each measurement
+    "perplexity": "--data BOOKS --lengths 30,60 --stride 25 --rope default,dynamic:4 --batch-size 4",
+    "position-loss": "--data BOOKS --lengths 30,60 --bucket 10 --batch-size 2",
+    "passkey": "--lengths 300 --cases 7 --new-tokens 3 --batch-size 2",
+    "boundary": "--data BOOKS --lengths 60 --pairs 50",
+    "copying": "--lengths 60 --cases 5 --batch-size 2",
+    "recall": "--lengths 300 --cases 5 --batch-size 2",
+    "attention-maps": "--data BOOKS --lengths 30,60 --baseline LLAMA",
+    "speed": "--lengths 30,60 --modes prefill --repeats 2 --warmup 0 --baseline LLAMA "
+    "--baseline-name plain",
+}
 
 
 def run_of(loaded, out, *lengths, ropes="default", batch_size=None):

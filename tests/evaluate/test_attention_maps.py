@@ -58,28 +58,11 @@ def test_numbers_are_those_of_a_loop_over_queries(llama, coca, books, tmp_path):
     assert (row["tokens"], row["baseline"]) == (90, "tiny-llama")
 
 
-def test_command_draws_a_line_a_model_and_refuses_another_models_original(
-    tiny_llama_dir, tiny_coca_dir, books, tmp_path, coca_eval
-):
-    arguments = f"--data {books} --lengths 32 --out {tmp_path / 'out'}"
-    code, stdout, _ = coca_eval(
-        f"attention-maps {tiny_coca_dir} --baseline {tiny_llama_dir}", arguments
-    )
-    assert code == 0
-    assert "tiny-coca" in stdout
-    code, _, _ = coca_eval(f"report {tmp_path / 'out'} --out {tmp_path / 'page'}")
-    assert code == 0
-    assert (tmp_path / "page" / "attention-maps.png").is_file()
-
-    other = load_model(str(tiny_llama_dir))
-    config = type(other.model.config)(**{**other.model.config.to_dict(), "num_hidden_layers": 1})
-    type(other.model)(config).save_pretrained(tmp_path / "other")
-    other.tokenizer.save_pretrained(tmp_path / "other")
-    code, _, stderr = coca_eval(
-        f"attention-maps {tiny_coca_dir} --baseline {tmp_path / 'other'}", arguments
-    )
-    assert code == 2
-    assert "got num_hidden_layers 1, expected 3" in stderr
+def test_another_models_original_is_refused(coca, llama, books, tmp_path):
+    config = type(llama.model.config)(**{**llama.model.config.to_dict(), "num_hidden_layers": 1})
+    llama.model = type(llama.model)(config)
+    with pytest.raises(CocaError, match="got num_hidden_layers 1, expected 3"):
+        measure(coca, llama, books, tmp_path)
 
 
 def test_a_baseline_whose_tokenizer_means_others_by_the_same_numbers_is_refused(

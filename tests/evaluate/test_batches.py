@@ -23,7 +23,7 @@ from coca_hf.evaluate.passkey import passkey_rows
 from coca_hf.evaluate.perplexity import VARIANTS, perplexity_rows, value_of
 from coca_hf.evaluate.sample import draw_sample
 from coca_hf.report.read import read_tables
-from tests.evaluate.runs import run_of
+from tests.evaluate.runs import OPTIONS, run_of
 
 MESSAGES = [
     "CUDA out of memory. Tried to allocate 2.00 GiB",
@@ -230,15 +230,7 @@ def rows_of(directory):
     return [json.loads(line) for line in (directory / "rows.jsonl").read_text().splitlines()]
 
 
-MEASUREMENTS = {  # the options of each
-    "perplexity": "--data BOOKS --lengths 30,60 --stride 25 --rope default,dynamic:4 --batch-size 4",
-    "position-loss": "--data BOOKS --lengths 30,60 --bucket 10 --batch-size 2",
-    "passkey": "--lengths 300 --cases 7 --new-tokens 3 --batch-size 2",
-    "boundary": "--data BOOKS --lengths 60 --pairs 50",
-    "copying": "--lengths 60 --cases 5 --batch-size 2",
-    "recall": "--lengths 300 --cases 5 --batch-size 2",
-    "attention-maps": "--data BOOKS --lengths 30,60 --baseline LLAMA",
-}
+TOGETHER = [task for task in OPTIONS if task != "speed"]  # a timing is of one process
 # All of them in the processes of one launch; each would end with the processes' connection
 ALL = """
 import shlex, sys
@@ -283,14 +275,14 @@ def assert_same_rows(directory, count):
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("tasks", [["perplexity"], [*MEASUREMENTS]], ids=["README", "all"])
+@pytest.mark.parametrize("tasks", [["perplexity"], TOGETHER], ids=["README", "all"])
 def test_two_processes_make_the_rows_of_one(
     tiny_coca_dir, tiny_llama_dir, books, tmp_path, coca_eval, one_thread, tasks
 ):
     """Launched as the README says, on a port of its own."""
     commands = {"one": [], "two": []}
     for task, (name, words) in itertools.product(tasks, commands.items()):
-        options = MEASUREMENTS[task].replace("BOOKS", str(books))
+        options = OPTIONS[task].replace("BOOKS", str(books))
         options = options.replace("LLAMA", str(tiny_llama_dir))
         words.append(f"{task} {tiny_coca_dir} {options} --out {tmp_path / name}")
     for command in commands["one"]:

@@ -226,27 +226,3 @@ def test_a_preset_measures_its_documents_cut_to_its_length(
         code, _, stderr = coca_eval(common, both_or_neither)
         assert code == 2
         assert "--data, --preset: got both or neither, expected one of them" in stderr
-
-
-def test_position_loss_boundary_attention_maps_and_speed_are_commands(
-    tiny_coca_dir, tiny_llama_dir, books, out, coca_eval
-):
-    baseline = f"--baseline {tiny_llama_dir}"
-    runs = {
-        "position-loss": f"--data {books} --rope default,yarn:2",
-        "boundary": f"--data {books} --pairs 20",
-        "attention-maps": f"--data {books} --documents 1 {baseline}",
-        "speed": f"--modes decode --repeats 2 {baseline} --baseline-name plain",
-    }
-    for task, options in runs.items():
-        code, stdout, stderr = coca_eval(
-            f"{task} {tiny_coca_dir} --lengths 100 --out {out}", options
-        )
-        assert code == 0
-        assert "tiny-coca" in stdout
-        assert "warning: lengths 100 are beyond the 64 tokens of --rope default" in stderr
-    rows = rows_in(out)
-    expected = ["position-loss", "position-loss", "boundary", "attention-maps", "speed", "speed"]
-    assert [row["task"] for row in rows] == expected
-    assert [row["model"] for row in rows[4:]] == ["plain", "tiny-coca"]
-    assert all((out / path).is_file() for row in rows for path in row["raw"].values())

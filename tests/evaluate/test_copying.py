@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from coca_hf.errors import CocaError
 from coca_hf.evaluate.copying import copying_rows, repeated_sequences
 from coca_hf.evaluate.sample import draw_sample
 from tests.evaluate.runs import run_of
@@ -97,25 +98,9 @@ def test_cases_are_of_ordinary_tokens_after_the_beginning_that_the_tokenizer_set
     assert all(len(ids) == 31 and ids[0] == 1 for ids in cases)
 
 
-def test_a_model_of_no_number_says_so(llama, tmp_path):
-    with torch.no_grad():
-        llama.model.lm_head.weight.fill_(math.nan)
-    row = measure(llama, tmp_path, num_cases=1)
-    assert (row["value"], row["error"]) == (None, "the model's loss is nan")
-
-
-def test_command(tiny_coca_dir, tmp_path, coca_eval):
-    code, stdout, _ = coca_eval(
-        f"copying {tiny_coca_dir} --lengths 16,32 --cases 2 --out {tmp_path / 'out'}"
-    )
-    assert code == 0
-    assert "copying by context length" in stdout
-    code, _, stderr = coca_eval(f"copying {tiny_coca_dir} --lengths 4 --out {tmp_path / 'out'}")
-    assert code == 2
-    assert "--lengths: got 4, expected at least 5" in stderr
-    code, _, _ = coca_eval(f"report {tmp_path / 'out'} --out {tmp_path / 'page'}")
-    assert code == 0
-    assert "Copying" in (tmp_path / "page" / "report.md").read_text()
+def test_lengths_without_two_tokens_in_a_copy_are_refused(coca, tmp_path):
+    with pytest.raises(CocaError, match="--lengths: got 4, expected at least 5"):
+        measure(coca, tmp_path, 4)
 
 
 def test_a_passage_is_read_again_from_each_document_in_turn(coca, books, tmp_path):

@@ -247,13 +247,6 @@ def test_a_changed_setting_is_measured_again(llama, books, tmp_path, change):
     assert len((tmp_path / "out" / "rows.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_model_that_emits_nan_gets_a_row_that_says_so(llama, books, tmp_path):
-    nn.init.constant_(llama.model.lm_head.weight, math.nan)
-    rows = rows_of(llama, books, tmp_path / "out")
-    assert [row["value"] for row in rows] == [None, None]
-    assert all(row["error"] == "the model's loss is nan" for row in rows)
-
-
 def test_lengths_beyond_learned_positions_get_a_row_that_says_so_and_the_rest_goes_on(
     llama, tmp_path
 ):

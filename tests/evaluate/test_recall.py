@@ -1,5 +1,4 @@
 import copy
-import math
 import re
 
 import pyarrow.parquet as pq
@@ -126,23 +125,3 @@ def test_a_length_without_room_for_the_list_is_refused_with_the_least(coca, tmp_
         measure(coca, tmp_path, length=60, pairs=4)
     least = int(re.search(r"least (\d+)", str(error.value)).group(1))
     assert measure(coca, tmp_path, length=least, pairs=4, num_cases=3)["error"] is None
-
-
-def test_a_model_of_no_number_says_so(llama, tmp_path):
-    with torch.no_grad():
-        llama.model.lm_head.weight.fill_(math.nan)
-    row = measure(llama, tmp_path, num_cases=2)
-    assert (row["value"], row["nll"], row["raw"]) == (None, None, {})
-    assert row["error"] == "the model's loss is nan"
-
-
-def test_command(tiny_coca_dir, tmp_path, coca_eval):
-    out = tmp_path / "out"
-    code, stdout, _ = coca_eval(f"recall {tiny_coca_dir} --lengths 260,400 --cases 2 --out {out}")
-    assert code == 0
-    assert "recall by context length" in stdout
-    code, _, _ = coca_eval(f"report {out} --out {tmp_path / 'page'}")
-    assert code == 0
-    page = (tmp_path / "page" / "report.md").read_text()
-    assert "## Key-value recall" in page
-    assert "lists of 8 lines, 2 cases per length, seed 0" in page

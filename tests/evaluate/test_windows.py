@@ -97,23 +97,6 @@ def test_variants_are_rows_of_their_own_and_their_values_differ(llama, books, tm
     assert len({row["row_id"] for row in RowStore(tmp_path / "out")._rows}) == 4
 
 
-def test_lm_evals_rolling_perplexity_is_the_sliding_one_of_disjoint_windows(llama, tmp_path):
-    """With the token for the beginning in the text, a stride of the length, and documents of whole
-    windows.
-    """
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-
-    text = "a sea voyage, a ball and no trains at all; " * 3
-    text = text[: 4 * 28]
-    (tmp_path / "text.txt").write_text("<s>" + text)
-    lm = HFLM(pretrained=llama.model, tokenizer=llama.tokenizer, max_length=28, batch_size=2)
-    lm_eval_nll = -lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])[0]
-    assert lm.prefix_token_id == llama.tokenizer.bos_token_id
-    got = value(llama, tmp_path / "text.txt", tmp_path / "out", "sliding", 28, 28)
-    assert got == pytest.approx(math.exp(lm_eval_nll / len(text)), rel=1e-5)
-
-
 def test_a_stream_too_short_for_longlora_is_refused(llama, books, tmp_path):
     for name in ("bronte.txt", "conrad.txt"):
         (books / name).unlink()
