@@ -44,7 +44,7 @@ LONGEST = (
     "train/test_hosts.py",
     "train/test_cluster.py",
     "convert/test_destination.py",
-    "test_lm_eval.py",
+    "evaluate/test_lm_eval.py",
     "evaluate/test_batches.py",
     "evaluate/test_tasks.py",
     "test_hub.py",

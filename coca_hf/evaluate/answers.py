@@ -109,7 +109,7 @@ def most_that_fits(tokens_of: Callable[[int], int], length: int) -> int:
 
 
 def score_answers(model: Any, cases: list[Case], batches: Batches) -> list[Scored]:
-    """The scores of the answers; raises NoValue as `compute_all` does.
+    """The scores of the answers; raises NoValue as `Batches.compute` does.
 
     All cases are padded on the right to one width. Causal attention never looks at padding there,
     so a score does not depend on the batch.

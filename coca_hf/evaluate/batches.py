@@ -47,7 +47,7 @@ def processes() -> PartialState:
 def auto_batch_size(tokens: int) -> int:
     """The number of sequences of `tokens` tokens to begin with.
 
-    On a GPU it is 64: `compute_all` finds what fits by trying. On a CPU, where full memory kills
+    On a GPU it is 64: `Batches` finds what fits by trying. On a CPU, where full memory kills
     the process without an error, a batch has at most 1,024 tokens: only short sequences gain from
     batching there.
     """
@@ -59,7 +59,7 @@ def auto_batch_size(tokens: int) -> int:
 class Batches:
     """The batches of one row, whose loop `watch` shows.
 
-    size: sequences at a time, None for `auto_batch_size`. used: the size that fitted, afterwards.
+    size: sequences at a time, None for `auto_batch_size`. used: what fitted of it, afterwards.
     """
 
     used: int | None = None
@@ -68,61 +68,56 @@ class Batches:
         self.size, self.watch = size, watch
 
     def compute(
-        self,
-        groups: list[tuple[list[Item], int]],
-        compute: Callable[[list[Item]], list[Result]],
+        self, groups: list[tuple[list[Item], int]], compute: Callable[[list[Item]], list[Result]]
     ) -> list[Result]:
-        """As `compute_all`. groups: items that may share a batch, and the tokens of each."""
+        """A result for every item, in order and on every process.
+
+        groups: items that may share a batch, and the tokens of each. compute: turns a batch into
+        one result for each item. Where memory runs out, it gets the batch in halves, and later
+        batches in pieces of the size that fitted.
+
+        Raises NoValue on every process where memory ends at one item on any ("OOM: ..."), and
+        BeyondPositions for an IndexError. Other exceptions are passed on.
+        """
         sized = [(items, self.size or auto_batch_size(tokens)) for items, tokens in groups]
-        results, used = compute_all(sized, compute, self.watch)
+        results, used = self._on_all_processes(sized, compute)
         self.used = max(used, self.used or 0)
         return results
 
     def each(self, items: list[Item], compute: Callable[[Item], Result]) -> list[Result]:
-        """The result of every item, computed alone."""
-        return compute_all([(items, 1)], lambda batch: [compute(batch[0])], self.watch)[0]
+        """The result of every item, computed alone, as `compute` does."""
+        return self._on_all_processes([(items, 1)], lambda batch: [compute(batch[0])])[0]
 
-
-def compute_all(
-    groups: list[tuple[list[Item], int]],
-    compute: Callable[[list[Item]], list[Result]],
-    watch: Watch = iter,
-) -> tuple[list[Result], int]:
-    """A result for every item, in order and on every process, and the largest batch's size.
-
-    groups: items that may share a batch, and how many at a time. compute: turns a batch into one
-    result for each item. Where memory runs out, it gets the batch in halves, and later batches in
-    pieces of the size that fitted, which is then the size returned.
-
-    Raises NoValue on every process where memory ends at one item on any ("OOM: ..."), and
-    BeyondPositions for an IndexError. Other exceptions are passed on.
-    """
-    state = processes()
-    mine = _share(groups, state.process_index, state.num_processes)
-    results: list[Result] = []
-    largest = max(map(len, mine), default=1)
-    size, error = largest, None
-    try:
-        for batch in watch(mine):
-            done, size = _in_pieces(batch, compute, size)
-            results += done
-    except MemoryError as failure:
-        error = NoValue(f"OOM: {failure}")
-    except IndexError as failure:
-        error = BeyondPositions(f"IndexError: {failure}")
-    if state.num_processes > 1:
-        gathered = gather_object([(results, error, size, size < largest)])
-        error = next((one for _, one, _, _ in gathered if one), None)
-        halved = [one for _, _, one, was_halved in gathered if was_halved]
-        size = min(halved) if halved else max(one for _, _, one, _ in gathered)
-    if error:
-        raise error
-    if state.num_processes > 1:
-        results = [
-            gathered[number % state.num_processes][0][number // state.num_processes]
-            for number in range(sum(len(items) for items, _ in groups))
-        ]
-    return results, size
+    def _on_all_processes(
+        self, groups: list[tuple[list[Item], int]], compute: Callable[[list[Item]], list[Result]]
+    ) -> tuple[list[Result], int]:
+        """The results, and the largest batch's size. groups: items, and how many at a time."""
+        state = processes()
+        mine = _share(groups, state.process_index, state.num_processes)
+        results: list[Result] = []
+        largest = max(map(len, mine), default=1)
+        size, error = largest, None
+        try:
+            for batch in self.watch(mine):
+                done, size = _in_pieces(batch, compute, size)
+                results += done
+        except MemoryError as failure:
+            error = NoValue(f"OOM: {failure}")
+        except IndexError as failure:
+            error = BeyondPositions(f"IndexError: {failure}")
+        if state.num_processes > 1:
+            gathered = gather_object([(results, error, size, size < largest)])
+            error = next((one for _, one, _, _ in gathered if one), None)
+            halved = [one for _, _, one, was_halved in gathered if was_halved]
+            size = min(halved) if halved else max(one for _, _, one, _ in gathered)
+        if error:
+            raise error
+        if state.num_processes > 1:
+            results = [
+                gathered[number % state.num_processes][0][number // state.num_processes]
+                for number in range(sum(len(items) for items, _ in groups))
+            ]
+        return results, size
 
 
 def _share(

@@ -257,7 +257,7 @@ def answers(
     """At most `new_tokens` greedily decoded tokens for every case.
 
     Batches are padded on the left and masked, so answers do not depend on their size. Raises
-    NoValue as `compute_all` does, and where a logit was NaN.
+    NoValue as `Batches.compute` does, and where a logit was NaN.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     eos = model.generation_config.eos_token_id

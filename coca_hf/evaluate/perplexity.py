@@ -260,7 +260,7 @@ def compute_windows(
 ) -> tuple[list[Window], list[Any]]:
     """The windows in the order they were computed, and the result of each.
 
-    Raises NoValue as `compute_all` does. Only windows of one shape share a batch, so nothing is
+    Raises NoValue as `Batches.compute` does. Only windows of one shape share a batch, so nothing is
     padded and results do not depend on its size.
     """
 

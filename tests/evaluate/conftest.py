@@ -2,12 +2,16 @@
 it.
 """
 
+import json
+import math
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coca_cli import main
 from coca_hf.evaluate.loaded_model import load_model
@@ -83,3 +87,76 @@ def coca_eval(monkeypatch, capsys):
         return exit_info.value.code or 0, out, err
 
     return run
+
+
+PAIRS = [
+    ("two and two", " make four"),
+    ("the cat sat on", " the mat"),
+    ("a b c d", " e"),
+    ("1 2 3 4 5", " 6 7"),
+]
+NEW_TOKENS = 7
+
+
+@pytest.fixture(scope="session")
+def expected(tiny_coca_dir):
+    """What the tasks of `task_dir` must come to, by the tiny CoCA model alone."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_coca_dir)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_coca_dir)
+    total, answers = 0.0, []
+    for context, target in PAIRS:
+        head, tail = (torch.tensor(tokenizer(text).input_ids) for text in (context, target))
+        with torch.no_grad():
+            logprobs = model(torch.cat((head, tail))[None]).logits[0].log_softmax(-1)
+        total += logprobs[len(head) - 1 : -1].gather(1, tail[:, None]).sum().item()
+        output = model.generate(
+            head[None],
+            attention_mask=torch.ones_like(head[None]),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+        )
+        answers.append(tokenizer.decode(output[0, len(head) :], skip_special_tokens=True))
+    return {"perplexity": math.exp(-total / len(PAIRS)), "answers": answers}
+
+
+@pytest.fixture(scope="session")
+def task_dir(tmp_path_factory, expected):
+    """Two tasks over local rows: `coca_likelihood`, and `coca_answer`, whose last target is wrong."""
+    directory = tmp_path_factory.mktemp("tasks")
+    answers = [*expected["answers"][:-1], "nothing that it says"]
+    rows = [
+        {"context": context, "target": target, "answer": answer}
+        for (context, target), answer in zip(PAIRS, answers, strict=True)
+    ]
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shared = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(directory / "rows.jsonl")}},
+        "test_split": "test",
+        "doc_to_text": "{{context}}",
+        "target_delimiter": "",
+    }
+    tasks = {
+        "coca_likelihood": {
+            "output_type": "loglikelihood",
+            "doc_to_target": "{{target}}",
+            "metric_list": [
+                {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}
+            ],
+        },
+        "coca_answer": {
+            "output_type": "generate_until",
+            "doc_to_target": "{{answer}}",
+            "generation_kwargs": {
+                "until": ["\u00ff no such text"],
+                "max_gen_toks": NEW_TOKENS,
+                "do_sample": False,
+            },
+            "metric_list": [
+                {"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}
+            ],
+        },
+    }
+    for name, task in tasks.items():
+        (directory / f"{name}.yaml").write_text(yaml.safe_dump({"task": name} | shared | task))
+    return directory

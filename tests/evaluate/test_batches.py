@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from coca_hf.evaluate import batches
-from coca_hf.evaluate.batches import NoValue, auto_batch_size, compute_all
+from coca_hf.evaluate.batches import Batches, NoValue, auto_batch_size
 from coca_hf.evaluate.passkey import VARIANTS as PROMPTS
 from coca_hf.evaluate.passkey import passkey_rows
 from coca_hf.evaluate.perplexity import VARIANTS, perplexity_rows, value_of
@@ -51,8 +51,9 @@ def holds(limit, tried, message=MESSAGES[0]):
 @pytest.mark.parametrize("message", MESSAGES)
 def test_memory_that_runs_out_is_retried_in_halves_that_later_batches_keep(message):
     tried = []
-    results, size = compute_all([(list(range(20)), 8)], holds(3, tried, message))
-    assert (results, size) == ([item * item for item in range(20)], 2)
+    eight = Batches(8)
+    results = eight.compute([([*range(20)], 1)], holds(3, tried, message))
+    assert (results, eight.used) == ([item * item for item in range(20)], 2)
     assert tried == [8, 4, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2]
 
 
@@ -61,7 +62,7 @@ def test_memory_that_does_not_hold_one_item_is_an_error_of_the_row():
     with pytest.raises(
         NoValue, match=r"^OOM: one sequence alone does not fit \(CUDA out of memory"
     ):
-        compute_all([(list(range(20)), 8)], holds(0, tried))
+        Batches(8).compute([([*range(20)], 1)], holds(0, tried))
     assert tried == [8, 4, 2, 1]
 
 
@@ -70,14 +71,14 @@ def test_other_exceptions_are_passed_on():
         raise RuntimeError("shapes cannot be multiplied")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        compute_all([([1], 1)], broken)
+        Batches(1).compute([([1], 1)], broken)
 
 
 @pytest.mark.parametrize(("num_processes", "sizes"), [(8, [100]), (3, [7, 1, 1, 4]), (5, [3])])
 def test_processes_get_as_many_items_and_all_results_in_order(monkeypatch, num_processes, sizes):
     """Each process computes its share; what the others made is put in place of gathering."""
     numbers = iter(range(sum(sizes)))
-    groups = [([next(numbers) for _ in range(size)], 64) for size in sizes]
+    groups = [([next(numbers) for _ in range(size)], 1) for size in sizes]
     batched: list[list[int]] = []
 
     def compute(batch):
@@ -92,7 +93,8 @@ def test_processes_get_as_many_items_and_all_results_in_order(monkeypatch, num_p
         monkeypatch.setattr(batches, "processes", lambda: state)
         monkeypatch.setattr(batches, "gather_object", gather)
         batched.append([])
-        return compute_all(groups, compute)
+        of_64 = Batches(64)
+        return of_64.compute(groups, compute), of_64.used
 
     made: list = []
     for process in range(num_processes):

@@ -211,7 +211,7 @@ def test_a_length_too_short_for_the_prompt_is_refused_with_the_shortest_that_doe
 
 
 def test_keys_scored_by_a_model_that_emits_nan_are_a_row_that_says_so(llama, tmp_path):
-    nn.init.constant_(llama.model.lm_head.weight, math.nan)
+    nn.init.constant_(llama.model.lm_head.weight, torch.nan)
     row = measure(llama, tmp_path, num_cases=2, variant="landmark")
     assert (row["value"], row["error"]) == (None, "the model's logits are NaN")
 

@@ -21,9 +21,9 @@ from coca_hf.errors import CocaError
 from coca_hf.evaluate import tasks
 from coca_hf.evaluate.tasks import DIMENSIONS, WITHOUT_NETWORK, parse_tasks, ruler_tasks, task_rows
 from coca_hf.report.read import read_tables
+from tests.evaluate.conftest import PAIRS
 from tests.evaluate.runs import run_of
 from tests.evaluate.test_batches import assert_same_rows, run
-from tests.test_lm_eval import PAIRS, expected, loaded, task_dir  # noqa: F401
 from tests.train.test_processes import TWO_PROCESSES
 
 NAMES = ["coca_likelihood", "coca_answer"]
@@ -36,7 +36,7 @@ def measured(coca, names, out, own=None, lengths=(), batch_size=None, limit=None
     return list(task_rows(run, names, limit=limit, include_path=str(own) if own else None))
 
 
-def test_rows_have_the_numbers_of_the_model_itself(coca, task_dir, expected, tmp_path, monkeypatch):  # noqa: F811
+def test_rows_have_the_numbers_of_the_model_itself(coca, task_dir, expected, tmp_path, monkeypatch):
     assert parse_tasks(",".join(NAMES), str(task_dir)) == NAMES
     rows = measured(coca, NAMES, tmp_path, task_dir, batch_size=3)
     likelihood, answer = rows
@@ -56,11 +56,7 @@ def test_rows_have_the_numbers_of_the_model_itself(coca, task_dir, expected, tmp
 
 @pytest.mark.parametrize("room", [1, 0])
 def test_a_benchmark_that_does_not_fit_is_tried_smaller_then_says_oom(
-    coca,
-    task_dir,  # noqa: F811
-    expected,  # noqa: F811
-    tmp_path,
-    room,
+    coca, task_dir, expected, tmp_path, room
 ):
     """Memory for `room` sequences at a time."""
     tried, forward = [], coca.model.forward
@@ -99,10 +95,7 @@ def samples_of(row, out):
 
 
 def test_every_value_can_be_computed_again_from_what_the_model_said(
-    coca,
-    task_dir,  # noqa: F811
-    expected,  # noqa: F811
-    tmp_path,
+    coca, task_dir, expected, tmp_path
 ):
     """Each kind of request, and each kind of metric: a mean, a function of one, and one of several
     numbers.
@@ -173,14 +166,14 @@ def test_a_group_has_the_samples_of_all_its_tasks():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_model_that_gives_nan_has_no_score(coca, task_dir, tmp_path, name):  # noqa: F811
+def test_a_model_that_gives_nan_has_no_score(coca, task_dir, tmp_path, name):
     with torch.no_grad():
         coca.model.model.norm.weight.fill_(torch.nan)
     (row,) = measured(coca, [name], tmp_path, task_dir)
     assert (row["value"], row["error"]) == (None, "the model's logits are NaN")
 
 
-def test_a_tokenizer_of_another_model_is_refused(coca, task_dir, tmp_path):  # noqa: F811
+def test_a_tokenizer_of_another_model_is_refused(coca, task_dir, tmp_path):
     coca.model.resize_token_embeddings(20)
     with pytest.raises(
         CocaError,
@@ -246,11 +239,7 @@ def test_a_tag_is_its_tasks_and_a_group_without_a_metric_is_refused_before_anyth
         parse_tasks("both", str(tmp_path))
 
 
-def test_tasks_of_ones_own_that_have_changed_are_measured_again(
-    coca,
-    task_dir,  # noqa: F811
-    tmp_path,
-):
+def test_tasks_of_ones_own_that_have_changed_are_measured_again(coca, task_dir, tmp_path):
     mine = shutil.copytree(task_dir, tmp_path / "tasks")
 
     arguments = (coca, NAMES[:1], tmp_path / "out", mine)
@@ -262,7 +251,7 @@ def test_tasks_of_ones_own_that_have_changed_are_measured_again(
     assert measured(*arguments)[0]["value"] != first[0]["value"]
 
 
-def test_a_tokenizer_without_an_end_is_said_to_have_none(coca, task_dir, tmp_path):  # noqa: F811
+def test_a_tokenizer_without_an_end_is_said_to_have_none(coca, task_dir, tmp_path):
     coca.tokenizer.bos_token = coca.tokenizer.eos_token = None
     with pytest.raises(
         CocaError, match=r"cannot run it: .*; its tokenizer has no eos_token, which lm-eval needs$"
@@ -276,7 +265,7 @@ def test_a_length_too_short_for_ruler_is_no_matter_of_the_network(coca, few_word
     assert "network" not in str(error.value)
 
 
-def test_data_that_are_not_there_are_one_line(coca, task_dir, tmp_path):  # noqa: F811
+def test_data_that_are_not_there_are_one_line(coca, task_dir, tmp_path):
     task = yaml.safe_load((task_dir / "coca_likelihood.yaml").read_text()) | {"task": "lost"}
     task["dataset_kwargs"]["data_files"]["test"] = str(tmp_path / "nowhere.jsonl")
     (tmp_path / "lost.yaml").write_text(yaml.safe_dump(task))
@@ -289,7 +278,7 @@ def test_ruler_at_a_length_is_the_mean_of_its_tasks_there(coca, tmp_path, monkey
     """Samples as lm-eval's RULER files make them: -1 at lengths that were not run."""
     lengths, scores = [], {"niah_single_1": [1.0, 0.0, 1.0, 1.0], "ruler_vt": [0.0, 0.5]}
 
-    def ran(loaded, settings, include_path, batches):  # noqa: F811
+    def ran(loaded, settings, include_path, batches):
         lengths.append(settings["length"])
         return {
             "samples": {
@@ -406,11 +395,7 @@ evaluate()
 
 @pytest.mark.real
 def test_two_processes_make_the_rows_of_one(
-    tiny_coca_dir,
-    task_dir,  # noqa: F811
-    tmp_path,
-    coca_eval,
-    one_thread,
+    tiny_coca_dir, task_dir, tmp_path, coca_eval, one_thread
 ):
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(TWO_PROCESSES | {"main_process_port": 29549}))
     (tmp_path / "eval.py").write_text(EVAL)

@@ -10,7 +10,6 @@ from coca_hf.evaluate.speed import speed_rows
 from coca_hf.evaluate.tasks import task_rows
 from coca_hf.evaluate.terminal import progress_on, results_table
 from tests.evaluate.runs import run_of
-from tests.test_lm_eval import expected, loaded, task_dir  # noqa: F401
 
 LOG = r"(.*): (\d+ of \d+ .*?)(?:, about \d+ s left)?\n"
 
@@ -107,12 +106,7 @@ def test_a_command_tells_its_log_of_every_row_that_it_makes(
 
 
 def test_models_in_turns_and_benchmarks_are_counted_as_such(
-    llama,
-    coca,
-    own_tasks,
-    task_dir,  # noqa: F811
-    tmp_path,
-    log,
+    llama, coca, own_tasks, task_dir, tmp_path, log
 ):
     with progress_on(log) as progress:
         for lengths in ([16], [16, 24]):
