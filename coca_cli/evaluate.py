@@ -198,7 +198,7 @@ class TextOptions:
             raise BadOption("--data, --preset: got both or neither, expected one of them")
 
     def draw(self, run, min_tokens: int | None = None, special_tokens: bool = True):
-        """The sample for a run. min_tokens: of a document, by default the longest of the lengths."""
+        """The sample for a run. min_tokens: of a document, by default the longest length."""
         from coca_hf.evaluate.sample import check_preset, draw_sample, first_of
 
         options, min_tokens = asdict(self), min_tokens or max(run.lengths)

@@ -143,7 +143,7 @@ def test_what_limits_the_attention_falls_from_the_start_over_the_fit_to_what_is_
     text.write_text("".join(f"{n} times {n % 7} is {n * (n % 7)}; " for n in range(400)))
     convert_checkpoint(tiny_llama_dir, tmp_path / "strict", constraint="strict")
     words = [tiny_llama_dir, tmp_path / "strict", "--text", text, "--out", tmp_path / "out.json"]
-    words += ["--layers", "1", "--tokens", "512", "1024", "--passes", "10", "--free-steps", "100"]
+    words += ["--layers", "1", "--tokens", "512", "1024", "--passes", "20", "--free-steps", "200"]
     run("attention_limits", *words, monkeypatch=monkeypatch)
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     relu, both, more = (

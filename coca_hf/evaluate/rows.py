@@ -185,8 +185,8 @@ class RowStore:
     Raises CocaError where the directory cannot be made or a line is no row.
     """
 
-    def __init__(self, out_dir: Path, progress: Progress | None = None):
-        self.out_dir, self.progress = out_dir, progress or Progress()
+    def __init__(self, out_dir: Path):
+        self.out_dir, self.progress = out_dir, Progress()
         with processes().main_process_first():
             try:
                 out_dir.mkdir(parents=True, exist_ok=True)
@@ -289,7 +289,7 @@ class Run:
         settings: dict,
         measure: Callable[[Rope, int, Batches], tuple[dict, Raw]],
     ) -> Iterator[dict]:
-        """Yield a row for every RoPE setting and length; measure those that the store does not have.
+        """Yield a row for every RoPE setting and length; those that the store has are not measured.
 
         settings: what the rows say besides `rope`, `length` and `about`. measure: returns the
         results of a row and its raw tables.
