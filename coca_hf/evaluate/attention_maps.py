@@ -28,8 +28,6 @@ from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.rows import Beside, Count, Identity, Raw, Run, Shared, TextRow
 from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.tables import (
-    FLOAT,
-    INT,
     NBSP,
     Measurement,
     Table,
@@ -194,5 +192,5 @@ MEASUREMENT = Measurement(
     settings=lambda row: f"{text_settings(row)}, beside {row['baseline']}",
     cell=_cell,
     parts=each_table(_parts),
-    raw={"heads": {"layer": INT, **dict.fromkeys(PAGE_COLUMNS, FLOAT)}},
+    raw={"heads": {"layer": int, **dict.fromkeys(PAGE_COLUMNS, float)}},
 )

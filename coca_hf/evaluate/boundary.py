@@ -30,7 +30,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import pyarrow
 import torch
 from torch import Tensor
 from typing_extensions import NotRequired
@@ -43,8 +42,6 @@ from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.rows import Count, Identity, Raw, Run, Setting, Share, TextRow
 from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.tables import (
-    FLOAT,
-    INT,
     Measurement,
     Table,
     grid_of,
@@ -380,7 +377,6 @@ def _settings(row: dict) -> str:
     return f"{text_settings(row)}, {pairs}"
 
 
-_COUNTS = pyarrow.list_(pyarrow.int64())
 MEASUREMENT = Measurement(
     task="boundary",
     title="Rotary boundaries",
@@ -392,7 +388,7 @@ MEASUREMENT = Measurement(
     cell=share_cell,
     parts=_parts,
     raw={
-        "angles": {"layer": INT, "head": INT, "angle_counts": _COUNTS, "tau_counts": _COUNTS},
-        "decay": {"distance": INT, "bound_rope": FLOAT, "bound_coca": FLOAT},
+        "angles": {"layer": int, "head": int, "angle_counts": list[int], "tau_counts": list[int]},
+        "decay": {"distance": int, "bound_rope": float, "bound_coca": float},
     },
 )

@@ -33,8 +33,6 @@ from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.rows import Count, Identity, Raw, Run, Setting, Shared, TextRow
 from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.tables import (
-    FLOAT,
-    INT,
     Measurement,
     Table,
     each_table,
@@ -310,5 +308,5 @@ MEASUREMENT = Measurement(
     settings=_settings,
     cell=lambda row: f"{row['value']:.3f}",
     parts=each_table(_parts),
-    raw={"layers": {"layer": INT, "harm": FLOAT, **dict.fromkeys(SWAPPED, FLOAT)}},
+    raw={"layers": {"layer": int, "harm": float, **dict.fromkeys(SWAPPED, float)}},
 )

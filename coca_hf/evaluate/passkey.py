@@ -58,9 +58,6 @@ from coca_hf.evaluate.rows import (
     last_trained_length,
 )
 from coca_hf.evaluate.tables import (
-    FLAG,
-    FLOAT,
-    INT,
     NBSP,
     Measurement,
     Table,
@@ -494,5 +491,5 @@ MEASUREMENT = Measurement(
     settings=_settings,
     cell=_cell,
     parts=_parts,
-    raw={"cases": {"case": INT, "depth": FLOAT, "distance": INT, "correct": FLAG}},
+    raw={"cases": {"case": int, "depth": float, "distance": int, "correct": bool}},
 )

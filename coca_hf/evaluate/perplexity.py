@@ -43,8 +43,6 @@ from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.rows import Count, Identity, Positive, Raw, Run, Setting, TextRow
 from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.tables import (
-    FLOAT,
-    INT,
     Measurement,
     Table,
     against_length,
@@ -249,7 +247,7 @@ MEASUREMENT = Measurement(
     settings=_settings,
     cell=perplexity_cell,
     parts=each_table(partial(against_length, y_label="perplexity", y_scale="log", spread=_spread)),
-    raw={"windows": {"document": INT, "tokens": INT, "nll": FLOAT}},
+    raw={"windows": {"document": int, "tokens": int, "nll": float}},
 )
 
 

@@ -34,8 +34,6 @@ from coca_hf.evaluate.rows import (
 )
 from coca_hf.evaluate.sample import Sample
 from coca_hf.evaluate.tables import (
-    FLOAT,
-    INT,
     Measurement,
     Table,
     each_table,
@@ -199,5 +197,5 @@ MEASUREMENT = Measurement(
     settings=lambda row: f"{text_settings(row)}, buckets of {row['bucket']} tokens",
     cell=perplexity_cell,
     parts=each_table(_parts),
-    raw={"buckets": {"first": INT, "tokens": INT, "nll": FLOAT}},
+    raw={"buckets": {"first": int, "tokens": int, "nll": float}},
 )

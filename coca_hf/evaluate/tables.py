@@ -18,7 +18,10 @@ from coca_hf.page import Bullets, Figure, Grid, Part
 from coca_hf.plots import FAR, Curve, Key, line_figure
 
 NBSP = "\N{NO-BREAK SPACE}"
-FLOAT, INT, FLAG = pyarrow.float64(), pyarrow.int64(), pyarrow.bool_()
+TYPES = {  # of the columns of raw tables
+    **{int: pyarrow.int64(), float: pyarrow.float64(), bool: pyarrow.bool_()},
+    list[int]: pyarrow.list_(pyarrow.int64()),
+}
 T = TypeVar("T")
 Points = Mapping[str, Iterable[tuple[Any, float | None]]]  # x and y, by line of a table
 Spread = Callable[["Table", dict], tuple[float, float] | None]
@@ -28,9 +31,9 @@ Spread = Callable[["Table", dict], tuple[float, float] | None]
 class Measurement:
     """How the rows of a task are read and shown.
 
-    row: the type of its rows. raw: the columns that the page reads, by raw table. settings: what
-    the rows of a table share, in words. cell: the value of a row, which it has. parts: of the
-    section on the page, from all its tables.
+    row: the type of its rows. raw: the columns that the page reads, each of one of `TYPES`, by raw
+    table. settings: what the rows of a table share, in words. cell: the value of a row, which it
+    has. parts: of the section on the page, from all its tables.
     """
 
     task: str
@@ -40,7 +43,7 @@ class Measurement:
     settings: Callable[[dict], str]
     cell: Callable[[dict], str]
     parts: Callable[[list["Table"]], list[Part]]
-    raw: dict[str, dict[str, pyarrow.DataType]] = field(default_factory=dict)
+    raw: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def show(self, row: dict) -> str:
         """The value of a row as a table has it."""
@@ -186,7 +189,7 @@ class Table:
             return None
         try:
             schema = pyarrow.schema(
-                [pyarrow.field(*one, nullable=False) for one in columns.items()]
+                [pyarrow.field(key, TYPES[of], nullable=False) for key, of in columns.items()]
             )
             return read_table(path).select(schema.names).cast(schema).to_pylist()
         except (ValueError, OSError, KeyError, NotImplementedError) as error:  # pyarrow's errors
