@@ -111,7 +111,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     def with_single_options(**values: Any) -> None:
         for name, group in groups.items():
             values[name] = group(
-                **{field: values.pop(field) for field in inspect.signature(group).parameters},
+                **{field: values.pop(field) for field in inspect.signature(group).parameters}
             )
         command(**values)
 

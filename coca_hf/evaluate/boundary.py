@@ -41,14 +41,7 @@ from coca_hf.evaluate.query_key_products import Products, frequencies, visiting_
 from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.rows import Count, Identity, Raw, Run, Setting, Share, TextRow
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.tables import (
-    Measurement,
-    Table,
-    grid_of,
-    powers,
-    share_cell,
-    text_settings,
-)
+from coca_hf.evaluate.tables import Measurement, Table, grid_of, powers, share_cell, text_settings
 from coca_hf.page import Figure, Grid, Part, Text
 from coca_hf.plots import Heat, heat_figure
 

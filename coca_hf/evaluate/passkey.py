@@ -57,13 +57,7 @@ from coca_hf.evaluate.rows import (
     Share,
     last_trained_length,
 )
-from coca_hf.evaluate.tables import (
-    NBSP,
-    Measurement,
-    Table,
-    against_length,
-    grid_of,
-)
+from coca_hf.evaluate.tables import NBSP, Measurement, Table, against_length, grid_of
 from coca_hf.page import Bullets, Figure, Part
 from coca_hf.plots import Heat, heat_figure
 

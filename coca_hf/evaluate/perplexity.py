@@ -252,9 +252,7 @@ MEASUREMENT = Measurement(
 
 
 def compute_windows(
-    windows: list[Window],
-    compute: Callable[[list[Window]], list[Any]],
-    batches: Batches,
+    windows: list[Window], compute: Callable[[list[Window]], list[Any]], batches: Batches
 ) -> tuple[list[Window], list[Any]]:
     """The windows in the order they were computed, and the result of each.
 

@@ -6,12 +6,7 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    T5Config,
-    dynamic_module_utils,
-)
+from transformers import BertConfig, BertForMaskedLM, T5Config, dynamic_module_utils
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate import loaded_model
