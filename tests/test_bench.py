@@ -16,25 +16,32 @@ import torch
 from coca_hf import convert_checkpoint
 
 BENCH = Path(__file__).parents[1] / "scripts" / "bench"
-SMOKE = {
-    "attention": ["--only", "contraction", "sdpa"],
-    "attention --mode fold": ["--only", "rotation", "plain"],
-    "model": ["--attention", "sdpa", "--constraints", "slack", "strict"],
-    "decode": ["--batches", "1"],
-    "decode --what step": [],
-    "decode --what generate": [],
-    "train": ["--train", "t", "all"],
-    "evaluate": ["--batch", "2"],
-}
+SMOKE = [
+    "attention --only contraction sdpa",
+    "attention --mode fold --only rotation plain",
+    "model --attention sdpa --constraints slack strict",
+    "decode --batches 1",
+    "decode --what step",
+    "decode --what generate",
+    "train --train t all",
+    "evaluate --batch 2",
+]
 
 
-def run(script, *words, monkeypatch):
-    """What a script printed and did as if it were called; in this process, because imports take
-    seconds.
+@pytest.fixture
+def bench(monkeypatch):
+    """Run a script, words of options at a time, as if it were called; returns its globals.
+
+    In this process, because imports take seconds.
     """
-    monkeypatch.syspath_prepend(BENCH)
-    monkeypatch.setattr(sys, "argv", [str(BENCH / f"{script}.py"), *map(str, words)])
-    return runpy.run_path(str(BENCH / f"{script}.py"), run_name="__main__")
+
+    def run(*options):
+        script, *words = [word for some in options for word in str(some).split()]
+        monkeypatch.syspath_prepend(BENCH)
+        monkeypatch.setattr(sys, "argv", [str(BENCH / f"{script}.py"), *words])
+        return runpy.run_path(str(BENCH / f"{script}.py"), run_name="__main__")
+
+    return run
 
 
 @pytest.fixture(autouse=True)
@@ -42,20 +49,11 @@ def _no_compiler(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
 
-@pytest.mark.parametrize("name", SMOKE)
+@pytest.mark.parametrize("command", SMOKE)
 def test_a_benchmark_checks_its_rivals_and_records_what_it_was_made_on(
-    name, tmp_path, monkeypatch, capsys
+    command, bench, tmp_path, capsys
 ):
-    script, *words = name.split()
-    run(
-        script,
-        *words,
-        "--smoke",
-        *SMOKE[name],
-        "--out",
-        tmp_path / "out.json",
-        monkeypatch=monkeypatch,
-    )
+    bench(command, "--smoke --out", tmp_path / "out.json")
     result = json.loads((tmp_path / "out.json").read_text())
     rivals = [row["rival"] for row in result["rows"]]
     assert any("LLaMA" in rival or "YaRN" in rival for rival in rivals)
@@ -65,14 +63,14 @@ def test_a_benchmark_checks_its_rivals_and_records_what_it_was_made_on(
     checked = [row for row in timed if "CoCA" in row["rival"]]
     assert all(0 <= row["relative_error"] < 1e-4 for row in checked)
     assert {"hardware", "versions", "date", "dtype"} <= set(result)
-    assert result["command"].startswith(f"python scripts/bench/{script}.py")
+    assert result["command"].startswith(f"python scripts/bench/{command.split()[0]}.py")
     assert str(tmp_path) not in result["command"]
     assert timed[0]["rival"] in capsys.readouterr().out
 
 
-def test_plans_are_compared_with_what_coca_train_measures(tmp_path, monkeypatch, capsys):
+def test_plans_are_compared_with_what_coca_train_measures(tmp_path, bench, capsys):
     """On a CPU that is the whole process, so that the error says nothing."""
-    run("plan", "--smoke", "--out", tmp_path / "out.json", monkeypatch=monkeypatch)
+    bench("plan --smoke --out", tmp_path / "out.json")
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert len(rows) == 5
     assert [row["error"] for row in rows] == [
@@ -84,20 +82,20 @@ def test_plans_are_compared_with_what_coca_train_measures(tmp_path, monkeypatch,
     assert "| all, checkpointing, accumulated |" in capsys.readouterr().out
 
 
-def test_a_rival_that_is_wrong_ends_the_run(monkeypatch):
+def test_a_rival_that_is_wrong_ends_the_run(bench, monkeypatch):
     from coca_hf.models import attention
 
     monkeypatch.setitem(
         attention.FOLDS, "cpu", lambda q, t, cos, sin, constraint: (q, torch.cat((t, t), -1))
     )
     with pytest.raises(SystemExit, match="relative error"):
-        run("model", "--smoke", monkeypatch=monkeypatch)
+        bench("model --smoke")
 
 
-def test_the_floors_are_printed_beside_what_was_measured(tmp_path, monkeypatch, capsys):
+def test_the_floors_are_printed_beside_what_was_measured(tmp_path, bench, capsys):
     row = {"rival": "CoCA slack", "length": 8192, "over_llama": 1.0625}
     (tmp_path / "prefill.json").write_text(json.dumps({"rows": [row]}))
-    run("floors", "--results", tmp_path, monkeypatch=monkeypatch)
+    bench("floors --results", tmp_path)
     lines = capsys.readouterr().out.splitlines()
     (prefill,) = [line for line in lines if "prefill, 7B, 8k" in line]
     assert prefill.endswith("| 1.06x |")
@@ -105,27 +103,15 @@ def test_the_floors_are_printed_beside_what_was_measured(tmp_path, monkeypatch, 
     assert "524,288 and 393,472: 0.7505x" in "\n".join(lines)
 
 
-def test_the_projection_adds_up_measured_layers(tmp_path, monkeypatch, capsys):
-    rows = [
-        {
-            "rival": "CoCA slack",
-            "shape": "llama-7b",
-            "train": stage,
-            "layers": 6,
-            "seconds": seconds,
-        }
-        | {"layer_seconds": 0.1, "batch": 8, "length": 2048}
-        for stage, seconds in {"t": 0.8, "qkv": 0.9, "all": 1.0}.items()
-    ]
-    file = tmp_path / "train-stages.json"
-    result = {
-        "rows": rows,
-        "hardware": {"gpu": "H200"},
-        "command": "python x",
-        "date": "2026-01-01T00:00:00+00:00",
-    }
+def test_the_projection_adds_up_measured_layers(tmp_path, bench, capsys):
+    shared = {"rival": "CoCA slack", "shape": "llama-7b", "layers": 6, "layer_seconds": 0.1}
+    shared |= {"batch": 8, "length": 2048}
+    seconds = {"t": 0.8, "qkv": 0.9, "all": 1.0}
+    rows = [shared | {"train": stage, "seconds": taken} for stage, taken in seconds.items()]
+    file, result = tmp_path / "train-stages.json", {"rows": rows, "hardware": {"gpu": "H200"}}
+    result |= {"command": "python x", "date": "2026-01-01T00:00:00+00:00"}
     file.write_text(json.dumps(result))
-    run("projection", file, "--overlap", "0", monkeypatch=monkeypatch)
+    bench("projection", file, "--overlap 0")
     page = capsys.readouterr().out
     # 32 * 0.1, and 0.8 - 6 * 0.1 for what is no layer
     assert "| 1 | t_proj alone | 3.400 |" in page
@@ -133,18 +119,18 @@ def test_the_projection_adds_up_measured_layers(tmp_path, monkeypatch, capsys):
     assert f"| {communication:.3f} |" in page
     file.write_text(json.dumps(result | {"rows": rows[:2]}))
     with pytest.raises(SystemExit, match="no row of llama-7b that trains 'all'"):
-        run("projection", file, monkeypatch=monkeypatch)
+        bench("projection", file)
 
 
 def test_what_limits_the_attention_falls_from_the_start_over_the_fit_to_what_is_free(
-    tiny_llama_dir, tmp_path, monkeypatch, capsys
+    tiny_llama_dir, tmp_path, bench, capsys
 ):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} times {n % 7} is {n * (n % 7)}; " for n in range(400)))
     convert_checkpoint(tiny_llama_dir, tmp_path / "strict", constraint="strict")
-    words = [tiny_llama_dir, tmp_path / "strict", "--text", text, "--out", tmp_path / "out.json"]
-    words += ["--layers", "1", "--tokens", "512", "1024", "--passes", "20", "--free-steps", "200"]
-    run("attention_limits", *words, monkeypatch=monkeypatch)
+    where = f"{tiny_llama_dir} {tmp_path / 'strict'} --text {text} --out {tmp_path / 'out.json'}"
+    steps = "--layers 1 --tokens 512 1024 --passes 20 --free-steps 200"
+    bench("attention_limits", where, steps)
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     relu, both, more = (
         "512 tokens, ReLU's gradient",
@@ -194,10 +180,10 @@ def test_mass_of_lookups_is_that_of_the_token_before_and_of_the_one_after_the_ea
     ],
 )
 def test_flash_attention_decodes_as_eager_attention_does_within_the_rounding_of_its_type(
-    attention, tmp_path, monkeypatch, capsys
+    attention, tmp_path, bench, capsys
 ):
-    words = ["--attention", "sdpa"] if attention == "sdpa" else []
-    found = run("flash", *words, "--out", tmp_path / "out.json", monkeypatch=monkeypatch)
+    words = "--attention sdpa" if attention == "sdpa" else ""
+    found = bench("flash", words, "--out", tmp_path / "out.json")
     installed = [name for name, is_installed in found["INSTALLED"].items() if is_installed()]
     if attention == "flash" and not installed:
         pytest.skip("no FlashAttention is installed")
@@ -211,20 +197,9 @@ def test_flash_attention_decodes_as_eager_attention_does_within_the_rounding_of_
 
 
 @pytest.mark.real
-def test_converting_is_timed_beside_a_copy_and_its_memory_noted(tmp_path, monkeypatch, capsys):
-    words = [
-        "--dir",
-        tmp_path,
-        "--shape",
-        "tiny",
-        "--layers",
-        1,
-        "--rounds",
-        1,
-        "--out",
-        tmp_path / "out.json",
-    ]
-    run("convert", *words, monkeypatch=monkeypatch)
+def test_converting_is_timed_beside_a_copy_and_its_memory_noted(tmp_path, bench, capsys):
+    options = "--shape tiny --layers 1 --rounds 1"
+    bench("convert --dir", tmp_path, options, "--out", tmp_path / "out.json")
     result = json.loads((tmp_path / "out.json").read_text())
     copy, ours = result["rows"]
     assert (copy["command"], ours["command"]) == ("cp -r", "coca-convert")
@@ -255,7 +230,7 @@ def test_what_fails_on_the_gpu_is_named_and_the_rest_is_measured(tmp_path):
     failed = [line for line in finished.stderr.splitlines() if line.startswith("failed")]
     assert [line.split()[2] for line in failed] == ["124", "3"]
     calls = (tmp_path / "calls").read_text()
-    results = (
+    results = [
         "decode",
         "tune",
         "prefill",
@@ -265,12 +240,12 @@ def test_what_fails_on_the_gpu_is_named_and_the_rest_is_measured(tmp_path):
         "train-stages",
         "evaluate",
         "plan",
-    )
+    ]
     assert all(f"--out {tmp_path}/out/{name}.json" in calls for name in results)
     assert "floors.py --results" in calls.splitlines()[-1]
 
 
-def test_what_was_measured_before_a_run_ends_is_kept(tmp_path, monkeypatch):
+def test_what_was_measured_before_a_run_ends_is_kept(tmp_path, bench, monkeypatch):
     from coca_hf.models import decoder
 
     forward, out = decoder.CocaModel.forward, tmp_path / "out.json"
@@ -282,23 +257,11 @@ def test_what_was_measured_before_a_run_ends_is_kept(tmp_path, monkeypatch):
 
     monkeypatch.setattr(decoder.CocaModel, "forward", killed)
     with pytest.raises(KeyboardInterrupt):
-        run(
-            "model",
-            "--shape",
-            "tiny",
-            "--lengths",
-            "48",
-            "56",
-            "--repeats",
-            "1",
-            "--out",
-            out,
-            monkeypatch=monkeypatch,
-        )
+        bench("model --shape tiny --lengths 48 56 --repeats 1 --out", out)
     assert {row["length"] for row in json.loads(out.read_text())["rows"]} == {48}
 
 
-def test_the_plot_is_of_ratios_to_llama(tmp_path, monkeypatch):
+def test_the_plot_is_of_ratios_to_llama(tmp_path, bench):
     def result(task, **ratios):
         rows = [
             {"rival": rival, "length": length, "over_llama": ratio}
@@ -316,7 +279,7 @@ def test_the_plot_is_of_ratios_to_llama(tmp_path, monkeypatch):
     files = [tmp_path / f"{number}.json" for number in range(2)]
     for file, one in zip(files, results, strict=True):
         file.write_text(json.dumps(one))
-    found = run("plot", *files, "--out", tmp_path / "speed.png", monkeypatch=monkeypatch)
+    found = bench("plot", *files, "--out", tmp_path / "speed.png")
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
     drawn = {curve.key.label: curve.values for curve in found["curves"](results)}
     assert drawn == {

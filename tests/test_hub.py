@@ -156,14 +156,8 @@ def finished_dir(tiny_llama_dir, tmp_path_factory):
     convert_checkpoint(base, directory / "coca")
     (directory / "coca" / "training.json").write_text(json.dumps(without_paths(TRAINING)))
     write_rows(directory)
-    options = [
-        "card",
-        str(directory / "coca"),
-        "--rows",
-        str(directory),
-        "--base-model",
-        "owner/model",
-    ]
+    options = ["card", str(directory / "coca"), "--rows", str(directory)]
+    options += ["--base-model", "owner/model"]
     assert CliRunner().invoke(evaluate_app, options).exit_code == 0
     return directory / "coca"
 

@@ -17,22 +17,19 @@ from coca_hf.models.llama import CocaLlamaForSequenceClassification
 TEXTS = [f"{number} and {number} make {2 * number}." for number in range(10, 59)]
 
 
-def make_trainer(checkpoint, out_dir, **options):
+OPTIONS = {"max_length": 64, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
+OPTIONS |= {"disable_tqdm": True, "use_cpu": True, "bf16": False}
+
+
+def make_trainer(checkpoint, out_dir):
     arguments = SFTConfig(
         output_dir=str(out_dir),
         packing=True,
-        max_length=64,
         per_device_train_batch_size=3,
         max_steps=5,
         learning_rate=2e-2,
         lr_scheduler_type="constant",
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        bf16=False,
-        **options,
+        **OPTIONS,
     )
     return SFTTrainer(
         str(checkpoint), args=arguments, train_dataset=Dataset.from_dict({"text": TEXTS})
@@ -62,16 +59,10 @@ def test_sft_trains_from_a_directory_name_with_packing_and_saves_a_coca_checkpoi
 def test_a_reward_model_trains_from_the_name_of_a_converted_directory(tiny_coca_dir, tmp_path):
     arguments = RewardConfig(
         output_dir=str(tmp_path / "run"),
-        max_length=64,
         per_device_train_batch_size=5,
         max_steps=8,
         learning_rate=1e-2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        bf16=False,
+        **OPTIONS,
     )
     texts = {"chosen": [text + "yes" for text in TEXTS], "rejected": [t + " no" for t in TEXTS]}
     trainer = RewardTrainer(
