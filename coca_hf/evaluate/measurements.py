@@ -13,18 +13,8 @@ from coca_hf.evaluate import (
     tasks,
 )
 
-MEASUREMENTS = {
-    module.MEASUREMENT.task: module.MEASUREMENT
-    for module in (
-        perplexity,
-        position,
-        passkey,
-        copying,
-        recall,
-        attention_maps,
-        layers,
-        boundary,
-        tasks,
-        speed,
-    )
-}
+MODULES = (
+    *(perplexity, position, passkey, copying, recall, attention_maps, layers, boundary),
+    *(tasks, speed),
+)
+MEASUREMENTS = {module.MEASUREMENT.task: module.MEASUREMENT for module in MODULES}

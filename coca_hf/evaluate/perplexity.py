@@ -75,8 +75,9 @@ def perplexity_rows(
 
     Raises CocaError as the variant's `windows` does.
     """
-    kind, model = VARIANTS[variant], run.loaded.model
-    documents, prefix = kind.documents(sample.token_ids), kind.prefix(run.loaded.tokenizer)
+    kind, model, bos = VARIANTS[variant], run.loaded.model, run.loaded.tokenizer.bos_token_id
+    documents = [torch.cat(sample.token_ids)] if kind.joins else sample.token_ids
+    prefix = [bos] if kind.begins and bos is not None else []
 
     def measure(rope: Rope, length: int, batches: Batches) -> tuple[dict, Raw]:
         used_stride = min(stride, length)
@@ -120,14 +121,6 @@ class Variant(NamedTuple):
     special_tokens: bool = False  # whether documents are tokenized with the tokenizer's
     begins: bool = False  # whether every window begins with the token for the beginning
     joins: bool = False  # whether documents are one stream
-
-    def documents(self, token_ids: list[Tensor]) -> list[Tensor]:
-        return [torch.cat(token_ids)] if self.joins else token_ids
-
-    def prefix(self, tokenizer: Any) -> list[int]:
-        return (
-            [tokenizer.bos_token_id] if self.begins and tokenizer.bos_token_id is not None else []
-        )
 
 
 def windows_of(doc_len: int, length: int, stride: int, document: int = 0) -> list[Window]:
