@@ -283,6 +283,10 @@ class Run:
         """`about_model` of its model."""
         return about_model(self.loaded)
 
+    def batches(self, description: str) -> Batches:
+        """For a row that is shown under a description."""
+        return Batches(self.batch_size, partial(self.store.progress, description=description))
+
     def rows(
         self,
         row_type: Any,
@@ -298,10 +302,7 @@ class Run:
         def measured(rope: Rope, together: list[dict]) -> list[dict]:
             (of_row,) = together
             length, began = of_row["length"], time.perf_counter()
-            description = f"{settings['task']}  {rope}  {length}"
-            batches = Batches(
-                self.batch_size, partial(self.store.progress, description=description)
-            )
+            batches = self.batches(f"{settings['task']}  {rope}  {length}")
             try:
                 results, raw = measure(rope, length, batches)
                 results |= {"batch_size": batches.used} if batches.used else {}

@@ -166,8 +166,7 @@ def task_rows(
         (settings,) = wanted
         rows = known(settings)
         done = {(row["metric"], row["filter"]) for row in rows}
-        description = f"tasks  {settings['benchmark']}"
-        batches = Batches(run.batch_size, partial(run.store.progress, description=description))
+        batches = run.batches(f"tasks  {settings['benchmark']}")
         for result, samples in _measure(run.loaded, rope, settings, include_path, batches):
             if (result["metric"], result["filter"]) not in done:
                 rows.append(run.store.append(TasksRow, settings | result, {"samples": samples}))

@@ -29,8 +29,9 @@ def perplexity(coca_eval, tiny_llama_dir, books, out):
 
 
 def test_perplexity_passkey_and_report_follow_each_other(
-    tiny_llama_dir, tiny_coca_dir, books, tmp_path, coca_eval
+    tiny_llama_dir, tiny_coca_dir, books, tmp_path, coca_eval, monkeypatch
 ):
+    monkeypatch.setattr("coca_hf.report.write.to_png", lambda figure: b"")
     for model in (tiny_llama_dir, tiny_coca_dir):
         out = tmp_path / model.name
         code, stdout, stderr = coca_eval(
