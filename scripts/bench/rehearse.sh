@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Rehearse scripts/bench/gpu.sh as a lent GPU machine would run it: what a checkout carries and nothing else, an older
+# transformers, no datasets and no pydantic but as wheels, site-packages that nobody writes to, an empty HOME, no network.
+#
+#   scripts/bench/rehearse.sh [PART…]    # about 20 minutes of 2 cores; makes .venv-gpu and .whl
+#
+# .whl/ holds the wheels for the real machine (Python 3.12, x86-64); the rehearsal installs the same versions.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-python3.12}
+wheels=(pydantic==2.14.3 pydantic-core==2.50.4 typing-inspection annotated-types datasets==5.2.0 'dill<0.4.2'
+    'multiprocess<0.70.20' gguf==0.19.0)
+installed=(torch==2.13.0+cpu transformers==5.17.0 accelerate==1.15.0 peft opt-einsum pyarrow pandas psutil rich typer
+    tensorboard pillow matplotlib jinja2 xxhash requests pytest pytest-timeout pytest-xdist)
+if [ ! -d .whl ]; then
+    "$python" -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+        --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+        -d .whl "${wheels[@]}"
+fi
+if [ ! -e .venv-gpu/installed ]; then
+    "$python" -m venv .venv-gpu
+    .venv-gpu/bin/pip install -q "${installed[@]}"
+    .venv-gpu/bin/pip uninstall -q -y pydantic pydantic-core datasets 2> /dev/null || true
+    chmod -R a-w .venv-gpu/lib
+    touch .venv-gpu/installed
+fi
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+mkdir "$work/home" "$work/tree"
+git ls-files -co --exclude-standard -z | xargs -0 cp --parents -t "$work/tree"
+cp -r .whl "$work/tree"
+venv=$PWD/.venv-gpu
+cd "$work/tree"
+unshare --net env -i HOME="$work/home" PATH="$venv/bin:/usr/bin:/bin" SMOKE=1 \
+    scripts/bench/gpu.sh "$work/results" "$@"
