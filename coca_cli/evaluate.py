@@ -484,8 +484,16 @@ def card_command(
 ) -> None:
     """Rewrite the model card, MODEL/README.md, from the records in MODEL and the rows."""
     from coca_hf.card import write_card
-    from coca_hf.report import tables_markdown
+    from coca_hf.evaluate.loaded_model import fingerprint
+    from coca_hf.report import read_tables, tables_markdown
 
-    measured = tables_markdown(rows) if rows else None
+    tables = read_tables(rows) if rows else []
+    measured = tables_markdown(tables) if tables else None
     path = write_card(model, measured=measured, base_model=base_model)
+    own = {fingerprint(str(model), None, own_code) for own_code in (False, True)}
+    if tables and not any(row.get("fingerprint") in own for table in tables for row in table.rows):
+        say(
+            f"warning: {model}: no row was measured on these files, as they are now; if the model "
+            "was trained since, or the rows are another's, measure it and write the card again"
+        )
     say(f"card: {path}\nnext: hf upload OWNER/NAME {model}")

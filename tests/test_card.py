@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from coca_cli.evaluate import app as evaluate_app
 from coca_hf import CocaError, convert_checkpoint
 from coca_hf.card import MARK, base_metadata, write_card
+from coca_hf.evaluate.loaded_model import fingerprint
 
 FRONT_MATTER = """---
 license: other
@@ -53,8 +54,11 @@ def card_of(directory):
     return ModelCard.load(directory / "README.md")
 
 
-def write_rows(directory):
-    rows = [ROW | {"length": length, "value": value} for length, value in ((128, 0.6), (256, 0.4))]
+def write_rows(directory, **fields):
+    rows = [
+        ROW | fields | {"length": length, "value": value}
+        for length, value in ((128, 0.6), (256, 0.4))
+    ]
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -139,6 +143,17 @@ def test_the_card_command_adds_measured_tables_and_the_base(checkpoint, tmp_path
     assert "on cpu; torch 2.13.0" in card.text
     assert card.data.base_model == "owner/model"
     assert yaml.safe_load(card.content.split("---")[1])["base_model"] == "owner/model"
+
+
+def test_rows_of_another_model_or_of_earlier_weights_are_told_of(checkpoint, tmp_path):
+    def card_command():
+        return CliRunner().invoke(evaluate_app, ["card", str(checkpoint), "--rows", str(tmp_path)])
+
+    own = fingerprint(str(checkpoint), None, False)
+    write_rows(tmp_path, fingerprint=own)
+    assert "warning" not in card_command().output
+    os.utime(checkpoint / "model.safetensors", (1, 1))
+    assert "no row was measured on these files, as they are now" in card_command().output
 
 
 def test_a_card_written_by_hand_is_left_as_it_is(checkpoint):

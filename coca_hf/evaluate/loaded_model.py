@@ -79,7 +79,7 @@ def load_model(
         tokenizer=_load_tokenizer(path, at, trust_remote_code),
         name=name or Path(path).resolve().name + (f"@{revision}" if revision else ""),
         path=str(Path(path)) if Path(path).is_dir() else path,  # without a slash at its end
-        fingerprint=_fingerprint(path, commit, trust_remote_code),
+        fingerprint=fingerprint(path, commit, trust_remote_code),
         tokens_seen=tokens_seen,
         trained_seq_len=trained_seq_len,
         commit=commit,
@@ -252,7 +252,7 @@ def _load_tokenizer(path: str, revision: str, trust_remote_code: bool) -> Any:
     return tokenizer
 
 
-def _fingerprint(path: str, commit: str | None, trust_remote_code: bool) -> str:
+def fingerprint(path: str, commit: str | None, trust_remote_code: bool) -> str:
     """Sixteen hex digits of names, sizes and times of files, or of a hub id and its commit.
 
     Those of an adapter's base are among them.

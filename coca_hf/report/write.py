@@ -70,13 +70,9 @@ def read_page(runs: Sequence[Path], paper: Sequence[str] = (), title: str = TITL
     return Section(title, [section for section in sections if section])
 
 
-def tables_markdown(runs: Sequence[Path]) -> str:
-    """The tables of all directories `runs` as Markdown, without figures, for a model card.
-
-    Raises CocaError where a directory has no rows or a line is no row.
-    """
-    tables = read_tables(runs)
-    parts = []
+def tables_markdown(tables: Sequence[Table]) -> str:
+    """`tables`, at least one, as Markdown, without figures, for a model card."""
+    parts: list[str] = []
     for table in tables:
         about = table.measurement
         parts += [

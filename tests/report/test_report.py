@@ -12,7 +12,7 @@ from coca_hf.evaluate.rows import Count, Identity, Row, Setting
 from coca_hf.evaluate.tables import Measurement
 from coca_hf.page import markdown
 from coca_hf.plots import COLORS, Heat, Key, heat_figure
-from coca_hf.report import read_page, tables_markdown, write_report
+from coca_hf.report import read_page, read_tables, tables_markdown, write_report
 from coca_hf.report.read import read_tables
 from tests.report.made import row, with_raw, write_rows
 
@@ -332,7 +332,7 @@ def test_out_of_memory_is_told_apart_and_a_ratio_and_an_error_stand_by_their_val
 
 
 def test_tables_for_a_model_card_are_those_of_the_page(run):
-    markdown = tables_markdown([run(row(value=7.5), row(value=0.5, task="passkey"))])
+    markdown = tables_markdown(read_tables([run(row(value=7.5), row(value=0.5, task="passkey"))]))
     assert markdown.startswith("Perplexity: books, 2 documents, stride 256. Sliding window")
     assert "| model | 512 |\n| --- | ---: |\n| llama | 7.50 |" in markdown
     machine = "cpu (x86\\_64, 2 threads); torch 2.13.0, python 3.11.7."
