@@ -61,7 +61,7 @@ from coca_hf.documents import commit_of
 from coca_hf.errors import CocaError
 from coca_hf.held_out import Place
 from coca_hf.models.hub import without_paths
-from coca_hf.weights import parse_size
+from coca_hf.weights import HEADS, parse_size
 
 RECORD = "conversion.json"
 # Layers that other code fitted are not reused. Initialisation, attention, rotary angles and the fit
@@ -184,7 +184,12 @@ def convert_checkpoint(
                 every_layer = range(layout.config.num_hidden_layers)
                 check_numbers(Layout(source, form, every_layer), known=layout.targets)
         if dry_run:
-            plan = _plan(layout, calibration, target) | {"numbers_checked": numbers_are_here}
+            heads = [name for name in HEADS if name in source.shapes()]
+            is_tied = layout.config.tie_word_embeddings
+            plan = _plan(layout, calibration, target) | {
+                "numbers_checked": numbers_are_here,
+                "undecided_heads": heads if is_tied and not numbers_are_here else [],
+            }
             return plan | ({"kept_layers": keep_layers} if ranks_layers else {})
         if calibration:
             if isinstance(keep_layers, (int, str)):

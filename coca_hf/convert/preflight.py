@@ -190,7 +190,7 @@ def check_numbers(layout: Layout, known: Collection[TargetTensor] = ()) -> None:
             made = initialiser.make(target)
             if target.module != "t_proj":  # calibration replaces that one
                 layout.as_stored(target, made)
-        elif layout.is_cast(target) or target.bounds_queries:
+        else:
             for block in layout.source.blocks(target.source):
                 layout.as_stored(target, block)
 

@@ -167,6 +167,13 @@ class Source:
         for block in self._file_of[name].blocks(name):
             yield block.view(dtype)
 
+    def place_of(self, name: str) -> str:
+        """The file that has a tensor, and that of the adapter that is added to it."""
+        place = str(self._file_of[name].file)
+        if self.adapter and name in self.adapter.targets:
+            return f"{place} with {self.adapter.weights.file}"
+        return place
+
     def check_unchanged(self) -> None:
         """Raise OSError where a file of weights was written to since it was opened."""
         for name, state in self._current_states().items():

@@ -18,7 +18,7 @@ from coca_hf.errors import CocaError, library_errors
 from coca_hf.models.attention import QUERY_SCALE
 from coca_hf.models.decoder import CocaConfig
 from coca_hf.models.rotary import rotary_dim
-from coca_hf.weights import is_derived
+from coca_hf.weights import HEADS, is_derived
 
 Shape = tuple[int, ...]
 ROUNDING = 0.1  # bfloat16 takes 0.002; so much is underflow
@@ -65,7 +65,7 @@ def untie_(
     embeddings = [
         name for name in shapes if name.endswith(("embed_tokens.weight", "embed_in.weight"))
     ]
-    heads = [name for name in shapes if name in ("lm_head.weight", "embed_out.weight")]
+    heads = [name for name in HEADS if name in shapes]
     if (
         config.tie_word_embeddings
         and embeddings

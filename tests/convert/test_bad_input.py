@@ -17,6 +17,7 @@ from tests.convert.checkpoints import (
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 K0, Q1 = "model.layers.0.self_attn.k_proj.weight", "model.layers.1.self_attn.q_proj.weight"
+UP1 = "model.layers.1.mlp.up_proj.weight"
 
 
 def config(**fields):
@@ -144,6 +145,11 @@ DAMAGE = {
         tensors(lambda w: w[K0].zero_()),
         "layer 0: queries or keys are zero, infinite or NaN",
     ),
+    "NaN": (
+        tensors(lambda w: w[UP1][3, 4].fill_(torch.nan)),
+        f"source/{WEIGHTS}: tensor {UP1}: got NaN or infinity, expected finite numbers; download",
+    ),
+    "infinity": (tensors(lambda w: w[UP1][3, 4].fill_(-torch.inf)), "got NaN or infinity"),
     "integers": (
         tensors(lambda w: w.update({Q1: w[Q1].to(torch.int8)})),
         "has dtype I8, expected one of",

@@ -571,12 +571,15 @@ def test_layers_outlive_a_refusal_that_comes_after_them(
     assert [path.name for path in tmp_path.iterdir() if "dst" in path.name] == ["dst"]
 
 
+@pytest.mark.parametrize(
+    ("number", "message"), [(1e5, "got numbers up to 100000"), (torch.nan, "got NaN or infinity")]
+)
 def test_a_copied_tensor_that_the_type_cannot_hold_is_refused_before_any_layer(
-    source, text, tmp_path, fits
+    source, text, tmp_path, fits, number, message
 ):
     name = "layers.2.mlp.up_proj.weight"
-    edit_weights(source, lambda w: w[f"model.{name}"][3, 4].fill_(1e5))
-    with pytest.raises(CocaError, match=f"{name}: got numbers up to 100000"):
+    edit_weights(source, lambda w: w[f"model.{name}"][3, 4].fill_(number))
+    with pytest.raises(CocaError, match=f"{name}: {message}"):
         convert(source, tmp_path / "dst", text, dtype="float16")
     assert fits == []
 

@@ -5,6 +5,7 @@ import os
 import tempfile
 
 import pytest
+import torch
 
 from coca_hf import CocaError, convert_checkpoint
 from coca_hf.convert.staging import locked_staging
@@ -52,6 +53,10 @@ def zero_keys(source, dst, monkeypatch):
     edit_weights(source, lambda w: w["model.layers.1.self_attn.k_proj.weight"].zero_())
 
 
+def nan(source, dst, monkeypatch):
+    edit_weights(source, lambda w: w["model.norm.weight"][3].fill_(torch.nan))
+
+
 def foreign_file(source, dst, monkeypatch):
     staging = dst.parent / ".dst.incomplete"
     staging.mkdir(parents=True)
@@ -65,6 +70,7 @@ def unreadable_tokenizer(source, dst, monkeypatch):
 REFUSED = {
     "exists": (lambda source, dst, _: dst.mkdir(parents=True), "exists and is left as it is", {}),
     "full disk": (lambda _, __, patch: full_disk(patch), "disk full: 0.00 MB free", {}),
+    "NaN": (nan, "norm.weight: got NaN or infinity, expected finite numbers", {}),
     "numbers": (zero_keys, "layer 1: queries or keys are zero, infinite or NaN", {}),
     "foreign file": (foreign_file, "is in the way, expected what coca-convert makes there", {}),
     "tokenizer": (unreadable_tokenizer, "not JSON", {"ntk_length": 128}),

@@ -352,7 +352,7 @@ def test_disk_that_is_too_small_is_refused_before_anything_is_written(source, sm
 
 def test_bad_weights_found_late_leave_nothing(source, tmp_path):
     copy = shutil.copytree(source, tmp_path / "copy")
-    name = "model.layers.7.self_attn.q_proj.weight"
+    name = "model.layers.7.self_attn.k_proj.weight"
     file = record_of(copy, "model.safetensors.index.json")["weight_map"][name]
     edit_weights(copy, lambda weights: weights[name][5, 5].fill_(torch.nan), file)
     message = "layer 7: queries or keys are zero, infinite or NaN"
