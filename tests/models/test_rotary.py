@@ -13,8 +13,7 @@ from coca_hf import CocaGPTNeoXConfig
 from coca_hf.models.cache import CocaCache
 from coca_hf.models.rotary import CocaRotaryEmbedding, ntk_base
 from tests.conftest import TINY
-from tests.models.families import MENDED_CACHES
-from tests.models.test_llama import tiny_model, tokens
+from tests.models.families import MENDED_CACHES, tiny_model, tokens
 
 TRAINED = {"original_max_position_embeddings": 64}
 LONGROPE = {
