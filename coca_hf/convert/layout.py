@@ -68,23 +68,18 @@ class Layout:
 
     def made_from(self) -> str:
         """Hash of whatever decides the shards, other than the contents of the source's tensors."""
-        shards = {
-            shard: [
-                [*dataclasses.astuple(target)[:4], str(self.dtype_of(target))] for target in targets
-            ]
+        tensors = [
+            (
+                shard,
+                dataclasses.astuple(target)[:4],
+                self.dtype_of(target),
+                self.source.dtype(target.source),
+            )
             for shard, targets in self.shards.items()
-        }
-        sources = {target.source: str(self.source.dtype(target.source)) for target in self.targets}
-        facts = [
-            shards,
-            sources,
-            self.config.to_dict(),
-            self.source.config,
-            self.released,
-            RULE,
-            self.calibrated_from,
+            for target in targets
         ]
-        facts.append(version("coca-hf"))
+        configs = self.config.to_dict(), self.source.config
+        facts = tensors, configs, self.released, RULE, self.calibrated_from, version("coca-hf")
         return xxhash.xxh3_128_hexdigest(json.dumps(facts, default=str).encode())
 
     def num_bytes(self, *shards: str) -> int:

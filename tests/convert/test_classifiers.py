@@ -126,6 +126,7 @@ for auto in (AutoModelForSequenceClassification, AutoModelForTokenClassification
 """
 
 
+@pytest.mark.real
 def test_a_converted_causal_model_loads_as_a_classifier_without_coca_hf_and_with_it(tmp_path):
     directories = []
     for family, case in ONE_CASE_EACH.items():

@@ -181,6 +181,7 @@ WITHOUT_COCA_HF = [
 ]
 
 
+@pytest.mark.real
 def test_loads_and_saves_without_coca_hf_by_its_own_code_where_that_is_allowed(tmp_path, converted):
     directories = [tmp_path / str(number) for number in range(len(WITHOUT_COCA_HF))]
     for directory, options in zip(directories, WITHOUT_COCA_HF, strict=True):
