@@ -244,20 +244,16 @@ def _record(
 
 def _facts(layout: Layout) -> dict:
     """What the plan of a conversion and its record have in common."""
+    kind = ", released CoCA layout" if layout.released else ", CoCA" if layout.from_coca else ""
     return {
         "source": layout.form.src,
-        "source_format": _source_format(layout),
+        "source_format": layout.source.kind + kind,
         **({"source_commit": layout.source.commit} if layout.source.commit else {}),
         "constraint": layout.config.coca_constraint,
         "kept_layers": layout.config.coca_kept_layers,
         "dtype": str(layout.config.dtype).removeprefix("torch."),
         **_summary(layout),
     }
-
-
-def _source_format(layout: Layout) -> str:
-    kind = ", released CoCA layout" if layout.released else ", CoCA" if layout.from_coca else ""
-    return layout.source.kind + kind
 
 
 def _needs_its_regex_mended(tokenizer: PreTrainedTokenizerBase | None) -> bool:

@@ -18,7 +18,6 @@ from coca_hf.convert.source import Source
 from coca_hf.convert.tensors import (
     Initialiser,
     TargetTensor,
-    check_queries,
     check_tensors,
     stored_as,
     untie_,
@@ -102,7 +101,7 @@ class Layout:
         """What makes the tensors that are not copied, of those that `read` fetches by name."""
         return Initialiser(self.config, self.targets, read, self.form.src, self.released)
 
-    def as_stored(self, target: TargetTensor, numbers: Tensor, num_heads: int = 1) -> Tensor:
+    def as_stored(self, target: TargetTensor, numbers: Tensor) -> Tensor:
         """`numbers` of `target` as written.
 
         Raises CocaError for NaN and infinity, and where the dtype cannot hold them.
@@ -114,9 +113,7 @@ class Layout:
                 "infinity, expected finite numbers; download the file again, or convert a "
                 "checkpoint from before its training diverged"
             )
-        stored = stored_as(self.dtype_of(target), numbers, target, self.form.src, num_heads)
-        check_queries(self.config, target, stored, self.form.src)
-        return stored
+        return stored_as(self.config, self.dtype_of(target), numbers, target, self.form.src)
 
     def _num_bytes(self, target: TargetTensor) -> int:
         return math.prod(target.shape) * self.dtype_of(target).itemsize

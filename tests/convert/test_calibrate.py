@@ -105,7 +105,7 @@ def test_a_layer_at_a_time_gives_the_bits_of_fits_in_a_whole_model(case, pairs_o
 def test_matrices_in_bfloat16_bring_attention_as_near(case, pairs_of, tmp_path):
     original, ids = stock_model(case), blocks_of(24)
     exact, rounded = (
-        calibrate(pairs_of(original, dtype=dtype), ids, ids, tmp_path / str(dtype), passes=20)
+        calibrate(pairs_of(original, dtype=dtype), ids, ids, tmp_path / str(dtype), passes=8)
         for dtype in (torch.float32, torch.bfloat16)
     )
     assert rounded.tensors["model.layers.1.self_attn.q_proj.weight"].dtype == torch.float32
@@ -146,7 +146,7 @@ def test_weights_of_at_most_16_bits_are_multiplied_in_bfloat16_where_the_process
     assert matrix_dtype(layout, device) == expected
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3-window", "neox-partial"])
+@pytest.mark.parametrize("case", ["qwen3-window", "neox-partial"])
 def test_kept_layers_are_not_fitted_and_the_streams_pass_through_them(case, pairs_of, tmp_path):
     original, ids = stock_model(case), blocks_of(24)
     pairs = pairs_of(original, kept_layers=[1])
