@@ -169,12 +169,7 @@ def convert_checkpoint(
                 every_layer = range(layout.config.num_hidden_layers)
                 check_numbers(Layout(source, form, every_layer), known=layout.targets)
         if dry_run:
-            heads = [name for name in HEADS if name in source.shapes()]
-            is_tied = layout.config.tie_word_embeddings
-            plan = _plan(layout, calibration, target) | {
-                "numbers_checked": numbers_are_here,
-                "undecided_heads": heads if is_tied and not numbers_are_here else [],
-            }
+            plan = _plan(layout, calibration, target, numbers_are_here)
             return plan | ({"kept_layers": keep_layers} if ranks_layers else {})
         if calibration:
             if isinstance(keep_layers, (int, str)):
@@ -208,13 +203,22 @@ def _begin(
     return layout.source.save_companions(staging.checkpoint, layout.form.ntk_length)
 
 
-def _plan(layout: Layout, calibration: Calibration | None, target: Path) -> dict:
-    """What a conversion of `layout` would read and write, in files and bytes of weights."""
+def _plan(
+    layout: Layout, calibration: Calibration | None, target: Path, numbers_are_here: bool
+) -> dict:
+    """What a conversion of `layout` would read and write, in files and bytes of weights.
+
+    Without numbers it is open whether a head that is stored is the embedding, as the config says.
+    """
     sizes = layout.source.sizes().values()
+    is_open = layout.config.tie_word_embeddings and not numbers_are_here
+    stored = layout.source.shapes() if is_open else {}
     return _facts(layout) | {
         "read": {"files": len(sizes), "bytes": sum(sizes)},
         "written": {"files": len(layout.shards), "bytes": layout.num_bytes(*layout.shards)},
         "free_bytes": free_bytes(target),
+        "numbers_checked": numbers_are_here,
+        "undecided_heads": [head for head in HEADS if head in stored],
         **({"calibration": calibration.plan()} if calibration else {}),
     }
 

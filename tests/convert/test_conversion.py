@@ -329,15 +329,3 @@ def test_stock_llama_loads_no_coca_checkpoint_unnoticed(tiny_coca_dir):
     for problem, name in (("missing_keys", "k_proj"), ("unexpected_keys", "t_proj")):
         expected = {f"model.layers.{i}.self_attn.{name}.weight" for i in range(3)}
         assert expected <= set(info[problem])
-
-
-def test_config_survives_a_round_trip_with_its_auto_classes(tmp_path, tiny_coca_dir):
-    AutoConfig.from_pretrained(tiny_coca_dir).save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == {
-        "AutoConfig": "llama.CocaLlamaConfig",
-        "AutoModel": "llama.CocaLlamaModel",
-        "AutoModelForCausalLM": "llama.CocaLlamaForCausalLM",
-        "AutoModelForSequenceClassification": "llama.CocaLlamaForSequenceClassification",
-        "AutoModelForTokenClassification": "llama.CocaLlamaForTokenClassification",
-    }
-    assert {"attention.py", "llama.py", "rotary.py"} <= {file.name for file in tmp_path.iterdir()}

@@ -75,6 +75,7 @@ def test_patched_model_equals_the_converted_checkpoint(converted, case):
     before = dict(model.named_parameters())
     patched = patch_(model, "strict")
     assert patched is model
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert torch.equal(
         patched(tokens()).logits, AutoModelForCausalLM.from_pretrained(dst)(tokens()).logits
     )

@@ -92,15 +92,6 @@ def test_every_way_of_decoding_gives_the_tokens_of_the_standard_cache(attention,
     assert len(got[0, -20:].unique()) > 3
 
 
-def test_rows_with_left_padding_decode_as_they_do_alone():
-    model = tiny_model().double()
-    short, long = tokens(1, 6), tokens(1, 13, seed=8)
-    ids = torch.cat((torch.nn.functional.pad(short, (7, 0)), long))
-    out = model.generate(ids, attention_mask=(ids != 0).long(), max_new_tokens=12)[:, -12:]
-    for row, prompt in zip(out, (short, long), strict=True):
-        assert torch.equal(row, model.generate(prompt, max_new_tokens=12)[0, -12:])
-
-
 @pytest.mark.parametrize(
     "fields",
     [{}, {"constraint": "strict"}, {"coca_kept_layers": [1]}],

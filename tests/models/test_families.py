@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache
 
 import coca_hf
 from coca_hf.models.cache import CocaCache, CocaStaticCache
@@ -149,7 +149,9 @@ def test_pairs_that_are_not_rotated_do_not_depend_on_positions():
     assert here.std() > 0.1
 
 
-@pytest.mark.parametrize("case", ["mistral-window", "qwen2", "qwen3", "granite", "neox-partial"])
+@pytest.mark.parametrize(
+    "case", ["llama", "mistral-window", "qwen2", "qwen3", "granite", "neox-partial"]
+)
 def test_declarations_that_sharding_and_serving_read(case):
     model = coca_model(case, "slack")
     family = type(model).__name__.removesuffix("ForCausalLM")
@@ -159,6 +161,11 @@ def test_declarations_that_sharding_and_serving_read(case):
     modules = {name.replace(".0.", ".*.") for name, _ in model.model.named_modules()}
     assert plan.keys() <= modules
     assert ("layers.*.self_attn.q_norm" in plan) == (case == "qwen3")
+    for feature in ("sdpa", "flash_attn", "flex_attn", "attention_backend"):
+        assert getattr(model, f"_supports_{feature}")
+    assert model._can_compile_fullgraph
+    assert model._tp_plan["lm_head"] == LlamaForCausalLM._tp_plan["lm_head"]
+    assert model.base_model is model.model
     assert model._no_split_modules == {f"{family}DecoderLayer"}
     assert type(model.model.layers[0]).__name__ == f"{family}DecoderLayer"
     file = model.config.model_type.removeprefix("coca_")

@@ -4,10 +4,9 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from coca_hf import CocaLlamaConfig, CocaLlamaForCausalLM, CocaLlamaModel
-from coca_hf.models.attention import CocaAttention
+from coca_hf import CocaLlamaConfig, CocaLlamaForCausalLM
 from coca_hf.models.reference import use_reference_
 from tests.models.families import tiny_model, tokens
 
@@ -75,31 +74,6 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, plain[name])
     assert plain["model.layers.0.self_attn.t_proj.weight"].abs().max() > 0
-
-
-def test_t_proj_has_one_row_per_pair_and_k_proj_is_gone():
-    model = tiny_model()
-    attention = model.model.layers[1].self_attn
-    assert isinstance(attention, CocaAttention)
-    assert attention.t_proj.weight.shape == (2 * 8 // 2, 48)
-    assert not any("k_proj" in name for name, _ in model.named_parameters())
-
-
-def test_declarations_that_sharding_and_serving_read():
-    model = tiny_model()
-    assert model._no_split_modules == {"CocaLlamaDecoderLayer"}
-    assert CocaLlamaConfig.base_model_tp_plan["layers.*.self_attn.t_proj"] == "colwise"
-    key = "layers.*.self_attn.k_proj"
-    assert (key in LlamaConfig.base_model_tp_plan, key in CocaLlamaConfig.base_model_tp_plan) == (
-        True,
-        False,
-    )
-    assert model.base_model_prefix == "model"
-    assert isinstance(model.base_model, CocaLlamaModel)
-    for feature in ("sdpa", "flash_attn", "flex_attn", "attention_backend"):
-        assert getattr(model, f"_supports_{feature}")
-    assert model._can_compile_fullgraph
-    assert model._tp_plan["lm_head"] == LlamaForCausalLM._tp_plan["lm_head"]
 
 
 def test_tied_embeddings_stay_tied_through_saving(tmp_path):
