@@ -271,6 +271,11 @@ def _print_plan(plan: dict, dst: str) -> None:
         )
     if not plan["numbers_checked"]:
         console.print("  not checked           the numbers of the weights, which only the hub has")
+    for head in plan["undecided_heads"]:
+        console.print(
+            f"  not decided           whether {head} is the embedding, as tie_word_embeddings says; "
+            "if its numbers are others, it is written too"
+        )
 
 
 def _print_parameters(facts: dict) -> None:

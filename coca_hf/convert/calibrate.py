@@ -41,8 +41,15 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from coca_hf.convert.calibration_text import reach, skipped_positions
-from coca_hf.convert.hidden_states import BATCH_TOKENS, HiddenStates, batches
-from coca_hf.convert.layer_pairs import FITTED, Angles, LayerPairs, run_layer
+from coca_hf.convert.layer_pairs import (
+    BATCH_TOKENS,
+    FITTED,
+    Angles,
+    HiddenStates,
+    LayerPairs,
+    batches,
+    run_layer,
+)
 from coca_hf.convert.layout import Layout
 from coca_hf.files import replace_text, replacing
 from coca_hf.models.attention import (
@@ -72,7 +79,7 @@ class LayerFit(NamedTuple):
     kl_fitted: float
 
 
-class Calibration(NamedTuple):
+class FittedLayers(NamedTuple):
     """The fitted tensors by name in the CoCA model, float32, and what they are worth on held-out
     text.
 
@@ -157,7 +164,7 @@ def calibrate(
     seed: int = 0,
     settings: str = "",
     report: Report = lambda progress: None,
-) -> Calibration:
+) -> FittedLayers:
     """Fit the queries and coefficients of the CoCA layers of `pairs`, layer by layer.
 
     blocks: (n_b, m) token ids to fit on; held_out: (n, m) others, to measure on. folder: where
@@ -208,7 +215,7 @@ class _Run:
         }
         self.missing = {n for n, file in self.files.items() if _load(file, settings) is None}
 
-    def fit_layers(self, seed: int, passes: int, report: Report) -> Calibration:
+    def fit_layers(self, seed: int, passes: int, report: Report) -> FittedLayers:
         layers = self._finished_layers()
         first = len(layers)
         if first == 0:
@@ -234,7 +241,7 @@ class _Run:
         with self._timed("measure"):
             perplexity = self._perplexity()
         self._remove_states()
-        return Calibration(self._fitted_tensors(), layers, perplexity, dict(self.seconds))
+        return FittedLayers(self._fitted_tensors(), layers, perplexity, dict(self.seconds))
 
     def _fit_layer(self, number: int, positions: Tensor, passes: int, seed: int) -> LayerFit:
         """Fit a layer, and put all states through it."""

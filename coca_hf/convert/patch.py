@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from coca_hf.convert.config import CLASSIFIERS, FAMILIES, coca_class, coca_config
-from coca_hf.convert.tensors import Initialiser, check_queries, check_tensors, stored_as, untie_
+from coca_hf.convert.tensors import Initialiser, check_tensors, stored_as, untie_
 from coca_hf.errors import CocaError
 from coca_hf.models.decoder import CocaPreTrainedModel
 from coca_hf.models.rotary import CocaRotaryEmbedding
@@ -75,22 +75,12 @@ def patch_(
         coca = coca_class(config)(config)
     for target in targets:
         parameter = source[target.source]
+        made = parameter.data if target.is_carried_over else initialiser.make(target)
+        stored = stored_as(config, parameter.dtype, made, target, "patch_").to(parameter.device)
         if not target.is_carried_over:
-            made = stored_as(
-                parameter.dtype,
-                initialiser.make(target),
-                target,
-                "patch_",
-                config.num_key_value_heads,
-            )
-            made = made.to(parameter.device)
-            parameter = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
-        check_queries(config, target, parameter.data, where="patch_")
-        setattr(
-            coca.get_submodule(target.name.rpartition(".")[0]),
-            target.name.rpartition(".")[2],
-            parameter,
-        )
+            parameter = torch.nn.Parameter(stored, requires_grad=parameter.requires_grad)
+        module, _, name = target.name.rpartition(".")
+        setattr(coca.get_submodule(module), name, parameter)
     coca.tie_weights()
     coca.model.rotary_emb = CocaRotaryEmbedding(config).to(model.device)
     if model.can_generate():

@@ -215,18 +215,25 @@ def reference_logits(stock, constraint, ids, mask):
         return stock(ids, attention_mask=mask, position_ids=position_ids, use_cache=False).logits
 
 
-def coca_model(case, constraint, **options):
+def coca_model(case, constraint="slack", keep_layers=(), attn_implementation="sdpa", **changes):
     """The CoCA model of a stock model, patched (so with the start), and with other t weights than
     the start's.
     """
-    model = coca_hf.patch_(stock_model(case), constraint)
+    model = coca_hf.patch_(stock_model(case, **changes), constraint, keep_layers=keep_layers)
     generator = torch.Generator().manual_seed(4)
     for number, layer in enumerate(model.model.layers):
         if number not in model.config.coca_kept_layers:
             for parameter in layer.self_attn.t_proj.parameters():
                 parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
-    model.set_attn_implementation(options.get("attn_implementation", "sdpa"))
+    model.set_attn_implementation(attn_implementation)
     return model
+
+
+def tiny_model(constraint="slack", **fields):
+    """A CoCA LLaMA with random weights."""
+    torch.manual_seed(5)
+    config = coca_hf.CocaLlamaConfig(**(SHAPE | {"coca_constraint": constraint} | fields))
+    return coca_hf.CocaLlamaForCausalLM(config).eval()
 
 
 def tokens(rows=2, length=23, seed=7):
