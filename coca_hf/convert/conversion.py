@@ -1,6 +1,7 @@
 """Convert a checkpoint on disk, a block at a time: `convert_checkpoint`."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -76,6 +77,7 @@ def convert_checkpoint(
     seed: int = 0,
     calibrate_progress: Report | None = None,
     keep_layers: Sequence[int] | int | str | None = None,
+    partial_rotary: Collection[int] = (),
     revision: str | None = None,
     ignore_fields: Collection[str] = (),
     dry_run: bool = False,
@@ -108,6 +110,8 @@ def convert_checkpoint(
     calibrate_progress: called with a `CalibrationProgress` before the first layer and after each
     keep_layers: numbers, from 0, of the layers that keep the original's attention; or, with
         calibrate_on, how many, or `auto`: those whose conversion harms most (`harm.py`)
+    partial_rotary: numbers of the layers in which every second rotary pair stands still and matches
+        contents at any distance (`CocaConfig`); of those that calibration finds to keep, none does
     revision: branch, tag or commit of a hub id
     ignore_fields: fields of config.json that we do not know and you call inert
     dry_run: make every check that comes before the first weight, write nothing, download no
@@ -126,9 +130,8 @@ def convert_checkpoint(
 
     # What can be refused is refused before the first number is written, the cheapest first.
     shard_bytes = parse_size(max_shard_size, "--max-shard-size")
-    form = Form(
-        src, constraint, dtype, shard_bytes, ntk_length, ntk_factor, released, ignore_fields
-    )
+    ntk = ntk_length, ntk_factor
+    form = Form(src, constraint, dtype, shard_bytes, *ntk, released, ignore_fields, partial_rotary)
     sources = [src] if adapter is None else [src, os.fspath(adapter)]
     check_paths(sources, dst)
     check_options(form)
@@ -174,7 +177,8 @@ def convert_checkpoint(
         if calibration:
             if isinstance(keep_layers, (int, str)):
                 kept = calibration.most_harmful(layout, keep_layers, staging, report)
-                layout = Layout(source, form, kept)
+                rotated = [layer for layer in partial_rotary if layer not in kept]
+                layout = Layout(source, dataclasses.replace(form, partial_rotary=rotated), kept)
                 tokenizer = _begin(staging, layout, calibration)
             calibration.run(layout, staging, report)
         WeightsWriter(layout, staging, progress or (lambda done, total: None)).write()
@@ -255,6 +259,7 @@ def _facts(layout: Layout) -> dict:
         **({"source_commit": layout.source.commit} if layout.source.commit else {}),
         "constraint": layout.config.coca_constraint,
         "kept_layers": layout.config.coca_kept_layers,
+        "partial_rotary_layers": layout.config.coca_partial_rotary_layers,
         "dtype": str(layout.config.dtype).removeprefix("torch."),
         **_summary(layout),
     }

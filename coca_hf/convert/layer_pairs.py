@@ -58,6 +58,7 @@ class LayerPairs:
             layout.config.coca_constraint,
             str(source.config_file),
             layout.config.coca_kept_layers,
+            layout.config.coca_partial_rotary_layers,
             layout.form.ignored_fields,
         )
         with torch.device("meta"):

@@ -59,6 +59,11 @@ class Layout:
             form.src,
             form.released,
         )
+        if self.released and form.partial_rotary:
+            raise CocaError(
+                f"--partial-rotary: got {sorted(form.partial_rotary)} with {form.src}, a CoCA model "
+                "whose attention would change; expected a checkpoint of an original"
+            )
         self.base = base_metadata(form.src, source.directory)
         self.calibrated_from: object = None
         self.calibrated: Mapping[str, Tensor] = {}

@@ -22,6 +22,7 @@ def patch_(
     constraint: str = "slack",
     keep_original: bool = False,
     keep_layers: Iterable[int] = (),
+    partial_rotary: Iterable[int] = (),
     ignore_fields: Collection[str] = (),
 ) -> CocaPreTrainedModel:
     """Turn `model` into its family's CoCA model, in place; returns it.
@@ -30,7 +31,8 @@ def patch_(
     parameters; the fused projections of GPT-NeoX and Phi-3 are split, so that what they held
     besides is new, too. No other model of the process changes. keep_original: hold on to what is
     replaced, with the memory it takes, so that `unpatch_` can bring it back. keep_layers: numbers,
-    from 0, of the layers that keep the original's attention. ignore_fields: fields of the model's
+    from 0, of the layers that keep the original's attention; partial_rotary: of those in which
+    every second rotary pair stands still (`CocaConfig`). ignore_fields: fields of the model's
     config that we do not know and you call inert.
 
     Gradient checkpointing and `enable_input_require_grads` stay on; hooks of others are refused, as
@@ -62,6 +64,7 @@ def patch_(
         constraint,
         "patch_: model.config",
         sorted(keep_layers),
+        partial_rotary,
         ignore_fields,
         ignore_option="ignore_fields=[{!r}]",
     )

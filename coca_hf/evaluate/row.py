@@ -54,6 +54,7 @@ class Row(TypedDict):
     tokens_seen: int | None  # in CoCA training
     coca_constraint: str | None
     coca_kept_layers: NotRequired[list[int] | None]
+    coca_partial_rotary_layers: NotRequired[list[int] | None]
     tokens: NotRequired[int | None]  # scored or read
     error: str | None  # why there is no value; "OOM: ..." where memory ran out
     raw: dict[str, Annotated[str, Field(max_length=200)]]  # files of raw results, by name

@@ -194,6 +194,7 @@ def about_model(loaded: LoadedModel) -> dict:
         "model_type": model.config.model_type,
         "coca_constraint": getattr(model.config, "coca_constraint", None),
         "coca_kept_layers": getattr(model.config, "coca_kept_layers", None),
+        "coca_partial_rotary_layers": getattr(model.config, "coca_partial_rotary_layers", None),
         "trained_length": trained_length(model.config),
         "model_commit": loaded.commit,
         "trained_seq_len": loaded.trained_seq_len,

@@ -43,7 +43,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def every_second_still(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin (..., j) with angle zero in every second pair.
+    """Cosines and sines, each (..., j), with angle zero in every second pair.
 
     Such a pair scores `t_j (q_j^2 + q_{j+d/2}^2)` at every distance. One that rotates cannot match
     contents further away than a quarter of its period, and below a head's few slowest pairs that is
@@ -187,6 +187,10 @@ class CocaAttention(nn.Module):
     def coefficients(self, hidden_states: Tensor) -> Tensor:
         return by_head(self.t_proj(hidden_states), self.head_dim // 2)
 
+    def own_angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of this layer's pairs, from those of the model, each (..., j)."""
+        return every_second_still(cos, sin) if self.is_partial else (cos, sin)
+
     def rotated(self, q: Tensor, t: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Query (b, h, m, d) and key (b, g, m, d) of ordinary attention; cos, sin: (b, 1, m, j)."""
         return fold(q, t, cos, sin, self.config.coca_constraint)
@@ -205,8 +209,7 @@ class CocaAttention(nn.Module):
         leading = hidden_states.shape[:-1]
         q, t, value = self.project(hidden_states)
         cos, sin = (part.unsqueeze(1) for part in position_embeddings)
-        angles = every_second_still(cos, sin) if self.is_partial else (cos, sin)
-        query, key = self.rotated(q, t, *angles)
+        query, key = self.rotated(q, t, *self.own_angles(cos, sin))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx, t=t, angles=(cos, sin))
 
