@@ -158,6 +158,11 @@ class Form:
     ignored_fields: Collection[str]
     partial_rotary: Collection[int]
 
+    def keeping(self, layers: Collection[int]) -> "Form":
+        """The same, for calibration's choice of kept layers, which rotate every pair."""
+        partial_rotary = [layer for layer in self.partial_rotary if layer not in layers]
+        return dataclasses.replace(self, partial_rotary=partial_rotary)
+
 
 def written_config(
     config: Mapping, form: Form, kept_layers: Sequence[int] | None, where: str

@@ -1,7 +1,6 @@
 """Convert a checkpoint on disk, a block at a time: `convert_checkpoint`."""
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -170,15 +169,16 @@ def convert_checkpoint(
             check_numbers(layout)
             if ranks_layers:  # any of them may be kept
                 every_layer = range(layout.config.num_hidden_layers)
-                check_numbers(Layout(source, form, every_layer), known=layout.targets)
+                check_numbers(
+                    Layout(source, form.keeping(every_layer), every_layer), known=layout.targets
+                )
         if dry_run:
             plan = _plan(layout, calibration, target, numbers_are_here)
             return plan | ({"kept_layers": keep_layers} if ranks_layers else {})
         if calibration:
             if isinstance(keep_layers, (int, str)):
                 kept = calibration.most_harmful(layout, keep_layers, staging, report)
-                rotated = [layer for layer in partial_rotary if layer not in kept]
-                layout = Layout(source, dataclasses.replace(form, partial_rotary=rotated), kept)
+                layout = Layout(source, form.keeping(kept), kept)
                 tokenizer = _begin(staging, layout, calibration)
             calibration.run(layout, staging, report)
         WeightsWriter(layout, staging, progress or (lambda done, total: None)).write()

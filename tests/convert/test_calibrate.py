@@ -157,10 +157,12 @@ def test_kept_layers_are_not_fitted_and_the_streams_pass_through_them(case, pair
     assert_perplexities_are_those_of_the_models(result, original, coca, ids)
 
 
-def test_divergence_is_that_of_the_two_models_maps(pairs_of, tmp_path):
+@pytest.mark.parametrize("partial_rotary", [[], [0]])
+def test_divergence_is_that_of_the_two_models_maps(partial_rotary, pairs_of, tmp_path):
     original, ids = stock_model("llama"), blocks_of(60, length=20)  # more than a batch
-    coca = patch_(copy.copy(original), "slack").eval()
-    result = calibrate(pairs_of(original), ids, ids, tmp_path / "layers", passes=1)
+    coca = patch_(copy.copy(original), "slack", partial_rotary=partial_rotary).eval()
+    pairs = pairs_of(original, partial_rotary=partial_rotary)
+    result = calibrate(pairs, ids, ids, tmp_path / "layers", passes=1)
     # of the first layer alone, both models see the same inputs
     coca.set_attn_implementation("eager")
     ours, theirs = (
@@ -170,10 +172,11 @@ def test_divergence_is_that_of_the_two_models_maps(pairs_of, tmp_path):
     assert result.layers[0].kl_start == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("partial_rotary", [[], [0]])
 @pytest.mark.parametrize("case", ["llama-biases", "mistral", "qwen3", "neox-partial"])
-def test_gradients_are_those_of_the_divergence_of_the_models_maps(case):
+def test_gradients_are_those_of_the_divergence_of_the_models_maps(case, partial_rotary):
     original, ids = stock_model(case), blocks_of(5, length=13)
-    coca = patch_(copy.copy(original), "strict").eval()
+    coca = patch_(copy.copy(original), "strict", partial_rotary=partial_rotary).eval()
     positions = torch.tensor([0, 1, 2, 7, 8, 9, 30, 31, 32, 33, 40, 41, 60]).expand(5, -1)
     layer = copy.deepcopy(original.base_model.layers[0])
     embedded = original.get_input_embeddings()(ids).detach()

@@ -35,27 +35,29 @@ EVERY_CASE = pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("backend", BACKENDS)
 @EVERY_CASE
 def test_logits_are_those_of_the_stock_model_with_contracted_scores(case, backend, constraint):
+    """In layer 1 every second pair stands still."""
     dtype, limit = BACKENDS[backend]
-    model = coca_model(case, constraint, attn_implementation=backend).to(dtype)
+    model = coca_model(case, constraint, [], [1], backend).to(dtype)
     stock = carry_t_(stock_model(case), model).to(dtype)
     ids = tokens()
     mask = torch.ones_like(ids)
     mask[1, :6] = 0
     got, expected = (
         model(ids, attention_mask=mask).logits,
-        reference_logits(stock, constraint, ids, mask),
+        reference_logits(stock, constraint, ids, mask, [1]),
     )
     assert expected[mask.bool()].std() > 0.1
     assert (got - expected)[mask.bool()].abs().max() < limit
     other = "strict" if constraint == "slack" else "slack"
-    assert (got - reference_logits(stock, other, ids, mask))[mask.bool()].abs().max() > 1e-2
+    for wrong in ((other, ids, mask, [1]), (constraint, ids, mask)):
+        assert (got - reference_logits(stock, *wrong))[mask.bool()].abs().max() > 1e-2
 
 
 @CONSTRAINTS
 @EVERY_CASE
 def test_the_reference_has_the_projections_of_its_family(case, constraint):
-    """Layer 1, which is kept, stays as it is."""
-    model = coca_model(case, constraint, keep_layers=[1], attn_implementation="eager")
+    """Layer 1, which is kept, stays as it is; in layer 0 every second pair stands still."""
+    model = coca_model(case, constraint, [1], [0], "eager")
     reference, ids = use_reference_(use_reference_(copy.deepcopy(model))), tokens()
     got, expected = model(ids).logits, reference(ids).logits
     assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
@@ -64,7 +66,7 @@ def test_the_reference_has_the_projections_of_its_family(case, constraint):
 @CONSTRAINTS
 @EVERY_CASE
 def test_cached_decoding_with_left_padding_gives_the_tokens_of_no_cache(case, constraint):
-    model = coca_model(case, constraint).double()
+    model = coca_model(case, constraint, partial_rotary=[1]).double()
     short, long = tokens(1, 6), tokens(1, 11, seed=8)
     ids = torch.cat((torch.nn.functional.pad(short, (5, 0)), long))
     mask = (ids != 0).long()
@@ -90,7 +92,8 @@ def test_cached_decoding_with_left_padding_gives_the_tokens_of_no_cache(case, co
 def test_cached_decoding_in_pieces_equals_the_full_forward_at_every_position(case, kind, kept):
     if "window" in case and "Static" in kind.__name__:
         pytest.skip("CocaStaticCache is for models without windows")
-    model, ids = coca_model(case, keep_layers=kept).double(), tokens()
+    partial = [] if 1 in kept else [1]
+    model, ids = coca_model(case, keep_layers=kept, partial_rotary=partial).double(), tokens()
     size = {"max_cache_len": 23} if "Static" in kind.__name__ else {}
     cache = kind(config=model.config, **size)
     cuts = (0, 4, 10, 11, 12, 15, 23)
