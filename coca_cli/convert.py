@@ -42,6 +42,14 @@ def convert_command(
             "six that coca-eval layers --out OUT ranks first."
         ),
     ] = None,
+    partial_rotary: Annotated[
+        str | None,
+        typer.Option(
+            help="Let every second rotary pair stand still in these layers, as in 17,18,23 (one "
+            "layer: '8,'), so that they match contents at any distance: those that look things up. "
+            "3:OUT names the three that coca-eval layers --out OUT ranks first."
+        ),
+    ] = None,
     constraint: Annotated[
         Literal["slack", "strict"] | None,
         typer.Option(help="Form of CoCA. The default, slack, gave the paper's main results."),
@@ -181,7 +189,10 @@ def convert_command(
 
         # What is not named here has the name that convert_checkpoint gives it.
         options = context.params | {
-            "keep_layers": None if keep_layers is None else _layers(keep_layers),
+            "keep_layers": None if keep_layers is None else _kept(keep_layers),
+            "partial_rotary": ()
+            if partial_rotary is None
+            else _named("--partial-rotary", partial_rotary),
             "private": not public,
             "calibrate_on": calibrate,
             "ignore_fields": ignore_field or (),
@@ -203,28 +214,32 @@ def convert_command(
             console.print(f"Uploaded to {push_to_hub}, {'public' if public else 'private'}.")
 
 
-def _layers(text: str) -> list[int] | int | str:
-    """The layers of `8,17,18`; of `6:OUT` the six that `coca-eval layers --out OUT` ranks first.
-
-    `6` and `auto` stay as they are. Raises BadOption for anything else.
-    """
-    number = r"\s*\d{1,9}\s*"
+def _kept(text: str) -> list[int] | int | str:
+    """`6` and `auto` as they are, or the layers of `_named`."""
     if text == "auto":
         return text
     if re.fullmatch(r"\d{1,9}", text):
         return int(text)
+    return _named("--keep-layers", text, "with --calibrate how many, as in 6, or auto; ")
+
+
+def _named(option: str, text: str, other: str = "") -> list[int]:
+    """The layers of `8,17,18`; of `6:OUT` the six that `coca-eval layers --out OUT` ranks first.
+
+    Raises BadOption for anything else, and names the `other` forms that `option` takes.
+    """
+    number = r"\s*\d{1,9}\s*"
     if ranked := re.fullmatch(r"(\d{1,9}):(.*)", text):
-        return _harmed_most(int(ranked[1]), Path(ranked[2]))
+        return _harmed_most(option, int(ranked[1]), Path(ranked[2]))
     if re.fullmatch(rf"({number},)+({number})?", text):
         return [int(found) for found in re.findall(r"\d+", text)]
     raise BadOption(
-        f"--keep-layers: got {text!r}, expected layers by number, from 0, as in 8,17,18 (one "
-        f"layer: '8,'); with --calibrate how many, as in 6, or auto; or 6:OUT, the six that "
-        f"coca-eval layers --out OUT ranks first"
+        f"{option}: got {text!r}, expected layers by number, from 0, as in 8,17,18 (one "
+        f"layer: '8,'); {other}or 6:OUT, the six that coca-eval layers --out OUT ranks first"
     )
 
 
-def _harmed_most(count: int, out: Path) -> list[int]:
+def _harmed_most(option: str, count: int, out: Path) -> list[int]:
     """The first `count` layers of the last ranking in `out`."""
     try:
         lines = (out / "rows.jsonl").read_text(encoding="utf-8").splitlines()
@@ -233,11 +248,11 @@ def _harmed_most(count: int, out: Path) -> list[int]:
         ranked = [int(layer) for layer in order[:count]]
     except (OSError, ValueError, LookupError, TypeError):
         raise BadOption(
-            f"--keep-layers: got no ranking in {out}, expected the --out of coca-eval layers"
+            f"{option}: got no ranking in {out}, expected the --out of coca-eval layers"
         ) from None
     if len(ranked) < count:
         what = f"{count} of the {len(ranked)} layers that {out} ranks"
-        raise BadOption(f"--keep-layers: got {what}, expected fewer")
+        raise BadOption(f"{option}: got {what}, expected fewer")
     return ranked
 
 
@@ -262,6 +277,7 @@ def _print_plan(plan: dict, dst: str) -> None:
     else:
         kept = f"the layers that calibration finds ({kept})"
     console.print(f"  original attention    kept in {kept}")
+    _print_partial_rotary(plan)
     if calibration := plan.get("calibration"):
         console.print(
             f"  would calibrate       {calibration['tokens']:,} tokens, "
@@ -271,6 +287,11 @@ def _print_plan(plan: dict, dst: str) -> None:
         )
     if not plan["numbers_checked"]:
         console.print("  not checked           the numbers of the weights, which only the hub has")
+    for head in plan["undecided_heads"]:
+        console.print(
+            f"  not decided           whether {head} is the embedding, as tie_word_embeddings says; "
+            "if its numbers are others, it is written too"
+        )
 
 
 def _print_parameters(facts: dict) -> None:
@@ -284,6 +305,13 @@ def _print_parameters(facts: dict) -> None:
     )
 
 
+def _print_partial_rotary(facts: dict) -> None:
+    if layers := facts["partial_rotary_layers"]:
+        console.print(
+            f"  partial rotation      every second pair, in layers {', '.join(map(str, layers))}"
+        )
+
+
 def _print_conversion(record: dict, dst: str) -> None:
     shares = record["trainable_fraction"]
     console.print(f"{dst}: {record['constraint']}, {record['dtype']}")
@@ -294,6 +322,7 @@ def _print_conversion(record: dict, dst: str) -> None:
         console.print(
             f"  original attention    kept in layers {', '.join(map(str, record['kept_layers']))}"
         )
+    _print_partial_rotary(record)
     console.print(f"  start of W_T          {record['start']['rule']}")
     if calibration := record.get("calibration"):
         console.print(

@@ -173,11 +173,13 @@ def _lead(conversion: dict, stages: list[dict], base: str) -> str:
 
 def _conversion(record: dict, base: str) -> str:
     parameters, kept = record["parameters"], record.get("kept_layers")
+    still = record.get("partial_rotary_layers")
     lines = {
         "source": f"{base}, {record['source_format']}",
         **({"adapter": f"{record['adapter']['name']}, merged"} if "adapter" in record else {}),
         "form": record["constraint"],
         **({"original attention": f"layers {_numbers(kept)}"} if kept else {}),
+        **({"every second rotary pair stands still": f"layers {_numbers(still)}"} if still else {}),
         "dtype": record["dtype"],
         "parameters": f"{parameters['before']:,} before, {parameters['after']:,} after",
         "start of W_T": record["start"]["rule"],

@@ -23,6 +23,7 @@ from coca_hf.errors import CocaError, first_line, library_errors, short
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+HEADS = ("lm_head.weight", "embed_out.weight")
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 BLOCK_BYTES = 1 << 19  # what is done with a block finds it in the processor's cache
 MAX_HEADER_BYTES = 32_000_000
@@ -326,7 +327,7 @@ def open_regular(file: Path):
 
 def is_derived(name: str, config: PreTrainedConfig) -> bool:
     """Whether a tensor follows from others: a tied head; angles and masks, as in old files."""
-    if name in ("lm_head.weight", "embed_out.weight"):
+    if name in HEADS:
         return bool(getattr(config, "tie_word_embeddings", False))
     return name.endswith(("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"))
 

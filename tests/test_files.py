@@ -41,8 +41,8 @@ def test_lines_are_appended_in_utf_8(tmp_path):
     assert (tmp_path / "lines").read_bytes() == "one\nzwölf\n".encode()
 
 
-HOLD = "import sys; from coca_hf.files import locked; from pathlib import Path\n"
-HOLD += "with locked(Path(sys.argv[1]), 'held'): print('held', flush=True); sys.stdin.read()"
+HOLD = "import sys; from filelock import FileLock; lock = FileLock(sys.argv[1]);"
+HOLD += "lock.acquire(); print('held', flush=True); sys.stdin.read()"
 
 
 def test_another_process_that_holds_the_lock_is_one_line_and_its_death_frees_it(tmp_path):

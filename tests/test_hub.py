@@ -226,11 +226,8 @@ print(type(model).__module__.split(".")[0], repr(model(ids).logits.double().sum(
 """
 
 
-@pytest.mark.real
-def test_hf_upload_of_a_checkpoint_sends_every_file_and_no_path_of_this_machine(
-    hub, finished_dir, tmp_path
-):
-    run(hub, tmp_path, "hf", "upload", REPO, str(finished_dir))
+def test_an_upload_of_a_checkpoint_sends_every_file_and_no_path_of_this_machine(hub, finished_dir):
+    huggingface_hub.upload_folder(repo_id=REPO, folder_path=finished_dir)
     assert hub.files == {file.name: file.read_bytes() for file in finished_dir.iterdir()}
     for name, content in hub.files.items():
         assert str(finished_dir.parent).encode() not in content, name
@@ -239,7 +236,7 @@ def test_hf_upload_of_a_checkpoint_sends_every_file_and_no_path_of_this_machine(
     assert len(record["source_xxh3_128"]) == 32
 
 
-def test_a_checkpoint_goes_up_whole_with_its_card(hub, finished_dir):
+def test_push_to_hub_sends_a_checkpoint_whole_with_its_card(hub, finished_dir):
     push(finished_dir)
     AutoTokenizer.from_pretrained(finished_dir).push_to_hub(REPO)
     assert hub.created[0]["name"] == REPO.split("/")[1]
@@ -272,9 +269,8 @@ def test_a_checkpoint_goes_up_whole_with_its_card(hub, finished_dir):
 
 
 @pytest.mark.real
-def test_what_went_up_comes_down_without_coca_hf(hub, finished_dir, tiny_tokenizer, tmp_path):
-    push(finished_dir)
-    AutoTokenizer.from_pretrained(finished_dir).push_to_hub(REPO)
+def test_what_was_uploaded_comes_down_without_coca_hf(hub, finished_dir, tiny_tokenizer, tmp_path):
+    run(hub, tmp_path, "hf", "upload", REPO, str(finished_dir))
     found = run(hub, tmp_path / "down", sys.executable, "-c", PULL, REPO)
     ids = tiny_tokenizer("some text", return_tensors="pt").input_ids
     expected = AutoModelForCausalLM.from_pretrained(finished_dir)(ids).logits.double().sum().item()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coca_hf.convert.tensors import Shape
 from coca_hf.errors import CocaError, short
-from coca_hf.weights import BLOCK_BYTES, FLOATS, WeightsFile, checkpoint_file, read_json
+from coca_hf.weights import BLOCK_BYTES, FLOATS, HEADS, WeightsFile, checkpoint_file, read_json
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -74,7 +74,7 @@ class Adapter:
         """
         for name in sorted(self.targets):
             lora_a, lora_b = (self.weights.tensors[stored].shape for stored in self._pair(name))
-            if tied and name in ("lm_head.weight", "embed_out.weight"):
+            if tied and name in HEADS:
                 raise CocaError(
                     f"{self.weights.file}: got weights for {name}, which the base ties to its "
                     f"embedding; {REMEDY}"

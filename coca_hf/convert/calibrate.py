@@ -41,8 +41,15 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from coca_hf.convert.calibration_text import reach, skipped_positions
-from coca_hf.convert.hidden_states import BATCH_TOKENS, HiddenStates, batches
-from coca_hf.convert.layer_pairs import FITTED, Angles, LayerPairs, run_layer
+from coca_hf.convert.layer_pairs import (
+    BATCH_TOKENS,
+    FITTED,
+    Angles,
+    HiddenStates,
+    LayerPairs,
+    batches,
+    run_layer,
+)
 from coca_hf.convert.layout import Layout
 from coca_hf.files import replace_text, replacing
 from coca_hf.models.attention import CocaAttention, coca_query, scaled_key, unit_key
@@ -66,7 +73,7 @@ class LayerFit(NamedTuple):
     kl_fitted: float
 
 
-class Calibration(NamedTuple):
+class FittedLayers(NamedTuple):
     """The fitted tensors by name in the CoCA model, float32, and what they are worth on held-out
     text.
 
@@ -151,7 +158,7 @@ def calibrate(
     seed: int = 0,
     settings: str = "",
     report: Report = lambda progress: None,
-) -> Calibration:
+) -> FittedLayers:
     """Fit the queries and coefficients of the CoCA layers of `pairs`, layer by layer.
 
     blocks: (n_b, m) token ids to fit on; held_out: (n, m) others, to measure on. folder: where
@@ -202,7 +209,7 @@ class _Run:
         }
         self.missing = {n for n, file in self.files.items() if _load(file, settings) is None}
 
-    def fit_layers(self, seed: int, passes: int, report: Report) -> Calibration:
+    def fit_layers(self, seed: int, passes: int, report: Report) -> FittedLayers:
         layers = self._finished_layers()
         first = len(layers)
         if first == 0:
@@ -228,7 +235,7 @@ class _Run:
         with self._timed("measure"):
             perplexity = self._perplexity()
         self._remove_states()
-        return Calibration(self._fitted_tensors(), layers, perplexity, dict(self.seconds))
+        return FittedLayers(self._fitted_tensors(), layers, perplexity, dict(self.seconds))
 
     def _fit_layer(self, number: int, positions: Tensor, passes: int, seed: int) -> LayerFit:
         """Fit a layer, and put all states through it."""
@@ -502,6 +509,7 @@ def folded(
 ) -> tuple[Tensor, Tensor]:
     """The same, of queries (b, h, r, d) and coefficients (b, g, n, j)."""
     constraint = attention.config.coca_constraint
+    angles = attention.own_angles(*angles)
     cos, sin = (part.unsqueeze(1) for part in angles)
     cos_of_rows, sin_of_rows = (_take(part, rows).unsqueeze(1) for part in angles)
     query = coca_query(q, cos_of_rows, sin_of_rows, constraint) * attention.scaling

@@ -179,9 +179,8 @@ def skipped_positions(num_blocks: int, length: int, reach: int, seed: int = 0) -
     left out.
 
     As in PoSE (arXiv 2309.10400). How many are left out at a place is uniform, up to an equal share
-    of what a block is shorter than `reach`. A log-uniform number, most of them small, left maps 3
-    to 10% nearer to the original's inside blocks of 2,048, and 1.5 to 2 times as far from them from
-    there to 8,192 (SmolLM2-135M, layers 4 and 11).
+    of what a block is shorter than `reach`; with mostly small numbers, maps are 1.5 to 2 times as
+    far from the original's at distances that no block has.
     """
     draw = torch.Generator().manual_seed(seed)
     skips = min(SKIPS, length // TOKENS_A_SKIP)

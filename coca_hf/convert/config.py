@@ -156,6 +156,12 @@ class Form:
     ntk_factor: float | None
     released: bool
     ignored_fields: Collection[str]
+    partial_rotary: Collection[int]
+
+    def keeping(self, layers: Collection[int]) -> "Form":
+        """The same, for calibration's choice of kept layers, which rotate every pair."""
+        partial_rotary = [layer for layer in self.partial_rotary if layer not in layers]
+        return dataclasses.replace(self, partial_rotary=partial_rotary)
 
 
 def written_config(
@@ -171,9 +177,12 @@ def written_config(
         _check_same("--constraint", form.constraint, result.coca_constraint, where)
         kept = None if kept_layers is None else sorted(kept_layers)
         _check_same("--keep-layers", kept, sorted(result.coca_kept_layers), where)
+        partial = sorted(form.partial_rotary) or None
+        _check_same("--partial-rotary", partial, sorted(result.coca_partial_rotary_layers), where)
     else:
         kept, constraint = sorted(kept_layers or ()), form.constraint or "slack"
-        result = coca_config(config, constraint, where, kept, form.ignored_fields)
+        layers = kept, form.partial_rotary
+        result = coca_config(config, constraint, where, *layers, form.ignored_fields)
     if not form.ntk_length:
         return result, from_coca, None
     return result, from_coca, bake_ntk_(result, form.ntk_length, form.ntk_factor, where)
@@ -189,6 +198,7 @@ def coca_config(
     constraint: str,
     where: str,
     kept_layers: Iterable[int] = (),
+    partial_rotary: Iterable[int] = (),
     ignored: Collection[str] = (),
     ignore_option: str = IGNORE_OPTION,
 ) -> CocaConfig:
@@ -216,7 +226,10 @@ def coca_config(
             own = family.config(**fields).to_dict()
             fields = {name: own[name] for name in understood - family.other_fields if name in own}
         result = family.coca_config(
-            **fields, coca_constraint=constraint, coca_kept_layers=list(kept_layers)
+            **fields,
+            coca_constraint=constraint,
+            coca_kept_layers=list(kept_layers),
+            coca_partial_rotary_layers=sorted(partial_rotary),
         )
     _check_positions(result, family, where)
     return result

@@ -4,34 +4,23 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import tempfile
-import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
 import xxhash
-from torch import Tensor
+from huggingface_hub import HfApi
 from transformers import PreTrainedTokenizerBase
 
-from coca_hf import models
-from coca_hf.card import write_card
+from coca_hf.card import CARD, write_card
 from coca_hf.checkout import now, versions
 from coca_hf.convert.adapter import Adapter
-from coca_hf.convert.calibrate import (
-    Calibration,
-    Needs,
-    Report,
-    calibrate,
-    default_passes,
-    matrix_dtype,
-    needs,
-)
-from coca_hf.convert.calibration_text import calibration_blocks, reach, repeated_blocks
-from coca_hf.convert.config import coca_class, head_of
-from coca_hf.convert.harm import harm_bytes, layer_harms, most_harmful
+from coca_hf.convert.calibrate import Report
+from coca_hf.convert.calibration import Calibration
+from coca_hf.convert.config import coca_class
 from coca_hf.convert.initialise import RULE
-from coca_hf.convert.layer_pairs import LayerPairs
 from coca_hf.convert.layout import Form, Layout
 from coca_hf.convert.preflight import (
     check_calibration_text,
@@ -41,6 +30,7 @@ from coca_hf.convert.preflight import (
     check_numbers,
     check_options,
     check_paths,
+    check_repository,
     check_room,
     check_staging,
     check_target,
@@ -55,18 +45,13 @@ from coca_hf.convert.staging import (
     staging_directory,
 )
 from coca_hf.convert.tensors import source_shapes
-from coca_hf.convert.upload import check_repository, upload
-from coca_hf.convert.writer import Progress, WeightsWriter, bytes_of
+from coca_hf.convert.writer import Progress, WeightsWriter
 from coca_hf.documents import commit_of
-from coca_hf.errors import CocaError
-from coca_hf.held_out import Place
+from coca_hf.errors import CocaError, library_errors
 from coca_hf.models.hub import without_paths
-from coca_hf.weights import parse_size
+from coca_hf.weights import HEADS, parse_size
 
 RECORD = "conversion.json"
-# Layers that other code fitted are not reused. Initialisation, attention, rotary angles and the fit
-# all decide what a fit is, so that any change in these directories counts.
-CODE = (Path(__file__).parent, Path(models.__file__).parent)
 
 
 def convert_checkpoint(
@@ -91,6 +76,7 @@ def convert_checkpoint(
     seed: int = 0,
     calibrate_progress: Report | None = None,
     keep_layers: Sequence[int] | int | str | None = None,
+    partial_rotary: Collection[int] = (),
     revision: str | None = None,
     ignore_fields: Collection[str] = (),
     dry_run: bool = False,
@@ -123,6 +109,8 @@ def convert_checkpoint(
     calibrate_progress: called with a `CalibrationProgress` before the first layer and after each
     keep_layers: numbers, from 0, of the layers that keep the original's attention; or, with
         calibrate_on, how many, or `auto`: those whose conversion harms most (`harm.py`)
+    partial_rotary: numbers of the layers in which every second rotary pair stands still and matches
+        contents at any distance (`CocaConfig`); of those that calibration finds to keep, none does
     revision: branch, tag or commit of a hub id
     ignore_fields: fields of config.json that we do not know and you call inert
     dry_run: make every check that comes before the first weight, write nothing, download no
@@ -141,9 +129,8 @@ def convert_checkpoint(
 
     # What can be refused is refused before the first number is written, the cheapest first.
     shard_bytes = parse_size(max_shard_size, "--max-shard-size")
-    form = Form(
-        src, constraint, dtype, shard_bytes, ntk_length, ntk_factor, released, ignore_fields
-    )
+    ntk = ntk_length, ntk_factor
+    form = Form(src, constraint, dtype, shard_bytes, *ntk, released, ignore_fields, partial_rotary)
     sources = [src] if adapter is None else [src, os.fspath(adapter)]
     check_paths(sources, dst)
     check_options(form)
@@ -173,23 +160,25 @@ def convert_checkpoint(
         if calibrate_on:
             place = calibrate_on, column, split, subset, commit_of(calibrate_on), True
             amounts = calibrate_tokens, calibrate_block, calibrate_passes
-            calibration = _Calibration(layout, place, *amounts, device, seed, ranks_layers)
-        needed = calibration.needs if calibration else Needs(0, 0, 0)
-        check_room(layout, target, needed.disk_states, needed.disk_layers)
+            calibration = Calibration(layout, place, *amounts, device, seed, ranks_layers)
+        disk = calibration.needs[1:] if calibration else ()
+        check_room(layout, target, *disk)
         tokenizer = _begin(staging, layout, calibration)
         numbers_are_here = has_numbers(source, scratch)
         if (calibration or dry_run) and numbers_are_here:
             check_numbers(layout)
             if ranks_layers:  # any of them may be kept
                 every_layer = range(layout.config.num_hidden_layers)
-                check_numbers(Layout(source, form, every_layer), known=layout.targets)
+                check_numbers(
+                    Layout(source, form.keeping(every_layer), every_layer), known=layout.targets
+                )
         if dry_run:
-            plan = _plan(layout, calibration, target) | {"numbers_checked": numbers_are_here}
+            plan = _plan(layout, calibration, target, numbers_are_here)
             return plan | ({"kept_layers": keep_layers} if ranks_layers else {})
         if calibration:
             if isinstance(keep_layers, (int, str)):
                 kept = calibration.most_harmful(layout, keep_layers, staging, report)
-                layout = Layout(source, form, kept)
+                layout = Layout(source, form.keeping(kept), kept)
                 tokenizer = _begin(staging, layout, calibration)
             calibration.run(layout, staging, report)
         WeightsWriter(layout, staging, progress or (lambda done, total: None)).write()
@@ -204,12 +193,12 @@ def convert_checkpoint(
         write_card(staging.checkpoint)
         staging.publish()
     if push_to_hub is not None:
-        upload(target, push_to_hub, private)
+        _upload(target, push_to_hub, private)
     return record
 
 
 def _begin(
-    staging: Staging, layout: Layout, calibration: "_Calibration | None"
+    staging: Staging, layout: Layout, calibration: Calibration | None
 ) -> PreTrainedTokenizerBase | None:
     """Write all but weights, record and card; returns the source's tokenizer, where one loads."""
     layout.calibrated_from = calibration.settings if calibration else None
@@ -218,145 +207,31 @@ def _begin(
     return layout.source.save_companions(staging.checkpoint, layout.form.ntk_length)
 
 
-def _plan(layout: Layout, calibration: "_Calibration | None", target: Path) -> dict:
-    """What a conversion of `layout` would read and write, in files and bytes of weights."""
+def _plan(
+    layout: Layout, calibration: Calibration | None, target: Path, numbers_are_here: bool
+) -> dict:
+    """What a conversion of `layout` would read and write, in files and bytes of weights.
+
+    Without numbers it is open whether a head that is stored is the embedding, as the config says.
+    """
     sizes = layout.source.sizes().values()
+    is_open = layout.config.tie_word_embeddings and not numbers_are_here
+    stored = layout.source.shapes() if is_open else {}
     return _facts(layout) | {
         "read": {"files": len(sizes), "bytes": sum(sizes)},
         "written": {"files": len(layout.shards), "bytes": layout.num_bytes(*layout.shards)},
         "free_bytes": free_bytes(target),
+        "numbers_checked": numbers_are_here,
+        "undecided_heads": [head for head in HEADS if head in stored],
         **({"calibration": calibration.plan()} if calibration else {}),
     }
-
-
-class _Calibration:
-    """The calibration of the source of `layout` on the documents of `place`."""
-
-    def __init__(
-        self,
-        layout: Layout,
-        place: Place,
-        num_tokens: int,
-        block_tokens: int,
-        passes: int | None,
-        device: str,
-        seed: int,
-        ranks_layers: bool,
-    ):
-        if layout.from_coca or layout.released:
-            raise CocaError(
-                "--calibrate: got a CoCA checkpoint, expected an original, whose attention it "
-                "imitates"
-            )
-        if head_of(layout.config.architectures) != "ForCausalLM":
-            raise CocaError(
-                f"--calibrate: got {layout.source.config['architectures'][0]}, expected a causal "
-                "language model, whose predictions it measures; leave --calibrate out, or "
-                "calibrate the model that the classifier was trained from"
-            )
-        self.device = device
-        self.text, self.text_commit, self.seed = place[0], place[4], seed
-        self.tokenizer = layout.source.load_tokenizer()
-        text_blocks, self.held_out = calibration_blocks(
-            place, self.tokenizer, layout.config, num_tokens, block_tokens, seed
-        )
-        self.blocks = torch.cat(
-            (text_blocks, repeated_blocks(text_blocks, self.tokenizer, layout.config, seed))
-        )
-        self.text_tokens = text_blocks.numel()
-        self.passes = passes or default_passes(len(self.blocks))
-        self.blocks_hash = xxhash.xxh3_128_hexdigest(bytes_of(self.blocks))
-        self.dtype = matrix_dtype(layout, device)
-        files = [file for folder in CODE for file in sorted(folder.glob("*.py"))]
-        settings = {
-            "source": layout.source.states(),
-            "blocks": [self.blocks.shape, self.blocks_hash],
-            "held out": xxhash.xxh3_128_hexdigest(bytes_of(self.held_out)),
-            "fit": [layout.config.coca_constraint, seed, self.passes, device, self.dtype],
-            "code": [xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in files],
-            # Fitted tensors are float32, and do not depend on which other layers are kept.
-            "config": layout.config.to_dict() | {"coca_kept_layers": None, "dtype": None},
-            "versions": versions("torch", "transformers"),
-        }
-        self.settings = json.dumps(settings, default=str)
-        self.needs = needs(layout, self.blocks, self.held_out, self.dtype)
-        if ranks_layers:
-            ranked = 2 * self._ranking_blocks().numel()
-            states = max(self.needs.disk_states, harm_bytes(layout.config, ranked))
-            self.needs = self.needs._replace(disk_states=states)
-        self.harms: list[float] | None = None
-        self.seconds = 0.0
-
-    def run(self, layout: Layout, staging: Staging, report: Report) -> None:
-        """Fit the layers of `layout`, which gets the tensors; `record` gets what was done."""
-        began = time.perf_counter()
-        done = self._fit(layout, staging, report)
-        layout.calibrated = done.tensors
-        record = {
-            "text": self.text,
-            "text_commit": self.text_commit,
-            "blocks_xxh3_128": self.blocks_hash,
-            "tokens": self.text_tokens,
-            "repeated_tokens": self.blocks.numel() - self.text_tokens,
-            "block_tokens": self.blocks.shape[1],
-            "reach": reach(layout.config),
-            "held_out_tokens": self.held_out.numel(),
-            "seed": self.seed,
-            "passes": self.passes,
-            "device": self.device,
-            "perplexity": done.perplexity,
-            "attention_kl": [layer._asdict() for layer in done.layers],
-            "layer_harm": self.harms,
-            "seconds": round(self.seconds + time.perf_counter() - began, 1),
-            "seconds_by_part": {part: round(spent, 1) for part, spent in done.seconds.items()},
-        }
-        self.record = {name: value for name, value in record.items() if value is not None}
-
-    def plan(self) -> dict:
-        return {
-            "tokens": self.blocks.numel(),
-            "passes": self.passes,
-            "device": self.device,
-            "memory_bytes": self.needs.memory,
-            "disk_bytes": self.needs.disk_states + self.needs.disk_layers,
-        }
-
-    def _ranking_blocks(self) -> Tensor:
-        """The half of the held-out text that layers are ranked on; the same with repeats is added."""
-        return self.held_out[: max(1, len(self.held_out) // 2)]
-
-    def most_harmful(
-        self, layout: Layout, number: int | str, staging: Staging, report: Report
-    ) -> list[int]:
-        """Fit all layers; returns the `number` (or `auto`) whose conversion harms most."""
-        began = time.perf_counter()
-        done = self._fit(layout, staging, report)
-        text_blocks = self._ranking_blocks()
-        repeated = repeated_blocks(text_blocks, self.tokenizer, layout.config, self.seed)
-        blocks = torch.cat((text_blocks, repeated))
-        pairs = LayerPairs(layout, self.device)
-        self.harms = layer_harms(pairs, done.tensors, blocks, staging.calibrated)
-        self.seconds = time.perf_counter() - began
-        return most_harmful(self.harms, None if number == "auto" else int(number))
-
-    def _fit(self, layout: Layout, staging: Staging, report: Report) -> Calibration:
-        return calibrate(
-            LayerPairs(layout, self.device, self.dtype),
-            self.blocks,
-            self.held_out,
-            staging.calibrated,
-            self.passes,
-            self.seed,
-            self.settings,
-            report,
-        )
 
 
 def _record(
     layout: Layout,
     finished: Collection[FinishedShard],
     tokenizer: PreTrainedTokenizerBase | None,
-    calibration: _Calibration | None,
+    calibration: Calibration | None,
 ) -> dict:
     """The content of `conversion.json`, when all shards are `finished`."""
     record = _facts(layout) | {
@@ -377,20 +252,17 @@ def _record(
 
 def _facts(layout: Layout) -> dict:
     """What the plan of a conversion and its record have in common."""
+    kind = ", released CoCA layout" if layout.released else ", CoCA" if layout.from_coca else ""
     return {
         "source": layout.form.src,
-        "source_format": _source_format(layout),
+        "source_format": layout.source.kind + kind,
         **({"source_commit": layout.source.commit} if layout.source.commit else {}),
         "constraint": layout.config.coca_constraint,
         "kept_layers": layout.config.coca_kept_layers,
+        "partial_rotary_layers": layout.config.coca_partial_rotary_layers,
         "dtype": str(layout.config.dtype).removeprefix("torch."),
         **_summary(layout),
     }
-
-
-def _source_format(layout: Layout) -> str:
-    kind = ", released CoCA layout" if layout.released else ", CoCA" if layout.from_coca else ""
-    return layout.source.kind + kind
 
 
 def _needs_its_regex_mended(tokenizer: PreTrainedTokenizerBase | None) -> bool:
@@ -451,6 +323,23 @@ def _summary(layout: Layout) -> dict:
             "after": cache,
         },
     }
+
+
+def _upload(directory: Path, repository: str, private: bool) -> None:
+    """Create `repository` and send the checkpoint in `directory`: its card first, then the rest.
+
+    Raises CocaError where that fails; `directory` stays as it is.
+    """
+    hub = HfApi()
+    visibility = " --private" if private else ""
+    command = f"hf upload {repository} {shlex.quote(str(directory))}{visibility}"
+    with library_errors(
+        f"{repository}: not uploaded; the checkpoint is complete in {directory}, and `{command}` "
+        "continues"
+    ):
+        hub.create_repo(repository, private=private)
+        hub.upload_file(path_or_fileobj=directory / CARD, path_in_repo=CARD, repo_id=repository)
+        hub.upload_folder(repo_id=repository, folder_path=directory, ignore_patterns=[CARD])
 
 
 @contextlib.contextmanager

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from coca_hf.convert.hidden_states import HiddenStates
-from coca_hf.convert.layer_pairs import LayerPairs, run_layer
+from coca_hf.convert.layer_pairs import HiddenStates, LayerPairs, run_layer
 from coca_hf.models.decoder import CocaConfig
 
 AUTO_SHARE = 0.5  # of the summed harm: `auto` keeps the fewest layers that do this much of it

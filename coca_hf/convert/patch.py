@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from coca_hf.convert.config import CLASSIFIERS, FAMILIES, coca_class, coca_config
-from coca_hf.convert.tensors import Initialiser, check_queries, check_tensors, stored_as, untie_
+from coca_hf.convert.tensors import Initialiser, check_tensors, stored_as, untie_
 from coca_hf.errors import CocaError
 from coca_hf.models.decoder import CocaPreTrainedModel
 from coca_hf.models.rotary import CocaRotaryEmbedding
@@ -22,6 +22,7 @@ def patch_(
     constraint: str = "slack",
     keep_original: bool = False,
     keep_layers: Iterable[int] = (),
+    partial_rotary: Iterable[int] = (),
     ignore_fields: Collection[str] = (),
 ) -> CocaPreTrainedModel:
     """Turn `model` into its family's CoCA model, in place; returns it.
@@ -30,7 +31,8 @@ def patch_(
     parameters; the fused projections of GPT-NeoX and Phi-3 are split, so that what they held
     besides is new, too. No other model of the process changes. keep_original: hold on to what is
     replaced, with the memory it takes, so that `unpatch_` can bring it back. keep_layers: numbers,
-    from 0, of the layers that keep the original's attention. ignore_fields: fields of the model's
+    from 0, of the layers that keep the original's attention; partial_rotary: of those in which
+    every second rotary pair stands still (`CocaConfig`). ignore_fields: fields of the model's
     config that we do not know and you call inert.
 
     Gradient checkpointing and `enable_input_require_grads` stay on; hooks of others are refused, as
@@ -62,6 +64,7 @@ def patch_(
         constraint,
         "patch_: model.config",
         sorted(keep_layers),
+        partial_rotary,
         ignore_fields,
         ignore_option="ignore_fields=[{!r}]",
     )
@@ -75,22 +78,12 @@ def patch_(
         coca = coca_class(config)(config)
     for target in targets:
         parameter = source[target.source]
+        made = parameter.data if target.is_carried_over else initialiser.make(target)
+        stored = stored_as(config, parameter.dtype, made, target, "patch_").to(parameter.device)
         if not target.is_carried_over:
-            made = stored_as(
-                parameter.dtype,
-                initialiser.make(target),
-                target,
-                "patch_",
-                config.num_key_value_heads,
-            )
-            made = made.to(parameter.device)
-            parameter = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
-        check_queries(config, target, parameter.data, where="patch_")
-        setattr(
-            coca.get_submodule(target.name.rpartition(".")[0]),
-            target.name.rpartition(".")[2],
-            parameter,
-        )
+            parameter = torch.nn.Parameter(stored, requires_grad=parameter.requires_grad)
+        module, _, name = target.name.rpartition(".")
+        setattr(coca.get_submodule(module), name, parameter)
     coca.tie_weights()
     coca.model.rotary_emb = CocaRotaryEmbedding(config).to(model.device)
     if model.can_generate():

@@ -1,4 +1,4 @@
-"""What a conversion refuses before it writes: options, paths, destination, disk, numbers.
+"""What a conversion refuses before it writes: options, paths, destination, disk, numbers, upload.
 
 `convert_checkpoint` calls these in the order of their cost. Configuration and tensors' shapes are
 refused by `Layout`, damaged files by `open_source`, and what a previous run left by `Staging`.
@@ -13,12 +13,15 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import LocalTokenNotFoundError
+from huggingface_hub.utils import validate_repo_id
 
 from coca_hf.convert.layout import DTYPES, Form, Layout
 from coca_hf.convert.staging import Staging, lock, staging_directory
 from coca_hf.convert.tensors import TargetTensor
 from coca_hf.documents import local_files
-from coca_hf.errors import CocaError
+from coca_hf.errors import CocaError, library_errors
 from coca_hf.weights import size_in_words
 
 
@@ -190,9 +193,43 @@ def check_numbers(layout: Layout, known: Collection[TargetTensor] = ()) -> None:
             made = initialiser.make(target)
             if target.module != "t_proj":  # calibration replaces that one
                 layout.as_stored(target, made)
-        elif layout.is_cast(target) or target.bounds_queries:
+        else:
             for block in layout.source.blocks(target.source):
                 layout.as_stored(target, block)
+
+
+def check_repository(repository: str) -> None:
+    """Raise CocaError unless we are logged in and may create `repository`, which is not there."""
+    option = f"--push-to-hub {repository}"
+    owner, _, name = repository.partition("/")
+    with library_errors(f"{option}: got no name of a repository, expected OWNER/NAME"):
+        validate_repo_id(f"{owner}/{name}")
+    with library_errors(f"{option}: the hub does not let us in"):
+        try:
+            login = HfApi().whoami()
+        except LocalTokenNotFoundError as error:
+            raise CocaError(
+                f"{option}: got no login, expected one that may write; run `hf auth login`, or set "
+                "HF_TOKEN"
+            ) from error
+    owners = [login["name"], *(organisation["name"] for organisation in login.get("orgs", []))]
+    if owner.lower() not in map(str.lower, owners):
+        raise CocaError(
+            f"{option}: got the owner {owner}, expected one that this login writes for: "
+            f"{', '.join(owners)}"
+        )
+    if login.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise CocaError(
+            f"{option}: got a token that only reads, expected one that may write; make one at "
+            "https://huggingface.co/settings/tokens"
+        )
+    with library_errors(f"{option}: the hub does not say whether it is there"):
+        exists = HfApi().repo_exists(repository)
+    if exists:
+        raise CocaError(
+            f"{option}: is on the hub already, and is left as it is; choose another name, or "
+            f"convert without --push-to-hub and run `hf upload {repository} DST`"
+        )
 
 
 def _existing(path: Path) -> Path:

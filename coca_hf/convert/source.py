@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from io import FileIO
 from pathlib import Path
 
 import torch
@@ -91,9 +90,9 @@ class Source:
     """A checkpoint: its `config`, and weights, which are read when asked for.
 
     config_file: what errors about `config` name. kind: what the weights are stored as. files: open
-    files of weights by name; file_of: the one that has each tensor. companions: open files that go
-    along. commit: of the hub's repository that `directory` is a snapshot of. adapter: is merged
-    into the weights as they are read; whoever opened it closes it.
+    files of weights by name; file_of: the one that has each tensor. commit: of the hub's repository
+    that `directory` is a snapshot of. adapter: is merged into the weights as they are read; whoever
+    opened it closes it.
 
     Raises CocaError where tensors, or an adapter and its base, do not fit together.
     """
@@ -106,13 +105,12 @@ class Source:
         kind: str,
         files: Mapping[str, AnyFile],
         file_of: Mapping[str, AnyFile],
-        companions: Mapping[str, FileIO] | None = None,
         commit: str | None = None,
         adapter: Adapter | None = None,
     ):
         self.directory, self.config_file, self.config = directory, config_file, config
         self.commit, self.adapter = commit, adapter
-        self._companions, self._file_of = companions or {}, file_of
+        self._file_of = file_of
         method, self._quantized = quantized_weights(config, file_of, config_file)
         if method:
             del self.config["quantization_config"]
@@ -167,6 +165,13 @@ class Source:
         for block in self._file_of[name].blocks(name):
             yield block.view(dtype)
 
+    def place_of(self, name: str) -> str:
+        """The file that has a tensor, and that of the adapter that is added to it."""
+        place = str(self._file_of[name].file)
+        if self.adapter and name in self.adapter.targets:
+            return f"{place} with {self.adapter.weights.file}"
+        return place
+
     def check_unchanged(self) -> None:
         """Raise OSError where a file of weights was written to since it was opened."""
         for name, state in self._current_states().items():
@@ -176,21 +181,26 @@ class Source:
     def save_companions(
         self, directory: Path, ntk_length: int | None
     ) -> PreTrainedTokenizerBase | None:
-        """Copy tokenizer, chat templates, generation config and licence, as they were when opened.
+        """Copy tokenizer, chat templates, generation config and licence.
 
         directory: has its config.json. ntk_length: of texts from then on. Returns the tokenizer,
-        where one loads.
+        where one loads. Raises CocaError for a link that leads out of the checkpoint.
         """
         if ntk_length and os.path.lexists(self.directory / TOKENIZER):
             # The name that its owner knows.
             read_json(checkpoint_file(self.directory, TOKENIZER))
-        for name, stream in self._companions.items():
-            stream.seek(0)
+        is_coca = str(self.config.get("model_type")).startswith("coca_")
+        patterns = (*COMPANIONS, TRAINING_RECORD) if is_coca else COMPANIONS
+        names = _companions_in(self.directory, patterns)
+        for name in names:
             (directory / name).parent.mkdir(exist_ok=True)
-            with (directory / name).open("wb") as copy:
+            with (
+                open_regular(file_within(self.directory, name)) as stream,
+                (directory / name).open("wb") as copy,
+            ):
                 shutil.copyfileobj(stream, copy)
         tokenizer = None
-        if any(_matches(name, TOKENIZER_FILES) for name in self._companions):
+        if any(_matches(name, TOKENIZER_FILES) for name in names):
             with contextlib.suppress(CocaError):  # one that cannot be loaded is copied as it is
                 tokenizer = self.load_tokenizer()
         if tokenizer:
@@ -210,8 +220,6 @@ class Source:
     def close(self) -> None:
         for weights in self._files.values():
             weights.close()
-        for stream in self._companions.values():
-            stream.close()
 
     def _stored(self, name: str) -> Tensor:
         """A tensor of the file, in numbers that can be converted."""
@@ -280,23 +288,8 @@ def _open_directory(
     Raises CocaError where a file is absent, outside the directory, truncated or corrupted.
     """
     config = read_json(checkpoint_file(directory, "config.json"))
-    is_coca = str(config.get("model_type")).startswith("coca_")
-    patterns = (*COMPANIONS, TRAINING_RECORD) if is_coca else COMPANIONS
-    with contextlib.ExitStack() as stack:
-        companions = {}
-        for name in _companions_in(directory, patterns):
-            file = open_regular(file_within(directory, name))
-            companions[name] = stack.enter_context(file)
-        files, file_of = open_weights(directory, pickled)
-        for weights in files.values():
-            stack.callback(weights.close)
-        kind = "pickles" if pickled else "safetensors"
-        opened = files, file_of, companions
-        source = Source(
-            directory, directory / "config.json", config, kind, *opened, commit, adapter
-        )
-        stack.pop_all()
-    return source
+    opened, kind = open_weights(directory, pickled), "pickles" if pickled else "safetensors"
+    return Source(directory, directory / "config.json", config, kind, *opened, commit, adapter)
 
 
 def _passed_over(file: Path) -> str | None:

@@ -37,16 +37,6 @@ class FinishedShard:
     read: dict[str, str]
     scales: dict[int, list[float]]
 
-    @classmethod
-    def of_line(cls, line: str) -> "FinishedShard":
-        """Raises ValueError, KeyError, TypeError or AttributeError for a line of anything else."""
-        facts = json.loads(line)
-        hashes = [facts["shard"], *facts["written"].values(), *facts["read"].values()]
-        if set(map(type, hashes)) != {str}:
-            raise ValueError("a name or a hash is no text")
-        scales = {int(layer): [*map(float, found)] for layer, found in facts["scales"].items()}
-        return cls(facts["shard"], facts["written"], facts["read"], scales)
-
 
 class Staging:
     """The staging directory of `target`, locked. Made by `locked_staging`."""
@@ -165,11 +155,13 @@ class Staging:
         except (FileNotFoundError, ValueError):
             return None
         finished: list[FinishedShard] = []
-        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+        with contextlib.suppress(ValueError):
             for text in lines:
                 if not text.endswith("\n"):
                     break
-                finished.append(FinishedShard.of_line(text))
+                facts = json.loads(text)
+                scales = {int(layer): of_heads for layer, of_heads in facts["scales"].items()}
+                finished.append(FinishedShard(**facts | {"scales": scales}))
         return finished
 
 

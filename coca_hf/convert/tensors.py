@@ -18,7 +18,7 @@ from coca_hf.errors import CocaError, library_errors
 from coca_hf.models.attention import QUERY_SCALE
 from coca_hf.models.decoder import CocaConfig
 from coca_hf.models.rotary import rotary_dim
-from coca_hf.weights import is_derived
+from coca_hf.weights import HEADS, is_derived
 
 Shape = tuple[int, ...]
 ROUNDING = 0.1  # bfloat16 takes 0.002; so much is underflow
@@ -65,7 +65,7 @@ def untie_(
     embeddings = [
         name for name in shapes if name.endswith(("embed_tokens.weight", "embed_in.weight"))
     ]
-    heads = [name for name in shapes if name in ("lm_head.weight", "embed_out.weight")]
+    heads = [name for name in HEADS if name in shapes]
     if (
         config.tie_word_embeddings
         and embeddings
@@ -124,9 +124,8 @@ def source_shapes(targets: Iterable[TargetTensor], config: CocaConfig) -> dict[s
     return {target.source: target.source_shape for target in targets} | norms
 
 
-def check_queries(config: CocaConfig, target: TargetTensor, numbers: Tensor, where: str) -> None:
-    """Raise CocaError for a bias or a norm of queries whose square the dtype of `numbers` cannot
-    hold.
+def _check_queries(config: CocaConfig, target: TargetTensor, numbers: Tensor, where: str) -> None:
+    """Raise CocaError for a bias or a norm of queries whose square their dtype cannot hold.
 
     Kept layers square nothing.
     """
@@ -151,17 +150,24 @@ def check_queries(config: CocaConfig, target: TargetTensor, numbers: Tensor, whe
 
 
 def stored_as(
-    dtype: torch.dtype, numbers: Tensor, target: TargetTensor, where: str, num_heads: int = 1
+    config: CocaConfig, dtype: torch.dtype, numbers: Tensor, target: TargetTensor, where: str
 ) -> Tensor:
-    """`numbers` of `target` as they are written. num_heads: along the first dimension.
+    """`numbers` of `target`, all or a block of them, as they are written.
 
-    Raises CocaError where `dtype` is too narrow: for a number, or, as `W_T` can be tiny, for a head
-    of it, of which rounding takes more than `ROUNDING` of the norm.
+    Raises CocaError where `dtype` is too narrow: for a number, for the square of queries, or, as
+    `W_T` can be tiny, for a head of it, of which rounding takes more than `ROUNDING` of the norm.
     """
     stored = numbers.to(dtype)
-    if torch.finfo(dtype).max >= torch.finfo(numbers.dtype).max:
-        return stored
-    problem = ""
+    if torch.finfo(dtype).max < torch.finfo(numbers.dtype).max:
+        _check_narrow(config, stored, numbers, target, where)
+    _check_queries(config, target, stored, where)
+    return stored
+
+
+def _check_narrow(
+    config: CocaConfig, stored: Tensor, numbers: Tensor, target: TargetTensor, where: str
+) -> None:
+    problem, num_heads = "", config.num_key_value_heads if numbers.shape == target.shape else 1
     if stored.isinf().any() and (stored.isinf() & numbers.isfinite()).any():
         problem = "infinite"
     elif target.module == "t_proj":
@@ -173,9 +179,9 @@ def stored_as(
     if problem:
         raise CocaError(
             f"{where}: tensor {target.name}: got numbers up to {numbers.abs().max():g}, which in "
-            f"{str(dtype).removeprefix('torch.')} are {problem}; expected another dtype, as float32"
+            f"{str(stored.dtype).removeprefix('torch.')} are {problem}; expected another dtype, as "
+            "float32"
         )
-    return stored
 
 
 class Initialiser:
@@ -221,7 +227,7 @@ class Initialiser:
         """The factor of every key/value head in the layer of `target`."""
         layer = _layer_number(target)
         if layer not in self.scales:
-            scales = self._layer_scales(_layer(target))
+            scales = self._layer_scales(target.name.partition(".self_attn.")[0])
             if not all(0 < scale < float("inf") for scale in scales):
                 raise CocaError(
                     f"{self.where}: layer {layer}: queries or keys are zero, infinite or NaN; "
@@ -394,10 +400,6 @@ def _check_released(released: bool, config: CocaConfig, where: str) -> None:
             "released CoCA layout, expected 1: below it the released code pairs t wrongly, and "
             "such weights are of no CoCA model"
         )
-
-
-def _layer(target: TargetTensor) -> str:
-    return ".".join(target.name.split(".")[:3])
 
 
 def _layer_number(target: TargetTensor) -> int:

@@ -97,9 +97,7 @@ class WeightsWriter:
                 if layout.is_copied(target):
                     read[target.source], written[target.name] = self._copy(target, stream)
                 else:
-                    made = layout.as_stored(
-                        target, self._made(target, initialiser), layout.config.num_key_value_heads
-                    )
+                    made = layout.as_stored(target, self._made(target, initialiser))
                     written[target.name] = self._hash([made])
                     self._advance(_write(stream, bytes_of(made)))
         self.staging.record(

@@ -55,11 +55,13 @@ def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict
     weight_bytes = sum(tensor.num_bytes for tensor in tensors.values())
     dtype = _dtype(config, tensors)
     layers = _cache_layers(directory, config, tensors)
+    is_coca = isinstance(config, CocaConfig)
     facts: dict[str, Any] = {
         "checkpoint": str(directory),
         "family": config.model_type.removeprefix("coca_"),
-        "constraint": config.coca_constraint if isinstance(config, CocaConfig) else None,
-        "kept_layers": sorted(config.coca_kept_layers) if isinstance(config, CocaConfig) else None,
+        "constraint": config.coca_constraint if is_coca else None,
+        "kept_layers": sorted(config.coca_kept_layers) if is_coca else None,
+        "partial_rotary_layers": sorted(config.coca_partial_rotary_layers) if is_coca else None,
         "rope": _rope(config),
         "trained_length": trained_length(config),
         "max_length": getattr(config, "max_position_embeddings", None),
@@ -86,6 +88,9 @@ def describe(facts: dict[str, Any]) -> str:
     attention = f"CoCA, {facts['constraint']}" if facts["constraint"] else "plain"
     if facts["kept_layers"]:
         attention += f"; the original's in layers {', '.join(map(str, facts['kept_layers']))}"
+    if facts["partial_rotary_layers"]:
+        layers = ", ".join(map(str, facts["partial_rotary_layers"]))
+        attention += f"; every second rotary pair stands still in layers {layers}"
     trained, longest = facts["trained_length"], facts["max_length"]
     extended = f" (set up for {longest:,})" if trained and longest and longest != trained else ""
     cache = f"{facts['kv_bytes_per_token']:,} bytes per token"

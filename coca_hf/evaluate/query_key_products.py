@@ -59,7 +59,7 @@ def visiting_products(
     Rows of a batch but the first are not looked at. A plain model's q and k are those that its
     modelling file hands to its own `apply_rotary_pos_emb`, which all families call by that name:
     after biases, norms and whatever else comes before. CoCA's q and t are those that its attention
-    hands to `rotated`.
+    hands to `rotated`; layers of partial rotation, whose angles are others, are left out.
     """
     is_rotated = getattr(model.config, "no_rope_layers", None)  # by layer, of SmolLM3
     if attentions := [
@@ -67,6 +67,7 @@ def visiting_products(
         for module in model.modules()
         if isinstance(module, attention.CocaAttention)
         and (is_rotated is None or is_rotated[module.layer_idx])
+        and not module.is_partial
     ]:
         with _visiting_coca(attentions, len(theta), visit):
             yield

@@ -42,6 +42,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return swapped.mul_(_row(-sin, sin)).addcmul_(x, _row(cos, cos))
 
 
+def every_second_still(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, each (..., j), with angle zero in every second pair.
+
+    Such a pair scores `t_j (q_j^2 + q_{j+d/2}^2)` at every distance. One that rotates cannot match
+    contents further away than a quarter of its period, and below a head's few slowest pairs that is
+    nearer than most of a long context.
+    """
+    still = torch.arange(cos.shape[-1], device=cos.device) % 2 == 1
+    return cos.masked_fill(still, 1), sin.masked_fill(still, 0)
+
+
 def _row(first: Tensor, second: Tensor) -> Tensor:
     return torch.cat((first, second), dim=-1)
 
@@ -148,6 +159,7 @@ class CocaAttention(nn.Module):
         self.scaling = self.head_dim**-0.5 / QUERY_SCALE
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
+        self.is_partial = layer_idx in config.coca_partial_rotary_layers
         self.sliding_window = (
             config.sliding_window if layer_types(config)[layer_idx] == "sliding_attention" else None
         )
@@ -175,6 +187,10 @@ class CocaAttention(nn.Module):
     def coefficients(self, hidden_states: Tensor) -> Tensor:
         return by_head(self.t_proj(hidden_states), self.head_dim // 2)
 
+    def own_angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of this layer's pairs, from those of the model, each (..., j)."""
+        return every_second_still(cos, sin) if self.is_partial else (cos, sin)
+
     def rotated(self, q: Tensor, t: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Query (b, h, m, d) and key (b, g, m, d) of ordinary attention; cos, sin: (b, 1, m, j)."""
         return fold(q, t, cos, sin, self.config.coca_constraint)
@@ -193,7 +209,7 @@ class CocaAttention(nn.Module):
         leading = hidden_states.shape[:-1]
         q, t, value = self.project(hidden_states)
         cos, sin = (part.unsqueeze(1) for part in position_embeddings)
-        query, key = self.rotated(q, t, cos, sin)
+        query, key = self.rotated(q, t, *self.own_angles(cos, sin))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx, t=t, angles=(cos, sin))
 

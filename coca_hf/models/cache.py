@@ -19,7 +19,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from .attention import scaled_key, unit_key
+from .attention import every_second_still, scaled_key, unit_key
 
 ROOM = 256  # tokens
 
@@ -66,22 +66,27 @@ class HalfWidth(Cache):
             return key_states, value
         if self.config._attn_implementation == "coca":
             return t, value
-        return self.keys_of(t), value
+        return self.keys_of(t, layer_idx), value
 
-    def keys_of(self, t: Tensor) -> Tensor:
+    def keys_of(self, t: Tensor, layer_idx: int) -> Tensor:
         """Keys (b, g, n, d) of all `t` of a layer."""
-        return scaled_key(t, self.unit_keys(t.device)[..., -t.shape[-2] :, :, :])
+        is_partial = layer_idx in self.config.coca_partial_rotary_layers
+        return scaled_key(t, self.unit_keys(t.device, is_partial)[..., -t.shape[-2] :, :, :])
 
-    def unit_keys(self, device: torch.device) -> Tensor:
-        held = self.angles[device]
-        return unit_key(held.keys, held.values, self.config.coca_constraint)
+    def unit_keys(self, device: torch.device, is_partial: bool) -> Tensor:
+        angles = self.angles[device].keys, self.angles[device].values
+        if is_partial:
+            angles = every_second_still(*angles)
+        return unit_key(*angles, self.config.coca_constraint)
 
-    def angles_of(self, t: Tensor) -> tuple[Tensor, Tensor]:
+    def angles_of(self, t: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines, each (b, 1, n, j), of all `t` of a layer: the last n where a window
         slides.
         """
         held, n = self.angles[t.device], t.shape[-2]
-        return held.keys[..., -n:, :], held.values[..., -n:, :]
+        angles = held.keys[..., -n:, :], held.values[..., -n:, :]
+        is_partial = layer_idx in self.config.coca_partial_rotary_layers
+        return every_second_still(*angles) if is_partial else angles
 
 
 class CocaCache(HalfWidth, DynamicCache):
@@ -95,14 +100,14 @@ class CocaCache(HalfWidth, DynamicCache):
             ]
         self.hold_angles(config, RoomyLayer)
         # the cosines that `unit_keys` were made of, and they
-        self.held_unit_keys: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self.held_unit_keys: dict[tuple[torch.device, bool], tuple[Tensor, Tensor]] = {}
 
-    def unit_keys(self, device: torch.device) -> Tensor:
-        """Made once for all layers of a device."""
-        cos = self.angles[device].keys
-        if device not in self.held_unit_keys or self.held_unit_keys[device][0] is not cos:
-            self.held_unit_keys[device] = cos, super().unit_keys(device)
-        return self.held_unit_keys[device][1]
+    def unit_keys(self, device: torch.device, is_partial: bool) -> Tensor:
+        """Made once for all layers of a device that rotate alike."""
+        cos, kind = self.angles[device].keys, (device, is_partial)
+        if kind not in self.held_unit_keys or self.held_unit_keys[kind][0] is not cos:
+            self.held_unit_keys[kind] = cos, super().unit_keys(device, is_partial)
+        return self.held_unit_keys[kind][1]
 
     def prefetch(self, layer_idx: int, *args, **kwargs) -> None:
         """Fetch a layer that was offloaded; after the last comes the first, not the angles, which

@@ -53,6 +53,9 @@ class CocaConfig(PreTrainedConfig):
     `coca_kept_layers`: numbers, from 0, of the layers that keep the original's attention
     (`KeptAttention`).
 
+    `coca_partial_rotary_layers`: numbers of the CoCA layers in which every second rotary pair has
+    angle zero and matches contents at any distance (`every_second_still`).
+
     Comes after the family's own configuration among the bases, so that the family's defaults win.
     """
 
@@ -61,6 +64,7 @@ class CocaConfig(PreTrainedConfig):
 
     coca_constraint: Literal["slack", "strict"] = "slack"
     coca_kept_layers: list[int] = field(default_factory=list)
+    coca_partial_rotary_layers: list[int] = field(default_factory=list)
 
     @property
     def head_dim(self) -> int:
@@ -106,15 +110,21 @@ class CocaConfig(PreTrainedConfig):
                 f"num_key_value_heads, which is {self.num_key_value_heads}"
             )
 
-    def validate_kept_layers(self):
-        """Called by `@strict`. Raises ValueError for layers that are not there, and for one that is
-        named twice.
+    def validate_layers(self):
+        """Called by `@strict`. Raises ValueError for layers that are not there, for one that is
+        named twice, and for one that is both kept and partially rotated.
         """
-        kept, last = self.coca_kept_layers, self.num_hidden_layers - 1
-        if len(set(kept)) < len(kept) or not all(0 <= layer <= last for layer in kept):
+        last = self.num_hidden_layers - 1
+        for name in ("coca_kept_layers", "coca_partial_rotary_layers"):
+            layers = getattr(self, name)
+            if len(set(layers)) < len(layers) or not all(0 <= layer <= last for layer in layers):
+                raise ValueError(
+                    f"{name} is {layers}, expected different numbers of layers, from 0 to {last}"
+                )
+        if both := {*self.coca_kept_layers} & {*self.coca_partial_rotary_layers}:
             raise ValueError(
-                f"coca_kept_layers is {kept}, expected different numbers of layers, from 0 to "
-                f"{last}"
+                f"coca_partial_rotary_layers has {sorted(both)}, which coca_kept_layers has, too; "
+                "expected layers of CoCA"
             )
 
     def validate_pairs(self):

@@ -59,7 +59,7 @@ class ReferenceCocaAttention(CocaAttention):
             )
         leading = hidden_states.shape[:-1]
         q, t, value = self.project(hidden_states)
-        cos, sin = (part.unsqueeze(1) for part in position_embeddings)
+        cos, sin = self.own_angles(*(part.unsqueeze(1) for part in position_embeddings))
         scores = coca_scores(q, t.relu(), cos, sin, self.config.coca_constraint)
         scores = scores * (self.scaling * QUERY_SCALE)
         if attention_mask is None:

@@ -91,11 +91,11 @@ def pairs_of(tmp_path):
     """`pairs_of(model, …)`: the `LayerPairs` of a model's checkpoint."""
     with contextlib.ExitStack() as stack:
 
-        def save(model, constraint="slack", kept_layers=None, **options):
+        def save(model, constraint="slack", kept_layers=None, partial_rotary=(), **options):
             path = str(tmp_path / "checkpoint of pairs")
             model.save_pretrained(path)
             source = stack.enter_context(contextlib.closing(open_source(path)))
-            form = Form(path, constraint, "auto", 10**9, None, None, False, ())
+            form = Form(path, constraint, "auto", 10**9, None, None, False, (), partial_rotary)
             return LayerPairs(Layout(source, form, kept_layers), "cpu", **options)
 
         yield save

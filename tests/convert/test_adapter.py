@@ -205,6 +205,10 @@ REFUSED = {
         lambda d: edit_tensors(d, lambda t: t.update({f"{Q0}.lora_A.weight": torch.ones(3, 40)})),
         "q_proj.weight of shape (48, 40), expected (48, 48); is the base another model?",
     ),
+    "NaN": (
+        lambda d: edit_tensors(d, lambda t: t[f"{Q0}.lora_A.weight"].fill_(torch.nan)),
+        "lora/adapter_model.safetensors: tensor model.layers.0.self_attn.q_proj.weight: got NaN or",
+    ),
     "no weights": (
         lambda d: (d / "adapter_model.safetensors").unlink(),
         "adapter_model.safetensors: no such file",

@@ -1,6 +1,7 @@
 """`--calibrate`: W_Q and W_T fitted to the original's attention, layer by layer, on text."""
 
 import copy
+import itertools
 import json
 import math
 import os
@@ -29,13 +30,13 @@ from coca_hf.convert.calibrate import (
     matrix_dtype,
     run_original,
 )
+from coca_hf.convert.calibration import CODE
 from coca_hf.convert.calibration_text import (
     calibration_blocks,
     reach,
     repeated_blocks,
     skipped_positions,
 )
-from coca_hf.convert.conversion import CODE
 from coca_hf.convert.layer_pairs import Angles, LayerPairs
 from coca_hf.convert.writer import WeightsWriter
 from tests.convert.checkpoints import (
@@ -61,8 +62,9 @@ def perplexity(model, ids):
     return math.exp(model(input_ids=ids, labels=ids).loss.item())
 
 
-@pytest.mark.parametrize("constraint", ["slack", "strict"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "constraint"), [*zip(CASES, itertools.cycle(["slack", "strict"]), strict=False)]
+)
 def test_attention_comes_nearer_and_perplexities_are_those_of_the_models(
     case, constraint, pairs_of, tmp_path
 ):
@@ -99,11 +101,11 @@ def test_a_layer_at_a_time_gives_the_bits_of_fits_in_a_whole_model(case, pairs_o
                 assert torch.equal(found.tensors[f"model.layers.{number}.self_attn.{name}"], tensor)
 
 
-@pytest.mark.parametrize("case", ["llama-biases", "qwen3", "neox-sequential"])
+@pytest.mark.parametrize("case", ["qwen3", "neox-sequential"])
 def test_matrices_in_bfloat16_bring_attention_as_near(case, pairs_of, tmp_path):
     original, ids = stock_model(case), blocks_of(24)
     exact, rounded = (
-        calibrate(pairs_of(original, dtype=dtype), ids, ids, tmp_path / str(dtype), passes=20)
+        calibrate(pairs_of(original, dtype=dtype), ids, ids, tmp_path / str(dtype), passes=8)
         for dtype in (torch.float32, torch.bfloat16)
     )
     assert rounded.tensors["model.layers.1.self_attn.q_proj.weight"].dtype == torch.float32
@@ -144,7 +146,7 @@ def test_weights_of_at_most_16_bits_are_multiplied_in_bfloat16_where_the_process
     assert matrix_dtype(layout, device) == expected
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3-window", "neox-partial"])
+@pytest.mark.parametrize("case", ["qwen3-window", "neox-partial"])
 def test_kept_layers_are_not_fitted_and_the_streams_pass_through_them(case, pairs_of, tmp_path):
     original, ids = stock_model(case), blocks_of(24)
     pairs = pairs_of(original, kept_layers=[1])
@@ -155,10 +157,12 @@ def test_kept_layers_are_not_fitted_and_the_streams_pass_through_them(case, pair
     assert_perplexities_are_those_of_the_models(result, original, coca, ids)
 
 
-def test_divergence_is_that_of_the_two_models_maps(pairs_of, tmp_path):
+@pytest.mark.parametrize("partial_rotary", [[], [0]])
+def test_divergence_is_that_of_the_two_models_maps(partial_rotary, pairs_of, tmp_path):
     original, ids = stock_model("llama"), blocks_of(60, length=20)  # more than a batch
-    coca = patch_(copy.copy(original), "slack").eval()
-    result = calibrate(pairs_of(original), ids, ids, tmp_path / "layers", passes=1)
+    coca = patch_(copy.copy(original), "slack", partial_rotary=partial_rotary).eval()
+    pairs = pairs_of(original, partial_rotary=partial_rotary)
+    result = calibrate(pairs, ids, ids, tmp_path / "layers", passes=1)
     # of the first layer alone, both models see the same inputs
     coca.set_attn_implementation("eager")
     ours, theirs = (
@@ -168,10 +172,11 @@ def test_divergence_is_that_of_the_two_models_maps(pairs_of, tmp_path):
     assert result.layers[0].kl_start == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("partial_rotary", [[], [0]])
 @pytest.mark.parametrize("case", ["llama-biases", "mistral", "qwen3", "neox-partial"])
-def test_gradients_are_those_of_the_divergence_of_the_models_maps(case):
+def test_gradients_are_those_of_the_divergence_of_the_models_maps(case, partial_rotary):
     original, ids = stock_model(case), blocks_of(5, length=13)
-    coca = patch_(copy.copy(original), "strict").eval()
+    coca = patch_(copy.copy(original), "strict", partial_rotary=partial_rotary).eval()
     positions = torch.tensor([0, 1, 2, 7, 8, 9, 30, 31, 32, 33, 40, 41, 60]).expand(5, -1)
     layer = copy.deepcopy(original.base_model.layers[0])
     embedded = original.get_input_embeddings()(ids).detach()
@@ -422,9 +427,7 @@ def test_killed_in_a_layer_it_continues_with_that_layer_to_the_same_bits(
     assert not (tmp_path / ".cut.incomplete").exists()
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda data: data[:-1] + b"?", lambda data: data[:-1000], lambda data: b""]
-)
+@pytest.mark.parametrize("damage", [lambda data: data[:-1] + b"?", lambda data: data[:-1000]])
 def test_damaged_states_are_made_again_and_fitted_layers_are_not(
     damage, tiny_llama_dir, text, tmp_path, fits, loads
 ):
@@ -528,7 +531,7 @@ def other_code(name):
         folders = [shutil.copytree(folder, source.parent / folder.name) for folder in CODE]
         file = next(path for folder in folders for path in folder.glob(name))
         file.write_text(file.read_text() + "# of another version")
-        monkeypatch.setattr("coca_hf.convert.conversion.CODE", folders)
+        monkeypatch.setattr("coca_hf.convert.calibration.CODE", folders)
 
     return change
 
@@ -540,9 +543,8 @@ OTHERS = {
     "source": lambda source, *_: os.utime(source / "model.safetensors", ns=(1, 1)),
     "config": lambda source, *_: edit_config(source, rms_norm_eps=1e-5),
     "a shorter layer": damaged_layer(lambda data: data[:-100]),
-    "an empty layer": damaged_layer(lambda data: b""),
     "another byte": damaged_layer(lambda data: data[:-1] + b"?"),
-    **{name: other_code(name) for name in ("calibrate.py", "attention.py", "rotary.py")},
+    **{name: other_code(name) for name in ("calibrate.py", "rotary.py")},
 }
 
 
@@ -571,27 +573,16 @@ def test_layers_outlive_a_refusal_that_comes_after_them(
     assert [path.name for path in tmp_path.iterdir() if "dst" in path.name] == ["dst"]
 
 
+@pytest.mark.parametrize(
+    ("number", "message"), [(1e5, "got numbers up to 100000"), (torch.nan, "got NaN or infinity")]
+)
 def test_a_copied_tensor_that_the_type_cannot_hold_is_refused_before_any_layer(
-    source, text, tmp_path, fits
+    source, text, tmp_path, fits, number, message
 ):
     name = "layers.2.mlp.up_proj.weight"
-    edit_weights(source, lambda w: w[f"model.{name}"][3, 4].fill_(1e5))
-    with pytest.raises(CocaError, match=f"{name}: got numbers up to 100000"):
+    edit_weights(source, lambda w: w[f"model.{name}"][3, 4].fill_(number))
+    with pytest.raises(CocaError, match=f"{name}: {message}"):
         convert(source, tmp_path / "dst", text, dtype="float16")
-    assert fits == []
-
-
-def test_a_bias_of_queries_that_float16_cannot_square_is_refused_before_any_layer(
-    source, text, tmp_path, fits
-):
-    config = AutoConfig.from_pretrained(source, attention_bias=True)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float16)
-    nn.init.constant_(model.model.layers[2].self_attn.q_proj.bias, 1040)
-    model.save_pretrained(source)
-    with pytest.raises(
-        CocaError, match=r"layers\.2\.self_attn\.q_proj\.bias: got numbers up to 1236"
-    ):
-        convert(source, tmp_path / "dst", text)
     assert fits == []
 
 
@@ -622,17 +613,12 @@ def neox_source(tiny_tokenizer, tmp_path):
     ("change_", "message"),
     [
         (lambda weight, bias: bias[1, 0, 5].fill_(1040), "q_proj.bias: got numbers up to 1040"),
-        (lambda weight, bias: bias[1, 2, 5].fill_(1e5), "v_proj.bias: got numbers up to 100000"),
-        (
-            lambda weight, bias: weight[1, 2, 5].fill_(1e5),
-            "v_proj.weight: got numbers up to 100000",
-        ),
         (
             lambda weight, bias: weight[2, 1].fill_(torch.nan),
             "source: layer 1: queries or keys are zero",
         ),
     ],
-    ids=["query bias", "value bias", "value weight", "key"],
+    ids=["query bias", "key"],
 )
 def test_what_gpt_neox_has_in_one_tensor_is_checked_before_any_layer(
     neox_source, text, tmp_path, fits, change_, message

@@ -10,7 +10,7 @@ from tests.convert.checkpoints import record_of
 def test_command_prints_what_it_was_worth_or_one_line_of_error(
     tiny_llama_dir, text, tmp_path, converts, refusal
 ):
-    options = "--calibrate", text, "--calibrate-tokens"
+    options = "--calibrate", text, "--calibrate-passes", 2, "--calibrate-tokens"
     printed = converts(tiny_llama_dir, tmp_path / "dst", *options, 256)
     values = record_of(tmp_path / "dst")["calibration"]["perplexity"]
     assert f"{values['start']:,.4g} before, {values['calibrated']:,.4g} after" in printed

@@ -1,22 +1,16 @@
 """Heads for sequences and for tokens in the place of the language head, over every family."""
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from coca_hf import CocaError, convert_checkpoint, patch_, unpatch_
 from coca_hf.convert.config import CLASSIFIERS, FAMILIES
 from coca_hf.evaluate.loaded_model import load_model as load_for_evaluation
 from coca_hf.train.model import load_model as load_for_training
-from tests.models.families import CASES, stock_config, stock_model
+from tests.models.families import CASES, stock_config
 
 ONE_CASE_EACH = {family: case for case, (family, _) in reversed(CASES.items())}
 HEADS = {
@@ -103,48 +97,6 @@ def test_a_converted_classifier_is_the_patched_one_which_can_be_unpatched(tmp_pa
     assert f"model = AutoModelFor{head}.from_pretrained(checkpoint, trust_remote_code" in card
     tag = {"SequenceClassification": "text", "TokenClassification": "token"}[head]
     assert f"pipeline_tag: {tag}-classification\n" in card
-
-
-WITHOUT_COCA_HF = """
-import sys
-sys.modules["coca_hf"] = None
-import torch
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
-ids = torch.arange(1, 61).view(2, 30)
-for auto in (AutoModelForSequenceClassification, AutoModelForTokenClassification):
-    for source in sys.argv[1:]:
-        options = {"trust_remote_code": True, "output_loading_info": True}
-        model, report = auto.from_pretrained(source, num_labels=1, **options)
-        assert report["missing_keys"] - {"score.bias"} == {"score.weight"}, report
-        assert type(model).__module__.startswith("transformers_modules"), type(model).__module__
-        copy = f"{source}-{auto.__name__}"
-        model.save_pretrained(copy)
-        again, report = auto.from_pretrained(copy, **options)
-        assert not any(report.values()), report
-        assert torch.equal(again.eval()(ids).logits, model.eval()(ids).logits)
-        torch.save(model(ids).logits, f"{copy}/logits.pt")
-"""
-
-
-def test_a_converted_causal_model_loads_as_a_classifier_without_coca_hf_and_with_it(tmp_path):
-    directories = []
-    for family, case in ONE_CASE_EACH.items():
-        stock_model(case).save_pretrained(tmp_path / "src" / family)
-        convert_checkpoint(tmp_path / "src" / family, tmp_path / family)
-        directories.append(str(tmp_path / family))
-    command = [sys.executable, "-c", WITHOUT_COCA_HF, *directories]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    ids = torch.arange(1, 61).view(2, 30)
-    for auto in HEADS.values():
-        for directory in directories:
-            model = auto.from_pretrained(f"{directory}-{auto.__name__}").eval()
-            assert type(model).__module__.startswith("coca_hf.")
-            logits = torch.load(f"{directory}-{auto.__name__}/logits.pt")
-            assert torch.equal(model(ids).logits, logits)
-            causal = AutoModelForCausalLM.from_pretrained(directory)
-            embeddings = [m.get_input_embeddings().weight for m in (model, causal)]
-            assert torch.equal(*embeddings)
 
 
 def test_what_needs_a_language_head_refuses_a_classifier_in_one_line(

@@ -142,8 +142,7 @@ def test_a_dtype_too_narrow_for_the_numbers_is_refused_by_tensor(tmp_path):
     message = f"tensor {down}: got numbers up to 100000, which in float16 are infinite"
     refuses(message, source, tmp_path / "dst", **half)
     convert_checkpoint(source, tmp_path / "bfloat16", dtype="bfloat16")
-    # was not made by the conversion
-    edit_weights(source, lambda w: [w[down][3, 5].fill_(torch.inf), w[key].mul_(1e-12)])
+    edit_weights(source, lambda w: [w[down][3, 5].fill_(0), w[key].mul_(1e-12)])
     message = (
         "layers.2.self_attn.t_proj.weight: .* which in float16 are zero or nearly so; expected"
     )
@@ -330,15 +329,3 @@ def test_stock_llama_loads_no_coca_checkpoint_unnoticed(tiny_coca_dir):
     for problem, name in (("missing_keys", "k_proj"), ("unexpected_keys", "t_proj")):
         expected = {f"model.layers.{i}.self_attn.{name}.weight" for i in range(3)}
         assert expected <= set(info[problem])
-
-
-def test_config_survives_a_round_trip_with_its_auto_classes(tmp_path, tiny_coca_dir):
-    AutoConfig.from_pretrained(tiny_coca_dir).save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == {
-        "AutoConfig": "llama.CocaLlamaConfig",
-        "AutoModel": "llama.CocaLlamaModel",
-        "AutoModelForCausalLM": "llama.CocaLlamaForCausalLM",
-        "AutoModelForSequenceClassification": "llama.CocaLlamaForSequenceClassification",
-        "AutoModelForTokenClassification": "llama.CocaLlamaForTokenClassification",
-    }
-    assert {"attention.py", "llama.py", "rotary.py"} <= {file.name for file in tmp_path.iterdir()}

@@ -5,6 +5,7 @@ import os
 import tempfile
 
 import pytest
+import torch
 
 from coca_hf import CocaError, convert_checkpoint
 from coca_hf.convert.staging import locked_staging
@@ -52,6 +53,10 @@ def zero_keys(source, dst, monkeypatch):
     edit_weights(source, lambda w: w["model.layers.1.self_attn.k_proj.weight"].zero_())
 
 
+def nan(source, dst, monkeypatch):
+    edit_weights(source, lambda w: w["model.norm.weight"][3].fill_(torch.nan))
+
+
 def foreign_file(source, dst, monkeypatch):
     staging = dst.parent / ".dst.incomplete"
     staging.mkdir(parents=True)
@@ -65,6 +70,7 @@ def unreadable_tokenizer(source, dst, monkeypatch):
 REFUSED = {
     "exists": (lambda source, dst, _: dst.mkdir(parents=True), "exists and is left as it is", {}),
     "full disk": (lambda _, __, patch: full_disk(patch), "disk full: 0.00 MB free", {}),
+    "NaN": (nan, "norm.weight: got NaN or infinity, expected finite numbers", {}),
     "numbers": (zero_keys, "layer 1: queries or keys are zero, infinite or NaN", {}),
     "foreign file": (foreign_file, "is in the way, expected what coca-convert makes there", {}),
     "tokenizer": (unreadable_tokenizer, "not JSON", {"ntk_length": 128}),
@@ -138,7 +144,7 @@ def test_an_interrupted_conversion_is_left_to_continue_and_its_shards_count_as_r
 def test_a_calibration_is_planned_with_its_text_and_not_begun(
     tiny_llama_dir, text, tmp_path, converts, refusal, monkeypatch
 ):
-    monkeypatch.setattr("coca_hf.convert.conversion.calibrate", None)
+    monkeypatch.setattr("coca_hf.convert.calibration.calibrate", None)
     options = ("--calibrate", text, "--calibrate-tokens", "256", "--calibrate-block", "32")
     before = files_of(tmp_path)
     printed = converts(

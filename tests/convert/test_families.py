@@ -10,7 +10,13 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+)
 
 import coca_hf
 from coca_hf import AlibiLlamaConfig, AlibiLlamaForCausalLM, convert_checkpoint, patch_
@@ -69,6 +75,7 @@ def test_patched_model_equals_the_converted_checkpoint(converted, case):
     before = dict(model.named_parameters())
     patched = patch_(model, "strict")
     assert patched is model
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert torch.equal(
         patched(tokens()).logits, AutoModelForCausalLM.from_pretrained(dst)(tokens()).logits
     )
@@ -156,6 +163,7 @@ import sys
 sys.modules["coca_hf"] = None
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 try:
     AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=False)
 except ValueError as error:
@@ -172,6 +180,18 @@ for source in sys.argv[1:]:
     ids = torch.arange(60).view(2, 30) * 5 % 89
     assert torch.equal(model(ids).logits, again(ids).logits)
     torch.save((model(ids).logits, model.generate(ids, max_new_tokens=9)), source + "-copy/outputs.pt")
+    if source.endswith("alibi"):
+        continue
+    for auto in (AutoModelForSequenceClassification, AutoModelForTokenClassification):
+        options = {"trust_remote_code": True, "output_loading_info": True}
+        model, report = auto.from_pretrained(source, num_labels=1, **options)
+        assert report["missing_keys"] - {"score.bias"} == {"score.weight"}, report
+        copy = f"{source}-{auto.__name__}"
+        model.save_pretrained(copy)
+        again, report = auto.from_pretrained(copy, **options)
+        assert not any(report.values()), report
+        assert torch.equal(again.eval()(ids).logits, model.eval()(ids).logits)
+        torch.save(model(ids).logits, f"{copy}/logits.pt")
 """
 WITHOUT_COCA_HF = [
     *((case, "slack", ()) for case in ("llama", "mistral-window", "granite")),
@@ -181,7 +201,10 @@ WITHOUT_COCA_HF = [
 ]
 
 
-def test_loads_and_saves_without_coca_hf_by_its_own_code_where_that_is_allowed(tmp_path, converted):
+@pytest.mark.real
+def test_loads_and_saves_without_coca_hf_by_its_own_code_where_that_is_allowed_also_as_a_classifier(
+    tmp_path, converted
+):
     directories = [tmp_path / str(number) for number in range(len(WITHOUT_COCA_HF))]
     for directory, options in zip(directories, WITHOUT_COCA_HF, strict=True):
         shutil.copytree(converted(*options)[1], directory)
@@ -197,6 +220,15 @@ def test_loads_and_saves_without_coca_hf_by_its_own_code_where_that_is_allowed(t
         logits, generated = torch.load(f"{directory}-copy/outputs.pt")
         assert torch.equal(model(ids).logits, logits)
         assert torch.equal(model.generate(ids, max_new_tokens=9), generated)
+        if directory.name == "alibi":
+            continue
+        for auto in (AutoModelForSequenceClassification, AutoModelForTokenClassification):
+            classifier = auto.from_pretrained(f"{directory}-{auto.__name__}").eval()
+            logits = torch.load(f"{directory}-{auto.__name__}/logits.pt")
+            assert torch.equal(classifier(ids).logits, logits)
+            assert torch.equal(
+                classifier.get_input_embeddings().weight, model.get_input_embeddings().weight
+            )
 
 
 @pytest.mark.parametrize("case", ["neox", "neox-dynamic"])

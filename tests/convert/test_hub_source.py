@@ -15,7 +15,15 @@ from huggingface_hub import ModelCard
 
 from coca_hf import convert_checkpoint
 from coca_hf.models.hub import without_paths
-from tests.convert.checkpoints import assert_same_weights, files_of, record_of, refuses, weights_of
+from tests.convert.checkpoints import (
+    assert_same_weights,
+    edit_config,
+    edit_weights,
+    files_of,
+    record_of,
+    refuses,
+    weights_of,
+)
 from tests.convert.test_pickle import save_sharded
 from tests.convert.test_quantized import quantized_by_bitsandbytes
 from tests.hub import HubHandler, serving
@@ -185,6 +193,24 @@ def test_a_dry_run_of_a_model_on_the_hub_downloads_no_weights_and_leaves_the_cac
     assert plan["numbers_checked"]
     assert hub.downloaded == []
     assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("head", ["other", "equal"])
+def test_a_dry_run_of_a_model_on_the_hub_says_that_its_weights_decide_whether_its_head_is_tied(
+    hub, tmp_path, tiny_llama_dir, converts, head
+):
+    edited = shutil.copytree(tiny_llama_dir, tmp_path / "edited")
+    edit_config(edited, tie_word_embeddings=True)
+    if head == "equal":
+        edit_weights(
+            edited, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"].clone()})
+        )
+    hub.commits[NEW] = files_of(edited)
+    said = "not decided           whether lm_head.weight is the embedding, as tie_word_embeddings"
+    assert said in converts(REPO, tmp_path / "dst", "--dry-run")
+    convert_checkpoint(REPO, tmp_path / "dst")
+    assert ("lm_head.weight" in weights_of(tmp_path / "dst")) is (head == "other")
+    assert said not in converts(REPO, tmp_path / "again", "--dry-run")
 
 
 @pytest.mark.parametrize("bits", [4, 8])

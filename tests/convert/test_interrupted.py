@@ -228,12 +228,9 @@ def values(**changed):
 MANIFESTS = {
     **{text: lambda _, text=text: text for text in ("", "{", '{"made_from": "x"}\n', "[]\n[]\n")},
     **{"not UTF-8": lambda text: "\xff\n", "cut": lambda text: text[:-7]},
-    **{"shard": values(shard=5), "no such shard": values(shard="no-such-shard")},
-    **{"written": values(written=None), "nothing written": values(written={})},
-    **{"no hashes": values(written="0"), "read": values(read=3)},
-    **{"no hash": values(read={"model.norm.weight": 1})},
+    **{"no such shard": values(shard="no-such-shard"), "nothing written": values(written={})},
+    **{"another hash": values(read={"model.norm.weight": "1"})},
     **{"no such tensor": values(read={"no.such.tensor": "1"})},
-    **{"scales": values(scales=[1.0]), "no such layer": values(scales={"x": [1.0]})},
 }
 
 
@@ -343,16 +340,9 @@ def test_overwrite_that_fails_keeps_the_old_checkpoint(source, small_disk):
     assert sorted(file.name for file in small_disk.iterdir()) == ["dst", "filler"]
 
 
-def test_disk_that_is_too_small_is_refused_before_anything_is_written(source, small_disk):
-    (small_disk / "filler").write_bytes(bytes(5_000_000))
-    message = r"disk full: \d+\.\d\d MB free, expected \d+\.\d\d MB; free some or"
-    refuses(message, source, small_disk / "dst")
-    assert [file.name for file in small_disk.iterdir()] == ["filler"]
-
-
 def test_bad_weights_found_late_leave_nothing(source, tmp_path):
     copy = shutil.copytree(source, tmp_path / "copy")
-    name = "model.layers.7.self_attn.q_proj.weight"
+    name = "model.layers.7.self_attn.k_proj.weight"
     file = record_of(copy, "model.safetensors.index.json")["weight_map"][name]
     edit_weights(copy, lambda weights: weights[name][5, 5].fill_(torch.nan), file)
     message = "layer 7: queries or keys are zero, infinite or NaN"

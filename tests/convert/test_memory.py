@@ -27,6 +27,7 @@ def convert_watched(src, dst, peak, options):
     peak.put(max(seen))
 
 
+@pytest.mark.real
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="Linux says what a process holds"
 )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coca_hf.convert.upload import check_repository
+from coca_hf.convert.preflight import check_repository
 from tests.test_hub import REPO, run, serving_this_process
 
 
@@ -85,9 +85,18 @@ def test_a_failed_upload_keeps_the_checkpoint_and_names_the_command_that_continu
     command = f"hf upload {REPO} {dst} --private"
     assert f"not uploaded; the checkpoint is complete in {dst}, and `{command}` cont" in printed
     assert "model.safetensors" not in hub.files
+    assert (dst / "model.safetensors").is_file()
+
+
+@pytest.mark.real
+def test_the_command_that_a_failed_upload_names_continues_it(
+    hub, tiny_llama_dir, tmp_path, convert
+):
+    hub.fails_at = "model.safetensors"
+    _, printed = convert(tiny_llama_dir, tmp_path / "dst", "--push-to-hub", REPO)
     hub.fails_at = None
-    run(hub, tmp_path / "home", *command.split())
-    assert hub.files == {file.name: file.read_bytes() for file in dst.iterdir() if file.is_file()}
+    run(hub, tmp_path / "home", *printed.split("`")[-2].split())
+    assert hub.files == {file.name: file.read_bytes() for file in (tmp_path / "dst").iterdir()}
 
 
 def test_public_is_refused_without_a_repository(tiny_llama_dir, tmp_path, refusal):

@@ -12,7 +12,7 @@ from coca_hf.kernels.decode import decode_attention
 from coca_hf.models.attention import coca_key
 from coca_hf.models.cache import CocaCache, CocaStaticCache
 from tests.kernels.conftest import DEVICE, HEAD_DIMS
-from tests.models.test_llama import tiny_model, tokens
+from tests.models.families import tiny_model, tokens
 
 LIMITS = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
@@ -126,7 +126,7 @@ def decoded(monkeypatch):
 
 def test_a_model_decodes_with_it_as_near_the_truth_as_with_sdpa(decoded):
     """Left padding, grouped queries; the truth is the same model in float64 without a cache."""
-    model, ids = tiny_model(kv_heads=2).to(torch.bfloat16), tokens(2, 34)
+    model, ids = tiny_model().to(torch.bfloat16), tokens(2, 34)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     truth = copy.deepcopy(model).double()(ids, attention_mask=mask).logits[:, 30:]

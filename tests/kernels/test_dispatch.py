@@ -5,35 +5,10 @@ import sys
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from coca_hf import kernels
 from coca_hf.models.attention import FOLDS
-from tests.models.test_llama import tiny_model, tokens
-
-
-@pytest.mark.parametrize("constraint", ["slack", "strict"])
-@pytest.mark.parametrize(
-    "mode",
-    [
-        {"do_sample": False},
-        {"num_beams": 3, "num_return_sequences": 2},
-        {"prompt_lookup_num_tokens": 2},
-        {"prefill_chunk_size": 4},
-        {"cache_implementation": "static"},
-    ],
-    ids=lambda mode: "-".join(mode),
-)
-def test_without_a_kernel_the_attention_coca_gives_the_tokens_of_sdpa(constraint, mode):
-    model, prompt = tiny_model(constraint).double(), tokens(1, 9).repeat(1, 2)
-    expected = model.generate(
-        prompt,
-        max_new_tokens=20,
-        past_key_values=DynamicCache(config=model.config),
-        **{} if "cache_implementation" in mode else mode,
-    )
-    model.set_attn_implementation("coca")
-    assert torch.equal(model.generate(prompt, max_new_tokens=20, **mode), expected)
+from tests.models.families import tiny_model, tokens
 
 
 def test_the_attention_coca_trains_as_sdpa_does():
@@ -67,6 +42,7 @@ def test_kernels_are_chosen_where_pytorch_is_built_for_gpus_and_triton_is_there(
             FOLDS.pop("cuda", None), kernels.DECODERS.pop("cuda", None)
 
 
+@pytest.mark.real
 def test_import_coca_hf_starts_no_gpu_driver_and_needs_no_triton():
     program = (
         "import sys; sys.modules['triton'] = None; import coca_hf, torch; assert not "

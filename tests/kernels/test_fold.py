@@ -12,7 +12,7 @@ from coca_hf.kernels.fold import _fold, fused_fold
 from coca_hf.models.attention import FOLDS, plain_fold
 from coca_hf.models.rotary import CocaRotaryEmbedding
 from tests.kernels.conftest import DEVICE, HEAD_DIMS
-from tests.models.test_llama import tiny_model, tokens
+from tests.models.families import tiny_model, tokens
 
 LIMITS = {torch.float64: 1e-13, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 LAYOUTS = {

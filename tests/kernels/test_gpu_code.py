@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.real
+
 # The arguments that are not compile-time constants are typed by their names: pointers, numbers, and
 # strides, of which the last axis's is 1, as they are where models call.
 COMPILE = """

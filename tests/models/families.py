@@ -179,9 +179,9 @@ def carry_t_(stock, coca):
     return stock
 
 
-def reference_logits(stock, constraint, ids, mask):
+def reference_logits(stock, constraint, ids, mask, partial_rotary=()):
     """Logits of a stock model whose keys carry coefficients, with CoCA's scores in the place of its
-    own.
+    own; in the layers `partial_rotary` as if pairs 1, 3, 5, … were all at one position.
     """
     position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
     base = stock.base_model
@@ -205,6 +205,10 @@ def reference_logits(stock, constraint, ids, mask):
         # both rows of a pair carry one coefficient
         assert (straight[2] - straight[3]).abs().max() < 1e-4
         q, t = torch.cat(straight[:2], dim=-1), straight[2].relu()
+        layer = getattr(module, "layer_idx", None)
+        if layer in partial_rotary:
+            cos, sin = cos.clone(), sin.clone()
+            cos[..., 1::2], sin[..., 1::2] = 1.0, 0.0
         scores = coca_scores(q, t, cos, sin, constraint) * scaling
         weights = (scores + attention_mask).softmax(-1)
         value = value.repeat_interleave(q.shape[1] // value.shape[1], dim=1)
@@ -215,18 +219,33 @@ def reference_logits(stock, constraint, ids, mask):
         return stock(ids, attention_mask=mask, position_ids=position_ids, use_cache=False).logits
 
 
-def coca_model(case, constraint, **options):
+def coca_model(
+    case,
+    constraint="slack",
+    keep_layers=(),
+    partial_rotary=(),
+    attn_implementation="sdpa",
+    **changes,
+):
     """The CoCA model of a stock model, patched (so with the start), and with other t weights than
     the start's.
     """
-    model = coca_hf.patch_(stock_model(case), constraint)
+    layers = {"keep_layers": keep_layers, "partial_rotary": partial_rotary}
+    model = coca_hf.patch_(stock_model(case, **changes), constraint, **layers)
     generator = torch.Generator().manual_seed(4)
     for number, layer in enumerate(model.model.layers):
         if number not in model.config.coca_kept_layers:
             for parameter in layer.self_attn.t_proj.parameters():
                 parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
-    model.set_attn_implementation(options.get("attn_implementation", "sdpa"))
+    model.set_attn_implementation(attn_implementation)
     return model
+
+
+def tiny_model(constraint="slack", **fields):
+    """A CoCA LLaMA with random weights."""
+    torch.manual_seed(5)
+    config = coca_hf.CocaLlamaConfig(**(SHAPE | {"coca_constraint": constraint} | fields))
+    return coca_hf.CocaLlamaForCausalLM(config).eval()
 
 
 def tokens(rows=2, length=23, seed=7):

@@ -14,8 +14,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from coca_hf.models.cache import ROOM, CocaCache, CocaStaticCache, RoomyLayer
-from tests.models.families import MENDED_CACHES, coca_model
-from tests.models.test_llama import tiny_model, tokens
+from tests.models.families import MENDED_CACHES, coca_model, tiny_model, tokens
 
 
 def bytes_of(cache, layers):
@@ -24,7 +23,7 @@ def bytes_of(cache, layers):
 
 @pytest.mark.parametrize("kv_heads", [6, 2, 1])
 def test_keys_and_values_take_three_quarters_of_the_bytes(kv_heads):
-    model, ids = tiny_model(kv_heads=kv_heads), tokens()
+    model, ids = tiny_model(num_key_value_heads=kv_heads), tokens()
     half, full = CocaCache(model.config), DynamicCache(config=model.config)
     for cache in (half, full):
         model(ids, past_key_values=cache)
@@ -49,23 +48,31 @@ def test_forward_and_generate_use_it_unless_another_is_asked_for():
     assert type(cache_of(past_key_values=DynamicCache(config=model.config))) is DynamicCache
 
 
-@pytest.mark.parametrize("constraint", ["slack", "strict"])
+# a half-width cache has its angles from layer 0
+KEPT = {"coca_kept_layers": [0], "coca_partial_rotary_layers": [2]}
+MODES = [
+    {"do_sample": False},
+    {"num_beams": 3, "num_return_sequences": 2},
+    {"do_sample": True, "top_k": 20, "num_return_sequences": 3},
+    {"do_sample": True, "num_beams": 2},
+    {"prompt_lookup_num_tokens": 2},
+    {"assistant": True},
+    {"prefill_chunk_size": 4},
+    {"cache_implementation": "static"},
+]
+
+
 @pytest.mark.parametrize(
-    "mode",
+    ("attention", "fields"),
     [
-        {"do_sample": False},
-        {"num_beams": 3, "num_return_sequences": 2},
-        {"do_sample": True, "top_k": 20, "num_return_sequences": 3},
-        {"do_sample": True, "num_beams": 2},
-        {"prompt_lookup_num_tokens": 2},
-        {"assistant": True},
-        {"prefill_chunk_size": 4},
-        {"cache_implementation": "static"},
+        *(("sdpa", {}), ("coca", {"constraint": "strict"})),
+        *(("eager", KEPT), ("coca", KEPT)),
     ],
-    ids=lambda mode: "-".join(mode),
+    ids=["sdpa", "strict-coca", "kept-eager", "kept-coca"],
 )
-def test_every_way_of_decoding_gives_the_tokens_of_the_standard_cache(constraint, mode):
-    model = tiny_model(constraint).double()
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(mode))
+def test_every_way_of_decoding_gives_the_tokens_of_the_standard_cache(attention, fields, mode):
+    model = tiny_model(**fields).double()
     if mode.get("assistant"):
         assistant = copy.deepcopy(model)
         with torch.no_grad():
@@ -76,31 +83,28 @@ def test_every_way_of_decoding_gives_the_tokens_of_the_standard_cache(constraint
 
     def generated(**arguments):
         torch.manual_seed(0)
-        return model.generate(prompt, max_new_tokens=20, **mode, **arguments)
+        return model.generate(prompt, max_new_tokens=20, **arguments)
 
-    got = generated()
-    if "cache_implementation" in mode or "assistant_model" in mode:
-        mode = {}
-    expected = generated(past_key_values=DynamicCache(config=model.config))
+    plain = {} if {"cache_implementation", "assistant_model"} & mode.keys() else mode
+    expected = generated(past_key_values=DynamicCache(config=model.config), **plain)
+    model.set_attn_implementation(attention)
+    got = generated(**mode)
     assert torch.equal(got, expected)
     assert len(got[0, -20:].unique()) > 3
 
 
-def test_rows_with_left_padding_decode_as_they_do_alone():
-    model = tiny_model().double()
-    short, long = tokens(1, 6), tokens(1, 13, seed=8)
-    ids = torch.cat((torch.nn.functional.pad(short, (7, 0)), long))
-    out = model.generate(ids, attention_mask=(ids != 0).long(), max_new_tokens=12)[:, -12:]
-    for row, prompt in zip(out, (short, long), strict=True):
-        assert torch.equal(row, model.generate(prompt, max_new_tokens=12)[0, -12:])
-
-
-@pytest.mark.parametrize("constraint", ["slack", "strict"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"constraint": "strict"}, {"coca_kept_layers": [1], "coca_partial_rotary_layers": [0]}],
+    ids=["slack", "strict", "kept"],
+)
 @pytest.mark.parametrize(
     "operation", ["crop", "repeat", "select", "reorder", pytest.param("reset", marks=MENDED_CACHES)]
 )
-def test_what_is_done_to_the_cache_is_done_to_the_angles(operation, constraint):
-    model, ids = tiny_model(constraint).double(), tokens(2, 23)
+def test_what_is_done_to_the_cache_is_done_to_the_angles_and_to_keys_of_both_widths(
+    operation, fields
+):
+    model, ids = tiny_model(**fields).double(), tokens(2, 23)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0  # so that the rows' angles differ
     logits = []
@@ -191,16 +195,23 @@ def test_memory_of_beams_that_were_given_up_is_free():
     assert old() is None
 
 
-@pytest.mark.parametrize("constraint", ["slack", "strict"])
-@pytest.mark.parametrize("kind", [StaticCache, CocaStaticCache])
-def test_static_cache_decodes_compiled_as_one_graph(kind, constraint):
-    model, ids = tiny_model(constraint, attn_implementation="sdpa").double(), tokens(1, 12)
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        *((StaticCache, {}), (CocaStaticCache, {"constraint": "strict"})),
+        (CocaStaticCache, KEPT),
+    ],
+    ids=["stock", "strict", "kept"],
+)
+def test_static_cache_decodes_compiled_as_one_graph(kind, fields):
+    torch.compiler.reset()
+    model, ids = tiny_model(**fields, attn_implementation="sdpa").double(), tokens(1, 10)
     expected = model(ids).logits[:, 8:]
     cache = kind(config=model.config, max_cache_len=16)
     model(ids[:, :8], past_key_values=cache)
     step = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager", dynamic=False)
     got = []
-    for i in range(8, 12):
+    for i in (8, 9):
         position = torch.tensor([[i]])
         got.append(step(ids[:, i : i + 1], position_ids=position, past_key_values=cache).logits)
     assert (torch.cat(got, dim=1) - expected).abs().max() < 1e-11

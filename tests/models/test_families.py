@@ -8,10 +8,10 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache
 
 import coca_hf
-from coca_hf.models.cache import CocaCache
+from coca_hf.models.cache import CocaCache, CocaStaticCache
 from coca_hf.models.reference import use_reference_
 from tests.models.families import (
     CASES,
@@ -35,27 +35,30 @@ EVERY_CASE = pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("backend", BACKENDS)
 @EVERY_CASE
 def test_logits_are_those_of_the_stock_model_with_contracted_scores(case, backend, constraint):
+    """In layer 1 every second pair stands still."""
     dtype, limit = BACKENDS[backend]
-    model = coca_model(case, constraint, attn_implementation=backend).to(dtype)
+    model = coca_model(case, constraint, [], [1], backend).to(dtype)
     stock = carry_t_(stock_model(case), model).to(dtype)
     ids = tokens()
     mask = torch.ones_like(ids)
     mask[1, :6] = 0
     got, expected = (
         model(ids, attention_mask=mask).logits,
-        reference_logits(stock, constraint, ids, mask),
+        reference_logits(stock, constraint, ids, mask, [1]),
     )
     assert expected[mask.bool()].std() > 0.1
     assert (got - expected)[mask.bool()].abs().max() < limit
     other = "strict" if constraint == "slack" else "slack"
-    assert (got - reference_logits(stock, other, ids, mask))[mask.bool()].abs().max() > 1e-2
+    for wrong in ((other, ids, mask, [1]), (constraint, ids, mask)):
+        assert (got - reference_logits(stock, *wrong))[mask.bool()].abs().max() > 1e-2
 
 
 @CONSTRAINTS
 @EVERY_CASE
 def test_the_reference_has_the_projections_of_its_family(case, constraint):
-    model, ids = coca_model(case, constraint, attn_implementation="eager"), tokens()
-    reference = use_reference_(use_reference_(copy.deepcopy(model)))
+    """Layer 1, which is kept, stays as it is; in layer 0 every second pair stands still."""
+    model = coca_model(case, constraint, [1], [0], "eager")
+    reference, ids = use_reference_(use_reference_(copy.deepcopy(model))), tokens()
     got, expected = model(ids).logits, reference(ids).logits
     assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
 
@@ -63,7 +66,7 @@ def test_the_reference_has_the_projections_of_its_family(case, constraint):
 @CONSTRAINTS
 @EVERY_CASE
 def test_cached_decoding_with_left_padding_gives_the_tokens_of_no_cache(case, constraint):
-    model = coca_model(case, constraint).double()
+    model = coca_model(case, constraint, partial_rotary=[1]).double()
     short, long = tokens(1, 6), tokens(1, 11, seed=8)
     ids = torch.cat((torch.nn.functional.pad(short, (5, 0)), long))
     mask = (ids != 0).long()
@@ -78,11 +81,21 @@ def test_cached_decoding_with_left_padding_gives_the_tokens_of_no_cache(case, co
     assert len(plain[:, 11:].unique()) > 3
 
 
-@pytest.mark.parametrize("kind", [CocaCache, DynamicCache])
+@pytest.mark.parametrize(
+    ("kind", "kept"),
+    [
+        *((CocaCache, []), (CocaCache, [0]), (CocaCache, [1, 2]), (CocaStaticCache, [0])),
+        *((DynamicCache, []), (DynamicCache, [0]), (StaticCache, [1, 2])),
+    ],
+)
 @EVERY_CASE
-def test_cached_decoding_in_pieces_equals_the_full_forward_at_every_position(case, kind):
-    model, ids = coca_model(case, "slack").double(), tokens()
-    cache = kind(config=model.config)
+def test_cached_decoding_in_pieces_equals_the_full_forward_at_every_position(case, kind, kept):
+    if "window" in case and "Static" in kind.__name__:
+        pytest.skip("CocaStaticCache is for models without windows")
+    partial = [] if 1 in kept else [1]
+    model, ids = coca_model(case, keep_layers=kept, partial_rotary=partial).double(), tokens()
+    size = {"max_cache_len": 23} if "Static" in kind.__name__ else {}
+    cache = kind(config=model.config, **size)
     cuts = (0, 4, 10, 11, 12, 15, 23)
     pieces = [model(ids[:, a:b], past_key_values=cache).logits for a, b in itertools.pairwise(cuts)]
     assert (torch.cat(pieces, dim=1) - model(ids).logits).abs().max() < 1e-5
@@ -139,7 +152,9 @@ def test_pairs_that_are_not_rotated_do_not_depend_on_positions():
     assert here.std() > 0.1
 
 
-@pytest.mark.parametrize("case", ["mistral-window", "qwen2", "qwen3", "granite", "neox-partial"])
+@pytest.mark.parametrize(
+    "case", ["llama", "mistral-window", "qwen2", "qwen3", "granite", "neox-partial"]
+)
 def test_declarations_that_sharding_and_serving_read(case):
     model = coca_model(case, "slack")
     family = type(model).__name__.removesuffix("ForCausalLM")
@@ -149,6 +164,11 @@ def test_declarations_that_sharding_and_serving_read(case):
     modules = {name.replace(".0.", ".*.") for name, _ in model.model.named_modules()}
     assert plan.keys() <= modules
     assert ("layers.*.self_attn.q_norm" in plan) == (case == "qwen3")
+    for feature in ("sdpa", "flash_attn", "flex_attn", "attention_backend"):
+        assert getattr(model, f"_supports_{feature}")
+    assert model._can_compile_fullgraph
+    assert model._tp_plan["lm_head"] == LlamaForCausalLM._tp_plan["lm_head"]
+    assert model.base_model is model.model
     assert model._no_split_modules == {f"{family}DecoderLayer"}
     assert type(model.model.layers[0]).__name__ == f"{family}DecoderLayer"
     file = model.config.model_type.removeprefix("coca_")

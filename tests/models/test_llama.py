@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-import coca_hf
-from coca_hf import CocaLlamaConfig, CocaLlamaForCausalLM, CocaLlamaModel
-from coca_hf.models.attention import CocaAttention
+from coca_hf import CocaLlamaConfig, CocaLlamaForCausalLM
 from coca_hf.models.reference import use_reference_
+from tests.models.families import tiny_model, tokens
 
 # transformers' eager attention takes the softmax in fp32, where the mask of an fp64 model
 # overflows.
@@ -21,33 +20,13 @@ CASES = [
 ]
 
 
-def tiny_model(constraint="slack", kv_heads=2, **fields):
-    torch.manual_seed(5)
-    config = {
-        "vocab_size": 89,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.2,
-        "pad_token_id": 0,
-        "eos_token_id": None,
-        "coca_constraint": constraint,
-    }
-    return CocaLlamaForCausalLM(CocaLlamaConfig(**(config | fields))).eval()
-
-
-def tokens(rows=2, length=23, seed=7):
-    return torch.randint(1, 89, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.mark.parametrize(("constraint", "kv_heads"), CASES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_model_equals_itself_with_the_three_operand_contraction(constraint, kv_heads, backend):
     dtype, limit = BACKENDS[backend]
-    model = tiny_model(constraint, kv_heads, attn_implementation=backend).to(dtype)
+    model = tiny_model(constraint, num_key_value_heads=kv_heads, attn_implementation=backend).to(
+        dtype
+    )
     reference = use_reference_(copy.deepcopy(model))
     ids = tokens()
     mask = torch.ones_like(ids)
@@ -85,36 +64,6 @@ def test_padding_and_batch_mates_do_not_move_logits(constraint, backend, side):
     assert (batch[1] - model(long).logits[0]).abs().max() < limit
 
 
-@pytest.mark.parametrize("constraint", ["slack", "strict"])
-def test_cached_decoding_equals_the_full_forward_at_every_position(constraint):
-    model, ids = tiny_model(constraint).double(), tokens()
-    expected = model(ids).logits
-    cache = DynamicCache(config=model.config)
-    pieces = [
-        model(ids[:, a:b], past_key_values=cache).logits
-        for a, b in ((0, 10), (10, 11), (11, 15), (15, 23))
-    ]
-    assert (torch.cat(pieces, dim=1) - expected).abs().max() < 1e-11
-
-
-@pytest.mark.parametrize(
-    "mode", [{"do_sample": False}, {"do_sample": True, "top_k": 20}, {"num_beams": 3}]
-)
-def test_generate_gives_the_same_tokens_with_and_without_cache_and_with_left_padding(mode):
-    model = tiny_model().double()
-    ids = tokens(1, 9)
-
-    def generated(**inputs):
-        torch.manual_seed(0)
-        return model.generate(**inputs, max_new_tokens=12, **mode)[:, -12:]
-
-    expected = generated(input_ids=ids, use_cache=False)
-    assert torch.equal(generated(input_ids=ids), expected)
-    padded = torch.cat((torch.zeros(1, 5, dtype=torch.long), ids), dim=1)
-    assert torch.equal(generated(input_ids=padded, attention_mask=(padded != 0).long()), expected)
-    assert len(expected.unique()) > 3
-
-
 def test_gradient_checkpointing_gives_the_same_gradients():
     model, ids = tiny_model().train(), tokens()
     model(ids, labels=ids).loss.backward()
@@ -125,44 +74,6 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, plain[name])
     assert plain["model.layers.0.self_attn.t_proj.weight"].abs().max() > 0
-
-
-@pytest.mark.parametrize("constraint", ["slack", "strict"])
-def test_compiles_as_one_graph(constraint):
-    model, ids = tiny_model(constraint), tokens()
-    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids).logits)
-
-
-def test_t_proj_has_one_row_per_pair_and_k_proj_is_gone():
-    model = tiny_model()
-    attention = model.model.layers[1].self_attn
-    assert isinstance(attention, CocaAttention)
-    assert attention.t_proj.weight.shape == (2 * 8 // 2, 48)
-    assert not any("k_proj" in name for name, _ in model.named_parameters())
-
-
-def test_declarations_that_sharding_and_serving_read():
-    model = tiny_model()
-    assert model._no_split_modules == {"CocaLlamaDecoderLayer"}
-    assert CocaLlamaConfig.base_model_tp_plan["layers.*.self_attn.t_proj"] == "colwise"
-    assert "layers.*.self_attn.k_proj" not in CocaLlamaConfig.base_model_tp_plan
-    assert model.base_model_prefix == "model"
-    assert isinstance(model.base_model, CocaLlamaModel)
-    for feature in ("sdpa", "flash_attn", "flex_attn", "attention_backend"):
-        assert getattr(model, f"_supports_{feature}")
-    assert model._can_compile_fullgraph
-    assert model._tp_plan["lm_head"] == LlamaForCausalLM._tp_plan["lm_head"]
-
-
-def test_attentions_and_hidden_states_are_recorded():
-    output = tiny_model(attn_implementation="eager")(
-        tokens(), output_attentions=True, output_hidden_states=True
-    )
-    assert len(output.attentions) == 3
-    assert output.attentions[0].shape == (2, 6, 23, 23)
-    torch.testing.assert_close(output.attentions[1].sum(-1), torch.ones(2, 6, 23))
-    assert len(output.hidden_states) == 4
 
 
 def test_tied_embeddings_stay_tied_through_saving(tmp_path):
@@ -192,8 +103,3 @@ def test_unsupported_rope_type_is_refused_by_name():
         ValueError, match="'proportional' is not supported with CoCA; supported: default, linear"
     ):
         tiny_model(rope_parameters=rope)
-
-
-def test_a_stock_llama_config_builds_the_plan_we_rename():
-    assert "layers.*.self_attn.k_proj" in LlamaConfig.base_model_tp_plan
-    assert coca_hf.__version__

@@ -13,8 +13,7 @@ from coca_hf import CocaGPTNeoXConfig
 from coca_hf.models.cache import CocaCache
 from coca_hf.models.rotary import CocaRotaryEmbedding, ntk_base
 from tests.conftest import TINY
-from tests.models.families import MENDED_CACHES
-from tests.models.test_llama import tiny_model, tokens
+from tests.models.families import MENDED_CACHES, tiny_model, tokens
 
 TRAINED = {"original_max_position_embeddings": 64}
 LONGROPE = {
@@ -211,23 +210,6 @@ def refused(got, planned):
     return pytest.raises(ValueError, match=message)
 
 
-def test_a_dialogue_continues_within_its_planned_length_and_is_refused_beyond_it():
-    model = model_of("dynamic")
-    prompt = tokens(1, 60)
-    whole = model.generate(prompt, max_length=100, rope_length=120, do_sample=False)
-    first = model.generate(
-        prompt, max_length=80, rope_length=120, do_sample=False, return_dict_in_generate=True
-    )
-    second = model.generate(
-        first.sequences, past_key_values=first.past_key_values, max_length=100, do_sample=False
-    )
-    assert torch.equal(second, whole)
-    with refused(130, 120):
-        model.generate(first.sequences, past_key_values=first.past_key_values, max_length=130)
-    with pytest.raises(ValueError, match="planned for 70"):
-        model.generate(prompt, max_length=80, rope_length=70)
-
-
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
 @pytest.mark.parametrize("planned", [None, 30])
 def test_a_dialogue_within_the_trained_length_needs_no_plan(rope, planned):
@@ -268,6 +250,8 @@ def test_a_plan_is_noted_on_any_cache_and_what_breaks_it_is_refused(kind):
     second = model.generate(first.sequences, max_length=100, past_key_values=cache, **options)
     full = model(second.sequences, rope_length=120, use_cache=False).logits[:, 79:-1]
     assert (torch.stack(second.logits, dim=1) - full).abs().max() < 1e-5
+    with refused(80, 70):
+        model.generate(prompt, max_length=80, rope_length=70)
     with refused(121, 120):
         model.generate(second.sequences, max_length=121, past_key_values=cache)
     with refused(150, 120):

@@ -13,7 +13,6 @@ from coca_hf.evaluate.tables import Measurement
 from coca_hf.page import markdown
 from coca_hf.plots import COLORS, Heat, Key, heat_figure
 from coca_hf.report import read_page, read_tables, tables_markdown, write_report
-from coca_hf.report.read import read_tables
 from tests.report.made import row, with_raw, write_rows
 
 
