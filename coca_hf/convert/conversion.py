@@ -46,7 +46,7 @@ from coca_hf.convert.staging import (
 )
 from coca_hf.convert.tensors import source_shapes
 from coca_hf.convert.writer import Progress, WeightsWriter
-from coca_hf.documents import commit_of
+from coca_hf.documents import commit_of, local_files
 from coca_hf.errors import CocaError, library_errors
 from coca_hf.models.hub import without_paths
 from coca_hf.weights import HEADS, parse_size
@@ -146,7 +146,8 @@ def convert_checkpoint(
             check_staging(target)
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory())).resolve()
         staging = stack.enter_context(locked_staging(scratch / "dst" if scratch else target))
-        check_target(sources, target, overwrite)
+        texts = map(os.fspath, local_files(calibrate_on) if calibrate_on else ())
+        check_target([*sources, *texts], target, overwrite)
         staging.former = contents_of(target)
         lora = None
         if adapter is not None:

@@ -18,6 +18,7 @@ from huggingface_hub.errors import LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from coca_hf.convert.layout import DTYPES, Form, Layout
+from coca_hf.convert.source import COMPANIONS
 from coca_hf.convert.staging import Staging, lock, staging_directory
 from coca_hf.convert.tensors import TargetTensor
 from coca_hf.documents import local_files
@@ -56,10 +57,12 @@ def check_kept_layers(
 
 
 def check_kept_number(keep_layers: Sequence[int] | int | str | None, layout: Layout) -> None:
-    most = layout.config.num_hidden_layers
-    if isinstance(keep_layers, int) and keep_layers > most:
+    layers, kept = layout.config.num_hidden_layers, len(layout.config.coca_kept_layers)
+    asked = keep_layers if isinstance(keep_layers, int) else kept
+    if asked >= layers:
         raise CocaError(
-            f"--keep-layers: got {keep_layers}, expected at most the model's {most} layers"
+            f"--keep-layers: got {asked} of the model's {layers} layers, expected fewer: the "
+            "others become CoCA"
         )
 
 
@@ -110,7 +113,8 @@ def check_target(sources: Collection[str], target: Path, overwrite: bool) -> Non
     for directory in (target.resolve(), staging_directory(target).resolve()):
         if directory in within:
             raise CocaError(
-                f"{directory}: is the source itself or holds it; choose another destination"
+                f"{directory}: is the source itself or holds it, or the text of --calibrate; "
+                "choose another destination"
             )
     if not os.path.lexists(target):
         return
@@ -133,6 +137,12 @@ def check_target(sources: Collection[str], target: Path, overwrite: bool) -> Non
         raise CocaError(
             f"{target}: --overwrite replaces a checkpoint directory only, and there is no "
             "config.json in it"
+        )
+    ours = {Path(name).parts[0] for name in COMPANIONS} | {".cache", "__pycache__"}
+    if foreign := sorted(e.name for e in target.iterdir() if e.is_dir() and e.name not in ours):
+        raise CocaError(
+            f"{target}: --overwrite would delete the directory {foreign[0]}, which is no part of a "
+            "checkpoint; move it away, or choose another destination"
         )
 
 

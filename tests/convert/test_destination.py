@@ -31,7 +31,7 @@ def once(action):
 def old(tmp_path):
     """A checkpoint that is to be replaced."""
     write(tmp_path / "dst" / "config.json", "old")
-    write(tmp_path / "dst" / "notes" / "a.txt", "mine")
+    write(tmp_path / "dst" / "additional_chat_templates" / "a.jinja", "mine")
     return tmp_path / "dst"
 
 
@@ -69,8 +69,8 @@ def replace(dst):
 
 
 CHANGES = {
-    "a file more": lambda dst: write(dst / "notes" / "b.txt", "theirs"),
-    "a file changed": lambda dst: write(dst / "notes" / "a.txt", "theirs"),
+    "a file more": lambda dst: write(dst / "additional_chat_templates" / "b.jinja", "theirs"),
+    "a file changed": lambda dst: write(dst / "additional_chat_templates" / "a.jinja", "theirs"),
     "another checkpoint": replace,
 }
 
@@ -278,6 +278,25 @@ def test_a_source_in_the_staging_directory_of_its_destination_is_refused(
     message = r"\.dst\.incomplete: is the source itself or holds it"
     refuses(message, interrupted / "checkpoint", tmp_path / "dst")
     assert files_of(interrupted) == before
+
+
+@pytest.mark.parametrize("directory", [".git", "runs"])
+def test_overwrite_deletes_no_directory_that_is_no_part_of_a_checkpoint(
+    directory, tiny_llama_dir, old
+):
+    (old / directory).mkdir()
+    message = f"--overwrite would delete the directory {directory}, which is no part"
+    refuses(message, tiny_llama_dir, old, overwrite=True)
+    assert (old / directory).is_dir()
+    (old / directory).rmdir()
+    convert_checkpoint(tiny_llama_dir, old, overwrite=True)
+
+
+def test_overwrite_deletes_no_text_that_it_is_calibrated_on(tiny_llama_dir, old, text):
+    inside = text.rename(old / "text.txt")
+    message = "is the source itself or holds it, or the text of --calibrate"
+    refuses(message, tiny_llama_dir, old, overwrite=True, calibrate_on=str(inside))
+    assert inside.is_file()
 
 
 def test_a_replaced_checkpoint_that_cannot_be_removed_does_not_undo_the_new_one(
