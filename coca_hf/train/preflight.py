@@ -6,8 +6,9 @@ checkpoint makes sure of its room on disk (`check_room`).
 
 import copy
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,19 +66,6 @@ SHARE = "set context_parallel_size in the recipe"
 SHARD = f"shard with FSDP2, and {SHARE} for blocks too long for one GPU"
 
 
-@dataclass(frozen=True)
-class Checked:
-    """What a run trains. recipe: its models, teacher and tokenizer on the hub at this run's commits.
-    stages: those asked for. num_blocks: of all stages up to the last of these. commits: of the
-    sources that are data sets on the hub.
-    """
-
-    recipe: Recipe
-    stages: list[ResolvedStage]
-    num_blocks: int
-    commits: list[str | None]
-
-
 def preflight(
     recipe: Recipe,
     out_dir: Path,
@@ -85,12 +73,17 @@ def preflight(
     resume: bool,
     until_the_end: ExitStack,
     stop: StopRequest,
-) -> Checked:
+) -> tuple[Recipe, list[ResolvedStage], int]:
     """Check everything that can be known before the first stage, then begin OUT or continue it.
 
     Every process calls this. only: the one stage to run, or None. until_the_end: holds OUT's lock,
-    all that is written before everything is checked. Raises, in every process, CocaError for the
-    first thing that does not work, and Stopped where a signal comes.
+    all that is written of it before everything is checked.
+
+    Returns the recipe with all that it takes from the hub at this run's commits, the stages asked
+    for, and the blocks of all stages up to the last of these.
+
+    Raises, in every process, CocaError for the first thing that does not work, and Stopped where a
+    signal comes.
     """
     # 1. In every process, because each has its own launcher and device
     check_launcher()
@@ -107,8 +100,8 @@ def preflight(
     from_main_process(lambda: lock(out_dir, until_the_end))
     try:  # the others wait outside of collectives, as hashes of large files take long
         found = main_process_first(
-            lambda check: (
-                _check_and_begin(recipe, out_dir, stages, chosen, num_blocks, resume)
+            lambda check_stop: (
+                _check_and_begin(recipe, out_dir, stages, chosen, num_blocks, resume, check_stop)
                 if PartialState().is_main_process
                 else None
             ),
@@ -119,13 +112,15 @@ def preflight(
             f"{out_dir}: stopped by {stopped} before the first stage; continue with --resume"
         ) from None
     origins, commits = from_main_process(lambda: found)
+    for source, commit in zip(recipe.data.sources, commits, strict=True):
+        source.pin_(commit)
     at_commits = _at(recipe, origins)
     directory = origins["model"][1] if recipe.model else None
     chosen = [
         stage if stage.before else replace(stage, base=at_commits.start, base_directory=directory)
         for stage in chosen
     ]
-    return Checked(at_commits, chosen, num_blocks, commits)
+    return at_commits, chosen, num_blocks
 
 
 def _check_and_begin(
@@ -135,6 +130,7 @@ def _check_and_begin(
     chosen: list[ResolvedStage],
     num_blocks: int,
     resume: bool,
+    check_stop: Callable[[], None],
 ) -> tuple[dict[str, tuple[str, Path]], list[str | None]]:
     """Returns where the recipe's models are (`located`), and the commits of its data sets."""
     # Small files of OUT, and options alone
@@ -163,16 +159,15 @@ def _check_and_begin(
     if recipe.teacher:
         check_teacher(recipe.teacher, config)
     # The tokenizer, and a block of every source
-    corpus = Corpus(recipe.data, start_tokenizer(recipe))
+    corpus = Corpus(recipe.data, start_tokenizer(recipe), check_stop)
     check_tokenizer(corpus.tokenizer, config)
     check_positions(recipe, config)
     commits = corpus.pin_((noted or {}).get("commits"))
     if not corpus.has(num_blocks):  # blocks on disk need no sources
         corpus.check()
     # All weights, for their hashes
-    inputs = _inputs(origins, recipe, corpus, commits, stages)
+    inputs = _inputs(origins, recipe, corpus, commits, stages, check_stop)
     check_inputs(out_dir, noted, inputs)
-    corpus.keep_hashes()
     begin_out(out_dir, given, inputs)
     return origins, commits
 
@@ -414,6 +409,7 @@ def _inputs(
     corpus: Corpus,
     commits: list[str | None],
     stages: list[ResolvedStage],
+    check_stop: Callable[[], None],
 ) -> dict[str, Any]:
     """What decides the training and is not in the recipe itself.
 
@@ -421,7 +417,7 @@ def _inputs(
     """
     on_hub = {key: name for key, (name, _) in origins.items() if not Path(name).exists()}
     local = {
-        key: model_state(directory)
+        key: model_state(directory, check_stop)
         for key, (_, directory) in origins.items()
         if key not in on_hub and key != "tokenizer"
     }

@@ -16,7 +16,7 @@ killed leaves them, and the next one removes them.
 import json
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,9 +217,10 @@ def _flat(tree: Any, path: str = "") -> dict[str, Any]:
     }
 
 
-def model_state(directory: Path) -> dict[str, str | None]:
+def model_state(directory: Path, check_stop: Callable[[], None]) -> dict[str, str | None]:
     """What a model's directory holds: the hashes of its config and its weights."""
-    return {"config.json": file_hash(directory / "config.json"), **weights_hashes(directory)}
+    config = file_hash(directory / "config.json")
+    return {"config.json": config, **weights_hashes(directory, check_stop)}
 
 
 def last_checkpoint(trainer_dir: Path) -> Path | None:
@@ -245,7 +246,7 @@ def reading(checkpoint: Path) -> Iterator[None]:
         ) from error
 
 
-def check_base(stage: ResolvedStage) -> None:
+def check_base(stage: ResolvedStage, check_stop: Callable[[], None]) -> None:
     """Raises CocaError where the weights that `stage` starts from, or of a stage of this run the
     config, are not as they were written.
     """
@@ -256,7 +257,7 @@ def check_base(stage: ResolvedStage) -> None:
     if stage.before and "config_xxh3_128" in record:
         hashes["config.json"] = record["config_xxh3_128"]
     for name, written in hashes.items():
-        found = file_hash(stage.base_directory / name)
+        found = file_hash(stage.base_directory / name, check_stop)
         if found != written:
             raise CocaError(
                 f"{stage.base_directory / name}: got xxh3_128 {found or 'of no file'}, expected "
@@ -279,17 +280,21 @@ def read_record(directory: Path) -> dict[str, Any]:
     return record
 
 
-def weights_hashes(directory: Path) -> dict[str, str | None]:
+def weights_hashes(
+    directory: Path, check_stop: Callable[[], None] = lambda: None
+) -> dict[str, str | None]:
     """The xxh3_128 of every file of weights of a checkpoint, in hexadecimal, by name."""
-    return {path.name: file_hash(path) for path in sorted(directory.glob("*.safetensors*"))}
+    files = sorted(directory.glob("*.safetensors*"))
+    return {path.name: file_hash(path, check_stop) for path in files}
 
 
-def file_hash(file: Path) -> str | None:
-    """The xxh3_128 of a file; None where there is none."""
+def file_hash(file: Path, check_stop: Callable[[], None] = lambda: None) -> str | None:
+    """The xxh3_128 of a file; None where there is none. check_stop: called every 16 MiB."""
     digest = xxhash.xxh3_128()
     try:
         with file.open("rb", buffering=0) as stream:
             while block := stream.read(1 << 24):
+                check_stop()
                 digest.update(block)
     except FileNotFoundError:
         return None

@@ -6,6 +6,7 @@ hashes, and the place in the stream of blocks; each has an optimizer of its own.
 throughout; `bf16: true` computes in bfloat16. `run_directory.py` lists what is on disk.
 """
 
+import functools
 import gc
 import json
 import os
@@ -60,11 +61,10 @@ from coca_hf.train.objectives import (
     fuse_cross_entropy_,
     load_teacher,
 )
-from coca_hf.train.preflight import Checked, preflight
+from coca_hf.train.preflight import preflight
 from coca_hf.train.processes import (
     Stopped,
     StopRequest,
-    check_stop,
     from_main_process,
     in_all_processes,
     losing_processes,
@@ -103,45 +103,55 @@ def run_recipe(
     one prints, writes, and prepares the blocks that are not in `data.prepared` yet. Where a host
     does not see them there, one of its own processes prepares them, too.
 
-    Raises CocaError, before anything is written, for what `preflight` refuses; later, for a loss
-    that is not a number, and for a disk that is full. Raises Stopped after the checkpoint that
+    Raises CocaError, before OUT is written, for what `preflight` refuses; later, for a loss that is
+    not a number, and for a disk that is full. Raises Stopped after the checkpoint that
     SIGTERM or SIGUSR1, to any process, asks for, and where no stage is at work.
     """
     with stop_on_signals() as stop, ExitStack() as until_the_end, losing_processes():
-        checked = preflight(recipe, Path(out_dir), stage, resume, until_the_end, stop)
-        return _run_stages(checked, stop)
+        recipe, stages, num_blocks = preflight(
+            recipe, Path(out_dir), stage, resume, until_the_end, stop
+        )
+        state = PartialState()
+        complete = from_main_process(
+            lambda: {stage.directory for stage in stages if stage.is_complete}
+        )
+        blocks: Blocks | None = None
+        for each in stages:
+            if each.directory in complete:
+                announce(f"{each.directory}: complete, skipped")
+                if state.is_main_process:
+                    _clear_trainer(each)  # a kill may have come between training.json and this
+                continue
+            with _noting_a_stop(each):
+                if signals := [signal for signal in gather_object([stop.came]) if signal]:
+                    raise Stopped(signals[0])
+                if blocks is None:
+                    prepared = functools.partial(_blocks, recipe, num_blocks)
+                    blocks = main_process_first(prepared, stop)
+                with _own_accelerator():
+                    _run_stage(recipe, each, state, blocks, stop)
+            gc.collect()  # the trainer refers to itself; free its model before the next is loaded
+        return stages[-1].directory
 
 
-def _run_stages(checked: Checked, stop: StopRequest) -> Path:
-    state, stages = PartialState(), checked.stages
-    complete = from_main_process(lambda: {stage.directory for stage in stages if stage.is_complete})
-    blocks: Blocks | None = None
-    for stage in stages:
-        if stage.directory in complete:
-            announce(f"{stage.directory}: complete, skipped")
-            if state.is_main_process:
-                _clear_trainer(stage)  # a kill may have come between training.json and this
-            continue
-        _stop_before(stage, state, stop)
-        if blocks is None:
-            blocks = _prepared(checked, stage, stop)
-        with _own_accelerator():
-            _run_stage(checked.recipe, stage, state, blocks, stop)
-        gc.collect()  # the trainer refers to itself; free its model before the next is loaded
-    return stages[-1].directory
-
-
-def _prepared(checked: Checked, stage: ResolvedStage, stop: StopRequest) -> Blocks:
-    """The training blocks, in every process. Raises Stopped where a signal comes before."""
-    corpus = Corpus(checked.recipe.data, start_tokenizer(checked.recipe))
-    corpus.pin_(checked.commits)
+@contextmanager
+def _noting_a_stop(stage: ResolvedStage) -> Iterator[None]:
+    """Say where a stage was stopped, and leave word for the launch script, as launchers hide exit
+    codes. Raises Stopped.
+    """
     try:
-        return main_process_first(lambda check: _blocks(corpus, checked.num_blocks, check), stop)
+        yield
     except Stopped as stopped:
-        _note_stop(stage.directory.parent, {"signal": str(stopped), "stage": stage.name})
+        facts = {"signal": stopped.args[0], "stage": stage.name}
+        when = "before it began; the blocks that are prepared are kept"
+        if stopped.args[1:]:
+            facts["step"] = stopped.args[1]
+            when = f"after step {facts['step']}, with a checkpoint"
+        if PartialState().is_main_process:
+            replace_text(stage.directory.parent / STOPPED, json.dumps(facts) + "\n")
+        PartialState().wait_for_everyone()
         raise Stopped(
-            f"{stage.directory}: stopped by {stopped} before it began; the blocks that are "
-            f"prepared are kept; continue with --resume"
+            f"{stage.directory}: stopped by {facts['signal']} {when}; continue with --resume"
         ) from None
 
 
@@ -151,23 +161,24 @@ def prepare_recipe(recipe: Recipe, world_size: int) -> tuple[Blocks, int]:
     Blocks that are there are checked. Raises CocaError as `Corpus.prepare` does, and Stopped, after
     what is done is on disk, where SIGTERM or SIGUSR1 comes.
     """
-    corpus, num_blocks = Corpus(recipe.data, start_tokenizer(recipe)), recipe.num_blocks(world_size)
+    tokenizer, num_blocks = start_tokenizer(recipe), recipe.num_blocks(world_size)
     with stop_on_signals() as stop:
         try:
-            return corpus.prepare(num_blocks, lambda: check_stop(stop)), num_blocks
+            return Corpus(recipe.data, tokenizer, stop.check).prepare(num_blocks), num_blocks
         except Stopped as stopped:
             raise Stopped(
-                f"{corpus.directory}: stopped by {stopped}; the same command continues"
+                f"{recipe.data.prepared}: stopped by {stopped}; the same command continues"
             ) from None
 
 
-def _blocks(corpus: Corpus, num_blocks: int, check: Callable[[], None]) -> Blocks:
+def _blocks(recipe: Recipe, num_blocks: int, check_stop: Callable[[], None]) -> Blocks:
     """So many blocks, prepared if they are not there; what is done, and where, is printed."""
+    corpus = Corpus(recipe.data, start_tokenizer(recipe), check_stop)
     if corpus.has(num_blocks):
         blocks = corpus.blocks()
     else:
         announce(f"data: preparing {num_blocks:,} blocks in {corpus.directory}")
-        blocks = corpus.prepare(num_blocks, check)
+        blocks = corpus.prepare(num_blocks)
         _name_others(corpus)
     announce(
         f"data: {len(blocks):,} blocks, {size_in_words(blocks.num_bytes)}, in {blocks.directory}"
@@ -202,7 +213,7 @@ def _own_accelerator() -> Iterator[None]:
 def _run_stage(
     recipe: Recipe, stage: ResolvedStage, state: PartialState, blocks: Blocks, stop: StopRequest
 ) -> None:
-    from_main_process(lambda: _begin(stage))
+    from_main_process(lambda: _begin(stage, stop))
 
     options, seq_len = stage.options, recipe.data.seq_len
     base, tokenizer, objective = in_all_processes(lambda: _load(recipe, stage))
@@ -262,16 +273,15 @@ def _run_stage(
             f"with --resume"
         ) from error
     if (step := trainer.state.global_step) < stage.arguments.max_steps:
-        facts = {"signal": trainer.stopping, "stage": stage.name, "step": step}
-        _stop(stage, state, facts, f"after step {step}, with a checkpoint")
+        raise Stopped(trainer.stopping, step)
     trainer.model = model = plain_model(trainer.model)
     model.config.use_cache = use_cache
     record = _make_record(recipe, stage, log, trainer.state, parameters, len(held_out))
     _complete(stage, trainer, tokenizer, record, state)
 
 
-def _begin(stage: ResolvedStage) -> None:
-    check_base(stage)
+def _begin(stage: ResolvedStage, stop: StopRequest) -> None:
+    check_base(stage, stop.check)
     with saving_to(stage.directory):
         stage.trainer_dir.mkdir(parents=True, exist_ok=True)
         for half_written in (stage.directory / PARTIAL, stage.trainer_dir / PARTIAL):
@@ -313,26 +323,6 @@ def _set_callbacks(trainer: StageTrainer, stage: ResolvedStage) -> None:
         if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
             out_dir, name = stage.directory.parent, stage.directory.name
             callback.logging_dir = str(out_dir / "tensorboard" / name)
-
-
-def _stop_before(stage: ResolvedStage, state: PartialState, stop: StopRequest) -> None:
-    """Raises Stopped, in every process, where a signal came to one of them between stages."""
-    asked = [signal for signal in gather_object([stop.came]) if signal]
-    if asked:
-        _stop(stage, state, {"signal": asked[0], "stage": stage.name}, "before it began")
-
-
-def _stop(stage: ResolvedStage, state: PartialState, facts: dict[str, Any], when: str) -> None:
-    """Leave word for the launch script, as launchers hide exit codes. Raises Stopped."""
-    _note_stop(stage.directory.parent, facts)
-    state.wait_for_everyone()
-    raise Stopped(f"{stage.directory}: stopped by {facts['signal']} {when}; continue with --resume")
-
-
-def _note_stop(out_dir: Path, facts: dict[str, Any]) -> None:
-    """Note, in the main process, what stopped the run."""
-    if PartialState().is_main_process:
-        replace_text(out_dir / STOPPED, json.dumps(facts) + "\n")
 
 
 def _make_record(
