@@ -1,7 +1,7 @@
 """What a run refuses before it writes, in the order of its cost. Begin with `preflight`.
 
 Later, each stage compares the hashes of the weights that it starts from (`check_base`), and each
-checkpoint makes sure of its room on disk (`check_room`).
+checkpoint makes sure of its room on disk (`saving_all`).
 """
 
 import copy
@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
+from accelerate import ParallelismConfig, PartialState
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
     TrainingArguments,
@@ -30,7 +31,8 @@ from transformers.integrations.integration_utils import get_reporting_integratio
 
 from coca_hf.errors import CocaError, library_errors, nearest, one_line, short
 from coca_hf.files import locked
-from coca_hf.train.context_parallel import check_model_for_context_parallel, context_parallel
+from coca_hf.models.attention import layer_types
+from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES
 from coca_hf.train.data import Corpus, tokenizer_hash
 from coca_hf.train.log import announce
 from coca_hf.train.model import (
@@ -64,6 +66,7 @@ from coca_hf.train.trainer import has_bounds
 MODELS = ("model", "teacher", "tokenizer")  # of a recipe, that may be on the hub
 SHARE = "set context_parallel_size in the recipe"
 SHARD = f"shard with FSDP2, and {SHARE} for blocks too long for one GPU"
+RING_DEVICES = ("cuda",)  # that torch's ring attention has kernels for
 
 
 def preflight(
@@ -161,7 +164,8 @@ def _check_and_begin(
     # The tokenizer, and a block of every source
     corpus = Corpus(recipe.data, start_tokenizer(recipe), check_stop)
     check_tokenizer(corpus.tokenizer, config)
-    check_positions(recipe, config)
+    if notice := check_positions(recipe, config):
+        announce(notice)
     commits = corpus.pin_((noted or {}).get("commits"))
     if not corpus.has(num_blocks):  # blocks on disk need no sources
         corpus.check()
@@ -230,6 +234,29 @@ def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
             ResolvedStage(stage, own_options, arguments, per_step, base, start, before, directory)
         )
     return stages
+
+
+def context_parallel(arguments: TrainingArguments, size: int, where: str) -> ParallelismConfig:
+    """Accelerate's configuration for GPUs in groups of `size`, 2 or more, that share a block, each
+    with a part of its tokens.
+
+    transformers' Trainer cuts every batch along its tokens, with their positions and shifted
+    labels; torch computes attention over the parts as a ring (arXiv 2310.01889); Accelerate brings
+    them together, under FSDP2; `blocks.DealtBlocks` deals every process of a group the same block.
+    Our tests ran it on a CPU alone, with another attention in place of torch's ring.
+
+    Raises CocaError for a layout of processes that cannot be so.
+    """
+    given, device = f"{where}: got context_parallel_size {size}", arguments.device.type
+    if device not in RING_DEVICES:
+        without = f"on a {device}, for which torch has no ring attention"
+        raise CocaError(f"{given} {without}; expected GPUs, or leave it out")
+    if (os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("FSDP_VERSION")) != ("true", "2"):
+        raise CocaError(
+            f"{given} without FSDP2, expected it; start with `accelerate launch --config_file "
+            f"recipes/accelerate/8gpu.yaml`"
+        )
+    return ParallelismConfig(cp_size=size, dp_shard_size=arguments.world_size // size)
 
 
 def lock(out_dir: Path, until_the_end: ExitStack) -> None:
@@ -365,6 +392,35 @@ def check_kernels(recipe: Recipe) -> None:
             check_model_for_context_parallel(model, where)
 
 
+def check_model_for_context_parallel(model: PreTrainedModel, where: str) -> None:
+    """Raises CocaError for a model that does not compute on parts what it does on whole blocks.
+
+    A part has tokens of the beginning and of the end, so that all GPUs have as much to do: what a
+    model computes must depend on `position_ids` alone, as the rotary embeddings of CoCA do, given
+    the length of the whole block (`rope_length`).
+    """
+    config = model.config
+    is_coca = config.model_type.startswith("coca_")
+    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    reasons = {
+        "attention without SDPA": config._attn_implementation != "sdpa",
+        "sliding windows": set(layer_types(config)) != {"full_attention"},
+        "attention that Accelerate does not find by the name self_attn": not any(
+            name.endswith("self_attn") for name, _ in model.named_modules()
+        ),
+        "positions in its mask": "alibi" in config.model_type,
+        "attention with dropout": bool(getattr(config, "attention_dropout", 0)),
+        f"rope_type {rope_type} of transformers' own": rope_type in LENGTH_DEPENDENT_ROPE_TYPES
+        and not is_coca,
+    }
+    found = [reason for reason, applies in reasons.items() if applies]
+    if found:
+        raise CocaError(
+            f"{where}: context_parallel_size cannot be used with {type(model).__name__}: it has "
+            f"{found[0]}"
+        )
+
+
 def check_teacher(teacher: str, student: PreTrainedConfig) -> None:
     """Raises CocaError, from the configs alone, where the teacher is not the student's original."""
     config = load_config(teacher)
@@ -389,14 +445,27 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
         )
 
 
-def check_positions(recipe: Recipe, config: PreTrainedConfig) -> None:
-    """Raises CocaError where blocks skip to positions that the model does not have."""
-    asked, trained = recipe.data.skip_positions, config.max_position_embeddings
-    if asked and asked > trained:
+def check_positions(recipe: Recipe, config: PreTrainedConfig) -> str | None:
+    """One line where blocks are longer than the model was trained for, and nothing in its config
+    says that this is meant.
+
+    Raises CocaError where blocks skip to positions that the model does not have.
+    """
+    data, trained = recipe.data, config.max_position_embeddings
+    if data.skip_positions and data.skip_positions > trained:
         raise CocaError(
-            f"data.skip_positions: got {asked}, expected at most {trained}, the positions of "
-            f"{recipe.start} (max_position_embeddings)"
+            f"data.skip_positions: got {data.skip_positions}, expected at most {trained}, the "
+            f"positions of {recipe.start} (max_position_embeddings)"
         )
+    rope = getattr(config, "rope_parameters", None) or {}
+    if data.seq_len <= trained or rope.get("rope_type", "default") != "default":
+        return None
+    return (
+        f"data.seq_len: got {data.seq_len:,} tokens, more than the {trained:,} positions of "
+        f"{recipe.start} (max_position_embeddings): it has not learnt those beyond; if that is "
+        f"meant, set config.max_position_embeddings={data.seq_len}, which the result keeps, or "
+        f"scale RoPE by config.rope_parameters"
+    )
 
 
 def _at(recipe: Recipe, origins: dict[str, tuple[str, Path]]) -> Recipe:

@@ -24,6 +24,7 @@ from typing import Any
 
 import xxhash
 import yaml
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 from transformers import TrainingArguments
@@ -42,6 +43,7 @@ INPUTS = "inputs.json"
 STOPPED = "stopped.json"
 PARTIAL = "partial"
 MOST_CHANGES = 8  # that a message lists
+UNTOUCHED = "what was saved before is untouched: make room, then continue with --resume"
 LAYOUT = (  # keys that --resume may change: how steps are computed, and which are skipped
     *("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"),
     *("activation_checkpointing", "torch_compile", "attn_implementation", "fused_cross_entropy"),
@@ -302,6 +304,23 @@ def file_hash(file: Path, check_stop: Callable[[], None] = lambda: None) -> str 
 
 
 @contextmanager
+def saving_all(directory: Path, num_bytes: int, what: str) -> Iterator[None]:
+    """`saving_to`, called in every process, of `num_bytes` in all, for which the disk has room.
+
+    Raises CocaError, in every process, where it has none for `what`.
+    """
+    free = [shutil.disk_usage(directory).free]
+    broadcast_object_list(free)
+    if free[0] < num_bytes:
+        raise CocaError(
+            f"{directory}: got {size_in_words(free[0])} free, expected {size_in_words(num_bytes)} "
+            f"for {what}; {UNTOUCHED}"
+        )
+    with saving_to(directory, num_bytes):
+        yield
+
+
+@contextmanager
 def saving_to(directory: Path, num_bytes: int | None = None) -> Iterator[None]:
     """Turn what a full or read-only disk makes torch, safetensors and Python raise into a CocaError.
 
@@ -317,8 +336,7 @@ def saving_to(directory: Path, num_bytes: int | None = None) -> Iterator[None]:
         free = size_in_words(shutil.disk_usage(directory).free) if num_bytes else ""
         needed = f" ({size_in_words(num_bytes)} needed, {free} free)" if num_bytes else ""
         raise CocaError(
-            f"{directory}: cannot be written{needed}: {_reason(error)}; what was saved before is "
-            "untouched: make room, then continue with --resume"
+            f"{directory}: cannot be written{needed}: {_reason(error)}; {UNTOUCHED}"
         ) from error
 
 

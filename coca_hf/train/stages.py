@@ -82,11 +82,11 @@ from coca_hf.train.run_directory import (
     last_checkpoint,
     read_record,
     reading,
+    saving_all,
     saving_to,
     weights_hashes,
 )
 from coca_hf.train.trainer import StageTrainer
-from coca_hf.train.training_state import check_room
 from coca_hf.weights import size_in_words
 
 PACKAGES = ("coca-hf", "torch", "transformers", "accelerate", "datasets")
@@ -401,8 +401,7 @@ def _complete(
     """Turn a trained stage into a complete checkpoint; training.json, which says so, comes last."""
     partial = stage.directory / PARTIAL
     num_bytes = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
-    check_room(stage.directory, num_bytes, "the result")
-    with saving_to(stage.directory, num_bytes):
+    with saving_all(stage.directory, num_bytes, "the result"):
         if trainer.is_fsdp_enabled:
             # Otherwise nothing is saved
             trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")

@@ -308,8 +308,9 @@ def test_who_waits_for_another_preparation_can_be_stopped(corpus):
             raise Stopped("SIGUSR1")
 
     waiting = corpus(check_stop=stop)
-    with FileLock(waiting.prepare(5).directory / "lock"), pytest.raises(Stopped):
-        signals.append("SIGUSR1")
+    directory = waiting.prepare(5).directory
+    signals.append("SIGUSR1")
+    with FileLock(directory / "lock"), pytest.raises(Stopped):
         waiting.prepare(50)
 
 

@@ -233,7 +233,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_found_before_writing(
         calls.append(path)
         return real(path)._replace(free=10**9 if len(calls) < 2 else 20)
 
-    monkeypatch.setattr("coca_hf.train.training_state.shutil.disk_usage", usage)
+    monkeypatch.setattr("coca_hf.train.run_directory.shutil.disk_usage", usage)
     message = r"1-k/trainer: got 0.00 MB free, expected 0.01 MB for checkpoint-3; what was saved before is untouched"
     with pytest.raises(CocaError, match=message):
         run_recipe(load_recipe(recipe_path), out)

@@ -18,6 +18,7 @@ from transformers import (
 
 import coca_hf
 from coca_hf import CocaError
+from coca_hf.train.gpu_plan import plan_recipe
 from coca_hf.train.model import start_config
 from coca_hf.train.preflight import (
     check_model,
@@ -158,7 +159,26 @@ def test_blocks_skip_to_no_position_that_the_model_does_not_have(recipe_path):
     recipe = load_recipe(recipe_path, ["data.skip_positions=65"])
     with pytest.raises(CocaError, match="skip_positions: got 65, expected at most 64, the pos"):
         check_positions(recipe, LlamaConfig(max_position_embeddings=64))
-    check_positions(recipe, LlamaConfig(max_position_embeddings=65))
+    assert check_positions(recipe, LlamaConfig(max_position_embeddings=65)) is None
+
+
+def test_blocks_longer_than_the_model_was_trained_for_are_announced_by_the_run_and_the_plan(
+    recipe_path, tiny_coca_dir, tmp_path, capsys
+):
+    notice = (
+        f"data.seq_len: got 70 tokens, more than the 64 positions of {tiny_coca_dir} "
+        "(max_position_embeddings): it has not learnt those beyond; if that is meant, set "
+        "config.max_position_embeddings=70, which the result keeps, or scale RoPE"
+    )
+    settings = ["data.seq_len=70", "stages.k.max_steps=1", "training.use_cpu=false"]
+    recipe = load_recipe(recipe_path, settings)
+    assert any(note.startswith(notice) for note in plan_recipe(recipe).notes)
+    run_recipe(load_recipe(recipe_path, settings[:2]), tmp_path / "out", stage="k")
+    assert capsys.readouterr().out.count(notice) == 1
+    meant = ("max_position_embeddings=70", "rope_parameters={rope_type: linear, factor: 2.0}")
+    for setting in meant:
+        recipe = load_recipe(recipe_path, ["data.seq_len=70", f"config.{setting}"])
+        assert check_positions(recipe, start_config(recipe)) is None
 
 
 def test_a_stage_computes_in_bfloat16_on_a_cpu_where_there_is_nothing_else(
