@@ -65,6 +65,13 @@ def load(tiny_tokenizer, tmp_path):
     return load
 
 
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+def test_every_recipe_says_what_to_expect(path):
+    header = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    for label in ("Reproduces", "Command", "Cost", "Expect"):
+        assert any(line.startswith(f"# {label}") for line in header), label
+
+
 @pytest.mark.parametrize("name", PATHS)
 def test_a_recipe_runs_dry(name, load, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("asks the hub"))
@@ -136,11 +143,11 @@ def test_a_recipe_is_planned(name, load):
 
 def test_adapters_fit_a_gpu_of_24_gb_as_their_recipe_says(load):
     peaks = []
-    for num_layers in (2, 4):
+    for num_layers in (1, 2):
         recipe = load("smollm2-135m/lora.yaml", f"config.num_hidden_layers={num_layers}")
         full = recipe.model_copy(update={"stages": recipe.stages[2:]})
         peaks.append(plan_recipe(full).stages[0].memory.peak / GIB)
-    peak = peaks[0] + 14 * (peaks[1] - peaks[0])  # every layer of the 30 adds as much
+    peak = peaks[0] + 29 * (peaks[1] - peaks[0])  # every layer of the 30 adds as much
     # as `coca-train --plan` says of all 30, in a minute
     assert peak == pytest.approx(12.5, abs=0.1)
     assert peak < 24 * (1 - RESERVE)

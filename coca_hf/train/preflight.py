@@ -12,7 +12,6 @@ from dataclasses import replace
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import ParallelismConfig, PartialState
@@ -148,9 +147,9 @@ def _check_and_begin(
         check_optimizer(stage.arguments, f"stages.{stage.name}")
     # Configs, from the hub if they are there, and models on the meta device
     noted = noted_inputs(out_dir, len(given.data.sources))
-    on_hub = (noted or {}).get("hub", {})
+    at_commits = (noted or {}).get("hub", {})
     names = {key: name for key in MODELS if (name := getattr(given, key))}
-    origins = {key: located(on_hub.get(key, name)) for key, name in names.items()}
+    origins = {key: located(at_commits.get(key, name)) for key, name in names.items()}
     for origin in (origins[key] for key in ("model", "teacher") if key in origins):
         check_whole(*origin)
     recipe = _at(given, origins)
@@ -169,8 +168,21 @@ def _check_and_begin(
     commits = corpus.pin_((noted or {}).get("commits"))
     if not corpus.has(num_blocks):  # blocks on disk need no sources
         corpus.check()
-    # All weights, for their hashes
-    inputs = _inputs(origins, recipe, corpus, commits, stages, check_stop)
+    # All weights and data, for their hashes: what decides the training and is not in the recipe
+    on_hub = {key: name for key, (name, _) in origins.items() if not Path(name).exists()}
+    local = {
+        key: model_state(directory, check_stop)
+        for key, (_, directory) in origins.items()
+        if key not in on_hub and key != "tokenizer"
+    }
+    inputs = {
+        "sources": corpus.files,
+        **({"commits": commits} if any(commits) else {}),
+        "tokenizer": tokenizer_hash(corpus.tokenizer),
+        **local,
+        **({"hub": on_hub} if on_hub else {}),
+        "blocks_per_step": {stage.name: stage.blocks_per_step for stage in stages},
+    }
     check_inputs(out_dir, noted, inputs)
     begin_out(out_dir, given, inputs)
     return origins, commits
@@ -470,31 +482,3 @@ def check_positions(recipe: Recipe, config: PreTrainedConfig) -> str | None:
 
 def _at(recipe: Recipe, origins: dict[str, tuple[str, Path]]) -> Recipe:
     return recipe.model_copy(update={key: name for key, (name, _) in origins.items()})
-
-
-def _inputs(
-    origins: dict[str, tuple[str, Path]],
-    recipe: Recipe,
-    corpus: Corpus,
-    commits: list[str | None],
-    stages: list[ResolvedStage],
-    check_stop: Callable[[], None],
-) -> dict[str, Any]:
-    """What decides the training and is not in the recipe itself.
-
-    Data counts by its content, so that it may be copied elsewhere; the tokenizer by its hash.
-    """
-    on_hub = {key: name for key, (name, _) in origins.items() if not Path(name).exists()}
-    local = {
-        key: model_state(directory, check_stop)
-        for key, (_, directory) in origins.items()
-        if key not in on_hub and key != "tokenizer"
-    }
-    return {
-        "sources": corpus.files,
-        **({"commits": commits} if any(commits) else {}),
-        "tokenizer": tokenizer_hash(corpus.tokenizer),
-        **local,
-        **({"hub": on_hub} if on_hub else {}),
-        "blocks_per_step": {stage.name: stage.blocks_per_step for stage in stages},
-    }

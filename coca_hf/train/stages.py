@@ -179,24 +179,19 @@ def _blocks(recipe: Recipe, num_blocks: int, check_stop: Callable[[], None]) -> 
     else:
         announce(f"data: preparing {num_blocks:,} blocks in {corpus.directory}")
         blocks = corpus.prepare(num_blocks)
-        _name_others(corpus)
+        prepared = blocks.directory.parent
+        others = {path.parent for path in prepared.glob("*/state.json")} - {blocks.directory}
+        files = [file for directory in others for file in directory.glob("*.bin")]
+        if others:
+            size = size_in_words(sum(file.stat().st_size for file in files))
+            announce(
+                f"data: {prepared} also holds blocks of other recipes or data ({len(others)} "
+                f"directories, {size}); delete those that no run needs"
+            )
     announce(
         f"data: {len(blocks):,} blocks, {size_in_words(blocks.num_bytes)}, in {blocks.directory}"
     )
     return blocks
-
-
-def _name_others(corpus: Corpus) -> None:
-    """Say where there are blocks that this recipe does not read, and how large they are."""
-    parent = corpus.directory.parent
-    others = [path for path in parent.glob("*/state.json") if path.parent != corpus.directory]
-    if others:
-        files = [file for path in others for file in path.parent.glob("*.bin")]
-        size = size_in_words(sum(file.stat().st_size for file in files))
-        announce(
-            f"data: {parent} also holds blocks of other recipes or data ({len(others)} "
-            f"directories, {size}); delete those that no run needs"
-        )
 
 
 @contextmanager

@@ -56,14 +56,12 @@ def test_a_model_on_the_hub_is_read_at_its_revision_and_keeps_record_card_and_li
 def test_a_branch_that_moves_does_not_change_a_run_that_resumes(hub, recipe_path, tmp_path):
     taught = ["stages.qkv.objective={distill: 1}", "stages.qkv.max_steps=2"]
     recipe = load_recipe(recipe_path, ["model=somebody/coca", "teacher=somebody/llama", *taught])
-    for out in (tmp_path / "moved", tmp_path / "unmoved"):
-        run_recipe(recipe, out, stage="k")
-        if out.name == "moved":
-            for name in ("coca", "llama"):
-                (hub / f"models--somebody--{name}/refs/main").write_text(SECOND)
+    run_recipe(recipe, tmp_path / "unmoved", stage="k")
+    shutil.copytree(tmp_path / "unmoved", tmp_path / "moved")
+    for out in (tmp_path / "unmoved", tmp_path / "moved"):
         run_recipe(recipe, out, stage="qkv", resume=True)
-        (hub / "models--somebody--llama/refs/main").write_text(FIRST)
-        (hub / "models--somebody--coca/refs/main").write_text(FIRST)
+        for name in ("coca", "llama"):
+            (hub / f"models--somebody--{name}/refs/main").write_text(SECOND)
     assert_same_weights(tmp_path / "moved/2-qkv", tmp_path / "unmoved/2-qkv")
 
 
