@@ -96,15 +96,15 @@ def in_all_processes(make: Callable[[], Made]) -> Made:
 
 
 def from_main_process(make: Callable[[], Any]) -> Any:
-    """`make()` of the main process, in every process. Raises its CocaError or Stopped in all."""
+    """`make()` of the main process, in every process. Raises its CocaError in every process."""
     made: list[Any] = [None]
     if PartialState().is_main_process:
         try:
             made = [make()]
-        except (CocaError, Stopped) as error:
+        except CocaError as error:
             made = [error]
     broadcast_object_list(made)  # nothing without a launcher
-    if isinstance(made[0], CocaError | Stopped):
+    if isinstance(made[0], CocaError):
         raise made[0]
     return made[0]
 

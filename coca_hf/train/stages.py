@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
-from accelerate.utils import gather_object
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -123,11 +122,8 @@ def run_recipe(
                     _clear_trainer(each)  # a kill may have come between training.json and this
                 continue
             with _noting_a_stop(each):
-                if signals := [signal for signal in gather_object([stop.came]) if signal]:
-                    raise Stopped(signals[0])
-                if blocks is None:
-                    prepared = functools.partial(_blocks, recipe, num_blocks)
-                    blocks = main_process_first(prepared, stop)
+                ready = functools.partial(_ready, each, recipe, num_blocks, blocks)
+                blocks = main_process_first(ready, stop)
                 with _own_accelerator():
                     _run_stage(recipe, each, state, blocks, stop)
             gc.collect()  # the trainer refers to itself; free its model before the next is loaded
@@ -171,8 +167,22 @@ def prepare_recipe(recipe: Recipe, world_size: int) -> tuple[Blocks, int]:
             ) from None
 
 
-def _blocks(recipe: Recipe, num_blocks: int, check_stop: Callable[[], None]) -> Blocks:
-    """So many blocks, prepared if they are not there; what is done, and where, is printed."""
+def _ready(
+    stage: ResolvedStage,
+    recipe: Recipe,
+    num_blocks: int,
+    blocks: Blocks | None,
+    check_stop: Callable[[], None],
+) -> Blocks:
+    """Check the weights that a stage starts from, and prepare the blocks if no stage before has.
+
+    What is done, and where, is printed.
+    """
+    check_stop()
+    if PartialState().is_main_process:
+        check_base(stage, check_stop)
+    if blocks is not None:
+        return blocks
     corpus = Corpus(recipe.data, start_tokenizer(recipe), check_stop)
     if corpus.has(num_blocks):
         blocks = corpus.blocks()
@@ -208,7 +218,7 @@ def _own_accelerator() -> Iterator[None]:
 def _run_stage(
     recipe: Recipe, stage: ResolvedStage, state: PartialState, blocks: Blocks, stop: StopRequest
 ) -> None:
-    from_main_process(lambda: _begin(stage, stop))
+    from_main_process(lambda: _begin(stage))
 
     options, seq_len = stage.options, recipe.data.seq_len
     base, tokenizer, objective = in_all_processes(lambda: _load(recipe, stage))
@@ -241,7 +251,6 @@ def _run_stage(
             meter=meter,
             held_out=held_out,
             stop=stop,
-            sources=blocks.sources_of,
             objective=objective,
         )
     _set_callbacks(trainer, stage)
@@ -275,8 +284,7 @@ def _run_stage(
     _complete(stage, trainer, tokenizer, record, state)
 
 
-def _begin(stage: ResolvedStage, stop: StopRequest) -> None:
-    check_base(stage, stop.check)
+def _begin(stage: ResolvedStage) -> None:
     with saving_to(stage.directory):
         stage.trainer_dir.mkdir(parents=True, exist_ok=True)
         for half_written in (stage.directory / PARTIAL, stage.trainer_dir / PARTIAL):

@@ -2,7 +2,6 @@
 
 import math
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -42,8 +41,8 @@ class StageTrainer(Trainer):
 
     log: the stage's, whose `place` goes into checkpoints; options: the recipe's own; meter: of its
     speed; held_out: blocks (num_blocks, seq_len), may be none; stop: asks for a checkpoint and an
-    end after the current step; sources: gives the sources of a range of blocks of the stream, in
-    words; objective: where something else than the text's next token is learned.
+    end after the current step; objective: where something else than the text's next token is
+    learned. train_dataset: `DealtBlocks`.
     """
 
     def __init__(
@@ -54,7 +53,6 @@ class StageTrainer(Trainer):
         meter: SpeedMeter,
         held_out: Tensor,
         stop: StopRequest,
-        sources: Callable[[int, int], str],
         objective: Objective | None = None,
         **kwargs,
     ):
@@ -63,7 +61,7 @@ class StageTrainer(Trainer):
         if plugin and (policy := plugin.mixed_precision_policy):
             plugin.mixed_precision_policy = sharded_precision(policy.param_dtype)
         self.stage_log, self.options, self.meter = log, options, meter
-        self.held_out, self.stop, self.sources, self.objective = held_out, stop, sources, objective
+        self.held_out, self.stop, self.objective = held_out, stop, objective
         self.stopping: str | None = None  # the signal, once all processes know of it
         self.control: TrainerControl
         self._logged_step = 0
@@ -186,7 +184,8 @@ class StageTrainer(Trainer):
         elif math.isfinite(loss):
             what += f", but its gradient's norm is {_number(self._norm)}"
         first, count = place["next_block"], self.stage_log.global_batch
-        blocks = f"blocks {first} to {first + count - 1} ({self.sources(first, count)})"
+        sources = self.train_dataset.blocks.sources_of(first, count)
+        blocks = f"blocks {first} to {first + count - 1} ({sources})"
         most = self.options.max_bad_steps
         stage = Path(self.args.output_dir).parent.name.partition("-")[2]
         return (

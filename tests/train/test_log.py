@@ -60,7 +60,10 @@ def test_without_tensorboard_a_run_says_so_once_and_goes_on(
     assert not (tmp_path / "out/tensorboard").exists()
 
 
-def test_every_line_of_the_log_has_speed_and_memory_and_no_mfu_on_a_cpu(shown):
+def test_every_line_of_the_log_has_time_speed_and_memory_and_no_mfu_on_a_cpu(shown):
+    seconds = [line["seconds"] for line in logged(shown[0])]
+    assert seconds == sorted(seconds)
+    assert seconds[-1] > 0
     for line in logged(shown[0]):
         if "loss" in line:
             assert line["tokens_per_second"] > 0
@@ -127,9 +130,3 @@ def test_measuring_the_held_out_loss_is_no_time_of_training(tmp_path, monkeypatc
     with log.pause():
         pass
     assert log.seconds == 5 + 7 + 3
-
-
-def test_every_line_says_how_long_the_stage_has_trained(shown):
-    seconds = [line["seconds"] for line in logged(shown[0])]
-    assert seconds == sorted(seconds)
-    assert seconds[-1] > 0

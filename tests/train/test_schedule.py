@@ -26,7 +26,6 @@ def trainer_of(options: dict, tmp_path) -> StageTrainer:
         meter=SpeedMeter(8, 1),
         held_out=torch.empty(0, 8),
         stop=StopRequest(),
-        sources=lambda first, count: "",
     )
     trainer.create_optimizer_and_scheduler(options["max_steps"])
     return trainer

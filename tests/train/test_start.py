@@ -172,7 +172,8 @@ def test_blocks_longer_than_the_model_was_trained_for_are_announced_by_the_run_a
     )
     settings = ["data.seq_len=70", "stages.k.max_steps=1", "training.use_cpu=false"]
     recipe = load_recipe(recipe_path, settings)
-    assert any(note.startswith(notice) for note in plan_recipe(recipe).notes)
+    first = recipe.model_copy(update={"stages": recipe.stages[:1]})
+    assert any(note.startswith(notice) for note in plan_recipe(first).notes)
     run_recipe(load_recipe(recipe_path, settings[:2]), tmp_path / "out", stage="k")
     assert capsys.readouterr().out.count(notice) == 1
     meant = ("max_position_embeddings=70", "rope_parameters={rope_type: linear, factor: 2.0}")
