@@ -40,7 +40,7 @@ from coca_hf.models.hub import LICENCE_FILES, without_paths
 from coca_hf.train.blocks import Blocks, DealtBlocks
 from coca_hf.train.data import Corpus
 from coca_hf.train.flops import count_flops
-from coca_hf.train.log import ProgressLine, SpeedMeter, StageLog, announce, start_place, wandb_run
+from coca_hf.train.log import ProgressLine, StageLog, announce, start_place, wandb_run
 from coca_hf.train.model import (
     count_parameters,
     load_config,
@@ -236,8 +236,8 @@ def _run_stage(
     sharing = options.context_parallel_size
     group, groups = state.process_index // sharing, state.num_processes // sharing
     per_step, path = stage.blocks_per_step, stage.directory / "log.jsonl"
-    log = StageLog(path, seq_len, per_step, options.held_out_steps, place)
-    meter = SpeedMeter(per_step * seq_len, count_flops(model, seq_len).model)
+    flops = count_flops(model, seq_len).model
+    log = StageLog(path, seq_len, per_step, flops, options.held_out_steps, place)
     batch_size = stage.arguments.train_batch_size
     with library_errors(f"stages.{stage.name}: the trainer does not take these options"):
         trainer = StageTrainer(
@@ -248,7 +248,6 @@ def _run_stage(
             callbacks=[log],
             log=log,
             options=options,
-            meter=meter,
             held_out=held_out,
             stop=stop,
             objective=objective,

@@ -155,7 +155,8 @@ def test_float32_logits_are_in_the_measure_unless_cross_entropy_is_fused(small, 
 
 def test_gpus_that_share_a_block_have_the_activations_of_their_part(recipe, path):
     memories = (
-        measure(recipe, recipe.stages[1], Setting(4, BATCH, 1, False, sharing)) for sharing in (1, 2)
+        measure(recipe, recipe.stages[1], Setting(4, BATCH, 1, False, sharing))
+        for sharing in (1, 2)
     )
     whole, half = (memory.at_peak["activations"] for memory in memories)
     assert 0.4 * whole < half < 0.5 * whole  # the scores of a part are fewer than half

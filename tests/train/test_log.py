@@ -124,9 +124,10 @@ def test_a_global_batch_that_does_not_divide_is_refused(real_recipe, tmp_path):
 
 
 def test_measuring_the_held_out_loss_is_no_time_of_training(tmp_path, monkeypatch):
-    now = iter([100.0, 107.0, 117.0, 120.0])  # made, measuring from and until, asked
+    now = iter([100.0, 107.0, 117.0, 120.0, 121.0])  # made, measuring from and until, asked twice
     monkeypatch.setattr("coca_hf.train.log.time.monotonic", lambda: next(now))
-    log = StageLog(tmp_path / "log.jsonl", 8, 1, 0, start_place(0) | {"seconds": 5.0})
-    with log.pause():
+    log = StageLog(tmp_path / "log.jsonl", 8, 6, 1, 0, start_place(0) | {"seconds": 5.0})
+    with log.pause():  # between two lines of the log
         pass
     assert log.seconds == 5 + 7 + 3
+    assert log.measure(step=3)["tokens_per_second"] == 3 * 6 * 8 / (7 + 4)
