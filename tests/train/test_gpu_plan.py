@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import coca_hf
 from coca_cli.train import app as train_app
 from coca_hf.errors import CocaError
+from coca_hf.train import gpu_plan
 from coca_hf.train import memory as measuring
 from coca_hf.train.gpu_plan import GIB, RESERVE, plan_recipe
 from coca_hf.train.memory import Setting, measure
@@ -247,10 +248,12 @@ def test_what_is_advised_fits(small, path):
 
 
 def test_more_gpus_are_advised_last_and_nothing_where_nothing_helps(small, path):
-    memory = 0.75 * measure(small, small.stages[1], Setting(1, 1, BATCH, True)).peak
-    plan = plan_recipe(alone(small, 1), 1, memory / GIB / (1 - RESERVE))
+    memory = 0.75 * measure(small, small.stages[1], Setting(1, 1, 2, True)).peak
+    batch, checkpointed = "training.per_device_train_batch_size", "gradient_checkpointing=true"
+    two_blocks = load_recipe(path, [ONE_LAYER, f"{batch}=2"])
+    plan = plan_recipe(alone(two_blocks, 1), 1, memory / GIB / (1 - RESERVE))
     assert "--world-size" in plan.stages[0].change
-    one_block = load_recipe(path, [ONE_LAYER, "training.per_device_train_batch_size=1"])
+    one_block = load_recipe(path, [ONE_LAYER, f"{batch}=1", f"training.{checkpointed}"])
     assert "nothing helps" in plan_recipe(alone(one_block, 1), 1, 1e-6).stages[0].change
 
 
@@ -263,6 +266,14 @@ def test_a_long_block_on_each_gpu_is_helped_by_a_fused_cross_entropy_and_by_shar
     config = {"vocab_size": 700, "max_position_embeddings": 960, "num_hidden_layers": 1}
     long = ["data.seq_len=960", *(f"config.{key}={value}" for key, value in config.items())]
     long += ["training.per_device_train_batch_size=1", "training.gradient_checkpointing=true"]
+    measured = {}
+
+    def measure_once(recipe, stage, setting):
+        key = repr(stage), setting
+        measured[key] = measured.get(key) or measure(recipe, stage, setting)
+        return measured[key]
+
+    monkeypatch.setattr(gpu_plan, "measure", measure_once)
 
     def planned(settings, memory):
         return plan_recipe(alone(load_recipe(path, [*long, *settings]), 1), 8, memory).stages[0]
