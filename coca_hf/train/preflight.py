@@ -1,7 +1,7 @@
 """What a run refuses before it writes, in the order of its cost. Begin with `preflight`.
 
 Later, each stage compares the hashes of the weights that it starts from (`check_base`), and each
-checkpoint makes sure of its room on disk (`saving_all`).
+checkpoint makes sure of its room on disk (`saving_to`).
 """
 
 import copy

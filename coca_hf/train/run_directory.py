@@ -304,28 +304,20 @@ def file_hash(file: Path, check_stop: Callable[[], None] = lambda: None) -> str 
 
 
 @contextmanager
-def saving_all(directory: Path, num_bytes: int, what: str) -> Iterator[None]:
-    """`saving_to`, called in every process, of `num_bytes` in all, for which the disk has room.
-
-    Raises CocaError, in every process, where it has none for `what`.
-    """
-    free = [shutil.disk_usage(directory).free]
-    broadcast_object_list(free)
-    if free[0] < num_bytes:
-        raise CocaError(
-            f"{directory}: got {size_in_words(free[0])} free, expected {size_in_words(num_bytes)} "
-            f"for {what}; {UNTOUCHED}"
-        )
-    with saving_to(directory, num_bytes):
-        yield
-
-
-@contextmanager
-def saving_to(directory: Path, num_bytes: int | None = None) -> Iterator[None]:
+def saving_to(directory: Path, what: str = "", num_bytes: int = 0) -> Iterator[None]:
     """Turn what a full or read-only disk makes torch, safetensors and Python raise into a CocaError.
 
-    num_bytes: how much is written in all, which a full disk makes torch not say.
+    num_bytes: how much is written in all, which a full disk makes torch not say. With it, every
+    process calls this; raises CocaError, in all of them, where the disk lacks the room for `what`.
     """
+    if num_bytes:
+        free_bytes = [shutil.disk_usage(directory).free]
+        broadcast_object_list(free_bytes)
+        if free_bytes[0] < num_bytes:
+            raise CocaError(
+                f"{directory}: got {size_in_words(free_bytes[0])} free, expected "
+                f"{size_in_words(num_bytes)} for {what}; {UNTOUCHED}"
+            )
     try:
         yield
     except CocaError:

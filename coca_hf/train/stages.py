@@ -81,7 +81,6 @@ from coca_hf.train.run_directory import (
     last_checkpoint,
     read_record,
     reading,
-    saving_all,
     saving_to,
     weights_hashes,
 )
@@ -403,7 +402,7 @@ def _complete(
     """Turn a trained stage into a complete checkpoint; training.json, which says so, comes last."""
     partial = stage.directory / PARTIAL
     num_bytes = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
-    with saving_all(stage.directory, num_bytes, "the result"):
+    with saving_to(stage.directory, "the result", num_bytes):
         if trainer.is_fsdp_enabled:
             # Otherwise nothing is saved
             trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")

@@ -22,7 +22,7 @@ from coca_hf.train.log import StageLog
 from coca_hf.train.objectives import Objective
 from coca_hf.train.options import LinearBounds, StageOptions
 from coca_hf.train.processes import StopRequest
-from coca_hf.train.run_directory import PARTIAL, reading, saving_all
+from coca_hf.train.run_directory import PARTIAL, reading, saving_to
 from coca_hf.train.training_state import load_state, save_state, state_bytes
 
 RUNNING_SHARE = 0.02  # of a step's loss in the running mean, which so spans about 50 steps
@@ -227,7 +227,7 @@ class StageTrainer(Trainer):
         directory = Path(self.args.output_dir)
         name = f"checkpoint-{self.state.global_step}"
         num_bytes = state_bytes(self.model, self.optimizer.optimizer)
-        with saving_all(directory, num_bytes, name):
+        with saving_to(directory, name, num_bytes):
             self.args.output_dir = str(directory / PARTIAL)
             try:
                 super()._save_checkpoint(model, trial)

@@ -248,12 +248,11 @@ def test_what_is_advised_fits(small, path):
 
 
 def test_more_gpus_are_advised_last_and_nothing_where_nothing_helps(small, path):
-    memory = 0.75 * measure(small, small.stages[1], Setting(1, 1, 2, True)).peak
-    batch, checkpointed = "training.per_device_train_batch_size", "gradient_checkpointing=true"
-    two_blocks = load_recipe(path, [ONE_LAYER, f"{batch}=2"])
-    plan = plan_recipe(alone(two_blocks, 1), 1, memory / GIB / (1 - RESERVE))
+    memory = 0.75 * measure(small, small.stages[1], Setting(1, 1, BATCH, True)).peak
+    plan = plan_recipe(alone(small, 1), 1, memory / GIB / (1 - RESERVE))
     assert "--world-size" in plan.stages[0].change
-    one_block = load_recipe(path, [ONE_LAYER, f"{batch}=1", f"training.{checkpointed}"])
+    smallest = ["per_device_train_batch_size=1", "gradient_checkpointing=true"]
+    one_block = load_recipe(path, [ONE_LAYER, *(f"training.{each}" for each in smallest)])
     assert "nothing helps" in plan_recipe(alone(one_block, 1), 1, 1e-6).stages[0].change
 
 

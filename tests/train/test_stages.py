@@ -17,6 +17,7 @@ from coca_hf import CocaError, convert_checkpoint
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
+from tests.train.layouts import Interrupted, interrupt_in_step
 from tests.train.results import assert_same_weights, changed, log_lines, record, weights
 
 STAGES = ["1-k", "2-qkv", "3-full"]
@@ -357,22 +358,15 @@ def test_a_recipe_knows_which_overrides_take_other_blocks_a_step_than_its_file_s
 
 
 def test_a_step_of_other_blocks_than_the_recipes_file_says_is_announced_before_it_is_taken(
-    global_batch_path, tmp_path, capsys
+    global_batch_path, tmp_path, monkeypatch, capsys
 ):
-    seen = []
-    plain_step = StageTrainer.training_step
-
-    def training_step(*arguments):
-        seen.append(capsys.readouterr().out)
-        return plain_step(*arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StageTrainer, "training_step", training_step)
-        other = ["stages.qkv.global_batch_size=8"]
-        run_recipe(load_recipe(global_batch_path, other), tmp_path / "out")
-    printed = "".join(seen)
-    line = "blocks a step, expected 4 as the recipe's file says"
-    assert printed.count(line) == printed.count(f"stages.qkv: got 8 {line}") == 1
+    monkeypatch.setattr(StageTrainer, "training_step", StageTrainer.training_step)
+    interrupt_in_step(1)
+    recipe = load_recipe(global_batch_path, ["stages.k.global_batch_size=8"])
+    with pytest.raises(Interrupted):
+        run_recipe(recipe, tmp_path / "out")
+    line = "stages.k: got 8 blocks a step, expected 4 as the recipe's file says"
+    assert capsys.readouterr().out.count(line) == 1
 
 
 def test_an_accumulation_that_contradicts_the_global_batch_is_refused(recipe_path, tmp_path):
