@@ -294,46 +294,34 @@ class Objective:
         wanted = not self.weights.keys().isdisjoint(_OF_ATTENTION)
         with _attention_of(model, wanted) as ours:
             text_loss, outputs = language_loss()
-        losses, token_weights = {"lm": text_loss}, None
+        losses, logits, token_weights = {"lm": text_loss}, outputs["logits"], None
         if self.answer_weight:
             of_answers = answer_weights(inputs["answers"])
-            answers = answer_loss(outputs["logits"], inputs["input_ids"], of_answers)
+            answers = answer_loss(logits, inputs["input_ids"], of_answers)
             losses["answers"] = answers / accumulated
             token_weights = 1 + self.answer_weight * of_answers
-        if self._teacher is not None:
-            losses |= self._beside(
-                self._teacher, inputs, outputs["logits"], ours, token_weights, accumulated
-            )
+        if (teacher := self._teacher) is not None:
+            given = {name: inputs[name] for name in _MODEL_INPUTS if name in inputs}
+            with torch.no_grad(), _attention_of(teacher.to(logits.device), wanted) as theirs:
+                teacher_logits = teacher(**given, use_cache=False).logits
+            if "distill" in self.weights:
+                divergence = distillation_loss(
+                    logits, teacher_logits, self.temperature, token_weights
+                )
+                losses["distill"] = divergence / accumulated
+            if "attention-transfer" in self.weights:
+                outputs_of = ([output for output, _ in layers] for layers in (ours, theirs))
+                losses["attention-transfer"] = attention_transfer_loss(*outputs_of) / accumulated
+            if "attention-maps" in self.weights:
+                our_maps, their_maps = ([maps for _, maps in layers] for layers in (ours, theirs))
+                losses["attention-maps"] = (
+                    attention_map_loss(our_maps, their_maps, token_weights) / accumulated
+                )
         self._sums.update(
             {name: losses[name].detach().item() * accumulated for name in self.weights}
         )
         self._calls += 1
         return sum(weight * losses[name] for name, weight in self.weights.items())
-
-    def _beside(
-        self,
-        teacher: PreTrainedModel,
-        inputs: Mapping,
-        logits: Tensor,
-        ours: list,
-        token_weights: Tensor | None,
-        accumulated: int,
-    ) -> dict[str, Tensor]:
-        given = {name: inputs[name] for name in _MODEL_INPUTS if name in inputs}
-        with torch.no_grad(), _attention_of(teacher.to(logits.device), bool(ours)) as theirs:
-            teacher_logits = teacher(**given, use_cache=False).logits
-        losses = {}
-        if "distill" in self.weights:
-            losses["distill"] = distillation_loss(
-                logits, teacher_logits, self.temperature, token_weights
-            )
-        if "attention-transfer" in self.weights:
-            outputs = ([output for output, _ in layers] for layers in (ours, theirs))
-            losses["attention-transfer"] = attention_transfer_loss(*outputs)
-        if "attention-maps" in self.weights:
-            our_maps, their_maps = ([maps for _, maps in layers] for layers in (ours, theirs))
-            losses["attention-maps"] = attention_map_loss(our_maps, their_maps, token_weights)
-        return {name: loss / accumulated for name, loss in losses.items()}
 
     def take_means(self) -> dict[str, float]:
         """Each loss as `loss_<name>`: mean over the steps since the last call and all processes,

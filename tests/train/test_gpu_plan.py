@@ -249,11 +249,13 @@ def test_what_is_advised_fits(small, path):
 
 def test_more_gpus_are_advised_last_and_nothing_where_nothing_helps(small, path):
     memory = 0.75 * measure(small, small.stages[1], Setting(1, 1, BATCH, True)).peak
-    plan = plan_recipe(alone(small, 1), 1, memory / GIB / (1 - RESERVE))
+    least = ["per_device_train_batch_size=1", "gradient_checkpointing=true"]
+    settings = [ONE_LAYER, *(f"training.{setting}" for setting in least)]
+    four = load_recipe(path, [*settings, f"training.gradient_accumulation_steps={BATCH}"])
+    plan = plan_recipe(alone(four, 1), 1, memory / GIB / (1 - RESERVE))
     assert "--world-size" in plan.stages[0].change
-    smallest = ["per_device_train_batch_size=1", "gradient_checkpointing=true"]
-    one_block = load_recipe(path, [ONE_LAYER, *(f"training.{each}" for each in smallest)])
-    assert "nothing helps" in plan_recipe(alone(one_block, 1), 1, 1e-6).stages[0].change
+    one = load_recipe(path, settings)
+    assert "nothing helps" in plan_recipe(alone(one, 1), 1, 1e-6).stages[0].change
 
 
 def test_a_long_block_on_each_gpu_is_helped_by_a_fused_cross_entropy_and_by_sharing_it(

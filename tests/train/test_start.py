@@ -193,20 +193,17 @@ def test_a_stage_computes_in_bfloat16_on_a_cpu_where_there_is_nothing_else(
         assert stage.arguments.device.type == "cpu"
 
 
-@pytest.mark.parametrize("rope_type", ["linear", "dynamic", "longrope"])
-@pytest.mark.parametrize("kind", ["tiny_llama_dir", "tiny_coca_dir"])
-def test_every_model_that_trains_passes_the_look_at_its_shapes(
-    recipe_path, request, kind, rope_type
-):
-    rope = {"rope_type": rope_type, "factor": 4.0}
-    if rope_type == "longrope":
-        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-        rope["original_max_position_embeddings"] = 64
-    settings = [f"model={request.getfixturevalue(kind)}", f"config.rope_parameters={rope}"]
-    check_model(load_recipe(recipe_path, [*settings, *ALL]))
-
-
+LONG_ROPE = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+LONG_ROPE["original_max_position_embeddings"] = 64
+ROPES = {"linear": {}, "dynamic": {}, "longrope": LONG_ROPE}
 FAMILIES = {
+    **{
+        f"{config.__name__} {kind}": config(
+            **TINY, rope_parameters={"rope_type": kind, "factor": 4.0, "rope_theta": 1e4, **own}
+        )
+        for config in (LlamaConfig, coca_hf.CocaLlamaConfig)
+        for kind, own in ROPES.items()
+    },
     "CocaMistral": coca_hf.CocaMistralConfig(**TINY, sliding_window=8),
     "CocaQwen2": coca_hf.CocaQwen2Config(**TINY),
     "CocaQwen3": coca_hf.CocaQwen3Config(**TINY, head_dim=8),
@@ -221,7 +218,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_passes_the_look_at_its_shapes(recipe_path, tmp_path, family):
+def test_every_model_that_trains_passes_the_look_at_its_shapes(recipe_path, tmp_path, family):
     FAMILIES[family].save_pretrained(tmp_path)
     check_model(load_recipe(recipe_path, [f"model={tmp_path}", *ALL]))
 
