@@ -57,8 +57,9 @@ from coca_hf.train.run_directory import (
     begin_out,
     check_inputs,
     check_out,
-    model_state,
+    file_hash,
     noted_inputs,
+    weights_hashes,
 )
 from coca_hf.train.trainer import has_bounds
 
@@ -171,7 +172,10 @@ def _check_and_begin(
     # All weights and data, for their hashes: what decides the training and is not in the recipe
     on_hub = {key: name for key, (name, _) in origins.items() if not Path(name).exists()}
     local = {
-        key: model_state(directory, check_stop)
+        key: {
+            "config.json": file_hash(directory / "config.json"),
+            **weights_hashes(directory, check_stop),
+        }
         for key, (_, directory) in origins.items()
         if key not in on_hub and key != "tokenizer"
     }

@@ -219,12 +219,6 @@ def _flat(tree: Any, path: str = "") -> dict[str, Any]:
     }
 
 
-def model_state(directory: Path, check_stop: Callable[[], None]) -> dict[str, str | None]:
-    """What a model's directory holds: the hashes of its config and its weights."""
-    config = file_hash(directory / "config.json")
-    return {"config.json": config, **weights_hashes(directory, check_stop)}
-
-
 def last_checkpoint(trainer_dir: Path) -> Path | None:
     """The newest `checkpoint-N`, or None. All are whole: they get their name when they are."""
     found = [
