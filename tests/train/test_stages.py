@@ -199,7 +199,7 @@ REFUSED = {
     'stages.full.lr_scheduler_type=inverse_sqrt stages.full.lr_scheduler_kwargs={"timescale":"x"}': "timescale",
     'stages.full.lr_scheduler_type=cosine stages.full.lr_scheduler_kwargs={"cycles":3}': "do not work: ",
     "stages.full.lr_scheduler_type=lineal": "lineal is not a valid",
-    "training.global_batch_size=6": "stages.k: got global_batch_size 6, expected a multiple of 4: per_device_train_batch",
+    "training.global_batch_size=6": "stages.k: got global_batch_size 6, expected a multiple of 4: per_device_tra",
     "training.global_batch_size=8 training.gradient_accumulation_steps=4": "got global_batch_size 8 and "
     "gradient_accumulation_steps 4, expected 2 on 1",
 }
