@@ -202,13 +202,13 @@ def utilization(
 class ProgressLine(TrainerCallback):
     """A progress bar on a terminal; elsewhere, a line per logging interval."""
 
-    def __init__(self, name: str, show: bool):
-        self.name, self.show = name, show
+    def __init__(self, name: str):
+        self.name = name
         self._bar: tqdm | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._begun = time.monotonic(), state.global_step
-        if self.show and state.is_world_process_zero and sys.stderr.isatty():
+        if state.is_world_process_zero and sys.stderr.isatty():
             self._bar = tqdm(
                 total=state.max_steps, initial=state.global_step, desc=self.name, dynamic_ncols=True
             )
@@ -218,7 +218,7 @@ class ProgressLine(TrainerCallback):
             self._bar.update(state.global_step - self._bar.n)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if not (self.show and state.is_world_process_zero):
+        if not state.is_world_process_zero:
             return
         if "eval_loss" in logs:
             held_out = f"held-out loss {logs['eval_loss']:.4f}"

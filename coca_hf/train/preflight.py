@@ -468,7 +468,7 @@ def check_positions(recipe: Recipe, config: PreTrainedConfig) -> str | None:
 
     Raises CocaError where blocks skip to positions that the model does not have.
     """
-    data, trained = recipe.data, getattr(config, "max_position_embeddings", math.inf)
+    data, trained = recipe.data, getattr(config, "max_position_embeddings", None) or math.inf
     if data.skip_positions and data.skip_positions > trained:
         raise CocaError(
             f"data.skip_positions: got {data.skip_positions}, expected at most {trained}, the "

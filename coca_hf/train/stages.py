@@ -319,7 +319,8 @@ def _set_callbacks(trainer: StageTrainer, stage: ResolvedStage) -> None:
     """Our progress in place of Hugging Face's; TensorBoard's files beside the stages."""
     for theirs in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(theirs)
-    trainer.add_callback(ProgressLine(stage.directory.name, show=not stage.arguments.disable_tqdm))
+    if not stage.arguments.disable_tqdm:
+        trainer.add_callback(ProgressLine(stage.directory.name))
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
             out_dir, name = stage.directory.parent, stage.directory.name

@@ -92,7 +92,7 @@ def test_where_there_is_no_terminal_an_interval_is_a_line(shown):
 def test_on_a_terminal_a_bar_has_the_same_values(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "200")
-    bar, state = ProgressLine("1-k", True), TrainerState(max_steps=9, is_world_process_zero=True)
+    bar, state = ProgressLine("1-k"), TrainerState(max_steps=9, is_world_process_zero=True)
     bar.on_train_begin(None, state, None)
     state.global_step = 3
     bar.on_step_end(None, state, None)
