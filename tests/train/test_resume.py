@@ -450,16 +450,30 @@ def test_the_command_does_not_run_what_was_planted_in_a_checkpoint_that_it_resum
             "model.model.safetensors was",
         ),
         (
+            lambda _, model, texts: change_byte(model.parent / "teacher/model.safetensors"),
+            "teacher.model.safetensors was",
+        ),
+        (
+            lambda _, model, texts: change_epsilon(model.parent / "teacher/config.json"),
+            "teacher.config.json was",
+        ),
+        (
             lambda recipe, *_: recipe.training.update(per_device_train_batch_size=8),
             "blocks_per_step.k was 4",
         ),
     ],
-    ids=["new file", "longer file", "file of the same size", "weights", "batch"],
+    ids=[
+        *("new file", "longer file", "file of the same size"),
+        *("weights", "teacher's weights", "teacher's config", "batch"),
+    ],
 )
-def test_other_inputs_are_refused(recipe_tree, tiny_coca_dir, texts, tmp_path, change, message):
+def test_other_inputs_are_refused(
+    recipe_tree, tiny_coca_dir, tiny_llama_dir, texts, tmp_path, change, message
+):
     model = shutil.copytree(tiny_coca_dir, tmp_path / "model")
     texts = shutil.copytree(texts, tmp_path / "texts")
     recipe_tree["model"] = str(model)
+    recipe_tree["teacher"] = str(shutil.copytree(tiny_llama_dir, tmp_path / "teacher"))
     words, digits = recipe_tree["data"]["sources"]
     words["path"], digits["path"] = f"{texts}/words/*.txt", f"{texts}/digits.jsonl"
     recipe = Recipe.model_validate(recipe_tree)
