@@ -40,21 +40,22 @@ _SMALLEST_SHARE = 1e-9  # of attention, whose logarithm is taken
 
 
 def fuse_cross_entropy_(model: PreTrainedModel, liger: bool = False) -> None:
-    """Let a model in training compute its loss from hidden states by `linear_cross_entropy`, or
-    Liger's, in place.
+    """Let a model in training compute its loss from hidden states by `linear_cross_entropy`, in
+    place.
 
     Its outputs then hold the hidden states as `logits`. With its head in evaluation it stays as it
     is.
     """
     head, plain_loss = model.get_output_embeddings(), model.loss_function
-    plain_head, fused = head.forward, liger_cross_entropy if liger else linear_cross_entropy
+    plain_head = head.forward
 
     def loss(
         logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch=None, **kwargs
     ) -> Tensor:
         if not head.training:
             return plain_loss(logits, labels, vocab_size, num_items_in_batch, **kwargs)
-        return fused(head, logits, labels, num_items_in_batch, kwargs.get("shift_labels"))
+        shift_labels = kwargs.get("shift_labels")
+        return linear_cross_entropy(head, logits, labels, num_items_in_batch, shift_labels, liger)
 
     head.forward = lambda hidden: hidden if head.training else plain_head(hidden)
     model.loss_function = loss
@@ -66,36 +67,28 @@ def linear_cross_entropy(
     labels: Tensor,
     num_items: Tensor | int | None = None,
     shift_labels: Tensor | None = None,
+    liger: bool = False,
 ) -> Tensor:
     """Cross-entropy of `head(hidden)` with the next label, in float32: the sum over `num_items`, or
     the mean.
 
     hidden: (b, m, hidden); labels: (b, m), -100 where nothing is predicted; shift_labels: (b, m),
     the next label of every place, in the place of labels. The backward computes the head again:
-    there are never more logits than a chunk's. Returns a scalar.
+    there are never more logits than a chunk's. liger: by Liger's Triton kernel (arXiv 2410.10989),
+    gradients with forward. Returns a scalar.
     """
     targets, num_items = _targets(labels, shift_labels, num_items)
+    if liger:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        fused = LigerFusedLinearCrossEntropyLoss(
+            ignore_index=_IGNORED, reduction="sum", accum_dtype=torch.float32
+        )
+        return fused(head.weight, hidden.flatten(0, 1), targets, head.bias) / num_items
     parts = (tensor.split(_CHUNK_TOKENS) for tensor in (hidden.flatten(0, 1), targets))
     chunks = zip(*parts, strict=True)
     total = sum(checkpoint(_cross_entropy, head, *chunk, use_reentrant=False) for chunk in chunks)
     return total / num_items
-
-
-def liger_cross_entropy(
-    head: nn.Linear,
-    hidden: Tensor,
-    labels: Tensor,
-    num_items: Tensor | int | None = None,
-    shift_labels: Tensor | None = None,
-) -> Tensor:
-    """`linear_cross_entropy` by Liger's Triton kernel (arXiv 2410.10989), gradients with forward."""
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    targets, num_items = _targets(labels, shift_labels, num_items)
-    fused = LigerFusedLinearCrossEntropyLoss(
-        ignore_index=_IGNORED, reduction="sum", accum_dtype=torch.float32
-    )
-    return fused(head.weight, hidden.flatten(0, 1), targets, head.bias) / num_items
 
 
 def _targets(
