@@ -386,8 +386,9 @@ def test_the_command_is_stopped_by_a_signal_and_continues(
 
 
 def test_a_run_prepares_the_blocks_of_its_last_stage_and_says_where_they_and_others_are(
-    recipe_path, tmp_path, capsys
+    recipe_path, tmp_path, monkeypatch, capsys
 ):
+    monkeypatch.undo()
     recipe = load_recipe(recipe_path, [f"data.prepared={tmp_path / 'blocks'}"])
     run_recipe(recipe, tmp_path / "out", stage="k")
     printed = capsys.readouterr().out

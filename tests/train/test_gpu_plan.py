@@ -142,7 +142,7 @@ def test_the_peak_is_that_of_a_real_run_on_a_cpu(recipe, number, checkpointing):
 
 
 def test_float32_logits_are_in_the_measure_unless_cross_entropy_is_fused(small, path, monkeypatch):
-    monkeypatch.setattr("coca_hf.train.objectives._CHUNK_TOKENS", 15)
+    monkeypatch.setattr("coca_hf.train.objectives._CHUNK_TOKENS", 30)
     recipe, wide = small, 40 * VOCAB
     coca_hf.CocaLlamaConfig(vocab_size=wide, **TINY).save_pretrained(recipe.model)
     logits = BATCH * SEQ_LEN * wide * 4
