@@ -92,7 +92,12 @@ def test_bfloat16_computes_close_to_float32_and_keeps_float32_weights(run):
 def test_a_compiled_run_is_the_plain_one(run, tiny_coca_dir):
     """One layer, by the backend that traces both passes but writes no C++, which takes minutes."""
     small = {"model_type": "coca_llama", **TINY, "num_hidden_layers": 1}
-    one_layer = ["model=null", f"tokenizer={tiny_coca_dir}", f"config={small}"]
+    one_layer = [
+        "model=null",
+        f"tokenizer={tiny_coca_dir}",
+        f"config={small}",
+        "stages.k.max_steps=1",
+    ]
     plain, _ = run("plain", *one_layer)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
