@@ -299,6 +299,7 @@ def test_a_long_block_on_each_gpu_is_helped_by_a_fused_cross_entropy_and_by_shar
         (["--gpu-memory", "0"], "--gpu-memory 0"),
         (["config.attention_dropout=7"], "no CocaLlamaConfig model can be made of it: dropout pr"),
         (["training.use_cpu=true"], "stages.k: got use_cpu, but a plan is for GPUs; add training"),
+        (["data.skip_positions=65"], "data.skip_positions: got 65, expected at most 64, the pos"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(path, arguments, message):
