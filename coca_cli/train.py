@@ -72,18 +72,28 @@ def train_command(
     The blocks of tokens are prepared before the first stage, in the recipe's data.prepared
     (./prepared).
     """
+    from coca_hf.train.recipe import load_recipe
+
+    checked = load_recipe(recipe, settings or [])
     if plan:
-        _plan(recipe, settings or [], world_size, gpu_memory, gpu, mfu, as_json)
+        from coca_hf.train.gpu_plan import plan_recipe, plan_table
+
+        with console.status("planning"):
+            planned = plan_recipe(checked, world_size, gpu_memory, gpu, mfu)
+        if as_json:
+            print(json.dumps(planned.to_dict(), indent=2))
+        else:
+            PlainConsole().print(plan_table(planned))
+            for line in planned.advice():
+                say(line)
         return
     from accelerate import PartialState
     from transformers.utils.logging import disable_progress_bar
 
     from coca_hf.train.processes import EXIT_STOPPED, Stopped, ignore_signals
-    from coca_hf.train.recipe import load_recipe
     from coca_hf.train.stages import prepare_recipe, run_recipe
 
     disable_progress_bar()  # of loading and saving; the training keeps its own
-    checked = load_recipe(recipe, settings or [])
     try:
         if prepare:
             blocks, wanted = prepare_recipe(checked, world_size)
@@ -107,25 +117,3 @@ def train_command(
             f"default,dynamic:2 --out {directory.parent / 'rows'}"
         )
     PartialState().destroy_process_group()  # or a process that exits under gloo's threads may abort
-
-
-def _plan(
-    path: Path,
-    settings: list[str],
-    world_size: int,
-    gpu_memory: float,
-    gpu: str,
-    mfu: float,
-    as_json: bool,
-) -> None:
-    from coca_hf.train.gpu_plan import plan_recipe, plan_table
-    from coca_hf.train.recipe import load_recipe
-
-    with console.status("planning"):
-        plan = plan_recipe(load_recipe(path, settings), world_size, gpu_memory, gpu, mfu)
-    if as_json:
-        print(json.dumps(plan.to_dict(), indent=2))
-        return
-    PlainConsole().print(plan_table(plan))
-    for line in plan.advice():
-        say(line)

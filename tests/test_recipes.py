@@ -6,7 +6,6 @@ import shlex
 import subprocess
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import pytest
 import torch
@@ -21,9 +20,6 @@ from coca_hf.train.preflight import check_model
 from coca_hf.train.recipe import Recipe, load_recipe
 from tests.conftest import TINY
 from tests.train.test_schedule import rates_of, trainer_of
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 FILES = sorted(path for path in RECIPES.rglob("*.yaml") if "accelerate" not in path.parts)
@@ -65,6 +61,13 @@ def load(tiny_tokenizer, tmp_path):
     return load
 
 
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+def test_every_recipe_says_what_to_expect(path):
+    header = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    for label in ("Reproduces", "Command", "Cost", "Expect"):
+        assert any(line.startswith(f"# {label}") for line in header), label
+
+
 @pytest.mark.parametrize("name", PATHS)
 def test_a_recipe_runs_dry(name, load, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("asks the hub"))
@@ -86,23 +89,6 @@ def papers_rates(num_steps: int, warmup_steps: int) -> np.ndarray:
     return np.where(steps < warmup_steps, warm_up, decay)
 
 
-def test_the_papers_rate_at_every_step_of_every_stage(tmp_path):
-    recipe = load_recipe(PATHS["llama-7b/three-stage.yaml"])
-    rates = []
-    for stage in recipe.stages:
-        options = recipe.options(stage) | ON_CPU
-        assert options["max_steps"] == 15_000
-        assert (options["adam_beta1"], options["adam_beta2"]) == (0.9, 0.95)
-        rates += rates_of(options, tmp_path)[:-1]
-    np.testing.assert_allclose(rates, np.tile(papers_rates(15_000, 150), 3), rtol=1e-9)
-    figure, axes = pyplot.subplots()
-    axes.plot(rates)
-    axes.set(xlabel="step", ylabel="learning rate", title="recipes/llama-7b/three-stage.yaml")
-    figure.savefig(tmp_path / "rates.png")
-    pyplot.close(figure)
-    assert (tmp_path / "rates.png").stat().st_size > 10_000
-
-
 PAPERS_RATES = {
     "llama-7b/three-stage.yaml": papers_rates(15_000, 150),  # a warm-up of 1% of the steps
     "llama-7b/pi-32k.yaml": np.full(6000, 2e-5),
@@ -120,7 +106,8 @@ def test_the_papers_optimizer_and_its_schedule(name, tmp_path):
         assert all(group["betas"] == (0.9, 0.95) for group in trainer.optimizer.param_groups)
         schedule = trainer.lr_scheduler
         for peak, share in set(zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)):
-            rates = [peak * share(step) for step in range(trainer.args.max_steps)]
+            rates = [peak * share(step) for step in range(len(PAPERS_RATES[name]))]
+            assert len(rates) == trainer.args.max_steps
             np.testing.assert_allclose(rates, PAPERS_RATES[name], rtol=1e-9)
 
 
@@ -136,11 +123,11 @@ def test_a_recipe_is_planned(name, load):
 
 def test_adapters_fit_a_gpu_of_24_gb_as_their_recipe_says(load):
     peaks = []
-    for num_layers in (2, 4):
+    for num_layers in (1, 2):
         recipe = load("smollm2-135m/lora.yaml", f"config.num_hidden_layers={num_layers}")
         full = recipe.model_copy(update={"stages": recipe.stages[2:]})
         peaks.append(plan_recipe(full).stages[0].memory.peak / GIB)
-    peak = peaks[0] + 14 * (peaks[1] - peaks[0])  # every layer of the 30 adds as much
+    peak = peaks[0] + 29 * (peaks[1] - peaks[0])  # every layer of the 30 adds as much
     # as `coca-train --plan` says of all 30, in a minute
     assert peak == pytest.approx(12.5, abs=0.1)
     assert peak < 24 * (1 - RESERVE)

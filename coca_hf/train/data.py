@@ -7,6 +7,9 @@ every block is drawn by `weight`, a share of tokens. A synthetic block uses up a
 
 So sources, tokenizer, `seq_len`, seed and number of held-out blocks fix the blocks and their order.
 A preparation that continues draws everything again, and tokenises what is not on disk.
+
+    PREPARED/KEY/…        the blocks
+    PREPARED/files.json   of every local file, by path: size and times of change, xxh3_128
 """
 
 import functools
@@ -15,6 +18,7 @@ import itertools
 import json
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
@@ -27,41 +31,92 @@ from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from coca_hf.documents import Document, commit_of, is_on_hub, local_files, read_documents
+from coca_hf.documents import (
+    Document,
+    commit_of,
+    is_on_hub,
+    local_files,
+    names_of,
+    read_documents,
+)
 from coca_hf.errors import CocaError
+from coca_hf.files import replace_text
 from coca_hf.held_out import HeldOut, hold_out, shares
 from coca_hf.tokens import Encoder, Piece, batches, pieces_of
 from coca_hf.train.blocks import ANSWER, Blocks, Damaged, GrowingRows, layouts, save_state
 from coca_hf.train.lookups import Lookups
 from coca_hf.train.processes import Stopped
 from coca_hf.train.recipe import Data, Source
-from coca_hf.train.source_files import contents, keep_hashes
+from coca_hf.train.run_directory import file_hash
+from coca_hf.weights import size_in_words
 
 LARGE_DOCUMENT = 10_000_000  # characters: a dozen novels
 SHUFFLE_TOKENS = 2**21  # of a source, from which its next block is drawn: 1024 blocks of 2048
 STATE_TOKENS = 2**25  # between two states: what a killed preparation draws and tokenises again
 UNREAD = {"document": 0, "character": 0, "waiting": [], "is_read": False}  # see _PackedSource
 LOCK_SECONDS = 0.5  # between two looks at whether a signal came
+FRESH_SECONDS = 2.0  # within which a file may change again and have the same times
+LARGE_FILE = 2**30  # bytes: reading them takes long enough to say so
 
 
 class Corpus:
     """What makes the blocks of `data`, and where they lie: `data.prepared`/KEY.
 
+    check_stop: called often while files are hashed and blocks prepared; what it raises ends that,
+    and what is done is kept.
+
     Raises CocaError for a tokenizer without an eos token.
     """
 
-    def __init__(self, data: Data, tokenizer: PreTrainedTokenizerBase):
+    def __init__(
+        self,
+        data: Data,
+        tokenizer: PreTrainedTokenizerBase,
+        check_stop: Callable[[], None] = lambda: None,
+    ):
         self.data, self.tokenizer, self.encoder = data, tokenizer, Encoder(tokenizer)
-        self._check_stop: Callable[[], None] = lambda: None
+        self._check_stop = check_stop
 
     @functools.cached_property
     def files(self) -> list[dict[str, str]]:
-        """What the local files of each source contain, by name."""
-        return [contents(files, Path(self.data.prepared)) for files in self._local_files]
+        """Size and hash of the local files of each source, by the names that their documents have."""
+        return self._contents()
 
-    @property
-    def _local_files(self) -> list[list[Path]]:
-        return [local_files(source.path) if source.path else [] for source in self.data.sources]
+    def _contents(self) -> list[dict[str, str]]:
+        kept_in, contents = Path(self.data.prepared) / "files.json", []
+        kept = _kept_hashes(kept_in)
+        known = dict(kept)
+        try:
+            for source in self.data.sources:
+                files = local_files(source.path) if source.path else []
+                described = [self._described(file, known) for file in files]
+                contents.append(dict(zip(names_of(files), described, strict=True)))
+        finally:
+            if known != kept:
+                with suppress(OSError):  # a cache
+                    kept_in.parent.mkdir(parents=True, exist_ok=True)
+                    replace_text(kept_in, json.dumps(known))
+        return contents
+
+    def _described(self, file: Path, known: dict[str, Any]) -> str:
+        """Size and hash of a file, which is read unless `known` has its hash, and added there."""
+        stat, name = file.stat(), str(file.absolute())
+        state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+        match known.get(name):
+            case [before, str(digest)] if before == state:
+                return f"{stat.st_size:,} bytes, xxh3_128 {digest}"
+        is_fresh = time.time() - max(state[1:]) / 1e9 < FRESH_SECONDS
+        if stat.st_size >= LARGE_FILE:
+            print(f"{file}: reading {size_in_words(stat.st_size)} for their hash, once", flush=True)
+        try:
+            digest = file_hash(file, self._check_stop) or "of no file"
+        except OSError as error:
+            raise CocaError(
+                f"{file}: cannot be read: {error.strerror}; mend or remove it"
+            ) from None
+        if not is_fresh:
+            known[name] = [state, digest]
+        return f"{stat.st_size:,} bytes, xxh3_128 {digest}"
 
     @functools.cached_property
     def made_of(self) -> dict[str, Any]:
@@ -141,19 +196,16 @@ class Corpus:
         if self.data.has_answers:
             Lookups(self.tokenizer)
 
-    def prepare(self, num_blocks: int, check_stop: Callable[[], None] = lambda: None) -> Blocks:
+    def prepare(self, num_blocks: int) -> Blocks:
         """Write what is missing of the first `num_blocks` blocks; what is damaged is made again.
-
-        check_stop: called often; what it raises ends the preparation, which keeps what is done.
 
         Waits while another process prepares these blocks. Raises CocaError for a source that cannot
         be read or has no whole block, and for a disk that is full or read-only.
         """
-        directory, self._check_stop = self.directory, check_stop
+        directory = self.directory
         try:
             directory.mkdir(parents=True, exist_ok=True)
             with self._locked():
-                self.keep_hashes()
                 self._write(num_blocks)
                 self._check_unchanged()
         except OSError as error:
@@ -165,17 +217,9 @@ class Corpus:
             ) from error
         return self.blocks()
 
-    def keep_hashes(self) -> None:
-        """Keep the hashes of local files for the runs that follow, and for other processes."""
-        with suppress(OSError):  # a cache
-            prepared = Path(self.data.prepared)
-            prepared.mkdir(parents=True, exist_ok=True)
-            keep_hashes(itertools.chain.from_iterable(self._local_files), prepared)
-
     def _check_unchanged(self) -> None:
         """Raises CocaError, and forgets the blocks, where a file is not what they are named by."""
-        for before, files in zip(self.files, self._local_files, strict=True):
-            now = contents(files, Path(self.data.prepared))
+        for before, now in zip(self.files, self._contents(), strict=True):
             if changed := [name for name in before if now.get(name) != before[name]]:
                 (self.directory / "state.json").unlink()
                 raise CocaError(
@@ -394,6 +438,13 @@ class _PackedSource:
         self._rows.append(tokens[:whole].reshape(-1, self._rows.width))
         place = {"document": batch[-1].document, "character": batch[-1].character}
         self.state |= place | {"waiting": tokens[whole:].tolist()}
+
+
+def _kept_hashes(file: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        return kept if isinstance(kept, dict) else {}
+    return {}
 
 
 @functools.cache

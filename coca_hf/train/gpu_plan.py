@@ -15,11 +15,19 @@ import torch.distributed as dist
 from rich.table import Table
 
 from coca_hf.errors import CocaError
-from coca_hf.train.context_parallel import check_model_for_context_parallel
 from coca_hf.train.flops import PEAK_FLOPS, TokenFlops, count_flops, peak_flops
 from coca_hf.train.memory import CATEGORIES, Memory, Setting, measure, planned_arguments
-from coca_hf.train.model import count_parameters, model_from_config, stage_model
-from coca_hf.train.preflight import check_model
+from coca_hf.train.model import (
+    count_parameters,
+    model_from_config,
+    stage_model,
+    start_config,
+)
+from coca_hf.train.preflight import (
+    check_model,
+    check_model_for_context_parallel,
+    check_positions,
+)
 from coca_hf.train.recipe import Recipe, Stage, check_context_parallel
 
 RESERVE = 0.1  # of a GPU's memory
@@ -101,6 +109,8 @@ def plan_recipe(
     stages: list[StagePlan] = []
     free = f"{RESERVE:.0%} of the memory free"
     notes = [f"a stage fits whose peak leaves {free}, for what no tensor shows"]
+    if notice := check_positions(recipe, start_config(recipe)):
+        notes.append(notice)
     for stage in recipe.stages:
         options = recipe.options(stage)
         if options.get("use_cpu"):

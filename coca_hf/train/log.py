@@ -34,22 +34,30 @@ COLUMNS = (
 
 
 class StageLog(TrainerCallback, ExportableState):
-    """Writes log.jsonl, and keeps what checkpoints carry: the place in the stream of blocks, the
-    time, held-out losses.
+    """Writes log.jsonl, measures speed, and keeps what checkpoints carry: the place in the stream of
+    blocks, the time, held-out losses.
 
     Whatever `place` holds is in every checkpoint: see `start_place`.
     """
 
     def __init__(
-        self, path: Path, seq_len: int, global_batch: int, held_out_steps: int, place: dict
+        self,
+        path: Path,
+        seq_len: int,
+        global_batch: int,
+        flops_per_token: int,
+        held_out_steps: int,
+        place: dict,
     ):
         self.path = path
         self.seq_len = seq_len
         self.global_batch = global_batch  # blocks a step
+        self.flops_per_token = flops_per_token
         self.held_out_steps = held_out_steps
         self.place = place
         self._seconds_before = place["seconds"]
-        self._started = time.monotonic()
+        self._started = self._measured = time.monotonic()
+        self._measured_step = 0
 
     @property
     def seconds(self) -> float:
@@ -58,16 +66,39 @@ class StageLog(TrainerCallback, ExportableState):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Exclude the enclosed time from `seconds`."""
+        """Exclude the enclosed time from `seconds` and from the speed."""
         began = time.monotonic()
         yield
-        self._started += time.monotonic() - began
+        paused = time.monotonic() - began
+        self._started += paused
+        self._measured += paused
+
+    def restart_speed(self) -> None:
+        """Exclude the time since the last call of `measure` from the speed."""
+        self._measured = time.monotonic()
+
+    def measure(self, step: int) -> dict[str, float | None]:
+        """Since the last call, over all processes: tokens a second, until after step `step`; the
+        share of the GPUs' peak that the model's operations are, None where the peak is not known;
+        the most memory that this process took, in bytes (on a CPU, what it has now).
+        """
+        state, now = PartialState(), time.monotonic()
+        tokens = (step - self._measured_step) * self.global_batch * self.seq_len
+        tokens_per_second = tokens / max(now - self._measured, 1e-9)
+        self._measured, self._measured_step = now, step
+        gpu, memory = None, psutil.Process().memory_info().rss
+        if state.device.type == "cuda":
+            gpu = torch.cuda.get_device_name(state.device)
+            memory = torch.cuda.max_memory_allocated()
+        mfu = utilization(tokens_per_second, self.flops_per_token, gpu, state.num_processes)
+        return {"tokens_per_second": tokens_per_second, "mfu": mfu, "memory_bytes": memory}
 
     def state(self) -> dict:
         return {"args": {}, "attributes": {"place": {**self.place, "seconds": self.seconds}}}
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._started = time.monotonic()
+        self._started = self._measured = time.monotonic()
+        self._measured_step = state.global_step
         if state.is_world_process_zero:
             self._forget_after(state.global_step)
 
@@ -160,34 +191,6 @@ def wandb_run(arguments: TrainingArguments, run_id: str | None) -> Iterator[None
         yield
 
 
-class SpeedMeter:
-    """Speed and memory since the last call of `restart` or `measure`, over all processes."""
-
-    def __init__(self, tokens_per_step: int, flops_per_token: int):
-        self.tokens_per_step = tokens_per_step
-        self.flops_per_token = flops_per_token
-        self.restart()
-
-    def restart(self) -> None:
-        self._since = time.monotonic()
-
-    def measure(self, num_steps: int) -> dict[str, float | None]:
-        """Tokens a second over the last `num_steps` steps; the share of the GPUs' peak that the
-        model's operations are, None where the peak is not known; the most memory that this process
-        took, in bytes (on a CPU, what it has now).
-        """
-        state = PartialState()
-        seconds = max(time.monotonic() - self._since, 1e-9)
-        tokens_per_second = num_steps * self.tokens_per_step / seconds
-        self.restart()
-        gpu, memory = None, psutil.Process().memory_info().rss
-        if state.device.type == "cuda":
-            gpu = torch.cuda.get_device_name(state.device)
-            memory = torch.cuda.max_memory_allocated()
-        mfu = utilization(tokens_per_second, self.flops_per_token, gpu, state.num_processes)
-        return {"tokens_per_second": tokens_per_second, "mfu": mfu, "memory_bytes": memory}
-
-
 def utilization(
     tokens_per_second: float, flops_per_token: float, gpu: str | None, num_gpus: int
 ) -> float | None:
@@ -199,13 +202,13 @@ def utilization(
 class ProgressLine(TrainerCallback):
     """A progress bar on a terminal; elsewhere, a line per logging interval."""
 
-    def __init__(self, name: str, show: bool):
-        self.name, self.show = name, show
+    def __init__(self, name: str):
+        self.name = name
         self._bar: tqdm | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._begun = time.monotonic(), state.global_step
-        if self.show and state.is_world_process_zero and sys.stderr.isatty():
+        if state.is_world_process_zero and sys.stderr.isatty():
             self._bar = tqdm(
                 total=state.max_steps, initial=state.global_step, desc=self.name, dynamic_ncols=True
             )
@@ -215,7 +218,7 @@ class ProgressLine(TrainerCallback):
             self._bar.update(state.global_step - self._bar.n)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if not (self.show and state.is_world_process_zero):
+        if not state.is_world_process_zero:
             return
         if "eval_loss" in logs:
             held_out = f"held-out loss {logs['eval_loss']:.4f}"

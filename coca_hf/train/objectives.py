@@ -40,21 +40,22 @@ _SMALLEST_SHARE = 1e-9  # of attention, whose logarithm is taken
 
 
 def fuse_cross_entropy_(model: PreTrainedModel, liger: bool = False) -> None:
-    """Let a model in training compute its loss from hidden states by `linear_cross_entropy`, or
-    Liger's, in place.
+    """Let a model in training compute its loss from hidden states by `linear_cross_entropy`, in
+    place.
 
     Its outputs then hold the hidden states as `logits`. With its head in evaluation it stays as it
     is.
     """
     head, plain_loss = model.get_output_embeddings(), model.loss_function
-    plain_head, fused = head.forward, liger_cross_entropy if liger else linear_cross_entropy
+    plain_head = head.forward
 
     def loss(
         logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch=None, **kwargs
     ) -> Tensor:
         if not head.training:
             return plain_loss(logits, labels, vocab_size, num_items_in_batch, **kwargs)
-        return fused(head, logits, labels, num_items_in_batch, kwargs.get("shift_labels"))
+        shift_labels = kwargs.get("shift_labels")
+        return linear_cross_entropy(head, logits, labels, num_items_in_batch, shift_labels, liger)
 
     head.forward = lambda hidden: hidden if head.training else plain_head(hidden)
     model.loss_function = loss
@@ -66,36 +67,28 @@ def linear_cross_entropy(
     labels: Tensor,
     num_items: Tensor | int | None = None,
     shift_labels: Tensor | None = None,
+    liger: bool = False,
 ) -> Tensor:
     """Cross-entropy of `head(hidden)` with the next label, in float32: the sum over `num_items`, or
     the mean.
 
     hidden: (b, m, hidden); labels: (b, m), -100 where nothing is predicted; shift_labels: (b, m),
     the next label of every place, in the place of labels. The backward computes the head again:
-    there are never more logits than a chunk's. Returns a scalar.
+    there are never more logits than a chunk's. liger: by Liger's Triton kernel (arXiv 2410.10989),
+    gradients with forward. Returns a scalar.
     """
     targets, num_items = _targets(labels, shift_labels, num_items)
+    if liger:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        fused = LigerFusedLinearCrossEntropyLoss(
+            ignore_index=_IGNORED, reduction="sum", accum_dtype=torch.float32
+        )
+        return fused(head.weight, hidden.flatten(0, 1), targets, head.bias) / num_items
     parts = (tensor.split(_CHUNK_TOKENS) for tensor in (hidden.flatten(0, 1), targets))
     chunks = zip(*parts, strict=True)
     total = sum(checkpoint(_cross_entropy, head, *chunk, use_reentrant=False) for chunk in chunks)
     return total / num_items
-
-
-def liger_cross_entropy(
-    head: nn.Linear,
-    hidden: Tensor,
-    labels: Tensor,
-    num_items: Tensor | int | None = None,
-    shift_labels: Tensor | None = None,
-) -> Tensor:
-    """`linear_cross_entropy` by Liger's Triton kernel (arXiv 2410.10989), gradients with forward."""
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    targets, num_items = _targets(labels, shift_labels, num_items)
-    fused = LigerFusedLinearCrossEntropyLoss(
-        ignore_index=_IGNORED, reduction="sum", accum_dtype=torch.float32
-    )
-    return fused(head.weight, hidden.flatten(0, 1), targets, head.bias) / num_items
 
 
 def _targets(
@@ -294,46 +287,34 @@ class Objective:
         wanted = not self.weights.keys().isdisjoint(_OF_ATTENTION)
         with _attention_of(model, wanted) as ours:
             text_loss, outputs = language_loss()
-        losses, token_weights = {"lm": text_loss}, None
+        losses, logits, token_weights = {"lm": text_loss}, outputs["logits"], None
         if self.answer_weight:
             of_answers = answer_weights(inputs["answers"])
-            answers = answer_loss(outputs["logits"], inputs["input_ids"], of_answers)
+            answers = answer_loss(logits, inputs["input_ids"], of_answers)
             losses["answers"] = answers / accumulated
             token_weights = 1 + self.answer_weight * of_answers
-        if self._teacher is not None:
-            losses |= self._beside(
-                self._teacher, inputs, outputs["logits"], ours, token_weights, accumulated
-            )
+        if (teacher := self._teacher) is not None:
+            given = {name: inputs[name] for name in _MODEL_INPUTS if name in inputs}
+            with torch.no_grad(), _attention_of(teacher.to(logits.device), wanted) as theirs:
+                teacher_logits = teacher(**given, use_cache=False).logits
+            if "distill" in self.weights:
+                divergence = distillation_loss(
+                    logits, teacher_logits, self.temperature, token_weights
+                )
+                losses["distill"] = divergence / accumulated
+            if "attention-transfer" in self.weights:
+                outputs_of = ([output for output, _ in layers] for layers in (ours, theirs))
+                losses["attention-transfer"] = attention_transfer_loss(*outputs_of) / accumulated
+            if "attention-maps" in self.weights:
+                our_maps, their_maps = ([maps for _, maps in layers] for layers in (ours, theirs))
+                losses["attention-maps"] = (
+                    attention_map_loss(our_maps, their_maps, token_weights) / accumulated
+                )
         self._sums.update(
             {name: losses[name].detach().item() * accumulated for name in self.weights}
         )
         self._calls += 1
         return sum(weight * losses[name] for name, weight in self.weights.items())
-
-    def _beside(
-        self,
-        teacher: PreTrainedModel,
-        inputs: Mapping,
-        logits: Tensor,
-        ours: list,
-        token_weights: Tensor | None,
-        accumulated: int,
-    ) -> dict[str, Tensor]:
-        given = {name: inputs[name] for name in _MODEL_INPUTS if name in inputs}
-        with torch.no_grad(), _attention_of(teacher.to(logits.device), bool(ours)) as theirs:
-            teacher_logits = teacher(**given, use_cache=False).logits
-        losses = {}
-        if "distill" in self.weights:
-            losses["distill"] = distillation_loss(
-                logits, teacher_logits, self.temperature, token_weights
-            )
-        if "attention-transfer" in self.weights:
-            outputs = ([output for output, _ in layers] for layers in (ours, theirs))
-            losses["attention-transfer"] = attention_transfer_loss(*outputs)
-        if "attention-maps" in self.weights:
-            our_maps, their_maps = ([maps for _, maps in layers] for layers in (ours, theirs))
-            losses["attention-maps"] = attention_map_loss(our_maps, their_maps, token_weights)
-        return {name: loss / accumulated for name, loss in losses.items()}
 
     def take_means(self) -> dict[str, float]:
         """Each loss as `loss_<name>`: mean over the steps since the last call and all processes,

@@ -1,24 +1,26 @@
 """What a run refuses before it writes, in the order of its cost. Begin with `preflight`.
 
 Later, each stage compares the hashes of the weights that it starts from (`check_base`), and each
-checkpoint makes sure of its room on disk (`check_room`).
+checkpoint makes sure of its room on disk (`saving_to`).
 """
 
 import copy
+import math
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
-from accelerate import PartialState
+from accelerate import ParallelismConfig, PartialState
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
     TrainingArguments,
@@ -27,9 +29,11 @@ from transformers import (
 from transformers.integrations import is_tensorboard_available
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
+from coca_hf.convert.config import head_of
 from coca_hf.errors import CocaError, library_errors, nearest, one_line, short
 from coca_hf.files import locked
-from coca_hf.train.context_parallel import check_model_for_context_parallel, context_parallel
+from coca_hf.models.attention import layer_types
+from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES
 from coca_hf.train.data import Corpus, tokenizer_hash
 from coca_hf.train.log import announce
 from coca_hf.train.model import (
@@ -55,27 +59,16 @@ from coca_hf.train.run_directory import (
     begin_out,
     check_inputs,
     check_out,
-    model_state,
+    file_hash,
     noted_inputs,
+    weights_hashes,
 )
 from coca_hf.train.trainer import has_bounds
 
 MODELS = ("model", "teacher", "tokenizer")  # of a recipe, that may be on the hub
 SHARE = "set context_parallel_size in the recipe"
 SHARD = f"shard with FSDP2, and {SHARE} for blocks too long for one GPU"
-
-
-@dataclass(frozen=True)
-class Checked:
-    """What a run trains. recipe: its models, teacher and tokenizer on the hub at this run's commits.
-    stages: those asked for. num_blocks: of all stages up to the last of these. commits: of the
-    sources that are data sets on the hub.
-    """
-
-    recipe: Recipe
-    stages: list[ResolvedStage]
-    num_blocks: int
-    commits: list[str | None]
+RING_DEVICES = ("cuda",)  # that torch's ring attention has kernels for
 
 
 def preflight(
@@ -85,12 +78,17 @@ def preflight(
     resume: bool,
     until_the_end: ExitStack,
     stop: StopRequest,
-) -> Checked:
+) -> tuple[Recipe, list[ResolvedStage], int]:
     """Check everything that can be known before the first stage, then begin OUT or continue it.
 
     Every process calls this. only: the one stage to run, or None. until_the_end: holds OUT's lock,
-    all that is written before everything is checked. Raises, in every process, CocaError for the
-    first thing that does not work, and Stopped where a signal comes.
+    all that is written of it before everything is checked.
+
+    Returns the recipe with all that it takes from the hub at this run's commits, the stages asked
+    for, and the blocks of all stages up to the last of these.
+
+    Raises, in every process, CocaError for the first thing that does not work, and Stopped where a
+    signal comes.
     """
     # 1. In every process, because each has its own launcher and device
     check_launcher()
@@ -107,8 +105,8 @@ def preflight(
     from_main_process(lambda: lock(out_dir, until_the_end))
     try:  # the others wait outside of collectives, as hashes of large files take long
         found = main_process_first(
-            lambda check: (
-                _check_and_begin(recipe, out_dir, stages, chosen, num_blocks, resume)
+            lambda check_stop: (
+                _check_and_begin(recipe, out_dir, stages, chosen, num_blocks, resume, check_stop)
                 if PartialState().is_main_process
                 else None
             ),
@@ -119,13 +117,15 @@ def preflight(
             f"{out_dir}: stopped by {stopped} before the first stage; continue with --resume"
         ) from None
     origins, commits = from_main_process(lambda: found)
+    for source, commit in zip(recipe.data.sources, commits, strict=True):
+        source.pin_(commit)
     at_commits = _at(recipe, origins)
     directory = origins["model"][1] if recipe.model else None
     chosen = [
         stage if stage.before else replace(stage, base=at_commits.start, base_directory=directory)
         for stage in chosen
     ]
-    return Checked(at_commits, chosen, num_blocks, commits)
+    return at_commits, chosen, num_blocks
 
 
 def _check_and_begin(
@@ -135,6 +135,7 @@ def _check_and_begin(
     chosen: list[ResolvedStage],
     num_blocks: int,
     resume: bool,
+    check_stop: Callable[[], None],
 ) -> tuple[dict[str, tuple[str, Path]], list[str | None]]:
     """Returns where the recipe's models are (`located`), and the commits of its data sets."""
     # Small files of OUT, and options alone
@@ -149,9 +150,9 @@ def _check_and_begin(
         check_optimizer(stage.arguments, f"stages.{stage.name}")
     # Configs, from the hub if they are there, and models on the meta device
     noted = noted_inputs(out_dir, len(given.data.sources))
-    on_hub = (noted or {}).get("hub", {})
+    at_commits = (noted or {}).get("hub", {})
     names = {key: name for key in MODELS if (name := getattr(given, key))}
-    origins = {key: located(on_hub.get(key, name)) for key, name in names.items()}
+    origins = {key: located(at_commits.get(key, name)) for key, name in names.items()}
     for origin in (origins[key] for key in ("model", "teacher") if key in origins):
         check_whole(*origin)
     recipe = _at(given, origins)
@@ -163,16 +164,32 @@ def _check_and_begin(
     if recipe.teacher:
         check_teacher(recipe.teacher, config)
     # The tokenizer, and a block of every source
-    corpus = Corpus(recipe.data, start_tokenizer(recipe))
+    corpus = Corpus(recipe.data, start_tokenizer(recipe), check_stop)
     check_tokenizer(corpus.tokenizer, config)
-    check_positions(recipe, config)
+    if notice := check_positions(recipe, config):
+        announce(notice)
     commits = corpus.pin_((noted or {}).get("commits"))
     if not corpus.has(num_blocks):  # blocks on disk need no sources
         corpus.check()
-    # All weights, for their hashes
-    inputs = _inputs(origins, recipe, corpus, commits, stages)
+    # All weights and data, for their hashes: what decides the training and is not in the recipe
+    on_hub = {key: name for key, (name, _) in origins.items() if not Path(name).exists()}
+    local = {
+        key: {
+            "config.json": file_hash(directory / "config.json"),
+            **weights_hashes(directory, check_stop),
+        }
+        for key, (_, directory) in origins.items()
+        if key not in on_hub and key != "tokenizer"
+    }
+    inputs = {
+        "sources": corpus.files,
+        **({"commits": commits} if any(commits) else {}),
+        "tokenizer": tokenizer_hash(corpus.tokenizer),
+        **local,
+        **({"hub": on_hub} if on_hub else {}),
+        "blocks_per_step": {stage.name: stage.blocks_per_step for stage in stages},
+    }
     check_inputs(out_dir, noted, inputs)
-    corpus.keep_hashes()
     begin_out(out_dir, given, inputs)
     return origins, commits
 
@@ -237,9 +254,33 @@ def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
     return stages
 
 
+def context_parallel(arguments: TrainingArguments, size: int, where: str) -> ParallelismConfig:
+    """Accelerate's configuration for GPUs in groups of `size`, 2 or more, that share a block, each
+    with a part of its tokens.
+
+    transformers' Trainer cuts every batch along its tokens, with their positions and shifted
+    labels; torch computes attention over the parts as a ring (arXiv 2310.01889); Accelerate brings
+    them together, under FSDP2; `blocks.DealtBlocks` deals every process of a group the same block.
+    Our tests ran it on a CPU alone, with another attention in place of torch's ring.
+
+    Raises CocaError for a layout of processes that cannot be so.
+    """
+    given, device = f"{where}: got context_parallel_size {size}", arguments.device.type
+    if device not in RING_DEVICES:
+        without = f"on a {device}, for which torch has no ring attention"
+        raise CocaError(f"{given} {without}; expected GPUs, or leave it out")
+    if (os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("FSDP_VERSION")) != ("true", "2"):
+        raise CocaError(
+            f"{given} without FSDP2, expected it; start with `accelerate launch --config_file "
+            f"recipes/accelerate/8gpu.yaml`"
+        )
+    return ParallelismConfig(cp_size=size, dp_shard_size=arguments.world_size // size)
+
+
 def lock(out_dir: Path, until_the_end: ExitStack) -> None:
     """Raises CocaError where another run holds OUT, or nothing can be written beside it."""
-    file = out_dir.parent / f".{out_dir.name}.lock"
+    own = out_dir.resolve()  # the same by every name of OUT
+    file = own.parent / f".{own.name}.lock"
     message = f"{out_dir}: another coca-train is writing it; wait for it, or choose another --out"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -292,8 +333,12 @@ def check_optimizer(arguments: TrainingArguments, where: str) -> None:
             get_scheduler(schedule, optimizer, warmup_steps, num_steps, kwargs)
 
 
-# fields of a config that the weights of a checkpoint fix
+# fields of a config that the weights of a checkpoint fix, or were fitted for
 OF_WEIGHTS = {
+    "attention_bias",
+    "coca_constraint",
+    "coca_kept_layers",
+    "coca_partial_rotary_layers",
     "head_dim",
     "hidden_size",
     "intermediate_size",
@@ -311,10 +356,11 @@ def check_overrides(recipe: Recipe) -> None:
         return
     config = load_config(recipe.model)
     for key in sorted(OF_WEIGHTS & recipe.config.keys()):
-        if recipe.config[key] != getattr(config, key):
+        own = getattr(config, key, None)
+        if recipe.config[key] != own:
             raise CocaError(
-                f"config.{key}: got {short(recipe.config[key])}, expected {getattr(config, key)}, as "
-                f"the weights of {recipe.model} have it; leave it out"
+                f"config.{key}: got {short(recipe.config[key])}, expected {own}, as the weights of "
+                f"{recipe.model} have it; leave it out"
             )
 
 
@@ -334,12 +380,22 @@ def check_model(recipe: Recipe) -> None:
 
 
 def check_plain(name: str, config: PreTrainedConfig) -> None:
-    """Raises CocaError for quantized weights, which have no gradients."""
+    """Raises CocaError for quantized weights, which have no gradients, and for a classifier."""
+    check_head(name, config)
     if quantization := getattr(config, "quantization_config", None):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise CocaError(
             f"{name}: got weights quantized by {method}, expected plain ones: those that were "
             "quantized, or what coca-convert makes of these"
+        )
+
+
+def check_head(name: str, config: PreTrainedConfig) -> None:
+    """Raises CocaError for a classifier."""
+    if (head := head_of(getattr(config, "architectures", None))) != "ForCausalLM":
+        raise CocaError(
+            f"{name}: got {config.architectures[0]}, expected a causal language model, which "
+            f"predicts tokens; take the one that it was made from, without {head}"
         )
 
 
@@ -370,9 +426,39 @@ def check_kernels(recipe: Recipe) -> None:
             check_model_for_context_parallel(model, where)
 
 
+def check_model_for_context_parallel(model: PreTrainedModel, where: str) -> None:
+    """Raises CocaError for a model that does not compute on parts what it does on whole blocks.
+
+    A part has tokens of the beginning and of the end, so that all GPUs have as much to do: what a
+    model computes must depend on `position_ids` alone, as the rotary embeddings of CoCA do, given
+    the length of the whole block (`rope_length`).
+    """
+    config = model.config
+    is_coca = config.model_type.startswith("coca_")
+    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    reasons = {
+        "attention without SDPA": config._attn_implementation != "sdpa",
+        "sliding windows": set(layer_types(config)) != {"full_attention"},
+        "attention that Accelerate does not find by the name self_attn": not any(
+            name.endswith("self_attn") for name, _ in model.named_modules()
+        ),
+        "positions in its mask": "alibi" in config.model_type,
+        "attention with dropout": bool(getattr(config, "attention_dropout", 0)),
+        f"rope_type {rope_type} of transformers' own": rope_type in LENGTH_DEPENDENT_ROPE_TYPES
+        and not is_coca,
+    }
+    found = [reason for reason, applies in reasons.items() if applies]
+    if found:
+        raise CocaError(
+            f"{where}: context_parallel_size cannot be used with {type(model).__name__}: it has "
+            f"{found[0]}"
+        )
+
+
 def check_teacher(teacher: str, student: PreTrainedConfig) -> None:
     """Raises CocaError, from the configs alone, where the teacher is not the student's original."""
     config = load_config(teacher)
+    check_head(teacher, config)
     for key in ("vocab_size", "num_hidden_layers", "hidden_size"):
         theirs, ours = getattr(config, key), getattr(student, key)
         if theirs != ours:
@@ -394,42 +480,28 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
         )
 
 
-def check_positions(recipe: Recipe, config: PreTrainedConfig) -> None:
-    """Raises CocaError where blocks skip to positions that the model does not have."""
-    asked, trained = recipe.data.skip_positions, config.max_position_embeddings
-    if asked and asked > trained:
+def check_positions(recipe: Recipe, config: PreTrainedConfig) -> str | None:
+    """One line where blocks are longer than the model was trained for, and nothing in its config
+    says that this is meant.
+
+    Raises CocaError where blocks skip to positions that the model does not have.
+    """
+    data, trained = recipe.data, getattr(config, "max_position_embeddings", None) or math.inf
+    if data.skip_positions and data.skip_positions > trained:
         raise CocaError(
-            f"data.skip_positions: got {asked}, expected at most {trained}, the positions of "
-            f"{recipe.start} (max_position_embeddings)"
+            f"data.skip_positions: got {data.skip_positions}, expected at most {trained}, the "
+            f"positions of {recipe.start} (max_position_embeddings)"
         )
+    rope = getattr(config, "rope_parameters", None) or {}
+    if data.seq_len <= trained or rope.get("rope_type", "default") != "default":
+        return None
+    return (
+        f"data.seq_len: got {data.seq_len:,} tokens, more than the {trained:,} positions of "
+        f"{recipe.start} (max_position_embeddings): it has not learnt those beyond; if that is "
+        f"meant, set config.max_position_embeddings={data.seq_len}, which the result keeps, or "
+        f"scale RoPE by config.rope_parameters"
+    )
 
 
 def _at(recipe: Recipe, origins: dict[str, tuple[str, Path]]) -> Recipe:
     return recipe.model_copy(update={key: name for key, (name, _) in origins.items()})
-
-
-def _inputs(
-    origins: dict[str, tuple[str, Path]],
-    recipe: Recipe,
-    corpus: Corpus,
-    commits: list[str | None],
-    stages: list[ResolvedStage],
-) -> dict[str, Any]:
-    """What decides the training and is not in the recipe itself.
-
-    Data counts by its content, so that it may be copied elsewhere; the tokenizer by its hash.
-    """
-    on_hub = {key: name for key, (name, _) in origins.items() if not Path(name).exists()}
-    local = {
-        key: model_state(directory)
-        for key, (_, directory) in origins.items()
-        if key not in on_hub and key != "tokenizer"
-    }
-    return {
-        "sources": corpus.files,
-        **({"commits": commits} if any(commits) else {}),
-        "tokenizer": tokenizer_hash(corpus.tokenizer),
-        **local,
-        **({"hub": on_hub} if on_hub else {}),
-        "blocks_per_step": {stage.name: stage.blocks_per_step for stage in stages},
-    }

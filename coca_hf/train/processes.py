@@ -31,7 +31,10 @@ SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(s
 
 
 class Stopped(Exception):
-    """A signal stopped the run, which can be continued. The commands exit with EXIT_STOPPED."""
+    """A signal stopped the run, which can be continued. The commands exit with EXIT_STOPPED.
+
+    On the way to the message: the name of the signal and, within a stage, the last step.
+    """
 
 
 class StopRequest:
@@ -47,6 +50,11 @@ class StopRequest:
     def came(self) -> str | None:
         orphaned = self._launcher is not None and os.getppid() != self._launcher
         return self.signal or ("the death of the launcher" if orphaned else None)
+
+    def check(self) -> None:
+        """Raises Stopped, with the name of the signal, where one came to this process."""
+        if came := self.came:
+            raise Stopped(came)
 
 
 def ignore_signals() -> None:
@@ -110,7 +118,7 @@ def main_process_first(work: Callable[[Callable[[], None]], Made], stop: StopReq
     """
     state = PartialState()
     if state.num_processes == 1:
-        return work(lambda: check_stop(stop))
+        return work(stop.check)
     board = _Board(from_main_process(lambda: uuid.uuid4().hex), state.num_processes, stop)
     try:
         if not state.is_main_process:
@@ -149,12 +157,6 @@ def losing_processes() -> Iterator[None]:
         raise CocaError(f"{what}; continue with --resume") from error
 
 
-def check_stop(stop: StopRequest) -> None:
-    """Raises Stopped, with the name of the signal, where one came to this process."""
-    if came := stop.came:
-        raise Stopped(came)
-
-
 class _Board:
     """Notes in the store that the processes found one another by; `name` is new for every use."""
 
@@ -174,7 +176,7 @@ class _Board:
 
     def check(self) -> None:
         """Raises the first error that a process noted, or Stopped where a signal came here."""
-        check_stop(self._stop)
+        self._stop.check()
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
         if self._reach(lambda: self._store.check(["end"])):
@@ -199,7 +201,7 @@ class _Board:
         try:
             return ask()
         except RuntimeError as error:
-            check_stop(self._stop)
+            self._stop.check()
             raise CocaError(
                 "the process that keeps the others in touch has ended; start the run again with "
                 "--resume"

@@ -16,7 +16,7 @@ killed leaves them, and the next one removes them.
 import json
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 
 import xxhash
 import yaml
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 from transformers import TrainingArguments
@@ -42,6 +43,7 @@ INPUTS = "inputs.json"
 STOPPED = "stopped.json"
 PARTIAL = "partial"
 MOST_CHANGES = 8  # that a message lists
+UNTOUCHED = "what was saved before is untouched: make room, then continue with --resume"
 LAYOUT = (  # keys that --resume may change: how steps are computed, and which are skipped
     *("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"),
     *("activation_checkpointing", "torch_compile", "attn_implementation", "fused_cross_entropy"),
@@ -106,8 +108,15 @@ class ResolvedStage:
 
 def check_out(recipe: Recipe, out_dir: Path, resume: bool) -> None:
     """Raises CocaError for a file, for a directory that is not empty without `resume`, and with it
-    for one that coca-train did not make, or made by another recipe, with what differs.
+    for one that coca-train did not make, or made by another recipe, with what differs; and for
+    prepared blocks in it, which would be there before the run has begun.
     """
+    prepared = Path(recipe.data.prepared)
+    if out_dir.resolve() in (prepared.resolve(), *prepared.resolve().parents):
+        raise CocaError(
+            f"data.prepared: got {prepared}, which is in --out {out_dir}; expected a directory "
+            "elsewhere, which other runs share"
+        )
     if out_dir.exists() and not out_dir.is_dir():
         raise CocaError(
             f"{out_dir}: got a file, expected a directory or nothing; choose another --out"
@@ -217,11 +226,6 @@ def _flat(tree: Any, path: str = "") -> dict[str, Any]:
     }
 
 
-def model_state(directory: Path) -> dict[str, str | None]:
-    """What a model's directory holds: the hashes of its config and its weights."""
-    return {"config.json": file_hash(directory / "config.json"), **weights_hashes(directory)}
-
-
 def last_checkpoint(trainer_dir: Path) -> Path | None:
     """The newest `checkpoint-N`, or None. All are whole: they get their name when they are."""
     found = [
@@ -245,7 +249,7 @@ def reading(checkpoint: Path) -> Iterator[None]:
         ) from error
 
 
-def check_base(stage: ResolvedStage) -> None:
+def check_base(stage: ResolvedStage, check_stop: Callable[[], None]) -> None:
     """Raises CocaError where the weights that `stage` starts from, or of a stage of this run the
     config, are not as they were written.
     """
@@ -256,7 +260,7 @@ def check_base(stage: ResolvedStage) -> None:
     if stage.before and "config_xxh3_128" in record:
         hashes["config.json"] = record["config_xxh3_128"]
     for name, written in hashes.items():
-        found = file_hash(stage.base_directory / name)
+        found = file_hash(stage.base_directory / name, check_stop)
         if found != written:
             raise CocaError(
                 f"{stage.base_directory / name}: got xxh3_128 {found or 'of no file'}, expected "
@@ -279,17 +283,21 @@ def read_record(directory: Path) -> dict[str, Any]:
     return record
 
 
-def weights_hashes(directory: Path) -> dict[str, str | None]:
+def weights_hashes(
+    directory: Path, check_stop: Callable[[], None] = lambda: None
+) -> dict[str, str | None]:
     """The xxh3_128 of every file of weights of a checkpoint, in hexadecimal, by name."""
-    return {path.name: file_hash(path) for path in sorted(directory.glob("*.safetensors*"))}
+    files = sorted(directory.glob("*.safetensors*"))
+    return {path.name: file_hash(path, check_stop) for path in files}
 
 
-def file_hash(file: Path) -> str | None:
-    """The xxh3_128 of a file; None where there is none."""
+def file_hash(file: Path, check_stop: Callable[[], None] = lambda: None) -> str | None:
+    """The xxh3_128 of a file; None where there is none. check_stop: called every 16 MiB."""
     digest = xxhash.xxh3_128()
     try:
         with file.open("rb", buffering=0) as stream:
             while block := stream.read(1 << 24):
+                check_stop()
                 digest.update(block)
     except FileNotFoundError:
         return None
@@ -297,11 +305,20 @@ def file_hash(file: Path) -> str | None:
 
 
 @contextmanager
-def saving_to(directory: Path, num_bytes: int | None = None) -> Iterator[None]:
+def saving_to(directory: Path, what: str = "", num_bytes: int = 0) -> Iterator[None]:
     """Turn what a full or read-only disk makes torch, safetensors and Python raise into a CocaError.
 
-    num_bytes: how much is written in all, which a full disk makes torch not say.
+    num_bytes: how much is written in all, which a full disk makes torch not say. With it, every
+    process calls this; raises CocaError, in all of them, where the disk lacks the room for `what`.
     """
+    if num_bytes:
+        free_bytes = [shutil.disk_usage(directory).free]
+        broadcast_object_list(free_bytes)
+        if free_bytes[0] < num_bytes:
+            raise CocaError(
+                f"{directory}: got {size_in_words(free_bytes[0])} free, expected "
+                f"{size_in_words(num_bytes)} for {what}; {UNTOUCHED}"
+            )
     try:
         yield
     except CocaError:
@@ -312,8 +329,7 @@ def saving_to(directory: Path, num_bytes: int | None = None) -> Iterator[None]:
         free = size_in_words(shutil.disk_usage(directory).free) if num_bytes else ""
         needed = f" ({size_in_words(num_bytes)} needed, {free} free)" if num_bytes else ""
         raise CocaError(
-            f"{directory}: cannot be written{needed}: {_reason(error)}; what was saved before is "
-            "untouched: make room, then continue with --resume"
+            f"{directory}: cannot be written{needed}: {_reason(error)}; {UNTOUCHED}"
         ) from error
 
 

@@ -6,6 +6,7 @@ hashes, and the place in the stream of blocks; each has an optimizer of its own.
 throughout; `bf16: true` computes in bfloat16. `run_directory.py` lists what is on disk.
 """
 
+import functools
 import gc
 import json
 import os
@@ -19,7 +20,6 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
-from accelerate.utils import gather_object
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -40,7 +40,7 @@ from coca_hf.models.hub import LICENCE_FILES, without_paths
 from coca_hf.train.blocks import Blocks, DealtBlocks
 from coca_hf.train.data import Corpus
 from coca_hf.train.flops import count_flops
-from coca_hf.train.log import ProgressLine, SpeedMeter, StageLog, announce, start_place, wandb_run
+from coca_hf.train.log import ProgressLine, StageLog, announce, start_place, wandb_run
 from coca_hf.train.model import (
     count_parameters,
     load_config,
@@ -60,11 +60,10 @@ from coca_hf.train.objectives import (
     fuse_cross_entropy_,
     load_teacher,
 )
-from coca_hf.train.preflight import Checked, preflight
+from coca_hf.train.preflight import preflight
 from coca_hf.train.processes import (
     Stopped,
     StopRequest,
-    check_stop,
     from_main_process,
     in_all_processes,
     losing_processes,
@@ -86,7 +85,6 @@ from coca_hf.train.run_directory import (
     weights_hashes,
 )
 from coca_hf.train.trainer import StageTrainer
-from coca_hf.train.training_state import check_room
 from coca_hf.weights import size_in_words
 
 PACKAGES = ("coca-hf", "torch", "transformers", "accelerate", "datasets")
@@ -103,45 +101,52 @@ def run_recipe(
     one prints, writes, and prepares the blocks that are not in `data.prepared` yet. Where a host
     does not see them there, one of its own processes prepares them, too.
 
-    Raises CocaError, before anything is written, for what `preflight` refuses; later, for a loss
-    that is not a number, and for a disk that is full. Raises Stopped after the checkpoint that
+    Raises CocaError, before OUT is written, for what `preflight` refuses; later, for a loss that is
+    not a number, and for a disk that is full. Raises Stopped after the checkpoint that
     SIGTERM or SIGUSR1, to any process, asks for, and where no stage is at work.
     """
     with stop_on_signals() as stop, ExitStack() as until_the_end, losing_processes():
-        checked = preflight(recipe, Path(out_dir), stage, resume, until_the_end, stop)
-        return _run_stages(checked, stop)
+        recipe, stages, num_blocks = preflight(
+            recipe, Path(out_dir), stage, resume, until_the_end, stop
+        )
+        state = PartialState()
+        complete = from_main_process(
+            lambda: {stage.directory for stage in stages if stage.is_complete}
+        )
+        blocks: Blocks | None = None
+        for each in stages:
+            if each.directory in complete:
+                announce(f"{each.directory}: complete, skipped")
+                if state.is_main_process:
+                    _clear_trainer(each)  # a kill may have come between training.json and this
+                continue
+            with _noting_a_stop(each):
+                ready = functools.partial(_ready, each, recipe, num_blocks, blocks)
+                blocks = main_process_first(ready, stop)
+                with _own_accelerator():
+                    _run_stage(recipe, each, state, blocks, stop)
+            gc.collect()  # the trainer refers to itself; free its model before the next is loaded
+        return stages[-1].directory
 
 
-def _run_stages(checked: Checked, stop: StopRequest) -> Path:
-    state, stages = PartialState(), checked.stages
-    complete = from_main_process(lambda: {stage.directory for stage in stages if stage.is_complete})
-    blocks: Blocks | None = None
-    for stage in stages:
-        if stage.directory in complete:
-            announce(f"{stage.directory}: complete, skipped")
-            if state.is_main_process:
-                _clear_trainer(stage)  # a kill may have come between training.json and this
-            continue
-        _stop_before(stage, state, stop)
-        if blocks is None:
-            blocks = _prepared(checked, stage, stop)
-        with _own_accelerator():
-            _run_stage(checked.recipe, stage, state, blocks, stop)
-        gc.collect()  # the trainer refers to itself; free its model before the next is loaded
-    return stages[-1].directory
-
-
-def _prepared(checked: Checked, stage: ResolvedStage, stop: StopRequest) -> Blocks:
-    """The training blocks, in every process. Raises Stopped where a signal comes before."""
-    corpus = Corpus(checked.recipe.data, start_tokenizer(checked.recipe))
-    corpus.pin_(checked.commits)
+@contextmanager
+def _noting_a_stop(stage: ResolvedStage) -> Iterator[None]:
+    """Say where a stage was stopped, and leave word for the launch script, as launchers hide exit
+    codes. Raises Stopped.
+    """
     try:
-        return main_process_first(lambda check: _blocks(corpus, checked.num_blocks, check), stop)
+        yield
     except Stopped as stopped:
-        _note_stop(stage.directory.parent, {"signal": str(stopped), "stage": stage.name})
+        facts = {"signal": stopped.args[0], "stage": stage.name}
+        when = "before it began; the blocks that are prepared are kept"
+        if stopped.args[1:]:
+            facts["step"] = stopped.args[1]
+            when = f"after step {facts['step']}, with a checkpoint"
+        if PartialState().is_main_process:
+            replace_text(stage.directory.parent / STOPPED, json.dumps(facts) + "\n")
+        PartialState().wait_for_everyone()
         raise Stopped(
-            f"{stage.directory}: stopped by {stopped} before it began; the blocks that are "
-            f"prepared are kept; continue with --resume"
+            f"{stage.directory}: stopped by {facts['signal']} {when}; continue with --resume"
         ) from None
 
 
@@ -151,41 +156,51 @@ def prepare_recipe(recipe: Recipe, world_size: int) -> tuple[Blocks, int]:
     Blocks that are there are checked. Raises CocaError as `Corpus.prepare` does, and Stopped, after
     what is done is on disk, where SIGTERM or SIGUSR1 comes.
     """
-    corpus, num_blocks = Corpus(recipe.data, start_tokenizer(recipe)), recipe.num_blocks(world_size)
+    tokenizer, num_blocks = start_tokenizer(recipe), recipe.num_blocks(world_size)
     with stop_on_signals() as stop:
         try:
-            return corpus.prepare(num_blocks, lambda: check_stop(stop)), num_blocks
+            return Corpus(recipe.data, tokenizer, stop.check).prepare(num_blocks), num_blocks
         except Stopped as stopped:
             raise Stopped(
-                f"{corpus.directory}: stopped by {stopped}; the same command continues"
+                f"{recipe.data.prepared}: stopped by {stopped}; the same command continues"
             ) from None
 
 
-def _blocks(corpus: Corpus, num_blocks: int, check: Callable[[], None]) -> Blocks:
-    """So many blocks, prepared if they are not there; what is done, and where, is printed."""
+def _ready(
+    stage: ResolvedStage,
+    recipe: Recipe,
+    num_blocks: int,
+    blocks: Blocks | None,
+    check_stop: Callable[[], None],
+) -> Blocks:
+    """Check the weights that a stage starts from, and prepare the blocks if no stage before has.
+
+    What is done, and where, is printed.
+    """
+    check_stop()
+    if PartialState().is_main_process:
+        check_base(stage, check_stop)
+    if blocks is not None:
+        return blocks
+    corpus = Corpus(recipe.data, start_tokenizer(recipe), check_stop)
     if corpus.has(num_blocks):
         blocks = corpus.blocks()
     else:
         announce(f"data: preparing {num_blocks:,} blocks in {corpus.directory}")
-        blocks = corpus.prepare(num_blocks, check)
-        _name_others(corpus)
+        blocks = corpus.prepare(num_blocks)
+        prepared = blocks.directory.parent
+        others = {path.parent for path in prepared.glob("*/state.json")} - {blocks.directory}
+        files = [file for directory in others for file in directory.glob("*.bin")]
+        if others:
+            size = size_in_words(sum(file.stat().st_size for file in files))
+            announce(
+                f"data: {prepared} also holds blocks of other recipes or data ({len(others)} "
+                f"directories, {size}); delete those that no run needs"
+            )
     announce(
         f"data: {len(blocks):,} blocks, {size_in_words(blocks.num_bytes)}, in {blocks.directory}"
     )
     return blocks
-
-
-def _name_others(corpus: Corpus) -> None:
-    """Say where there are blocks that this recipe does not read, and how large they are."""
-    parent = corpus.directory.parent
-    others = [path for path in parent.glob("*/state.json") if path.parent != corpus.directory]
-    if others:
-        files = [file for path in others for file in path.parent.glob("*.bin")]
-        size = size_in_words(sum(file.stat().st_size for file in files))
-        announce(
-            f"data: {parent} also holds blocks of other recipes or data ({len(others)} "
-            f"directories, {size}); delete those that no run needs"
-        )
 
 
 @contextmanager
@@ -220,8 +235,8 @@ def _run_stage(
     sharing = options.context_parallel_size
     group, groups = state.process_index // sharing, state.num_processes // sharing
     per_step, path = stage.blocks_per_step, stage.directory / "log.jsonl"
-    log = StageLog(path, seq_len, per_step, options.held_out_steps, place)
-    meter = SpeedMeter(per_step * seq_len, count_flops(model, seq_len).model)
+    flops = count_flops(model, seq_len).model
+    log = StageLog(path, seq_len, per_step, flops, options.held_out_steps, place)
     batch_size = stage.arguments.train_batch_size
     with library_errors(f"stages.{stage.name}: the trainer does not take these options"):
         trainer = StageTrainer(
@@ -232,10 +247,8 @@ def _run_stage(
             callbacks=[log],
             log=log,
             options=options,
-            meter=meter,
             held_out=held_out,
             stop=stop,
-            sources=blocks.sources_of,
             objective=objective,
         )
     _set_callbacks(trainer, stage)
@@ -262,8 +275,7 @@ def _run_stage(
             f"with --resume"
         ) from error
     if (step := trainer.state.global_step) < stage.arguments.max_steps:
-        facts = {"signal": trainer.stopping, "stage": stage.name, "step": step}
-        _stop(stage, state, facts, f"after step {step}, with a checkpoint")
+        raise Stopped(trainer.stopping, step)
     trainer.model = model = plain_model(trainer.model)
     model.config.use_cache = use_cache
     record = _make_record(recipe, stage, log, trainer.state, parameters, len(held_out))
@@ -271,7 +283,6 @@ def _run_stage(
 
 
 def _begin(stage: ResolvedStage) -> None:
-    check_base(stage)
     with saving_to(stage.directory):
         stage.trainer_dir.mkdir(parents=True, exist_ok=True)
         for half_written in (stage.directory / PARTIAL, stage.trainer_dir / PARTIAL):
@@ -308,31 +319,12 @@ def _set_callbacks(trainer: StageTrainer, stage: ResolvedStage) -> None:
     """Our progress in place of Hugging Face's; TensorBoard's files beside the stages."""
     for theirs in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(theirs)
-    trainer.add_callback(ProgressLine(stage.directory.name, show=not stage.arguments.disable_tqdm))
+    if not stage.arguments.disable_tqdm:
+        trainer.add_callback(ProgressLine(stage.directory.name))
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
             out_dir, name = stage.directory.parent, stage.directory.name
             callback.logging_dir = str(out_dir / "tensorboard" / name)
-
-
-def _stop_before(stage: ResolvedStage, state: PartialState, stop: StopRequest) -> None:
-    """Raises Stopped, in every process, where a signal came to one of them between stages."""
-    asked = [signal for signal in gather_object([stop.came]) if signal]
-    if asked:
-        _stop(stage, state, {"signal": asked[0], "stage": stage.name}, "before it began")
-
-
-def _stop(stage: ResolvedStage, state: PartialState, facts: dict[str, Any], when: str) -> None:
-    """Leave word for the launch script, as launchers hide exit codes. Raises Stopped."""
-    _note_stop(stage.directory.parent, facts)
-    state.wait_for_everyone()
-    raise Stopped(f"{stage.directory}: stopped by {facts['signal']} {when}; continue with --resume")
-
-
-def _note_stop(out_dir: Path, facts: dict[str, Any]) -> None:
-    """Note, in the main process, what stopped the run."""
-    if PartialState().is_main_process:
-        replace_text(out_dir / STOPPED, json.dumps(facts) + "\n")
 
 
 def _make_record(
@@ -411,8 +403,7 @@ def _complete(
     """Turn a trained stage into a complete checkpoint; training.json, which says so, comes last."""
     partial = stage.directory / PARTIAL
     num_bytes = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
-    check_room(stage.directory, num_bytes, "the result")
-    with saving_to(stage.directory, num_bytes):
+    with saving_to(stage.directory, "the result", num_bytes):
         if trainer.is_fsdp_enabled:
             # Otherwise nothing is saved
             trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")

@@ -2,7 +2,6 @@
 
 import math
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,12 +18,12 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from coca_hf.errors import CocaError
 from coca_hf.files import sync
-from coca_hf.train.log import SpeedMeter, StageLog
+from coca_hf.train.log import StageLog
 from coca_hf.train.objectives import Objective
 from coca_hf.train.options import LinearBounds, StageOptions
 from coca_hf.train.processes import StopRequest
 from coca_hf.train.run_directory import PARTIAL, reading, saving_to
-from coca_hf.train.training_state import check_room, load_state, save_state, state_bytes
+from coca_hf.train.training_state import load_state, save_state, state_bytes
 
 RUNNING_SHARE = 0.02  # of a step's loss in the running mean, which so spans about 50 steps
 
@@ -40,10 +39,10 @@ def sharded_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
 class StageTrainer(Trainer):
     """A Trainer whose `checkpoint-N` are always whole, for any layout of processes to resume from.
 
-    log: the stage's, whose `place` goes into checkpoints; options: the recipe's own; meter: of its
-    speed; held_out: blocks (num_blocks, seq_len), may be none; stop: asks for a checkpoint and an
-    end after the current step; sources: gives the sources of a range of blocks of the stream, in
-    words; objective: where something else than the text's next token is learned.
+    train_dataset: `DealtBlocks`; log: the stage's, whose `place` goes into checkpoints; options: the
+    recipe's own; held_out: blocks (num_blocks, seq_len), may be none; stop: asks for a checkpoint
+    and an end after the current step; objective: where something else than the text's next token
+    is learned.
     """
 
     def __init__(
@@ -51,10 +50,8 @@ class StageTrainer(Trainer):
         *args,
         log: StageLog,
         options: StageOptions,
-        meter: SpeedMeter,
         held_out: Tensor,
         stop: StopRequest,
-        sources: Callable[[int, int], str],
         objective: Objective | None = None,
         **kwargs,
     ):
@@ -62,11 +59,10 @@ class StageTrainer(Trainer):
         plugin = self.accelerator.state.fsdp_plugin if self.accelerator.is_fsdp2 else None
         if plugin and (policy := plugin.mixed_precision_policy):
             plugin.mixed_precision_policy = sharded_precision(policy.param_dtype)
-        self.stage_log, self.options, self.meter = log, options, meter
-        self.held_out, self.stop, self.sources, self.objective = held_out, stop, sources, objective
+        self.stage_log, self.options = log, options
+        self.held_out, self.stop, self.objective = held_out, stop, objective
         self.stopping: str | None = None  # the signal, once all processes know of it
         self.control: TrainerControl
-        self._logged_step = 0
         self._step_loss = torch.zeros((), device=self.args.device)
         self._norm: Tensor | float | None = None
         self._bad_in_a_row = 0
@@ -186,7 +182,8 @@ class StageTrainer(Trainer):
         elif math.isfinite(loss):
             what += f", but its gradient's norm is {_number(self._norm)}"
         first, count = place["next_block"], self.stage_log.global_batch
-        blocks = f"blocks {first} to {first + count - 1} ({self.sources(first, count)})"
+        sources = self.train_dataset.blocks.sources_of(first, count)
+        blocks = f"blocks {first} to {first + count - 1} ({sources})"
         most = self.options.max_bad_steps
         stage = Path(self.args.output_dir).parent.name.partition("-")[2]
         return (
@@ -211,15 +208,13 @@ class StageTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
         )
-        self.meter.restart()
         return metrics
 
     def log(self, logs: dict, *args, **kwargs) -> None:
         if "loss" in logs:
-            logs.update(self.meter.measure(self.state.global_step - self._logged_step))
+            logs.update(self.stage_log.measure(self.state.global_step))
             logs.update(self.objective.take_means() if self.objective else {})
             logs["skipped_steps"] = self.stage_log.place["skipped_steps"]
-            self._logged_step = self.state.global_step
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -232,8 +227,7 @@ class StageTrainer(Trainer):
         directory = Path(self.args.output_dir)
         name = f"checkpoint-{self.state.global_step}"
         num_bytes = state_bytes(self.model, self.optimizer.optimizer)
-        check_room(directory, num_bytes, name)
-        with saving_to(directory, num_bytes):
+        with saving_to(directory, name, num_bytes):
             self.args.output_dir = str(directory / PARTIAL)
             try:
                 super()._save_checkpoint(model, trial)
@@ -247,7 +241,7 @@ class StageTrainer(Trainer):
                 sync(directory)
                 rotate_checkpoints(str(directory), save_total_limit=self.args.save_total_limit)
             self.accelerator.wait_for_everyone()
-        self.meter.restart()
+        self.stage_log.restart_speed()  # every save follows a line of the log
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_state(self.model, self.optimizer.optimizer, Path(output_dir))
@@ -272,10 +266,6 @@ class _EveryStep(TrainerCallback):
 
     def __init__(self, trainer: StageTrainer):
         self.trainer = trainer
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.trainer._logged_step = state.global_step
-        self.trainer.meter.restart()
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self.trainer.end_of_backward()

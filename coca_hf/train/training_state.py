@@ -10,7 +10,6 @@ is not a name of `_KNOWN`, or that torch takes for data.
 import enum
 import io
 import pickle
-import shutil
 import warnings
 import zipfile
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
@@ -32,9 +30,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.optim import Optimizer
-
-from coca_hf.errors import CocaError
-from coca_hf.weights import size_in_words
 
 STATE = "state"
 _KNOWN = {  # what `.metadata` is made of
@@ -74,18 +69,6 @@ def state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
         tensors += [value for value in state.values() if isinstance(value, Tensor)]
     # numel of a sharded tensor is that of the whole
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def check_room(directory: Path, num_bytes: int, what: str) -> None:
-    """Raises CocaError, in every process, where the disk of `directory` lacks `num_bytes`."""
-    free = [shutil.disk_usage(directory).free]
-    broadcast_object_list(free)
-    if free[0] < num_bytes:
-        raise CocaError(
-            f"{directory}: got {size_in_words(free[0])} free, expected {size_in_words(num_bytes)} "
-            f"for {what}; what was "
-            f"saved before is untouched: make room, then continue with --resume"
-        )
 
 
 def _state(model: nn.Module, optimizer: Optimizer) -> dict:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from contextlib import redirect_stdout
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -57,10 +58,11 @@ def recipe_path(recipe_tree, tmp_path) -> Path:
 
 @pytest.fixture(scope="session")
 def unbroken(tiny_coca_dir, texts, tmp_path_factory) -> Path:
-    """OUT of the recipe, run in one go."""
+    """OUT of the recipe, run in one go; beside it, in `printed.txt`, what was printed."""
     directory = tmp_path_factory.mktemp("unbroken")
     (directory / "recipe.yaml").write_text(yaml.safe_dump(make_recipe_tree(tiny_coca_dir, texts)))
-    run_recipe(load_recipe(directory / "recipe.yaml"), directory / "out")
+    with (directory / "printed.txt").open("w") as printed, redirect_stdout(printed):
+        run_recipe(load_recipe(directory / "recipe.yaml"), directory / "out")
     return directory / "out"
 
 

@@ -1,5 +1,6 @@
 """Blocks of a few sources, prepared where the test says."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from coca_hf.train.blocks import Blocks
@@ -13,11 +14,12 @@ def make_corpus(
     seq_len: int,
     directory: Path,
     held_out_blocks: int = 0,
+    check_stop: Callable[[], None] = lambda: None,
     **data,
 ):
     given = {"seq_len": seq_len, "held_out_blocks": held_out_blocks}
     given |= {"prepared": str(directory), **data}
-    return Corpus(Data(sources=list(sources), **given), tokenizer)
+    return Corpus(Data(sources=list(sources), **given), tokenizer, check_stop)
 
 
 def tokens_of(blocks: Blocks, first: int = 0, end: int | None = None) -> list[tuple[int, ...]]:

@@ -15,7 +15,7 @@ from filelock import FileLock
 
 from coca_cli import main
 from coca_hf import CocaError, held_out, tokens
-from coca_hf.train import data, source_files
+from coca_hf.train import data, run_directory
 from coca_hf.train.processes import EXIT_STOPPED, Stopped
 from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import run_recipe
@@ -25,18 +25,26 @@ from tests.train.results import logged
 SEQ_LEN = 20
 
 
+def shrink(patch):
+    """Several pieces a document, several passes, a buffer smaller than a source, many states."""
+    patch.setattr(data, "SHUFFLE_TOKENS", 13 * SEQ_LEN)
+    patch.setattr(tokens, "PIECE_CHARACTERS", 90)
+    patch.setattr(data, "STATE_TOKENS", 17 * SEQ_LEN)
+
+
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch):
-    """Several pieces a document, several passes, a buffer smaller than a source, many states."""
-    monkeypatch.setattr(data, "SHUFFLE_TOKENS", 13 * SEQ_LEN)
-    monkeypatch.setattr(tokens, "PIECE_CHARACTERS", 90)
-    monkeypatch.setattr(data, "STATE_TOKENS", 17 * SEQ_LEN)
+    shrink(monkeypatch)
+
+
+def sources_in(texts) -> list[Source]:
+    digits = Source(path=str(texts / "digits.jsonl"), weight=1, column="code")
+    return [Source(path=str(texts / "words/*.txt"), weight=3), digits]
 
 
 @pytest.fixture
 def sources(texts) -> list[Source]:
-    digits = Source(path=str(texts / "digits.jsonl"), weight=1, column="code")
-    return [Source(path=str(texts / "words/*.txt"), weight=3), digits]
+    return sources_in(texts)
 
 
 @pytest.fixture
@@ -47,10 +55,14 @@ def corpus(sources, tiny_tokenizer, tmp_path):
     return make
 
 
-@pytest.fixture
-def plain(corpus, tmp_path):
+@pytest.fixture(scope="module")
+def plain(texts, tiny_tokenizer, tmp_path_factory):
     """400 blocks, prepared in one go."""
-    return tokens_of(corpus(tmp_path / "plain").prepare(400))
+    directory = tmp_path_factory.mktemp("plain")
+    with pytest.MonkeyPatch.context() as patch:
+        shrink(patch)
+        corpus = make_corpus(sources_in(texts), tiny_tokenizer, SEQ_LEN, directory, 7)
+        return tokens_of(corpus.prepare(400))
 
 
 def test_prepared_blocks_are_read_and_nothing_else(corpus, plain, monkeypatch):
@@ -119,7 +131,7 @@ def test_a_preparation_that_is_stopped_keeps_every_block(corpus, plain, monkeypa
                 raise Stopped("SIGTERM")
 
         with pytest.raises(Stopped):
-            corpus().prepare(400, stop)
+            corpus(check_stop=stop).prepare(400)
         assert len(corpus().blocks()) == max(done)
     assert tokens_of(corpus().prepare(400)) == plain
 
@@ -168,18 +180,24 @@ def test_files_that_are_copied_or_touched_have_the_same_blocks(corpus, sources, 
 
 
 def test_a_file_is_read_for_its_hash_once_and_again_when_it_was_changed(corpus, texts, monkeypatch):
-    monkeypatch.setattr(source_files, "FRESH_SECONDS", 0)
-    read, plain = [], source_files.file_hash
+    monkeypatch.setattr(data, "FRESH_SECONDS", 0)
+    read, plain = [], data.file_hash
 
-    def file_hash(file):
+    def file_hash(file, check_stop):
+        digest = plain(file, check_stop)
         read.append(file.name)
-        return plain(file)
+        return digest
 
-    monkeypatch.setattr(source_files, "file_hash", file_hash)
-    source_files._read_once.cache_clear()
+    def stop():
+        if len(read) == 3:
+            raise Stopped("SIGTERM")
+
+    monkeypatch.setattr(data, "file_hash", file_hash)
+    with pytest.raises(Stopped):
+        corpus(check_stop=stop).prepare(5)
+    assert len(read) == 3
     for _ in range(2):
         prepared = corpus().prepare(5).directory
-        source_files._read_once.cache_clear()  # another process
         assert corpus().directory == prepared
     assert sorted(read) == [*(f"{number}.txt" for number in range(5)), "digits.jsonl"]
     os.utime(texts / "words/0.txt", (1, 1))
@@ -194,10 +212,12 @@ def test_a_file_that_changes_while_its_blocks_are_prepared_leaves_none(corpus, t
     (texts / "digits.jsonl").write_text(before)
 
     def change():
-        (texts / "digits.jsonl").write_text(before.replace("1", "2"))
+        if "files" in vars(changing):  # after they were hashed
+            (texts / "digits.jsonl").write_text(before.replace("1", "2"))
 
+    changing = corpus(check_stop=change)
     with pytest.raises(CocaError, match=r"digits\.jsonl: changed while its blocks were prepared"):
-        corpus().prepare(400, change)
+        changing.prepare(400)
     (texts / "digits.jsonl").write_text(before)
     assert not corpus().has(1)
     assert tokens_of(corpus().prepare(400)) == plain
@@ -293,11 +313,17 @@ def test_of_two_preparations_the_second_says_that_it_waits_and_then_has_the_same
 
 
 def test_who_waits_for_another_preparation_can_be_stopped(corpus):
-    def stop():
-        raise Stopped("SIGUSR1")
+    signals = []
 
-    with FileLock(corpus().prepare(5).directory / "lock"), pytest.raises(Stopped):
-        corpus().prepare(50, stop)
+    def stop():
+        if signals:
+            raise Stopped("SIGUSR1")
+
+    waiting = corpus(check_stop=stop)
+    directory = waiting.prepare(5).directory
+    signals.append("SIGUSR1")
+    with FileLock(directory / "lock"), pytest.raises(Stopped):
+        waiting.prepare(50)
 
 
 def test_a_full_disk_says_what_is_needed_and_loses_nothing(corpus, plain):
@@ -334,8 +360,8 @@ def test_the_command_prepares_what_all_stages_take_and_a_run_from_it_is_the_same
 
 @pytest.mark.parametrize(
     ("kind", "name", "calls_until_it_ends"),
-    [(held_out, "_rule_of_small", 1), (data.GrowingRows, "append", 2)],
-    ids=["choosing what is held out", "writing blocks, which are kept"],
+    [(data, "file_hash", 1), (held_out, "_rule_of_small", 1), (data.GrowingRows, "append", 2)],
+    ids=["hashing the first of 6 files", "choosing what is held out", "writing blocks"],
 )
 def test_the_command_is_stopped_by_a_signal_and_continues(
     kind, name, calls_until_it_ends, recipe_path, tmp_path, monkeypatch, capsys
@@ -360,8 +386,9 @@ def test_the_command_is_stopped_by_a_signal_and_continues(
 
 
 def test_a_run_prepares_the_blocks_of_its_last_stage_and_says_where_they_and_others_are(
-    recipe_path, tmp_path, capsys
+    recipe_path, tmp_path, monkeypatch, capsys
 ):
+    monkeypatch.undo()
     recipe = load_recipe(recipe_path, [f"data.prepared={tmp_path / 'blocks'}"])
     run_recipe(recipe, tmp_path / "out", stage="k")
     printed = capsys.readouterr().out
@@ -388,3 +415,27 @@ def test_a_run_continues_on_blocks_in_another_place(recipe_path, unbroken, tmp_p
         recipe = load_recipe(recipe_path, [f"data.prepared={tmp_path / place}"])
         run_recipe(recipe, tmp_path / "out", stage="k" if place == "one" else None, resume=True)
     assert logged(tmp_path / "out/3-full") == logged(unbroken / "3-full")
+
+
+@pytest.mark.parametrize(
+    ("hashed", "message"),
+    [
+        ("tiny-coca", "out: stopped by SIGTERM before the first stage; continue with --resume"),
+        ("1-k", "out/2-qkv: stopped by SIGTERM before it began; .* continue with --resume"),
+    ],
+)
+def test_a_signal_while_weights_are_hashed_stops_the_run_then(
+    hashed, message, recipe_path, tmp_path, monkeypatch
+):
+    plain, read = run_directory.file_hash, []
+
+    def signal_and_hash(file, *check_stop):
+        read.append(file.name)
+        if file.parent.name == hashed:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(file, *check_stop)
+
+    monkeypatch.setattr(run_directory, "file_hash", signal_and_hash)
+    with pytest.raises(Stopped, match=message):
+        run_recipe(load_recipe(recipe_path), tmp_path / "out")
+    assert read[-1] == "model.safetensors"

@@ -23,9 +23,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import coca_hf
 from coca_hf import CocaError
-from coca_hf.train import context_parallel
-from coca_hf.train.context_parallel import check_model_for_context_parallel
+from coca_hf.train import preflight
 from coca_hf.train.data import Corpus
+from coca_hf.train.preflight import check_model_for_context_parallel
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
@@ -99,7 +99,7 @@ plain_sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 def on_a_cpu(report=None):
     """Pretend that ring attention has a kernel here; write what is dealt to `report`."""
-    context_parallel.DEVICES = ("cuda", "cpu")
+    preflight.RING_DEVICES = ("cuda", "cpu")
     ALL_ATTENTION_FUNCTIONS.register("sdpa", gathering_attention)
     plain = StageTrainer.compute_loss
 

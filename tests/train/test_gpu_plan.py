@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import coca_hf
 from coca_cli.train import app as train_app
 from coca_hf.errors import CocaError
+from coca_hf.train import gpu_plan
 from coca_hf.train import memory as measuring
 from coca_hf.train.gpu_plan import GIB, RESERVE, plan_recipe
 from coca_hf.train.memory import Setting, measure
@@ -26,6 +27,7 @@ from tests.conftest import TINY as THREE_LAYERS
 TINY = {**THREE_LAYERS, "num_hidden_layers": 2}
 BATCH, SEQ_LEN, VOCAB = 4, 60, 70
 STAGES = [{"name": "k", "train": ["t_proj"]}, {"name": "full", "train": "all"}]
+ONE_LAYER = "config.num_hidden_layers=1"  # half the time, where the number of layers is no matter
 
 
 @pytest.fixture
@@ -48,6 +50,16 @@ def recipe(path, monkeypatch):
     # closed forms do not round up to an allocator's blocks
     monkeypatch.setattr(measuring, "_BLOCK_BYTES", 1)
     return load_recipe(path)
+
+
+@pytest.fixture
+def small(path, recipe):
+    return load_recipe(path, [ONE_LAYER])
+
+
+def alone(recipe, number: int):
+    """The recipe with one of its stages."""
+    return recipe.model_copy(update={"stages": recipe.stages[number : number + 1]})
 
 
 def shard_bytes(parameter, world_size: int) -> int:
@@ -129,11 +141,10 @@ def test_the_peak_is_that_of_a_real_run_on_a_cpu(recipe, number, checkpointing):
         assert memory.at_peak["activations"] == pytest.approx(saved, rel=error)
 
 
-def test_float32_logits_are_in_the_measure_unless_cross_entropy_is_fused(recipe, path, monkeypatch):
-    monkeypatch.setattr("coca_hf.train.objectives._CHUNK_TOKENS", 5)
-    wide = 40 * VOCAB
-    config = coca_hf.CocaLlamaConfig(vocab_size=wide, **TINY)
-    config.save_pretrained(recipe.model)
+def test_float32_logits_are_in_the_measure_unless_cross_entropy_is_fused(small, path, monkeypatch):
+    monkeypatch.setattr("coca_hf.train.objectives._CHUNK_TOKENS", 30)
+    recipe, wide = small, 40 * VOCAB
+    coca_hf.CocaLlamaConfig(vocab_size=wide, **TINY).save_pretrained(recipe.model)
     logits = BATCH * SEQ_LEN * wide * 4
     memory = measure(recipe, recipe.stages[0], Setting(32, BATCH, 1, True))
     # the probabilities' logarithms, their gradient, and that of the logits
@@ -150,8 +161,8 @@ def test_gpus_that_share_a_block_have_the_activations_of_their_part(recipe, path
     )
     whole, half = (memory.at_peak["activations"] for memory in memories)
     assert 0.4 * whole < half < 0.5 * whole  # the scores of a part are fewer than half
-    shared = load_recipe(path, ["training.context_parallel_size=2"])
-    plan = plan_recipe(shared.model_copy(update={"stages": shared.stages[:1]}), 4)
+    shared = load_recipe(path, [ONE_LAYER, "training.context_parallel_size=2"])
+    plan = plan_recipe(alone(shared, 0), 4)
     assert plan.stages[0].tokens == 5 * 2 * BATCH * SEQ_LEN  # two groups
     assert "stages.k: planned without the keys and values that GPUs exchange" in plan.notes
 
@@ -184,26 +195,27 @@ def test_accumulation_keeps_the_gradients_of_all_shards_on_every_process(recipe)
 def test_bf16_halves_what_is_saved(path):
     kept = [
         measure(recipe, recipe.stages[1], Setting(2, BATCH, 1, False)).at_peak["activations"]
-        for recipe in (load_recipe(path), load_recipe(path, ["training.bf16=true"]))
+        for recipe in (load_recipe(path, [ONE_LAYER, *own]) for own in ([], ["training.bf16=true"]))
     ]
     assert 0.5 * kept[0] < kept[1] < 0.8 * kept[0]  # norms and the loss stay in float32
 
 
 def test_a_model_that_looks_into_its_positions_is_planned(path, tmp_path):
     LlamaConfig(vocab_size=VOCAB, **TINY).save_pretrained(tmp_path / "llama")
-    settings = ["stages.k.train=all", f"model={tmp_path / 'llama'}"]
+    settings = [ONE_LAYER, "stages.k.train=all", f"model={tmp_path / 'llama'}"]
     rope = "config.rope_parameters={rope_type: %s, factor: 4.0}"
     plain, dynamic = (
-        plan_recipe(load_recipe(path, [*settings, rope % kind])) for kind in ("linear", "dynamic")
+        plan_recipe(alone(load_recipe(path, [*settings, rope % kind]), 1)).stages[0]
+        for kind in ("linear", "dynamic")
     )
-    assert dynamic.stages[1].memory.at_step == plain.stages[1].memory.at_step
+    assert dynamic.memory.at_step == plain.memory.at_step
 
 
-def test_a_plan_leaves_nothing_behind(recipe):
+def test_a_plan_leaves_nothing_behind(small):
     resize, find = torch.UntypedStorage.resize_, masking_utils.find_packed_sequence_indices
     shared = dict(PartialState._shared_state)
     for world_size in (1, 32):
-        measure(recipe, recipe.stages[0], Setting(world_size, BATCH, 1, True))
+        measure(small, small.stages[0], Setting(world_size, BATCH, 1, True))
     assert not dist.is_initialized()
     assert torch.UntypedStorage.resize_ is resize
     assert masking_utils.find_packed_sequence_indices is find
@@ -211,8 +223,8 @@ def test_a_plan_leaves_nothing_behind(recipe):
     assert torch.zeros(2).sum() == 0  # no mode is left
 
 
-def test_time_is_operations_over_what_the_gpus_do(recipe):
-    recipe = recipe.model_copy(update={"stages": recipe.stages[:1]})
+def test_time_is_operations_over_what_the_gpus_do(small):
+    recipe = alone(small, 0)
     one, many = (plan_recipe(recipe, size, gpu="A100", mfu=0.5).stages[0] for size in (1, 32))
     assert one.tokens == 5 * BATCH * SEQ_LEN
     assert many.tokens == 32 * one.tokens
@@ -220,31 +232,30 @@ def test_time_is_operations_over_what_the_gpus_do(recipe):
     assert many.seconds == pytest.approx(one.seconds)
 
 
-def test_what_is_advised_fits(recipe, path):
+def test_what_is_advised_fits(small, path):
     share = 0.5  # of the peak: checkpointing alone is not enough
-    full = recipe.stages[1]
-    recipe = recipe.model_copy(update={"stages": [full]})
-    memory = measure(recipe, full, Setting(1, BATCH, 1, False)).peak * share / GIB / (1 - RESERVE)
-    (stage,) = plan_recipe(recipe, 1, memory).stages
+    full = small.stages[1]
+    memory = measure(small, full, Setting(1, BATCH, 1, False)).peak * share / GIB / (1 - RESERVE)
+    (stage,) = plan_recipe(alone(small, 1), 1, memory).stages
     assert not stage.fits
     words = stage.change.split(" with ")[1].split(" (")[0].split()
     assert words[0] == "gradient_checkpointing=true"
     assert words[1].startswith("per_device_train_batch_size=")
-    changed = load_recipe(path, [f"stages.full.{word}" for word in words])
-    changed = changed.model_copy(update={"stages": changed.stages[1:]})
-    (changed,) = plan_recipe(changed, 1, memory).stages
+    changed = load_recipe(path, [ONE_LAYER, *(f"stages.full.{word}" for word in words)])
+    (changed,) = plan_recipe(alone(changed, 1), 1, memory).stages
     assert changed.fits
     assert changed.setting.global_batch == stage.setting.global_batch
 
 
-def test_more_gpus_are_advised_last_and_nothing_where_nothing_helps(recipe, path):
-    full = recipe.stages[1]
-    recipe = recipe.model_copy(update={"stages": [full]})
-    memory = 0.75 * measure(recipe, full, Setting(1, 1, BATCH, True)).peak / GIB / (1 - RESERVE)
-    assert "--world-size" in plan_recipe(recipe, 1, memory).stages[0].change
-    one_block = load_recipe(path, ["training.per_device_train_batch_size=1"])
-    one_block = one_block.model_copy(update={"stages": one_block.stages[1:]})
-    assert "nothing helps" in plan_recipe(one_block, 1, 1e-6).stages[0].change
+def test_more_gpus_are_advised_last_and_nothing_where_nothing_helps(small, path):
+    memory = 0.75 * measure(small, small.stages[1], Setting(1, 1, BATCH, True)).peak
+    least = ["per_device_train_batch_size=1", "gradient_checkpointing=true"]
+    settings = [ONE_LAYER, *(f"training.{setting}" for setting in least)]
+    four = load_recipe(path, [*settings, f"training.gradient_accumulation_steps={BATCH}"])
+    plan = plan_recipe(alone(four, 1), 1, memory / GIB / (1 - RESERVE))
+    assert "--world-size" in plan.stages[0].change
+    one = load_recipe(path, settings)
+    assert "nothing helps" in plan_recipe(alone(one, 1), 1, 1e-6).stages[0].change
 
 
 def test_a_long_block_on_each_gpu_is_helped_by_a_fused_cross_entropy_and_by_sharing_it(
@@ -256,11 +267,17 @@ def test_a_long_block_on_each_gpu_is_helped_by_a_fused_cross_entropy_and_by_shar
     config = {"vocab_size": 700, "max_position_embeddings": 960, "num_hidden_layers": 1}
     long = ["data.seq_len=960", *(f"config.{key}={value}" for key, value in config.items())]
     long += ["training.per_device_train_batch_size=1", "training.gradient_checkpointing=true"]
+    measured = {}
+
+    def measure_once(recipe, stage, setting):
+        key = repr(stage), setting
+        measured[key] = measured.get(key) or measure(recipe, stage, setting)
+        return measured[key]
+
+    monkeypatch.setattr(gpu_plan, "measure", measure_once)
 
     def planned(settings, memory):
-        recipe = load_recipe(path, [*long, *settings])
-        full = recipe.model_copy(update={"stages": recipe.stages[1:]})
-        return plan_recipe(full, 8, memory).stages[0]
+        return plan_recipe(alone(load_recipe(path, [*long, *settings]), 1), 8, memory).stages[0]
 
     fused = "stages.full.fused_cross_entropy=true"
     shared = ["stages.full.context_parallel_size=2", "stages.full.gradient_accumulation_steps=2"]
@@ -282,6 +299,7 @@ def test_a_long_block_on_each_gpu_is_helped_by_a_fused_cross_entropy_and_by_shar
         (["--gpu-memory", "0"], "--gpu-memory 0"),
         (["config.attention_dropout=7"], "no CocaLlamaConfig model can be made of it: dropout pr"),
         (["training.use_cpu=true"], "stages.k: got use_cpu, but a plan is for GPUs; add training"),
+        (["data.skip_positions=65"], "data.skip_positions: got 65, expected at most 64, the pos"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(path, arguments, message):
@@ -297,11 +315,11 @@ def test_a_world_of_no_processes_is_refused(path):
 
 
 def test_the_command_prints_a_table_or_json(path):
-    arguments = [str(path), "--plan", "--world-size", "2"]
+    arguments = [str(path), ONE_LAYER, "--plan", "--world-size", "2"]
     table = CliRunner().invoke(train_app, arguments, env={"COLUMNS": "200"})
     assert table.exit_code == 0, table.exception
     assert "2 x H100, 80 GB each, at MFU 0.4 of 989 TFLOPS" in table.stdout
-    arguments = [str(path), "training.torch_compile=true", "--plan", "--json"]
+    arguments = [str(path), ONE_LAYER, "training.torch_compile=true", "--plan", "--json"]
     result = CliRunner().invoke(train_app, arguments)
     plan = json.loads(result.stdout)
     assert [stage["name"] for stage in plan["stages"]] == ["k", "full"]

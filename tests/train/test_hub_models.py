@@ -56,14 +56,12 @@ def test_a_model_on_the_hub_is_read_at_its_revision_and_keeps_record_card_and_li
 def test_a_branch_that_moves_does_not_change_a_run_that_resumes(hub, recipe_path, tmp_path):
     taught = ["stages.qkv.objective={distill: 1}", "stages.qkv.max_steps=2"]
     recipe = load_recipe(recipe_path, ["model=somebody/coca", "teacher=somebody/llama", *taught])
-    for out in (tmp_path / "moved", tmp_path / "unmoved"):
-        run_recipe(recipe, out, stage="k")
-        if out.name == "moved":
-            for name in ("coca", "llama"):
-                (hub / f"models--somebody--{name}/refs/main").write_text(SECOND)
+    run_recipe(recipe, tmp_path / "unmoved", stage="k")
+    shutil.copytree(tmp_path / "unmoved", tmp_path / "moved")
+    for out in (tmp_path / "unmoved", tmp_path / "moved"):
         run_recipe(recipe, out, stage="qkv", resume=True)
-        (hub / "models--somebody--llama/refs/main").write_text(FIRST)
-        (hub / "models--somebody--coca/refs/main").write_text(FIRST)
+        for name in ("coca", "llama"):
+            (hub / f"models--somebody--{name}/refs/main").write_text(SECOND)
     assert_same_weights(tmp_path / "moved/2-qkv", tmp_path / "unmoved/2-qkv")
 
 
@@ -74,18 +72,3 @@ def test_a_revision_that_is_not_there_is_one_line(hub, recipe_path, tmp_path):
         with pytest.raises(CocaError, match=message):
             run_recipe(recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("change", ["weights", "config"])
-def test_a_teacher_that_changed_is_refused(recipe_path, tiny_llama_dir, tmp_path, change):
-    teacher = shutil.copytree(tiny_llama_dir, tmp_path / "teacher")
-    recipe = load_recipe(recipe_path, [f"teacher={teacher}", "stages.qkv.objective={distill: 1}"])
-    run_recipe(recipe, tmp_path / "out", stage="k")
-    if change == "weights":
-        change_weights(teacher)
-    else:
-        config = json.loads((teacher / "config.json").read_text())
-        (teacher / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
-    message = r"cannot --resume on other inputs: teacher\.(model\.safetensors|config\.json) was"
-    with pytest.raises(CocaError, match=message):
-        run_recipe(recipe, tmp_path / "out", resume=True)

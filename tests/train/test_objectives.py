@@ -173,7 +173,9 @@ def test_a_stage_logs_each_loss_and_its_checkpoint_holds_no_teacher(
     mixed = "{lm: 0.5, distill: 0.25, attention-transfer: 0.25, attention-maps: 2.0}"
     settings = ["stages.qkv.logging_steps=1", "stages.qkv.attn_implementation=eager"]
     out = tmp_path / "out"
-    run_recipe(load_recipe(recipe_path, [*overrides(tiny_llama_dir, mixed), *settings]), out)
+    recipe = load_recipe(recipe_path, [*overrides(tiny_llama_dir, mixed), *settings])
+    for stage in ("k", "qkv"):
+        run_recipe(recipe, out, stage, resume=True)
     for line in log_lines(out / "2-qkv"):
         taught = line["loss_distill"] + line["loss_attention-transfer"]
         parts = 0.5 * line["loss_lm"] + 0.25 * taught + 2 * line["loss_attention-maps"]
@@ -187,10 +189,6 @@ def test_a_stage_logs_each_loss_and_its_checkpoint_holds_no_teacher(
         name: value.shape for name, value in load_model(str(out / "2-qkv")).state_dict().items()
     }
     assert before == {file.name: file.read_bytes() for file in tiny_llama_dir.glob("*.safetensors")}
-    again = run_recipe(load_recipe(out / "recipe.yaml"), tmp_path / "again", resume=False)
-    assert (again / "model.safetensors").read_bytes() == (
-        out / "3-full/model.safetensors"
-    ).read_bytes()
 
 
 def test_the_objective_lm_is_the_plain_path_to_the_bit(recipe_path, unbroken, tmp_path):

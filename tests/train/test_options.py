@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from coca_hf import CocaError, CocaGraniteConfig, CocaGraniteForCausalLM
 from coca_hf.train import objectives
 from coca_hf.train.model import load_model
-from coca_hf.train.objectives import liger_cross_entropy, linear_cross_entropy
+from coca_hf.train.objectives import linear_cross_entropy
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer, held_out_loss
@@ -92,7 +92,12 @@ def test_bfloat16_computes_close_to_float32_and_keeps_float32_weights(run):
 def test_a_compiled_run_is_the_plain_one(run, tiny_coca_dir):
     """One layer, by the backend that traces both passes but writes no C++, which takes minutes."""
     small = {"model_type": "coca_llama", **TINY, "num_hidden_layers": 1}
-    one_layer = ["model=null", f"tokenizer={tiny_coca_dir}", f"config={small}"]
+    one_layer = [
+        "model=null",
+        f"tokenizer={tiny_coca_dir}",
+        f"config={small}",
+        "stages.k.max_steps=1",
+    ]
     plain, _ = run("plain", *one_layer)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -152,17 +157,12 @@ def test_a_fused_cross_entropy_scales_the_logits_of_granite():
     assert model(ids, labels=ids).loss.item() == pytest.approx(plain, rel=1e-6)
 
 
-@pytest.fixture(params=["linear", "liger"])
-def fused(request):
-    """Liger's kernel runs on a CPU by Triton's interpreter, which tests/conftest.py turns on."""
-    if request.param == "linear":
-        return linear_cross_entropy
-    pytest.importorskip("triton")
-    return liger_cross_entropy
-
-
+@pytest.mark.parametrize("liger", [False, True], ids=["linear", "liger"])
 @pytest.mark.parametrize("num_items", [None, 5, torch.tensor(23)])
-def test_a_fused_cross_entropy_is_the_plain_one_with_its_gradients(fused, num_items, monkeypatch):
+def test_a_fused_cross_entropy_is_the_plain_one_with_its_gradients(liger, num_items, monkeypatch):
+    """Liger's kernel runs on a CPU by Triton's interpreter, which tests/conftest.py turns on."""
+    if liger:
+        pytest.importorskip("triton")
     monkeypatch.setattr(objectives, "_CHUNK_TOKENS", 4)  # does not divide 3 x 5
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -177,7 +177,7 @@ def test_a_fused_cross_entropy_is_the_plain_one_with_its_gradients(fused, num_it
     expected = expected / ((targets >= 0).sum() if num_items is None else num_items)
     inputs = (hidden, head.weight, head.bias)
     wanted = torch.autograd.grad(expected, inputs)
-    loss = fused(head, hidden, labels, num_items)
+    loss = linear_cross_entropy(head, hidden, labels, num_items, liger=liger)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(torch.autograd.grad(loss, inputs), wanted)
 

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -10,18 +9,6 @@ import yaml
 from coca_cli import main
 from coca_hf import CocaError
 from coca_hf.train.recipe import load_recipe
-
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in RECIPES if "accelerate" not in path.parts], ids=lambda p: p.name
-)
-def test_every_recipe_loads_and_says_what_to_expect(path):
-    assert len(load_recipe(path).stages) >= 1
-    header = [line for line in path.read_text().splitlines() if line.startswith("#")]
-    for label in ("Reproduces", "Command", "Cost", "Expect"):
-        assert any(line.startswith(f"# {label}") for line in header), label
 
 
 def test_a_stage_overrides_the_shared_training_options(recipe_path):

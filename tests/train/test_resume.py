@@ -84,8 +84,8 @@ KILLED = {
 }
 
 
-def assert_same_run(out: Path, unbroken: Path) -> None:
-    for stage in STAGES:
+def assert_same_run(out: Path, unbroken: Path, stages: list[str] = STAGES) -> None:
+    for stage in stages:
         ours, theirs = out / stage, unbroken / stage
         assert timeless(ours) == timeless(theirs)
         assert_same_weights(ours, theirs)
@@ -116,12 +116,12 @@ def test_log_lines_of_steps_that_are_done_again_are_dropped(
     out = tmp_path / "out"
     monkeypatch.setattr("coca_hf.train.stages._complete", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        run_recipe(load_recipe(recipe_path), out)
+        run_recipe(load_recipe(recipe_path), out, "k")
     monkeypatch.undo()
     with (out / "1-k/log.jsonl").open("a") as log:
         log.write('{"step": 99, "loss": 1.0}\n{"step": 100, "lo')
-    run_recipe(load_recipe(recipe_path), out, resume=True)
-    assert_same_run(out, unbroken)
+    run_recipe(load_recipe(recipe_path), out, "k", resume=True)
+    assert_same_run(out, unbroken, STAGES[:1])
 
 
 def interrupt(*args):
@@ -136,11 +136,11 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(
         r"1-k/trainer: cannot be written \(0.01 MB needed, \S+ GB free\): .*; what was saved before"
     )
     with no_file_above(5_000), pytest.raises(CocaError, match=message) as caught:
-        run_recipe(load_recipe(recipe_path), out)
+        run_recipe(load_recipe(recipe_path), out, "k")
     assert not any(word in str(caught.value) for word in ("\n", "Traceback"))
     assert last_checkpoint(out / "1-k/trainer") is None
-    run_recipe(load_recipe(recipe_path), out, resume=True)
-    assert_same_run(out, unbroken)
+    run_recipe(load_recipe(recipe_path), out, "k", resume=True)
+    assert_same_run(out, unbroken, STAGES[:1])
 
 
 def test_a_disk_that_is_full_at_the_end_of_a_stage_keeps_its_last_checkpoint(
@@ -150,12 +150,12 @@ def test_a_disk_that_is_full_at_the_end_of_a_stage_keeps_its_last_checkpoint(
     monkeypatch.setattr("coca_hf.train.stages.StageTrainer.save_model", save_result_on_a_full_disk)
     message = r"1-k: cannot be written \(0.31 MB needed, \S+ GB free\): .*File too large"
     with pytest.raises(CocaError, match=message):
-        run_recipe(load_recipe(recipe_path), out)
+        run_recipe(load_recipe(recipe_path), out, "k")
     monkeypatch.undo()
     assert last_checkpoint(out / "1-k/trainer").name == "checkpoint-3"
     assert not (out / "1-k/training.json").exists()
-    run_recipe(load_recipe(recipe_path), out, resume=True)
-    assert_same_run(out, unbroken)
+    run_recipe(load_recipe(recipe_path), out, "k", resume=True)
+    assert_same_run(out, unbroken, STAGES[:1])
 
 
 def test_a_logger_that_finds_the_disk_full_is_one_line_and_the_run_goes_on(
@@ -167,12 +167,11 @@ def test_a_logger_that_finds_the_disk_full_is_one_line_and_the_run_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr("transformers.integrations.TensorBoardCallback.on_log", full)
         message = r"1-k: \[Errno 28\] No space left on device; what was saved before is"
+        recipe = load_recipe(recipe_path, ["training.report_to=tensorboard"])
         with pytest.raises(CocaError, match=message):
-            run_recipe(
-                load_recipe(recipe_path, ["training.report_to=tensorboard"]), tmp_path / "out"
-            )
-    run_recipe(load_recipe(recipe_path), tmp_path / "out", resume=True)
-    assert_same_run(tmp_path / "out", unbroken)
+            run_recipe(recipe, tmp_path / "out", "k")
+    run_recipe(load_recipe(recipe_path), tmp_path / "out", "k", resume=True)
+    assert_same_run(tmp_path / "out", unbroken, STAGES[:1])
 
 
 def save_result_on_a_full_disk(self, output_dir=None, _internal_call=False):
@@ -233,14 +232,14 @@ def test_a_disk_without_room_for_a_checkpoint_is_found_before_writing(
         calls.append(path)
         return real(path)._replace(free=10**9 if len(calls) < 2 else 20)
 
-    monkeypatch.setattr("coca_hf.train.training_state.shutil.disk_usage", usage)
+    monkeypatch.setattr("coca_hf.train.run_directory.shutil.disk_usage", usage)
     message = r"1-k/trainer: got 0.00 MB free, expected 0.01 MB for checkpoint-3; what was saved before is untouched"
     with pytest.raises(CocaError, match=message):
-        run_recipe(load_recipe(recipe_path), out)
+        run_recipe(load_recipe(recipe_path), out, "k")
     monkeypatch.undo()
     assert last_checkpoint(out / "1-k/trainer").name == "checkpoint-2"
-    run_recipe(load_recipe(recipe_path), out, resume=True)
-    assert_same_run(out, unbroken)
+    run_recipe(load_recipe(recipe_path), out, "k", resume=True)
+    assert_same_run(out, unbroken, STAGES[:1])
 
 
 def test_a_disk_that_is_really_full_keeps_the_checkpoint_before_and_the_need_is_that_of_the_state(
@@ -451,16 +450,30 @@ def test_the_command_does_not_run_what_was_planted_in_a_checkpoint_that_it_resum
             "model.model.safetensors was",
         ),
         (
+            lambda _, model, texts: change_byte(model.parent / "teacher/model.safetensors"),
+            "teacher.model.safetensors was",
+        ),
+        (
+            lambda _, model, texts: change_epsilon(model.parent / "teacher/config.json"),
+            "teacher.config.json was",
+        ),
+        (
             lambda recipe, *_: recipe.training.update(per_device_train_batch_size=8),
             "blocks_per_step.k was 4",
         ),
     ],
-    ids=["new file", "longer file", "file of the same size", "weights", "batch"],
+    ids=[
+        *("new file", "longer file", "file of the same size"),
+        *("weights", "teacher's weights", "teacher's config", "batch"),
+    ],
 )
-def test_other_inputs_are_refused(recipe_tree, tiny_coca_dir, texts, tmp_path, change, message):
+def test_other_inputs_are_refused(
+    recipe_tree, tiny_coca_dir, tiny_llama_dir, texts, tmp_path, change, message
+):
     model = shutil.copytree(tiny_coca_dir, tmp_path / "model")
     texts = shutil.copytree(texts, tmp_path / "texts")
     recipe_tree["model"] = str(model)
+    recipe_tree["teacher"] = str(shutil.copytree(tiny_llama_dir, tmp_path / "teacher"))
     words, digits = recipe_tree["data"]["sources"]
     words["path"], digits["path"] = f"{texts}/words/*.txt", f"{texts}/digits.jsonl"
     recipe = Recipe.model_validate(recipe_tree)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from coca_hf.train.log import SpeedMeter, StageLog, start_place
+from coca_hf.train.log import StageLog, start_place
 from coca_hf.train.options import StageOptions
 from coca_hf.train.processes import StopRequest
 from coca_hf.train.recipe import load_recipe
@@ -21,12 +21,10 @@ def trainer_of(options: dict, tmp_path) -> StageTrainer:
     trainer = StageTrainer(
         model,
         TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **options),
-        log=StageLog(tmp_path / "log.jsonl", 8, 1, 0, start_place(0)),
+        log=StageLog(tmp_path / "log.jsonl", 8, 1, 1, 0, start_place(0)),
         options=StageOptions(),
-        meter=SpeedMeter(8, 1),
         held_out=torch.empty(0, 8),
         stop=StopRequest(),
-        sources=lambda first, count: "",
     )
     trainer.create_optimizer_and_scheduler(options["max_steps"])
     return trainer

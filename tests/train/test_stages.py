@@ -17,6 +17,7 @@ from coca_hf import CocaError, convert_checkpoint
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
+from tests.train.layouts import Interrupted, interrupt_in_step
 from tests.train.results import assert_same_weights, changed, log_lines, record, weights
 
 STAGES = ["1-k", "2-qkv", "3-full"]
@@ -41,16 +42,15 @@ def test_a_stage_changes_the_parameters_it_names_and_no_other_bit(
     assert changed(old, new) == {name for name in old if any(part in name for part in parts)}
 
 
-def test_the_fraction_that_learns_is_printed_and_recorded(recipe_path, tmp_path, capsys):
-    run_recipe(load_recipe(recipe_path), tmp_path / "out")
+def test_the_fraction_that_learns_is_printed_and_recorded(unbroken):
     # 3 layers, hidden 48, 6 heads and 2 key/value heads of 8; MLP 80; vocabulary 259, embeddings
     # not tied
     of_t, of_q, of_v = 3 * 48 * 2 * 4, 3 * 48 * 6 * 8, 3 * 48 * 2 * 8
     total = of_t + 2 * of_q + of_v + 3 * 3 * 48 * 80 + 7 * 48 + 2 * 259 * 48
-    printed = capsys.readouterr().out
+    printed = (unbroken.parent / "printed.txt").read_text()
     trained = [of_t, of_t + of_q + of_v, total]
     for stage, count, steps in zip(STAGES, trained, (3, 5, 4), strict=True):
-        parameters = record(tmp_path / "out" / stage)["parameters"]
+        parameters = record(unbroken / stage)["parameters"]
         assert parameters == {"trained": count, "total": total, "fraction": count / total}
         share = f"trains {count:,} of {total:,} parameters ({count / total:.1%})"
         assert (
@@ -153,7 +153,8 @@ def test_stages_one_by_one_are_the_run_in_one_go(recipe_path, unbroken, tmp_path
 
 
 def test_a_stage_may_compute_in_another_precision_than_the_one_before(recipe_path, tmp_path):
-    run_recipe(load_recipe(recipe_path, ["stages.qkv.bf16=true"]), tmp_path / "out")
+    short = [f"stages.{name}.max_steps=1" for name in ("k", "qkv", "full")]
+    run_recipe(load_recipe(recipe_path, ["stages.qkv.bf16=true", *short]), tmp_path / "out")
     assert {tensor.dtype for tensor in weights(tmp_path / "out/3-full").values()} == {torch.float32}
 
 
@@ -175,13 +176,11 @@ def test_a_tied_weight_learns_by_either_of_its_names(tiny_coca_dir, recipe_tree,
     assert changed(weights(tmp_path / "tied"), weights(result)) == {"model.embed_tokens.weight"}
 
 
-def test_a_finished_run_is_skipped_and_stays_as_it_is(recipe_path, tmp_path, capsys):
-    recipe = load_recipe(recipe_path)
-    run_recipe(recipe, tmp_path / "out")
-    before = files(tmp_path / "out")
-    run_recipe(recipe, tmp_path / "out", resume=True)
+def test_a_finished_run_is_skipped_and_stays_as_it_is(recipe_path, unbroken, capsys):
+    before = files(unbroken)
+    run_recipe(load_recipe(recipe_path), unbroken, resume=True)
     assert capsys.readouterr().out.count("complete, skipped") == 3
-    assert files(tmp_path / "out") == before
+    assert files(unbroken) == before
 
 
 REFUSED = {
@@ -200,6 +199,9 @@ REFUSED = {
     'stages.full.lr_scheduler_type=inverse_sqrt stages.full.lr_scheduler_kwargs={"timescale":"x"}': "timescale",
     'stages.full.lr_scheduler_type=cosine stages.full.lr_scheduler_kwargs={"cycles":3}': "do not work: ",
     "stages.full.lr_scheduler_type=lineal": "lineal is not a valid",
+    "training.global_batch_size=6": "stages.k: got global_batch_size 6, expected a multiple of 4: per_device_tra",
+    "training.global_batch_size=8 training.gradient_accumulation_steps=4": "got global_batch_size 8 and "
+    "gradient_accumulation_steps 4, expected 2 on 1",
 }
 
 
@@ -339,31 +341,32 @@ OTHER_BATCHES = {  # blocks a step of the stages k and qkv
 }
 
 
-@pytest.mark.parametrize("setting", OTHER_BATCHES)
-def test_a_step_of_other_blocks_than_the_recipes_file_says_is_announced_before_it_is_taken(
-    setting, recipe_tree, tmp_path, capsys
-):
+@pytest.fixture
+def global_batch_path(recipe_tree, tmp_path):
+    """A recipe of two stages, a step each, whose file says 4 blocks a step."""
     recipe_tree["training"] |= {"per_device_train_batch_size": 2, "global_batch_size": 4}
     recipe_tree["stages"] = [stage | {"max_steps": 1} for stage in recipe_tree["stages"][:2]]
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe_tree))
-    seen = []
-    plain_step = StageTrainer.training_step
-
-    def training_step(*arguments):
-        seen.append(capsys.readouterr().out)
-        return plain_step(*arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StageTrainer, "training_step", training_step)
-        run_recipe(load_recipe(tmp_path / "recipe.yaml", [setting]), tmp_path / "out")
-    printed = "".join(seen)
-    for stage, blocks in zip(("k", "qkv"), OTHER_BATCHES[setting], strict=True):
-        line = f"stages.{stage}: got {blocks} blocks a step, expected 4 as the recipe's file says"
-        assert printed.count(line) == (blocks != 4)
+    (tmp_path / "global.yaml").write_text(yaml.safe_dump(recipe_tree))
+    return tmp_path / "global.yaml"
 
 
-def test_an_accumulation_that_contradicts_the_global_batch_is_refused(recipe_path, tmp_path):
-    both = ["training.global_batch_size=8", "training.gradient_accumulation_steps=4"]
-    message = "got global_batch_size 8 and gradient_accumulation_steps 4, expected 2 on 1"
-    with pytest.raises(CocaError, match=message):
-        run_recipe(load_recipe(recipe_path, both), tmp_path / "out")
+@pytest.mark.parametrize("setting", OTHER_BATCHES)
+def test_a_recipe_knows_which_overrides_take_other_blocks_a_step_than_its_file_says(
+    setting, global_batch_path
+):
+    recipe = load_recipe(global_batch_path, [setting])
+    for stage, blocks in zip(recipe.stages, OTHER_BATCHES[setting], strict=True):
+        assert recipe.blocks_per_step(stage, 1) == blocks
+        assert recipe.batch_in_file(stage) == (None if blocks == 4 else 4)
+
+
+def test_a_step_of_other_blocks_than_the_recipes_file_says_is_announced_before_it_is_taken(
+    global_batch_path, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(StageTrainer, "training_step", StageTrainer.training_step)
+    interrupt_in_step(1)
+    recipe = load_recipe(global_batch_path, ["stages.k.global_batch_size=8"])
+    with pytest.raises(Interrupted):
+        run_recipe(recipe, tmp_path / "out")
+    line = "stages.k: got 8 blocks a step, expected 4 as the recipe's file says"
+    assert capsys.readouterr().out.count(line) == 1

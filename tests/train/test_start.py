@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,15 +20,20 @@ from transformers import (
 
 import coca_hf
 from coca_hf import CocaError
+from coca_hf.train.gpu_plan import plan_recipe
 from coca_hf.train.model import start_config
 from coca_hf.train.preflight import (
     check_model,
     check_overrides,
+    check_plain,
     check_positions,
+    check_teacher,
     check_tokenizer,
+    lock,
     resolve_stages,
 )
 from coca_hf.train.recipe import load_recipe
+from coca_hf.train.run_directory import check_out
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
 from tests.conftest import TINY
@@ -158,7 +165,27 @@ def test_blocks_skip_to_no_position_that_the_model_does_not_have(recipe_path):
     recipe = load_recipe(recipe_path, ["data.skip_positions=65"])
     with pytest.raises(CocaError, match="skip_positions: got 65, expected at most 64, the pos"):
         check_positions(recipe, LlamaConfig(max_position_embeddings=64))
-    check_positions(recipe, LlamaConfig(max_position_embeddings=65))
+    assert check_positions(recipe, LlamaConfig(max_position_embeddings=65)) is None
+
+
+def test_blocks_longer_than_the_model_was_trained_for_are_announced_by_the_run_and_the_plan(
+    recipe_path, tiny_coca_dir, tmp_path, capsys
+):
+    notice = (
+        f"data.seq_len: got 70 tokens, more than the 64 positions of {tiny_coca_dir} "
+        "(max_position_embeddings): it has not learnt those beyond; if that is meant, set "
+        "config.max_position_embeddings=70, which the result keeps, or scale RoPE"
+    )
+    settings = ["data.seq_len=70", "stages.k.max_steps=1", "training.use_cpu=false"]
+    recipe = load_recipe(recipe_path, settings)
+    first = recipe.model_copy(update={"stages": recipe.stages[:1]})
+    assert any(note.startswith(notice) for note in plan_recipe(first).notes)
+    run_recipe(load_recipe(recipe_path, settings[:2]), tmp_path / "out", stage="k")
+    assert capsys.readouterr().out.count(notice) == 1
+    meant = ("max_position_embeddings=70", "rope_parameters={rope_type: linear, factor: 2.0}")
+    for setting in meant:
+        recipe = load_recipe(recipe_path, ["data.seq_len=70", f"config.{setting}"])
+        assert check_positions(recipe, start_config(recipe)) is None
 
 
 def test_a_stage_computes_in_bfloat16_on_a_cpu_where_there_is_nothing_else(
@@ -172,20 +199,17 @@ def test_a_stage_computes_in_bfloat16_on_a_cpu_where_there_is_nothing_else(
         assert stage.arguments.device.type == "cpu"
 
 
-@pytest.mark.parametrize("rope_type", ["linear", "dynamic", "longrope"])
-@pytest.mark.parametrize("kind", ["tiny_llama_dir", "tiny_coca_dir"])
-def test_every_model_that_trains_passes_the_look_at_its_shapes(
-    recipe_path, request, kind, rope_type
-):
-    rope = {"rope_type": rope_type, "factor": 4.0}
-    if rope_type == "longrope":
-        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-        rope["original_max_position_embeddings"] = 64
-    settings = [f"model={request.getfixturevalue(kind)}", f"config.rope_parameters={rope}"]
-    check_model(load_recipe(recipe_path, [*settings, *ALL]))
-
-
+LONG_ROPE = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+LONG_ROPE["original_max_position_embeddings"] = 64
+ROPES = {"linear": {}, "dynamic": {}, "longrope": LONG_ROPE}
 FAMILIES = {
+    **{
+        f"{config.__name__} {kind}": config(
+            **TINY, rope_parameters={"rope_type": kind, "factor": 4.0, "rope_theta": 1e4, **own}
+        )
+        for config in (LlamaConfig, coca_hf.CocaLlamaConfig)
+        for kind, own in ROPES.items()
+    },
     "CocaMistral": coca_hf.CocaMistralConfig(**TINY, sliding_window=8),
     "CocaQwen2": coca_hf.CocaQwen2Config(**TINY),
     "CocaQwen3": coca_hf.CocaQwen3Config(**TINY, head_dim=8),
@@ -200,19 +224,59 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_passes_the_look_at_its_shapes(recipe_path, tmp_path, family):
+def test_every_model_that_trains_passes_the_look_at_its_shapes(recipe_path, tmp_path, family):
     FAMILIES[family].save_pretrained(tmp_path)
     check_model(load_recipe(recipe_path, [f"model={tmp_path}", *ALL]))
 
 
 @pytest.mark.parametrize(
     ("setting", "expected"),
-    [("tie_word_embeddings=true", "False"), ("vocab_size=300", "259"), ("hidden_size=96", "48")],
+    [
+        ("tie_word_embeddings=true", "False"),
+        ("vocab_size=300", "259"),
+        ("hidden_size=96", "48"),
+        ("attention_bias=true", "False"),
+        ("coca_constraint=strict", "slack"),
+        ("coca_kept_layers=[1]", r"\[\]"),
+        ("coca_partial_rotary_layers=[1]", r"\[\]"),
+    ],
 )
 def test_what_the_weights_of_a_checkpoint_fix_is_not_overridden(recipe_path, setting, expected):
-    message = rf"config\.\w+: got \w+, expected {expected}, as the weights of .* have it; leave it"
+    message = rf"config\.\w+: got \S+, expected {expected}, as the weights of .* have it; leave it"
     with pytest.raises(CocaError, match=message):
         check_overrides(load_recipe(recipe_path, [f"config.{setting}"]))
+
+
+@pytest.mark.parametrize("key", ["model", "teacher"])
+def test_a_classifier_is_refused_before_anything_is_written(recipe_path, key, tmp_path):
+    config = LlamaConfig(**TINY, architectures=["LlamaForSequenceClassification"])
+    config.save_pretrained(tmp_path / "classifier")
+    recipe = load_recipe(recipe_path, [f"{key}={tmp_path / 'classifier'}"])
+    message = "classifier: got LlamaForSequenceClassification, expected a causal language model"
+    check = {"model": check_plain, "teacher": check_teacher}[key]
+    with pytest.raises(CocaError, match=message):
+        check(getattr(recipe, key), config)
+
+
+def test_blocks_inside_out_are_refused_under_any_name_of_it(recipe_path, tmp_path):
+    (tmp_path / "link").symlink_to("out")
+    for prepared in ("out", "out/blocks", "link/blocks"):
+        recipe = load_recipe(recipe_path, [f"data.prepared={tmp_path / prepared}"])
+        with pytest.raises(CocaError, match=r"data\.prepared: got .*, which is in --out"):
+            check_out(recipe, tmp_path / "out", resume=False)
+
+
+@pytest.mark.parametrize("name", ["link", "."])
+def test_every_name_of_out_has_the_same_lock(name, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "link").symlink_to("out")
+    monkeypatch.chdir(tmp_path / "out")
+    other = Path(name) if name == "." else tmp_path / name
+    with ExitStack() as first, ExitStack() as second:
+        lock(tmp_path / "out", first)
+        assert not any((tmp_path / "out").iterdir())
+        with pytest.raises(CocaError, match="another coca-train is writing it"):
+            lock(other, second)
 
 
 def test_a_config_without_overrides_is_the_models(recipe_path, tiny_coca_dir):
