@@ -2,10 +2,13 @@
 take hours.
 """
 
+import re
 import runpy
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -96,16 +99,23 @@ def test_the_table_has_the_mean_over_seeds_and_the_ratio_to_original(tmp_path, m
     ]
 
 
-def test_kept_layers_of_a_trained_model_get_the_calibrated_queries_and_coefficients(
-    tiny_llama_dir, tiny_coca_dir, tmp_path
+def test_kept_layers_of_a_trained_model_get_the_calibrated_queries_and_coefficients_or_fitted_ones(
+    tiny_llama_dir, tmp_path, monkeypatch, capsys
 ):
     kept, calibrated, out = (tmp_path / name for name in ("kept", "calibrated", "out"))
     coca_hf.convert_checkpoint(tiny_llama_dir, kept, keep_layers=[1])
     coca_hf.convert_checkpoint(tiny_llama_dir, calibrated, "strict")
     trained = load_file(kept / "model.safetensors")
     save_file({name: 2 * tensor for name, tensor in trained.items()}, kept / "model.safetensors")
-    RUN_KEPT["main"](kept, calibrated, out)
-    assert not AutoConfig.from_pretrained(out).coca_kept_layers
+
+    def convert_kept(out, *options):
+        paths = [str(path) for path in (kept, calibrated, out)]
+        monkeypatch.setattr(sys, "argv", ["convert_kept.py", *paths, *options])
+        RUN_KEPT["main"]()
+        config = AutoConfig.from_pretrained(out)
+        return config.coca_kept_layers, config.coca_partial_rotary_layers
+
+    assert convert_kept(out) == ([], [])
     weights, fitted = (
         load_file(out / "model.safetensors"),
         load_file(calibrated / "model.safetensors"),
@@ -114,3 +124,13 @@ def test_kept_layers_of_a_trained_model_get_the_calibrated_queries_and_coefficie
     assert weights.keys() == fitted.keys()
     for name, tensor in weights.items():
         assert torch.equal(tensor, fitted[name] if name in of_layer else 2 * trained[name]), name
+    text = tmp_path / "text.parquet"
+    words = [" ".join(f"{n * k % 89} times" for k in range(300)) for n in range(20)]
+    pq.write_table(pa.table({"text": words}), text)
+    amounts = ["--blocks=16", "--block-tokens=48", "--steps=200"]
+    options = [f"--text={text}", "--partial-rotary", *amounts]
+    assert convert_kept(tmp_path / "fitted", *options) == ([], [1])
+    before, after = re.search(r"layer 1: (\S+) to (\S+) nats", capsys.readouterr().out).groups()
+    assert float(after) < 0.8 * float(before)
+    for name, tensor in load_file(tmp_path / "fitted" / "model.safetensors").items():
+        assert torch.equal(tensor, weights[name]) == (name not in of_layer), name
