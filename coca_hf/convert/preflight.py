@@ -57,12 +57,10 @@ def check_kept_layers(
 
 
 def check_kept_number(keep_layers: Sequence[int] | int | str | None, layout: Layout) -> None:
-    layers, kept = layout.config.num_hidden_layers, len(layout.config.coca_kept_layers)
-    asked = keep_layers if isinstance(keep_layers, int) else kept
-    if asked >= layers:
+    most = layout.config.num_hidden_layers
+    if isinstance(keep_layers, int) and keep_layers > most:
         raise CocaError(
-            f"--keep-layers: got {asked} of the model's {layers} layers, expected fewer: the "
-            "others become CoCA"
+            f"--keep-layers: got {keep_layers}, expected at most the model's {most} layers"
         )
 
 

@@ -96,13 +96,13 @@ def test_the_fingerprint_changes_with_an_adapter_in_the_directory_and_with_its_b
         adapter = {"lora_alpha": alpha, "base_model_name_or_path": str(base)}
         (checkpoint / "adapter_config.json").write_text(json.dumps(adapter))
         (base / "config.json").write_text(content)
-        found.add(loaded_model._fingerprint(str(checkpoint), None, False))
+        found.add(loaded_model.fingerprint(str(checkpoint), None, False))
     assert len(found) == 3
     for base in (str(checkpoint), None):  # an adapter beside its own base, and one that names none
         (checkpoint / "adapter_config.json").write_text(
             json.dumps({"base_model_name_or_path": base})
         )
-        assert loaded_model._fingerprint(str(checkpoint), None, False) not in found
+        assert loaded_model.fingerprint(str(checkpoint), None, False) not in found
 
 
 def test_tokens_seen_are_read_from_the_training_record(checkpoint):
