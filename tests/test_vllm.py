@@ -32,22 +32,25 @@ YARN = {
 
 
 @pytest.mark.parametrize(
-    ("load", "constraint", "case", "changes"),
+    ("load", "constraint", "case", "changes", "layers"),
     [
-        ("self-contained", "slack", "llama", {"rope_parameters": YARN}),
-        ("plugin", "strict", "qwen3-window", {"head_dim": 32, "sliding_window": 100}),
-        ("self-contained", "slack", "neox-partial", {}),
+        (
+            *("self-contained", "slack", "llama", {"rope_parameters": YARN}),
+            {"keep_layers": [0], "partial_rotary": [1]},
+        ),
+        ("plugin", "strict", "qwen3-window", {"head_dim": 32, "sliding_window": 100}, {}),
+        ("self-contained", "slack", "neox-partial", {}, {"partial_rotary": [2]}),
     ],
     ids=["llama", "qwen3", "gpt_neox"],
 )
 def test_the_server_gives_the_tokens_and_logprobs_of_transformers(
-    load, constraint, case, changes, tiny_tokenizer, tmp_path
+    load, constraint, case, changes, layers, tiny_tokenizer, tmp_path
 ):
     stock_model(case, vocab_size=len(tiny_tokenizer), **SIZES, **changes).save_pretrained(
         tmp_path / "stock"
     )
     tiny_tokenizer.save_pretrained(tmp_path / "stock")
-    convert_checkpoint(tmp_path / "stock", tmp_path / "coca", constraint)
+    convert_checkpoint(tmp_path / "stock", tmp_path / "coca", constraint, **layers)
     command = [
         sys.executable,
         ROOT / "scripts" / "vllm_parity.py",
