@@ -47,7 +47,8 @@ def convert_command(
         typer.Option(
             help="Let every second rotary pair stand still in these layers, as in 17,18,23 (one "
             "layer: '8,'), so that they match contents at any distance: those that look things up. "
-            "3:OUT names the three that coca-eval layers --out OUT ranks first."
+            "3:OUT names the three that coca-eval layers --out OUT ranks first; kept layers cannot be "
+            "among them."
         ),
     ] = None,
     constraint: Annotated[
@@ -189,10 +190,10 @@ def convert_command(
 
         # What is not named here has the name that convert_checkpoint gives it.
         options = context.params | {
-            "keep_layers": None if keep_layers is None else _kept(keep_layers),
+            "keep_layers": None if keep_layers is None else _layers_to_keep(keep_layers),
             "partial_rotary": ()
             if partial_rotary is None
-            else _named("--partial-rotary", partial_rotary),
+            else _layer_numbers("--partial-rotary", partial_rotary),
             "private": not public,
             "calibrate_on": calibrate,
             "ignore_fields": ignore_field or (),
@@ -214,19 +215,19 @@ def convert_command(
             console.print(f"Uploaded to {push_to_hub}, {'public' if public else 'private'}.")
 
 
-def _kept(text: str) -> list[int] | int | str:
-    """`6` and `auto` as they are, or the layers of `_named`."""
+def _layers_to_keep(text: str) -> list[int] | int | str:
+    """`6` and `auto` as they are, or the layers of `_layer_numbers`."""
     if text == "auto":
         return text
     if re.fullmatch(r"\d{1,9}", text):
         return int(text)
-    return _named("--keep-layers", text, "with --calibrate how many, as in 6, or auto; ")
+    return _layer_numbers("--keep-layers", text, "with --calibrate how many, as in 6, or auto; ")
 
 
-def _named(option: str, text: str, other: str = "") -> list[int]:
+def _layer_numbers(option: str, text: str, other_forms: str = "") -> list[int]:
     """The layers of `8,17,18`; of `6:OUT` the six that `coca-eval layers --out OUT` ranks first.
 
-    Raises BadOption for anything else, and names the `other` forms that `option` takes.
+    Raises BadOption for anything else, and names the `other_forms` that `option` takes.
     """
     number = r"\s*\d{1,9}\s*"
     if ranked := re.fullmatch(r"(\d{1,9}):(.*)", text):
@@ -235,7 +236,7 @@ def _named(option: str, text: str, other: str = "") -> list[int]:
         return [int(found) for found in re.findall(r"\d+", text)]
     raise BadOption(
         f"{option}: got {text!r}, expected layers by number, from 0, as in 8,17,18 (one "
-        f"layer: '8,'); {other}or 6:OUT, the six that coca-eval layers --out OUT ranks first"
+        f"layer: '8,'); {other_forms}or 6:OUT, the six that coca-eval layers --out OUT ranks first"
     )
 
 

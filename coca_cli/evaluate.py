@@ -492,8 +492,8 @@ def card_command(
     path = write_card(model, measured=measured, base_model=base_model)
     own = {fingerprint(str(model), None, own_code) for own_code in (False, True)}
     if tables and not any(row.get("fingerprint") in own for table in tables for row in table.rows):
-        say(
-            f"warning: {model}: no row was measured on these files, as they are now; if the model "
+        warn(
+            f"{model}: no row was measured on these files, as they are now; if the model "
             "was trained since, or the rows are another's, measure it and write the card again"
         )
     say(f"card: {path}\nnext: hf upload OWNER/NAME {model}")

@@ -155,7 +155,8 @@ class Staging:
         except (FileNotFoundError, ValueError):
             return None
         finished: list[FinishedShard] = []
-        with contextlib.suppress(ValueError):
+        # an earlier coca_hf may have written other fields
+        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
             for text in lines:
                 if not text.endswith("\n"):
                     break

@@ -59,15 +59,20 @@ def visiting_products(
     Rows of a batch but the first are not looked at. A plain model's q and k are those that its
     modelling file hands to its own `apply_rotary_pos_emb`, which all families call by that name:
     after biases, norms and whatever else comes before. CoCA's q and t are those that its attention
-    hands to `rotated`; layers of partial rotation, whose angles are others, are left out.
+    hands to `rotated`.
+
+    Raises CocaError for layers of partial rotation, and for a model without RoPE that we know.
     """
     is_rotated = getattr(model.config, "no_rope_layers", None)  # by layer, of SmolLM3
+    all_of_coca = [m for m in model.modules() if isinstance(m, attention.CocaAttention)]
+    if any(module.is_partial for module in all_of_coca):
+        raise CocaError(
+            f"{type(model).__name__}: got layers of partial rotation "
+            f"({model.config.coca_partial_rotary_layers}), whose pairs have other angles; expected "
+            "none"
+        )
     if attentions := [
-        module
-        for module in model.modules()
-        if isinstance(module, attention.CocaAttention)
-        and (is_rotated is None or is_rotated[module.layer_idx])
-        and not module.is_partial
+        module for module in all_of_coca if is_rotated is None or is_rotated[module.layer_idx]
     ]:
         with _visiting_coca(attentions, len(theta), visit):
             yield

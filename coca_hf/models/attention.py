@@ -45,9 +45,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def every_second_still(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines, each (..., j), with angle zero in every second pair.
 
-    Such a pair scores `t_j (q_j^2 + q_{j+d/2}^2)` at every distance. One that rotates cannot match
-    contents further away than a quarter of its period, and below a head's few slowest pairs that is
-    nearer than most of a long context.
+    Such a pair scores `t_j (q_j^2 + q_{j+d/2}^2)` at every distance; the factor by which YaRN and
+    longrope lengthen rotated pairs does not apply to it, as to the pairs that partial rotary
+    embeddings of transformers leave alone. One that rotates matches contents up to a quarter of its
+    period away: for all but a head's slowest pairs, a small part of a long context.
     """
     still = torch.arange(cos.shape[-1], device=cos.device) % 2 == 1
     return cos.masked_fill(still, 1), sin.masked_fill(still, 0)

@@ -74,6 +74,7 @@ class HalfWidth(Cache):
         return scaled_key(t, self.unit_keys(t.device, is_partial)[..., -t.shape[-2] :, :, :])
 
     def unit_keys(self, device: torch.device, is_partial: bool) -> Tensor:
+        """Keys of coefficients 1 at all positions, (b, 1, n, 2, j)."""
         angles = self.angles[device].keys, self.angles[device].values
         if is_partial:
             angles = every_second_still(*angles)

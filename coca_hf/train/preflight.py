@@ -149,7 +149,7 @@ def _check_and_begin(
         check_loggers(stage.arguments, f"stages.{stage.name}")
         check_optimizer(stage.arguments, f"stages.{stage.name}")
     # Configs, from the hub if they are there, and models on the meta device
-    noted = noted_inputs(out_dir, len(given.data.sources))
+    noted = noted_inputs(out_dir, given)
     at_commits = (noted or {}).get("hub", {})
     names = {key: name for key in MODELS if (name := getattr(given, key))}
     origins = {key: located(at_commits.get(key, name)) for key, name in names.items()}
@@ -358,9 +358,10 @@ def check_overrides(recipe: Recipe) -> None:
     for key in sorted(OF_WEIGHTS & recipe.config.keys()):
         own = getattr(config, key, None)
         if recipe.config[key] != own:
+            its = f"{own}, as the weights of {recipe.model} have it"
+            expected = its if hasattr(config, key) else f"none: {recipe.model} has no such field"
             raise CocaError(
-                f"config.{key}: got {short(recipe.config[key])}, expected {own}, as the weights of "
-                f"{recipe.model} have it; leave it out"
+                f"config.{key}: got {short(recipe.config[key])}, expected {expected}; leave it out"
             )
 
 
@@ -492,8 +493,8 @@ def check_positions(recipe: Recipe, config: PreTrainedConfig) -> str | None:
             f"data.skip_positions: got {data.skip_positions}, expected at most {trained}, the "
             f"positions of {recipe.start} (max_position_embeddings)"
         )
-    rope = getattr(config, "rope_parameters", None) or {}
-    if data.seq_len <= trained or rope.get("rope_type", "default") != "default":
+    rope = getattr(config, "rope_parameters", None)  # None: a model that learns no positions
+    if not rope or data.seq_len <= trained or rope.get("rope_type", "default") != "default":
         return None
     return (
         f"data.seq_len: got {data.seq_len:,} tokens, more than the {trained:,} positions of "

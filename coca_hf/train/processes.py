@@ -122,10 +122,11 @@ def main_process_first(work: Callable[[Callable[[], None]], Made], stop: StopReq
     board = _Board(from_main_process(lambda: uuid.uuid4().hex), state.num_processes, stop)
     try:
         if not state.is_main_process:
-            board.wait_for(1)
+            board.wait_for(1, board.check)
         made = work(board.check)
         board.finish()
-        board.wait_for(state.num_processes)
+        # One that has finished may go on with the others at any moment: no signal to it ends this.
+        board.wait_for(state.num_processes, board.look)
     except (CocaError, Stopped) as error:
         board.part_with(error)
         raise
@@ -168,15 +169,19 @@ class _Board:
     def finish(self) -> None:
         self._reach(lambda: self._store.add("finished", 1))
 
-    def wait_for(self, count: int) -> None:
-        """Wait until `count` processes have finished. Raises what ends the run."""
+    def wait_for(self, count: int, check: Callable[[], None]) -> None:
+        """Wait until `count` processes have finished. Raises what `check` does."""
         while self._reach(lambda: self._store.add("finished", 0)) < count:
-            self.check()
+            check()
             time.sleep(LOOK_SECONDS)
 
     def check(self) -> None:
         """Raises the first error that a process noted, or Stopped where a signal came here."""
         self._stop.check()
+        self.look()
+
+    def look(self) -> None:
+        """Raises the first error that a process noted."""
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
         if self._reach(lambda: self._store.check(["end"])):

@@ -108,20 +108,13 @@ class ResolvedStage:
 
 def check_out(recipe: Recipe, out_dir: Path, resume: bool) -> None:
     """Raises CocaError for a file, for a directory that is not empty without `resume`, and with it
-    for one that coca-train did not make, or made by another recipe, with what differs; and for
-    prepared blocks in it, which would be there before the run has begun.
+    for one that coca-train did not make, or made by another recipe, with what differs.
     """
-    prepared = Path(recipe.data.prepared)
-    if out_dir.resolve() in (prepared.resolve(), *prepared.resolve().parents):
-        raise CocaError(
-            f"data.prepared: got {prepared}, which is in --out {out_dir}; expected a directory "
-            "elsewhere, which other runs share"
-        )
     if out_dir.exists() and not out_dir.is_dir():
         raise CocaError(
             f"{out_dir}: got a file, expected a directory or nothing; choose another --out"
         )
-    if not _is_used(out_dir):
+    if not _is_used(out_dir, recipe):
         return
     if not resume:
         raise CocaError(
@@ -142,23 +135,25 @@ def check_out(recipe: Recipe, out_dir: Path, resume: bool) -> None:
         )
 
 
-def noted_inputs(out_dir: Path, num_sources: int) -> dict[str, Any] | None:
+def noted_inputs(out_dir: Path, recipe: Recipe) -> dict[str, Any] | None:
     """What the run in `out_dir` was begun on; None for a new run. `commits` has one for each source,
     as data sets on the hub are read; `hub`, its models on the hub with theirs.
 
     Raises CocaError where the file is damaged.
     """
     path = out_dir / INPUTS
-    if not (path.exists() and _is_used(out_dir)):
+    if not (path.exists() and _is_used(out_dir, recipe)):
         return None
     inputs = read_json(path)
     commits, hub = inputs.get("commits"), inputs.get("hub", {})
     remedy = "restore the file, or choose another --out"
     if not (isinstance(hub, dict) and all(isinstance(name, str) for name in hub.values())):
         raise CocaError(f"{path}: got hub {short(hub)}, expected names of models; {remedy}")
-    if commits is not None and not (isinstance(commits, list) and len(commits) == num_sources):
+    if commits is not None and not (
+        isinstance(commits, list) and len(commits) == len(recipe.data.sources)
+    ):
         raise CocaError(
-            f"{path}: got commits {short(commits)}, expected one for each of {num_sources} "
+            f"{path}: got commits {short(commits)}, expected one for each of {len(recipe.data.sources)} "
             f"sources; {remedy}"
         )
     return inputs
@@ -182,7 +177,7 @@ def begin_out(out_dir: Path, recipe: Recipe, inputs: dict[str, Any]) -> None:
     Raises CocaError where it cannot be written.
     """
     with saving_to(out_dir):
-        if not _is_used(out_dir):
+        if not _is_used(out_dir, recipe):
             out_dir.mkdir(parents=True, exist_ok=True)
             (out_dir / INPUTS).unlink(missing_ok=True)
             replace_text(out_dir / RECIPE, yaml.safe_dump(recipe.to_dict(), sort_keys=False))
@@ -205,9 +200,11 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
     return "; ".join(listed + [f"and {more:,} more"] * (more > 0))
 
 
-def _is_used(out_dir: Path) -> bool:
-    """Whether a run has begun there, or the directory holds other files."""
-    files = (path for path in out_dir.rglob("*") if not path.is_dir())
+def _is_used(out_dir: Path, recipe: Recipe) -> bool:
+    """Whether a run has begun there, or the directory holds other files, but for prepared blocks."""
+    blocks, own = Path(recipe.data.prepared).resolve(), out_dir.resolve()
+    found = (path for path in own.rglob("*") if blocks not in path.parents or blocks == own)
+    files = (path for path in found if not path.is_dir())
     return any(path.name not in (RECIPE, INPUTS) and path.suffix != ".partial" for path in files)
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from coca_cli import BadOption
-from coca_cli.convert import _kept
+from coca_cli.convert import _layers_to_keep
 from coca_hf import CocaError, convert_checkpoint, patch_
 from coca_hf.convert.harm import layer_harms, most_harmful
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
@@ -192,7 +192,7 @@ def test_so_many_layers_are_those_that_coca_eval_layers_ranks_first(tmp_path):
         {"task": "layers", "order": [2, 0, 1]},
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert _kept(f"2:{tmp_path}") == [2, 0]
+    assert _layers_to_keep(f"2:{tmp_path}") == [2, 0]
     for given, message in (
         (f"4:{tmp_path}", "got 4 of the 3 layers that .* ranks, expected fewer"),
         (
@@ -201,10 +201,10 @@ def test_so_many_layers_are_those_that_coca_eval_layers_ranks_first(tmp_path):
         ),
     ):
         with pytest.raises(BadOption, match=message):
-            _kept(given)
+            _layers_to_keep(given)
     (tmp_path / "rows.jsonl").write_text('{"task": "passkey"}\n')
     with pytest.raises(BadOption, match="got no ranking"):
-        _kept(f"2:{tmp_path}")
+        _layers_to_keep(f"2:{tmp_path}")
 
 
 def test_the_command_keeps_layers_and_says_so(tiny_llama_dir, tmp_path, converts):

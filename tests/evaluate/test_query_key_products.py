@@ -1,5 +1,6 @@
 """What is taken for queries and keys, against the attention that models really compute."""
 
+import copy
 import math
 
 import pytest
@@ -114,6 +115,16 @@ def test_layers_without_rotary_embedding_have_no_products():
     with visiting_products(model, frequencies(model), lambda layer, of: visited.append(layer)):
         model(torch.arange(9)[None])
     assert visited == [0, 2]
+
+
+@pytest.mark.parametrize("layers", [[1], [0, 1, 2]])
+def test_layers_of_partial_rotation_are_refused(llama, layers):
+    model = patch_(copy.deepcopy(llama.model), partial_rotary=layers)
+    with (
+        pytest.raises(CocaError, match="CocaLlamaForCausalLM: got layers of partial rotation"),
+        visiting_products(model, frequencies(model), lambda layer, of: None),
+    ):
+        pass
 
 
 @torch.no_grad()

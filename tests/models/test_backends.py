@@ -19,6 +19,7 @@ from tests.models.families import coca_model, stock_model, tiny_model, tokens
 )
 def test_flex_attention_gives_the_logits_of_eager():
     fields = {"hidden_size": 96, "initializer_range": 0.1, "coca_kept_layers": [1]}
+    fields["coca_partial_rotary_layers"] = [0]
     model = tiny_model("strict", **fields, attn_implementation="eager")
     ids = tokens()
     mask = torch.ones_like(ids)

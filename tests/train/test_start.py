@@ -33,7 +33,7 @@ from coca_hf.train.preflight import (
     resolve_stages,
 )
 from coca_hf.train.recipe import load_recipe
-from coca_hf.train.run_directory import check_out
+from coca_hf.train.run_directory import begin_out, check_out
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
 from tests.conftest import TINY
@@ -186,6 +186,8 @@ def test_blocks_longer_than_the_model_was_trained_for_are_announced_by_the_run_a
     for setting in meant:
         recipe = load_recipe(recipe_path, ["data.seq_len=70", f"config.{setting}"])
         assert check_positions(recipe, start_config(recipe)) is None
+    long = load_recipe(recipe_path, settings)
+    assert check_positions(long, coca_hf.AlibiLlamaConfig(max_position_embeddings=64)) is None
 
 
 def test_a_stage_computes_in_bfloat16_on_a_cpu_where_there_is_nothing_else(
@@ -258,12 +260,20 @@ def test_a_classifier_is_refused_before_anything_is_written(recipe_path, key, tm
         check(getattr(recipe, key), config)
 
 
-def test_blocks_inside_out_are_refused_under_any_name_of_it(recipe_path, tmp_path):
-    (tmp_path / "link").symlink_to("out")
-    for prepared in ("out", "out/blocks", "link/blocks"):
-        recipe = load_recipe(recipe_path, [f"data.prepared={tmp_path / prepared}"])
-        with pytest.raises(CocaError, match=r"data\.prepared: got .*, which is in --out"):
-            check_out(recipe, tmp_path / "out", resume=False)
+@pytest.mark.parametrize(("out", "prepared"), [("out", "out/blocks"), (".", "prepared")])
+def test_blocks_inside_out_are_no_run_that_has_begun(
+    recipe_path, out, prepared, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe(recipe_path, [f"data.prepared={prepared}"])
+    (tmp_path / prepared).mkdir(parents=True)
+    (tmp_path / prepared / "files.json").write_text("{}")
+    check_out(recipe, Path(out), resume=False)
+    begin_out(Path(out), recipe, {})
+    assert (tmp_path / out / "recipe.yaml").is_file()
+    (tmp_path / out / "mine.txt").write_text("mine")
+    with pytest.raises(CocaError, match="not empty; continue what is there with --resume"):
+        check_out(recipe, Path(out), resume=False)
 
 
 @pytest.mark.parametrize("name", ["link", "."])
