@@ -13,6 +13,7 @@ repeat a passage. `--partial-rotary` is that of coca-convert, in these layers.
 import argparse
 import json
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,10 @@ def main() -> None:
         json.loads((path / "config.json").read_text()) for path in (given.trained, given.calibrated)
     )
     kept = trained["coca_kept_layers"]
-    if given.partial_rotary:
-        start["coca_partial_rotary_layers"] = kept
+    if trained["coca_constraint"] != start["coca_constraint"]:
+        sys.exit(f"{given.calibrated}: got {start['coca_constraint']}, expected TRAINED's form")
+    still = {*trained.get("coca_partial_rotary_layers", [])}
+    start["coca_partial_rotary_layers"] = sorted(still | {*kept} if given.partial_rotary else still)
     theirs, ours = (load_file(path / WEIGHTS) for path in (given.calibrated, given.trained))
     fitted = tuple(f"model.layers.{layer}.self_attn.{p}." for layer in kept for p in FITTED)
     weights = {name: (theirs if name.startswith(fitted) else ours)[name] for name in theirs}
