@@ -16,7 +16,6 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,14 +24,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import coca_hf  # noqa: F401 the Auto classes know CoCA's models
 from coca_hf.convert import calibrate
-from coca_hf.convert.calibrate import Seen, divergences, fit
+from coca_hf.convert.calibrate import divergences, fit, run_original
 from coca_hf.convert.calibration_text import (
     calibration_blocks,
     reach,
     repeated_blocks,
     skipped_positions,
 )
-from coca_hf.convert.layer_pairs import FITTED, run_layer
+from coca_hf.convert.layer_pairs import FITTED, Angles, run_layer
 
 WEIGHTS = "model.safetensors"
 
@@ -85,19 +84,21 @@ def fitted_to_kept(given: argparse.Namespace) -> dict[str, Tensor]:
     held_out = held_out[:6]
     positions = skipped_positions(*blocks.shape, reach(student.config), seed=5)
     in_order = torch.arange(given.block_tokens).expand(held_out.shape)
-    places = [positions, in_order]
-    states = [teacher.model.embed_tokens(ids).detach() for ids in (blocks, held_out)]
+    texts = [
+        (teacher.model.embed_tokens(ids).detach(), places)
+        for ids, places in ((blocks, positions), (held_out, in_order))
+    ]
+    angles = Angles(teacher.model, student, "cpu")
     kept, found = teacher.config.coca_kept_layers, {}
     calibrate.STEPS = given.steps
     passes = max(1, round(given.steps / len(blocks)))
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         for number, layer in enumerate(teacher.model.layers[: max(kept) + 1]):
-            seen = [
-                through(layer, *both, teacher.model.rotary_emb, number in kept)
-                for both in zip(states, places, strict=True)
-            ]
             if number not in kept:
+                for states, places in texts:
+                    run_layer(layer, states, states, places, angles.original)
                 continue
+            seen = [run_original(layer, states, states, places, angles) for states, places in texts]
             attention = student.model.layers[number].self_attn
             before, began = divergences(attention, seen[1]).mean(), time.perf_counter()
             fit(attention, seen[0], passes, number)
@@ -107,27 +108,6 @@ def fitted_to_kept(given: argparse.Namespace) -> dict[str, Tensor]:
                 if name.startswith(FITTED):
                     found[f"model.layers.{number}.self_attn.{name}"] = tensor.clone()
     return found
-
-
-def through(layer: Any, states: Tensor, positions: Tensor, rotary: Any, is_kept: bool) -> Any:
-    """Put `states`, (n_b, m, hidden), through `layer`, in place; returns what its attention sees,
-    where it is kept.
-    """
-    held: list[Tensor] = []
-
-    def keep(some: slice, *parts: Tensor) -> None:
-        if not held:
-            held.extend(
-                torch.empty((len(states), *part.shape[1:]), dtype=torch.bfloat16) for part in parts
-            )
-        for whole, part in zip(held, parts, strict=True):
-            whole[some] = part
-
-    def angles(at: Tensor) -> tuple[Tensor, Tensor]:
-        return rotary(torch.zeros(1), at)
-
-    run_layer(layer, states, states, positions, angles, keep if is_kept else None)
-    return Seen(*held, *angles(positions)) if is_kept else None
 
 
 if __name__ == "__main__":
