@@ -52,7 +52,7 @@ from coca_hf.convert.layer_pairs import (
 )
 from coca_hf.convert.layout import Layout
 from coca_hf.files import replace_text, replacing
-from coca_hf.models.attention import CocaAttention, coca_query, scaled_key, unit_key
+from coca_hf.models.attention import CocaAttention, coca_query, own_angles, scaled_key, unit_key
 from coca_hf.weights import size_in_words
 
 STEPS = 1280  # of every layer at least; more visits to blocks make larger steps
@@ -509,7 +509,7 @@ def folded(
 ) -> tuple[Tensor, Tensor]:
     """The same, of queries (b, h, r, d) and coefficients (b, g, n, j)."""
     constraint = attention.config.coca_constraint
-    angles = attention.own_angles(*angles)
+    angles = own_angles(attention.config, attention.layer_idx, *angles)
     cos, sin = (part.unsqueeze(1) for part in angles)
     cos_of_rows, sin_of_rows = (_take(part, rows).unsqueeze(1) for part in angles)
     query = coca_query(q, cos_of_rows, sin_of_rows, constraint) * attention.scaling

@@ -31,7 +31,7 @@ class Family:
     model_type: str
     becomes: str
     other_fields: frozenset[str] = frozenset()
-    partial_rotary: bool = False
+    rotates_part_of_heads: bool = False
 
     @property
     def config(self) -> Any:
@@ -65,9 +65,9 @@ FAMILIES = {
         Family("qwen3", "coca_qwen3"),
         Family("granite", "coca_granite"),
         Family("smollm3", "coca_smollm3"),
-        Family("gpt_neox", "coca_gpt_neox", _NEOX_FIELDS, partial_rotary=True),
+        Family("gpt_neox", "coca_gpt_neox", _NEOX_FIELDS, rotates_part_of_heads=True),
         # Its fused projections are split while they are read, and what is left is Mistral's
-        Family("phi3", "coca_mistral", _PHI3_FIELDS, partial_rotary=True),
+        Family("phi3", "coca_mistral", _PHI3_FIELDS, rotates_part_of_heads=True),
     )
 }
 
@@ -379,8 +379,8 @@ def _check_positions(config: CocaConfig, family: Family, where: str) -> None:
             f"{where}: rope_type {rope_type!r} is not supported with CoCA; supported: "
             f"{', '.join(SUPPORTED_ROPE_TYPES)}"
         )
-    if not family.partial_rotary and rotary_dim(config) != config.head_dim:
-        partial = [name for name, other in FAMILIES.items() if other.partial_rotary]
+    if not family.rotates_part_of_heads and rotary_dim(config) != config.head_dim:
+        partial = [name for name, other in FAMILIES.items() if other.rotates_part_of_heads]
         raise CocaError(
             f"{where}: partial_rotary_factor {config.rope_parameters['partial_rotary_factor']} is "
             f"not supported with CoCA for {family.model_type!r}; supported: 1, or less of "

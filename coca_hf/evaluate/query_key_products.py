@@ -65,11 +65,10 @@ def visiting_products(
     """
     is_rotated = getattr(model.config, "no_rope_layers", None)  # by layer, of SmolLM3
     all_of_coca = [m for m in model.modules() if isinstance(m, attention.CocaAttention)]
-    if any(module.is_partial for module in all_of_coca):
+    if partial := getattr(model.config, "coca_partial_rotary_layers", None):
         raise CocaError(
-            f"{type(model).__name__}: got layers of partial rotation "
-            f"({model.config.coca_partial_rotary_layers}), whose pairs have other angles; expected "
-            "none"
+            f"{type(model).__name__}: got layers of partial rotation ({partial}), whose pairs have "
+            "other angles; expected none"
         )
     if attentions := [
         module for module in all_of_coca if is_rotated is None or is_rotated[module.layer_idx]

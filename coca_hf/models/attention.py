@@ -42,14 +42,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return swapped.mul_(_row(-sin, sin)).addcmul_(x, _row(cos, cos))
 
 
-def every_second_still(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each (..., j), with angle zero in every second pair.
+def own_angles(config, layer_idx: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of a layer's pairs, from those of the model, each (..., j): with angle zero
+    in every second pair, if it is one of `config.coca_partial_rotary_layers`.
 
     Such a pair scores `t_j (q_j^2 + q_{j+d/2}^2)` at every distance; the factor by which YaRN and
     longrope lengthen rotated pairs does not apply to it, as to the pairs that partial rotary
     embeddings of transformers leave alone. One that rotates matches contents up to a quarter of its
     period away: for all but a head's slowest pairs, a small part of a long context.
     """
+    if layer_idx not in config.coca_partial_rotary_layers:
+        return cos, sin
     still = torch.arange(cos.shape[-1], device=cos.device) % 2 == 1
     return cos.masked_fill(still, 1), sin.masked_fill(still, 0)
 
@@ -160,7 +163,6 @@ class CocaAttention(nn.Module):
         self.scaling = self.head_dim**-0.5 / QUERY_SCALE
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
-        self.is_partial = layer_idx in config.coca_partial_rotary_layers
         self.sliding_window = (
             config.sliding_window if layer_types(config)[layer_idx] == "sliding_attention" else None
         )
@@ -188,10 +190,6 @@ class CocaAttention(nn.Module):
     def coefficients(self, hidden_states: Tensor) -> Tensor:
         return by_head(self.t_proj(hidden_states), self.head_dim // 2)
 
-    def own_angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of this layer's pairs, from those of the model, each (..., j)."""
-        return every_second_still(cos, sin) if self.is_partial else (cos, sin)
-
     def rotated(self, q: Tensor, t: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Query (b, h, m, d) and key (b, g, m, d) of ordinary attention; cos, sin: (b, 1, m, j)."""
         return fold(q, t, cos, sin, self.config.coca_constraint)
@@ -210,7 +208,7 @@ class CocaAttention(nn.Module):
         leading = hidden_states.shape[:-1]
         q, t, value = self.project(hidden_states)
         cos, sin = (part.unsqueeze(1) for part in position_embeddings)
-        query, key = self.rotated(q, t, *self.own_angles(cos, sin))
+        query, key = self.rotated(q, t, *own_angles(self.config, self.layer_idx, cos, sin))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx, t=t, angles=(cos, sin))
 

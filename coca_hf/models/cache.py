@@ -19,7 +19,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from .attention import every_second_still, scaled_key, unit_key
+from .attention import own_angles, scaled_key, unit_key
 
 ROOM = 256  # tokens
 
@@ -70,14 +70,12 @@ class HalfWidth(Cache):
 
     def keys_of(self, t: Tensor, layer_idx: int) -> Tensor:
         """Keys (b, g, n, d) of all `t` of a layer."""
-        is_partial = layer_idx in self.config.coca_partial_rotary_layers
-        return scaled_key(t, self.unit_keys(t.device, is_partial)[..., -t.shape[-2] :, :, :])
+        return scaled_key(t, self.unit_keys(t.device, layer_idx)[..., -t.shape[-2] :, :, :])
 
-    def unit_keys(self, device: torch.device, is_partial: bool) -> Tensor:
+    def unit_keys(self, device: torch.device, layer_idx: int) -> Tensor:
         """Keys of coefficients 1 at all positions, (b, 1, n, 2, j)."""
-        angles = self.angles[device].keys, self.angles[device].values
-        if is_partial:
-            angles = every_second_still(*angles)
+        held = self.angles[device]
+        angles = own_angles(self.config, layer_idx, held.keys, held.values)
         return unit_key(*angles, self.config.coca_constraint)
 
     def angles_of(self, t: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
@@ -86,8 +84,7 @@ class HalfWidth(Cache):
         """
         held, n = self.angles[t.device], t.shape[-2]
         angles = held.keys[..., -n:, :], held.values[..., -n:, :]
-        is_partial = layer_idx in self.config.coca_partial_rotary_layers
-        return every_second_still(*angles) if is_partial else angles
+        return own_angles(self.config, layer_idx, *angles)
 
 
 class CocaCache(HalfWidth, DynamicCache):
@@ -103,11 +100,12 @@ class CocaCache(HalfWidth, DynamicCache):
         # the cosines that `unit_keys` were made of, and they
         self.held_unit_keys: dict[tuple[torch.device, bool], tuple[Tensor, Tensor]] = {}
 
-    def unit_keys(self, device: torch.device, is_partial: bool) -> Tensor:
+    def unit_keys(self, device: torch.device, layer_idx: int) -> Tensor:
         """Made once for all layers of a device that rotate alike."""
-        cos, kind = self.angles[device].keys, (device, is_partial)
+        cos = self.angles[device].keys
+        kind = device, layer_idx in self.config.coca_partial_rotary_layers
         if kind not in self.held_unit_keys or self.held_unit_keys[kind][0] is not cos:
-            self.held_unit_keys[kind] = cos, super().unit_keys(device, is_partial)
+            self.held_unit_keys[kind] = cos, super().unit_keys(device, layer_idx)
         return self.held_unit_keys[kind][1]
 
     def prefetch(self, layer_idx: int, *args, **kwargs) -> None:

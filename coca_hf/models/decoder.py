@@ -54,7 +54,7 @@ class CocaConfig(PreTrainedConfig):
     (`KeptAttention`).
 
     `coca_partial_rotary_layers`: numbers of the CoCA layers in which every second rotary pair has
-    angle zero and matches contents at any distance (`every_second_still`).
+    angle zero and matches contents at any distance (`own_angles`).
 
     Comes after the family's own configuration among the bases, so that the family's defaults win.
     """

@@ -9,6 +9,10 @@ Two things differ from a GPT-NeoX checkpoint, and conversion sees to both:
   unrotated second halves. Then pair j of a head is `(x[j], x[j + d/2])` throughout, the rotated
   pairs are GPT-NeoX's own, which lie inside the rotated part, and the others are pairs of angle
   zero, whose score `t_j (q_j^2 + q_{j+d/2}^2)` does not depend on positions.
+
+The released code pairs `t` over the whole head and the rotation over its rotated part, so that with
+`rotary_pct` below 1 the two of a pair share no coefficient: collinearity is lost. With `rotary_pct`
+1, the paper's, both are one function.
 """
 
 from huggingface_hub.dataclasses import strict

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import repeat_kv
 
-from .attention import QUERY_SCALE, CocaAttention, KeptAttention, rotate
+from .attention import QUERY_SCALE, CocaAttention, KeptAttention, own_angles, rotate
 
 
 def coca_scores(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
@@ -59,7 +59,8 @@ class ReferenceCocaAttention(CocaAttention):
             )
         leading = hidden_states.shape[:-1]
         q, t, value = self.project(hidden_states)
-        cos, sin = self.own_angles(*(part.unsqueeze(1) for part in position_embeddings))
+        cos, sin = (part.unsqueeze(1) for part in position_embeddings)
+        cos, sin = own_angles(self.config, self.layer_idx, cos, sin)
         scores = coca_scores(q, t.relu(), cos, sin, self.config.coca_constraint)
         scores = scores * (self.scaling * QUERY_SCALE)
         if attention_mask is None:

@@ -145,15 +145,13 @@ def noted_inputs(out_dir: Path, recipe: Recipe) -> dict[str, Any] | None:
     if not (path.exists() and _is_used(out_dir, recipe)):
         return None
     inputs = read_json(path)
-    commits, hub = inputs.get("commits"), inputs.get("hub", {})
+    commits, hub, count = inputs.get("commits"), inputs.get("hub", {}), len(recipe.data.sources)
     remedy = "restore the file, or choose another --out"
     if not (isinstance(hub, dict) and all(isinstance(name, str) for name in hub.values())):
         raise CocaError(f"{path}: got hub {short(hub)}, expected names of models; {remedy}")
-    if commits is not None and not (
-        isinstance(commits, list) and len(commits) == len(recipe.data.sources)
-    ):
+    if commits is not None and not (isinstance(commits, list) and len(commits) == count):
         raise CocaError(
-            f"{path}: got commits {short(commits)}, expected one for each of {len(recipe.data.sources)} "
+            f"{path}: got commits {short(commits)}, expected one for each of {count} "
             f"sources; {remedy}"
         )
     return inputs
