@@ -139,7 +139,7 @@ def convert_command(
         int | None,
         fit_option(
             min=1,
-            help="Passes over the blocks. The default makes 1,280 steps, in at least 4 passes.",
+            help="Passes over the blocks. A step is a visit to a block; the default makes 1,280.",
         ),
     ] = None,
     column: Annotated[str, fit_option(help="Column that holds the text.")] = "text",

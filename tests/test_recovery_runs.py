@@ -2,18 +2,13 @@
 take hours.
 """
 
-import re
 import runpy
 import sys
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import torch
 import yaml
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from safetensors.torch import load_file
 from typer.main import get_command
 
 import coca_hf
@@ -23,7 +18,6 @@ from tests.report.made import BOOKS, row, with_raw, write_rows
 
 SCRIPTS = Path(__file__).parents[1] / "scripts" / "recovery"
 RUN = runpy.run_path(str(SCRIPTS / "run.py"))
-RUN_KEPT = runpy.run_path(str(SCRIPTS / "convert_kept.py"))
 PLANS = {file.stem: yaml.safe_load(file.read_text()) for file in sorted(SCRIPTS.glob("*s.yaml"))}
 RUNS = [(plan, name) for plan in PLANS for name in PLANS[plan]["runs"]]
 TASKS = [(plan, *task) for plan in PLANS for task in PLANS[plan]["evaluate"]]
@@ -46,6 +40,30 @@ def test_every_run_starts_somewhere_and_its_recipe_is_one(plan, name, monkeypatc
     assert sum(recipe.options(stage)["max_steps"] for stage in recipe.stages) == steps
     learns_from_original = "distilled" in name or "recovered" in name
     assert any(stage.needs_teacher for stage in recipe.stages) == learns_from_original
+
+
+def test_what_starts_after_a_run_is_a_conversion_of_what_that_has_trained(monkeypatch, tmp_path):
+    commands = []
+
+    def run(command, *words):
+        commands.append([str(word).replace(str(tmp_path), "OUT") for word in (command, *words)])
+        if command == "coca-train":
+            stage = Path(words[words.index("--out") + 1]) / "1-recover"
+            stage.mkdir(parents=True)
+            (stage / "training.json").touch()
+
+    monkeypatch.setitem(RUN["made"].__globals__, "run", run)
+    found = RUN["made"](PLANS["lookups"], "three converted later, recovered", 1, tmp_path)
+    assert found == tmp_path / "trained/three-converted-later-recovered-1/1-recover"
+    later = "OUT/starts/three-converted-later-1"
+    assert [words[:3] for words in commands[::2]] == [
+        ["coca-convert", "quickstart/original", "OUT/starts/three-kept"],
+        ["coca-convert", "OUT/trained/three-kept-recovered-1/1-recover", later],
+    ]
+    assert [words[2] for words in commands[1::2]] == [
+        'model="OUT/starts/three-kept"',
+        f'model="{later}"',
+    ]
 
 
 @pytest.mark.parametrize(("plan", "task", "options"), TASKS, ids=str)
@@ -97,40 +115,3 @@ def test_the_table_has_the_mean_over_seeds_and_the_ratio_to_original(tmp_path, m
         "| original | 0.00 | 0.00 |",
         "| calibrated | 0.25 | 1.25 |",
     ]
-
-
-def test_kept_layers_of_a_trained_model_get_the_calibrated_queries_and_coefficients_or_fitted_ones(
-    tiny_llama_dir, tmp_path, monkeypatch, capsys
-):
-    kept, calibrated, out = (tmp_path / name for name in ("kept", "calibrated", "out"))
-    coca_hf.convert_checkpoint(tiny_llama_dir, kept, keep_layers=[1], partial_rotary=[0])
-    coca_hf.convert_checkpoint(tiny_llama_dir, calibrated)
-    trained = load_file(kept / "model.safetensors")
-    save_file({name: 2 * tensor for name, tensor in trained.items()}, kept / "model.safetensors")
-
-    def convert_kept(out, *options):
-        paths = [str(path) for path in (kept, calibrated, out)]
-        monkeypatch.setattr(sys, "argv", ["convert_kept.py", *paths, *options])
-        RUN_KEPT["main"]()
-        config = AutoConfig.from_pretrained(out)
-        return config.coca_kept_layers, config.coca_partial_rotary_layers
-
-    assert convert_kept(out) == ([], [0])
-    weights, fitted = (
-        load_file(out / "model.safetensors"),
-        load_file(calibrated / "model.safetensors"),
-    )
-    of_layer = ("model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.t_proj.weight")
-    assert weights.keys() == fitted.keys()
-    for name, tensor in weights.items():
-        assert torch.equal(tensor, fitted[name] if name in of_layer else 2 * trained[name]), name
-    text = tmp_path / "text.parquet"
-    words = [" ".join(f"{n * k % 89} times" for k in range(300)) for n in range(20)]
-    pq.write_table(pa.table({"text": words}), text)
-    amounts = ["--blocks=16", "--block-tokens=48", "--steps=200"]
-    options = [f"--text={text}", "--partial-rotary", *amounts]
-    assert convert_kept(tmp_path / "fitted", *options) == ([], [0, 1])
-    before, after = re.search(r"layer 1: (\S+) to (\S+) nats", capsys.readouterr().out).groups()
-    assert float(after) < 0.8 * float(before)
-    for name, tensor in load_file(tmp_path / "fitted" / "model.safetensors").items():
-        assert torch.equal(tensor, weights[name]) == (name not in of_layer), name

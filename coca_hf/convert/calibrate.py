@@ -55,7 +55,7 @@ from coca_hf.files import replace_text, replacing
 from coca_hf.models.attention import CocaAttention, coca_query, own_angles, scaled_key, unit_key
 from coca_hf.weights import size_in_words
 
-STEPS = 1280  # of every layer at least; more visits to blocks make larger steps
+STEPS = 1280  # of every layer, at least
 QUERIES = 48  # of a block in one step
 PARTS = 4  # of those queries, on a CPU: the first parts see few keys, and cost less
 RELATIVE_RATE = 0.03  # the learning rate, over the root mean square of W_Q
@@ -67,7 +67,8 @@ PROCESS_BYTES = 700_000_000  # of Python with torch and transformers
 
 
 class LayerFit(NamedTuple):
-    """KL(original's map || CoCA's) in nats, mean over heads and held-out queries; 0 if kept."""
+    """KL(original's map || CoCA's) in nats, mean over heads and held-out queries; 0 where the
+    attention stays that of the source."""
 
     kl_start: float
     kl_fitted: float
@@ -117,8 +118,8 @@ class Needs(NamedTuple):
 
 
 def default_passes(num_blocks: int) -> int:
-    """As many passes over the blocks as make `STEPS` steps of one block, but at least four."""
-    return max(4, math.ceil(STEPS / num_blocks))
+    """As many passes over the blocks as make `STEPS` steps of one block."""
+    return math.ceil(STEPS / num_blocks)
 
 
 def matrix_dtype(layout: Layout, device: str) -> torch.dtype:
@@ -132,7 +133,8 @@ def matrix_dtype(layout: Layout, device: str) -> torch.dtype:
 
 def needs(layout: Layout, blocks: Tensor, held_out: Tensor, dtype: torch.dtype) -> Needs:
     config, tokens = layout.config, blocks.numel() + held_out.numel()
-    layer = [target for target in layout.targets if target.name.startswith("model.layers.0.")]
+    first = f"model.layers.{min(layout.converted, default=0)}."
+    layer = [target for target in layout.targets if target.name.startswith(first)]
     fitted = sum(math.prod(target.shape) for target in layer if target.module in FITTED)
     weights = sum(math.prod(target.shape) for target in layer) * dtype.itemsize
     heads = config.num_attention_heads + config.num_key_value_heads
@@ -140,12 +142,11 @@ def needs(layout: Layout, blocks: Tensor, held_out: Tensor, dtype: torch.dtype) 
     batch = max(BATCH_TOKENS, blocks.shape[1])
     activations = batch * (3 * config.intermediate_size * dtype.itemsize + 32 * config.hidden_size)
     head = 6 * config.vocab_size * config.hidden_size
-    num_fitted = config.num_hidden_layers - len(config.coca_kept_layers)
     return Needs(
         # of fitted weights also the gradient and Adam's two moments
         PROCESS_BYTES + max(weights + 16 * fitted + seen + activations, head),
         2 * (tokens + 2 * held_out.numel()) * config.hidden_size * 4,
-        num_fitted * fitted * 4,
+        len(layout.converted) * fitted * 4,
     )
 
 
@@ -407,11 +408,9 @@ def fit(attention: CocaAttention, seen: Seen, passes: int, seed: int) -> None:
     num_blocks, length = seen.inputs.shape[:2]
     draw = torch.Generator().manual_seed(seed)
     visits = torch.cat([torch.randperm(num_blocks, generator=draw) for _ in range(passes)])
-    at_once = max(1, len(visits) // STEPS)
-    steps = len(visits) // at_once
-    blocks = visits[: steps * at_once].view(steps, at_once).to(seen.inputs.device)
+    steps, blocks = len(visits), visits[:, None].to(seen.inputs.device)
     strata = Strata(length)
-    rows = strata.draw(steps, at_once, generator=draw).to(seen.inputs.device)
+    rows = strata.draw(steps, 1, generator=draw).to(seen.inputs.device)
     parts = list(strata.parts(PARTS if attention.q_proj.weight.device.type == "cpu" else 1))
     attention.requires_grad_(False)
     parameters = [*attention.q_proj.parameters(), *attention.t_proj.parameters()]

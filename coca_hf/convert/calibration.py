@@ -47,10 +47,10 @@ class Calibration:
         seed: int,
         ranks_layers: bool,
     ):
-        if layout.from_coca or layout.released:
+        if (layout.from_coca and not layout.converted) or layout.released:
             raise CocaError(
-                "--calibrate: got a CoCA checkpoint, expected an original, whose attention it "
-                "imitates"
+                "--calibrate: got a CoCA checkpoint, expected an original, or a layer that it "
+                "keeps, whose attention is imitated; leave --ntk-length for another command"
             )
         if head_of(layout.config.architectures) != "ForCausalLM":
             raise CocaError(

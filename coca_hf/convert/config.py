@@ -166,26 +166,57 @@ class Form:
 
 def written_config(
     config: Mapping, form: Form, kept_layers: Sequence[int] | None, where: str
-) -> tuple[CocaConfig, bool, dict | None]:
-    """The configuration to write, whether the source is CoCA already, and what `bake_ntk_` did.
-
-    A CoCA source is good for `ntk_length` only. Raises CocaError as the functions below do.
-    """
-    from_coca = bool(form.ntk_length) and str(config.get("model_type")).startswith("coca_")
-    if from_coca:
-        result = _copied_config(config, where, form.ignored_fields)
-        _check_same("--constraint", form.constraint, result.coca_constraint, where)
-        kept = None if kept_layers is None else sorted(kept_layers)
-        _check_same("--keep-layers", kept, sorted(result.coca_kept_layers), where)
-        partial = sorted(form.partial_rotary) or None
-        _check_same("--partial-rotary", partial, sorted(result.coca_partial_rotary_layers), where)
-    else:
-        kept, constraint = sorted(kept_layers or ()), form.constraint or "slack"
-        layers = kept, form.partial_rotary
-        result = coca_config(config, constraint, where, *layers, form.ignored_fields)
+) -> tuple[CocaConfig, dict | None]:
+    """The configuration to write, and what `bake_ntk_` did. Raises CocaError as those below do."""
+    result = converted_config(config, form, kept_layers, where)
     if not form.ntk_length:
-        return result, from_coca, None
-    return result, from_coca, bake_ntk_(result, form.ntk_length, form.ntk_factor, where)
+        return result, None
+    return result, bake_ntk_(result, form.ntk_length, form.ntk_factor, where)
+
+
+def is_coca(config: Mapping) -> bool:
+    """Whether a `config.json` is that of a CoCA checkpoint of ours."""
+    return str(config.get("model_type")).startswith("coca_")
+
+
+def converted_config(
+    config: Mapping, form: Form, kept_layers: Sequence[int] | None, where: str
+) -> CocaConfig:
+    """The configuration to write, without the NTK base that `form` may ask for.
+
+    A CoCA source stays as it is where one is asked for. Without, those of the layers that it kept
+    which are not in `kept_layers` are converted. Raises CocaError as `coca_config` does, and where
+    nothing is left to convert.
+    """
+    kept = None if kept_layers is None else sorted(kept_layers)
+    if not is_coca(config):
+        constraint, partial_rotary = form.constraint or "slack", form.partial_rotary
+        return coca_config(
+            config, constraint, where, kept or (), partial_rotary, form.ignored_fields
+        )
+    own = _copied_config(config, where, form.ignored_fields)
+    _check_same("--constraint", form.constraint, own.coca_constraint, where)
+    partial = sorted(own.coca_partial_rotary_layers)
+    if form.ntk_length:
+        _check_same("--keep-layers", kept, sorted(own.coca_kept_layers), where)
+        _check_same("--partial-rotary", sorted(form.partial_rotary) or None, partial, where)
+        return own
+    if foreign := {*(kept or ()), *form.partial_rotary} - {*own.coca_kept_layers}:
+        raise CocaError(
+            f"{where}: got layers {sorted(foreign)} in --keep-layers or --partial-rotary, expected "
+            f"some of {sorted(own.coca_kept_layers)}, which the source keeps; its others are CoCA"
+        )
+    layers = {
+        "coca_kept_layers": kept or [],
+        "coca_partial_rotary_layers": sorted({*partial, *form.partial_rotary}),
+    }
+    result = _copied_config({**config, **layers}, where, form.ignored_fields)
+    if len(result.coca_kept_layers) == len(own.coca_kept_layers):
+        raise CocaError(
+            f"{where}: got a CoCA checkpoint already (model_type {config['model_type']!r}), "
+            "expected one with kept layers to convert; train or evaluate it"
+        )
+    return result
 
 
 def _check_same(option: str, asked: object, own: object, where: str) -> None:

@@ -282,7 +282,7 @@ def _source_hash(finished: Collection[FinishedShard]) -> str:
 def _initialisation(layout: Layout, finished: Collection[FinishedShard]) -> dict:
     if layout.released:
         return {"rule": "the released t_proj, mean over the two rows of every rotary pair"}
-    if layout.from_coca:
+    if not layout.converted:
         return {"rule": "none: all weights are those of the source, which is a CoCA checkpoint"}
     scales = {layer: of_heads for facts in finished for layer, of_heads in facts.scales.items()}
     return {
@@ -308,10 +308,13 @@ def _summary(layout: Layout) -> dict:
         return sum(count for name, count in after.items() if name.split(".")[-2] in modules) / total
 
     d, itemsize = layout.config.head_dim, layout.config.dtype.itemsize
-    layers, kept = layout.config.num_hidden_layers, len(layout.config.coca_kept_layers)
-    width = layout.config.num_key_value_heads * d
-    # Keys, of which CoCA's layers hold half, values, and the angles that all layers share
-    cache = ((3 * layers + kept) * width // 2 + d) * itemsize
+    layers, width = layout.config.num_hidden_layers, layout.config.num_key_value_heads * d
+
+    def cache(kept: int) -> int:
+        """Keys, of which CoCA's layers hold half, values, and the angles that all layers share."""
+        return ((3 * layers + kept) * width // 2 + d) * itemsize
+
+    kept = len(layout.config.coca_kept_layers)
     return {
         "parameters": {"before": sum(before.values()), "after": total},
         "trainable_fraction": {
@@ -320,8 +323,10 @@ def _summary(layout: Layout) -> dict:
             "full": 1.0,
         },
         "kv_cache_bytes_per_token": {
-            "before": cache if layout.from_coca else 2 * layers * width * itemsize,
-            "after": cache,
+            "before": cache(kept + len(layout.converted))
+            if layout.from_coca
+            else 2 * layers * width * itemsize,
+            "after": cache(kept),
         },
     }
 

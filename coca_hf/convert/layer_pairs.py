@@ -15,12 +15,12 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from coca_hf.convert.config import FAMILIES, coca_config
+from coca_hf.convert.config import converted_config
 from coca_hf.convert.layout import Layout
 from coca_hf.convert.tensors import TargetTensor
-from coca_hf.models.decoder import CocaConfig
 from coca_hf.models.rotary import CocaRotaryEmbedding
 
 BATCH_TOKENS = 4096  # in memory at once, as far as blocks are no longer
@@ -51,19 +51,12 @@ class LayerPairs:
     def __init__(self, layout: Layout, device: str, dtype: torch.dtype = torch.float32):
         self.layout, self.device, self.dtype = layout, device, dtype
         source = layout.source
-        family = FAMILIES[source.config["model_type"]]
-        original_config = family.config.from_dict(source.config)
-        self.config: CocaConfig = coca_config(
-            source.config,
-            layout.config.coca_constraint,
-            str(source.config_file),
-            layout.config.coca_kept_layers,
-            layout.config.coca_partial_rotary_layers,
-            layout.form.ignored_fields,
-        )
+        original_config = CONFIG_MAPPING[source.config["model_type"]].from_dict(source.config)
+        kept, where = layout.config.coca_kept_layers, str(source.config_file)
+        self.config = converted_config(source.config, layout.form, kept, where)
         with torch.device("meta"):
-            original = family.causal_lm(original_config).eval()
-            self._coca: Any = family.coca_causal_lm(self.config).eval()
+            original = AutoModelForCausalLM.from_config(original_config).eval()
+            self._coca: Any = AutoModelForCausalLM.from_config(self.config).eval()
         self._base: Any = original.base_model
         self._base_name = original.base_model_prefix
         self._base.rotary_emb = type(self._base.rotary_emb)(original_config)
@@ -75,7 +68,7 @@ class LayerPairs:
         return self.config.num_hidden_layers
 
     def is_fitted(self, number: int) -> bool:
-        return number not in self.config.coca_kept_layers
+        return number in self.layout.converted
 
     @torch.autocast("cpu", enabled=False)  # W_T's scale is exact, and some sources are float16
     def load(self, number: int) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 from coca_hf.card import base_metadata
-from coca_hf.convert.config import FAMILIES, Form, written_config
+from coca_hf.convert.config import FAMILIES, Form, is_coca, written_config
 from coca_hf.convert.initialise import RULE
 from coca_hf.convert.source import Source
 from coca_hf.convert.tensors import (
@@ -32,10 +32,10 @@ class Layout:
     """What is written of `source` in a `form`, with the original's attention in `kept_layers`.
 
     config: of what is written; ntk: what `bake_ntk_` did to it. from_coca: whether the source is a
-    CoCA checkpoint of ours; released: whether it is of the authors' code. targets: the tensors that
-    are written; shards: the same by file. base: what the card says about the base model. The caller
-    sets what calibration made: `calibrated`, tensors by name, and `calibrated_from`, what decided
-    them.
+    CoCA checkpoint of ours; released: whether it is of the authors' code. converted: numbers of the
+    layers whose attention becomes CoCA's. targets: the tensors that are written; shards: the same
+    by file. base: what the card says about the base model. The caller sets what calibration made:
+    `calibrated`, tensors by name, and `calibrated_from`, what decided them.
 
     Raises CocaError for a source that is not understood.
     """
@@ -43,19 +43,21 @@ class Layout:
     def __init__(self, source: Source, form: Form, kept_layers: Sequence[int] | None):
         self.source, self.form, self._dtype = source, form, DTYPES.get(form.dtype)
         shapes, where = source.shapes(), str(source.config_file)
-        self.config, self.from_coca, self.ntk = written_config(
-            source.config, form, kept_layers, where
-        )
+        self.config, self.ntk = written_config(source.config, form, kept_layers, where)
+        self.from_coca = is_coca(source.config)
         if self.config.num_hidden_layers > len(shapes):  # and before anything counts up to it
             raise CocaError(
                 f"{where}: got num_hidden_layers={self.config.num_hidden_layers}, expected no more "
                 f"layers than the {len(shapes)} tensors of the weights"
             )
+        every_layer = range(self.config.num_hidden_layers)
+        before = source.config.get("coca_kept_layers", ()) if self.from_coca else every_layer
+        self.converted = sorted({*before} - {*self.config.coca_kept_layers})
         untie_(self.config, shapes, self._are_equal)
         self.targets, self.released = check_tensors(
             shapes,
             self.config,
-            None if self.from_coca else FAMILIES[source.config["model_type"]],
+            FAMILIES.get(source.config["model_type"]),
             form.src,
             form.released,
         )
@@ -100,7 +102,7 @@ class Layout:
 
     def is_copied(self, target: TargetTensor) -> bool:
         """Whether its numbers are the source's, in their order, though maybe of another type."""
-        return target.name not in self.calibrated and (self.from_coca or target.is_carried_over)
+        return target.name not in self.calibrated and target.is_carried_over
 
     def initialiser(self, read: Callable[[str], Tensor]) -> Initialiser:
         """What makes the tensors that are not copied, of those that `read` fetches by name."""

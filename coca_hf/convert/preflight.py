@@ -57,6 +57,11 @@ def check_kept_layers(
 
 
 def check_kept_number(keep_layers: Sequence[int] | int | str | None, layout: Layout) -> None:
+    if isinstance(keep_layers, (int, str)) and layout.from_coca:
+        raise CocaError(
+            f"--keep-layers: got {keep_layers} with a CoCA checkpoint, expected the numbers of "
+            "those of its kept layers that stay"
+        )
     most = layout.config.num_hidden_layers
     if isinstance(keep_layers, int) and keep_layers > most:
         raise CocaError(

@@ -52,7 +52,7 @@ class TargetTensor:
 
     @property
     def is_carried_over(self) -> bool:
-        return self.pick is None and self.module != "t_proj"
+        return self.pick is None and self.shape == self.source_shape
 
 
 def untie_(
@@ -271,21 +271,17 @@ def _targets(
     with library_errors(f"{where}: its config.json makes no model"), torch.device("meta"):
         model = coca_class(config)(config)
     others = {"gpt_neox": _gpt_neox_target, "phi3": _phi3_target}
-    describe = others.get(family.model_type, _llama_target) if family else None
+    describe = others.get(family.model_type if family else "", _llama_target)
     for name, tensor in model.state_dict().items():
         if name != "lm_head.weight" or not config.tie_word_embeddings:
             shape = tuple(tensor.shape)
-            yield (
-                describe(config, name, shape, shapes, released)
-                if describe
-                else TargetTensor(name, shape, name, shape)
-            )
+            yield describe(config, name, shape, shapes, released)
 
 
 def _llama_target(
     config: CocaConfig, name: str, shape: Shape, shapes: Mapping[str, Shape], released: bool
 ) -> TargetTensor:
-    if ".t_proj." not in name:
+    if ".t_proj." not in name or (name in shapes and not released):  # CoCA's, of a CoCA source
         return TargetTensor(name, shape, name, shape)
     source = name if released else name.replace(".t_proj.", ".k_proj.")
     norm = (

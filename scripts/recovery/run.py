@@ -43,13 +43,9 @@ def main() -> None:
         run("bash", "-ec", line)
     evaluate(plan, plan["original"], "original", out)
     for name in options.names or plan["runs"]:
-        of_run = plan["runs"][name]
-        seeds = of_run.get("seeds", 1)
+        seeds = plan["runs"][name].get("seeds", 1)
         for seed in range(min(seeds, options.seeds)):
-            checkpoint = convert(plan, of_run["start"], out / "starts")
-            if "stages" in of_run or "settings" in of_run:
-                directory = out / "trained" / f"{slug(name)}-{seed}"
-                checkpoint = train(plan, of_run, checkpoint, seed, directory)
+            checkpoint = made(plan, name, seed, out)
             evaluate(plan, checkpoint, name if seeds == 1 else f"{name}, seed {seed}", out)
     trained = sorted((out / "trained").glob("[!.]*"))  # no locks
     coca_eval("report", out / "rows", *trained, "--out", out / "page")
@@ -69,17 +65,30 @@ def slug(name: str) -> str:
     return name.replace(", ", "-").replace(" ", "-")
 
 
-def convert(plan: dict, start: str, directory: Path) -> Path:
-    """The checkpoint of a start."""
-    options, checkpoint = dict(plan["starts"][start]), directory / slug(start)
-    scaled = options.pop("scaled", True)
+def made(plan: dict, name: str, seed: int, out: Path) -> Path:
+    """The checkpoint of a run."""
+    of_run = plan["runs"][name]
+    checkpoint = convert(plan, of_run["start"], seed, out)
+    if "stages" in of_run or "settings" in of_run:
+        directory = out / "trained" / f"{slug(name)}-{seed}"
+        return train(plan, of_run, checkpoint, seed, directory)
+    return checkpoint
+
+
+def convert(plan: dict, start: str, seed: int, out: Path) -> Path:
+    """The checkpoint of a start: of the original, or of what the run `after` made with `seed`."""
+    options, checkpoint = dict(plan["starts"][start]), out / "starts" / slug(start)
+    scaled, before = options.pop("scaled", True), options.pop("after", None)
+    if before:
+        checkpoint = checkpoint.with_name(f"{checkpoint.name}-{seed}")
     if not checkpoint.exists():
-        made = checkpoint if scaled else checkpoint.with_name(f".{checkpoint.name}")
+        source = made(plan, before, seed, out) if before else plan["original"]
+        target = checkpoint if scaled else checkpoint.with_name(f".{checkpoint.name}")
         words = [word for pair in options.items() for word in option(*pair)]
-        run("coca-convert", plan["original"], made, *words, "--overwrite")
+        run("coca-convert", source, target, *words, "--overwrite")
         if not scaled:
-            unscale(made)
-            made.rename(checkpoint)
+            unscale(target)
+            target.rename(checkpoint)
     return checkpoint
 
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from coca_cli import BadOption
@@ -92,6 +92,63 @@ def test_a_longer_ntk_base_keeps_the_kept_layers_and_turns_them_too(converted, c
     assert (unbaked(tokens()).logits - twice(tokens()).logits).abs().max() > 1e-2
     message = r"--keep-layers: got \[1\], expected \[0, 2\], the source's"
     refuses(message, dst, tmp_path / "other", ntk_length=160, keep_layers=[1])
+
+
+@EVERY_CASE
+def test_what_was_kept_is_converted_later_as_if_it_had_been_at_once(converted, case, tmp_path):
+    src, kept, _ = converted(case, **KEPT)
+    convert_checkpoint(src, tmp_path / "at-once", partial_rotary=[0])
+    at_once = load_file(tmp_path / "at-once" / "model.safetensors")
+    for layers in ([2], []):
+        place = tmp_path / f"kept-{len(layers)}"
+        record = convert_checkpoint(kept, place, keep_layers=layers, partial_rotary=[0])
+        unrotated = [2] if case == "smollm3" else []
+        assert record["kept_layers"] == (layers or unrotated)
+    later = load_file(tmp_path / "kept-0" / "model.safetensors")
+    assert at_once.keys() == later.keys()
+    assert all(torch.equal(tensor, later[name]) for name, tensor in at_once.items())
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / d) for d in ("at-once", "kept-0")]
+    assert torch.equal(*(model(tokens()).logits for model in models))
+
+
+def test_what_was_kept_is_fitted_to_its_own_maps_in_the_model_around_it(
+    tiny_llama_dir, text, tmp_path
+):
+    options = {"calibrate_on": str(text), "calibrate_tokens": 512, "calibrate_block": 64}
+    convert_checkpoint(tiny_llama_dir, tmp_path / "kept", keep_layers=[2], **options)
+    file = tmp_path / "kept" / "model.safetensors"
+    before = load_file(file)
+    before["model.layers.1.mlp.up_proj.weight"] *= 3  # as training does
+    save_file(before, file, {"format": "pt"})
+    record = convert_checkpoint(tmp_path / "kept", tmp_path / "dst", **options)
+    after = load_file(tmp_path / "dst" / "model.safetensors")
+    changed = {f"model.layers.2.self_attn.{part}_proj.weight" for part in "qt"}
+    assert {n for n in after if n not in before or not torch.equal(after[n], before[n])} == changed
+    *others, (start, fitted) = record["calibration"]["attention_kl"]
+    assert [*map(tuple, map(dict.values, others))] == [(0, 0), (0, 0)]
+    assert fitted < start
+    convert_checkpoint(tiny_llama_dir, tmp_path / "at-once", **options)
+    theirs = load_file(tmp_path / "at-once" / "model.safetensors")
+    assert not any(torch.equal(theirs[name], after[name]) for name in changed)
+
+
+def test_of_a_coca_checkpoint_only_kept_layers_can_be_converted(converted, text, tmp_path):
+    _, kept, _ = converted("llama", **KEPT)
+    for message, options in (
+        (r"got layers \[1\] in .*, expected some of \[0, 2\]", {"keep_layers": [1]}),
+        (r"got layers \[1\] in .*, expected some of \[0, 2\]", {"partial_rotary": [1]}),
+        ("--constraint: got strict, expected slack", {"constraint": "strict"}),
+        ("expected one with kept layers to convert", {"keep_layers": [2, 0]}),
+        (
+            "--keep-layers: got auto with a CoCA checkpoint, expected the numbers",
+            {"calibrate_on": str(text), "keep_layers": "auto"},
+        ),
+        (
+            "--calibrate: got a CoCA checkpoint, expected .* leave --ntk-length for another",
+            {"calibrate_on": str(text), "ntk_length": 160},
+        ),
+    ):
+        refuses(message, kept, tmp_path / "dst", **options)
 
 
 @pytest.mark.parametrize("layers", [[3], [-1], [1, 1]])
