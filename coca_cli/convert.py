@@ -22,7 +22,11 @@ fit_option = functools.partial(typer.Option, rich_help_panel=CALIBRATION)
 def convert_command(
     context: typer.Context,
     src: Annotated[
-        str, typer.Argument(help="Checkpoint to convert: a directory, a .gguf file or a hub id.")
+        str,
+        typer.Argument(
+            help="Checkpoint to convert: a directory, a .gguf file or a hub id. If it is a CoCA "
+            "checkpoint, the layers that it has kept so far are converted."
+        ),
     ],
     dst: Annotated[str, typer.Argument(help="Directory to write. It appears when it is complete.")],
     calibrate: Annotated[
@@ -69,7 +73,7 @@ def convert_command(
         int | None,
         typer.Option(
             help="Write dynamic NTK's base for this many tokens into the config, for engines that "
-            "know static RoPE only. SRC may then be a CoCA checkpoint."
+            "know static RoPE only. If SRC is a CoCA checkpoint, its layers stay as they are."
         ),
     ] = None,
     ntk_factor: Annotated[

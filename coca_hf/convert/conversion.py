@@ -92,13 +92,14 @@ def convert_checkpoint(
     blocks, a few shards of `dst` at a time; memory holds the projections of one layer for each.
 
     src: a directory (safetensors, also of the released code; pickles; or GGUF), a .gguf file, or a
-        hub id
+        hub id; of a CoCA checkpoint, the layers that it keeps are converted
     constraint: `slack`, the default, or `strict`
     dtype: `auto`, the source's, or a name in `DTYPES`
     overwrite: replace a checkpoint at `dst`
     progress: called with bytes written and bytes in all, by one thread at a time
     max_shard_size: of a file of weights, as in `500MB`; a larger tensor has a file to itself
-    ntk_length: tokens for which dynamic NTK's base is written (`bake_ntk_`); `src` may be CoCA
+    ntk_length: tokens for which dynamic NTK's base is written (`bake_ntk_`); a CoCA `src` keeps
+        its layers then
     ntk_factor: dynamic NTK's factor
     released: `src` is a GPT-NeoX checkpoint of the authors' code, which none of its files says
     calibrate_on: text to fit W_Q and W_T to the original's attention on (`calibrate.py`)
