@@ -129,7 +129,7 @@ def tokens_per_character(read: Read, encoder: Encoder) -> float:
 
 
 def _passage(text: str, encoder: Encoder, most: int) -> Tensor:
-    """At most so many tokens, from the middle of a long text."""
+    """At most `most` tokens, from the middle of a long text."""
     characters = most * TOKEN_CHARACTERS
     start = max(0, len(text) - characters) // 2
     return encoder.document(text[start : start + characters])[:most]

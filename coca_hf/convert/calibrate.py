@@ -444,7 +444,7 @@ class Strata:
         )
 
     def parts(self, number: int) -> Iterator[tuple[slice, int]]:
-        """The strata in so many parts, each with how many keys its last row sees at most."""
+        """The strata in `number` parts, each with how many keys its last row sees at most."""
         ends = [self.number * part // number for part in range(number + 1)]
         for start, end in itertools.pairwise(ends):
             yield slice(start, end), int(self._row(torch.tensor(float(end)))) + 1

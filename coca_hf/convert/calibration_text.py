@@ -1,10 +1,9 @@
 """The blocks of tokens that calibration fits on, and their positions.
 
 Text alone seldom asks heads to look something up (previous-token and induction heads: see
-docs/results/attention-limits.md), so as many blocks again repeat passages (`repeated_blocks`).
-Blocks stand for longer
-texts: between their pieces positions are left out, up to as many as the original was trained on
-(`skipped_positions`), or the model would know no longer distances.
+docs/results/attention-limits.md), so half of the blocks repeat passages (`repeated_blocks`). Blocks
+stand for longer texts: between their pieces positions are skipped, up to as many as the original
+was trained on (`skipped_positions`), or the model would know no longer distances.
 """
 
 import itertools
@@ -48,7 +47,7 @@ def calibration_blocks(
 
     place: the arguments of `read_documents`; of a data set on the hub the first `HUB_CHARACTERS`
     are read. num_tokens: to fit on, in blocks of `block_tokens`, or fewer where the model is for
-    fewer. A block that reaches the end of a document goes on with the next one.
+    fewer. A block that reaches the end of a document continues with the next one.
 
     Raises CocaError where there is too little text, blocks are too short, or the tokenizer has
     words that the model does not know.
@@ -80,7 +79,7 @@ def calibration_blocks(
         )
     draw = random.Random(seed)
     starts = [int((number + draw.random()) / wanted * characters) for number in range(wanted)]
-    # the last block may go on at the beginning
+    # the last block may continue at the beginning
     twice = itertools.chain(texts(), texts())
     blocks = torch.stack(list(_blocks(twice, starts, encoder, length)))
     if (largest := max(blocks.max(), held_out.max())) >= config.vocab_size:

@@ -146,7 +146,7 @@ class HiddenStates:
             stream.write(states.float().cpu().contiguous().numpy().data)
 
     def split(self, *sizes: int) -> Iterator["HiddenStates"]:
-        """Parts of so many blocks each, in the same file."""
+        """Parts of `sizes` blocks, in the same file."""
         first = self._first
         for size in sizes:
             yield HiddenStates(self.file, (size, *self.shape[1:]), first)

@@ -125,7 +125,7 @@ def _launch(
         )
 
 
-# Numbers that change from prompt to prompt would else be compiled anew for what divides them.
+# Numbers that change from prompt to prompt would otherwise be compiled again for each divisor.
 UNSPECIALIZED = ["query_blocks", "query_rows", "t_rows", "length"]
 
 
