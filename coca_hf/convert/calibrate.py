@@ -16,9 +16,8 @@ Layer by layer, on the hidden states that the original has there, Adam minimises
   `Keys`.
 - Memory holds a pair of layers (`LayerPairs`) and what the original's attention sees there
   (`Seen`); hidden states lie in files. A run that is killed continues with the layer it was at.
-- Weights that are stored in 16 bits are multiplied in bfloat16 where the processor has AMX, also in
-  the original; scores and their softmax, divergences, the residual stream and the fitted weights
-  stay float32.
+- Matrices are multiplied in bfloat16 where the processor has AMX, also in the original; scores and
+  their softmax, divergences, the residual stream and the fitted weights stay float32.
 
 Letters: see `models/attention.py`; n_b blocks of text.
 """
@@ -122,13 +121,10 @@ def default_passes(num_blocks: int) -> int:
     return math.ceil(STEPS / num_blocks)
 
 
-def matrix_dtype(layout: Layout, device: str) -> torch.dtype:
-    """bfloat16 for weights of at most 16 bits, as GGUF's, on a processor with AMX; or float32."""
-    source = layout.source
-    queries = next(target for target in layout.targets if target.module == "q_proj")
-    at_most_16_bits = source.kind == "gguf" or source.dtype(queries.source).itemsize == 2
+def matrix_dtype(device: str) -> torch.dtype:
+    """bfloat16 on a processor with AMX; or float32."""
     has_amx = device == "cpu" and torch.cpu.get_capabilities().get("amx_bf16", False)
-    return torch.bfloat16 if at_most_16_bits and has_amx else torch.float32
+    return torch.bfloat16 if has_amx else torch.float32
 
 
 def needs(layout: Layout, blocks: Tensor, held_out: Tensor, dtype: torch.dtype) -> Needs:

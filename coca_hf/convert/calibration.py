@@ -70,7 +70,7 @@ class Calibration:
         self.text_tokens = text_blocks.numel()
         self.passes = passes or default_passes(len(self.blocks))
         self.blocks_hash = xxhash.xxh3_128_hexdigest(bytes_of(self.blocks))
-        self.dtype = matrix_dtype(layout, device)
+        self.dtype = matrix_dtype(device)
         files = [file for folder in CODE for file in sorted(folder.glob("*.py"))]
         settings = {
             "source": layout.source.states(),

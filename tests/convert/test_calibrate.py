@@ -126,24 +126,16 @@ def test_the_start_of_w_t_is_exact_under_autocast(pairs_of):
     assert found.mlp.dense_h_to_4h.weight.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("has_amx", "device", "kind", "stored", "expected"),
-    [
-        (True, "cpu", "safetensors", torch.float16, torch.bfloat16),
-        (True, "cpu", "safetensors", torch.bfloat16, torch.bfloat16),
-        (True, "cpu", "safetensors", torch.float32, torch.float32),
-        (True, "cpu", "gguf", torch.float32, torch.bfloat16),
-        (True, "cuda", "safetensors", torch.float16, torch.float32),
-        (False, "cpu", "gguf", torch.float32, torch.float32),
-    ],
-)
-def test_weights_of_at_most_16_bits_are_multiplied_in_bfloat16_where_the_processor_has_amx(
-    has_amx, device, kind, stored, expected, pairs_of, monkeypatch
-):
-    layout = pairs_of(stock_model("llama").to(stored)).layout
-    monkeypatch.setattr(layout.source, "kind", kind)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": has_amx})
-    assert matrix_dtype(layout, device) == expected
+def test_matrices_are_multiplied_in_bfloat16_where_the_processor_has_amx(monkeypatch):
+    for has_amx, device, expected in (
+        (True, "cpu", torch.bfloat16),
+        (True, "cuda", torch.float32),
+        (False, "cpu", torch.float32),
+    ):
+        monkeypatch.setattr(
+            torch.cpu, "get_capabilities", lambda has_amx=has_amx: {"amx_bf16": has_amx}
+        )
+        assert matrix_dtype(device) == expected
 
 
 @pytest.mark.parametrize("case", ["qwen3-window", "neox-partial"])
