@@ -29,10 +29,13 @@ from transformers import (
 )
 
 from coca_hf.convert.adapter import CONFIG as ADAPTER
+from coca_hf.convert.source import FOREIGN_TOKENIZERS
 from coca_hf.errors import CocaError, library_errors, nearest, short
 from coca_hf.models.hub import CARD, LICENCE_FILES, RECORDS
 from coca_hf.train.recipe import Recipe, Stage
 
+# Patterns of files that every stage copies from the model that it starts from
+HANDED_ON = ("conversion.json", *FOREIGN_TOKENIZERS, *LICENCE_FILES)
 LOAD_IN_ONE_PROCESS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # of Accelerate's configuration
 
 
@@ -52,7 +55,7 @@ def located(name: str) -> tuple[str, Path]:
     if Path(name).exists():
         return name, Path(name)
     path, _, revision = name.partition("@")
-    files = ["config.json", ADAPTER, "tokenizer_config.json", CARD, *RECORDS, *LICENCE_FILES]
+    files = ["config.json", ADAPTER, "tokenizer_config.json", CARD, *RECORDS, *HANDED_ON]
     with loading(name):
         directory = Path(snapshot_download(path, revision=revision or None, allow_patterns=files))
     return f"{path}@{directory.name}", directory

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, masking_utils
 from typer.testing import CliRunner
 
 import coca_hf
+from coca_cli import BadOption
 from coca_cli.train import app as train_app
 from coca_hf.errors import CocaError
 from coca_hf.train import gpu_plan
@@ -306,6 +307,24 @@ def test_what_cannot_be_planned_is_refused(path, arguments, message):
     result = CliRunner().invoke(train_app, [str(path), "--plan", *arguments])
     assert isinstance(result.exception, CocaError)
     assert message in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--plan", "--stage", "k"], "--stage: --plan does not take it, only a run does; leave"),
+        (["--plan", "--out", "x"], "--out: --plan does not take it, only a run does"),
+        (["--prepare", "--resume"], "--resume: --prepare does not take it, only a run does"),
+        (["--prepare", "--json"], "--json: --prepare does not take it, only --plan does"),
+        (["--gpu", "H100"], "--gpu: a run does not take it, only --plan does; leave it out"),
+        (["--world-size", "1"], "--world-size: a run does not take it, only --plan or --prepare"),
+        (["--plan", "--prepare"], "--plan, --prepare: got both, expected one of them"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(arguments, message):
+    result = CliRunner().invoke(train_app, ["absent.yaml", *arguments])
+    assert isinstance(result.exception, BadOption)
+    assert str(result.exception).startswith(message)
 
 
 def test_a_world_of_no_processes_is_refused(path):
