@@ -29,16 +29,15 @@ from transformers import (
 from transformers.integrations import is_tensorboard_available
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
+from coca_hf.convert.adapter import CONFIG as ADAPTER
 from coca_hf.convert.config import head_of
 from coca_hf.errors import CocaError, library_errors, nearest, one_line, short
 from coca_hf.files import locked
 from coca_hf.models.attention import layer_types
 from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES
 from coca_hf.train.data import Corpus, tokenizer_hash
-from coca_hf.train.log import announce
 from coca_hf.train.model import (
     building,
-    check_whole,
     load_config,
     located,
     model_from_config,
@@ -47,9 +46,11 @@ from coca_hf.train.model import (
     start_config,
     start_tokenizer,
 )
+from coca_hf.train.options import has_bounds
 from coca_hf.train.processes import (
     Stopped,
     StopRequest,
+    announce,
     from_main_process,
     main_process_first,
 )
@@ -63,7 +64,6 @@ from coca_hf.train.run_directory import (
     noted_inputs,
     weights_hashes,
 )
-from coca_hf.train.trainer import has_bounds
 
 MODELS = ("model", "teacher", "tokenizer")  # of a recipe, that may be on the hub
 SHARE = "set context_parallel_size in the recipe"
@@ -388,6 +388,16 @@ def check_plain(name: str, config: PreTrainedConfig) -> None:
         raise CocaError(
             f"{name}: got weights quantized by {method}, expected plain ones: those that were "
             "quantized, or what coca-convert makes of these"
+        )
+
+
+def check_whole(name: str, directory: Path) -> None:
+    """Raises CocaError for an adapter of peft beside a model: it alone would be saved."""
+    if (directory / ADAPTER).exists():
+        raise CocaError(
+            f"{name}: got {ADAPTER}, with which transformers loads another base and saves an "
+            f"adapter alone, expected a whole model; merge the adapter (merge_and_unload), or "
+            f"remove {ADAPTER} where that is done"
         )
 
 

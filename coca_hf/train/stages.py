@@ -39,12 +39,13 @@ from coca_hf.models.hub import without_paths
 from coca_hf.train.blocks import Blocks, DealtBlocks
 from coca_hf.train.data import Corpus
 from coca_hf.train.flops import count_flops
-from coca_hf.train.log import ProgressLine, StageLog, announce, start_place, wandb_run
+from coca_hf.train.log import ProgressLine, StageLog, start_place, wandb_run
 from coca_hf.train.model import (
     HANDED_ON,
     count_parameters,
     load_config,
     load_model,
+    load_teacher,
     load_tokenizer,
     plain_model,
     stage_model,
@@ -58,12 +59,12 @@ from coca_hf.train.objectives import (
     Objective,
     chunk_cross_entropy_,
     fuse_cross_entropy_,
-    load_teacher,
 )
 from coca_hf.train.preflight import preflight
 from coca_hf.train.processes import (
     Stopped,
     StopRequest,
+    announce,
     from_main_process,
     in_all_processes,
     losing_processes,

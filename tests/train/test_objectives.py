@@ -7,14 +7,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_hf.errors import CocaError
 from coca_hf.train import objectives
-from coca_hf.train.model import load_config, load_model
+from coca_hf.train.model import load_config, load_model, load_teacher
 from coca_hf.train.objectives import (
     Objective,
     attention_map_loss,
     attention_transfer_loss,
     chunk_cross_entropy_,
     distillation_loss,
-    load_teacher,
 )
 from coca_hf.train.preflight import check_teacher
 from coca_hf.train.recipe import load_recipe
