@@ -20,7 +20,7 @@ from coca_hf.errors import CocaError
 from coca_hf.train import gpu_plan
 from coca_hf.train import memory as measuring
 from coca_hf.train.gpu_plan import GIB, RESERVE, plan_recipe
-from coca_hf.train.memory import Setting, measure
+from coca_hf.train.memory import Memory, Setting, measure
 from coca_hf.train.model import freeze_, model_from_config
 from coca_hf.train.recipe import load_recipe
 from tests.conftest import TINY as THREE_LAYERS
@@ -248,15 +248,18 @@ def test_what_is_advised_fits(small, path):
     assert changed.setting.global_batch == stage.setting.global_batch
 
 
-def test_more_gpus_are_advised_last_and_nothing_where_nothing_helps(small, path):
-    memory = 0.75 * measure(small, small.stages[1], Setting(1, 1, BATCH, True)).peak
-    least = ["per_device_train_batch_size=1", "gradient_checkpointing=true"]
-    settings = [ONE_LAYER, *(f"training.{setting}" for setting in least)]
-    four = load_recipe(path, [*settings, f"training.gradient_accumulation_steps={BATCH}"])
-    plan = plan_recipe(alone(four, 1), 1, memory / GIB / (1 - RESERVE))
-    assert "--world-size" in plan.stages[0].change
-    one = load_recipe(path, settings)
-    assert "nothing helps" in plan_recipe(alone(one, 1), 1, 1e-6).stages[0].change
+@pytest.mark.parametrize(("accumulation", "advice"), [(4, "--world-size 4"), (1, "nothing helps")])
+def test_more_gpus_are_advised_last_and_nothing_where_nothing_helps(
+    path, monkeypatch, accumulation, advice
+):
+    def measure_shards(recipe, stage, setting):
+        return Memory({"weights": 100 * GIB // setting.world_size}, {})
+
+    monkeypatch.setattr(gpu_plan, "measure", measure_shards)
+    steps = ["per_device_train_batch_size=1", f"gradient_accumulation_steps={accumulation}"]
+    recipe = load_recipe(path, [ONE_LAYER, *(f"training.{setting}" for setting in steps)])
+    plan = plan_recipe(alone(recipe, 1), 1, gpu_memory=40)
+    assert advice in plan.stages[0].change
 
 
 def test_a_long_block_on_each_gpu_is_helped_by_a_fused_cross_entropy_and_by_sharing_it(
