@@ -119,7 +119,7 @@ def test_attention_maps_train_the_attention_towards_the_teachers(tiny_coca_dir):
     objective, ids = Objective({"attention-maps": 1.0}, teacher), torch.arange(4, 44).view(2, 20)
     optimizer = torch.optim.Adam((p for p in student.parameters() if p.requires_grad), lr=1e-2)
     losses = []
-    for _ in range(60):
+    for _ in range(30):
         loss = objective(lambda: (None, student(input_ids=ids)), student, {"input_ids": ids}, 1)
         optimizer.zero_grad()
         loss.backward()
@@ -188,11 +188,6 @@ def test_a_stage_logs_each_loss_and_its_checkpoint_holds_no_teacher(
         name: value.shape for name, value in load_model(str(out / "2-qkv")).state_dict().items()
     }
     assert before == {file.name: file.read_bytes() for file in tiny_llama_dir.glob("*.safetensors")}
-
-
-def test_the_objective_lm_is_the_plain_path_to_the_bit(recipe_path, unbroken, tmp_path):
-    run_recipe(load_recipe(recipe_path, ["stages.k.objective=lm"]), tmp_path / "out", stage="k")
-    assert_same_weights(tmp_path / "out/1-k", unbroken / "1-k")
 
 
 def test_the_weight_of_the_only_objective_counts(recipe_path, unbroken, tmp_path):

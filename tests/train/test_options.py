@@ -76,7 +76,7 @@ def test_recomputed_activations_are_not_kept(run):
 
 
 def test_eager_attention_is_that_of_sdpa(run):
-    sdpa, of_sdpa = run("training.attn_implementation=sdpa")
+    sdpa, of_sdpa = run()
     eager, of_eager = run("training.attn_implementation=eager")
     assert (of_sdpa.sdpa_calls, of_eager.sdpa_calls) == (3 * 3, 0)  # steps, layers
     assert logged(eager) == pytest.approx(logged(sdpa), abs=1e-5)
