@@ -395,6 +395,11 @@ def _check_loss(stage: Stage, options: StageOptions, data: Data) -> None:
             f"stages.{stage.name}: got fused_cross_entropy with {logits_of}, which needs the "
             f"logits; leave one of them out"
         )
+    if "temperature" in stage.model_fields_set and "distill" not in stage.objective:
+        raise ValueError(
+            f"stages.{stage.name}: got temperature {stage.temperature:g} without objective "
+            f"distill, which alone has one; leave it out"
+        )
     attention = options.attn_implementation or "sdpa"
     if "attention-maps" in stage.objective and attention != "eager":
         raise ValueError(

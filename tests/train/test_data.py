@@ -146,11 +146,12 @@ def test_a_source_without_a_whole_block_is_named(words, corpus, tmp_path, method
         method(corpus(words, Source(path=str(tmp_path / "short.txt"), weight=1)))
 
 
-def test_a_split_of_local_files_is_refused(digits, corpus):
+@pytest.mark.parametrize("method", [lambda corpus: corpus.files, lambda corpus: corpus.prepare(1)])
+def test_a_split_of_local_files_is_refused(digits, corpus, method):
     source = digits.model_copy(update={"split": "test", "subset": "big"})
     message = r"digits\.jsonl: got split, subset, which only data sets on the hub have"
     with pytest.raises(CocaError, match=message):
-        corpus(source).check()
+        method(corpus(source))
 
 
 def test_a_tokenizer_without_eos_is_refused(words, corpus, tiny_tokenizer, monkeypatch):

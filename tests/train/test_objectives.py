@@ -222,6 +222,7 @@ def test_a_teacher_of_another_shape_is_refused(tiny_coca_dir, tmp_path, change, 
         ),
         (["teacher=x", "stages.k.objective={lm: 0}"], "expected weights above 0"),
         (["teacher=x", "stages.k.objective={}"], "expected weights above 0"),
+        (["stages.k.temperature=2"], "stages.k: got temperature 2 without objective distill, whi"),
         (
             ["teacher=x", "stages.k.objective=attention-maps"],
             "with attn_implementation sdpa, expected eager",
