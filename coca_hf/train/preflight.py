@@ -18,7 +18,6 @@ import torch
 from accelerate import ParallelismConfig, PartialState
 from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -425,13 +424,11 @@ def check_kernels(recipe: Recipe) -> None:
         attention = options.attn_implementation
         try:
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(
-                    start_config(recipe), attn_implementation=attention
-                )
-        except (ImportError, ValueError) as error:
+                model = model_from_config(recipe, attention)
+        except CocaError as error:
             raise CocaError(
                 f"{where}: attn_implementation {attention!r} does not run here: "
-                f"{one_line(error)}; sdpa runs everywhere"
+                f"{one_line(error.__cause__ or error)}; sdpa runs everywhere"
             ) from error
         if options.context_parallel_size > 1:
             check_model_for_context_parallel(model, where)

@@ -223,10 +223,9 @@ def _flat(tree: Any, path: str = "") -> dict[str, Any]:
 
 def last_checkpoint(trainer_dir: Path) -> Path | None:
     """The newest `checkpoint-N`, or None. All are whole: they get their name when they are."""
-    found = [
-        path for path in trainer_dir.glob("checkpoint-*") if path.name.split("-")[1].isdecimal()
-    ]
-    return max(found, key=lambda path: int(path.name.split("-")[1]), default=None)
+    numbers = (path.name.partition("-")[2] for path in trainer_dir.glob("checkpoint-*"))
+    newest = max((int(number) for number in numbers if number.isdecimal()), default=None)
+    return None if newest is None else trainer_dir / f"checkpoint-{newest}"
 
 
 @contextmanager

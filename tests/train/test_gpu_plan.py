@@ -201,6 +201,15 @@ def test_bf16_halves_what_is_saved(path):
     assert 0.5 * kept[0] < kept[1] < 0.8 * kept[0]  # norms and the loss stay in float32
 
 
+def test_eager_attention_is_planned_with_its_maps(small, path):
+    eager = load_recipe(path, [ONE_LAYER, "training.attn_implementation=eager"])
+    plain, maps = (
+        measure(recipe, recipe.stages[1], Setting(1, BATCH, 1, False)).at_peak["activations"]
+        for recipe in (small, eager)
+    )
+    assert maps > plain + 4 * BATCH * TINY["num_attention_heads"] * SEQ_LEN**2
+
+
 def test_a_model_that_looks_into_its_positions_is_planned(path, tmp_path):
     LlamaConfig(vocab_size=VOCAB, **TINY).save_pretrained(tmp_path / "llama")
     settings = [ONE_LAYER, "stages.k.train=all", f"model={tmp_path / 'llama'}"]

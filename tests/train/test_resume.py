@@ -396,7 +396,8 @@ def interrupted(tiny_coca_dir, texts, tmp_path_factory) -> Path:
 def test_a_damaged_checkpoint_is_named(interrupted, tmp_path, damage, file):
     out = shutil.copytree(interrupted / "out", tmp_path / "out")
     damage(out / "1-k/trainer/checkpoint-4" / file)
-    (out / "1-k/trainer/checkpoint-mine").mkdir()
+    for name in ("checkpoint-mine", "checkpoint-9-mine"):
+        (out / "1-k/trainer" / name).mkdir()
     recipe = load_recipe(interrupted / "recipe.yaml")
     message = r"checkpoint-4: cannot be read \(.*delete it: --resume then goes on"
     with pytest.raises(CocaError, match=message):
