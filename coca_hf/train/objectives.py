@@ -253,7 +253,7 @@ class Objective:
 
     def __init__(
         self,
-        weights: Mapping[str, float],
+        weights: Mapping[Any, float],
         teacher: PreTrainedModel | None,
         temperature: float = 1.0,
         answer_weight: float = 0.0,

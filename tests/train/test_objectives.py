@@ -218,10 +218,13 @@ def test_a_teacher_of_another_shape_is_refused(tiny_coca_dir, tmp_path, change, 
         (["stages.k.objective=distill"], "stages.k: objective distill needs the original model"),
         (
             ["teacher=x", "stages.k.objective=distil"],
-            "got 'distil', expected lm, distill, attention-transfer, attention-maps",
+            "stages.k.objective.distil: got 'distil', expected 'lm', 'distill', 'attention-t",
         ),
-        (["teacher=x", "stages.k.objective={lm: 0}"], "expected weights above 0"),
-        (["teacher=x", "stages.k.objective={}"], "expected weights above 0"),
+        (["teacher=x", "stages.k.objective={lm: 0}"], "objective.lm: got 0, expected greater than"),
+        (
+            ["teacher=x", "stages.k.objective={}"],
+            "stages.k.objective: got {}, expected one or more",
+        ),
         (["stages.k.temperature=2"], "stages.k: got temperature 2 without objective distill, whi"),
         (
             ["teacher=x", "stages.k.objective=attention-maps"],
