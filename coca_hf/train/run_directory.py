@@ -230,7 +230,7 @@ def reading(checkpoint: Path) -> Iterator[None]:
         yield
     except CocaError:
         raise
-    except Exception as error:  # torch, json and pickle raise anything for damaged files
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
         reason = _reason(error)[:200]
         raise CocaError(
             f"{checkpoint}: cannot be read ({reason}); delete it: --resume then goes on from the "
