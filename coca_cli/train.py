@@ -6,13 +6,21 @@ from typing import Annotated
 
 import typer
 
-from coca_cli import PlainConsole, console, say
+from coca_cli import BadOption, PlainConsole, console, say
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+# Options that not everything takes that the command can be told to do, and what does
+TAKEN_BY = {
+    **dict.fromkeys(("out", "stage", "resume"), ("a run",)),
+    **dict.fromkeys(("gpu_memory", "gpu", "mfu", "as_json"), ("--plan",)),
+    "world_size": ("--plan", "--prepare"),
+}
 
 
 @app.command()
 def train_command(
+    context: typer.Context,
     recipe: Annotated[
         Path,
         typer.Argument(
@@ -72,6 +80,9 @@ def train_command(
     The blocks of tokens are prepared before the first stage, in the recipe's data.prepared
     (./prepared).
     """
+    if plan and prepare:
+        raise BadOption("--plan, --prepare: got both, expected one of them")
+    _refuse_unused(context, "--plan" if plan else "--prepare" if prepare else "a run")
     from coca_hf.train.recipe import load_recipe
 
     checked = load_recipe(recipe, settings or [])
@@ -117,3 +128,15 @@ def train_command(
             f"default,dynamic:2 --out {directory.parent / 'rows'}"
         )
     PartialState().destroy_process_group()  # or a process that exits under gloo's threads may abort
+
+
+def _refuse_unused(context: typer.Context, task: str) -> None:
+    """Raises BadOption for an option that was given and that `task` does not take."""
+    for option in context.command.params:
+        name = str(option.name)
+        takers, source = TAKEN_BY.get(name, (task,)), context.get_parameter_source(name)
+        if task not in takers and source and source.name == "COMMANDLINE":
+            raise BadOption(
+                f"{option.opts[0]}: {task} does not take it, only {' or '.join(takers)} does; "
+                "leave it out"
+            )

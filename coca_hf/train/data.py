@@ -34,7 +34,6 @@ from transformers import PreTrainedTokenizerBase
 from coca_hf.documents import (
     Document,
     commit_of,
-    is_on_hub,
     local_files,
     names_of,
     read_documents,
@@ -79,7 +78,10 @@ class Corpus:
 
     @functools.cached_property
     def files(self) -> list[dict[str, str]]:
-        """Size and hash of the local files of each source, by the names that their documents have."""
+        """Size and hash of the local files of each source, by the names that their documents have.
+
+        Raises CocaError for one that cannot be read, or with options of data sets on the hub.
+        """
         return self._contents()
 
     def _contents(self) -> list[dict[str, str]]:
@@ -89,6 +91,13 @@ class Corpus:
         try:
             for source in self.data.sources:
                 files = local_files(source.path) if source.path else []
+                of_hub = {"split": "train", "subset": None, "revision": None}
+                given = [name for name, plain in of_hub.items() if getattr(source, name) != plain]
+                if given and files:
+                    raise CocaError(
+                        f"{source.path}: got {', '.join(given)}, which only data sets on the hub "
+                        "have; leave it out"
+                    )
                 described = [self._described(file, known) for file in files]
                 contents.append(dict(zip(names_of(files), described, strict=True)))
         finally:
@@ -179,13 +188,6 @@ class Corpus:
         Raises CocaError.
         """
         for source in self._texts.values():
-            of_hub = {"split": "train", "subset": None, "revision": None}
-            given = [name for name, plain in of_hub.items() if getattr(source, name) != plain]
-            if given and not is_on_hub(source.path):
-                raise CocaError(
-                    f"{source.path}: got {', '.join(given)}, which only data sets on the hub have; "
-                    f"leave it out"
-                )
             tokens = 0
             for batch in batches(self._pieces(source, HeldOut(), 0, 0)):
                 tokens += len(self.encoder(batch))

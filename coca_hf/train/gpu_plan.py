@@ -121,6 +121,7 @@ def plan_recipe(
         missing = {
             "torch_compile": options.get("torch_compile"),
             "the teacher": stage.needs_teacher,
+            "answer_weight": stage.answer_weight,
             EXCHANGED: recipe.stage_options(stage).context_parallel_size > 1,
         }
         used = [name for name, is_used in missing.items() if is_used]

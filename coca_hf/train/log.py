@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -33,29 +34,23 @@ COLUMNS = (
 )
 
 
+@dataclass(eq=False)
 class StageLog(TrainerCallback, ExportableState):
     """Writes log.jsonl, measures speed, and keeps what checkpoints carry: the place in the stream of
     blocks, the time, held-out losses.
 
-    Whatever `place` holds is in every checkpoint: see `start_place`.
+    global_batch: blocks a step. place: goes into every checkpoint, see `start_place`.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        seq_len: int,
-        global_batch: int,
-        flops_per_token: int,
-        held_out_steps: int,
-        place: dict,
-    ):
-        self.path = path
-        self.seq_len = seq_len
-        self.global_batch = global_batch  # blocks a step
-        self.flops_per_token = flops_per_token
-        self.held_out_steps = held_out_steps
-        self.place = place
-        self._seconds_before = place["seconds"]
+    path: Path
+    seq_len: int
+    global_batch: int
+    flops_per_token: int
+    held_out_steps: int
+    place: dict
+
+    def __post_init__(self):
+        self._seconds_before = self.place["seconds"]
         self._started = self._measured = time.monotonic()
         self._measured_step = 0
 
@@ -159,12 +154,6 @@ def start_place(next_block: int) -> dict:
         "skipped_steps": 0,
         "run_id": uuid.uuid4().hex[:8],  # by which Weights & Biases knows the stage when it resumes
     }
-
-
-def announce(text: str) -> None:
-    """Print, in one process of all; PartialState.print does so in one of every machine."""
-    if PartialState().is_main_process:
-        print(text, flush=True)
 
 
 @contextmanager

@@ -81,8 +81,10 @@ def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
     """
     arguments = planned_arguments(recipe, stage)
     with _fake_processes(setting.world_size) as mesh, FakeTensorMode():
-        base = model_from_config(recipe)
-        if recipe.stage_options(stage).fused_cross_entropy:
+        own = recipe.stage_options(stage)
+        # Kernels of others need not be here, and take what SDPA does
+        base = model_from_config(recipe, "eager" if own.attn_implementation == "eager" else None)
+        if own.fused_cross_entropy:
             fuse_cross_entropy_(base)  # Liger's kernel takes only real tensors
         # peft moves adapters to where they are already, and fake parameters cannot be moved
         with patch.object(nn.Module, "to", lambda module, *_, **__: module):

@@ -5,6 +5,7 @@ wanted: a branch, a tag or a commit. A run reads each at the commit that it has 
 """
 
 import dataclasses
+import functools
 import os
 import zlib
 from collections.abc import Iterator
@@ -29,10 +30,13 @@ from transformers import (
 )
 
 from coca_hf.convert.adapter import CONFIG as ADAPTER
+from coca_hf.convert.source import FOREIGN_TOKENIZERS
 from coca_hf.errors import CocaError, library_errors, nearest, short
 from coca_hf.models.hub import CARD, LICENCE_FILES, RECORDS
 from coca_hf.train.recipe import Recipe, Stage
 
+# Patterns of files that every stage copies from the model that it starts from
+HANDED_ON = ("conversion.json", *FOREIGN_TOKENIZERS, *LICENCE_FILES)
 LOAD_IN_ONE_PROCESS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # of Accelerate's configuration
 
 
@@ -52,20 +56,10 @@ def located(name: str) -> tuple[str, Path]:
     if Path(name).exists():
         return name, Path(name)
     path, _, revision = name.partition("@")
-    files = ["config.json", ADAPTER, "tokenizer_config.json", CARD, *RECORDS, *LICENCE_FILES]
+    files = ["config.json", ADAPTER, "tokenizer_config.json", CARD, *RECORDS, *HANDED_ON]
     with loading(name):
         directory = Path(snapshot_download(path, revision=revision or None, allow_patterns=files))
     return f"{path}@{directory.name}", directory
-
-
-def check_whole(name: str, directory: Path) -> None:
-    """Raises CocaError for an adapter of peft beside a model: it alone would be saved."""
-    if (directory / ADAPTER).exists():
-        raise CocaError(
-            f"{name}: got {ADAPTER}, with which transformers loads another base and saves an "
-            f"adapter alone, expected a whole model; merge the adapter (merge_and_unload), or "
-            f"remove {ADAPTER} where that is done"
-        )
 
 
 def loading(name: str) -> AbstractContextManager[None]:
@@ -225,6 +219,23 @@ def load_model(
             f"convert it again"
         )
     return model
+
+
+@functools.lru_cache(maxsize=1)
+def load_teacher(
+    name: str, attn_implementation: str | None = None, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """The teacher of a recipe, loaded once for all its stages that want the same.
+
+    dtype: what autocast multiplies in. Matrices are kept in it, for half the memory and without
+    rounding them in every step; all else, and embeddings that are the head too, is float32.
+    """
+    teacher = load_model(name, None, attn_implementation)
+    embeddings = teacher.get_input_embeddings().weight
+    for module in teacher.modules():
+        if isinstance(module, nn.Linear) and module.weight is not embeddings:
+            module.to(dtype)
+    return teacher
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -31,8 +31,6 @@ from torch.nn.functional import cross_entropy, linear, log_softmax, pad
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from coca_hf.train.model import load_model
-
 _CHUNK_TOKENS = 1024  # of logits in float32 at a time
 _CHUNK_TOKENS_OF_CPU = 16  # of a vocabulary of 50k: 3 MB, which stays in the cache
 _IGNORED = -100
@@ -140,38 +138,11 @@ def distillation_loss(
     """
     if weights is None:
         weights = student.new_ones(student.shape[:-1], dtype=torch.float32)
-    divergence = _Divergence.apply(
-        student.flatten(0, 1), teacher.flatten(0, 1), weights.flatten(), temperature
+    loss = functools.partial(_divergence_of_chunk, temperature)
+    divergence = _Chunked.apply(
+        loss, student.flatten(0, 1), teacher.flatten(0, 1), weights.flatten()
     )
     return divergence * temperature**2 / student.shape[:-1].numel()
-
-
-class _Divergence(torch.autograd.Function):
-    """Sum over tokens of weights * KL(softmax(teacher / T) || softmax(student / T)).
-
-    The forward makes the gradient, weights * (softmax(student / T) - softmax(teacher / T)) / T, a
-    few tokens at a time: beside the logits of both models and the gradient, in the student's
-    dtype, there is never more than one chunk in float32, and on a CPU a chunk stays in its cache.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, weights: Tensor, temperature: float):
-        gradient = _empty_gradient(ctx, student)
-        total = weights.new_zeros((), dtype=torch.float32)
-        for ours, theirs, weight, to_ours in _chunks(student, teacher, weights, gradient):
-            log_p, log_q = (
-                log_softmax(logits.to(torch.float32, copy=True).div_(temperature), -1)
-                for logits in (ours, theirs)
-            )
-            q = log_q.exp()
-            total += (log_q.sub_(log_p).mul_(q).sum(-1) * weight).sum()  # autocast would round a @
-            to_ours.copy_(log_p.exp_().sub_(q).mul_(weight[:, None] / temperature))
-        ctx.save_for_backward(gradient)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, to_total: Tensor):
-        return _times(ctx, to_total), None, None, None
 
 
 def chunk_cross_entropy_(model: PreTrainedModel) -> None:
@@ -179,50 +150,65 @@ def chunk_cross_entropy_(model: PreTrainedModel) -> None:
 
     def loss(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch=None, **kwargs):
         targets, num_items = _targets(labels, kwargs.get("shift_labels"), num_items_in_batch)
-        return _CrossEntropy.apply(logits.flatten(0, 1), targets) / num_items
+        return _Chunked.apply(_cross_entropy_of_chunk, logits.flatten(0, 1), targets) / num_items
 
     model.loss_function = loss
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """Sum of the cross-entropy of logits (tokens, vocabulary) with targets (tokens,), in float32."""
+def _divergence_of_chunk(
+    temperature: float, student: Tensor, gradient: Tensor, teacher: Tensor, weights: Tensor
+) -> Tensor:
+    """Sum over tokens of weights * KL(softmax(teacher / T) || softmax(student / T)); its gradient,
+    weights * (softmax(student / T) - softmax(teacher / T)) / T, goes into `gradient`.
+    """
+    log_p, log_q = (
+        log_softmax(logits.to(torch.float32, copy=True).div_(temperature), -1)
+        for logits in (student, teacher)
+    )
+    q = log_q.exp()
+    total = (log_q.sub_(log_p).mul_(q).sum(-1) * weights).sum()  # autocast would round a @
+    gradient.copy_(log_p.exp_().sub_(q).mul_(weights[:, None] / temperature))
+    return total
+
+
+def _cross_entropy_of_chunk(logits: Tensor, gradient: Tensor, targets: Tensor) -> Tensor:
+    """Sum of the cross-entropy with targets (tokens,); its gradient goes into `gradient`."""
+    log_p = log_softmax(logits.float(), -1)
+    counts = (targets != _IGNORED).float()[:, None]
+    targets = targets.clamp(min=0)[:, None]
+    total = -(log_p.gather(1, targets) * counts).sum()
+    p = log_p.exp_().scatter_add_(1, targets, -torch.ones_like(counts))
+    gradient.copy_(p.mul_(counts))
+    return total
+
+
+class _Chunked(torch.autograd.Function):
+    """Sum of `loss(logits, gradient, *tensors)` over chunks of the tokens, in float32.
+
+    The forward makes the gradient of the logits (tokens, vocabulary), a few tokens at a time:
+    beside the logits and the gradient, in their dtype (float32 for float16, which needs the loss
+    scale first), there is never more than one chunk in float32, and on a CPU a chunk stays in its
+    cache.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor):
-        gradient = _empty_gradient(ctx, logits)
+    def forward(ctx: Any, loss: Callable[..., Tensor], logits: Tensor, *tensors: Tensor):
+        ctx.dtype, ctx.num_tensors = logits.dtype, len(tensors)
+        is_half = logits.dtype == torch.float16
+        gradient = torch.empty_like(logits, dtype=torch.float32 if is_half else logits.dtype)
+        rows = _CHUNK_TOKENS if logits.is_cuda else _CHUNK_TOKENS_OF_CPU
+        chunks = (tensor.split(rows) for tensor in (logits, gradient, *tensors))
         total = logits.new_zeros((), dtype=torch.float32)
-        for some, target, to_logits in _chunks(logits, targets, gradient):
-            log_p = log_softmax(some.float(), -1)
-            counts = (target != _IGNORED).float()[:, None]
-            target = target.clamp(min=0)[:, None]
-            total -= (log_p.gather(1, target) * counts).sum()
-            p = log_p.exp_().scatter_add_(1, target, -torch.ones_like(counts))
-            to_logits.copy_(p.mul_(counts))
+        for chunk in zip(*chunks, strict=True):
+            total += loss(*chunk)
         ctx.save_for_backward(gradient)
         return total
 
     @staticmethod
     def backward(ctx: Any, to_total: Tensor):
-        return _times(ctx, to_total), None
-
-
-def _empty_gradient(ctx: Any, logits: Tensor) -> Tensor:
-    """In the dtype of the logits, but float32 for float16, which needs the loss scale first."""
-    ctx.dtype = logits.dtype
-    return torch.empty_like(
-        logits, dtype=torch.float32 if logits.dtype == torch.float16 else logits.dtype
-    )
-
-
-def _times(ctx: Any, to_total: Tensor) -> Tensor:
-    """The gradient that the forward has made, by the chain rule."""
-    (gradient,) = ctx.saved_tensors
-    return (gradient * to_total.to(gradient.dtype)).to(ctx.dtype)
-
-
-def _chunks(logits: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    rows = _CHUNK_TOKENS if logits.is_cuda else _CHUNK_TOKENS_OF_CPU
-    return zip(*(tensor.split(rows) for tensor in (logits, *tensors)), strict=True)
+        (gradient,) = ctx.saved_tensors
+        to_logits = (gradient * to_total.to(gradient.dtype)).to(ctx.dtype)
+        return None, to_logits, *[None] * ctx.num_tensors
 
 
 def attention_transfer_loss(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
@@ -267,7 +253,7 @@ class Objective:
 
     def __init__(
         self,
-        weights: Mapping[str, float],
+        weights: Mapping[Any, float],
         teacher: PreTrainedModel | None,
         temperature: float = 1.0,
         answer_weight: float = 0.0,
@@ -327,23 +313,6 @@ class Objective:
         self._sums.clear()
         self._calls = 0
         return {f"loss_{name}": mean for name, mean in zip(self.weights, means, strict=True)}
-
-
-@functools.lru_cache(maxsize=1)
-def load_teacher(
-    name: str, attn_implementation: str | None = None, dtype: torch.dtype = torch.float32
-) -> PreTrainedModel:
-    """The teacher of a recipe, loaded once for all its stages that want the same.
-
-    dtype: what autocast multiplies in. Matrices are kept in it, for half the memory and without
-    rounding them in every step; all else, and embeddings that are the head too, is float32.
-    """
-    teacher = load_model(name, None, attn_implementation)
-    embeddings = teacher.get_input_embeddings().weight
-    for module in teacher.modules():
-        if isinstance(module, nn.Linear) and module.weight is not embeddings:
-            module.to(dtype)
-    return teacher
 
 
 @contextmanager

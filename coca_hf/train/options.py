@@ -94,6 +94,11 @@ class LinearBounds(StrictMapping):
     end_lr: float = Field(default=0.0, ge=0)
 
 
+def has_bounds(arguments: TrainingArguments) -> bool:
+    """Whether `trainer.linear_rate` is the schedule, with `LinearBounds`."""
+    return bool(arguments.lr_scheduler_kwargs) and arguments.lr_scheduler_type == "linear"
+
+
 def checked_training(options: dict[str, Any], also_known: tuple[str, ...] = ()) -> dict[str, Any]:
     """Training options with every value in the type that is declared for it, as plain YAML values.
 

@@ -18,7 +18,6 @@ import torch
 from accelerate import ParallelismConfig, PartialState
 from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -29,16 +28,15 @@ from transformers import (
 from transformers.integrations import is_tensorboard_available
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
+from coca_hf.convert.adapter import CONFIG as ADAPTER
 from coca_hf.convert.config import head_of
 from coca_hf.errors import CocaError, library_errors, nearest, one_line, short
 from coca_hf.files import locked
 from coca_hf.models.attention import layer_types
 from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES
 from coca_hf.train.data import Corpus, tokenizer_hash
-from coca_hf.train.log import announce
 from coca_hf.train.model import (
     building,
-    check_whole,
     load_config,
     located,
     model_from_config,
@@ -47,9 +45,11 @@ from coca_hf.train.model import (
     start_config,
     start_tokenizer,
 )
+from coca_hf.train.options import has_bounds
 from coca_hf.train.processes import (
     Stopped,
     StopRequest,
+    announce,
     from_main_process,
     main_process_first,
 )
@@ -63,7 +63,6 @@ from coca_hf.train.run_directory import (
     noted_inputs,
     weights_hashes,
 )
-from coca_hf.train.trainer import has_bounds
 
 MODELS = ("model", "teacher", "tokenizer")  # of a recipe, that may be on the hub
 SHARE = "set context_parallel_size in the recipe"
@@ -391,6 +390,16 @@ def check_plain(name: str, config: PreTrainedConfig) -> None:
         )
 
 
+def check_whole(name: str, directory: Path) -> None:
+    """Raises CocaError for an adapter of peft beside a model: it alone would be saved."""
+    if (directory / ADAPTER).exists():
+        raise CocaError(
+            f"{name}: got {ADAPTER}, with which transformers loads another base and saves an "
+            f"adapter alone, expected a whole model; merge the adapter (merge_and_unload), or "
+            f"remove {ADAPTER} where that is done"
+        )
+
+
 def check_head(name: str, config: PreTrainedConfig) -> None:
     """Raises CocaError for a classifier."""
     if (head := head_of(getattr(config, "architectures", None))) != "ForCausalLM":
@@ -415,13 +424,11 @@ def check_kernels(recipe: Recipe) -> None:
         attention = options.attn_implementation
         try:
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(
-                    start_config(recipe), attn_implementation=attention
-                )
-        except (ImportError, ValueError) as error:
+                model = model_from_config(recipe, attention)
+        except CocaError as error:
             raise CocaError(
                 f"{where}: attn_implementation {attention!r} does not run here: "
-                f"{one_line(error)}; sdpa runs everywhere"
+                f"{one_line(error.__cause__ or error)}; sdpa runs everywhere"
             ) from error
         if options.context_parallel_size > 1:
             check_model_for_context_parallel(model, where)

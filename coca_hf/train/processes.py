@@ -37,6 +37,12 @@ class Stopped(Exception):
     """
 
 
+def announce(text: str) -> None:
+    """Print, in one process of all; PartialState.print does so in one of every machine."""
+    if PartialState().is_main_process:
+        print(text, flush=True)
+
+
 class StopRequest:
     """`came`: the name of the signal that came; or that the launcher has died, whose next launch
     would write where its processes still do; or None.
@@ -97,15 +103,9 @@ def in_all_processes(make: Callable[[], Made]) -> Made:
 
 def from_main_process(make: Callable[[], Any]) -> Any:
     """`make()` of the main process, in every process. Raises its CocaError in every process."""
-    made: list[Any] = [None]
-    if PartialState().is_main_process:
-        try:
-            made = [make()]
-        except CocaError as error:
-            made = [error]
+    is_main = PartialState().is_main_process
+    made = [in_all_processes(lambda: make() if is_main else None)]
     broadcast_object_list(made)  # nothing without a launcher
-    if isinstance(made[0], CocaError):
-        raise made[0]
     return made[0]
 
 

@@ -31,14 +31,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import (
+    Field,
+    PositiveFloat,
+    PrivateAttr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from transformers import TrainingArguments
 
 from coca_hf.errors import CocaError, short
 from coca_hf.train.options import DEFAULTS, StageOptions, check_options, checked_training
 from coca_hf.train.recipe_file import StrictMapping, explain, override_, read_tree
 
-OBJECTIVES = ("lm", "distill", "attention-transfer", "attention-maps")
+ObjectiveName = Literal["lm", "distill", "attention-transfer", "attention-maps"]
 
 
 class Source(StrictMapping):
@@ -155,7 +162,7 @@ class Stage(StrictMapping):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$")
     train: str | list[str]
     lora: Lora | None = None
-    objective: dict[str, float] = {"lm": 1.0}
+    objective: dict[ObjectiveName, PositiveFloat] = Field(default={"lm": 1.0}, min_length=1)
     temperature: float = Field(default=1.0, gt=0)  # of distillation
     answer_weight: float = Field(default=0.0, ge=0)
     training: dict[str, Any]
@@ -182,21 +189,8 @@ class Stage(StrictMapping):
 
     @field_validator("objective", mode="before")
     @classmethod
-    def _weights(cls, given: Any) -> Any:
-        weights = {given: 1.0} if isinstance(given, str) else given
-        for name in weights if isinstance(weights, dict) else ():
-            if name not in OBJECTIVES:
-                raise ValueError(
-                    f"got {short(name)}, expected {', '.join(OBJECTIVES)}, or a mapping of them to "
-                    f"weights"
-                )
-        # Pydantic refuses what is no mapping
-        numbers = weights.values() if isinstance(weights, dict) else [1.0]
-        if not numbers or not all(
-            isinstance(number, int | float) and number > 0 for number in numbers
-        ):
-            raise ValueError(f"got {short(given)}, expected weights above 0")
-        return weights
+    def _as_weights(cls, given: Any) -> Any:
+        return {given: 1.0} if isinstance(given, str) else given
 
     @property
     def needs_teacher(self) -> bool:
@@ -394,6 +388,11 @@ def _check_loss(stage: Stage, options: StageOptions, data: Data) -> None:
         raise ValueError(
             f"stages.{stage.name}: got fused_cross_entropy with {logits_of}, which needs the "
             f"logits; leave one of them out"
+        )
+    if "temperature" in stage.model_fields_set and "distill" not in stage.objective:
+        raise ValueError(
+            f"stages.{stage.name}: got temperature {stage.temperature:g} without objective "
+            f"distill, which alone has one; leave it out"
         )
     attention = options.attn_implementation or "sdpa"
     if "attention-maps" in stage.objective and attention != "eager":

@@ -76,6 +76,7 @@ def explain(tree: Any, problem: Any) -> str:
         named = isinstance(step, int) and isinstance(node, dict) and "name" in node
         steps.append(str(node["name"] if named else step))
     path = [step for step in steps if step != "training" or steps[0] == "training"]
+    path = path[:-1] if path[-1:] == ["[key]"] else path
     where = f"{'.'.join(path)}: " if steps else ""
     if problem["type"] == "value_error":
         return where + problem["msg"].removeprefix("Value error, ")
@@ -83,6 +84,8 @@ def explain(tree: Any, problem: Any) -> str:
         return f"{where}missing, expected a value"
     if problem["type"] in ("dict_type", "model_type"):
         return f"{where}got {short(problem['input'])}, expected a mapping"
+    if problem["type"] == "too_short":
+        return f"{where}got {short(problem['input'])}, expected one or more"
     expected = problem["msg"].removeprefix("Input should be ")
     return f"{where}got {short(problem['input'])}, expected {expected}"
 

@@ -14,7 +14,6 @@ killed leaves them, and the next one removes them.
 """
 
 import json
-import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,10 +49,6 @@ LAYOUT = (  # keys that --resume may change: how steps are computed, and which a
     *("report_to", "disable_tqdm", "save_steps", "save_total_limit", "dataloader_num_workers"),
     *("context_parallel_size", "max_bad_steps", "spike_factor", "prepared"),
     *("run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
-)
-DAMAGE = (
-    *(OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, RuntimeError),
-    *(pickle.UnpicklingError, CheckpointException),
 )
 
 
@@ -223,20 +218,19 @@ def _flat(tree: Any, path: str = "") -> dict[str, Any]:
 
 def last_checkpoint(trainer_dir: Path) -> Path | None:
     """The newest `checkpoint-N`, or None. All are whole: they get their name when they are."""
-    found = [
-        path for path in trainer_dir.glob("checkpoint-*") if path.name.split("-")[1].isdecimal()
-    ]
-    return max(found, key=lambda path: int(path.name.split("-")[1]), default=None)
+    numbers = (path.name.partition("-")[2] for path in trainer_dir.glob("checkpoint-*"))
+    newest = max((int(number) for number in numbers if number.isdecimal()), default=None)
+    return None if newest is None else trainer_dir / f"checkpoint-{newest}"
 
 
 @contextmanager
 def reading(checkpoint: Path) -> Iterator[None]:
-    """Turn what torch, json and pickle raise for a damaged checkpoint into a CocaError."""
+    """Turn what is raised for a damaged checkpoint into a CocaError."""
     try:
         yield
     except CocaError:
         raise
-    except DAMAGE as error:
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
         reason = _reason(error)[:200]
         raise CocaError(
             f"{checkpoint}: cannot be read ({reason}); delete it: --resume then goes on from the "

@@ -32,19 +32,20 @@ from transformers.integrations import TensorBoardCallback
 
 from coca_hf.card import write_card
 from coca_hf.checkout import commit, now, versions
-from coca_hf.convert.source import FOREIGN_TOKENIZERS
 from coca_hf.documents import is_on_hub
 from coca_hf.errors import CocaError, library_errors, one_line
 from coca_hf.files import remove_unfinished, replace_text
-from coca_hf.models.hub import LICENCE_FILES, without_paths
+from coca_hf.models.hub import without_paths
 from coca_hf.train.blocks import Blocks, DealtBlocks
 from coca_hf.train.data import Corpus
 from coca_hf.train.flops import count_flops
-from coca_hf.train.log import ProgressLine, StageLog, announce, start_place, wandb_run
+from coca_hf.train.log import ProgressLine, StageLog, start_place, wandb_run
 from coca_hf.train.model import (
+    HANDED_ON,
     count_parameters,
     load_config,
     load_model,
+    load_teacher,
     load_tokenizer,
     plain_model,
     stage_model,
@@ -58,12 +59,12 @@ from coca_hf.train.objectives import (
     Objective,
     chunk_cross_entropy_,
     fuse_cross_entropy_,
-    load_teacher,
 )
 from coca_hf.train.preflight import preflight
 from coca_hf.train.processes import (
     Stopped,
     StopRequest,
+    announce,
     from_main_process,
     in_all_processes,
     losing_processes,
@@ -88,7 +89,6 @@ from coca_hf.train.trainer import StageTrainer
 from coca_hf.weights import size_in_words
 
 PACKAGES = ("coca-hf", "torch", "transformers", "accelerate", "datasets")
-CONVERSION_RECORD = "conversion.json"  # written by coca-convert; handed on from stage to stage
 
 
 def run_recipe(
@@ -413,10 +413,11 @@ def _complete(
             record["weights_xxh3_128"] = weights_hashes(partial)
             record["config_xxh3_128"] = file_hash(partial / "config.json")
             tokenizer.save_pretrained(partial)
-            for pattern in (CONVERSION_RECORD, *FOREIGN_TOKENIZERS, *LICENCE_FILES):
-                for file in stage.base_directory.glob(pattern) if stage.base_directory else ():
-                    shutil.copy(file, partial)
-            if (partial / CONVERSION_RECORD).exists():
+            for pattern in HANDED_ON:
+                for path in stage.base_directory.glob(pattern) if stage.base_directory else ():
+                    if path.is_file():
+                        shutil.copy(path, partial)
+            if (partial / "conversion.json").exists():
                 write_card(partial, record)
             for path in partial.iterdir():
                 target = stage.directory / path.name

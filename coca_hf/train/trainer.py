@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
@@ -20,7 +20,7 @@ from coca_hf.errors import CocaError
 from coca_hf.files import sync
 from coca_hf.train.log import StageLog
 from coca_hf.train.objectives import Objective
-from coca_hf.train.options import LinearBounds, StageOptions
+from coca_hf.train.options import LinearBounds, StageOptions, has_bounds
 from coca_hf.train.processes import StopRequest
 from coca_hf.train.run_directory import PARTIAL, reading, saving_to
 from coca_hf.train.training_state import load_state, save_state, state_bytes
@@ -303,11 +303,6 @@ def held_out_loss(model: nn.Module, head: nn.Module, blocks: Tensor, batch_size:
         total += model(input_ids=batch, labels=batch, use_cache=False).loss.item() * len(rows)
     model.train(was_training)
     return sum(gather_object([total])) / len(blocks)
-
-
-def has_bounds(arguments: TrainingArguments) -> bool:
-    """Whether `linear_rate` is the schedule."""
-    return bool(arguments.lr_scheduler_kwargs) and arguments.lr_scheduler_type == "linear"
 
 
 def linear_rate(

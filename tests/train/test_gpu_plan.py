@@ -14,12 +14,13 @@ from transformers import LlamaConfig, masking_utils
 from typer.testing import CliRunner
 
 import coca_hf
+from coca_cli import BadOption
 from coca_cli.train import app as train_app
 from coca_hf.errors import CocaError
 from coca_hf.train import gpu_plan
 from coca_hf.train import memory as measuring
 from coca_hf.train.gpu_plan import GIB, RESERVE, plan_recipe
-from coca_hf.train.memory import Setting, measure
+from coca_hf.train.memory import Memory, Setting, measure
 from coca_hf.train.model import freeze_, model_from_config
 from coca_hf.train.recipe import load_recipe
 from tests.conftest import TINY as THREE_LAYERS
@@ -200,6 +201,15 @@ def test_bf16_halves_what_is_saved(path):
     assert 0.5 * kept[0] < kept[1] < 0.8 * kept[0]  # norms and the loss stay in float32
 
 
+def test_eager_attention_is_planned_with_its_maps(small, path):
+    eager = load_recipe(path, [ONE_LAYER, "training.attn_implementation=eager"])
+    plain, maps = (
+        measure(recipe, recipe.stages[1], Setting(1, BATCH, 1, False)).at_peak["activations"]
+        for recipe in (small, eager)
+    )
+    assert maps > plain + 4 * BATCH * TINY["num_attention_heads"] * SEQ_LEN**2
+
+
 def test_a_model_that_looks_into_its_positions_is_planned(path, tmp_path):
     LlamaConfig(vocab_size=VOCAB, **TINY).save_pretrained(tmp_path / "llama")
     settings = [ONE_LAYER, "stages.k.train=all", f"model={tmp_path / 'llama'}"]
@@ -247,15 +257,18 @@ def test_what_is_advised_fits(small, path):
     assert changed.setting.global_batch == stage.setting.global_batch
 
 
-def test_more_gpus_are_advised_last_and_nothing_where_nothing_helps(small, path):
-    memory = 0.75 * measure(small, small.stages[1], Setting(1, 1, BATCH, True)).peak
-    least = ["per_device_train_batch_size=1", "gradient_checkpointing=true"]
-    settings = [ONE_LAYER, *(f"training.{setting}" for setting in least)]
-    four = load_recipe(path, [*settings, f"training.gradient_accumulation_steps={BATCH}"])
-    plan = plan_recipe(alone(four, 1), 1, memory / GIB / (1 - RESERVE))
-    assert "--world-size" in plan.stages[0].change
-    one = load_recipe(path, settings)
-    assert "nothing helps" in plan_recipe(alone(one, 1), 1, 1e-6).stages[0].change
+@pytest.mark.parametrize(("accumulation", "advice"), [(4, "--world-size 4"), (1, "nothing helps")])
+def test_more_gpus_are_advised_last_and_nothing_where_nothing_helps(
+    path, monkeypatch, accumulation, advice
+):
+    def measure_shards(recipe, stage, setting):
+        return Memory({"weights": 100 * GIB // setting.world_size}, {})
+
+    monkeypatch.setattr(gpu_plan, "measure", measure_shards)
+    steps = ["per_device_train_batch_size=1", f"gradient_accumulation_steps={accumulation}"]
+    recipe = load_recipe(path, [ONE_LAYER, *(f"training.{setting}" for setting in steps)])
+    plan = plan_recipe(alone(recipe, 1), 1, gpu_memory=40)
+    assert advice in plan.stages[0].change
 
 
 def test_a_long_block_on_each_gpu_is_helped_by_a_fused_cross_entropy_and_by_sharing_it(
@@ -306,6 +319,24 @@ def test_what_cannot_be_planned_is_refused(path, arguments, message):
     result = CliRunner().invoke(train_app, [str(path), "--plan", *arguments])
     assert isinstance(result.exception, CocaError)
     assert message in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--plan", "--stage", "k"], "--stage: --plan does not take it, only a run does; leave"),
+        (["--plan", "--out", "x"], "--out: --plan does not take it, only a run does"),
+        (["--prepare", "--resume"], "--resume: --prepare does not take it, only a run does"),
+        (["--prepare", "--json"], "--json: --prepare does not take it, only --plan does"),
+        (["--gpu", "H100"], "--gpu: a run does not take it, only --plan does; leave it out"),
+        (["--world-size", "1"], "--world-size: a run does not take it, only --plan or --prepare"),
+        (["--plan", "--prepare"], "--plan, --prepare: got both, expected one of them"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(arguments, message):
+    result = CliRunner().invoke(train_app, ["absent.yaml", *arguments])
+    assert isinstance(result.exception, BadOption)
+    assert str(result.exception).startswith(message)
 
 
 def test_a_world_of_no_processes_is_refused(path):

@@ -5,9 +5,11 @@ import shutil
 
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import save_file
 
 from coca_hf import CocaError
+from coca_hf.train import model
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from tests.train.results import assert_same_weights, changed, record, weights
@@ -51,6 +53,21 @@ def test_a_model_on_the_hub_is_read_at_its_revision_and_keeps_record_card_and_li
         assert (result / "conversion.json").exists()
         assert "with CoCA" in (result / "README.md").read_text()
         assert (result / "LICENSE").exists() == (commit == FIRST)
+
+
+def test_of_a_model_on_the_hub_all_is_fetched_that_stages_hand_on(monkeypatch, tmp_path):
+    files = ["config.json", "conversion.json", "LICENSE", "tokenizer.model", "tekken.json"]
+    fetched = []
+
+    def download(path, revision, allow_patterns):
+        fetched.extend(
+            filter_repo_objects([*files, "w.safetensors"], allow_patterns=allow_patterns)
+        )
+        return tmp_path / FIRST
+
+    monkeypatch.setattr(model, "snapshot_download", download)
+    assert model.located("somebody/else") == (f"somebody/else@{FIRST}", tmp_path / FIRST)
+    assert fetched == files
 
 
 def test_a_branch_that_moves_does_not_change_a_run_that_resumes(hub, recipe_path, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from coca_hf.train import objectives, stages
+from coca_hf.train import model, stages
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from tests.train.layouts import FSDP2, Run, launch, succeed
@@ -36,22 +36,22 @@ def watch():
     """Write what a process loads for a stage, and what the teacher is when the stage is saved."""
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True)  # so that what was not loaded is NaN
-    complete, plain_load, plain_model = stages._complete, stages._load, objectives.load_model
-    facts, teachers = {}, []
+    complete, plain_load, plain_model = stages._complete, stages._load, model.load_model
+    facts, loaded = {}, []
 
     def load_model(name, *rest):
-        teachers.append(name)
+        loaded.append(name)
         return plain_model(name, *rest)
 
     def load(recipe, run):
         base, tokenizer, objective = plain_load(recipe, run)
+        facts["loaded"] = loaded.count(recipe.teacher)
         facts["student"] = contents(base.parameters())
         facts["teacher"] = objective and contents(objective._teacher.parameters())
         return base, tokenizer, objective
 
     def watch_and_complete(run, trainer, *rest):
         teacher = list(trainer.objective._teacher.parameters()) if trainer.objective else []
-        facts["loaded"] = len(teachers)
         facts["learns"] = any(p.requires_grad or p.grad is not None for p in teacher)
         facts["sharded"] = any(isinstance(p, DTensor) for p in teacher)
         facts["optimized"] = any(
@@ -61,7 +61,7 @@ def watch():
         path.write_text(json.dumps(facts))
         complete(run, trainer, *rest)
 
-    objectives.load_model = load_model
+    model.load_model = load_model
     stages._load, stages._complete = load, watch_and_complete
 
 
@@ -116,7 +116,5 @@ def fail_in_main_process():
 
     def load_model(*_):
         raise CocaError("the checkpoint of a test")
-
-    from coca_hf.train import model
 
     model.load_model = load_model

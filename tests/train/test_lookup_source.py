@@ -143,7 +143,8 @@ def test_a_stage_adds_the_loss_on_answers_and_logs_it(
     recipe_path, tiny_llama_dir, tmp_path, positions
 ):
     counted = ["stages.k.answer_weight=3", "stages.full.answer_weight=2"]
-    settings = [f"teacher={tiny_llama_dir}", *counted]
+    short = [f"stages.{stage}.max_steps=2" for stage in ("k", "qkv", "full")]
+    settings = [f"teacher={tiny_llama_dir}", *counted, *short]
     mixed = "stages.full.objective={lm: 0.5, distill: 0.25}"
     run_recipe(lookups_recipe(recipe_path, *settings, mixed, *positions), tmp_path / "out")
     for line in log_lines(tmp_path / "out/1-k"):

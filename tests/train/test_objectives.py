@@ -7,14 +7,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from coca_hf.errors import CocaError
 from coca_hf.train import objectives
-from coca_hf.train.model import load_config, load_model
+from coca_hf.train.model import load_config, load_model, load_teacher
 from coca_hf.train.objectives import (
     Objective,
     attention_map_loss,
     attention_transfer_loss,
     chunk_cross_entropy_,
     distillation_loss,
-    load_teacher,
 )
 from coca_hf.train.preflight import check_teacher
 from coca_hf.train.recipe import load_recipe
@@ -120,7 +119,7 @@ def test_attention_maps_train_the_attention_towards_the_teachers(tiny_coca_dir):
     objective, ids = Objective({"attention-maps": 1.0}, teacher), torch.arange(4, 44).view(2, 20)
     optimizer = torch.optim.Adam((p for p in student.parameters() if p.requires_grad), lr=1e-2)
     losses = []
-    for _ in range(60):
+    for _ in range(30):
         loss = objective(lambda: (None, student(input_ids=ids)), student, {"input_ids": ids}, 1)
         optimizer.zero_grad()
         loss.backward()
@@ -191,11 +190,6 @@ def test_a_stage_logs_each_loss_and_its_checkpoint_holds_no_teacher(
     assert before == {file.name: file.read_bytes() for file in tiny_llama_dir.glob("*.safetensors")}
 
 
-def test_the_objective_lm_is_the_plain_path_to_the_bit(recipe_path, unbroken, tmp_path):
-    run_recipe(load_recipe(recipe_path, ["stages.k.objective=lm"]), tmp_path / "out", stage="k")
-    assert_same_weights(tmp_path / "out/1-k", unbroken / "1-k")
-
-
 def test_the_weight_of_the_only_objective_counts(recipe_path, unbroken, tmp_path):
     half = load_recipe(recipe_path, ["stages.k.objective={lm: 0.5}"])
     ours = log_lines(run_recipe(half, tmp_path / "out", stage="k"))
@@ -224,10 +218,14 @@ def test_a_teacher_of_another_shape_is_refused(tiny_coca_dir, tmp_path, change, 
         (["stages.k.objective=distill"], "stages.k: objective distill needs the original model"),
         (
             ["teacher=x", "stages.k.objective=distil"],
-            "got 'distil', expected lm, distill, attention-transfer, attention-maps",
+            "stages.k.objective.distil: got 'distil', expected 'lm', 'distill', 'attention-t",
         ),
-        (["teacher=x", "stages.k.objective={lm: 0}"], "expected weights above 0"),
-        (["teacher=x", "stages.k.objective={}"], "expected weights above 0"),
+        (["teacher=x", "stages.k.objective={lm: 0}"], "objective.lm: got 0, expected greater than"),
+        (
+            ["teacher=x", "stages.k.objective={}"],
+            "stages.k.objective: got {}, expected one or more",
+        ),
+        (["stages.k.temperature=2"], "stages.k: got temperature 2 without objective distill, whi"),
         (
             ["teacher=x", "stages.k.objective=attention-maps"],
             "with attn_implementation sdpa, expected eager",

@@ -1,10 +1,13 @@
 """Options that say how a step is computed leave what it computes, and do what they are for."""
 
+import functools
 import json
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,48 +19,46 @@ from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer, held_out_loss
 from tests.conftest import TINY
+from tests.train.conftest import make_recipe_tree
 from tests.train.results import assert_same_weights, logged, weights
 
 TOKENS, VOCABULARY = 4 * 20, 259  # of a step
 
 
-class Seen:
-    """What a run computed: shapes that its last forward saved, and calls of SDPA."""
+@pytest.fixture(scope="module")
+def run(tiny_coca_dir, texts, tmp_path_factory):
+    """Train everything for 3 steps with these options, once; gives the directory and what was
+    computed: shapes and bytes that the last forward saved, and calls of SDPA.
+    """
+    path = tmp_path_factory.mktemp("options") / "recipe.yaml"
+    path.write_text(yaml.safe_dump(make_recipe_tree(tiny_coca_dir, texts)))
+    plain_step, plain_sdpa = StageTrainer.training_step, functional.scaled_dot_product_attention
 
-    def __init__(self):
-        self.saved: list[torch.Size] = []
-        self.bytes = self.sdpa_calls = 0
-
-
-@pytest.fixture
-def run(recipe_path, tmp_path, monkeypatch):
-    """Train everything for 3 steps with these options; gives the directory and what was Seen."""
-
-    def run(name: str, *options: str, hooks: bool = True):
-        seen = Seen()
-        plain_step, plain_sdpa = StageTrainer.training_step, functional.scaled_dot_product_attention
+    @functools.cache
+    def run(*options: str, hooks: bool = True):
+        computed = SimpleNamespace(shapes=[], bytes=0, sdpa_calls=0)
 
         def pack(tensor):
-            seen.saved.append(tensor.shape)
-            seen.bytes += tensor.numel() * tensor.element_size()
+            computed.shapes.append(tensor.shape)
+            computed.bytes += tensor.numel() * tensor.element_size()
             return tensor
 
         def step(self, *arguments):
-            seen.saved.clear()
-            seen.bytes = 0
+            computed.shapes.clear()
+            computed.bytes = 0
             noting = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
             with noting if hooks else nullcontext():
                 return plain_step(self, *arguments)
 
         def sdpa(query, *arguments, **kwargs):
-            seen.sdpa_calls += not query.is_meta  # where recipes are checked before a run
+            computed.sdpa_calls += not query.is_meta  # where recipes are checked before a run
             return plain_sdpa(query, *arguments, **kwargs)
 
-        with monkeypatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(StageTrainer, "training_step", step)
             patch.setattr(functional, "scaled_dot_product_attention", sdpa)
-            recipe = load_recipe(recipe_path, ["stages.k.train=all", *options])
-            return run_recipe(recipe, tmp_path / name, stage="k"), seen
+            recipe = load_recipe(path, ["stages.k.train=all", *options])
+            return run_recipe(recipe, tmp_path_factory.mktemp("out"), stage="k"), computed
 
     return run
 
@@ -68,22 +69,22 @@ def assert_same(ours, theirs, atol: float) -> None:
 
 
 def test_recomputed_activations_are_not_kept(run):
-    plain, before = run("plain")
-    ours, seen = run("ours", "training.gradient_checkpointing=true")
+    plain, before = run()
+    ours, computed = run("training.gradient_checkpointing=true")
     assert_same(ours, plain, atol=0)
-    assert seen.bytes < before.bytes / 2
+    assert computed.bytes < before.bytes / 2
 
 
 def test_eager_attention_is_that_of_sdpa(run):
-    sdpa, of_sdpa = run("sdpa", "training.attn_implementation=sdpa")
-    eager, of_eager = run("eager", "training.attn_implementation=eager")
+    sdpa, of_sdpa = run()
+    eager, of_eager = run("training.attn_implementation=eager")
     assert (of_sdpa.sdpa_calls, of_eager.sdpa_calls) == (3 * 3, 0)  # steps, layers
     assert logged(eager) == pytest.approx(logged(sdpa), abs=1e-5)
 
 
 def test_bfloat16_computes_close_to_float32_and_keeps_float32_weights(run):
-    plain, _ = run("plain")
-    ours, _ = run("ours", "training.bf16=true")
+    plain, _ = run()
+    ours, _ = run("training.bf16=true")
     assert logged(ours) != logged(plain)
     assert logged(ours) == pytest.approx(logged(plain), abs=2e-2)
     assert {tensor.dtype for tensor in weights(ours).values()} == {torch.float32}
@@ -98,11 +99,11 @@ def test_a_compiled_run_is_the_plain_one(run, tiny_coca_dir):
         f"config={small}",
         "stages.k.max_steps=1",
     ]
-    plain, _ = run("plain", *one_layer)
+    plain, _ = run(*one_layer)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = ["training.torch_compile=true", "training.torch_compile_backend=aot_eager"]
-    ours, _ = run("ours", *one_layer, *compiled, hooks=False)
+    ours, _ = run(*one_layer, *compiled, hooks=False)
     assert torch._dynamo.utils.counters["aot_autograd"]["ok"] > 0
     assert_same(ours, plain, atol=1e-6)
 
@@ -112,11 +113,11 @@ def test_a_compiled_run_is_the_plain_one(run, tiny_coca_dir):
 )
 def test_a_fused_cross_entropy_never_holds_the_logits_of_all_tokens(run, monkeypatch, options):
     monkeypatch.setattr(objectives, "_CHUNK_TOKENS", 7)  # does not divide 80
-    plain, before = run("plain", *options)
-    ours, seen = run("ours", *options, "training.fused_cross_entropy=true")
+    plain, before = run(*options)
+    ours, computed = run(*options, "training.fused_cross_entropy=true")
     plain_rows, our_rows = (
-        [shape.numel() // VOCABULARY for shape in run.saved if shape[-1:] == (VOCABULARY,)]
-        for run in (before, seen)
+        [shape.numel() // VOCABULARY for shape in run.shapes if shape[-1:] == (VOCABULARY,)]
+        for run in (before, computed)
     )
     assert TOKENS in plain_rows
     assert max(our_rows, default=0) <= 7

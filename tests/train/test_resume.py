@@ -393,19 +393,15 @@ def interrupted(tiny_coca_dir, texts, tmp_path_factory) -> Path:
         (truncate, "state/__0_0.distcp"),
     ],
 )
-def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_is_taken(
-    interrupted, tmp_path, capsys, damage, file
-):
+def test_a_damaged_checkpoint_is_named(interrupted, tmp_path, damage, file):
     out = shutil.copytree(interrupted / "out", tmp_path / "out")
     damage(out / "1-k/trainer/checkpoint-4" / file)
-    (out / "1-k/trainer/checkpoint-mine").mkdir()
+    for name in ("checkpoint-mine", "checkpoint-9-mine"):
+        (out / "1-k/trainer" / name).mkdir()
     recipe = load_recipe(interrupted / "recipe.yaml")
     message = r"checkpoint-4: cannot be read \(.*delete it: --resume then goes on"
     with pytest.raises(CocaError, match=message):
         run_recipe(recipe, out, stage="k", resume=True)
-    shutil.rmtree(out / "1-k/trainer/checkpoint-4")
-    run_recipe(recipe, out, stage="k", resume=True)
-    assert "continues after step 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("file", ["state/.metadata", "scheduler.pt", "rng_state.pth"])

@@ -110,14 +110,19 @@ def test_a_stages_result_loads_alone_and_leaves_nothing_else_behind(unbroken, ti
         assert {path.name for path in (unbroken / stage).iterdir()} == expected
 
 
-def test_tokenizers_of_other_engines_go_from_stage_to_stage(recipe_path, tiny_coca_dir, tmp_path):
+def test_tokenizers_of_other_engines_go_from_stage_to_stage_but_no_directories(
+    recipe_path, tiny_coca_dir, tmp_path
+):
     model = shutil.copytree(tiny_coca_dir, tmp_path / "model")
     for name in ("tokenizer.model", "tekken.json"):
         (model / name).write_bytes(b"\x00mine")
+    for name in ("tokenizer.model.bak", "LICENSE"):
+        (model / name).mkdir()
     short = [f"stages.{name}.max_steps=1" for name in ("k", "qkv", "full")]
     last = run_recipe(load_recipe(recipe_path, [f"model={model}", *short]), tmp_path / "out")
     for name in ("tokenizer.model", "tekken.json"):
         assert (last / name).read_bytes() == b"\x00mine"
+    assert not any(path.is_dir() for path in last.iterdir())
 
 
 ALONE = """

@@ -327,16 +327,18 @@ def test_adapters_end_as_a_plain_checkpoint_that_differs_by_low_ranks(
         }
 
 
-def test_a_stage_of_adapters_resumes_to_the_same_bits(lora_path, tmp_path, monkeypatch):
-    run_recipe(load_recipe(lora_path), tmp_path / "whole")
+def test_a_stage_of_adapters_resumes_to_the_same_bits(recipe_tree, tmp_path, monkeypatch):
+    recipe_tree["stages"] = [recipe_tree["stages"][1] | {"lora": LORA}]
+    recipe = load_recipe(write_recipe(tmp_path / "r.yaml", recipe_tree))
+    run_recipe(recipe, tmp_path / "whole")
     monkeypatch.setattr(StageTrainer, "training_step", StageTrainer.training_step)
-    interrupt_in_step(4)  # of the second stage; the first has three
+    interrupt_in_step(4)
     with pytest.raises(Interrupted):
-        run_recipe(load_recipe(lora_path), tmp_path / "out")
+        run_recipe(recipe, tmp_path / "out")
     monkeypatch.undo()
-    assert (tmp_path / "out/2-qkv/trainer/checkpoint-2/state").exists()
-    run_recipe(load_recipe(lora_path), tmp_path / "out", resume=True)
-    assert_same_weights(tmp_path / "out/3-full", tmp_path / "whole/3-full")
+    assert (tmp_path / "out/1-qkv/trainer/checkpoint-2/state").exists()
+    run_recipe(recipe, tmp_path / "out", resume=True)
+    assert_same_weights(tmp_path / "out/1-qkv", tmp_path / "whole/1-qkv")
 
 
 def test_adapters_need_a_linear_layer(lora_path):
