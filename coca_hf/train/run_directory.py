@@ -216,11 +216,15 @@ def _flat(tree: Any, path: str = "") -> dict[str, Any]:
     }
 
 
-def last_checkpoint(trainer_dir: Path) -> Path | None:
-    """The newest `checkpoint-N`, or None. All are whole: they get their name when they are."""
+def saved_checkpoints(trainer_dir: Path) -> list[Path]:
+    """Every `checkpoint-N`, the newest last. All are whole: they get their name when they are."""
     numbers = (path.name.partition("-")[2] for path in trainer_dir.glob("checkpoint-*"))
-    newest = max((int(number) for number in numbers if number.isdecimal()), default=None)
-    return None if newest is None else trainer_dir / f"checkpoint-{newest}"
+    steps = sorted(int(number) for number in numbers if number.isdecimal())
+    return [trainer_dir / f"checkpoint-{step}" for step in steps]
+
+
+def last_checkpoint(trainer_dir: Path) -> Path | None:
+    return next(reversed(saved_checkpoints(trainer_dir)), None)
 
 
 @contextmanager

@@ -82,6 +82,7 @@ from coca_hf.train.run_directory import (
     last_checkpoint,
     read_record,
     reading,
+    saved_checkpoints,
     saving_to,
     weights_hashes,
 )
@@ -431,8 +432,8 @@ def _complete(
 
 
 def _clear_trainer(stage: ResolvedStage) -> None:
-    """Delete what only served to resume the stage."""
-    for path in [*stage.trainer_dir.glob("checkpoint-*"), stage.trainer_dir / PARTIAL]:
+    """Delete what only served to resume the stage, and no copy that a user made of it."""
+    for path in [*saved_checkpoints(stage.trainer_dir), stage.trainer_dir / PARTIAL]:
         shutil.rmtree(path, ignore_errors=True)
     if stage.trainer_dir.exists() and not any(stage.trainer_dir.iterdir()):
         stage.trainer_dir.rmdir()

@@ -152,9 +152,14 @@ def test_a_disk_that_is_full_at_the_end_of_a_stage_keeps_its_last_checkpoint(
     with pytest.raises(CocaError, match=message):
         run_recipe(load_recipe(recipe_path), out, "k")
     monkeypatch.undo()
+    own_copy = shutil.copytree(
+        out / "1-k/trainer/checkpoint-3", out / "1-k/trainer/checkpoint-9-mine"
+    )
     assert last_checkpoint(out / "1-k/trainer").name == "checkpoint-3"
     assert not (out / "1-k/training.json").exists()
     run_recipe(load_recipe(recipe_path), out, "k", resume=True)
+    assert (own_copy / "state").exists()
+    shutil.rmtree(out / "1-k/trainer")
     assert_same_run(out, unbroken, STAGES[:1])
 
 
