@@ -143,7 +143,7 @@ def convert_command(
         int | None,
         fit_option(
             min=1,
-            help="Passes over the blocks. A step is a visit to a block; the default makes 1,280.",
+            help="Passes over the blocks. A step is a visit to a block; the default makes at least 1,280.",
         ),
     ] = None,
     column: Annotated[str, fit_option(help="Column that holds the text.")] = "text",
@@ -276,6 +276,7 @@ def _print_plan(plan: dict, dst: str) -> None:
         f"{size_in_words(written['bytes'])} of weights, files: {written['files']}; "
         f"{size_in_words(plan['free_bytes'])} free"
     )
+    _print_later(plan)
     _print_parameters(plan)
     if isinstance(kept, list):
         kept = f"layers {', '.join(map(str, kept))}" if kept else "no layer"
@@ -310,6 +311,11 @@ def _print_parameters(facts: dict) -> None:
     )
 
 
+def _print_later(facts: dict) -> None:
+    if layers := facts.get("converted_layers"):
+        console.print(f"  converts              layers {', '.join(map(str, layers))}, no others")
+
+
 def _print_partial_rotary(facts: dict) -> None:
     if layers := facts["partial_rotary_layers"]:
         console.print(
@@ -320,6 +326,7 @@ def _print_partial_rotary(facts: dict) -> None:
 def _print_conversion(record: dict, dst: str) -> None:
     shares = record["trainable_fraction"]
     console.print(f"{dst}: {record['constraint']}, {record['dtype']}")
+    _print_later(record)
     _print_parameters(record)
     k, qkv, full = f"{shares['k']:.1%}", f"{shares['qkv']:.1%}", f"{shares['full']:.0%}"
     console.print(f"  trained per stage     k {k}, qkv {qkv}, full {full}")
@@ -330,11 +337,12 @@ def _print_conversion(record: dict, dst: str) -> None:
     _print_partial_rotary(record)
     console.print(f"  start of W_T          {record['start']['rule']}")
     if calibration := record.get("calibration"):
+        source = "source" if "converted_layers" in record else "original"
         console.print(
             f"  calibrated            perplexity on {calibration['held_out_tokens']:,} held-out "
             f"tokens: {calibration['perplexity']['start']:,.4g} before, "
             f"{calibration['perplexity']['calibrated']:,.4g} after, "
-            f"{calibration['perplexity']['original']:,.4g} of the original; "
+            f"{calibration['perplexity']['original']:,.4g} of the {source}; "
             f"{calibration['seconds']:,.0f} s"
         )
     if rope := record.get("rope"):
@@ -349,7 +357,7 @@ def _print_conversion(record: dict, dst: str) -> None:
             "have it, write "
             f'"fix_mistral_regex": true in tokenizer_config.json of the source, and convert again'
         )
-    if "CoCA" in record["source_format"] and "released" not in record["source_format"]:
+    if record.get("converted_layers") == []:
         return
     console.print(
         f"The attention has to be trained before the model is useful. Next: set `model: {dst}` in "

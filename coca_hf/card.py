@@ -132,7 +132,8 @@ def _card(
         datasets=list(data_sets) or None,
         **{field: base[field] for field in CARRIED_OVER if field in base},
     )
-    name = (base_id or Path(conversion["source"]).name).split("/")[-1]
+    first = [*conversion.get("earlier", []), conversion][0]
+    name = (base_id or Path(first["source"]).name).split("/")[-1]
     return ModelCard.from_template(
         data,
         template_str=_TEMPLATE,
@@ -164,6 +165,13 @@ def _lead(conversion: dict, stages: list[dict], base: str) -> str:
             f"Tokens seen in CoCA training: {sum(stage['tokens'] for stage in stages):,}. The "
             "paper trained on 7.5 billion tokens in each of three stages."
         )
+        if later := conversion.get("converted_layers"):
+            before = conversion["stages_before"]
+            untrained = "; they are not trained yet" if before == len(stages) else ""
+            lines.append(
+                f"Layers {_numbers(later)} kept the original's attention until they were converted "
+                f"after {before} of the stages below{untrained}."
+            )
     else:
         lines.append("The attention is converted; it has to be trained before the model is useful.")
     if not conversion.get("base", {}).get("license"):
@@ -173,9 +181,16 @@ def _lead(conversion: dict, stages: list[dict], base: str) -> str:
 
 def _conversion(record: dict, base: str) -> str:
     parameters, kept = record["parameters"], record.get("kept_layers")
-    still = record.get("partial_rotary_layers")
+    still, later = record.get("partial_rotary_layers"), record.get("converted_layers")
+    source = Path(record["source"]).name if record.get("earlier") else base
+    imitated = (
+        f"the attention of layers {_numbers(later)} in the source"
+        if later
+        else "the original's attention"
+    )
     lines = {
-        "source": f"{base}, {record['source_format']}",
+        "source": f"{source}, {record['source_format']}",
+        **({"converted": f"layers {_numbers(later)}, which the source kept"} if later else {}),
         **({"adapter": f"{record['adapter']['name']}, merged"} if "adapter" in record else {}),
         "form": record["constraint"],
         **({"original attention": f"layers {_numbers(kept)}"} if kept else {}),
@@ -188,10 +203,10 @@ def _conversion(record: dict, base: str) -> str:
     if calibration := record.get("calibration"):
         perplexity = calibration["perplexity"]
         lines["calibration"] = (
-            f"W_Q and W_T fitted to the original's attention on {calibration['tokens']:,} tokens "
+            f"W_Q and W_T fitted to {imitated} on {calibration['tokens']:,} tokens "
             f"of text and on repeated passages; perplexity on {calibration['held_out_tokens']:,} "
             f"others {perplexity['start']:.4g} before, {perplexity['calibrated']:.4g} after, "
-            f"{perplexity['original']:.4g} of the original"
+            f"{perplexity['original']:.4g} of the {'source' if later else 'original'}"
         )
     return "\n".join(f"- {key}: {escape(value)}" for key, value in lines.items())
 

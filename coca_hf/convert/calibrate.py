@@ -117,7 +117,7 @@ class Needs(NamedTuple):
 
 
 def default_passes(num_blocks: int) -> int:
-    """As many passes over the blocks as make `STEPS` steps of one block."""
+    """As many passes over the blocks as make at least `STEPS` steps of one block."""
     return math.ceil(STEPS / num_blocks)
 
 

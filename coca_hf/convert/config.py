@@ -201,11 +201,12 @@ def converted_config(
         _check_same("--keep-layers", kept, sorted(own.coca_kept_layers), where)
         _check_same("--partial-rotary", sorted(form.partial_rotary) or None, partial, where)
         return own
-    if foreign := {*(kept or ()), *form.partial_rotary} - {*own.coca_kept_layers}:
-        raise CocaError(
-            f"{where}: got layers {sorted(foreign)} in --keep-layers or --partial-rotary, expected "
-            f"some of {sorted(own.coca_kept_layers)}, which the source keeps; its others are CoCA"
-        )
+    for option, asked in (("--keep-layers", kept or ()), ("--partial-rotary", form.partial_rotary)):
+        if foreign := {*asked} - {*own.coca_kept_layers}:
+            raise CocaError(
+                f"{where}: {option}: got layers {sorted(foreign)}, expected some of "
+                f"{sorted(own.coca_kept_layers)}, which the source keeps; its others are CoCA"
+            )
     layers = {
         "coca_kept_layers": kept or [],
         "coca_partial_rotary_layers": sorted({*partial, *form.partial_rotary}),
@@ -213,8 +214,8 @@ def converted_config(
     result = _copied_config({**config, **layers}, where, form.ignored_fields)
     if len(result.coca_kept_layers) == len(own.coca_kept_layers):
         raise CocaError(
-            f"{where}: got a CoCA checkpoint already (model_type {config['model_type']!r}), "
-            "expected one with kept layers to convert; train or evaluate it"
+            f"{where}: got a CoCA checkpoint already (model_type {config['model_type']!r}), of "
+            f"which --keep-layers {kept or []} leaves no layer to convert; train or evaluate it"
         )
     return result
 

@@ -6,7 +6,7 @@ import math
 import os
 import shlex
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -36,7 +36,7 @@ from coca_hf.convert.preflight import (
     check_target,
     free_bytes,
 )
-from coca_hf.convert.source import TRAINING_RECORD, has_numbers, open_source
+from coca_hf.convert.source import has_numbers, open_source
 from coca_hf.convert.staging import (
     FinishedShard,
     Staging,
@@ -51,7 +51,9 @@ from coca_hf.errors import CocaError, library_errors
 from coca_hf.models.hub import without_paths
 from coca_hf.weights import HEADS, parse_size
 
-RECORD = "conversion.json"
+RECORD, TRAINING_RECORD = "conversion.json", "training.json"
+# What coca-train holds weights and config against, which conversion changes
+HASHES = ("weights_xxh3_128", "config_xxh3_128")
 
 
 def convert_checkpoint(
@@ -188,10 +190,10 @@ def convert_checkpoint(
         source.check_unchanged()
         record = without_paths(_record(layout, staging.finished.values(), tokenizer, calibration))
         (staging.checkpoint / RECORD).write_text(json.dumps(record, indent=2) + "\n")
-        training = staging.checkpoint / TRAINING_RECORD
-        if training.exists():  # that of a CoCA source; older ones have paths
-            trained = without_paths(json.loads(training.read_text(encoding="utf-8")))
-            training.write_text(json.dumps(trained, indent=2) + "\n", encoding="utf-8")
+        if training := layout.records.get(TRAINING_RECORD):  # older ones have paths
+            kept_facts = {name: training[name] for name in training if name not in HASHES}
+            text = json.dumps(without_paths(kept_facts), indent=2)
+            (staging.checkpoint / TRAINING_RECORD).write_text(text + "\n", encoding="utf-8")
         write_card(staging.checkpoint)
         staging.publish()
     if push_to_hub is not None:
@@ -248,8 +250,21 @@ def _record(
         "versions": versions("coca-hf", "transformers", "torch", "safetensors"),
         "date": now(),
         "calibration": calibration.record if calibration else None,
+        **(_history(layout.records) if layout.from_coca else {}),
     }
     return {name: value for name, value in record.items() if value is not None}
+
+
+def _history(records: Mapping[str, dict]) -> dict:
+    """What was done before to a CoCA source: its conversions, the first one first, and stages."""
+    before = records.get(RECORD)
+    earlier = []
+    if before:
+        earlier = [*before.get("earlier", []), {k: before[k] for k in before if k != "earlier"}]
+    return {
+        "earlier": earlier,
+        "stages_before": len(records.get(TRAINING_RECORD, {}).get("stages", [])),
+    }
 
 
 def _facts(layout: Layout) -> dict:
@@ -260,6 +275,7 @@ def _facts(layout: Layout) -> dict:
         "source_format": layout.source.kind + kind,
         **({"source_commit": layout.source.commit} if layout.source.commit else {}),
         "constraint": layout.config.coca_constraint,
+        **({"converted_layers": layout.converted} if layout.from_coca else {}),
         "kept_layers": layout.config.coca_kept_layers,
         "partial_rotary_layers": layout.config.coca_partial_rotary_layers,
         "dtype": str(layout.config.dtype).removeprefix("torch."),

@@ -55,8 +55,10 @@ class LayerPairs:
         kept, where = layout.config.coca_kept_layers, str(source.config_file)
         self.config = converted_config(source.config, layout.form, kept, where)
         with torch.device("meta"):
-            original = AutoModelForCausalLM.from_config(original_config).eval()
-            self._coca: Any = AutoModelForCausalLM.from_config(self.config).eval()
+            original, self._coca = (  # whatever attention the file asks for
+                AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+                for config in (original_config, self.config)
+            )
         self._base: Any = original.base_model
         self._base_name = original.base_model_prefix
         self._base.rotary_emb = type(self._base.rotary_emb)(original_config)

@@ -34,8 +34,9 @@ class Layout:
     config: of what is written; ntk: what `bake_ntk_` did to it. from_coca: whether the source is a
     CoCA checkpoint of ours; released: whether it is of the authors' code. converted: numbers of the
     layers whose attention becomes CoCA's. targets: the tensors that are written; shards: the same
-    by file. base: what the card says about the base model. The caller sets what calibration made:
-    `calibrated`, tensors by name, and `calibrated_from`, what decided them.
+    by file. records: by name, of a CoCA source. base: what the card says about the base model. The
+    caller sets what calibration made: `calibrated`, tensors by name, and `calibrated_from`, what
+    decided them.
 
     Raises CocaError for a source that is not understood.
     """
@@ -50,6 +51,11 @@ class Layout:
                 f"{where}: got num_hidden_layers={self.config.num_hidden_layers}, expected no more "
                 f"layers than the {len(shapes)} tensors of the weights"
             )
+        if form.released and self.from_coca:
+            raise CocaError(
+                f"--released: got {form.src}, a CoCA checkpoint of coca_hf, expected one of the "
+                "authors' code; leave --released out"
+            )
         every_layer = range(self.config.num_hidden_layers)
         before = source.config.get("coca_kept_layers", ()) if self.from_coca else every_layer
         self.converted = sorted({*before} - {*self.config.coca_kept_layers})
@@ -58,6 +64,7 @@ class Layout:
             shapes,
             self.config,
             FAMILIES.get(source.config["model_type"]),
+            self.converted,
             form.src,
             form.released,
         )
@@ -66,6 +73,7 @@ class Layout:
                 f"--partial-rotary: got {sorted(form.partial_rotary)} with {form.src}, a CoCA model "
                 "whose attention would change; expected a checkpoint of an original"
             )
+        self.records = source.records() if self.from_coca else {}
         self.base = base_metadata(form.src, source.directory)
         self.calibrated_from: object = None
         self.calibrated: Mapping[str, Tensor] = {}

@@ -72,7 +72,8 @@ def patch_(
     source = dict(model.named_parameters())
     shapes = {name: tuple(p.shape) for name, p in source.items()}
     untie_(config, shapes, lambda first, second: torch.equal(source[first], source[second]))
-    targets, _ = check_tensors(shapes, config, FAMILIES[model.config.model_type], where="patch_")
+    family, every_layer = FAMILIES[model.config.model_type], range(config.num_hidden_layers)
+    targets, _ = check_tensors(shapes, config, family, every_layer, where="patch_")
     initialiser = Initialiser(config, targets, lambda name: source[name].cpu(), where="patch_")
     with torch.device("meta"):
         coca = coca_class(config)(config)

@@ -55,8 +55,8 @@ TOKENIZER_FILES = (
 # which there would match in other directories, too.
 COMPANIONS = (*TOKENIZER_FILES, "generation_config.json", *LICENCE_FILES)
 MAX_TOKEN_ID = 1 << 24
-TRAINING_RECORD = "training.json"  # goes along with a CoCA checkpoint
-RECORDS = ("conversion.json", TRAINING_RECORD)
+# Of a CoCA checkpoint, with a field that its card is made of, and the kind of that
+RECORDS = {"conversion.json": ("base", dict), "training.json": ("stages", list)}
 # What is fetched from the hub before it is known which files of weights there are.
 OTHER_FILES = ["config.json", INDEX, ADAPTER, "README.md", *RECORDS, *COMPANIONS]
 # What a directory without weights that we read is called by its files, and the remedy; the first
@@ -178,6 +178,22 @@ class Source:
             if state != self._states[name]:
                 raise OSError(f"{self.directory / name} changed while it was converted")
 
+    def records(self) -> dict[str, dict]:
+        """What a CoCA checkpoint says of its conversion and training, by the names of the files.
+
+        Raises CocaError for a file that coca_hf did not write so.
+        """
+        found = {}
+        for name, (field, kind) in RECORDS.items():
+            if os.path.lexists(self.directory / name):
+                found[name] = record = read_json(checkpoint_file(self.directory, name))
+                if not isinstance(record.get(field, kind()), kind):
+                    raise CocaError(
+                        f"{self.directory / name}: got {field} {record[field]!r:.60}, expected a "
+                        f"{kind.__name__}; restore the file"
+                    )
+        return found
+
     def save_companions(
         self, directory: Path, ntk_length: int | None
     ) -> PreTrainedTokenizerBase | None:
@@ -189,9 +205,7 @@ class Source:
         if ntk_length and os.path.lexists(self.directory / TOKENIZER):
             # The name that its owner knows.
             read_json(checkpoint_file(self.directory, TOKENIZER))
-        is_coca = str(self.config.get("model_type")).startswith("coca_")
-        patterns = (*COMPANIONS, TRAINING_RECORD) if is_coca else COMPANIONS
-        names = _companions_in(self.directory, patterns)
+        names = _companions_in(self.directory, COMPANIONS)
         for name in names:
             (directory / name).parent.mkdir(exist_ok=True)
             with (

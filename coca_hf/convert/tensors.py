@@ -6,7 +6,7 @@ those tensors. Letters: `models/attention.py`.
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -78,12 +78,14 @@ def check_tensors(
     shapes: Mapping[str, Shape],
     config: CocaConfig,
     family: Family | None,
+    converted: Collection[int],
     where: str,
     released: bool = False,
 ) -> tuple[list[TargetTensor], bool]:
     """The tensors of the CoCA checkpoint, whose sources are among `shapes`; and `released`.
 
-    family: of the source; None for a CoCA checkpoint of ours. released: whether the source is of
+    family: of the source; None for a CoCA checkpoint of ours. converted: numbers of the layers
+    whose coefficients are made of the source's keys. released: whether the source is of
     the authors' released code, with full-width t in the place of keys. Where it has a `t_proj`, it
     is; GPT-NeoX sources do not say.
 
@@ -93,7 +95,7 @@ def check_tensors(
         released or any(name.endswith("t_proj.weight") for name in shapes)
     )
     _check_released(released, config, where)
-    targets = list(_targets(config, shapes, family, released, where))
+    targets = list(_targets(config, shapes, family, converted, released, where))
     expected = source_shapes(targets, config)
     missing = [name for name in expected if name not in shapes]
     if missing:
@@ -264,6 +266,7 @@ def _targets(
     config: CocaConfig,
     shapes: Mapping[str, Shape],
     family: Family | None,
+    converted: Collection[int],
     released: bool,
     where: str,
 ) -> Iterator[TargetTensor]:
@@ -271,17 +274,20 @@ def _targets(
     with library_errors(f"{where}: its config.json makes no model"), torch.device("meta"):
         model = coca_class(config)(config)
     others = {"gpt_neox": _gpt_neox_target, "phi3": _phi3_target}
-    describe = others.get(family.model_type if family else "", _llama_target)
+    describe = others.get(family.model_type, _llama_target) if family else _llama_target
     for name, tensor in model.state_dict().items():
         if name != "lm_head.weight" or not config.tie_word_embeddings:
             shape = tuple(tensor.shape)
-            yield describe(config, name, shape, shapes, released)
+            if ".t_proj." in name and int(name.split(".")[2]) not in converted:
+                yield TargetTensor(name, shape, name, shape)
+            else:
+                yield describe(config, name, shape, shapes, released)
 
 
 def _llama_target(
     config: CocaConfig, name: str, shape: Shape, shapes: Mapping[str, Shape], released: bool
 ) -> TargetTensor:
-    if ".t_proj." not in name or (name in shapes and not released):  # CoCA's, of a CoCA source
+    if ".t_proj." not in name:
         return TargetTensor(name, shape, name, shape)
     source = name if released else name.replace(".t_proj.", ".k_proj.")
     norm = (

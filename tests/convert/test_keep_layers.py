@@ -4,6 +4,7 @@ tells of them.
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
@@ -135,10 +136,11 @@ def test_what_was_kept_is_fitted_to_its_own_maps_in_the_model_around_it(
 def test_of_a_coca_checkpoint_only_kept_layers_can_be_converted(converted, text, tmp_path):
     _, kept, _ = converted("llama", **KEPT)
     for message, options in (
-        (r"got layers \[1\] in .*, expected some of \[0, 2\]", {"keep_layers": [1]}),
-        (r"got layers \[1\] in .*, expected some of \[0, 2\]", {"partial_rotary": [1]}),
+        (r"--keep-layers: got layers \[1\], expected some of \[0, 2\]", {"keep_layers": [1]}),
+        (r"--partial-rotary: got layers \[1\], expected some", {"partial_rotary": [1]}),
+        ("--released: got .*, a CoCA checkpoint of coca_hf", {"released": True}),
         ("--constraint: got strict, expected slack", {"constraint": "strict"}),
-        ("expected one with kept layers to convert", {"keep_layers": [2, 0]}),
+        (r"of which --keep-layers \[0, 2\] leaves no layer to convert", {"keep_layers": [2, 0]}),
         (
             "--keep-layers: got auto with a CoCA checkpoint, expected the numbers",
             {"calibrate_on": str(text), "keep_layers": "auto"},
@@ -149,6 +151,55 @@ def test_of_a_coca_checkpoint_only_kept_layers_can_be_converted(converted, text,
         ),
     ):
         refuses(message, kept, tmp_path / "dst", **options)
+
+
+@pytest.mark.parametrize(
+    ("edited", "missing"),
+    [
+        ([0, 1, 2], "model.layers.1.self_attn.k_proj"),
+        ([1], "model.layers.0.self_attn.t_proj"),
+        ([0], "model.layers.2.self_attn.t_proj"),
+    ],
+)
+def test_kept_layers_that_the_weights_do_not_have_are_refused(converted, edited, missing, tmp_path):
+    kept = shutil.copytree(converted("llama", **KEPT)[1], tmp_path / "kept")
+    config = json.loads((kept / "config.json").read_text())
+    (kept / "config.json").write_text(json.dumps(config | {"coca_kept_layers": edited}))
+    for options in ({}, {"ntk_length": 160}):
+        refuses(
+            f"tensor {missing if not options or edited != [0, 1, 2] else ''}",
+            kept,
+            tmp_path / "dst",
+            **options,
+        )
+
+
+def test_a_later_conversion_says_what_was_done_before(tiny_llama_dir, text, tmp_path, converts):
+    kept, calibrated = tmp_path / "kept", ["--calibrate", text, "--calibrate-tokens", 256]
+    convert_checkpoint(tiny_llama_dir, kept, keep_layers=[0, 2])
+    printed = converts(kept, tmp_path / "one", "--keep-layers", "2,", *calibrated)
+    assert "converts              layers 0, no others" in printed
+    assert "of the source;" in printed
+    assert "has to be trained" in printed
+    convert_checkpoint(tmp_path / "one", tmp_path / "two")
+    record = record_of(tmp_path / "two")
+    assert [earlier["source"] for earlier in record["earlier"]] == ["tiny-llama", "kept"]
+    assert record["earlier"][0] == record_of(kept)
+    assert (record["converted_layers"], record["stages_before"]) == ([2], 0)
+    card = (tmp_path / "two" / "README.md").read_text()
+    assert "# tiny-llama with CoCA" in card
+    assert "- source: one, safetensors, CoCA" in card
+    assert "- converted: layers 2, which the source kept" in card
+    card = (tmp_path / "one" / "README.md").read_text()
+    assert "fitted to the attention of layers 0 in the source" in card
+
+
+@pytest.mark.parametrize("name", ["conversion.json", "training.json"])
+def test_a_damaged_record_is_refused_before_anything_is_written(converted, name, tmp_path):
+    kept = shutil.copytree(converted("llama", **KEPT)[1], tmp_path / "kept")
+    for content, message in (("{", "not JSON"), ('{"base": 3, "stages": 3}', "got .* 3, expected")):
+        (kept / name).write_text(content)
+        refuses(f"kept/{name}: {message}", kept, tmp_path / "dst")
 
 
 @pytest.mark.parametrize("layers", [[3], [-1], [1, 1]])

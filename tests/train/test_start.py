@@ -161,6 +161,24 @@ def test_a_quantized_model_is_refused_before_anything_is_written(recipe_tree, tm
     assert not (tmp_path / "out").exists()
 
 
+def test_what_a_trained_model_kept_is_converted_and_trained_again(
+    recipe_path, tiny_llama_dir, tmp_path
+):
+    coca_hf.convert_checkpoint(tiny_llama_dir, tmp_path / "kept", keep_layers=[1])
+
+    def trained(model: str) -> Path:
+        recipe = load_recipe(recipe_path, [f"model={tmp_path / model}"])
+        return run_recipe(recipe, tmp_path / f"{model}-run", "k")
+
+    before = trained("kept")
+    coca_hf.convert_checkpoint(before, tmp_path / "later", partial_rotary=[1])
+    untrained = (tmp_path / "later" / "README.md").read_text()
+    assert "converted after 1 of the stages below; they are not trained yet." in untrained
+    card = (trained("later") / "README.md").read_text()
+    assert "Layers 1 kept the original's attention until they were converted after 1 of" in card
+    assert "not trained yet" not in card
+
+
 def test_blocks_skip_to_no_position_that_the_model_does_not_have(recipe_path):
     recipe = load_recipe(recipe_path, ["data.skip_positions=65"])
     with pytest.raises(CocaError, match="skip_positions: got 65, expected at most 64, the pos"):
