@@ -25,7 +25,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
@@ -33,10 +32,11 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from filelock import FileLock
 from pydantic import Field, PositiveFloat
 from typing_extensions import NotRequired, TypedDict, get_type_hints  # pydantic needs these
 
-from coca_hf.checkout import commit, versions
+from coca_hf.checkout import commit, now, versions
 from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.batches import Batches, NoValue, processes
 from coca_hf.evaluate.loaded_model import LoadedModel
@@ -178,7 +178,7 @@ class Progress:
 
 
 class RowStore:
-    """The rows of a directory. Opening it drops a last line that a kill cut short.
+    """The rows of a directory, which the first row makes. Several commands may write there.
 
     Only the main process writes. Of rows of one measurement the `latest` counts. Where memory ran
     out, the row does not count, so that it is measured again.
@@ -188,13 +188,18 @@ class RowStore:
 
     def __init__(self, out_dir: Path):
         self.out_dir, self.progress = out_dir, Progress()
-        with processes().main_process_first():
-            try:
-                out_dir.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                problem = f"got {error.strerror}, expected a directory or a free name"
+        path = out_dir / "rows.jsonl"
+        try:
+            self._rows = read_rows(path)[0]
+        except FileNotFoundError:
+            self._rows = []
+            nearest = next(place for place in path.absolute().parents if place.exists())
+            if not os.access(nearest, os.W_OK):
+                problem = f"nothing can be written in {nearest}; choose another directory"
                 raise CocaError(f"--out {out_dir}: {problem}") from None
-            self._rows = _read_and_repair(out_dir / "rows.jsonl")
+        except OSError as error:
+            problem = f"got {error.strerror}, expected the rows of coca-eval or nothing"
+            raise CocaError(f"{path}: {problem}") from None
 
     def each(
         self,
@@ -249,7 +254,10 @@ class RowStore:
                 for name, lines in tables.items():
                     _write_table(self.out_dir / paths[name], row_id, lines)
                 line = json.dumps(row, ensure_ascii=False, allow_nan=False)
-                append_line(self.out_dir / "rows.jsonl", line)
+                self.out_dir.mkdir(parents=True, exist_ok=True)
+                with FileLock(self.out_dir / ".rows.lock"):  # another command may write there
+                    _end_last_line(self.out_dir / "rows.jsonl")
+                    append_line(self.out_dir / "rows.jsonl", line)
             except OSError as error:
                 raise CocaError(
                     f"{self.out_dir}: a row cannot be written ({one_line(error)}); make room and "
@@ -338,7 +346,7 @@ def about_model(loaded: LoadedModel) -> dict:
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": _device_name(model.device),
         "processes": processes().num_processes,
-        "versions": _packages() | {"python": platform.python_version(), "cuda": torch.version.cuda},
+        "versions": versions(*PACKAGES) | {"cuda": torch.version.cuda},
         "commit": commit(),
         "command": command_line(),
     }
@@ -355,7 +363,8 @@ def command_line() -> str:
 
 def made_otherwise(rows: list[dict]) -> str | None:
     """One line about rows of other versions of `PACKAGES` or another commit; None without such."""
-    here = _packages() | {"coca-hf commit": commit()}
+    here = versions(*PACKAGES) | {"coca-hf commit": commit()}
+    del here["python"]
     others = []
     for row in rows:
         made = row.get("versions", {}) | {"coca-hf commit": row.get("commit")}
@@ -369,41 +378,25 @@ def made_otherwise(rows: list[dict]) -> str | None:
     return f"{count} {were} made before, with {', '.join(found)}; {remedy}"
 
 
-def now() -> str:
-    """The time in UTC, to the second, as rows write it."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-def _packages() -> dict[str, str]:
-    found = versions(*PACKAGES)
-    return {name: found[name] for name in PACKAGES if name in found}
-
-
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} ({platform.machine()}, {torch.get_num_threads()} threads)"
 
 
-def _read_and_repair(path: Path) -> list[dict]:
-    """The rows of a file, which then ends with a whole line."""
+def _end_last_line(path: Path) -> None:
+    """Take off a last line that a kill cut short; end one whose end an editor took off."""
     if not path.exists():
-        return []
-    try:
-        rows, unfinished = read_rows(path)
-        if unfinished:
-            os.truncate(path, path.stat().st_size - len(unfinished))
-        elif rows and not path.read_bytes().endswith(b"\n"):  # some editors take it off
-            with path.open("ab") as file:
-                file.write(b"\n")
-    except OSError as error:
-        problem = f"got {error.strerror}, expected the rows of coca-eval or nothing"
-        raise CocaError(f"{path}: {problem}") from None
-    return rows
+        return
+    rest = path.read_bytes().rpartition(b"\n")[2]
+    if _parsed(rest) is None:
+        os.truncate(path, path.stat().st_size - len(rest))
+    else:
+        append_line(path, "")
 
 
 def _write_table(path: Path, row_id: str, lines: list[dict]) -> None:
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as unfinished:
         table = pa.Table.from_pylist([{"row_id": row_id} | line for line in lines])
         pq.write_table(table, unfinished)

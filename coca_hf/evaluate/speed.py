@@ -23,6 +23,7 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from typing_extensions import NotRequired
 
+from coca_hf.checkout import now
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.batches import BeyondPositions, is_out_of_memory, processes
 from coca_hf.evaluate.loaded_model import LoadedModel
@@ -37,7 +38,6 @@ from coca_hf.evaluate.rows import (
     Run,
     Setting,
     about_model,
-    now,
 )
 from coca_hf.evaluate.tables import NBSP, Measurement, Table, each_table
 from coca_hf.page import Fold, Grid, Part

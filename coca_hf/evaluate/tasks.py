@@ -20,16 +20,17 @@ from functools import cache, partial
 from numbers import Real
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from accelerate.utils import broadcast_object_list
 from typing_extensions import NotRequired
 
-from coca_hf.checkout import versions
+from coca_hf.checkout import now, versions
 from coca_hf.errors import CocaError, first_line
 from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
 from coca_hf.evaluate.rope import Rope, trained_length, use_rope_
-from coca_hf.evaluate.rows import Count, Identity, Row, Run, Setting, now
+from coca_hf.evaluate.rows import Count, Identity, Row, Run, Setting
 from coca_hf.evaluate.tables import NBSP, Measurement, Table
 from coca_hf.page import Grid, Part
 
@@ -300,15 +301,18 @@ def _evaluate(
 
     for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
         setattr(model, kind, partial(dealt, getattr(model, kind)))
-    return simple_evaluate(
-        model,
-        tasks=[settings["benchmark"]],
-        num_fewshot=settings["shots"],
-        limit=settings["limit"],
-        fewshot_random_seed=settings["seed"],
-        bootstrap_iters=0,
-        task_manager=_ruler_manager(length, loaded.path) if length else _task_manager(include_path),
-    )
+    manager = _ruler_manager(length, loaded.path) if length else _task_manager(include_path)
+    # lm-eval describes the machine in every result, for which it runs pip; rows do so themselves
+    with mock.patch("torch.utils.collect_env.get_pretty_env_info", return_value=""):
+        return simple_evaluate(
+            model,
+            tasks=[settings["benchmark"]],
+            num_fewshot=settings["shots"],
+            limit=settings["limit"],
+            fewshot_random_seed=settings["seed"],
+            bootstrap_iters=0,
+            task_manager=manager,
+        )
 
 
 def _metrics(

@@ -1,5 +1,7 @@
 import json
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow.parquet as pq
 import pytest
@@ -29,10 +31,8 @@ def test_a_row_is_found_by_its_settings_in_a_later_run(tmp_path):
 def test_a_last_line_that_a_kill_cut_short_is_dropped_and_the_file_goes_on(tmp_path, kept_bytes):
     path = tmp_path / "rows.jsonl"
     RowStore(tmp_path).append(PasskeyRow, ROW)
-    whole = path.read_bytes()
-    path.write_bytes(whole + json.dumps(ROW | {"length": 1024}).encode()[:kept_bytes])
+    path.write_bytes(path.read_bytes() + json.dumps(ROW | {"length": 1024}).encode()[:kept_bytes])
     store = RowStore(tmp_path)
-    assert path.read_bytes() == whole
     assert store.find(PasskeyRow, ROW | {"length": 1024}) is None
     store.append(PasskeyRow, ROW | {"length": 2048})
     assert [json.loads(line)["length"] for line in path.read_text().splitlines()] == [512, 2048]
@@ -59,6 +59,27 @@ def test_raw_tables_carry_the_rows_id_and_are_read_together(tmp_path):
     ]
     assert second["row_id"] != first["row_id"]
     assert RowStore(tmp_path).find(PasskeyRow, ROW) == first
+
+
+def test_rows_that_two_commands_write_at_once_are_all_kept_whole(tmp_path, monkeypatch):
+    """Each line in two halves, with time between them."""
+
+    def in_halves(path, line):
+        for half in (line[: len(line) // 2], line[len(line) // 2 :] + "\n"):
+            with path.open("a") as file:
+                file.write(half)
+            time.sleep(0.01)
+
+    monkeypatch.setattr("coca_hf.evaluate.rows.append_line", in_halves)
+
+    def command(first):
+        for length in range(first, first + 20, 2):
+            RowStore(tmp_path).append(PasskeyRow, ROW | {"length": length})
+
+    with ThreadPoolExecutor() as commands:
+        list(commands.map(command, (1, 2)))
+    lengths = [json.loads(line)["length"] for line in (tmp_path / "rows.jsonl").open()]
+    assert sorted(lengths) == [*range(1, 21)]
 
 
 ODD = [*(json.dumps(ROW | {"value": value}) for value in ("7", [1])), '{"a": 1}', "\udcff"]
