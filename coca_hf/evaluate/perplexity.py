@@ -50,7 +50,7 @@ from coca_hf.evaluate.tables import (
     perplexity_cell,
     text_settings,
 )
-from coca_hf.plots import FAR
+from coca_hf.page import FAR
 
 
 class PerplexityRow(TextRow):

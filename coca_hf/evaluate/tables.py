@@ -14,8 +14,7 @@ from pyarrow.parquet import read_table
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.rows import label, last_trained_length
-from coca_hf.page import Bullets, Figure, Grid, Part
-from coca_hf.plots import FAR, Curve, Key, line_figure
+from coca_hf.page import FAR, Bullets, Curve, Figure, Grid, Key, Part, Plot
 
 NBSP = "\N{NO-BREAK SPACE}"
 TYPES = {  # of the columns of raw tables
@@ -137,9 +136,9 @@ class Table:
     def figure(
         self, name: str, alt: str, caption: str, points: Points, y_label: str, **options: Any
     ) -> Figure:
-        """The `points` of each line. name: of the figure. options: of `line_figure`, and `marked`."""
+        """The `points` of each line. name: of the figure. options: of `Plot`, and `marked`."""
         curves = self.curves(points, options.pop("marked", True))
-        return curve_figure(self.named(name), alt, caption, curves, y_label, **options)
+        return Figure(self.named(name), alt, caption, Plot(curves, y_label, **options))
 
     def by_layer(self, name: str, alt: str, caption: str, points: Points, y_label: str) -> Figure:
         """A figure of values by layer."""
@@ -243,14 +242,6 @@ def grid_of(
     return Grid([corner, *columns.values()], cells, numbers_from=1, muted=muted)
 
 
-def curve_figure(
-    name: str, alt: str, caption: str, curves: list[Curve], y_label: str, **options: Any
-) -> Figure:
-    """`curves` as `line_figure` draws them, with their legend. options: of `line_figure`."""
-    draw = line_figure(curves, y_label, **options)
-    return Figure(name, alt, caption, draw, [curve.key for curve in curves])
-
-
 def powers(base: int, points: Points) -> list[float]:
     """Ticks of a logarithmic axis: the powers of `base` between the points."""
     xs = [x for some in points.values() for x, _ in some]
@@ -262,7 +253,7 @@ def against_length(
 ) -> list[Part]:
     """Figure and grid of values against length, with published curves and reasons for missing ones.
 
-    y_scale: as `line_figure` takes it. spread: the band of a row.
+    y_scale: of the `Plot`. spread: the band of a row.
     """
     curves = [
         replace(curve, band=[spread(table, row) for row in rows] if spread else None)
@@ -284,14 +275,11 @@ def against_length(
         }
         said = ", ".join(f"{length} ({model})" for model, length in lengths.items())
         notes.append(f" Trained at: {said}.")
-    figure = curve_figure(
+    figure = Figure(
         table.named(table.measurement.task),
         f"{caption}. {table.in_words()}",
         f"{caption}: {table.settings}.{''.join(notes)}",
-        curves,
-        y_label,
-        y_scale=y_scale,
-        trained_lengths=table.trained_lengths,
+        Plot(curves, y_label, y_scale=y_scale, trained_lengths=table.trained_lengths),
     )
     return [figure, table.grid(), *table.missing()]
 

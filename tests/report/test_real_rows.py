@@ -8,6 +8,7 @@ import pytest
 from coca_cli import main
 from coca_hf.page import markdown
 from coca_hf.report import read_page
+from coca_hf.report.plots import draw
 
 TASKS = [
     "perplexity --lengths 32,64 --stride 32 --rope default,dynamic:4 --data {books}",
@@ -46,7 +47,7 @@ def test_every_task_has_its_section_and_every_figure_can_be_drawn(real_page):
     ]
     assert [figure.name for figure in real_page.figures()] == [*names, "speed"]
     for figure in real_page.figures():
-        drawn = figure.draw(5.0, figure.height, True)
+        drawn = draw(figure.drawing, 5.0, figure.height, True)
         assert any(axes.has_data() for axes in drawn.axes), figure.name
 
 
@@ -61,7 +62,7 @@ def test_slack_is_explained_on_the_page_and_has_no_bound_of_decay(real_page):
     assert shares["| tiny-llama"][-1] == "0.000 |"
     assert 0.2 < float(shares["| tiny-coca"][-1].strip("| ")) < 0.8
     (decay,) = (figure for figure in real_page.figures() if figure.name == "boundary-decay")
-    (axes,) = decay.draw(5.0, decay.height, True).axes
+    (axes,) = draw(decay.drawing, 5.0, decay.height, True).axes
     assert {line.get_label() for line in axes.lines if not line.get_label().startswith("_")} == {
         "tiny-llama"
     }
