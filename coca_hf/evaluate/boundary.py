@@ -40,9 +40,9 @@ from coca_hf.evaluate.angles import count_angles, decay_distances, decay_sums, p
 from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.query_key_products import Products, frequencies, visiting_products
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import Count, Identity, Raw, Run, Setting, Share, TextRow
+from coca_hf.evaluate.rows import Count, Identity, Measurement, Raw, Run, Setting, Share, TextRow
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.tables import Measurement, Table, grid_of, powers, share_cell, text_settings
+from coca_hf.evaluate.tables import Table, grid_of, powers, text_settings
 from coca_hf.page import Figure, Grid, Heat, Part, Text
 
 
@@ -378,7 +378,7 @@ MEASUREMENT = Measurement(
     "scenario d); strict CoCA makes the angle zero.",
     row=BoundaryRow,
     settings=_settings,
-    cell=share_cell,
+    cell=lambda row: f"{row['value']:.2f}",
     parts=_parts,
     raw={
         "angles": {"layer": int, "head": int, "angle_counts": list[int], "tau_counts": list[int]},

@@ -50,6 +50,7 @@ from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.rows import (
     Count,
     Identity,
+    Measurement,
     Raw,
     Row,
     Run,
@@ -57,7 +58,7 @@ from coca_hf.evaluate.rows import (
     Share,
     last_trained_length,
 )
-from coca_hf.evaluate.tables import NBSP, Measurement, Table, against_length, grid_of
+from coca_hf.evaluate.tables import NBSP, Table, against_length, grid_of
 from coca_hf.page import Bullets, Figure, Heat, Part
 
 INSTRUCTION = (

@@ -1,7 +1,7 @@
 """Rows: one measured value each, as a line of OUT/rows.jsonl with all that is needed to repeat it.
 
-Every measurement extends `Row` beside the function that yields its rows; a row itself is a dict.
-Fields are declared as
+Every measurement extends `Row` beside the function that yields its rows, and describes itself by a
+`Measurement`; a row itself is a dict. Fields are declared as
 
     Identity[T]   part of what is measured: a row that agrees in all of these is not measured again
     Shared[T]     the same in all rows of one table, whose values are comparable only then
@@ -20,11 +20,12 @@ import itertools
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
@@ -42,6 +43,7 @@ from coca_hf.evaluate.batches import Batches, NoValue, processes
 from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.rope import Rope, trained_length
 from coca_hf.files import append_line, replacing
+from coca_hf.page import Part
 
 T = TypeVar("T")
 IDENTITY, SHARED, BESIDE = "identity", "shared", "beside"
@@ -102,6 +104,31 @@ class TextRow(Row):
     text_hash: NotRequired[str | None]  # of the documents, whatever the tokenizer
     max_tokens: Setting[int | None]
     seed: Setting[int]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How the rows of a task are read and shown.
+
+    row: the type of its rows. settings: what the rows of a table share, in words. cell: the value
+    of a row, which it has. parts: of the section on the page, from each `tables.Table` of rows.
+    raw: the columns that the page reads, each of one of `tables.TYPES`, by raw table.
+    """
+
+    task: str
+    title: str
+    explanation: str
+    row: Any
+    settings: Callable[[dict], str]
+    cell: Callable[[dict], str]
+    parts: Callable[[list[Any]], list[Part]]
+    raw: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def show(self, row: dict) -> str:
+        """The value of a row as a table has it."""
+        if row["value"] is not None:
+            return re.sub(r"^-(0\.0+)(?!\d)", r"\1", self.cell(row))  # no minus zero
+        return "OOM" if (row.get("error") or "").startswith("OOM") else "none"
 
 
 @cache

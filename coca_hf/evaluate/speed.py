@@ -32,6 +32,7 @@ from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.rows import (
     Count,
     Identity,
+    Measurement,
     Positive,
     Progress,
     Row,
@@ -39,7 +40,7 @@ from coca_hf.evaluate.rows import (
     Setting,
     about_model,
 )
-from coca_hf.evaluate.tables import NBSP, Measurement, Table, each_table
+from coca_hf.evaluate.tables import NBSP, Table, each_table
 from coca_hf.page import Fold, Grid, Part
 
 MODES = ("prefill", "decode", "train")

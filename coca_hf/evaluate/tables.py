@@ -1,9 +1,5 @@
-"""What becomes of rows: a table of each measurement, figures against length, and cells in words.
+"""Rows on the page: a table of each measurement, and figures against length."""
 
-Every measurement describes itself by a `Measurement`, beside the function that yields its rows.
-"""
-
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,7 +9,7 @@ import pyarrow
 from pyarrow.parquet import read_table
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.rows import label, last_trained_length
+from coca_hf.evaluate.rows import Measurement, label, last_trained_length
 from coca_hf.page import FAR, Bullets, Curve, Figure, Grid, Key, Part, Plot
 
 NBSP = "\N{NO-BREAK SPACE}"
@@ -24,31 +20,6 @@ TYPES = {  # of the columns of raw tables
 T = TypeVar("T")
 Points = Mapping[str, Iterable[tuple[Any, float | None]]]  # x and y, by line of a table
 Spread = Callable[["Table", dict], tuple[float, float] | None]
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """How the rows of a task are read and shown.
-
-    row: the type of its rows. raw: the columns that the page reads, each of one of `TYPES`, by raw
-    table. settings: what the rows of a table share, in words. cell: the value of a row, which it
-    has. parts: of the section on the page, from all its tables.
-    """
-
-    task: str
-    title: str
-    explanation: str
-    row: Any
-    settings: Callable[[dict], str]
-    cell: Callable[[dict], str]
-    parts: Callable[[list["Table"]], list[Part]]
-    raw: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def show(self, row: dict) -> str:
-        """The value of a row as a table has it."""
-        if row["value"] is not None:
-            return re.sub(r"^-(0\.0+)(?!\d)", r"\1", self.cell(row))  # no minus zero
-        return "OOM" if (row.get("error") or "").startswith("OOM") else "none"
 
 
 @dataclass
@@ -214,16 +185,6 @@ def data_of(row: dict) -> str:
     """The source of documents; for a data set on the hub, with the subset and revision."""
     asked = {"subset": row.get("subset"), "revision": row.get("data_revision")}
     return ", ".join([row["data"], *(f"{name} {value}" for name, value in asked.items() if value)])
-
-
-def perplexity_cell(row: dict) -> str:
-    """Two decimal places; three digits from 10,000 on."""
-    return f"{row['value']:.2f}" if row["value"] < 1e4 else f"{row['value']:.3g}"
-
-
-def share_cell(row: dict) -> str:
-    """Two decimal places."""
-    return f"{row['value']:.2f}"
 
 
 def each_table(parts: Callable[["Table"], Iterable[Part]]) -> Callable[[list["Table"]], list[Part]]:

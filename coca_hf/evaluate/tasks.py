@@ -30,8 +30,8 @@ from coca_hf.errors import CocaError, first_line
 from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
 from coca_hf.evaluate.rope import Rope, trained_length, use_rope_
-from coca_hf.evaluate.rows import Count, Identity, Row, Run, Setting
-from coca_hf.evaluate.tables import NBSP, Measurement, Table
+from coca_hf.evaluate.rows import Count, Identity, Measurement, Row, Run, Setting
+from coca_hf.evaluate.tables import NBSP, Table
 from coca_hf.page import Grid, Part
 
 DIMENSIONS = {

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.measurements import MEASUREMENTS
-from coca_hf.evaluate.tables import Measurement, Table
+from coca_hf.evaluate.rows import Measurement
+from coca_hf.evaluate.tables import Table
 from coca_hf.files import replace_text, replacing
 from coca_hf.page import Part, Section, Text, escape, markdown
 from coca_hf.report.html import html
