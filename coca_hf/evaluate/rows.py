@@ -233,21 +233,21 @@ class RowStore:
         row_type: Any,
         asked: list[tuple[Rope, list[dict]]],
         measured: Callable[[Rope, list[dict]], list[dict]],
-        found: Callable[[list[dict]], list[dict]] | None = None,
+        but: tuple[str, ...] = (),
         noun: str = "rows",
     ) -> Iterator[dict]:
         """Yield the rows of everything that is asked for; those that are not here are `measured`.
 
         asked: settings of rows that are measured together. measured: appends the rows that it
-        returns. found: the rows that are here, or none; by default one for each of the settings.
-        noun: what is counted.
+        returns. but: as `find` takes it; settings then have as many rows as `metrics` says. noun:
+        what is counted.
         """
 
-        def one_each(together: list[dict]) -> list[dict]:
-            rows = [self.find(row_type, settings) for settings in together]
-            return [row for row in rows if row] if all(rows) else []
+        def found(together: list[dict]) -> list[dict]:
+            rows = [self.find(row_type, settings, but) for settings in together]
+            whole = all(some and len(some) >= some[0].get("metrics", 1) for some in rows)
+            return list(itertools.chain(*rows)) if whole else []
 
-        found = found or one_each
         missing = [together[-1] for _, together in asked if not found(together)]
         self.progress.begin(missing, len(asked), noun)
         for rope, together in asked:
@@ -257,15 +257,16 @@ class RowStore:
                 self.progress.finish(together[-1])
             yield from rows
 
-    def find(self, row_type: Any, settings: dict) -> dict | None:
-        """The row already measured with these settings, or None."""
-        return self._found(row_type, settings["task"]).get(identity(row_type, settings))
-
-    def find_all(self, row_type: Any, settings: dict, but: tuple[str, ...]) -> list[dict]:
+    def find(self, row_type: Any, settings: dict, but: tuple[str, ...] = ()) -> list[dict]:
         """The rows that have these settings in all of their identity except the fields `but`."""
         names = [name for name in fields(row_type, IDENTITY) if name not in but]
-        rows = self._found(row_type, settings["task"]).values()
-        return [row for row in rows if all(row.get(name) == settings.get(name) for name in names)]
+        of_task = (row for row in self._rows if row["task"] == settings["task"])
+        return [
+            row
+            for row in latest(of_task, partial(identity, row_type)).values()
+            if not str(row.get("error")).startswith("OOM")
+            and all(row.get(name) == settings.get(name) for name in names)
+        ]
 
     def append(self, row_type: Any, row: dict, raw: Raw | None = None) -> dict:
         """Write `row` after its raw tables. Returns the row with its `row_id` and `raw`.
@@ -292,13 +293,6 @@ class RowStore:
                 ) from error
         self._rows.append(row)
         return row
-
-    def _found(self, row_type: Any, task: str) -> dict[str, dict]:
-        of_task = (row for row in self._rows if row["task"] == task)
-        rows = latest(of_task, partial(identity, row_type))
-        return {
-            key: row for key, row in rows.items() if not str(row.get("error")).startswith("OOM")
-        }
 
 
 @dataclass

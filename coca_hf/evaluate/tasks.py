@@ -156,16 +156,11 @@ def task_rows(
         with_lm_eval = settings["versions"] | {"lm-eval": versions("lm-eval").get("lm-eval")}
         return settings | {"versions": with_lm_eval}
 
-    def known(settings: dict) -> list[dict]:
-        return run.store.find_all(TasksRow, settings, but=("metric", "filter"))
-
-    def found(wanted: list[dict]) -> list[dict]:
-        rows = known(*wanted)
-        return rows if rows and len(rows) >= rows[0]["metrics"] else []
+    by_lm_eval = ("metric", "filter")  # what a benchmark has of these is in its results
 
     def measured(rope: Rope, wanted: list[dict]) -> list[dict]:
         (settings,) = wanted
-        rows = known(settings)
+        rows = run.store.find(TasksRow, settings, by_lm_eval)
         done = {(row["metric"], row["filter"]) for row in rows}
         batches = run.batches(f"tasks  {settings['benchmark']}")
         for result, samples in _measure(run.loaded, rope, settings, include_path, batches):
@@ -175,7 +170,7 @@ def task_rows(
 
     each_rope = itertools.product(run.ropes, wanted)
     asked = [(rope, [settings_of(rope, *benchmark)]) for rope, benchmark in each_rope]
-    return run.store.each(TasksRow, asked, measured, found, "benchmarks")
+    return run.store.each(TasksRow, asked, measured, by_lm_eval, "benchmarks")
 
 
 def _measure(

@@ -21,10 +21,10 @@ def test_a_row_is_found_by_its_settings_in_a_later_run(tmp_path):
     row = RowStore(tmp_path).append(PasskeyRow, ROW)
     store = RowStore(tmp_path)
     settings = {key: value for key, value in ROW.items() if key != "value"}
-    assert store.find(PasskeyRow, settings | {"batch_size": 7}) == row
+    assert store.find(PasskeyRow, settings | {"batch_size": 7}) == [row]
     other = {"length": 513, "rope": "linear:2", "fingerprint": "g", "new_tokens": 3, "model": "b"}
     for name, value in other.items():
-        assert store.find(PasskeyRow, settings | {name: value}) is None
+        assert store.find(PasskeyRow, settings | {name: value}) == []
 
 
 @pytest.mark.parametrize("kept_bytes", [1, 40, -1])
@@ -33,7 +33,7 @@ def test_a_last_line_that_a_kill_cut_short_is_dropped_and_the_file_goes_on(tmp_p
     RowStore(tmp_path).append(PasskeyRow, ROW)
     path.write_bytes(path.read_bytes() + json.dumps(ROW | {"length": 1024}).encode()[:kept_bytes])
     store = RowStore(tmp_path)
-    assert store.find(PasskeyRow, ROW | {"length": 1024}) is None
+    assert store.find(PasskeyRow, ROW | {"length": 1024}) == []
     store.append(PasskeyRow, ROW | {"length": 2048})
     assert [json.loads(line)["length"] for line in path.read_text().splitlines()] == [512, 2048]
 
@@ -43,7 +43,7 @@ def test_a_last_row_without_the_end_of_its_line_is_kept(tmp_path):
     row = RowStore(tmp_path).append(PasskeyRow, ROW)
     path.write_text(path.read_text().rstrip("\n"))
     store = RowStore(tmp_path)
-    assert store.find(PasskeyRow, ROW) == row
+    assert store.find(PasskeyRow, ROW) == [row]
     store.append(PasskeyRow, ROW | {"length": 2048})
     assert [json.loads(line)["length"] for line in path.read_text().splitlines()] == [512, 2048]
 
@@ -58,7 +58,7 @@ def test_raw_tables_carry_the_rows_id_and_are_read_together(tmp_path):
         *((False, 0), (True, 0), (True, 1))
     ]
     assert second["row_id"] != first["row_id"]
-    assert RowStore(tmp_path).find(PasskeyRow, ROW) == first
+    assert RowStore(tmp_path).find(PasskeyRow, ROW) == [first]
 
 
 def test_rows_that_two_commands_write_at_once_are_all_kept_whole(tmp_path, monkeypatch):
@@ -133,9 +133,8 @@ def test_the_page_and_a_later_run_take_the_same_of_two_rows_of_one_measurement(t
     ]
     made.write_rows(tmp_path, *rows)
     (table,) = read_tables([tmp_path])
-    assert [row["value"] for row in table.rows] == [
-        RowStore(tmp_path).find(PerplexityRow, rows[0])["value"]
-    ]
+    (found,) = RowStore(tmp_path).find(PerplexityRow, rows[0])
+    assert [row["value"] for row in table.rows] == [found["value"]]
     assert table.rows[0]["value"] == (8 if dates[0] > dates[1] else 9)
 
 
@@ -143,5 +142,5 @@ def test_documents_are_the_same_where_their_tokens_are(tmp_path):
     """Wherever they are read from, as when a relative path leads there from another directory."""
     row = made.row(data="../books", data_hash="t")
     store = RowStore(made.write_rows(tmp_path, row))
-    assert store.find(PerplexityRow, row | {"data": "books"}) == row
-    assert store.find(PerplexityRow, row | {"data_hash": "u"}) is None
+    assert store.find(PerplexityRow, row | {"data": "books"}) == [row]
+    assert store.find(PerplexityRow, row | {"data_hash": "u"}) == []
