@@ -509,6 +509,20 @@ def test_a_boundary_row_that_is_an_error_has_no_shares_and_is_explained(page):
     assert f"- no value for llama at 512: {error}" in text
 
 
+def test_sections_stand_in_the_order_of_the_measurements(run):
+    rows = run(*(row(value=0.5, task=task) for task in reversed(MEASUREMENTS)))
+    titles = [section.title for section in read_page([rows]).parts]
+    measured = [measurement.title for measurement in MEASUREMENTS.values()]
+    assert titles == ["Models", *measured, "How each number was made"]
+
+
+def test_slack_is_explained_once_and_shows_the_share_of_its_absolute_part(page):
+    slack = row("coca", value=0.25, task="boundary", share_absolute=0.4)
+    made = page(row(value=0.25, task="boundary"), slack, slack | {"pairs_per_document": 7})
+    assert made.count("The score of a CoCA-slack model has two parts") == 1
+    assert "| coca | 512 | 0.000 | 0.750 | 0.000 | 0.250 | 0.250 | 0.125 | 0.750 | 0.400 |" in made
+
+
 def test_a_bound_of_decay_is_drawn_for_strict_and_not_for_slack(figures):
     lines = [{"distance": distance, "bound_rope": 9.0, "bound_coca": 5.0} for distance in (1, 4)]
     made = [
