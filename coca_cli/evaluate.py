@@ -142,10 +142,10 @@ class ModelOptions:
         if not all(map(_is_text, sys.argv)):
             problem = "got a name that is not UTF-8, which no row can hold; rename it"
             raise BadOption(f"{shlex.join(sys.argv)!a}: {problem}")
-        ropes = parse_ropes(self.rope)
+        ropes, store = parse_ropes(self.rope), RowStore(self.out)
         loaded = self.load_one(self.model, ropes, self.name, self.revision)
         self.warning = warn_beyond_trained(loaded.model, ropes, lengths, new_tokens)
-        return Run(loaded, lengths, ropes, RowStore(self.out), batch_size)
+        return Run(loaded, lengths, ropes, store, batch_size)
 
     def load_one(
         self, path: str, ropes: list, name: str | None = None, revision: str | None = None

@@ -162,14 +162,13 @@ def test_bad_input_is_one_line_and_exit_code_2(bad, perplexity, out):
     assert not out.exists()
 
 
-def test_a_place_where_nothing_can_be_written_is_refused_before_the_work(
-    perplexity, tmp_path, monkeypatch
+def test_a_place_where_nothing_can_be_written_is_refused_before_the_model_is_read(
+    coca_eval, out, monkeypatch
 ):
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
-    code, _, stderr = perplexity("--lengths 32")
-    assert code == 2
-    remedy = f"nothing can be written in {tmp_path}; choose another directory"
-    assert stderr == f"error: --out {tmp_path / 'out'}: {remedy}\n"
+    monkeypatch.setattr(os, "access", lambda path, mode: path != out.parent)
+    code, _, stderr = coca_eval(f"passkey ./nowhere --lengths 320 --out {out}")
+    remedy = f"nothing can be written in {out.parent}; choose another directory"
+    assert (code, stderr) == (2, f"error: --out {out}: {remedy}\n")
 
 
 def test_a_name_that_is_not_utf8_is_refused_before_the_model_is_read(out, coca_eval):
