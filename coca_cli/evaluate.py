@@ -142,10 +142,10 @@ class ModelOptions:
         if not all(map(_is_text, sys.argv)):
             problem = "got a name that is not UTF-8, which no row can hold; rename it"
             raise BadOption(f"{shlex.join(sys.argv)!a}: {problem}")
-        ropes = parse_ropes(self.rope)
+        ropes, store = parse_ropes(self.rope), RowStore(self.out)
         loaded = self.load_one(self.model, ropes, self.name, self.revision)
         self.warning = warn_beyond_trained(loaded.model, ropes, lengths, new_tokens)
-        return Run(loaded, lengths, ropes, RowStore(self.out), batch_size)
+        return Run(loaded, lengths, ropes, store, batch_size)
 
     def load_one(
         self, path: str, ropes: list, name: str | None = None, revision: str | None = None
@@ -196,6 +196,9 @@ class TextOptions:
     def __post_init__(self) -> None:
         if (self.data is None) == (self.preset is None):
             raise BadOption("--data, --preset: got both or neither, expected one of them")
+        for name in ("column", "split"):
+            if self.preset and getattr(self, name) != getattr(TextOptions, name):
+                raise BadOption(f"--{name}: got it with --preset, which has its own; leave it out")
 
     def draw(self, run, min_tokens: int | None = None, special_tokens: bool = True):
         """The sample for a run. min_tokens: of a document, by default the longest length."""
@@ -416,6 +419,8 @@ def tasks_command(
     """Accuracy on tasks of lm-eval, and on RULER at each length."""
     if not tasks and not ruler:
         raise BadOption("--tasks, --ruler: got neither, expected at least one of them")
+    if include_path is not None and not tasks:
+        raise BadOption("--include-path: got it without --tasks, expected the names of your tasks")
     from coca_hf.evaluate.tasks import parse_tasks, task_rows
 
     names = parse_tasks(tasks, include_path) if tasks else []

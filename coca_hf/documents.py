@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,6 +100,22 @@ def read_all_documents(
 def is_on_hub(source: str) -> bool:
     """Whether `read_documents` takes `source` for the id of a data set on the hub."""
     return not local_files(source) and _is_hub_id(source)
+
+
+def check_text_options(source: str, given: Mapping[str, object], column: str) -> None:
+    """Raise CocaError where local files are given options that mean nothing to them.
+
+    given: whether the split, subset and revision of a data set on the hub were given, by the names
+    of their options. column: of the text; documents that are whole .txt files have no other than
+    `text`.
+    """
+    files = local_files(source)
+    names, owners = [name for name, value in given.items() if value], "data sets on the hub"
+    if not names and column != "text" and all(_suffix(file).startswith(".txt") for file in files):
+        names, owners = ["--column"], "files of rows"
+    if files and names:
+        problem = f"got {', '.join(names)}, which only {owners} have; leave it out"
+        raise CocaError(f"{source}: {problem}")
 
 
 def commit_of(source: str, revision: str | None = None) -> str | None:

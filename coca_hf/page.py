@@ -6,10 +6,8 @@ import html
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # model cards escape their text with this file, and draw nothing
-    from coca_hf.plots import Draw, Key
+FAR = 1e12  # a perplexity beyond it is drawn as no number at all
 
 
 @dataclass(frozen=True)
@@ -45,19 +43,80 @@ class Grid:
 
 
 @dataclass(frozen=True)
+class Key:
+    """How a line looks: the number of its model, of its RoPE setting, or of the published curve
+    that it is.
+    """
+
+    label: str
+    color: int = 0
+    style: int = 0
+    published: bool = False
+    marked: bool = True  # whether its points are worth a marker each
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values over `xs`; None where there is none. `band`: the low and the high end of the spread at
+    each x.
+    """
+
+    key: Key
+    xs: list[float]
+    values: list[float | None]
+    band: list[tuple[float, float] | None] | None = None
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Curves over one x axis.
+
+    y_scale: log, linear, zero (linear from 0) or share (0 to 1). ticks: of the x axis, by default
+    every x there is. A value that is None is a cross at the upper edge. borders: places on the x
+    axis, and what begins there.
+    """
+
+    curves: list[Curve]
+    y_label: str
+    x_label: str = "context length (tokens)"
+    y_scale: str = "log"
+    trained_lengths: list[int] = field(default_factory=list)
+    ticks: list[float] | None = None
+    x_scale: str = "log"
+    borders: list[tuple[float, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Heat:
+    """Shares by line and column, from 0 to `top`; None where there is none."""
+
+    title: str
+    columns: list[str]
+    lines: list[str]
+    shares: list[list[float | None]]
+    x_label: str
+    y_label: str
+    top: float = 1.0
+
+
+@dataclass(frozen=True)
 class Figure:
     """A drawing with its caption.
 
     name: of its file, unique on the page. alt: describes the drawing to readers who cannot see it.
-    keys: the legend, where it stands beside the drawing. height: inches, at a width of 5 inches.
+    height: inches, at a width of 5 inches.
     """
 
     name: str
     alt: str
     caption: str
-    draw: Draw
-    keys: list[Key] = field(default_factory=list)
+    drawing: Plot | Heat
     height: float = 2.8
+
+    @property
+    def keys(self) -> list[Key]:
+        """The legend, where it stands beside the drawing."""
+        return [curve.key for curve in getattr(self.drawing, "curves", [])]
 
 
 @dataclass(frozen=True)

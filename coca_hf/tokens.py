@@ -64,11 +64,26 @@ class Encoder:
 
 
 def around_text(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """The special tokens that the tokenizer puts before a text, and those that it puts after it."""
-    probe = tokenizer("a", add_special_tokens=False)["input_ids"]
-    with_special = tokenizer("a")["input_ids"]
-    start = next(i for i in range(len(with_special)) if with_special[i : i + len(probe)] == probe)
-    return with_special[:start], with_special[start + len(probe) :]
+    """The special tokens that the tokenizer puts before a text, and those that it puts after it.
+
+    Raises CocaError where no text shows which are which.
+    """
+    for text in _probes(tokenizer):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        around = tokenizer(text)["input_ids"]
+        starts = [i for i in range(len(around)) if around[i : i + len(ids)] == ids]
+        if ids and len(starts) == 1:  # not where an unknown text is a special token, or nothing
+            return around[: starts[0]], around[starts[0] + len(ids) :]
+    raise CocaError(
+        f"{tokenizer.name_or_path}: got a tokenizer whose special tokens cannot be told from its "
+        "text, expected them before and after a text; is its vocabulary whole?"
+    )
+
+
+def _probes(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Short texts, of which a tokenizer knows at least one."""
+    yield "a"
+    yield from tokenizer.get_vocab()
 
 
 def pieces_of(text: str, document: int = 0, character: int = 0) -> Iterator[Piece]:

@@ -23,7 +23,6 @@ from coca_hf.convert.config import coca_class
 from coca_hf.convert.initialise import RULE
 from coca_hf.convert.layout import Form, Layout
 from coca_hf.convert.preflight import (
-    check_calibration_text,
     check_device,
     check_kept_layers,
     check_kept_number,
@@ -46,7 +45,7 @@ from coca_hf.convert.staging import (
 )
 from coca_hf.convert.tensors import source_shapes
 from coca_hf.convert.writer import Progress, WeightsWriter
-from coca_hf.documents import commit_of, local_files
+from coca_hf.documents import check_text_options, commit_of, local_files
 from coca_hf.errors import CocaError, library_errors
 from coca_hf.models.hub import without_paths
 from coca_hf.weights import HEADS, parse_size
@@ -140,7 +139,8 @@ def convert_checkpoint(
     check_kept_layers(keep_layers, calibrate_on)
     if calibrate_on:
         check_device(device)
-        check_calibration_text(calibrate_on, split, subset)
+        of_hub = {"--split": split != "train", "--subset": subset}
+        check_text_options(calibrate_on, of_hub, column)
     if push_to_hub is not None:
         check_repository(push_to_hub)
     with _os_errors(target), contextlib.ExitStack() as stack:

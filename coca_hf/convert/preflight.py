@@ -21,7 +21,6 @@ from coca_hf.convert.layout import DTYPES, Form, Layout
 from coca_hf.convert.source import COMPANIONS
 from coca_hf.convert.staging import Staging, lock, staging_directory
 from coca_hf.convert.tensors import TargetTensor
-from coca_hf.documents import local_files
 from coca_hf.errors import CocaError, library_errors
 from coca_hf.weights import size_in_words
 
@@ -77,16 +76,6 @@ def check_device(device: str) -> None:
             f"--device: got {device!r}, expected cpu, or cuda, cuda:1 or mps where this machine "
             "has it"
         ) from error
-
-
-def check_calibration_text(calibrate_on: str, split: str, subset: str | None) -> None:
-    given = {"--split": split != "train", "--subset": subset}
-    if any(given.values()) and local_files(calibrate_on):
-        names = ", ".join(name for name, value in given.items() if value)
-        raise CocaError(
-            f"--calibrate {calibrate_on}: got {names}, which only data sets on the hub have; leave "
-            "it out"
-        )
 
 
 def check_paths(sources: Collection[str], dst: str | os.PathLike) -> None:

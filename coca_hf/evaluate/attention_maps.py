@@ -25,9 +25,9 @@ from coca_hf.errors import CocaError
 from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import Beside, Count, Identity, Raw, Run, Shared, TextRow
+from coca_hf.evaluate.rows import Beside, Count, Identity, Measurement, Raw, Run, Shared, TextRow
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.tables import NBSP, Measurement, Table, each_table, text_settings
+from coca_hf.evaluate.tables import NBSP, Table, each_table, text_settings
 from coca_hf.page import Part
 
 COLUMNS = (

@@ -27,6 +27,7 @@ import math
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,11 +40,10 @@ from coca_hf.evaluate.angles import count_angles, decay_distances, decay_sums, p
 from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.query_key_products import Products, frequencies, visiting_products
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import Count, Identity, Raw, Run, Setting, Share, TextRow
+from coca_hf.evaluate.rows import Count, Identity, Measurement, Raw, Run, Setting, Share, TextRow
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.tables import Measurement, Table, grid_of, powers, share_cell, text_settings
-from coca_hf.page import Figure, Grid, Part, Text
-from coca_hf.plots import Heat, heat_figure
+from coca_hf.evaluate.tables import Table, grid_of, powers, text_settings
+from coca_hf.page import Figure, Grid, Heat, Part, Text
 
 
 class BoundaryRow(TextRow):
@@ -324,7 +324,7 @@ def _layer_figures(table: Table, angles: Lines) -> list[Figure]:
         for line in lines:
             counts[line["layer"], line["head"]] += line["angle_counts"]
         shares = [[_share_d(counts[layer, head]) for layer in layers] for head in heads]
-        heats.append(Heat(name, [*map(str, layers)], [*map(str, heads)], shares))
+        heats.append(Heat(name, [*map(str, layers)], [*map(str, heads)], shares, "layer", "head"))
     known = [share for heat in heats for line in heat.shares for share in line if share]
     return [
         Figure(
@@ -332,7 +332,7 @@ def _layer_figures(table: Table, angles: Lines) -> list[Figure]:
             alt=f"Share of pairs in scenario d by layer and head of {heat.title}.",
             caption=f"Share of pairs in scenario d in {heat.title}, by layer (across) and head "
             f"(down).",
-            draw=heat_figure(heat, "layer", "head", max(known, default=1)),
+            drawing=replace(heat, top=max(known, default=1)),
             height=1.2 + 0.13 * len(heat.lines),
         )
         for panel, heat in enumerate(heats, 1)
@@ -378,7 +378,7 @@ MEASUREMENT = Measurement(
     "scenario d); strict CoCA makes the angle zero.",
     row=BoundaryRow,
     settings=_settings,
-    cell=share_cell,
+    cell=lambda row: f"{row['value']:.2f}",
     parts=_parts,
     raw={
         "angles": {"layer": int, "head": int, "angle_counts": list[int], "tau_counts": list[int]},

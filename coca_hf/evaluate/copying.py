@@ -23,9 +23,19 @@ from coca_hf.evaluate.batches import Batches
 from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.perplexity import Window, check_loss, compute_windows, token_losses, tokens_of
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import Beside, Count, Identity, Raw, Row, Run, Setting, Shared
+from coca_hf.evaluate.rows import (
+    Beside,
+    Count,
+    Identity,
+    Measurement,
+    Raw,
+    Row,
+    Run,
+    Setting,
+    Shared,
+)
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.tables import NBSP, Measurement, Table, data_of, each_table
+from coca_hf.evaluate.tables import NBSP, Table, data_of, each_table
 from coca_hf.page import Part, Text
 
 

@@ -30,9 +30,9 @@ from coca_hf.evaluate.copying import check_copy_lengths, passages, repeated_sequ
 from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.perplexity import keeps_logits
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import Count, Identity, Raw, Run, Setting, Shared, TextRow
+from coca_hf.evaluate.rows import Count, Identity, Measurement, Raw, Run, Setting, Shared, TextRow
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.tables import Measurement, Table, each_table, text_settings
+from coca_hf.evaluate.tables import Table, each_table, text_settings
 from coca_hf.page import Bullets, Fold, Grid, Part
 
 TEXTS = ("perplexity", "copy", "again")

@@ -50,6 +50,7 @@ from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.rows import (
     Count,
     Identity,
+    Measurement,
     Raw,
     Row,
     Run,
@@ -57,9 +58,8 @@ from coca_hf.evaluate.rows import (
     Share,
     last_trained_length,
 )
-from coca_hf.evaluate.tables import NBSP, Measurement, Table, against_length, grid_of
-from coca_hf.page import Bullets, Figure, Part
-from coca_hf.plots import Heat, heat_figure
+from coca_hf.evaluate.tables import NBSP, Table, against_length, grid_of
+from coca_hf.page import Bullets, Figure, Heat, Part
 
 INSTRUCTION = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -363,14 +363,14 @@ def _heat_maps(table: Table, found: Found) -> Iterator[Part]:
             same.append(f"{name}: {values.pop():.2f} {everywhere}")
             continue
         panel += 1
-        heat = Heat(name, [*map(str, table.lengths)], [*depths.values()], shares)
+        columns, axes = [*map(str, table.lengths)], ("context length (tokens)", "depth")
         yield Figure(
             name=f"{table.named('passkey-depth')}-of-{panel}",
             alt=f"Share of passkeys that {name} finds, by context length and depth in the prompt; "
             f"a number a cell.",
             caption=f"Where {name} finds the passkey: context length across, depth in the prompt "
             f"down (0% is its beginning{GRID * bool(table.rows[0]['depths'])}).",
-            draw=heat_figure(heat, "context length (tokens)", "depth"),
+            drawing=Heat(name, columns, [*depths.values()], shares, *axes),
             height=0.9 + 0.28 * min(len(depths), 20),
         )
     if same:

@@ -40,17 +40,10 @@ from typing_extensions import NotRequired
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import Count, Identity, Positive, Raw, Run, Setting, TextRow
+from coca_hf.evaluate.rows import Count, Identity, Measurement, Positive, Raw, Run, Setting, TextRow
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.tables import (
-    Measurement,
-    Table,
-    against_length,
-    each_table,
-    perplexity_cell,
-    text_settings,
-)
-from coca_hf.plots import FAR
+from coca_hf.evaluate.tables import Table, against_length, each_table, text_settings
+from coca_hf.page import FAR
 
 
 class PerplexityRow(TextRow):
@@ -216,6 +209,11 @@ def check_variant(name: str) -> Variant:
 def _settings(row: dict) -> str:
     variant = "" if row["variant"] == "sliding" else f", {row['variant']}"
     return f"{text_settings(row)}, stride {row['asked_stride']}{variant}"
+
+
+def perplexity_cell(row: dict) -> str:
+    """Two decimal places; three digits from 10,000 on."""
+    return f"{row['value']:.2f}" if row["value"] < 1e4 else f"{row['value']:.3g}"
 
 
 def _spread(table: Table, row: dict) -> tuple[float, float] | None:

@@ -17,6 +17,7 @@ from coca_hf.evaluate.perplexity import (
     Window,
     compute_windows,
     nats_per_token,
+    perplexity_cell,
     token_losses,
     tokens_of,
     value_of,
@@ -25,6 +26,7 @@ from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.rows import (
     Count,
     Identity,
+    Measurement,
     Positive,
     Raw,
     Run,
@@ -33,15 +35,7 @@ from coca_hf.evaluate.rows import (
     last_trained_length,
 )
 from coca_hf.evaluate.sample import Sample
-from coca_hf.evaluate.tables import (
-    Measurement,
-    Table,
-    each_table,
-    grid_of,
-    perplexity_cell,
-    powers,
-    text_settings,
-)
+from coca_hf.evaluate.tables import Table, each_table, grid_of, powers, text_settings
 from coca_hf.page import Grid, Part
 
 EDGES = (256, 1024)

@@ -27,8 +27,18 @@ from coca_hf.evaluate.batches import Batches
 from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.perplexity import check_loss
 from coca_hf.evaluate.rope import Rope, use_rope_
-from coca_hf.evaluate.rows import Beside, Count, Identity, Raw, Row, Run, Setting, Share
-from coca_hf.evaluate.tables import NBSP, Measurement, against_length, each_table
+from coca_hf.evaluate.rows import (
+    Beside,
+    Count,
+    Identity,
+    Measurement,
+    Raw,
+    Row,
+    Run,
+    Setting,
+    Share,
+)
+from coca_hf.evaluate.tables import NBSP, against_length, each_table
 
 TITLE = "A list of keys and their values."
 QUESTION = "One line of the list again:"

@@ -1,7 +1,7 @@
 """Rows: one measured value each, as a line of OUT/rows.jsonl with all that is needed to repeat it.
 
-Every measurement extends `Row` beside the function that yields its rows; a row itself is a dict.
-Fields are declared as
+Every measurement extends `Row` beside the function that yields its rows, and describes itself by a
+`Measurement`; a row itself is a dict. Fields are declared as
 
     Identity[T]   part of what is measured: a row that agrees in all of these is not measured again
     Shared[T]     the same in all rows of one table, whose values are comparable only then
@@ -20,12 +20,12 @@ import itertools
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from datetime import datetime, timezone
+from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
@@ -33,15 +33,17 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from filelock import FileLock
 from pydantic import Field, PositiveFloat
 from typing_extensions import NotRequired, TypedDict, get_type_hints  # pydantic needs these
 
-from coca_hf.checkout import commit, versions
+from coca_hf.checkout import commit, now, versions
 from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.batches import Batches, NoValue, processes
 from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.rope import Rope, trained_length
 from coca_hf.files import append_line, replacing
+from coca_hf.page import Part
 
 T = TypeVar("T")
 IDENTITY, SHARED, BESIDE = "identity", "shared", "beside"
@@ -102,6 +104,31 @@ class TextRow(Row):
     text_hash: NotRequired[str | None]  # of the documents, whatever the tokenizer
     max_tokens: Setting[int | None]
     seed: Setting[int]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How the rows of a task are read and shown.
+
+    row: the type of its rows. settings: what the rows of a table share, in words. cell: the value
+    of a row, which it has. parts: of the section on the page, from each `tables.Table` of rows.
+    raw: the columns that the page reads, each of one of `tables.TYPES`, by raw table.
+    """
+
+    task: str
+    title: str
+    explanation: str
+    row: Any
+    settings: Callable[[dict], str]
+    cell: Callable[[dict], str]
+    parts: Callable[[list[Any]], list[Part]]
+    raw: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def show(self, row: dict) -> str:
+        """The value of a row as a table has it."""
+        if row["value"] is not None:
+            return re.sub(r"^-(0\.0+)(?!\d)", r"\1", self.cell(row))  # no minus zero
+        return "OOM" if (row.get("error") or "").startswith("OOM") else "none"
 
 
 @cache
@@ -178,7 +205,7 @@ class Progress:
 
 
 class RowStore:
-    """The rows of a directory. Opening it drops a last line that a kill cut short.
+    """The rows of a directory, which the first row makes. Several commands may write there.
 
     Only the main process writes. Of rows of one measurement the `latest` counts. Where memory ran
     out, the row does not count, so that it is measured again.
@@ -188,34 +215,39 @@ class RowStore:
 
     def __init__(self, out_dir: Path):
         self.out_dir, self.progress = out_dir, Progress()
-        with processes().main_process_first():
-            try:
-                out_dir.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                problem = f"got {error.strerror}, expected a directory or a free name"
+        path = out_dir / "rows.jsonl"
+        try:
+            self._rows = read_rows(path)[0]
+        except FileNotFoundError:
+            self._rows = []
+            nearest = next(place for place in path.absolute().parents if place.exists())
+            if not os.access(nearest, os.W_OK):
+                problem = f"nothing can be written in {nearest}; choose another directory"
                 raise CocaError(f"--out {out_dir}: {problem}") from None
-            self._rows = _read_and_repair(out_dir / "rows.jsonl")
+        except OSError as error:
+            problem = f"got {error.strerror}, expected the rows of coca-eval or nothing"
+            raise CocaError(f"{path}: {problem}") from None
 
     def each(
         self,
         row_type: Any,
         asked: list[tuple[Rope, list[dict]]],
         measured: Callable[[Rope, list[dict]], list[dict]],
-        found: Callable[[list[dict]], list[dict]] | None = None,
+        but: tuple[str, ...] = (),
         noun: str = "rows",
     ) -> Iterator[dict]:
         """Yield the rows of everything that is asked for; those that are not here are `measured`.
 
         asked: settings of rows that are measured together. measured: appends the rows that it
-        returns. found: the rows that are here, or none; by default one for each of the settings.
-        noun: what is counted.
+        returns. but: as `find` takes it; settings then have as many rows as `metrics` says. noun:
+        what is counted.
         """
 
-        def one_each(together: list[dict]) -> list[dict]:
-            rows = [self.find(row_type, settings) for settings in together]
-            return [row for row in rows if row] if all(rows) else []
+        def found(together: list[dict]) -> list[dict]:
+            rows = [self.find(row_type, settings, but) for settings in together]
+            whole = all(some and len(some) >= some[0].get("metrics", 1) for some in rows)
+            return list(itertools.chain(*rows)) if whole else []
 
-        found = found or one_each
         missing = [together[-1] for _, together in asked if not found(together)]
         self.progress.begin(missing, len(asked), noun)
         for rope, together in asked:
@@ -225,15 +257,16 @@ class RowStore:
                 self.progress.finish(together[-1])
             yield from rows
 
-    def find(self, row_type: Any, settings: dict) -> dict | None:
-        """The row already measured with these settings, or None."""
-        return self._found(row_type, settings["task"]).get(identity(row_type, settings))
-
-    def find_all(self, row_type: Any, settings: dict, but: tuple[str, ...]) -> list[dict]:
+    def find(self, row_type: Any, settings: dict, but: tuple[str, ...] = ()) -> list[dict]:
         """The rows that have these settings in all of their identity except the fields `but`."""
         names = [name for name in fields(row_type, IDENTITY) if name not in but]
-        rows = self._found(row_type, settings["task"]).values()
-        return [row for row in rows if all(row.get(name) == settings.get(name) for name in names)]
+        of_task = (row for row in self._rows if row["task"] == settings["task"])
+        return [
+            row
+            for row in latest(of_task, partial(identity, row_type)).values()
+            if not str(row.get("error")).startswith("OOM")
+            and all(row.get(name) == settings.get(name) for name in names)
+        ]
 
     def append(self, row_type: Any, row: dict, raw: Raw | None = None) -> dict:
         """Write `row` after its raw tables. Returns the row with its `row_id` and `raw`.
@@ -249,7 +282,10 @@ class RowStore:
                 for name, lines in tables.items():
                     _write_table(self.out_dir / paths[name], row_id, lines)
                 line = json.dumps(row, ensure_ascii=False, allow_nan=False)
-                append_line(self.out_dir / "rows.jsonl", line)
+                self.out_dir.mkdir(parents=True, exist_ok=True)
+                with FileLock(self.out_dir / ".rows.lock"):  # another command may write there
+                    _end_last_line(self.out_dir / "rows.jsonl")
+                    append_line(self.out_dir / "rows.jsonl", line)
             except OSError as error:
                 raise CocaError(
                     f"{self.out_dir}: a row cannot be written ({one_line(error)}); make room and "
@@ -257,13 +293,6 @@ class RowStore:
                 ) from error
         self._rows.append(row)
         return row
-
-    def _found(self, row_type: Any, task: str) -> dict[str, dict]:
-        of_task = (row for row in self._rows if row["task"] == task)
-        rows = latest(of_task, partial(identity, row_type))
-        return {
-            key: row for key, row in rows.items() if not str(row.get("error")).startswith("OOM")
-        }
 
 
 @dataclass
@@ -338,7 +367,7 @@ def about_model(loaded: LoadedModel) -> dict:
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": _device_name(model.device),
         "processes": processes().num_processes,
-        "versions": _packages() | {"python": platform.python_version(), "cuda": torch.version.cuda},
+        "versions": versions(*PACKAGES) | {"cuda": torch.version.cuda},
         "commit": commit(),
         "command": command_line(),
     }
@@ -355,7 +384,8 @@ def command_line() -> str:
 
 def made_otherwise(rows: list[dict]) -> str | None:
     """One line about rows of other versions of `PACKAGES` or another commit; None without such."""
-    here = _packages() | {"coca-hf commit": commit()}
+    here = versions(*PACKAGES) | {"coca-hf commit": commit()}
+    del here["python"]
     others = []
     for row in rows:
         made = row.get("versions", {}) | {"coca-hf commit": row.get("commit")}
@@ -369,41 +399,25 @@ def made_otherwise(rows: list[dict]) -> str | None:
     return f"{count} {were} made before, with {', '.join(found)}; {remedy}"
 
 
-def now() -> str:
-    """The time in UTC, to the second, as rows write it."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-def _packages() -> dict[str, str]:
-    found = versions(*PACKAGES)
-    return {name: found[name] for name in PACKAGES if name in found}
-
-
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} ({platform.machine()}, {torch.get_num_threads()} threads)"
 
 
-def _read_and_repair(path: Path) -> list[dict]:
-    """The rows of a file, which then ends with a whole line."""
+def _end_last_line(path: Path) -> None:
+    """Take off a last line that a kill cut short; end one whose end an editor took off."""
     if not path.exists():
-        return []
-    try:
-        rows, unfinished = read_rows(path)
-        if unfinished:
-            os.truncate(path, path.stat().st_size - len(unfinished))
-        elif rows and not path.read_bytes().endswith(b"\n"):  # some editors take it off
-            with path.open("ab") as file:
-                file.write(b"\n")
-    except OSError as error:
-        problem = f"got {error.strerror}, expected the rows of coca-eval or nothing"
-        raise CocaError(f"{path}: {problem}") from None
-    return rows
+        return
+    rest = path.read_bytes().rpartition(b"\n")[2]
+    if _parsed(rest) is None:
+        os.truncate(path, path.stat().st_size - len(rest))
+    else:
+        append_line(path, "")
 
 
 def _write_table(path: Path, row_id: str, lines: list[dict]) -> None:
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as unfinished:
         table = pa.Table.from_pylist([{"row_id": row_id} | line for line in lines])
         pq.write_table(table, unfinished)

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from coca_hf.documents import Document, commit_of, local_files, read_all_documents
+from coca_hf.documents import Document, check_text_options, commit_of, read_all_documents
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
 from coca_hf.evaluate.rows import relative
@@ -101,16 +101,14 @@ def draw_sample(
     set on the hub; whatever it names, all is read at the commit that it is at first.
 
     Raises CocaError where a drawn document is empty or too short (unless `skip_short`), there are
-    fewer documents than asked for, none is left, local files are to have a `subset` or
-    `data_revision`, or the tokenizer does not fit the model.
+    fewer documents than asked for, none is left, local files are to have a `split`, `subset` or
+    `data_revision`, .txt files a `column`, or the tokenizer does not fit the model.
     """
     if max_tokens is not None and max_tokens < min_tokens:
         least = f"at least {min_tokens}, the longest of --lengths"
         raise CocaError(f"--max-tokens: got {max_tokens}, expected {least}")
-    of_hub = {"--subset": subset, "--data-revision": data_revision}
-    if any(of_hub.values()) and local_files(data):
-        names = ", ".join(name for name, value in of_hub.items() if value)
-        raise CocaError(f"{data}: got {names}, which only data sets on the hub have; leave it out")
+    of_hub = {"--split": split != "test", "--subset": subset, "--data-revision": data_revision}
+    check_text_options(data, of_hub, column)
     commit = commit_of(data, data_revision)
     settings: dict = {"data": relative(data), "column": column, "split": split, "subset": subset}
     settings |= {"data_revision": data_revision, "data_commit": commit}

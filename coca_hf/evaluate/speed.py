@@ -23,6 +23,7 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from typing_extensions import NotRequired
 
+from coca_hf.checkout import now
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.batches import BeyondPositions, is_out_of_memory, processes
 from coca_hf.evaluate.loaded_model import LoadedModel
@@ -31,15 +32,15 @@ from coca_hf.evaluate.rope import Rope, use_rope_
 from coca_hf.evaluate.rows import (
     Count,
     Identity,
+    Measurement,
     Positive,
     Progress,
     Row,
     Run,
     Setting,
     about_model,
-    now,
 )
-from coca_hf.evaluate.tables import NBSP, Measurement, Table, each_table
+from coca_hf.evaluate.tables import NBSP, Table, each_table
 from coca_hf.page import Fold, Grid, Part
 
 MODES = ("prefill", "decode", "train")

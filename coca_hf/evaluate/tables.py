@@ -1,9 +1,5 @@
-"""What becomes of rows: a table of each measurement, figures against length, and cells in words.
+"""Rows on the page: a table of each measurement, and figures against length."""
 
-Every measurement describes itself by a `Measurement`, beside the function that yields its rows.
-"""
-
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,9 +9,8 @@ import pyarrow
 from pyarrow.parquet import read_table
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.rows import label, last_trained_length
-from coca_hf.page import Bullets, Figure, Grid, Part
-from coca_hf.plots import FAR, Curve, Key, line_figure
+from coca_hf.evaluate.rows import Measurement, label, last_trained_length
+from coca_hf.page import FAR, Bullets, Curve, Figure, Grid, Key, Part, Plot
 
 NBSP = "\N{NO-BREAK SPACE}"
 TYPES = {  # of the columns of raw tables
@@ -25,31 +20,6 @@ TYPES = {  # of the columns of raw tables
 T = TypeVar("T")
 Points = Mapping[str, Iterable[tuple[Any, float | None]]]  # x and y, by line of a table
 Spread = Callable[["Table", dict], tuple[float, float] | None]
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """How the rows of a task are read and shown.
-
-    row: the type of its rows. raw: the columns that the page reads, each of one of `TYPES`, by raw
-    table. settings: what the rows of a table share, in words. cell: the value of a row, which it
-    has. parts: of the section on the page, from all its tables.
-    """
-
-    task: str
-    title: str
-    explanation: str
-    row: Any
-    settings: Callable[[dict], str]
-    cell: Callable[[dict], str]
-    parts: Callable[[list["Table"]], list[Part]]
-    raw: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def show(self, row: dict) -> str:
-        """The value of a row as a table has it."""
-        if row["value"] is not None:
-            return re.sub(r"^-(0\.0+)(?!\d)", r"\1", self.cell(row))  # no minus zero
-        return "OOM" if (row.get("error") or "").startswith("OOM") else "none"
 
 
 @dataclass
@@ -137,9 +107,9 @@ class Table:
     def figure(
         self, name: str, alt: str, caption: str, points: Points, y_label: str, **options: Any
     ) -> Figure:
-        """The `points` of each line. name: of the figure. options: of `line_figure`, and `marked`."""
+        """The `points` of each line. name: of the figure. options: of `Plot`, and `marked`."""
         curves = self.curves(points, options.pop("marked", True))
-        return curve_figure(self.named(name), alt, caption, curves, y_label, **options)
+        return Figure(self.named(name), alt, caption, Plot(curves, y_label, **options))
 
     def by_layer(self, name: str, alt: str, caption: str, points: Points, y_label: str) -> Figure:
         """A figure of values by layer."""
@@ -217,16 +187,6 @@ def data_of(row: dict) -> str:
     return ", ".join([row["data"], *(f"{name} {value}" for name, value in asked.items() if value)])
 
 
-def perplexity_cell(row: dict) -> str:
-    """Two decimal places; three digits from 10,000 on."""
-    return f"{row['value']:.2f}" if row["value"] < 1e4 else f"{row['value']:.3g}"
-
-
-def share_cell(row: dict) -> str:
-    """Two decimal places."""
-    return f"{row['value']:.2f}"
-
-
 def each_table(parts: Callable[["Table"], Iterable[Part]]) -> Callable[[list["Table"]], list[Part]]:
     """The parts of every table in turn."""
     return lambda tables: [part for table in tables for part in parts(table)]
@@ -243,14 +203,6 @@ def grid_of(
     return Grid([corner, *columns.values()], cells, numbers_from=1, muted=muted)
 
 
-def curve_figure(
-    name: str, alt: str, caption: str, curves: list[Curve], y_label: str, **options: Any
-) -> Figure:
-    """`curves` as `line_figure` draws them, with their legend. options: of `line_figure`."""
-    draw = line_figure(curves, y_label, **options)
-    return Figure(name, alt, caption, draw, [curve.key for curve in curves])
-
-
 def powers(base: int, points: Points) -> list[float]:
     """Ticks of a logarithmic axis: the powers of `base` between the points."""
     xs = [x for some in points.values() for x, _ in some]
@@ -262,7 +214,7 @@ def against_length(
 ) -> list[Part]:
     """Figure and grid of values against length, with published curves and reasons for missing ones.
 
-    y_scale: as `line_figure` takes it. spread: the band of a row.
+    y_scale: of the `Plot`. spread: the band of a row.
     """
     curves = [
         replace(curve, band=[spread(table, row) for row in rows] if spread else None)
@@ -284,14 +236,11 @@ def against_length(
         }
         said = ", ".join(f"{length} ({model})" for model, length in lengths.items())
         notes.append(f" Trained at: {said}.")
-    figure = curve_figure(
+    figure = Figure(
         table.named(table.measurement.task),
         f"{caption}. {table.in_words()}",
         f"{caption}: {table.settings}.{''.join(notes)}",
-        curves,
-        y_label,
-        y_scale=y_scale,
-        trained_lengths=table.trained_lengths,
+        Plot(curves, y_label, y_scale=y_scale, trained_lengths=table.trained_lengths),
     )
     return [figure, table.grid(), *table.missing()]
 

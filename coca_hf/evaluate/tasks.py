@@ -20,17 +20,18 @@ from functools import cache, partial
 from numbers import Real
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from accelerate.utils import broadcast_object_list
 from typing_extensions import NotRequired
 
-from coca_hf.checkout import versions
+from coca_hf.checkout import now, versions
 from coca_hf.errors import CocaError, first_line
 from coca_hf.evaluate.batches import Batches, NoValue
 from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
 from coca_hf.evaluate.rope import Rope, trained_length, use_rope_
-from coca_hf.evaluate.rows import Count, Identity, Row, Run, Setting, now
-from coca_hf.evaluate.tables import NBSP, Measurement, Table
+from coca_hf.evaluate.rows import Count, Identity, Measurement, Row, Run, Setting
+from coca_hf.evaluate.tables import NBSP, Table
 from coca_hf.page import Grid, Part
 
 DIMENSIONS = {
@@ -155,16 +156,11 @@ def task_rows(
         with_lm_eval = settings["versions"] | {"lm-eval": versions("lm-eval").get("lm-eval")}
         return settings | {"versions": with_lm_eval}
 
-    def known(settings: dict) -> list[dict]:
-        return run.store.find_all(TasksRow, settings, but=("metric", "filter"))
-
-    def found(wanted: list[dict]) -> list[dict]:
-        rows = known(*wanted)
-        return rows if rows and len(rows) >= rows[0]["metrics"] else []
+    by_lm_eval = ("metric", "filter")  # what a benchmark has of these is in its results
 
     def measured(rope: Rope, wanted: list[dict]) -> list[dict]:
         (settings,) = wanted
-        rows = known(settings)
+        rows = run.store.find(TasksRow, settings, by_lm_eval)
         done = {(row["metric"], row["filter"]) for row in rows}
         batches = run.batches(f"tasks  {settings['benchmark']}")
         for result, samples in _measure(run.loaded, rope, settings, include_path, batches):
@@ -174,7 +170,7 @@ def task_rows(
 
     each_rope = itertools.product(run.ropes, wanted)
     asked = [(rope, [settings_of(rope, *benchmark)]) for rope, benchmark in each_rope]
-    return run.store.each(TasksRow, asked, measured, found, "benchmarks")
+    return run.store.each(TasksRow, asked, measured, by_lm_eval, "benchmarks")
 
 
 def _measure(
@@ -300,15 +296,18 @@ def _evaluate(
 
     for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
         setattr(model, kind, partial(dealt, getattr(model, kind)))
-    return simple_evaluate(
-        model,
-        tasks=[settings["benchmark"]],
-        num_fewshot=settings["shots"],
-        limit=settings["limit"],
-        fewshot_random_seed=settings["seed"],
-        bootstrap_iters=0,
-        task_manager=_ruler_manager(length, loaded.path) if length else _task_manager(include_path),
-    )
+    manager = _ruler_manager(length, loaded.path) if length else _task_manager(include_path)
+    # lm-eval describes the machine in every result, for which it runs pip; rows do so themselves
+    with mock.patch("torch.utils.collect_env.get_pretty_env_info", return_value=""):
+        return simple_evaluate(
+            model,
+            tasks=[settings["benchmark"]],
+            num_fewshot=settings["shots"],
+            limit=settings["limit"],
+            fewshot_random_seed=settings["seed"],
+            bootstrap_iters=0,
+            task_manager=manager,
+        )
 
 
 def _metrics(

@@ -6,7 +6,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from coca_hf.page import Figure, Grid, Section
-from coca_hf.plots import COLORS, key_svg, to_svg
+from coca_hf.report.plots import COLORS, draw, key_svg, to_svg
 
 SVG_WIDTH = 5.0  # inches: 360 units, the width of a telephone, so text there keeps its 10.5 pixels
 # The COLORS of plots in dark mode, in the same order
@@ -49,4 +49,5 @@ def _rows(parts: list) -> list[list]:
 
 
 def _svg(figure: Figure) -> Markup:
-    return Markup(to_svg(figure.draw(SVG_WIDTH, figure.height, False), figure.name, figure.alt))
+    drawn = draw(figure.drawing, SVG_WIDTH, figure.height, False)
+    return Markup(to_svg(drawn, figure.name, figure.alt))

@@ -12,8 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from pydantic import BaseModel, ValidationError
 
 from coca_hf.errors import CocaError
-from coca_hf.page import Figure, Fold, Grid, Part, Section, Text
-from coca_hf.plots import Curve, Key, line_figure
+from coca_hf.page import Curve, Figure, Fold, Grid, Key, Part, Plot, Section, Text
 
 RECIPE, RECORD, CONVERSION, LOG = "recipe.yaml", "training.json", "conversion.json", "log.jsonl"
 FEW = 3  # runs on one figure
@@ -145,7 +144,6 @@ def _figure(name: str, recoveries: Sequence[Recovery], axis: str, x_label: str) 
     furthest = max((x for curve in curves for x in curve.xs), default=1)
     ticks = list(MaxNLocator(5, integer=True).tick_values(0, furthest)[:-1])
     axes: Any = {"y_scale": "linear", "x_scale": "linear", "ticks": ticks, "borders": borders}
-    draw = line_figure(curves, "loss (nats per token)", x_label, **axes)
     begin = f" Dashed: where the stages of {recoveries[0].name} begin." if borders else ""
     return Figure(
         name=name,
@@ -153,8 +151,7 @@ def _figure(name: str, recoveries: Sequence[Recovery], axis: str, x_label: str) 
         caption=f"How the loss comes back after conversion, against {x_label}: on held-out "
         f"blocks, and, of no more than {FEW} runs, in training: the mean since the line before, "
         f"of mixed objectives the part `lm`.{begin}",
-        draw=draw,
-        keys=[curve.key for curve in curves],
+        drawing=Plot(curves, "loss (nats per token)", x_label, **axes),
     )
 
 

@@ -6,11 +6,12 @@ from pathlib import Path
 
 from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.measurements import MEASUREMENTS
-from coca_hf.evaluate.tables import Measurement, Table
+from coca_hf.evaluate.rows import Measurement
+from coca_hf.evaluate.tables import Table
 from coca_hf.files import replace_text, replacing
 from coca_hf.page import Part, Section, Text, escape, markdown
-from coca_hf.plots import to_png
 from coca_hf.report.html import html
+from coca_hf.report.plots import draw, to_png
 from coca_hf.report.read import read_tables
 from coca_hf.report.recovery import read_recovery, recovery
 from coca_hf.report.sections import how_made, models, surroundings
@@ -37,7 +38,7 @@ def write_report(
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         for figure in page.figures():
-            drawn = figure.draw(9, max(4.5, figure.height * 1.4), True)
+            drawn = draw(figure.drawing, 9, max(4.5, figure.height * 1.4), True)
             with replacing(out_dir / f"{figure.name}.png") as unfinished:
                 unfinished.write_bytes(to_png(drawn))
         replace_text(out_dir / "report.md", markdown(page) + "\n")

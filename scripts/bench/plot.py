@@ -11,7 +11,8 @@ import argparse
 import json
 from pathlib import Path
 
-from coca_hf.plots import Curve, Key, line_figure, to_png
+from coca_hf.page import Curve, Key, Plot
+from coca_hf.report.plots import draw, to_png
 
 KINDS = {"prefill-bench": "prefill", "decode-step-bench": "decoding"}
 
@@ -21,9 +22,13 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    draw = line_figure(curves([json.loads(file.read_text()) for file in options.results]), "tokens/s, times LLaMA's",
-                       x_label="tokens (of the prompt, or in the cache)", y_scale="linear")  # fmt: skip
-    options.out.write_bytes(to_png(draw(7.5, 3.6, True)))
+    plot = Plot(
+        curves([json.loads(file.read_text()) for file in options.results]),
+        "tokens/s, times LLaMA's",
+        x_label="tokens (of the prompt, or in the cache)",
+        y_scale="linear",
+    )
+    options.out.write_bytes(to_png(draw(plot, 7.5, 3.6, True)))
 
 
 def curves(results: list[dict]) -> list[Curve]:

@@ -47,9 +47,7 @@ DIRECTORIES = (
 
 @pytest.fixture
 def own_tasks(monkeypatch):
-    """lm-eval with the tasks of a directory that is given, or of `DIRECTORIES`, and without asking
-    pip and the machine what a benchmark ran on.
-    """
+    """lm-eval with the tasks of a directory that is given, or of `DIRECTORIES`."""
     import lm_eval.tasks
 
     class OwnTasks(lm_eval.tasks.TaskManager):
@@ -61,7 +59,6 @@ def own_tasks(monkeypatch):
             super().__init__(include_path=paths, include_defaults=False, **options)
 
     monkeypatch.setattr("lm_eval.tasks.TaskManager", OwnTasks)
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
 
 
 @pytest.fixture

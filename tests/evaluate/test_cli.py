@@ -146,7 +146,9 @@ BAD = {
     "--batch-size 0": "--batch-size: got '0', expected auto or a whole number from 1 to 999999999",
     "--batch-size many": "--batch-size: got 'many', expected auto",
     "--dtype int8": "--dtype: got 'int8'",
-    "--out pyproject.toml": "got File exists, expected a directory or a free name",
+    "--out pyproject.toml": "got Not a directory, expected the rows of coca-eval or nothing",
+    "--split train": "got --split, which only data sets on the hub have; leave it out",
+    "--column body": "got --column, which only files of rows have; leave it out",
 }
 
 
@@ -157,7 +159,16 @@ def test_bad_input_is_one_line_and_exit_code_2(bad, perplexity, out):
     assert stderr.startswith("error: ")
     assert BAD[bad] in stderr
     assert stderr.count("\n") == 1
-    assert not (out / "rows.jsonl").exists()
+    assert not out.exists()
+
+
+def test_a_place_where_nothing_can_be_written_is_refused_before_the_model_is_read(
+    coca_eval, out, monkeypatch
+):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != out.parent)
+    code, _, stderr = coca_eval(f"passkey ./nowhere --lengths 320 --out {out}")
+    remedy = f"nothing can be written in {out.parent}; choose another directory"
+    assert (code, stderr) == (2, f"error: --out {out}: {remedy}\n")
 
 
 def test_a_name_that_is_not_utf8_is_refused_before_the_model_is_read(out, coca_eval):
@@ -227,3 +238,6 @@ def test_a_preset_measures_its_documents_cut_to_its_length(
         code, _, stderr = coca_eval(common, both_or_neither)
         assert code == 2
         assert "--data, --preset: got both or neither, expected one of them" in stderr
+    code, _, stderr = coca_eval(common, "--preset pg19 --split train")
+    own = "--split: got it with --preset, which has its own; leave it out"
+    assert (code, stderr) == (2, f"error: {own}\n")

@@ -33,9 +33,9 @@ def by_index(model, documents, length):
 
 
 @pytest.mark.parametrize(
-    ("length", "bucket", "batch_size"), [(20, 6, 1), (33, 33, 4), (40, 10**25, 3)]
+    ("kind", "length", "bucket", "batch_size"),
+    [("coca", 20, 6, 1), ("llama", 33, 33, 4), ("coca", 40, 10**25, 3)],
 )
-@pytest.mark.parametrize("kind", ["llama", "coca"])
 def test_buckets_equal_a_loop_over_tokens(
     kind, length, bucket, batch_size, books, tmp_path, request
 ):

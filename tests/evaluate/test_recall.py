@@ -4,7 +4,9 @@ import re
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.answers import Case, score_answers
@@ -12,6 +14,7 @@ from coca_hf.evaluate.batches import Batches
 from coca_hf.evaluate.passkey import FILLER, VARIANTS
 from coca_hf.evaluate.passkey import make_case as make_passkey
 from coca_hf.evaluate.recall import make_case, recall_rows
+from coca_hf.tokens import around_text
 from tests.evaluate.reader import reads
 from tests.evaluate.runs import run_of
 
@@ -74,6 +77,26 @@ def test_a_prompt_goes_on_where_the_tokenizer_ends_texts(tiny_tokenizer, variant
         tiny_tokenizer.decode(expected.token_ids[-9:])
     )
     assert case.answer_ids == tiny_tokenizer(f" {case.answer}")["input_ids"]
+
+
+def tokenizer_of(words, unknown, template):
+    """Of whole words, the first of which are <s> and </s>."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unknown))
+    special_tokens = [("<s>", 0), ("</s>", 1)]
+    tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special_tokens)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=unknown)
+
+
+@pytest.mark.parametrize(
+    ("template", "around"), [("<s> $A </s>", ([0], [1])), ("<s> $A", ([0], [])), ("$A", ([], []))]
+)
+def test_special_tokens_are_told_from_a_text_that_the_tokenizer_does_not_know(template, around):
+    assert around_text(tokenizer_of(["<s>", "</s>", "b"], "<s>", template)) == around
+
+
+def test_a_tokenizer_that_knows_no_text_is_refused():
+    with pytest.raises(CocaError, match="whose special tokens cannot be told from its text, exp"):
+        around_text(tokenizer_of(["<s>", "</s>"], "<s>", "<s> $A <s> </s> </s>"))
 
 
 def test_a_model_that_looks_up_finds_all_and_one_that_guesses_none(tiny_tokenizer, tmp_path):

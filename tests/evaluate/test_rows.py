@@ -1,5 +1,7 @@
 import json
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow.parquet as pq
 import pytest
@@ -19,21 +21,19 @@ def test_a_row_is_found_by_its_settings_in_a_later_run(tmp_path):
     row = RowStore(tmp_path).append(PasskeyRow, ROW)
     store = RowStore(tmp_path)
     settings = {key: value for key, value in ROW.items() if key != "value"}
-    assert store.find(PasskeyRow, settings | {"batch_size": 7}) == row
+    assert store.find(PasskeyRow, settings | {"batch_size": 7}) == [row]
     other = {"length": 513, "rope": "linear:2", "fingerprint": "g", "new_tokens": 3, "model": "b"}
     for name, value in other.items():
-        assert store.find(PasskeyRow, settings | {name: value}) is None
+        assert store.find(PasskeyRow, settings | {name: value}) == []
 
 
 @pytest.mark.parametrize("kept_bytes", [1, 40, -1])
 def test_a_last_line_that_a_kill_cut_short_is_dropped_and_the_file_goes_on(tmp_path, kept_bytes):
     path = tmp_path / "rows.jsonl"
     RowStore(tmp_path).append(PasskeyRow, ROW)
-    whole = path.read_bytes()
-    path.write_bytes(whole + json.dumps(ROW | {"length": 1024}).encode()[:kept_bytes])
+    path.write_bytes(path.read_bytes() + json.dumps(ROW | {"length": 1024}).encode()[:kept_bytes])
     store = RowStore(tmp_path)
-    assert path.read_bytes() == whole
-    assert store.find(PasskeyRow, ROW | {"length": 1024}) is None
+    assert store.find(PasskeyRow, ROW | {"length": 1024}) == []
     store.append(PasskeyRow, ROW | {"length": 2048})
     assert [json.loads(line)["length"] for line in path.read_text().splitlines()] == [512, 2048]
 
@@ -43,7 +43,7 @@ def test_a_last_row_without_the_end_of_its_line_is_kept(tmp_path):
     row = RowStore(tmp_path).append(PasskeyRow, ROW)
     path.write_text(path.read_text().rstrip("\n"))
     store = RowStore(tmp_path)
-    assert store.find(PasskeyRow, ROW) == row
+    assert store.find(PasskeyRow, ROW) == [row]
     store.append(PasskeyRow, ROW | {"length": 2048})
     assert [json.loads(line)["length"] for line in path.read_text().splitlines()] == [512, 2048]
 
@@ -58,7 +58,28 @@ def test_raw_tables_carry_the_rows_id_and_are_read_together(tmp_path):
         *((False, 0), (True, 0), (True, 1))
     ]
     assert second["row_id"] != first["row_id"]
-    assert RowStore(tmp_path).find(PasskeyRow, ROW) == first
+    assert RowStore(tmp_path).find(PasskeyRow, ROW) == [first]
+
+
+def test_rows_that_two_commands_write_at_once_are_all_kept_whole(tmp_path, monkeypatch):
+    """Each line in two halves, with time between them."""
+
+    def in_halves(path, line):
+        for half in (line[: len(line) // 2], line[len(line) // 2 :] + "\n"):
+            with path.open("a") as file:
+                file.write(half)
+            time.sleep(0.01)
+
+    monkeypatch.setattr("coca_hf.evaluate.rows.append_line", in_halves)
+
+    def command(first):
+        for length in range(first, first + 20, 2):
+            RowStore(tmp_path).append(PasskeyRow, ROW | {"length": length})
+
+    with ThreadPoolExecutor() as commands:
+        list(commands.map(command, (1, 2)))
+    lengths = [json.loads(line)["length"] for line in (tmp_path / "rows.jsonl").open()]
+    assert sorted(lengths) == [*range(1, 21)]
 
 
 ODD = [*(json.dumps(ROW | {"value": value}) for value in ("7", [1])), '{"a": 1}', "\udcff"]
@@ -112,9 +133,8 @@ def test_the_page_and_a_later_run_take_the_same_of_two_rows_of_one_measurement(t
     ]
     made.write_rows(tmp_path, *rows)
     (table,) = read_tables([tmp_path])
-    assert [row["value"] for row in table.rows] == [
-        RowStore(tmp_path).find(PerplexityRow, rows[0])["value"]
-    ]
+    (found,) = RowStore(tmp_path).find(PerplexityRow, rows[0])
+    assert [row["value"] for row in table.rows] == [found["value"]]
     assert table.rows[0]["value"] == (8 if dates[0] > dates[1] else 9)
 
 
@@ -122,5 +142,5 @@ def test_documents_are_the_same_where_their_tokens_are(tmp_path):
     """Wherever they are read from, as when a relative path leads there from another directory."""
     row = made.row(data="../books", data_hash="t")
     store = RowStore(made.write_rows(tmp_path, row))
-    assert store.find(PerplexityRow, row | {"data": "books"}) == row
-    assert store.find(PerplexityRow, row | {"data_hash": "u"}) is None
+    assert store.find(PerplexityRow, row | {"data": "books"}) == [row]
+    assert store.find(PerplexityRow, row | {"data_hash": "u"}) == []

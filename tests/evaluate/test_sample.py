@@ -158,8 +158,14 @@ def test_the_preset_of_the_paper_is_its_setting():
         check_preset("pile")
 
 
-def test_a_subset_or_revision_of_local_files_is_refused(llama, many):
-    message = "got --subset, --data-revision, which only data sets on the hub have; leave it out"
+def test_options_that_local_files_do_not_have_are_refused(llama, many):
+    names = "--split, --subset, --data-revision"
+    message = f"got {names}, which only data sets on the hub have; leave it out"
     with pytest.raises(CocaError, match=message):
-        draw_sample(llama, many, 10, subset="en", data_revision="v1")
-    assert draw_sample(llama, many, 10).describe()["data_commit"] is None
+        draw_sample(llama, many, 10, split="train", subset="en", data_revision="v1")
+    with pytest.raises(CocaError, match="got --column, which only files of rows have; leave it"):
+        draw_sample(llama, many, 10, column="body")
+    Path(many, "rows.jsonl").write_text('{"body": "a row beside text files"}\n')
+    sample = draw_sample(llama, many, 10, column="body")
+    assert sample.names[-1] == "rows.jsonl:0"
+    assert sample.describe()["data_commit"] is None

@@ -54,6 +54,13 @@ def test_rows_have_the_numbers_of_the_model_itself(coca, task_dir, expected, tmp
     assert measured(coca, NAMES, tmp_path, task_dir, batch_size=3) == rows
 
 
+def test_a_benchmark_does_not_ask_pip_about_the_machine(coca, task_dir, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("torch.utils.collect_env.get_env_info", lambda: asked.append(1))
+    measured(coca, NAMES[:1], tmp_path, task_dir)
+    assert not asked
+
+
 @pytest.mark.parametrize("room", [1, 0])
 def test_a_benchmark_that_does_not_fit_is_tried_smaller_then_says_oom(
     coca, task_dir, expected, tmp_path, room
@@ -212,6 +219,13 @@ def test_a_directory_of_tasks_that_is_not_there_is_refused():
         CocaError, match="--include-path: got '/nowhere', expected a directory of lm-eval tasks"
     ):
         parse_tasks("piqa", "/nowhere")
+
+
+def test_a_directory_of_tasks_without_their_names_is_refused(tiny_coca_dir, tmp_path, coca_eval):
+    options = f"--ruler 512 --include-path {tmp_path} --out {tmp_path}"
+    code, _, stderr = coca_eval(f"tasks {tiny_coca_dir} {options}")
+    expected = "--include-path: got it without --tasks, expected the names of your tasks"
+    assert (code, stderr) == (2, f"error: {expected}\n")
 
 
 def test_a_directory_of_tasks_that_lm_eval_cannot_read_is_one_line(tmp_path):

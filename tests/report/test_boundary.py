@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from coca_hf.report import read_page
+from coca_hf.report.plots import draw
 from tests.report.made import row, with_raw, write_rows
 
 LAYERS, HEADS = 2, 3
@@ -66,7 +67,7 @@ def axes(tmp_path):
         made = with_raw(directory, "angles", made, angle_lines(pairs))
         rows.append(with_raw(directory, "decay", made, decay_lines(scale)))
     figures = read_page([write_rows(directory, *rows)]).figures()
-    return {figure.name: figure.draw(5, figure.height, True).axes[0] for figure in figures}
+    return {figure.name: draw(figure.drawing, 5, figure.height, True).axes[0] for figure in figures}
 
 
 def drawn(axes):

@@ -8,8 +8,6 @@ import pytest
 from coca_hf.report import write_report
 from tests.report.made import row, write_rows
 
-WIDTHS = [1280, 390]
-SCHEMES = ["light", "dark"]
 RESULTS = Path(__file__).parents[2] / "docs/results/recovery"
 COLORS = """[
   getComputedStyle(document.body).backgroundColor,
@@ -93,8 +91,7 @@ def test_the_page_of_every_task_is_drawn_inside_its_frame(open_page, report_html
     check_figures(open_page(report_html), report_html)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
 def test_a_page_is_whole_at_any_width_in_light_and_dark_and_asks_nobody_for_anything(
     open_page, report_html, results_html, width, scheme
 ):

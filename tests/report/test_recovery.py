@@ -8,6 +8,7 @@ import pytest
 from coca_hf import CocaError
 from coca_hf.page import Grid
 from coca_hf.report import write_report
+from coca_hf.report.plots import draw
 from coca_hf.report.recovery import read_recovery, recovery
 from tests.report.made import row, write_rows
 
@@ -62,11 +63,11 @@ def test_the_curve_has_every_loss_and_names_where_stages_begin(out):
     (figure,) = recovery([read_recovery(out)]).figures()
     lines = {
         line.get_label(): line.get_xydata().tolist()
-        for line in figure.draw(5, 3, True).axes[0].lines
+        for line in draw(figure.drawing, 5, 3, True).axes[0].lines
     }
     assert lines["run, held out"] == [[0, 9], [100, 5], [100, 5], [200, 4], [200, 4]]
     assert lines["run, training"] == [[50, 8.5], [150, 4.5], [250, 3.5]]
-    assert [text.get_text() for text in figure.draw(5, 3, True).axes[0].texts] == [
+    assert [text.get_text() for text in draw(figure.drawing, 5, 3, True).axes[0].texts] == [
         "k",
         "qkv",
         "full",
@@ -86,7 +87,7 @@ def test_of_a_mixed_objective_the_loss_of_the_language_model_is_drawn(out):
 
 def test_where_stages_begin_is_not_drawn_for_several_runs(out):
     (figure,) = recovery([read_recovery(out)] * 2).figures()
-    assert not figure.draw(5, 3, True).axes[0].texts
+    assert not draw(figure.drawing, 5, 3, True).axes[0].texts
     assert "Dashed" not in figure.caption
 
 
@@ -108,7 +109,8 @@ def test_against_seconds_the_calibration_and_the_stages_before_count(out):
     _, figure = recovery([read_recovery(out)]).figures()
     assert figure.name == "recovery-seconds"
     lines = {
-        line.get_label(): list(line.get_xdata()) for line in figure.draw(5, 3, True).axes[0].lines
+        line.get_label(): list(line.get_xdata())
+        for line in draw(figure.drawing, 5, 3, True).axes[0].lines
     }
     assert lines["run, held out"] == [300, 320, 361, 381, 392]
     assert lines["run, training"] == [310, 371, 402]

@@ -2,17 +2,19 @@ import itertools
 import json
 import math
 import os
+import re
 import struct
+from pathlib import Path
 
 import pytest
 
+import coca_hf
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.measurements import MEASUREMENTS
-from coca_hf.evaluate.rows import Count, Identity, Row, Setting
-from coca_hf.evaluate.tables import Measurement
-from coca_hf.page import markdown
-from coca_hf.plots import COLORS, Heat, Key, heat_figure
+from coca_hf.evaluate.rows import Count, Identity, Measurement, Row, Setting
+from coca_hf.page import Heat, Key, markdown
 from coca_hf.report import read_page, read_tables, tables_markdown, write_report
+from coca_hf.report.plots import COLORS, draw, look
 from tests.report.made import row, with_raw, write_rows
 
 
@@ -50,7 +52,7 @@ def markdown_of(runs, paper=()):
 
 def curves_of(figure):
     """Each line of a figure by its label."""
-    lines = figure.draw(5, 3, True).axes[0].lines
+    lines = draw(figure.drawing, 5, 3, True).axes[0].lines
     return {line.get_label(): line for line in lines if not line.get_label().startswith("_")}
 
 
@@ -79,6 +81,14 @@ def test_the_page_holds_every_value_by_model_rope_and_length(run):
         "](passkey.png)",
     ):
         assert table in page
+
+
+def test_only_the_page_needs_the_packages_that_draw_it():
+    """`coca-hf[eval]` measures without them."""
+    files = Path(coca_hf.__file__).parent.rglob("*.py")
+    draws = re.compile(r"^\s*(?:import|from) (?:matplotlib|PIL|jinja2|coca_hf\.report)\b", re.M)
+    found = {file.parent.name for file in files if draws.search(file.read_text())}
+    assert found == {"report"}
 
 
 def test_the_page_says_how_each_number_was_made(page):
@@ -156,7 +166,7 @@ def test_numbers_drawn_from_raw_files_are_those_of_the_files(page):
 def test_contexts_and_perplexities_are_on_log_axes_and_published_curves_dashed(run):
     rows = run(row(value=7.0), row(length=4096, value=96731.2))
     (figure,) = read_page([rows], ["350m"]).figures()
-    (axes,) = figure.draw(5, 3, True).axes
+    (axes,) = draw(figure.drawing, 5, 3, True).axes
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
     curves = curves_of(figure)
     assert curves["llama"].get_xydata().tolist() == [[512, 7.0], [4096, 96731.2]]
@@ -167,17 +177,19 @@ def test_contexts_and_perplexities_are_on_log_axes_and_published_curves_dashed(r
 
 @pytest.mark.parametrize("marked", [True, False])
 def test_twice_as_many_models_as_colours_look_different(marked):
-    looks = [Key("model", color=number, marked=marked).look for number in range(2 * len(COLORS))]
+    numbers = range(2 * len(COLORS))
+    looks = [look(Key("model", color=number, marked=marked)) for number in numbers]
     seen = {
-        (look["color"], look["marker"], look.get("markerfacecolor") if look["marker"] else None)
-        for look in looks
+        (one["color"], one["marker"], one.get("markerfacecolor") if one["marker"] else None)
+        for one in looks
     }
     assert len(seen) == len(looks)
 
 
 def test_a_cell_of_a_heat_map_says_its_share():
-    heat = Heat("a model", ["512", "1024"], ["0.0", "0.5"], [[1.0, 0.25], [None, 0.5]])
-    axes = heat_figure(heat, "context", "depth")(5, 3, False).axes[0]
+    shares, names = [[1.0, 0.25], [None, 0.5]], ("context", "depth")
+    heat = Heat("a model", ["512", "1024"], ["0.0", "0.5"], shares, *names)
+    axes = draw(heat, 5, 3, False).axes[0]
     cells = {tuple(map(int, text.get_position())): text.get_text() for text in axes.texts}
     shares = {(0, 0): "1.00", (1, 0): "0.25", (1, 1): "0.50"}
     assert {cell: text for cell, text in cells.items() if text} == shares
@@ -185,7 +197,7 @@ def test_a_cell_of_a_heat_map_says_its_share():
 
 def cells_of(figure):
     """Of a heat map: the names of its lines, and the texts of its cells by line."""
-    axes = figure.draw(5, figure.height, True).axes[0]
+    axes = draw(figure.drawing, 5, figure.height, True).axes[0]
     texts = {tuple(map(int, text.get_position()[::-1])): text.get_text() for text in axes.texts}
     lines = sorted({line for line, _ in texts})
     names = [label.get_text() for label in axes.get_yticklabels()]
@@ -273,7 +285,7 @@ def test_the_band_is_from_the_tenth_to_the_ninetieth_percentile_of_documents(fig
         ]
         rows.append((row(length=length), "windows", windows))
     figure = figures(*rows)["perplexity"]
-    (band,) = figure.draw(5, 3, True).axes[0].collections
+    (band,) = draw(figure.drawing, 5, 3, True).axes[0].collections
     (outline,) = band.get_paths()
     ends = {512: (1.1, 1.9), 2048: (2.2, 3.8)}
     expected = [(length, math.exp(loss)) for length, some in ends.items() for loss in some]
@@ -281,7 +293,7 @@ def test_the_band_is_from_the_tenth_to_the_ninetieth_percentile_of_documents(fig
     assert found == [pytest.approx(end) for end in expected]
     assert "Shaded: from the 10th to the 90th percentile of the documents." in figure.caption
     one_document = figures(rows[1])["perplexity"]
-    assert not one_document.draw(5, 3, True).axes[0].collections
+    assert not draw(one_document.drawing, 5, 3, True).axes[0].collections
     assert "Shaded" not in one_document.caption
 
 
@@ -495,6 +507,20 @@ def test_a_boundary_row_that_is_an_error_has_no_shares_and_is_explained(page):
     text = page({name: value for name, value in made.items() if "share" not in name})
     assert "| llama | 512 |  |  |  |  |  |  |" in text
     assert f"- no value for llama at 512: {error}" in text
+
+
+def test_sections_stand_in_the_order_of_the_measurements(run):
+    rows = run(*(row(value=0.5, task=task) for task in reversed(MEASUREMENTS)))
+    titles = [section.title for section in read_page([rows]).parts]
+    measured = [measurement.title for measurement in MEASUREMENTS.values()]
+    assert titles == ["Models", *measured, "How each number was made"]
+
+
+def test_slack_is_explained_once_and_shows_the_share_of_its_absolute_part(page):
+    slack = row("coca", value=0.25, task="boundary", share_absolute=0.4)
+    made = page(row(value=0.25, task="boundary"), slack, slack | {"pairs_per_document": 7})
+    assert made.count("The score of a CoCA-slack model has two parts") == 1
+    assert "| coca | 512 | 0.000 | 0.750 | 0.000 | 0.250 | 0.250 | 0.125 | 0.750 | 0.400 |" in made
 
 
 def test_a_bound_of_decay_is_drawn_for_strict_and_not_for_slack(figures):

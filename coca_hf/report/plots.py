@@ -4,8 +4,6 @@ import io
 import math
 import re
 import textwrap
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from html import escape
 from typing import Any
@@ -16,6 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from PIL import Image
 
+from coca_hf.page import FAR, Curve, Heat, Key, Plot
+
 # After Okabe and Ito, for all eyes; three are darker, so that all have a contrast of 3 on white
 COLORS = ("#0072b2", "#d55e00", "#009068", "#b8578f", "#2e8bc0", "#a87000", "#444444")
 DASHES = ("-", "--", ":", "-.")
@@ -25,7 +25,6 @@ INK, MUTED, FAINT, PAPER = "#1b1b1b", "#5f5f5f", "#d9d9d9", "#ffffff"
 CSS_NAMES = {INK: "ink", MUTED: "muted", FAINT: "faint", PAPER: "paper"} | {
     color: f"c{number}" for number, color in enumerate(COLORS)
 }
-FAR = 1e12  # a perplexity beyond it is drawn as no number at all
 STYLE: Any = {
     "font.size": 10.5,
     "text.color": INK,
@@ -44,129 +43,40 @@ STYLE: Any = {
     "svg.fonttype": "none",
 }
 
-# Width and height in inches, and whether the legend is inside
-Draw = Callable[[float, float, bool], Figure]
 
+def draw(drawing: Plot | Heat, width: float, height: float, legend: bool) -> Figure:
+    """Draw at a size in inches, with or without a legend inside.
 
-@dataclass(frozen=True)
-class Key:
-    """How a line looks: the number of its model, of its RoPE setting, or of the published curve
-    that it is.
+    A heat map has a number in every cell, or a scale where cells are many.
     """
-
-    label: str
-    color: int = 0
-    style: int = 0
-    published: bool = False
-    marked: bool = True  # whether its points are worth a marker each
-
-    @property
-    def look(self) -> dict[str, Any]:
-        """Colour tells models apart, dashes and markers their RoPE settings; from the eighth model
-        on, hollow ones.
-        """
-        if self.published:
-            marker = PUBLISHED_MARKERS[self.style % len(PUBLISHED_MARKERS)]
-            line = {"color": MUTED, "linestyle": (0, (2, 2)), "linewidth": 1.2}
-            return line | {"marker": marker, "markersize": 4.5}
-        hollow = self.color >= len(COLORS)
-        marker = MARKERS[self.style % len(MARKERS)] if self.marked or hollow else ""
-        line = {"color": COLORS[self.color % len(COLORS)], "linewidth": 2}
-        line |= {"linestyle": DASHES[self.style % len(DASHES)], "marker": marker, "markersize": 5.5}
-        return line | ({"markerfacecolor": PAPER} if hollow else {})
+    is_heat = isinstance(drawing, Heat)
+    with matplotlib.rc_context(STYLE | ({"axes.grid": False} if is_heat else {})):
+        figure = Figure(
+            figsize=(width, height),
+            layout="constrained",
+            facecolor=PAPER if legend else "none",
+        )
+        axes = figure.subplots()
+        if isinstance(drawing, Heat):
+            _draw_heat(figure, axes, drawing)
+        else:
+            _draw_plot(axes, drawing, legend)
+        return figure
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Values over `xs`; None where there is none. `band`: the low and the high end of the spread at
-    each x.
+def look(key: Key) -> dict[str, Any]:
+    """Colour tells models apart, dashes and markers their RoPE settings; from the eighth model on,
+    hollow ones.
     """
-
-    key: Key
-    xs: list[float]
-    values: list[float | None]
-    band: list[tuple[float, float] | None] | None = None
-
-
-def line_figure(
-    curves: list[Curve],
-    y_label: str,
-    x_label: str = "context length (tokens)",
-    y_scale: str = "log",
-    trained_lengths: list[int] | None = None,
-    ticks: list[float] | None = None,
-    x_scale: str = "log",
-    borders: list[tuple[float, str]] | None = None,
-) -> Draw:
-    """A function that draws `curves` at a size in inches, with or without a legend inside.
-
-    y_scale: log, linear, zero (linear from 0) or share (0 to 1). ticks: of the x axis, by default
-    every x there is. A value that is None is a cross at the upper edge. borders: places on the x
-    axis, and what begins there.
-    """
-    values = [value for curve in curves for value in curve.values]
-    xs = ticks or sorted({x for curve in curves for x in curve.xs})
-    xs = xs[(len(xs) - 1) % 2 :: 2] if len(xs) > 9 else xs  # so that they do not touch
-
-    def draw(width: float, height: float, legend: bool) -> Figure:
-        with matplotlib.rc_context(STYLE):
-            figure = _figure(width, height, legend)
-            axes = figure.subplots()
-            banded = sum(any(curve.band or []) for curve in curves)
-            shade = min(0.15, 0.4 / max(banded, 1))
-            lines = [_draw_curve(axes, curve, shade) for curve in curves]
-            axes.set_ylabel(y_label)
-            axes.set_xlabel(x_label)
-            if x_scale == "log":
-                axes.set_xscale("log", base=2)
-            axes.set_xticks(xs, [_short(x) for x in xs])
-            axes.xaxis.set_minor_locator(NullLocator())
-            _mark_trained_lengths(axes, xs, trained_lengths or [], at_top=y_scale != "share")
-            for x, name in borders or []:
-                _mark(axes, x, name, side=1, at_top=True)
-            if y_scale == "share":
-                axes.set_ylim(-0.03, 1.05)  # room for whole markers at 0 and 1
-            elif y_scale == "zero":
-                axes.set_ylim(bottom=0)
-            # a logarithmic axis needs a number
-            elif y_scale == "log" and any(value and value <= FAR for value in values):
-                _log_values(axes)
-            if legend and len(lines) > 1:
-                lines.sort(key=lambda line: -_last(line.get_ydata()))
-                axes.legend(handles=lines, loc="center left", bbox_to_anchor=(1.01, 0.5))
-            return figure
-
-    return draw
-
-
-@dataclass(frozen=True)
-class Heat:
-    """Shares by line and column; None where there is none."""
-
-    title: str
-    columns: list[str]
-    lines: list[str]
-    shares: list[list[float | None]]
-
-
-def heat_figure(heat: Heat, x_label: str, y_label: str, top: float = 1) -> Draw:
-    """A function that draws shares from 0 to `top`: a number in every cell, or a scale where cells
-    are many.
-    """
-    numbers = len(heat.lines) * len(heat.columns) <= 100
-
-    def draw(width: float, height: float, legend: bool) -> Figure:
-        with matplotlib.rc_context(STYLE | {"axes.grid": False}):
-            figure = _figure(width, height, legend)
-            axes = figure.subplots()
-            colors = _draw_heat(axes, heat, top, numbers)
-            axes.set_ylabel(y_label)
-            axes.set_xlabel(x_label)
-            if not numbers:
-                figure.colorbar(colors, ax=axes).outline.set_visible(False)
-            return figure
-
-    return draw
+    if key.published:
+        marker = PUBLISHED_MARKERS[key.style % len(PUBLISHED_MARKERS)]
+        line = {"color": MUTED, "linestyle": (0, (2, 2)), "linewidth": 1.2}
+        return line | {"marker": marker, "markersize": 4.5}
+    hollow = key.color >= len(COLORS)
+    marker = MARKERS[key.style % len(MARKERS)] if key.marked or hollow else ""
+    line = {"color": COLORS[key.color % len(COLORS)], "linewidth": 2}
+    line |= {"linestyle": DASHES[key.style % len(DASHES)], "marker": marker, "markersize": 5.5}
+    return line | ({"markerfacecolor": PAPER} if hollow else {})
 
 
 def to_png(figure: Figure) -> bytes:
@@ -208,24 +118,51 @@ def to_svg(figure: Figure, name: str, alt: str) -> str:
 @cache
 def key_svg(key: Key) -> str:
     """The line of a legend, 34 by 14 pixels."""
-    look = key.look
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(34 / 72, 14 / 72), facecolor="none")
         axes = figure.add_axes((0, 0, 1, 1))
         axes.axis("off")
-        axes.plot([0, 1, 2], [0, 0, 0], markevery=[1], **look)
+        axes.plot([0, 1, 2], [0, 0, 0], markevery=[1], **look(key))
         axes.set_xlim(0, 2)
         svg = to_svg(figure, f"key-{key}", "")
         return svg.replace('role="img" aria-label=""', 'aria-hidden="true"')
 
 
+def _draw_plot(axes: Axes, plot: Plot, legend: bool) -> None:
+    values = [value for curve in plot.curves for value in curve.values]
+    xs = plot.ticks or sorted({x for curve in plot.curves for x in curve.xs})
+    xs = xs[(len(xs) - 1) % 2 :: 2] if len(xs) > 9 else xs  # so that they do not touch
+    banded = sum(any(curve.band or []) for curve in plot.curves)
+    shade = min(0.15, 0.4 / max(banded, 1))
+    lines = [_draw_curve(axes, curve, shade) for curve in plot.curves]
+    axes.set_ylabel(plot.y_label)
+    axes.set_xlabel(plot.x_label)
+    if plot.x_scale == "log":
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(xs, [_short(x) for x in xs])
+    axes.xaxis.set_minor_locator(NullLocator())
+    _mark_trained_lengths(axes, xs, plot.trained_lengths, at_top=plot.y_scale != "share")
+    for x, name in plot.borders:
+        _mark(axes, x, name, side=1, at_top=True)
+    if plot.y_scale == "share":
+        axes.set_ylim(-0.03, 1.05)  # room for whole markers at 0 and 1
+    elif plot.y_scale == "zero":
+        axes.set_ylim(bottom=0)
+    # a logarithmic axis needs a number
+    elif plot.y_scale == "log" and any(value and value <= FAR for value in values):
+        _log_values(axes)
+    if legend and len(lines) > 1:
+        lines.sort(key=lambda line: -_last(line.get_ydata()))
+        axes.legend(handles=lines, loc="center left", bbox_to_anchor=(1.01, 0.5))
+
+
 def _draw_curve(axes: Axes, curve: Curve, shade: float) -> Any:
     values = [math.nan if value is None or value > FAR else value for value in curve.values]
-    look = curve.key.look
+    style = look(curve.key)
     label = _plain(curve.key.label)
-    (line,) = axes.plot(curve.xs, values, label=label, clip_on=False, zorder=3, **look)
+    (line,) = axes.plot(curve.xs, values, label=label, clip_on=False, zorder=3, **style)
     missing = [x for x, value in zip(curve.xs, values, strict=True) if math.isnan(value)]
-    cross = {"color": look["color"], "marker": "x", "linestyle": "none"}
+    cross = {"color": style["color"], "marker": "x", "linestyle": "none"}
     edge = axes.get_xaxis_transform()
     axes.plot(
         missing, [1.0] * len(missing), transform=edge, label="_", clip_on=False, zorder=4, **cross
@@ -233,20 +170,21 @@ def _draw_curve(axes: Axes, curve: Curve, shade: float) -> Any:
     spread = [(x, *ends) for x, ends in zip(curve.xs, curve.band or [], strict=False) if ends]
     if spread:
         xs, low, high = zip(*spread, strict=True)
-        axes.fill_between(xs, low, high, color=look["color"], alpha=shade, linewidth=0, zorder=1)
+        axes.fill_between(xs, low, high, color=style["color"], alpha=shade, linewidth=0, zorder=1)
     return line
 
 
-def _draw_heat(axes: Axes, heat: Heat, top: float, numbers: bool) -> Any:
+def _draw_heat(figure: Figure, axes: Axes, heat: Heat) -> None:
+    numbers = len(heat.lines) * len(heat.columns) <= 100
     values = [[math.nan if share is None else share for share in line] for line in heat.shares]
     edges: Any = {"edgecolors": PAPER, "linewidth": 1} if numbers else {"rasterized": True}
-    colors = axes.pcolormesh(values, cmap="cividis", vmin=0, vmax=top, **edges)
+    colors = axes.pcolormesh(values, cmap="cividis", vmin=0, vmax=heat.top, **edges)
     for y, line in enumerate(heat.shares if numbers else []):
         for x, share in enumerate(line):
             if share is not None:
-                shade = "#000000" if share > top / 2 else "#fefefe"
-                look: Any = {"ha": "center", "va": "center", "fontsize": 8.5, "color": shade}
-                axes.text(x + 0.5, y + 0.5, f"{share:.2f}", **look)
+                shade = "#000000" if share > heat.top / 2 else "#fefefe"
+                style: Any = {"ha": "center", "va": "center", "fontsize": 8.5, "color": shade}
+                axes.text(x + 0.5, y + 0.5, f"{share:.2f}", **style)
     axes.set_title(_plain(heat.title), fontsize=10.5, loc="left")
     for axis, names in ((axes.xaxis, heat.columns), (axes.yaxis, heat.lines)):
         step = -(-len(names) // 12)  # so that names do not touch
@@ -254,12 +192,10 @@ def _draw_heat(axes: Axes, heat: Heat, top: float, numbers: bool) -> Any:
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     axes.invert_yaxis()
-    return colors
-
-
-def _figure(width: float, height: float, opaque: bool) -> Figure:
-    facecolor = PAPER if opaque else "none"
-    return Figure(figsize=(width, height), layout="constrained", facecolor=facecolor)
+    axes.set_ylabel(heat.y_label)
+    axes.set_xlabel(heat.x_label)
+    if not numbers:
+        figure.colorbar(colors, ax=axes).outline.set_visible(False)
 
 
 def _mark_trained_lengths(axes: Axes, ticks: list[float], lengths: list[int], at_top: bool) -> None:
@@ -279,10 +215,10 @@ def _mark_trained_lengths(axes: Axes, ticks: list[float], lengths: list[int], at
 def _mark(axes: Axes, x: float, name: str, side: int, at_top: bool) -> None:
     """A dashed line across, with its name to the right of it (side 1) or to the left (-1)."""
     axes.axvline(x, color=MUTED, linestyle=(0, (5, 4)), linewidth=1.1, zorder=1)
-    look: Any = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
-    look |= {"ha": "left" if side == 1 else "right", "va": "top" if at_top else "bottom"}
-    look |= {"rotation": 90, "fontsize": 8.5, "color": MUTED, "zorder": 1}
-    axes.annotate(name, (x, 0.98 if at_top else 0.04), (3 * side, 0), **look)
+    style: Any = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
+    style |= {"ha": "left" if side == 1 else "right", "va": "top" if at_top else "bottom"}
+    style |= {"rotation": 90, "fontsize": 8.5, "color": MUTED, "zorder": 1}
+    axes.annotate(name, (x, 0.98 if at_top else 0.04), (3 * side, 0), **style)
 
 
 def _log_values(axes: Axes) -> None:
