@@ -112,7 +112,8 @@ def serving(handler):
     """A server of `handler`, its address in `url`."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    # the interval is what a shutdown waits for
+    threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
     try:
         yield server
     finally:

@@ -148,16 +148,14 @@ def test_of_two_conversions_at_once_one_wins_and_the_other_says_so(source, expec
         assert not list(tmp_path.iterdir())
 
 
-def test_rerun_keeps_the_finished_shards_and_gives_the_same_files(source, expected, tmp_path):
-    interrupted(source, tmp_path / "dst")
-    record = goes_on(source, tmp_path / "dst", expected)
-    assert record["start"] == record_of(source.parent / "expected")["start"]
-
-
-def test_rerun_keeps_shards_of_another_type_than_the_source(source, tmp_path):
-    convert_checkpoint(source, tmp_path / "fresh", **SHARDS, dtype="bfloat16")
+def test_rerun_keeps_the_finished_shards_also_of_another_dtype_and_gives_the_same_files_and_record(
+    source, tmp_path
+):
+    record = convert_checkpoint(source, tmp_path / "fresh", **SHARDS, dtype="bfloat16")
     interrupted(source, tmp_path / "dst", num_bytes=1_600_000, dtype="bfloat16")
-    goes_on(source, tmp_path / "dst", bytes_of(tmp_path / "fresh"), dtype="bfloat16")
+    fresh = bytes_of(tmp_path / "fresh")
+    again = goes_on(source, tmp_path / "dst", fresh, dtype="bfloat16")
+    assert again["start"] == record["start"]
 
 
 def flip(position):
@@ -360,21 +358,3 @@ def test_what_is_in_the_place_of_the_staging_directory_is_left_alone(source, tmp
     make(tmp_path / ".dst.incomplete", elsewhere)
     refuses(r"\.dst\.incomplete: is in the way", source, tmp_path / "dst")
     assert [file.name for file in elsewhere.iterdir()] == ["mine"]
-
-
-def test_kill_between_the_two_renames_of_an_overwrite_loses_neither_checkpoint(
-    source, expected, tmp_path
-):
-    """The state that such a kill leaves, made by hand: the old one moved away, the new one complete
-    but in staging.
-    """
-    dst = tmp_path / "dst"
-    before = interrupted(source, dst)
-    replaced = tmp_path / ".dst.incomplete" / "replaced"
-    replaced.mkdir()
-    (replaced / "config.json").write_text("old")
-    with pytest.raises(CocaError, match="exists and is left as it is"):
-        convert_checkpoint(source, dst, **SHARDS)
-    assert (dst / "config.json").read_text() == "old"
-    goes_on(source, dst, expected, before, overwrite=True)
-    assert [file.name for file in tmp_path.iterdir()] == ["dst"]
