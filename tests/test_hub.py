@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from coca_cli.evaluate import app as evaluate_app
 from coca_hf import convert_checkpoint, patch_
 from coca_hf.models.hub import without_paths
-from tests.hub import HubHandler, serving
+from tests.hub import HubHandler, point_to, serving
 from tests.test_card import FRONT_MATTER, TRAINING, write_rows
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -163,28 +163,15 @@ def finished_dir(tiny_llama_dir, tmp_path_factory):
 
 
 @contextmanager
-def serving_repository():
-    """A `Hub` whose repository, `REPO`, has not been created."""
+def serving_this_process(monkeypatch, tmp_path):
+    """A `Hub`, that of this process, whose repository, `REPO`, has not been created."""
     with serving(Hub) as server:
         server.created, server.files, server.objects, server.refused = [], {}, {}, []
         server.branches, server.commits, server.fails_at = {"main": server.files}, [], None
         server.login = {"name": "somebody", "orgs": [{"name": "Lab"}], "auth": {}}
-        yield server
-
-
-@contextmanager
-def serving_this_process(monkeypatch, tmp_path):
-    """The repository, on the hub of this process."""
-    with serving_repository() as server:
-        for name, value in {
-            "ENDPOINT": server.url,
-            "HUGGINGFACE_CO_URL_TEMPLATE": server.url + "/{repo_id}/resolve/{revision}/{filename}",
-            "HF_HUB_OFFLINE": False,
-            "HF_HUB_DISABLE_XET": True,
-            "HF_HUB_CACHE": str(tmp_path / "hub"),
-            "HF_TOKEN_PATH": str(tmp_path / "no-token"),
-        }.items():
-            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        point_to(server, tmp_path / "hub", monkeypatch)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
         monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", server.url)
         monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # it has its own endpoint
         monkeypatch.setenv("HF_TOKEN", "hf_nobody")
@@ -226,17 +213,9 @@ print(type(model).__module__.split(".")[0], repr(model(ids).logits.double().sum(
 """
 
 
-def test_an_upload_of_a_checkpoint_sends_every_file_and_no_path_of_this_machine(hub, finished_dir):
-    huggingface_hub.upload_folder(repo_id=REPO, folder_path=finished_dir)
-    assert hub.files == {file.name: file.read_bytes() for file in finished_dir.iterdir()}
-    for name, content in hub.files.items():
-        assert str(finished_dir.parent).encode() not in content, name
-    record = json.loads(hub.files["conversion.json"])
-    assert record["source"] == "base"
-    assert len(record["source_xxh3_128"]) == 32
-
-
-def test_push_to_hub_sends_a_checkpoint_whole_with_its_card(hub, finished_dir):
+def test_push_to_hub_sends_a_checkpoint_whole_with_its_card_and_no_path_of_this_machine(
+    hub, finished_dir
+):
     push(finished_dir)
     AutoTokenizer.from_pretrained(finished_dir).push_to_hub(REPO)
     assert hub.created[0]["name"] == REPO.split("/")[1]
@@ -248,6 +227,7 @@ def test_push_to_hub_sends_a_checkpoint_whole_with_its_card(hub, finished_dir):
     assert hub.files["LICENSE"] == (finished_dir / "LICENSE").read_bytes()
     for name in ("conversion.json", "training.json"):
         assert json.loads(hub.files[name]) == json.loads((finished_dir / name).read_text())
+    assert json.loads(hub.files["conversion.json"])["source"] == "base"
     assert len(json.loads(hub.files["config.json"])["auto_map"]) == 5
     for name, content in hub.files.items():
         assert str(finished_dir.parent).encode() not in content, name
