@@ -323,16 +323,15 @@ def test_the_350m_configuration_of_the_paper_is_understood():
 @torch.no_grad()
 def test_the_released_350m_converts_and_gives_the_logits_of_the_released_arithmetic(tmp_path):
     """Random weights, half precision as released, all of the configuration but its vocabulary, 89
-    of 100,864 tokens, and its depth, 3 of 24 layers.
+    of 100,864 tokens, and its depth, 1 of 24 layers.
     """
-    config, source = PAPER_350M | {"vocab_size": 89, "num_hidden_layers": 3}, tmp_path / "src"
+    config, source = PAPER_350M | {"vocab_size": 89, "num_hidden_layers": 1}, tmp_path / "src"
     torch.manual_seed(5)
     model = GPTNeoXForCausalLM(GPTNeoXConfig(**config))
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, 1.0 if "norm.weight" in name else 0.0, 0.05)
     model.half().save_pretrained(source)
-    angles = "gpt_neox.layers.{}.attention.rotary_emb.inv_freq"
-    stored = {angles.format(layer): torch.ones(32) for layer in range(3)}
+    stored = {"gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(32)}
     edit_weights(source, lambda weights: weights.update(stored))
     (source / "config.json").write_text(json.dumps(config))
     convert_checkpoint(source, tmp_path / "dst", released=True)
@@ -343,12 +342,9 @@ def test_the_released_350m_converts_and_gives_the_logits_of_the_released_arithme
         source, dtype=torch.float32, attn_implementation="eager"
     )
     first, second = pairs(stock.config)
-    for layer in range(3):
-        # the released code averages both rows of a pair
-        for rows in key_rows(stock, layer).values():
-            rows[:, first] = rows[:, second] = (
-                ((rows[:, first] + rows[:, second]) / 2).half().float()
-            )
+    # the released code averages both rows of a pair
+    for rows in key_rows(stock, 0).values():
+        rows[:, first] = rows[:, second] = ((rows[:, first] + rows[:, second]) / 2).half().float()
     expected, other = (
         reference_logits(stock, constraint, ids, mask) for constraint in ("slack", "strict")
     )

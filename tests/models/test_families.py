@@ -4,6 +4,7 @@ take.
 
 import copy
 import itertools
+import re
 import sys
 
 import pytest
@@ -149,17 +150,19 @@ def test_pairs_that_are_not_rotated_do_not_depend_on_positions():
 
 
 @pytest.mark.parametrize(
-    "case", ["llama", "mistral-window", "qwen2", "qwen3", "granite", "neox-partial"]
+    "case", ["llama", "mistral-window", "qwen2", "qwen3", "granite", "smollm3", "neox-partial"]
 )
-def test_declarations_that_sharding_and_serving_read(case):
-    model = coca_model(case, "slack")
+def test_declarations_that_sharding_and_serving_read_have_the_keys_of_kept_layers(case):
+    model = coca_model(case, keep_layers=[1])
     family = type(model).__name__.removesuffix("ForCausalLM")
     plan = model.config.base_model_tp_plan
-    assert plan["layers.*.self_attn.t_proj"] == "colwise"
-    assert not any("k_proj" in name or "k_norm" in name for name in plan)
-    modules = {name.replace(".0.", ".*.") for name, _ in model.model.named_modules()}
+    assert plan["layers.*.self_attn.k_proj"] == plan["layers.*.self_attn.t_proj"] == "colwise"
+    modules = {re.sub(r"\.\d+\.", ".*.", name) for name, _ in model.model.named_modules()}
     assert plan.keys() <= modules
-    assert ("layers.*.self_attn.q_norm" in plan) == (case == "qwen3")
+    for norm in ("q_norm", "k_norm"):
+        assert (f"layers.*.self_attn.{norm}" in plan) == (case == "qwen3")
+    without_kept = type(model.config).base_model_tp_plan
+    assert not any("k_proj" in name or "k_norm" in name for name in without_kept)
     for feature in ("sdpa", "flash_attn", "flex_attn", "attention_backend"):
         assert getattr(model, f"_supports_{feature}")
     assert model._can_compile_fullgraph
