@@ -85,6 +85,15 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def output_of(*command, **environment):
+    """What a process prints that ends well."""
+    done = subprocess.run(
+        [*map(str, command)], env=os.environ | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    return done.stdout
+
+
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """A token per byte, and three special tokens: any text comes back as it was."""

@@ -2,10 +2,8 @@
 
 import hashlib
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from base64 import b64decode
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ from typer.testing import CliRunner
 from coca_cli.evaluate import app as evaluate_app
 from coca_hf import convert_checkpoint, patch_
 from coca_hf.models.hub import without_paths
+from tests.conftest import output_of
 from tests.hub import HubHandler, point_to, serving
 from tests.test_card import FRONT_MATTER, TRAINING, write_rows
 
@@ -72,7 +71,7 @@ class Hub(HubHandler):
             }
             self.answer({"success": True, "commitOid": COMMIT, **urls})
         else:
-            self.refuse()
+            self.send_missing()
 
     def do_PUT(self):
         content = self.read()
@@ -96,7 +95,7 @@ class Hub(HubHandler):
                 ]
             )
         elif "/tree/" in self.path:
-            self.refuse()
+            self.send_missing()
         elif self.path == "/api/whoami-v2":
             self.send(200 if self.server.login else 401, json.dumps(self.server.login).encode())
         elif self.path.startswith("/api/models/") and not (
@@ -112,7 +111,7 @@ class Hub(HubHandler):
                 }
             )
         elif content is None:
-            self.refuse()
+            self.send_missing()
         else:
             self.send(200, content, ETag=f'"{hashlib.sha256(content).hexdigest()}"')
 
@@ -135,10 +134,6 @@ class Hub(HubHandler):
             self.rfile.readline()
             return b"".join(chunks)
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-
-    def refuse(self):
-        self.server.refused.append(f"{self.command} {self.path}")
-        self.send_missing()
 
     def send(self, status, content, **headers):
         super().send(status, content, **{"X-Repo-Commit": COMMIT, **headers})
@@ -166,7 +161,7 @@ def finished_dir(tiny_llama_dir, tmp_path_factory):
 def serving_this_process(monkeypatch, tmp_path):
     """A `Hub`, that of this process, whose repository, `REPO`, has not been created."""
     with serving(Hub) as server:
-        server.created, server.files, server.objects, server.refused = [], {}, {}, []
+        server.created, server.files, server.objects = [], {}, {}
         server.branches, server.commits, server.fails_at = {"main": server.files}, [], None
         server.login = {"name": "somebody", "orgs": [{"name": "Lab"}], "auth": {}}
         point_to(server, tmp_path / "hub", monkeypatch)
@@ -186,17 +181,13 @@ def hub(monkeypatch, tmp_path):
 
 def run(hub, home, *command):
     """Run a command whose hub is the stand-in; returns its last line."""
-    environment = os.environ | {
-        "HF_ENDPOINT": hub.url,
-        "HF_TOKEN": "hf_nobody",
-        "HF_HOME": str(home),
+    environment = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_nobody", "HF_HOME": str(home)}
+    environment |= {
         "HF_HUB_OFFLINE": "0",
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, f"{finished.stderr[-3000:]}\nrefused: {hub.refused}"
-    return finished.stdout.splitlines()[-1] if finished.stdout else ""
+    return (output_of(*command, **environment).splitlines() or [""])[-1]
 
 
 def push(directory, **options):

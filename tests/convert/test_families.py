@@ -4,7 +4,6 @@ weights say it is.
 
 import json
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -22,6 +21,7 @@ import coca_hf
 from coca_hf import AlibiLlamaConfig, AlibiLlamaForCausalLM, convert_checkpoint, patch_
 from coca_hf.convert.config import FAMILIES
 from coca_hf.models.attention import QUERY_SCALE, coca_key, coca_query
+from tests.conftest import output_of
 from tests.convert.checkpoints import edit_config, edit_weights, refuses
 from tests.models.families import (
     CASES,
@@ -210,9 +210,7 @@ def test_loads_and_saves_without_coca_hf_by_its_own_code_where_that_is_allowed_a
         shutil.copytree(converted(*options)[1], directory)
     AlibiLlamaForCausalLM(AlibiLlamaConfig(**SHAPE)).save_pretrained(tmp_path / "alibi")
     directories.append(tmp_path / "alibi")
-    command = [sys.executable, "-c", LOAD_WITHOUT_COCA_HF, *map(str, directories)]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
+    output_of(sys.executable, "-c", LOAD_WITHOUT_COCA_HF, *directories)
     ids = torch.arange(60).view(2, 30) * 5 % 89
     for directory in directories:
         model = AutoModelForCausalLM.from_pretrained(directory)

@@ -211,11 +211,6 @@ REPOSITORIES = {
         "got an adapter of owner/base, expected a whole model",
     ),
     "GGUF": ({"q4.gguf": b"x", "q8.gguf": b"x"}, "hf download owner/model q4.gguf --local-dir DIR"),
-    "Mistral's layout": (
-        {"params.json": b"x", "consolidated.safetensors": b"x"},
-        "Mistral's own code (params.json)",
-    ),
-    "nothing": ({"notes.txt": b"x"}, "got no weights, expected model.safetensors"),
 }
 
 
@@ -226,5 +221,5 @@ def test_a_repository_without_weights_that_we_read_is_called_what_it_is(
     del hub.commits[NEW]["model.safetensors"]
     hub.commits[NEW] |= files
     refuses(re.escape(message), REPO, tmp_path / "dst")
-    assert not {"pytorch_model.bin", "q4.gguf", "consolidated.safetensors"} & set(hub.downloaded)
+    assert not {"pytorch_model.bin", "q4.gguf"} & set(hub.downloaded)
     assert {path.name for path in tmp_path.iterdir()} == {"cache"}

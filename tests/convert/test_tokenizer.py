@@ -79,12 +79,8 @@ def test_links_of_additional_chat_templates_out_of_the_checkpoint_are_refused(so
 @pytest.mark.parametrize(
     "name",
     [
-        "vocab.txt",
-        "spiece.model",
-        "tokenizer.model.v3",
-        "tekken.json",
-        "qwen.tiktoken",
-        "tokenizer.4.0.json",
+        *("vocab.txt", "spiece.model", "tokenizer.model.v3"),
+        *("tekken.json", "qwen.tiktoken", "tokenizer.4.0.json"),
     ],
 )
 def test_files_of_other_tokenizers_come_along(source, tmp_path, name):
