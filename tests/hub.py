@@ -1,4 +1,4 @@
-"""Stand-ins for the hub's endpoint on this machine: what all of them need, and one to read from."""
+"""A stand-in for the hub's endpoint on this machine, to read from."""
 
 import json
 import re
@@ -11,36 +11,15 @@ import datasets
 import huggingface_hub
 
 
-class HubHandler(BaseHTTPRequestHandler):
-    """Answers as JSON or bytes, without a word on stderr."""
-
-    protocol_version = "HTTP/1.1"
-
-    def answer(self, content):
-        self.send(200, json.dumps(content).encode(), **{"Content-Type": "application/json"})
-
-    def send_missing(self):
-        self.send(404, b"{}", **{"X-Error-Code": "EntryNotFound"})
-
-    def send(self, status, content, **headers):
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(content)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-    def log_message(self, *args):
-        pass
-
-
-class RepositoryHub(HubHandler):
+class RepositoryHub(BaseHTTPRequestHandler):
     """One repository, `server.repo`, of a model or a data set.
 
     commits: bytes by name of the files of each commit, the last of which is main; without any, the
     hub is down. tags: other names of commits. lost: a file whose reader gets no answer. asked: the
     paths of all requests. downloaded: the names of all files that were sent.
     """
+
+    protocol_version = "HTTP/1.1"
 
     def do_GET(self):
         self.server.asked.append(self.path)
@@ -101,12 +80,39 @@ class RepositoryHub(HubHandler):
         headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
         return self.send(206, content[first : last + 1], **headers)
 
+    def answer(self, content):
+        self.send(200, json.dumps(content).encode(), **{"Content-Type": "application/json"})
+
+    def send_missing(self):
+        self.send(404, b"{}", **{"X-Error-Code": "EntryNotFound"})
+
+    def send(self, status, content, **headers):
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, *args):
+        pass
+
 
 @contextmanager
-def serving(handler):
-    """A server of `handler`, its address in `url`."""
+def serving_commits(repo, commits, cache, monkeypatch, handler=RepositoryHub, tags=None):
+    """A `RepositoryHub`, the hub of this process."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.url = f"http://127.0.0.1:{server.server_port}"
+    server.repo, server.commits, server.tags, server.lost = repo, commits, tags or {}, None
+    server.asked, server.downloaded = [], []
+    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    for name, value in [
+        ("ENDPOINT", server.url),
+        ("HUGGINGFACE_CO_URL_TEMPLATE", template),
+        ("HF_HUB_OFFLINE", False),
+        ("HF_HUB_CACHE", str(cache)),
+    ]:
+        monkeypatch.setattr(huggingface_hub.constants, name, value)
     # the interval is what a shutdown waits for
     threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
     try:
@@ -114,27 +120,6 @@ def serving(handler):
     finally:
         server.shutdown()
         server.server_close()
-
-
-def point_to(server, cache, monkeypatch):
-    """Make `server` the hub of this process."""
-    for name, value in [
-        ("ENDPOINT", server.url),
-        ("HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"),
-        ("HF_HUB_OFFLINE", False),
-        ("HF_HUB_CACHE", str(cache)),
-    ]:
-        monkeypatch.setattr(huggingface_hub.constants, name, value)
-
-
-@contextmanager
-def serving_commits(repo, commits, cache, monkeypatch):
-    """A `RepositoryHub`, the hub of this process."""
-    with serving(RepositoryHub) as server:
-        server.repo, server.commits, server.tags, server.lost = repo, commits, {}, None
-        server.asked, server.downloaded = [], []
-        point_to(server, cache, monkeypatch)
-        yield server
 
 
 @contextmanager

@@ -36,8 +36,8 @@ def hub(tmp_path, monkeypatch, tiny_llama_dir):
     """The hub of this process; its one repository is `tiny_llama_dir`."""
     files = files_of(tiny_llama_dir)
     commits = {OLD: files, NEW: files}
-    with serving_commits(REPO, commits, tmp_path / "cache", monkeypatch) as server:
-        server.tags["v1"] = OLD
+    cache, tags = tmp_path / "cache", {"v1": OLD}
+    with serving_commits(REPO, commits, cache, monkeypatch, tags=tags) as server:
         yield server
 
 
