@@ -57,7 +57,8 @@ def outcome(source, **options):
         assert message.isprintable()
         assert len(message) < 1100
     else:
-        message = shutil.rmtree(dst)
+        message = None
+        shutil.rmtree(dst)
     assert {*source.parent.iterdir()} == before
     return message
 

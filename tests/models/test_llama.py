@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from coca_hf import CocaLlamaConfig, CocaLlamaForCausalLM
+from coca_hf import CocaLlamaForCausalLM
 from coca_hf.models.reference import use_reference_
 from tests.models.families import tiny_model, tokens
 
@@ -37,21 +37,20 @@ def test_tied_embeddings_stay_tied_through_saving(tmp_path):
     assert torch.equal(again(tokens()).logits, model(tokens()).logits)
 
 
+ROPE = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"coca_constraint": "loose"}, "loose"),
         ({"head_dim": 7}, "head_dim is 7, expected an even number"),
+        (
+            {"rope_parameters": ROPE},
+            "'proportional' is not supported with CoCA; supported: default",
+        ),
     ],
 )
-def test_config_refuses_values_that_make_no_model(fields, message):
+def test_values_that_make_no_model_are_refused(fields, message):
     with pytest.raises(Exception, match=message):
-        CocaLlamaConfig(**fields)
-
-
-def test_unsupported_rope_type_is_refused_by_name():
-    rope = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    with pytest.raises(
-        ValueError, match="'proportional' is not supported with CoCA; supported: default, linear"
-    ):
-        tiny_model(rope_parameters=rope)
+        tiny_model(**fields)

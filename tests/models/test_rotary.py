@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from coca_hf import CocaGPTNeoXConfig
 from coca_hf.models.cache import CocaCache
-from coca_hf.models.rotary import CocaRotaryEmbedding, ntk_base
+from coca_hf.models.rotary import CocaRotaryEmbedding
 from tests.conftest import TINY
 from tests.models.families import MENDED_CACHES, tiny_model, tokens
 
@@ -64,25 +64,6 @@ def test_angles_are_those_of_transformers_for_a_fresh_module(rope, length):
     assert cos.shape == (1, length, 8)
     torch.testing.assert_close(torch.cat((cos, cos), dim=-1), stock_cos, atol=1e-5, rtol=0)
     torch.testing.assert_close(torch.cat((sin, sin), dim=-1), stock_sin, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
-def test_a_long_row_changes_neither_its_batch_mate_nor_the_next_call(rope):
-    rotary = CocaRotaryEmbedding(config_of(ROPES[rope]))
-    short, long = torch.arange(20)[None], torch.arange(200)[None]
-    before = rotary(torch.empty(0), short)[0]
-    batch = torch.cat((pad(short, (0, 180)), long))
-    together = rotary(torch.empty(0), batch)[0]
-    assert torch.equal(together[:1, :20], before)
-    assert torch.equal(together[1:], rotary(torch.empty(0), long)[0])
-    assert not torch.equal(together[1:, :20], before)
-    assert torch.equal(rotary(torch.empty(0), short)[0], before)
-
-
-def test_dynamic_base_grows_only_past_the_trained_length():
-    assert ntk_base(1e4, 4.0, 64, 64, 16) == 1e4
-    assert ntk_base(1e4, 4.0, 20, 64, 16) == 1e4
-    assert ntk_base(1e4, 4.0, 128, 64, 16) == pytest.approx(1e4 * 5 ** (16 / 14))
 
 
 def test_a_single_pair_has_the_angle_of_its_position_under_dynamic_ntk_too():
