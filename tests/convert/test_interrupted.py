@@ -298,16 +298,12 @@ def test_file_size_limit_is_one_line_and_the_rerun_goes_on(source, expected, tmp
     try:
         message = r"not written: .*File too large.*the same command continues"
         limit = (resource.RLIMIT_FSIZE, (200_000, limits[1]))
-        fails_once(message, source, tmp_path / "dst", lambda: resource.setrlimit(*limit))
+        progress = stop_after(2_000_000, lambda: resource.setrlimit(*limit))
+        refuses(message, source, tmp_path / "dst", **SHARDS, progress=progress)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / "dst").exists()
     goes_on(source, tmp_path / "dst", expected)
-
-
-def fails_once(message, source, dst, action):
-    """Convert until 2 MB are written, then act so that the disk takes no more."""
-    refuses(message, source, dst, **SHARDS, progress=stop_after(2_000_000, action))
-    assert not dst.exists()
 
 
 def fill(disk):
@@ -315,27 +311,19 @@ def fill(disk):
         (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - 100_000))
 
 
-def test_disk_that_fills_up_is_one_line_and_the_rerun_goes_on(source, expected, small_disk):
-    message = "disk full while writing; free some space; what is finished is kept"
-    fails_once(message, source, small_disk / "dst", lambda: fill(small_disk))
-    (small_disk / "filler").unlink()
-    assert len(staged(small_disk / "dst")) >= 3
-    goes_on(source, small_disk / "dst", expected)
-
-
-def test_overwrite_that_fails_keeps_the_old_checkpoint(source, small_disk):
+def test_disk_that_fills_up_is_one_line_keeps_the_old_checkpoint_and_the_rerun_goes_on(
+    source, expected, small_disk
+):
     dst = small_disk / "dst"
     dst.mkdir()
     (dst / "config.json").write_text("{}")
-    refuses(
-        "disk full while writing",
-        source,
-        dst,
-        overwrite=True,
-        progress=stop_after(2_000_000, lambda: fill(small_disk)),
-    )
+    message = "disk full while writing; free some space; what is finished is kept"
+    progress = stop_after(2_000_000, lambda: fill(small_disk))
+    refuses(message, source, dst, **SHARDS, overwrite=True, progress=progress)
     assert (dst / "config.json").read_text() == "{}"
-    assert sorted(file.name for file in small_disk.iterdir()) == ["dst", "filler"]
+    (small_disk / "filler").unlink()
+    assert len(staged(dst)) >= 3
+    goes_on(source, dst, expected, overwrite=True)
 
 
 def test_bad_weights_found_late_leave_nothing(source, tmp_path):
