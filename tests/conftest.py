@@ -22,6 +22,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import coca_hf
 
+# Nobody pulls the plug on a test: waiting for the disk is more than half of a small conversion.
+os.fsync = lambda descriptor: None
+
 TINY = {
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -80,6 +83,15 @@ def pytest_collection_finish():
     """
     gc.collect()
     gc.freeze()
+
+
+def output_of(*command, **environment):
+    """What a process prints that ends well."""
+    done = subprocess.run(
+        [*map(str, command)], env=os.environ | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    return done.stdout
 
 
 @pytest.fixture(scope="session")

@@ -132,19 +132,9 @@ def test_what_limits_the_attention_falls_from_the_start_over_the_fit_to_what_is_
     steps = "--layers 1 --tokens 512 1024 --passes 20 --free-steps 200"
     bench("attention_limits", where, steps)
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    relu, both, more = (
-        "512 tokens, ReLU's gradient",
-        "512 tokens, and as many repeated",
-        "1,024 tokens, and as many repeated",
-    )
-    assert [row["fit"] for row in rows] == [
-        "start",
-        relu,
-        "512 tokens",
-        both,
-        more,
-        "free, 200 steps",
-    ]
+    fits = ["start", "512 tokens, ReLU's gradient", "512 tokens"]
+    fits += ["512 tokens, and as many repeated", "1,024 tokens, and as many repeated"]
+    assert [row["fit"] for row in rows] == [*fits, "free, 200 steps"]
     start, fitted, free = rows[0], rows[-2], rows[-1]
     assert start["held_out"]["all"] > fitted["held_out"]["all"] > 1.5 * free["held_out"]["all"]
     assert rows[1]["held_out"] != rows[2]["held_out"]
@@ -230,18 +220,8 @@ def test_what_fails_on_the_gpu_is_named_and_the_rest_is_measured(tmp_path):
     failed = [line for line in finished.stderr.splitlines() if line.startswith("failed")]
     assert [line.split()[2] for line in failed] == ["124", "3"]
     calls = (tmp_path / "calls").read_text()
-    results = [
-        "decode",
-        "tune",
-        "prefill",
-        "prefill-350m",
-        "generate",
-        "train",
-        "train-stages",
-        "evaluate",
-        "plan",
-    ]
-    assert all(f"--out {tmp_path}/out/{name}.json" in calls for name in results)
+    results = "decode tune prefill prefill-350m generate train train-stages evaluate plan"
+    assert all(f"--out {tmp_path}/out/{name}.json" in calls for name in results.split())
     assert "floors.py --results" in calls.splitlines()[-1]
 
 

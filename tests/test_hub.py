@@ -2,10 +2,8 @@
 
 import hashlib
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from base64 import b64decode
 from contextlib import contextmanager
@@ -20,17 +18,18 @@ from typer.testing import CliRunner
 from coca_cli.evaluate import app as evaluate_app
 from coca_hf import convert_checkpoint, patch_
 from coca_hf.models.hub import without_paths
-from tests.hub import HubHandler, serving
+from tests.conftest import output_of
+from tests.hub import RepositoryHub, serving_commits
 from tests.test_card import FRONT_MATTER, TRAINING, write_rows
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "somebody/tiny-coca"
 
 
-class Hub(HubHandler):
+class Hub(RepositoryHub):
     """One model repository: creation, branches, uploads inline and by LFS, commits, downloads.
 
-    `branches` holds the files of every branch, `files` those of main. `commits` has the names of
+    `commits` holds the files of every branch too, `files` those of main. `pushed` has the names of
     the files of each commit; one with the file `fails_at` fails. `login` is what whoami answers.
     """
 
@@ -42,7 +41,7 @@ class Hub(HubHandler):
         elif self.path == "/api/validate-yaml":
             self.answer({"errors": [], "warnings": []})
         elif match := re.fullmatch(rf"/api/models/{REPO}/branch/(.+)", self.path):
-            hub.branches.setdefault(match[1], dict(hub.files))
+            hub.commits.setdefault(match[1], dict(hub.files))
             self.answer({})
         elif re.fullmatch(rf"/api/models/{REPO}/preupload/.+", self.path):
             self.answer({"files": [self.how_to_upload(file) for file in json.loads(body)["files"]]})
@@ -56,10 +55,11 @@ class Hub(HubHandler):
         elif match := re.fullmatch(
             rf"/api/models/{REPO}/commit/([^?]+)(\?create_pr=1)?", self.path
         ):
-            files = hub.branches.setdefault("refs/pr/1", {}) if match[2] else hub.branches[match[1]]
+            branch = "refs/pr/1" if match[2] else hub.tags.get(match[1], match[1])
+            files = hub.commits.setdefault(branch, {})
             lines = [json.loads(line) for line in body.splitlines()]
-            hub.commits.append([line["value"]["path"] for line in lines if line["key"] != "header"])
-            if hub.fails_at in hub.commits[-1]:
+            hub.pushed.append([line["value"]["path"] for line in lines if line["key"] != "header"])
+            if hub.fails_at in hub.pushed[-1]:
                 return self.send(503, b"{}")
             for line in lines:
                 if line["key"] == "file":
@@ -72,7 +72,7 @@ class Hub(HubHandler):
             }
             self.answer({"success": True, "commitOid": COMMIT, **urls})
         else:
-            self.refuse()
+            self.send_missing()
 
     def do_PUT(self):
         content = self.read()
@@ -81,40 +81,12 @@ class Hub(HubHandler):
         self.answer({})
 
     def do_GET(self):
-        match = re.fullmatch(rf"/{REPO}/resolve/([^/]+)/(.+)", self.path)
-        content = (
-            self.server.branches.get(match[1].replace(COMMIT, "main"), {}).get(match[2])
-            if match
-            else None
-        )
-        if re.fullmatch(rf"/api/models/{REPO}/tree/(?:main|{COMMIT})(\?.*)?", self.path):
-            files = self.server.files.items()
-            self.answer(
-                [
-                    {"type": "file", "path": name, "size": len(content), "oid": ""}
-                    for name, content in files
-                ]
-            )
-        elif "/tree/" in self.path:
-            self.refuse()
-        elif self.path == "/api/whoami-v2":
+        if self.path == "/api/whoami-v2":
             self.send(200 if self.server.login else 401, json.dumps(self.server.login).encode())
-        elif self.path.startswith("/api/models/") and not (
-            self.server.created or self.server.files
-        ):
+        elif not (self.server.created or self.server.files):
             self.send(404, b"{}", **{"X-Error-Code": "RepoNotFound"})
-        elif self.path.startswith(f"/api/models/{REPO}"):
-            self.answer(
-                {
-                    "id": REPO,
-                    "sha": COMMIT,
-                    "siblings": [{"rfilename": name} for name in self.server.files],
-                }
-            )
-        elif content is None:
-            self.refuse()
         else:
-            self.send(200, content, ETag=f'"{hashlib.sha256(content).hexdigest()}"')
+            super().do_GET()
 
     do_HEAD = do_GET
 
@@ -136,12 +108,8 @@ class Hub(HubHandler):
             return b"".join(chunks)
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
-    def refuse(self):
-        self.server.refused.append(f"{self.command} {self.path}")
-        self.send_missing()
-
     def send(self, status, content, **headers):
-        super().send(status, content, **{"X-Repo-Commit": COMMIT, **headers})
+        super().send(status, content, **{**headers, "X-Repo-Commit": COMMIT})
 
 
 @pytest.fixture(scope="module")
@@ -163,28 +131,15 @@ def finished_dir(tiny_llama_dir, tmp_path_factory):
 
 
 @contextmanager
-def serving_repository():
-    """A `Hub` whose repository, `REPO`, has not been created."""
-    with serving(Hub) as server:
-        server.created, server.files, server.objects, server.refused = [], {}, {}, []
-        server.branches, server.commits, server.fails_at = {"main": server.files}, [], None
-        server.login = {"name": "somebody", "orgs": [{"name": "Lab"}], "auth": {}}
-        yield server
-
-
-@contextmanager
 def serving_this_process(monkeypatch, tmp_path):
-    """The repository, on the hub of this process."""
-    with serving_repository() as server:
-        for name, value in {
-            "ENDPOINT": server.url,
-            "HUGGINGFACE_CO_URL_TEMPLATE": server.url + "/{repo_id}/resolve/{revision}/{filename}",
-            "HF_HUB_OFFLINE": False,
-            "HF_HUB_DISABLE_XET": True,
-            "HF_HUB_CACHE": str(tmp_path / "hub"),
-            "HF_TOKEN_PATH": str(tmp_path / "no-token"),
-        }.items():
-            monkeypatch.setattr(huggingface_hub.constants, name, value)
+    """A `Hub`, that of this process, whose repository, `REPO`, has not been created."""
+    tags = {None: COMMIT, "main": COMMIT}
+    with serving_commits(REPO, {COMMIT: {}}, tmp_path / "hub", monkeypatch, Hub, tags) as server:
+        server.created, server.pushed, server.objects, server.fails_at = [], [], {}, None
+        server.files = server.commits[COMMIT]
+        server.login = {"name": "somebody", "orgs": [{"name": "Lab"}], "auth": {}}
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
         monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", server.url)
         monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # it has its own endpoint
         monkeypatch.setenv("HF_TOKEN", "hf_nobody")
@@ -199,17 +154,13 @@ def hub(monkeypatch, tmp_path):
 
 def run(hub, home, *command):
     """Run a command whose hub is the stand-in; returns its last line."""
-    environment = os.environ | {
-        "HF_ENDPOINT": hub.url,
-        "HF_TOKEN": "hf_nobody",
-        "HF_HOME": str(home),
+    environment = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_nobody", "HF_HOME": str(home)}
+    environment |= {
         "HF_HUB_OFFLINE": "0",
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, f"{finished.stderr[-3000:]}\nrefused: {hub.refused}"
-    return finished.stdout.splitlines()[-1] if finished.stdout else ""
+    return (output_of(*command, **environment).splitlines() or [""])[-1]
 
 
 def push(directory, **options):
@@ -226,17 +177,9 @@ print(type(model).__module__.split(".")[0], repr(model(ids).logits.double().sum(
 """
 
 
-def test_an_upload_of_a_checkpoint_sends_every_file_and_no_path_of_this_machine(hub, finished_dir):
-    huggingface_hub.upload_folder(repo_id=REPO, folder_path=finished_dir)
-    assert hub.files == {file.name: file.read_bytes() for file in finished_dir.iterdir()}
-    for name, content in hub.files.items():
-        assert str(finished_dir.parent).encode() not in content, name
-    record = json.loads(hub.files["conversion.json"])
-    assert record["source"] == "base"
-    assert len(record["source_xxh3_128"]) == 32
-
-
-def test_push_to_hub_sends_a_checkpoint_whole_with_its_card(hub, finished_dir):
+def test_push_to_hub_sends_a_checkpoint_whole_with_its_card_and_no_path_of_this_machine(
+    hub, finished_dir
+):
     push(finished_dir)
     AutoTokenizer.from_pretrained(finished_dir).push_to_hub(REPO)
     assert hub.created[0]["name"] == REPO.split("/")[1]
@@ -248,6 +191,7 @@ def test_push_to_hub_sends_a_checkpoint_whole_with_its_card(hub, finished_dir):
     assert hub.files["LICENSE"] == (finished_dir / "LICENSE").read_bytes()
     for name in ("conversion.json", "training.json"):
         assert json.loads(hub.files[name]) == json.loads((finished_dir / name).read_text())
+    assert json.loads(hub.files["conversion.json"])["source"] == "base"
     assert len(json.loads(hub.files["config.json"])["auto_map"]) == 5
     for name, content in hub.files.items():
         assert str(finished_dir.parent).encode() not in content, name
@@ -310,7 +254,7 @@ def test_a_model_from_no_coca_checkpoint_is_sent_without_files_of_other_director
 def test_a_branch_gets_the_card_and_keeps_one_that_was_edited(hub, finished_dir):
     push(finished_dir, revision="step-100", tags=["mine"])
     assert hub.files == {}
-    branch = hub.branches["step-100"]
+    branch = hub.commits["step-100"]
     assert {"README.md", "model.safetensors", "conversion.json", "LICENSE"} <= {*branch}
     card = ModelCard(branch["README.md"].decode())
     assert card.data.tags == ["coca", "long-context", "mine"]
@@ -324,5 +268,5 @@ def test_a_branch_gets_the_card_and_keeps_one_that_was_edited(hub, finished_dir)
 def test_a_pull_request_gets_no_card_and_no_records(hub, finished_dir):
     push(finished_dir, create_pr=True)
     assert hub.files == {}
-    assert "model.safetensors" in hub.branches["refs/pr/1"]
-    assert not {"LICENSE", "conversion.json", "training.json"} & {*hub.branches["refs/pr/1"]}
+    assert "model.safetensors" in hub.commits["refs/pr/1"]
+    assert not {"LICENSE", "conversion.json", "training.json"} & {*hub.commits["refs/pr/1"]}

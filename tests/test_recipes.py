@@ -111,8 +111,9 @@ def test_the_papers_optimizer_and_its_schedule(name, tmp_path):
             np.testing.assert_allclose(rates, PAPERS_RATES[name], rtol=1e-9)
 
 
-@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("name", [name for name in PATHS if name not in SCRATCH[1:]])
 def test_a_recipe_is_planned(name, load):
+    """The models from scratch are one shape (see below), and the others are CoCA."""
     recipe = load(name, "config.num_hidden_layers=1")
     plan = plan_recipe(recipe, 32 if name.startswith("llama-7b") else 1)
     assert [stage.name for stage in plan.stages] == [stage.name for stage in recipe.stages]

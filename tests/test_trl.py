@@ -1,7 +1,5 @@
 """trl's SFTTrainer on the name of a CoCA directory, with packed sequences, and its RewardTrainer."""
 
-import os
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +10,7 @@ from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from coca_hf import CocaLlamaForCausalLM
 from coca_hf.models.llama import CocaLlamaForSequenceClassification
+from tests.conftest import output_of
 
 # 18 or 19 tokens, and </s>
 TEXTS = [f"{number} and {number} make {2 * number}." for number in range(10, 59)]
@@ -109,12 +108,6 @@ print(type(trainer.model).__module__.split(".")[0], sum("t_proj" in name for nam
 
 @pytest.mark.real
 def test_sft_trains_a_self_contained_directory_without_coca_hf(tiny_coca_dir, tmp_path):
-    finished = subprocess.run(
-        [sys.executable, "-c", ALONE, tiny_coca_dir, tmp_path / "run"],
-        env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    assert finished.stdout.splitlines()[-1] == "transformers_modules 3"
+    command = (sys.executable, "-c", ALONE, tiny_coca_dir, tmp_path / "run")
+    printed = output_of(*command, HF_MODULES_CACHE=str(tmp_path / "modules"))
+    assert printed.splitlines()[-1] == "transformers_modules 3"

@@ -2,13 +2,13 @@
 random checkpoints.
 """
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from coca_hf import convert_checkpoint
+from tests.conftest import output_of
 from tests.models.families import stock_model
 
 ROOT = Path(__file__).parents[1]
@@ -51,15 +51,5 @@ def test_the_server_gives_the_tokens_and_logprobs_of_transformers(
     )
     tiny_tokenizer.save_pretrained(tmp_path / "stock")
     convert_checkpoint(tmp_path / "stock", tmp_path / "coca", constraint, **layers)
-    command = [
-        sys.executable,
-        ROOT / "scripts" / "vllm_parity.py",
-        tmp_path / "coca",
-        "--load",
-        load,
-        "--venv",
-        VENV,
-    ]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stdout[-6000:] + finished.stderr[-3000:]
-    assert "40 of 40 completions equal" in finished.stdout
+    script = (sys.executable, ROOT / "scripts" / "vllm_parity.py", tmp_path / "coca")
+    assert "40 of 40 completions equal" in output_of(*script, "--load", load, "--venv", VENV)

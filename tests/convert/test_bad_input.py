@@ -69,7 +69,6 @@ DAMAGE = {
     "config is a list": (file(CONFIG, lambda data: b"[1]"), "got a list, expected a JSON object"),
     "another family": (config(model_type="gpt2"), "got model_type 'gpt2', supported: 'llama'"),
     "no model_type": (config(model_type=...), "got model_type None, supported: 'llama'"),
-    "its own code": (config(auto_map={"AutoModel": "evil.Model"}), "auto_map names the checkpoint"),
     "unknown field": (
         config(rope_thetas=5),
         "rope_thetas=5 is not understood for 'llama' (nearest known field: rope_",
@@ -123,14 +122,6 @@ DAMAGE = {
         renamed("model-00001-of-00002.safetensors"),
         "got safetensors without model.safetensors.index.json (model-00001-of-00002.safetensors)",
     ),
-    "truncated": (
-        file(WEIGHTS, lambda data: data[:-1000]),
-        "model.safetensors: truncated or corrupted",
-    ),
-    "garbled": (
-        file(WEIGHTS, lambda data: b"\xff" * 64 + data[64:]),
-        "model.safetensors: truncated or corrupted",
-    ),
     "missing tensor": (tensors(lambda w: w.pop(K0)), f"tensor {K0} is missing"),
     "extra tensor": (
         tensors(lambda w: w.update(extra=torch.ones(2))),
@@ -182,7 +173,6 @@ ARGUMENTS = {
     "owner/name dst": "no such directory, and not on the hub within reach",
     "{source} {source}": "is the source itself or holds it",
     "{source} {source.parent} --overwrite": "is the source itself or holds it",
-    "{source} {source}/.. --overwrite": "expected the name of a directory to write",
     "{source}/config.json dst": "got a file, expected a checkpoint directory",
     "{source} dst --revision main": "--revision: got 'main' for",
     "{coca} dst": "got a CoCA checkpoint already",
@@ -267,14 +257,6 @@ def test_existing_destination_is_kept_without_overwrite_and_replaced_with_it(
     assert sorted(file.name for file in tmp_path.iterdir()) == ["dst", "source"]
 
 
-def test_overwrite_does_not_replace_what_is_no_checkpoint(source, tmp_path, refusal):
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "letters.txt").write_text("mine")
-    printed = refusal(source, tmp_path / "home", "--overwrite")
-    assert "--overwrite replaces a checkpoint directory only" in printed
-    assert (tmp_path / "home" / "letters.txt").read_text() == "mine"
-
-
 INERT = {
     **{"unsloth_fixed": True, "unsloth_version": "2026.1", "pad_token": "</s>"},
     **{"model_name": "mine", "gradient_checkpointing": True, "bos_token": "<s>"},
@@ -307,14 +289,23 @@ def test_a_field_that_is_not_understood_can_be_left_out_and_is_recorded(
     convert_checkpoint(dst, longer, ntk_length=128, ignore_fields=["seq_len"])
 
 
-@pytest.mark.parametrize("field", ["hidden_size", "quantization_config", "model_type"])
-def test_a_field_that_changes_the_model_cannot_be_left_out(source, tmp_path, refusal, field):
+INERT_ONE = "got a field that changes the model, expected an inert one"
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        *(
+            ("hidden_size", INERT_ONE),
+            ("quantization_config", INERT_ONE),
+            ("model_type", INERT_ONE),
+        ),
+        ("hiden_size", "got no such field"),
+    ],
+)
+def test_a_field_that_changes_the_model_or_is_not_there_cannot_be_left_out(
+    source, tmp_path, refusal, field, message
+):
     edit_config(source, quantization_config={"bits": 4})
     printed = refusal(source, tmp_path / "dst", "--ignore-field", field)
-    message = "got a field that changes the model, expected an inert one"
     assert f"config.json: --ignore-field {field}: {message}" in printed
-
-
-def test_a_field_that_is_not_there_cannot_be_left_out(source, tmp_path, refusal):
-    printed = refusal(source, tmp_path / "dst", "--ignore-field", "hiden_size")
-    assert "config.json: --ignore-field hiden_size: got no such field" in printed

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from coca_hf import CocaError, convert_checkpoint
 from coca_hf.weights import parse_size
-from tests.convert.checkpoints import assert_same_weights, edit_json, files_of, index
+from tests.convert.checkpoints import edit_json, files_of, index
 
 K0 = "model.layers.0.self_attn.k_proj.weight"
 
@@ -39,29 +39,27 @@ def source(small, tmp_path):
 
 
 def refusal(source, **options):
-    """The message that a conversion ends with; nothing but the source is there afterwards."""
-    around = {path.name for path in source.parent.iterdir()}
-    with pytest.raises(CocaError) as caught:
-        convert_checkpoint(source, source.parent / "dst", **options)
-    message = str(caught.value)
-    assert message.isprintable()
-    assert len(message) < 1100
-    assert {path.name for path in source.parent.iterdir()} == around
+    """The message that a conversion ends with."""
+    message = outcome(source, **options)
+    assert message is not None
     return message
 
 
-def outcome(source, dst):
+def outcome(source, **options):
     """None for a conversion that succeeds, and is removed, else its message; any other exception
-    goes through.
+    goes through. Nothing but what was there before is there afterwards.
     """
+    before, dst = {*source.parent.iterdir()}, source.parent / "dst"
     try:
-        convert_checkpoint(source, dst)
+        convert_checkpoint(source, dst, **options)
     except CocaError as error:
         message = str(error)
+        assert message.isprintable()
+        assert len(message) < 1100
     else:
-        return shutil.rmtree(dst)
-    assert message.isprintable()
-    assert len(message) < 1100
+        message = None
+        shutil.rmtree(dst)
+    assert {*source.parent.iterdir()} == before
     return message
 
 
@@ -160,13 +158,6 @@ def test_header_that_lies_is_named(source, damage, reason):
     assert reason in message
 
 
-def test_the_undamaged_header_converts(source, tmp_path):
-    convert_checkpoint(source, tmp_path / "expected")
-    with_header(lambda header: None)(source / "model.safetensors")
-    convert_checkpoint(source, tmp_path / "dst")
-    assert_same_weights(tmp_path / "dst", tmp_path / "expected")
-
-
 def mutated(random, header):
     """The header with one to three changes: bytes, digits, pieces cut, doubled or replaced by other
     JSON.
@@ -202,37 +193,34 @@ def mutated(random, header):
 
 
 @pytest.mark.timeout(60)
-def test_a_thousand_mutated_headers_are_refused_in_one_line_or_convert(source, tmp_path):
-    draw = random.Random(11)
+def test_four_hundred_mutated_headers_are_refused_in_one_line_or_convert(source):
+    draw, refused = random.Random(11), 0
     text, data = read_header(source / "model.safetensors")
-    dst, refused = tmp_path / "dst", 0
-    for number in range(1000):
+    for number in range(400):
         header = mutated(draw, text)
         length = draw.choice([None] * 9 + [draw.randrange(2**64), draw.randrange(2 * len(text))])
         write_header(source / "model.safetensors", header, data, length)
-        message = outcome(source, dst)
+        message = outcome(source)
         refused += message is not None
         assert message is None or str(source) in message, number
-        assert [path.name for path in tmp_path.iterdir()] == ["source"], number
-    assert refused > 900
+    assert refused > 360
 
 
 CONFIG_VALUES = [
-    *(None, True, -1, 0, 1, 10**12, 2**70, 1e300),
-    *("", "x" * 5000, "a\nb\x1b[31m", [], [1], {}, {"a": {}}),
+    *(None, True, -1, 0, 10**12, 2**70, 1e300),
+    *("x" * 5000, "a\nb\x1b[31m", [1], {"a": {}}),
 ]
 
 
 @pytest.mark.timeout(90)
-def test_any_value_in_any_field_of_the_config_is_refused_in_one_line_or_converts(source, tmp_path):
+def test_any_value_in_any_field_of_the_config_is_refused_in_one_line_or_converts(source):
     config = json.loads((source / "config.json").read_text())
     for field in config:
         for value in CONFIG_VALUES:
             (source / "config.json").write_text(json.dumps(config | {field: value}))
             begun = time.monotonic()
-            outcome(source, tmp_path / "dst")
+            outcome(source)
             assert time.monotonic() - begun < 10, (field, value)
-            assert [path.name for path in tmp_path.iterdir()] == ["source"], (field, value)
 
 
 @pytest.mark.parametrize(
@@ -273,29 +261,12 @@ def test_links_within_the_checkpoint_and_a_link_to_the_checkpoint_are_fine(sourc
     assert not (tmp_path / "dst" / "model.safetensors").is_symlink()
 
 
-def as_hub_cache(source, root):
-    repository = root / "models--owner--name"
-    snapshot = repository / "snapshots" / "abc123"
-    snapshot.mkdir(parents=True)
-    (repository / "blobs").mkdir()
-    for file in source.iterdir():
-        shutil.copyfile(file, repository / "blobs" / f"blob-of-{file.name}")
-        (snapshot / file.name).symlink_to(f"../../blobs/blob-of-{file.name}")
-    return snapshot
-
-
-def test_links_of_a_hub_cache_are_fine(source, tmp_path):
-    convert_checkpoint(as_hub_cache(source, tmp_path), tmp_path / "dst")
-    convert_checkpoint(source, tmp_path / "direct")
-    assert_same_weights(tmp_path / "dst", tmp_path / "direct")
-
-
 def test_link_to_the_blobs_of_another_repository_is_refused(source, tmp_path):
-    snapshot = as_hub_cache(source, tmp_path)
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / "abc123"
+    shutil.copytree(source, snapshot)
     other = tmp_path / "models--owner--other" / "blobs"
     other.mkdir(parents=True)
-    shutil.copyfile(source / "model.safetensors", other / "blob")
-    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").rename(other / "blob")
     (snapshot / "model.safetensors").symlink_to("../../../models--owner--other/blobs/blob")
     assert "outside the checkpoint" in refusal(snapshot)
 
@@ -341,11 +312,9 @@ def test_duplicate_key_is_refused(source, name):
 
 @pytest.mark.timeout(20)
 def test_config_of_100_megabytes_is_refused_at_once(source):
-    with (source / "config.json").open("w") as file:
-        file.write('{"model_type": "llama", "hidden_size": [')
-        file.write("[1]," * 25_000_000 + "1]}")
+    os.truncate(source / "config.json", 100_000_000)
     begun = time.monotonic()
-    assert "config.json: got 1000000" in refusal(source)
+    assert "config.json: got 100000000 bytes" in refusal(source)
     assert time.monotonic() - begun < 5
 
 

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import tempfile
-from urllib.parse import unquote
 
 import huggingface_hub
 import pytest
@@ -26,74 +25,19 @@ from tests.convert.checkpoints import (
 )
 from tests.convert.test_pickle import save_sharded
 from tests.convert.test_quantized import quantized_by_bitsandbytes
-from tests.hub import HubHandler, serving
+from tests.hub import serving_commits
 from tests.test_card import FRONT_MATTER, TRAINING
 
 REPO, OLD, NEW = "owner/model", "1" * 40, "2" * 40
 
 
-class ModelHub(HubHandler):
-    """One repository, `REPO`. commits: name and bytes of the files of each commit; main is the last
-    of them.
-    """
-
-    def do_GET(self):
-        path, commits = unquote(self.path.partition("?")[0]), self.server.commits
-        found = re.fullmatch(
-            rf"(?:/api/models)?/{REPO}(?:/(?:revision|tree|resolve)/([^/]+))?(?:/(.+))?", path
-        )
-        commit = {"main": NEW, None: NEW, "v1": OLD}.get(found[1], found[1]) if found else None
-        if commit not in commits:
-            self.send(
-                404, b"{}", **{"X-Error-Code": "RevisionNotFound" if found else "RepoNotFound"}
-            )
-        elif "/resolve/" in path:
-            self.send_file(found[2], commits[commit].get(found[2]), commit)
-        elif "/tree/" in path:
-            files = commits[commit].items()
-            self.answer(
-                [
-                    {"type": "file", "path": name, "size": len(data), "oid": name}
-                    for name, data in files
-                ]
-            )
-        else:
-            self.answer(
-                {
-                    "id": REPO,
-                    "sha": commit,
-                    "siblings": [{"rfilename": name} for name in commits[commit]],
-                }
-            )
-
-    do_HEAD = do_GET
-
-    def send_file(self, name, content, commit):
-        if content is None:
-            return self.send_missing()
-        if self.command == "GET":
-            self.server.downloaded.append(name)
-        self.send(
-            200,
-            content,
-            **{"ETag": f'"{hash(content)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"},
-        )
-
-
 @pytest.fixture
 def hub(tmp_path, monkeypatch, tiny_llama_dir):
     """The hub of this process; its one repository is `tiny_llama_dir`."""
-    with serving(ModelHub) as server:
-        files = files_of(tiny_llama_dir)
-        server.commits, server.downloaded = {OLD: files, NEW: files}, []
-        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        for name, value in [
-            ("ENDPOINT", server.url),
-            ("HUGGINGFACE_CO_URL_TEMPLATE", template),
-            ("HF_HUB_OFFLINE", False),
-            ("HF_HUB_CACHE", str(tmp_path / "cache")),
-        ]:
-            monkeypatch.setattr(huggingface_hub.constants, name, value)
+    files = files_of(tiny_llama_dir)
+    commits = {OLD: files, NEW: files}
+    cache, tags = tmp_path / "cache", {"v1": OLD}
+    with serving_commits(REPO, commits, cache, monkeypatch, tags=tags) as server:
         yield server
 
 
@@ -267,11 +211,6 @@ REPOSITORIES = {
         "got an adapter of owner/base, expected a whole model",
     ),
     "GGUF": ({"q4.gguf": b"x", "q8.gguf": b"x"}, "hf download owner/model q4.gguf --local-dir DIR"),
-    "Mistral's layout": (
-        {"params.json": b"x", "consolidated.safetensors": b"x"},
-        "Mistral's own code (params.json)",
-    ),
-    "nothing": ({"notes.txt": b"x"}, "got no weights, expected model.safetensors"),
 }
 
 
@@ -282,5 +221,5 @@ def test_a_repository_without_weights_that_we_read_is_called_what_it_is(
     del hub.commits[NEW]["model.safetensors"]
     hub.commits[NEW] |= files
     refuses(re.escape(message), REPO, tmp_path / "dst")
-    assert not {"pytorch_model.bin", "q4.gguf", "consolidated.safetensors"} & set(hub.downloaded)
+    assert not {"pytorch_model.bin", "q4.gguf"} & set(hub.downloaded)
     assert {path.name for path in tmp_path.iterdir()} == {"cache"}

@@ -148,16 +148,14 @@ def test_of_two_conversions_at_once_one_wins_and_the_other_says_so(source, expec
         assert not list(tmp_path.iterdir())
 
 
-def test_rerun_keeps_the_finished_shards_and_gives_the_same_files(source, expected, tmp_path):
-    interrupted(source, tmp_path / "dst")
-    record = goes_on(source, tmp_path / "dst", expected)
-    assert record["start"] == record_of(source.parent / "expected")["start"]
-
-
-def test_rerun_keeps_shards_of_another_type_than_the_source(source, tmp_path):
-    convert_checkpoint(source, tmp_path / "fresh", **SHARDS, dtype="bfloat16")
+def test_rerun_keeps_the_finished_shards_also_of_another_dtype_and_gives_the_same_files_and_record(
+    source, tmp_path
+):
+    record = convert_checkpoint(source, tmp_path / "fresh", **SHARDS, dtype="bfloat16")
     interrupted(source, tmp_path / "dst", num_bytes=1_600_000, dtype="bfloat16")
-    goes_on(source, tmp_path / "dst", bytes_of(tmp_path / "fresh"), dtype="bfloat16")
+    fresh = bytes_of(tmp_path / "fresh")
+    again = goes_on(source, tmp_path / "dst", fresh, dtype="bfloat16")
+    assert again["start"] == record["start"]
 
 
 def flip(position):
@@ -300,16 +298,12 @@ def test_file_size_limit_is_one_line_and_the_rerun_goes_on(source, expected, tmp
     try:
         message = r"not written: .*File too large.*the same command continues"
         limit = (resource.RLIMIT_FSIZE, (200_000, limits[1]))
-        fails_once(message, source, tmp_path / "dst", lambda: resource.setrlimit(*limit))
+        progress = stop_after(2_000_000, lambda: resource.setrlimit(*limit))
+        refuses(message, source, tmp_path / "dst", **SHARDS, progress=progress)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / "dst").exists()
     goes_on(source, tmp_path / "dst", expected)
-
-
-def fails_once(message, source, dst, action):
-    """Convert until 2 MB are written, then act so that the disk takes no more."""
-    refuses(message, source, dst, **SHARDS, progress=stop_after(2_000_000, action))
-    assert not dst.exists()
 
 
 def fill(disk):
@@ -317,27 +311,19 @@ def fill(disk):
         (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - 100_000))
 
 
-def test_disk_that_fills_up_is_one_line_and_the_rerun_goes_on(source, expected, small_disk):
-    message = "disk full while writing; free some space; what is finished is kept"
-    fails_once(message, source, small_disk / "dst", lambda: fill(small_disk))
-    (small_disk / "filler").unlink()
-    assert len(staged(small_disk / "dst")) >= 3
-    goes_on(source, small_disk / "dst", expected)
-
-
-def test_overwrite_that_fails_keeps_the_old_checkpoint(source, small_disk):
+def test_disk_that_fills_up_is_one_line_keeps_the_old_checkpoint_and_the_rerun_goes_on(
+    source, expected, small_disk
+):
     dst = small_disk / "dst"
     dst.mkdir()
     (dst / "config.json").write_text("{}")
-    refuses(
-        "disk full while writing",
-        source,
-        dst,
-        overwrite=True,
-        progress=stop_after(2_000_000, lambda: fill(small_disk)),
-    )
+    message = "disk full while writing; free some space; what is finished is kept"
+    progress = stop_after(2_000_000, lambda: fill(small_disk))
+    refuses(message, source, dst, **SHARDS, overwrite=True, progress=progress)
     assert (dst / "config.json").read_text() == "{}"
-    assert sorted(file.name for file in small_disk.iterdir()) == ["dst", "filler"]
+    (small_disk / "filler").unlink()
+    assert len(staged(dst)) >= 3
+    goes_on(source, dst, expected, overwrite=True)
 
 
 def test_bad_weights_found_late_leave_nothing(source, tmp_path):
@@ -360,21 +346,3 @@ def test_what_is_in_the_place_of_the_staging_directory_is_left_alone(source, tmp
     make(tmp_path / ".dst.incomplete", elsewhere)
     refuses(r"\.dst\.incomplete: is in the way", source, tmp_path / "dst")
     assert [file.name for file in elsewhere.iterdir()] == ["mine"]
-
-
-def test_kill_between_the_two_renames_of_an_overwrite_loses_neither_checkpoint(
-    source, expected, tmp_path
-):
-    """The state that such a kill leaves, made by hand: the old one moved away, the new one complete
-    but in staging.
-    """
-    dst = tmp_path / "dst"
-    before = interrupted(source, dst)
-    replaced = tmp_path / ".dst.incomplete" / "replaced"
-    replaced.mkdir()
-    (replaced / "config.json").write_text("old")
-    with pytest.raises(CocaError, match="exists and is left as it is"):
-        convert_checkpoint(source, dst, **SHARDS)
-    assert (dst / "config.json").read_text() == "old"
-    goes_on(source, dst, expected, before, overwrite=True)
-    assert [file.name for file in tmp_path.iterdir()] == ["dst"]

@@ -119,8 +119,9 @@ def quantized_by_bitsandbytes(source, directory, dtype="bfloat16", **bits):
     return directory
 
 
-@pytest.mark.parametrize("bits", BITS.values(), ids=BITS.keys())
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("bits", "dtype"), [*zip(BITS.values(), ["bfloat16", "float32"] * 3, strict=True)], ids=BITS
+)
 def test_bitsandbytes_converts_to_the_bits_of_the_model_that_transformers_dequantizes(
     source, tmp_path, converts, bits, dtype
 ):

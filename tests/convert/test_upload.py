@@ -26,7 +26,7 @@ def test_a_conversion_is_pushed_to_a_new_repository_with_its_card_first(
     # `private` until huggingface_hub 2
     private = asked.get("private", asked.get("visibility") == "private")
     assert private == (not public)
-    assert hub.commits[0] == ["README.md"]
+    assert hub.pushed[0] == ["README.md"]
     assert hub.files == {file.name: file.read_bytes() for file in dst.iterdir()}
 
 
@@ -60,7 +60,7 @@ def test_what_could_not_be_pushed_is_refused_before_the_work(
     dry = ["--dry-run"] if dry_run else []
     printed = refusal(tiny_llama_dir, tmp_path / "dst", "--push-to-hub", name, *dry)
     assert f"--push-to-hub {name}: {message}" in printed
-    assert (hub.created, hub.commits) == ([], [])
+    assert (hub.created, hub.pushed) == ([], [])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -47,13 +47,12 @@ def check(query, t, value, cos, sin, mask, strict):
     assert (got.double() - expected).norm() <= LIMITS[query.dtype] * expected.norm()
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["slack", "strict"])
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-@pytest.mark.parametrize("heads", [(5, 5), (12, 4), (6, 1)], ids=["mha", "gqa", "mqa"])
-def test_it_is_attention_by_the_keys_that_the_cache_stands_for(strict, dtype, heads):
-    *cache, mask = inputs(2, *heads, 77, 24, dtype)
-    check(*cache, mask, strict)
-    check(*cache, None, strict)
+@pytest.mark.parametrize("heads", [(5, 5), (6, 2), (4, 1)], ids=["mha", "gqa", "mqa"])
+def test_it_is_attention_by_the_keys_that_the_cache_stands_for(dtype, heads):
+    *cache, mask = inputs(2, *heads, 37, 24, dtype)
+    check(*cache, mask, strict=False)
+    check(*cache, None, strict=True)
 
 
 @pytest.mark.gpu
@@ -73,8 +72,8 @@ def test_any_length(length):
 @pytest.mark.parametrize("seed", range(6))
 def test_any_shape(seed):
     draw = random.Random(seed)
-    g, d = draw.randint(1, 6), 8 * draw.randint(1, 20)
-    shape = (draw.randint(1, 3), g * draw.randint(1, 7), g, draw.randint(1, 150), d)
+    g, d = draw.randint(1, 4), 8 * draw.randint(1, 20)
+    shape = (draw.randint(1, 3), g * draw.randint(1, 5), g, draw.randint(1, 90), d)
     query, t, value, cos, sin, mask = inputs(*shape, draw.choice(list(LIMITS)), seed)
     if draw.random() < 0.5:  # one row of angles, and of the mask, for the whole batch
         cos, sin, mask = cos[:1], sin[:1], mask[:1]
@@ -153,7 +152,8 @@ def test_a_static_cache_decodes_with_it_in_one_graph(decoded, monkeypatch):
     # float32 here, to compare
     monkeypatch.setattr(kernels, "_can_decode", lambda query, mask: query.shape[-2] == 1)
     monkeypatch.setitem(kernels.DECODERS, DEVICE, decode_attention)
-    model, ids = tiny_model().to(DEVICE), tokens(1, 14).to(DEVICE)
+    model = tiny_model(num_hidden_layers=1).to(DEVICE)
+    ids = tokens(1, 12).to(DEVICE)
     expected = model(ids).logits[:, 10:]
     model.set_attn_implementation("coca")
     cache = CocaStaticCache(model.config, 17)
@@ -161,7 +161,7 @@ def test_a_static_cache_decodes_with_it_in_one_graph(decoded, monkeypatch):
     got = []
     with torch.no_grad():
         model(ids[:, :10], past_key_values=cache)
-        for i in range(10, 14):
+        for i in (10, 11):
             position = torch.tensor([[i]], device=DEVICE)
             got.append(step(ids[:, i : i + 1], position_ids=position, past_key_values=cache).logits)
     assert (torch.cat(got, dim=1) - expected).abs().max() < (1e-4 if DEVICE == "cpu" else 1e-1)

@@ -1,6 +1,5 @@
 """Which kernels are chosen, and that everything is the same where there are none."""
 
-import subprocess
 import sys
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 
 from coca_hf import kernels
 from coca_hf.models.attention import FOLDS
+from tests.conftest import output_of
 from tests.models.families import tiny_model, tokens
 
 
@@ -49,7 +49,4 @@ def test_import_coca_hf_starts_no_gpu_driver_and_needs_no_triton():
         "torch.cuda.is_initialized()\n"
         "assert coca_hf.models.attention.FOLDS == {} or torch.version.cuda"
     )
-    finished = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
-    assert finished.returncode == 0, finished.stderr[-2000:]
+    output_of(sys.executable, "-c", program)

@@ -3,11 +3,11 @@ them slow there.
 """
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
+
+from tests.conftest import output_of
 
 pytestmark = pytest.mark.real
 
@@ -67,17 +67,9 @@ SHARED = {89: 99 << 10, 90: 227 << 10}  # bytes that a program may have, by CUDA
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    environment.pop("TRITON_INTERPRET", None)
-    finished = subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    return json.loads(finished.stdout.splitlines()[-1])
+    environment = {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    printed = output_of(sys.executable, "-c", COMPILE, TRITON_INTERPRET="0", **environment)
+    return json.loads(printed.splitlines()[-1])
 
 
 @pytest.mark.parametrize("arch", SHARED)

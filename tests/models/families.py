@@ -7,6 +7,7 @@ is handed rotated queries and keys, rotates them back and contracts three operan
 """
 
 import importlib
+import itertools
 
 import pytest
 import torch
@@ -45,7 +46,10 @@ LLAMA3 = {
 }
 CASES = {
     "llama": ("llama", {}),
-    "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama3": (
+        "llama",
+        {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "num_key_value_heads": 1},
+    ),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 14}),
     "mistral": ("mistral", {"head_dim": 14, "sliding_window": None}),
     "mistral-window": ("mistral", {"head_dim": 14, "sliding_window": WINDOW}),
@@ -98,6 +102,12 @@ CASES = {
         NEOX | {"rotary_pct": 0.25, "attention_bias": False, "rotary_emb_base": 500},
     ),
 }
+EVERY_CASE = pytest.mark.parametrize("case", CASES)
+CONSTRAINTS = pytest.mark.parametrize("constraint", ["slack", "strict"])
+# where a family has several cases, both constraints are among them
+EVERY_CASE_UNDER_ONE_CONSTRAINT = pytest.mark.parametrize(
+    ("case", "constraint"), [*zip(CASES, itertools.cycle(["slack", "strict"]))]
+)
 
 
 def stock_config(case, **changes):

@@ -1,8 +1,6 @@
 """The attention backends and loaders of transformers that run CoCA as they run LLaMA."""
 
 import shutil
-import socket
-import subprocess
 import sys
 
 import pytest
@@ -11,12 +9,11 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 
 from coca_hf import CocaLlamaConfig, convert_checkpoint
 from coca_hf.models.rotary import CocaRotaryEmbedding
+from tests.conftest import output_of
 from tests.models.families import coca_model, stock_model, tiny_model, tokens
 
 
-@pytest.mark.skipif(
-    shutil.which("c++") is None, reason="torch compiles flex_attention with a C++ compiler"
-)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_gives_the_logits_of_eager():
     fields = {"hidden_size": 96, "initializer_range": 0.1, "coca_kept_layers": [1]}
     fields["coca_partial_rotary_layers"] = [0]
@@ -26,7 +23,8 @@ def test_flex_attention_gives_the_logits_of_eager():
     mask[1, :6] = 0
     expected = model(ids, attention_mask=mask).logits
     model.set_attn_implementation("flex_attention")
-    with torch.no_grad():
+    # compiling it takes a minute, and is PyTorch's; on a GPU it is compiled below
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         got = model(ids, attention_mask=mask).logits
     assert (got - expected)[mask.bool()].abs().max() < 2e-5
 
@@ -104,23 +102,8 @@ def test_loaded_over_two_processes_it_has_the_logits_gradients_and_tokens_of_one
         shutil.rmtree(tmp_path / "stock")
     families = ["llama", "qwen3", "neox-partial"]
     (tmp_path / "distributed.py").write_text(DISTRIBUTED)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        f"--master-port={port}",
-    ]
-    finished = subprocess.run(
-        [*command, tmp_path / "distributed.py", tmp_path, kind, *families],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    output_of(*torchrun, tmp_path / "distributed.py", tmp_path, kind, *families)
     ids = torch.arange(20)[None]
     for family in families:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / family)
@@ -168,22 +151,17 @@ def test_half_precision_on_a_gpu_is_near_the_logits_of_a_cpu_in_float32(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["sdpa", "coca"])
-def test_a_model_half_on_a_gpu_and_half_on_the_cpu_generates_the_same_tokens(attention, tmp_path):
-    model, ids = tiny_model(), tokens(1, 9)
-    expected = model.generate(ids, max_new_tokens=12, do_sample=False)
+@pytest.mark.parametrize("mode", [{"do_sample": False}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_a_model_half_on_a_gpu_and_half_on_the_cpu_generates_the_same_tokens(
+    mode, attention, tmp_path
+):
+    model, ids = tiny_model().double(), tokens(1, 9)
+    expected = model.generate(ids, max_new_tokens=12, **mode)
     model.save_pretrained(tmp_path)
-    places = {
-        "model.embed_tokens": 0,
-        "model.rotary_emb": 0,
-        "model.layers.0": 0,
-        "model.norm": "cpu",
-        "lm_head": "cpu",
-    }
-    places |= {
-        f"model.layers.{number}": "cpu" for number in range(1, model.config.num_hidden_layers)
-    }
+    places = dict.fromkeys(["model.embed_tokens", "model.rotary_emb", "model.layers.0"], 0)
+    places |= dict.fromkeys(["model.layers.1", "model.layers.2", "model.norm", "lm_head"], "cpu")
     split = AutoModelForCausalLM.from_pretrained(
         tmp_path, device_map=places, attn_implementation=attention
     )
-    got = split.generate(ids.cuda(), max_new_tokens=12, do_sample=False)
+    got = split.generate(ids.cuda(), max_new_tokens=12, **mode)
     assert torch.equal(got.cpu(), expected)
