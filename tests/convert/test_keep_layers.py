@@ -116,6 +116,7 @@ def test_what_was_kept_is_fitted_to_its_own_maps_in_the_model_around_it(
     tiny_llama_dir, text, tmp_path
 ):
     options = {"calibrate_on": str(text), "calibrate_tokens": 512, "calibrate_block": 64}
+    options["calibrate_passes"] = 4
     convert_checkpoint(tiny_llama_dir, tmp_path / "kept", keep_layers=[2], **options)
     file = tmp_path / "kept" / "model.safetensors"
     before = load_file(file)
