@@ -257,14 +257,10 @@ def _record(
 
 def _history(records: Mapping[str, dict]) -> dict:
     """What was done before to a CoCA source: its conversions, the first one first, and stages."""
-    before = records.get(RECORD)
-    earlier = []
-    if before:
-        earlier = [*before.get("earlier", []), {k: before[k] for k in before if k != "earlier"}]
-    return {
-        "earlier": earlier,
-        "stages_before": len(records.get(TRAINING_RECORD, {}).get("stages", [])),
-    }
+    last = dict(records.get(RECORD, {}))
+    earlier = last.pop("earlier", [])
+    stages = records.get(TRAINING_RECORD, {}).get("stages", [])
+    return {"earlier": [*earlier, last] if last else [], "stages_before": len(stages)}
 
 
 def _facts(layout: Layout) -> dict:
@@ -299,7 +295,7 @@ def _source_hash(finished: Collection[FinishedShard]) -> str:
 def _initialisation(layout: Layout, finished: Collection[FinishedShard]) -> dict:
     if layout.released:
         return {"rule": "the released t_proj, mean over the two rows of every rotary pair"}
-    if not layout.converted:
+    if layout.from_coca and not layout.converted:
         return {"rule": "none: all weights are those of the source, which is a CoCA checkpoint"}
     scales = {layer: of_heads for facts in finished for layer, of_heads in facts.scales.items()}
     return {
