@@ -53,8 +53,8 @@ def test_what_starts_after_a_run_is_a_conversion_of_what_that_has_trained(monkey
             stage.mkdir(parents=True)
             (stage / "training.json").touch()
 
-    monkeypatch.setitem(RUN["made"].__globals__, "run", run)
-    found = RUN["made"](PLANS["lookups"], "three converted later, recovered", 1, tmp_path)
+    monkeypatch.setitem(RUN["checkpoint_of"].__globals__, "run", run)
+    found = RUN["checkpoint_of"](PLANS["lookups"], "three converted later, recovered", 1, tmp_path)
     assert found == tmp_path / "trained/three-converted-later-recovered-1/1-recover"
     later = "OUT/starts/three-converted-later-1"
     assert [words[:3] for words in commands[::2]] == [

@@ -45,7 +45,7 @@ def main() -> None:
     for name in options.names or plan["runs"]:
         seeds = plan["runs"][name].get("seeds", 1)
         for seed in range(min(seeds, options.seeds)):
-            checkpoint = made(plan, name, seed, out)
+            checkpoint = checkpoint_of(plan, name, seed, out)
             evaluate(plan, checkpoint, name if seeds == 1 else f"{name}, seed {seed}", out)
     trained = sorted((out / "trained").glob("[!.]*"))  # no locks
     coca_eval("report", out / "rows", *trained, "--out", out / "page")
@@ -65,7 +65,7 @@ def slug(name: str) -> str:
     return name.replace(", ", "-").replace(" ", "-")
 
 
-def made(plan: dict, name: str, seed: int, out: Path) -> Path:
+def checkpoint_of(plan: dict, name: str, seed: int, out: Path) -> Path:
     """The checkpoint of a run."""
     of_run = plan["runs"][name]
     checkpoint = convert(plan, of_run["start"], seed, out)
@@ -82,7 +82,7 @@ def convert(plan: dict, start: str, seed: int, out: Path) -> Path:
     if before:
         checkpoint = checkpoint.with_name(f"{checkpoint.name}-{seed}")
     if not checkpoint.exists():
-        source = made(plan, before, seed, out) if before else plan["original"]
+        source = checkpoint_of(plan, before, seed, out) if before else plan["original"]
         target = checkpoint if scaled else checkpoint.with_name(f".{checkpoint.name}")
         words = [word for pair in options.items() for word in option(*pair)]
         run("coca-convert", source, target, *words, "--overwrite")
