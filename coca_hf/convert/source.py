@@ -21,7 +21,7 @@ from coca_hf.convert.adapter import Adapter
 from coca_hf.convert.quantized import FOUR_BITS, quantized_weights
 from coca_hf.convert.tensors import Shape
 from coca_hf.errors import CocaError, library_errors
-from coca_hf.models.hub import LICENCE_FILES
+from coca_hf.models.hub import LICENCE_FILES, RECORDS
 from coca_hf.weights import (
     FLOATS,
     INDEX,
@@ -55,8 +55,8 @@ TOKENIZER_FILES = (
 # which there would match in other directories, too.
 COMPANIONS = (*TOKENIZER_FILES, "generation_config.json", *LICENCE_FILES)
 MAX_TOKEN_ID = 1 << 24
-# Of a CoCA checkpoint, with a field that its card is made of, and the kind of that
-RECORDS = {"conversion.json": ("base", dict), "training.json": ("stages", list)}
+# Of each record of a CoCA checkpoint, what its card is made of, and the kind of that
+FACTS = {"conversion.json": ("base", dict), "training.json": ("stages", list)}
 # What is fetched from the hub before it is known which files of weights there are.
 OTHER_FILES = ["config.json", INDEX, ADAPTER, "README.md", *RECORDS, *COMPANIONS]
 # What a directory without weights that we read is called by its files, and the remedy; the first
@@ -184,7 +184,7 @@ class Source:
         Raises CocaError for a file that coca_hf did not write so.
         """
         found = {}
-        for name, (field, kind) in RECORDS.items():
+        for name, (field, kind) in FACTS.items():
             if os.path.lexists(self.directory / name):
                 found[name] = record = read_json(checkpoint_file(self.directory, name))
                 if not isinstance(record.get(field, kind()), kind):

@@ -131,7 +131,7 @@ def _check_queries(config: CocaConfig, target: TargetTensor, numbers: Tensor, wh
 
     Kept layers square nothing.
     """
-    if not target.bounds_queries or _layer_number(target) in config.coca_kept_layers:
+    if not target.bounds_queries or _layer_number(target.name) in config.coca_kept_layers:
         return
     dtype = str(numbers.dtype).removeprefix("torch.")
     if target.module == "q_norm":
@@ -227,7 +227,7 @@ class Initialiser:
 
     def _scales(self, target: TargetTensor) -> list[float]:
         """The factor of every key/value head in the layer of `target`."""
-        layer = _layer_number(target)
+        layer = _layer_number(target.name)
         if layer not in self.scales:
             scales = self._layer_scales(target.name.partition(".self_attn.")[0])
             if not all(0 < scale < float("inf") for scale in scales):
@@ -278,7 +278,7 @@ def _targets(
     for name, tensor in model.state_dict().items():
         if name != "lm_head.weight" or not config.tie_word_embeddings:
             shape = tuple(tensor.shape)
-            if ".t_proj." in name and int(name.split(".")[2]) not in converted:
+            if ".t_proj." in name and _layer_number(name) not in converted:
                 yield TargetTensor(name, shape, name, shape)
             else:
                 yield describe(config, name, shape, shapes, released)
@@ -404,8 +404,8 @@ def _check_released(released: bool, config: CocaConfig, where: str) -> None:
         )
 
 
-def _layer_number(target: TargetTensor) -> int:
-    return int(target.name.split(".")[2])
+def _layer_number(name: str) -> int:
+    return int(name.split(".")[2])
 
 
 def _and_more(names: list[str]) -> str:
