@@ -102,20 +102,22 @@ def is_on_hub(source: str) -> bool:
     return not local_files(source) and _is_hub_id(source)
 
 
-def check_text_options(source: str, given: Mapping[str, object], column: str) -> None:
+def check_text_options(
+    source: str, of_hub: Mapping[str, object], of_rows: Mapping[str, object]
+) -> None:
     """Raise CocaError where local files are given options that mean nothing to them.
 
-    given: whether the split, subset and revision of a data set on the hub were given, by the names
-    of their options. column: of the text; documents that are whole .txt files have no other than
-    `text`.
+    of_hub: whether the split, subset and revision of a data set on the hub were given, by the names
+    of their options. of_rows: whether a column was, which whole .txt files do not have.
     """
     files = local_files(source)
-    names, owners = [name for name, value in given.items() if value], "data sets on the hub"
-    if not names and column != "text" and all(_suffix(file).startswith(".txt") for file in files):
-        names, owners = ["--column"], "files of rows"
-    if files and names:
-        problem = f"got {', '.join(names)}, which only {owners} have; leave it out"
-        raise CocaError(f"{source}: {problem}")
+    meaningless = [(of_hub, "data sets on the hub")]
+    if all(_suffix(file).startswith(".txt") for file in files):
+        meaningless.append((of_rows, "files of rows"))
+    for given, owners in meaningless if files else ():
+        if names := [name for name, is_given in given.items() if is_given]:
+            problem = f"got {', '.join(names)}, which only {owners} have; leave it out"
+            raise CocaError(f"{source}: {problem}")
 
 
 def commit_of(source: str, revision: str | None = None) -> str | None:

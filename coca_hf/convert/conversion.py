@@ -140,7 +140,7 @@ def convert_checkpoint(
     if calibrate_on:
         check_device(device)
         of_hub = {"--split": split != "train", "--subset": subset}
-        check_text_options(calibrate_on, of_hub, column)
+        check_text_options(calibrate_on, of_hub, {"--column": column != "text"})
     if push_to_hub is not None:
         check_repository(push_to_hub)
     with _os_errors(target), contextlib.ExitStack() as stack:

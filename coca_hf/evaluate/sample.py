@@ -108,7 +108,7 @@ def draw_sample(
         least = f"at least {min_tokens}, the longest of --lengths"
         raise CocaError(f"--max-tokens: got {max_tokens}, expected {least}")
     of_hub = {"--split": split != "test", "--subset": subset, "--data-revision": data_revision}
-    check_text_options(data, of_hub, column)
+    check_text_options(data, of_hub, {"--column": column != "text"})
     commit = commit_of(data, data_revision)
     settings: dict = {"data": relative(data), "column": column, "split": split, "subset": subset}
     settings |= {"data_revision": data_revision, "data_commit": commit}

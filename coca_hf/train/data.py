@@ -33,6 +33,7 @@ from transformers import PreTrainedTokenizerBase
 
 from coca_hf.documents import (
     Document,
+    check_text_options,
     commit_of,
     local_files,
     names_of,
@@ -80,7 +81,7 @@ class Corpus:
     def files(self) -> list[dict[str, str]]:
         """Size and hash of the local files of each source, by the names that their documents have.
 
-        Raises CocaError for one that cannot be read, or with options of data sets on the hub.
+        Raises CocaError for one that cannot be read, or with options that mean nothing to it.
         """
         return self._contents()
 
@@ -90,14 +91,11 @@ class Corpus:
         known = dict(kept)
         try:
             for source in self.data.sources:
+                of_hub = {"split": source.split != "train", "subset": source.subset}
+                of_hub |= {"revision": source.revision}
                 files = local_files(source.path) if source.path else []
-                of_hub = {"split": "train", "subset": None, "revision": None}
-                given = [name for name, plain in of_hub.items() if getattr(source, name) != plain]
-                if given and files:
-                    raise CocaError(
-                        f"{source.path}: got {', '.join(given)}, which only data sets on the hub "
-                        "have; leave it out"
-                    )
+                if files:
+                    check_text_options(source.path, of_hub, {"column": source.column != "text"})
                 described = [self._described(file, known) for file in files]
                 contents.append(dict(zip(names_of(files), described, strict=True)))
         finally:

@@ -154,6 +154,12 @@ def test_a_split_of_local_files_is_refused(digits, corpus, method):
         method(corpus(source))
 
 
+def test_a_column_of_whole_text_files_is_refused(words, corpus):
+    message = "got column, which only files of rows have; leave it out"
+    with pytest.raises(CocaError, match=message):
+        _ = corpus(words.model_copy(update={"column": "code"})).files
+
+
 def test_a_tokenizer_without_eos_is_refused(words, corpus, tiny_tokenizer, monkeypatch):
     monkeypatch.setattr(type(tiny_tokenizer), "eos_token_id", None, raising=False)
     with pytest.raises(CocaError, match="no eos token"):
