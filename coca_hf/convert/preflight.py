@@ -51,7 +51,8 @@ def check_kept_layers(
     if not calibrate_on:
         raise CocaError(
             f"--keep-layers: got {keep_layers} without --calibrate, which measures the harm of "
-            "layers; pass --calibrate TEXT, or name the layers, as in 8,17 (one alone: '8,')"
+            "an original's layers; name the layers, as in 8,17 (one alone: '8,'), or pass "
+            "--calibrate TEXT"
         )
 
 

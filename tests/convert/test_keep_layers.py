@@ -275,7 +275,8 @@ def test_the_command_keeps_the_layers_whose_calibrated_conversion_harms_most(
         (
             "1",
             False,
-            "--keep-layers: got 1 without --calibrate, which measures the harm of layers; pass --cal",
+            "--keep-layers: got 1 without --calibrate, which measures the harm of an original's "
+            "layers; name the layers, as in 8,17",
         ),
         ("auto", False, "--keep-layers: got auto without --calibrate"),
         ("0", True, "--keep-layers: got 0, expected auto, a number from 1, or a list of layers"),
