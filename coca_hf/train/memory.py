@@ -32,7 +32,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from coca_hf.train.model import model_from_config, shapes_only, stage_model
-from coca_hf.train.muon import MuonWithAdamW, block_matrices
 from coca_hf.train.objectives import fuse_cross_entropy_
 from coca_hf.train.recipe import Recipe, Stage
 from coca_hf.train.trainer import sharded_precision
@@ -102,18 +101,13 @@ def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
         # shapes with tensors of the whole size, which would be counted
         shards = [nn.Parameter(_local(parameter)) for parameter in _learning(model)]
         optimizer = kind(shards, **options)
-        if own.muon:
-            matrices = {id(matrix) for matrix in block_matrices(model)}
-            pairs = zip(_learning(model), shards, strict=True)
-            by_muon = [shard for parameter, shard in pairs if id(parameter) in matrices]
-            optimizer = MuonWithAdamW(optimizer, by_muon)
         whole = torch.zeros(setting.batch_size, recipe.data.seq_len, dtype=torch.int64)
         part = whole[:, : recipe.data.seq_len // setting.sharing].contiguous()
         with shapes_only(base), MemoryTracker(model, optimizer) as tracker:
             if recipe.data.held_out_blocks:
                 _measure_held_out(model, base.get_output_embeddings(), whole)
             for _ in range(2):
-                _step(model, optimizer, shards, part, min(setting.accumulation, 2))
+                _step(model, optimizer, part, accumulated=min(setting.accumulation, 2))
     return Memory(tracker.at_peak, tracker.at_step)
 
 
@@ -156,16 +150,9 @@ def _prepare_(model: PreTrainedModel, options: dict[str, Any], mesh: Any) -> Non
 
 
 def _step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    shards: list[nn.Parameter],
-    ids: Tensor,
-    accumulated: int,
+    model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, accumulated: int
 ) -> None:
-    """An optimizer step as the Trainer does it: gradients are exchanged after the last backward.
-
-    shards: the optimizer's parameters, in the order of those of the model that learn.
-    """
+    """An optimizer step as the Trainer does it: gradients are exchanged after the last backward."""
     for number in range(accumulated):
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(number == accumulated - 1)
@@ -173,6 +160,7 @@ def _step(
         loss = model(input_ids=ids, labels=ids, use_cache=False, num_items_in_batch=tokens)["loss"]
         loss.backward()
     del loss
+    shards = optimizer.param_groups[0]["params"]
     for parameter, shard in zip(_learning(model), shards, strict=True):
         shard.grad = None if parameter.grad is None else _local(parameter.grad)
     optimizer.step()

@@ -75,8 +75,7 @@ class StageOptions(StrictMapping):
     loss or gradient is not a number, unless fp16 scaled it too high, and if its loss is above
     spike_factor times the running mean. attn_implementation: as `from_pretrained` takes it.
     fused_cross_entropy: never hold the logits of all tokens, for one more product with the head;
-    liger: by its Triton kernel, on GPUs. context_parallel_size: GPUs that share a block. muon: the
-    matrices of the blocks learn by Muon, with the learning rate of AdamW, which `optim` has to be.
+    liger: by its Triton kernel, on GPUs. context_parallel_size: GPUs that share a block.
     """
 
     global_batch_size: int | None = Field(default=None, ge=1)
@@ -86,7 +85,6 @@ class StageOptions(StrictMapping):
     attn_implementation: str | None = None
     fused_cross_entropy: bool | typing.Literal["liger"] = False
     context_parallel_size: int = Field(default=1, ge=1)
-    muon: bool = False
 
 
 class LinearBounds(StrictMapping):

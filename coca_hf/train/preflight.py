@@ -146,7 +146,7 @@ def _check_and_begin(
         )
     for stage in stages:
         check_loggers(stage.arguments, f"stages.{stage.name}")
-        check_optimizer(stage.arguments, stage.options.muon, f"stages.{stage.name}")
+        check_optimizer(stage.arguments, f"stages.{stage.name}")
     # Configs, from the hub if they are there, and models on the meta device
     noted = noted_inputs(out_dir, given)
     at_commits = (noted or {}).get("hub", {})
@@ -303,10 +303,10 @@ def check_loggers(arguments: TrainingArguments, where: str) -> None:
         raise CocaError(f"{where}.report_to: {one_line(error)}") from error
 
 
-def check_optimizer(arguments: TrainingArguments, muon: bool, where: str) -> None:
+def check_optimizer(arguments: TrainingArguments, where: str) -> None:
     """Make the optimizer and the schedule of these options, for a model of one number.
 
-    muon: whether the recipe asks for it. Raises CocaError where they do not work.
+    Raises CocaError where they do not work.
     """
     model, num_steps = nn.Linear(1, 1, bias=False), arguments.max_steps
     optim, schedule = (
@@ -317,11 +317,6 @@ def check_optimizer(arguments: TrainingArguments, muon: bool, where: str) -> Non
         f"{where}: optim {optim}, optim_args {short(arguments.optim_args)}, lr_scheduler_type "
         f"{schedule}, lr_scheduler_kwargs {short(arguments.lr_scheduler_kwargs)} do not work"
     )
-    if muon and optim not in ("adamw_torch", "adamw_torch_fused"):
-        raise CocaError(
-            f"{where}: got muon: true and optim {optim}, expected optim adamw_torch or "
-            "adamw_torch_fused, for the parameters that are not matrices of a block"
-        )
     with library_errors(given):  # the many optimizers raise what they like for their options
         kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
         without = copy.copy(arguments)

@@ -4,7 +4,6 @@ import math
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -20,7 +19,6 @@ from transformers.trainer_utils import rotate_checkpoints
 from coca_hf.errors import CocaError
 from coca_hf.files import sync
 from coca_hf.train.log import StageLog
-from coca_hf.train.muon import MuonWithAdamW, block_matrices
 from coca_hf.train.objectives import Objective
 from coca_hf.train.options import LinearBounds, StageOptions, has_bounds
 from coca_hf.train.processes import StopRequest
@@ -65,7 +63,6 @@ class StageTrainer(Trainer):
         self.held_out, self.stop, self.objective = held_out, stop, objective
         self.stopping: str | None = None  # the signal, once all processes know of it
         self.control: TrainerControl
-        self.optimizer: Any  # Accelerate's, once it is prepared
         self._step_loss = torch.zeros((), device=self.args.device)
         self._norm: Tensor | float | None = None
         self._bad_in_a_row = 0
@@ -90,12 +87,6 @@ class StageTrainer(Trainer):
         accumulated = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
         with self.accelerator.autocast():
             return self.objective(text, model, inputs, accumulated)
-
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        optimizer = super().create_optimizer(model)
-        if self.options.muon:
-            self.optimizer = optimizer = MuonWithAdamW(optimizer, block_matrices(self.model))
-        return optimizer
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None

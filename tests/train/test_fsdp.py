@@ -80,8 +80,7 @@ def runs(real_recipe, tmp_path_factory):
     """On two FSDP2 processes: `stages/out` of the whole recipe, `lora/out` with adapters; `bf16` of
     one stage that trains everything in bfloat16, two batches a step; `one` of the same in float32;
     `accumulated` of that, in two batches a step; `interrupted` of `one`, with sharded state dicts,
-    and `resumed` from there; `from-one`: what one process left, resumed with less memory; `muon` of
-    `one` by Muon.
+    and `resumed` from there; `from-one`: what one process left, resumed with less memory.
     """
     directory = tmp_path_factory.mktemp("fsdp")
     with pytest.MonkeyPatch.context() as patch:
@@ -100,7 +99,6 @@ def runs(real_recipe, tmp_path_factory):
         Run([*one, sharded], FSDP2, functools.partial(interrupt_in_step, 4)),
         Run([*one, directory / "from-one", "--resume", *FRUGAL], FULL),
         Run([*one, directory / "resumed", "--resume"], FSDP2, copy),
-        Run([*one, directory / "muon", "training.muon=true"], FSDP2),
     ]
     printed = succeed(directory, runs)
     assert printed.count("continues after step 2") == 2, printed
@@ -218,14 +216,6 @@ def test_accumulated_batches_have_the_losses_and_weights_of_one_process(
     for key in ("loss", "grad_norm"):
         assert logged(ours, key) == pytest.approx(logged(one, key), abs=1e-4)
     assert_same_weights(ours, one, atol=1e-4)
-
-
-def test_muon_has_the_losses_and_weights_of_one_process(real_recipe, runs, tmp_path):
-    recipe = load_recipe(real_recipe, [*ONE_STAGE[2:], "training.muon=true"])
-    one = run_recipe(recipe, tmp_path / "one", "k")
-    assert logged(runs / "muon/1-k") == pytest.approx(logged(one), abs=1e-4)
-    assert_same_weights(runs / "muon/1-k", one, atol=5e-4)  # it rounds to bfloat16
-    assert logged(one) != pytest.approx(logged(runs / "one/1-k"), abs=1e-3)
 
 
 def test_one_process_resumes_what_two_saved(real_recipe, runs, tmp_path, capsys):

@@ -200,8 +200,6 @@ REFUSED = {
     "stages.full.optim_args=quickly": "stages.full: optim adamw_torch_fused, optim_args 'quickly'",
     "stages.full.optim_args=speed=3": "optim_args 'speed=3', lr_scheduler_type linear, lr_scheduler_kwargs None do not "
     "work: adamw_torch_fused takes no optim_args",
-    "training.muon=true stages.full.optim=adafactor": "stages.full: got muon: true and optim adafactor, expected "
-    "optim adamw_torch or adamw_torch_fused",
     "stages.full.optim=galore_adamw": "stages.full: optim galore_adamw, optim_args None",
     'stages.full.lr_scheduler_type=inverse_sqrt stages.full.lr_scheduler_kwargs={"timescale":"x"}': "timescale",
     'stages.full.lr_scheduler_type=cosine stages.full.lr_scheduler_kwargs={"cycles":3}': "do not work: ",
