@@ -159,6 +159,8 @@ def _draw_plot(axes: Axes, plot: Plot, legend: bool) -> None:
 def _draw_curve(axes: Axes, curve: Curve, shade: float) -> Any:
     values = [math.nan if value is None or value > FAR else value for value in curve.values]
     style = look(curve.key)
+    if len(curve.xs) > 20:
+        style["markevery"] = len(curve.xs) // 10  # all of them would hide the line
     label = _plain(curve.key.label)
     (line,) = axes.plot(curve.xs, values, label=label, clip_on=False, zorder=3, **style)
     missing = [x for x, value in zip(curve.xs, values, strict=True) if math.isnan(value)]

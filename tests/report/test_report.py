@@ -12,9 +12,9 @@ import coca_hf
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.measurements import MEASUREMENTS
 from coca_hf.evaluate.rows import Count, Identity, Measurement, Row, Setting
-from coca_hf.page import Heat, Key, markdown
+from coca_hf.page import Curve, Heat, Key, Plot, markdown
 from coca_hf.report import read_page, read_tables, tables_markdown, write_report
-from coca_hf.report.plots import COLORS, draw, look
+from coca_hf.report.plots import COLORS, CSS_NAMES, PAPER, draw, look, to_svg
 from tests.report.made import row, with_raw, write_rows
 
 
@@ -184,6 +184,13 @@ def test_twice_as_many_models_as_colours_look_different(marked):
         for one in looks
     }
     assert len(seen) == len(looks)
+
+
+@pytest.mark.parametrize(("points", "markers"), [(8, 8), (200, 10)])
+def test_the_markers_of_many_points_leave_the_line_to_be_seen(points, markers):
+    curve = Curve(Key("model", color=len(COLORS)), list(range(1, points + 1)), [3.0] * points)
+    drawn = to_svg(draw(Plot([curve], "loss"), 5, 3, False), "plot", "loss")
+    assert markers / 4 < len(re.findall(rf"<use [^>]*var\(--{CSS_NAMES[PAPER]}", drawn)) <= markers
 
 
 def test_a_cell_of_a_heat_map_says_its_share():
