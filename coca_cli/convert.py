@@ -262,7 +262,7 @@ def _harmed_most(option: str, count: int, out: Path) -> list[int]:
 
 
 def _print_plan(plan: dict, dst: str) -> None:
-    from coca_hf.weights import size_in_words
+    from coca_hf.files import size_in_words
 
     read, written, kept = plan["read"], plan["written"], plan["kept_layers"]
     commit = f" at commit {plan['source_commit']}" if "source_commit" in plan else ""

@@ -74,3 +74,8 @@ def locked(file: Path, message: str) -> Iterator[None]:
         with contextlib.suppress(OSError):  # Windows keeps what is open
             file.unlink()
         lock.release()
+
+
+def size_in_words(num_bytes: int) -> str:
+    """In GB, or, where that would be mostly zeros, in MB."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.2f} MB"

@@ -343,11 +343,6 @@ def parse_size(text: str, where: str) -> int:
     return size
 
 
-def size_in_words(num_bytes: int) -> str:
-    """In GB, or, where that would be mostly zeros, in MB."""
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.2f} MB"
-
-
 def _parse_header(text: bytes, file_size: int) -> dict[str, StoredTensor]:
     """Raises ValueError where header and size do not agree in every byte."""
     try:

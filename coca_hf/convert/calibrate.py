@@ -50,9 +50,8 @@ from coca_hf.convert.layer_pairs import (
     run_layer,
 )
 from coca_hf.convert.layout import Layout
-from coca_hf.files import replace_text, replacing
+from coca_hf.files import replace_text, replacing, size_in_words
 from coca_hf.models.attention import CocaAttention, coca_query, own_angles, scaled_key, unit_key
-from coca_hf.weights import size_in_words
 
 STEPS = 1280  # of every layer, at least
 QUERIES = 48  # of a block in one step

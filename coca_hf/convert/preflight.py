@@ -22,7 +22,7 @@ from coca_hf.convert.source import COMPANIONS
 from coca_hf.convert.staging import Staging, lock, staging_directory
 from coca_hf.convert.tensors import TargetTensor
 from coca_hf.errors import CocaError, library_errors
-from coca_hf.weights import size_in_words
+from coca_hf.files import size_in_words
 
 
 def check_options(form: Form) -> None:

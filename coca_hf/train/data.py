@@ -40,7 +40,7 @@ from coca_hf.documents import (
     read_documents,
 )
 from coca_hf.errors import CocaError
-from coca_hf.files import replace_text
+from coca_hf.files import replace_text, size_in_words
 from coca_hf.held_out import HeldOut, hold_out, shares
 from coca_hf.tokens import Encoder, Piece, batches, pieces_of
 from coca_hf.train.blocks import ANSWER, Blocks, Damaged, GrowingRows, layouts, save_state
@@ -48,7 +48,6 @@ from coca_hf.train.lookups import Lookups
 from coca_hf.train.processes import Stopped
 from coca_hf.train.recipe import Data, Source
 from coca_hf.train.run_directory import file_hash
-from coca_hf.weights import size_in_words
 
 LARGE_DOCUMENT = 10_000_000  # characters: a dozen novels
 SHUFFLE_TOKENS = 2**21  # of a source, from which its next block is drawn: 1024 blocks of 2048

@@ -29,12 +29,12 @@ from torch.distributed.checkpoint import CheckpointException
 from transformers import TrainingArguments
 
 from coca_hf.errors import CocaError, one_line, short
-from coca_hf.files import remove_unfinished, replace_text
+from coca_hf.files import remove_unfinished, replace_text, size_in_words
 from coca_hf.train.options import StageOptions
 from coca_hf.train.processes import is_lost_process
 from coca_hf.train.recipe import Recipe, Stage
 from coca_hf.train.recipe_file import read_tree
-from coca_hf.weights import read_json, size_in_words
+from coca_hf.weights import read_json
 
 RECORD = "training.json"
 RECIPE = "recipe.yaml"

@@ -34,7 +34,7 @@ from coca_hf.card import write_card
 from coca_hf.checkout import commit, now, versions
 from coca_hf.documents import is_on_hub
 from coca_hf.errors import CocaError, library_errors, one_line
-from coca_hf.files import remove_unfinished, replace_text
+from coca_hf.files import remove_unfinished, replace_text, size_in_words
 from coca_hf.models.hub import without_paths
 from coca_hf.train.blocks import Blocks, DealtBlocks
 from coca_hf.train.data import Corpus
@@ -87,7 +87,6 @@ from coca_hf.train.run_directory import (
     weights_hashes,
 )
 from coca_hf.train.trainer import StageTrainer
-from coca_hf.weights import size_in_words
 
 PACKAGES = ("coca-hf", "torch", "transformers", "accelerate", "datasets")
 
