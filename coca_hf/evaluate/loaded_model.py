@@ -275,7 +275,7 @@ def fingerprint(path: str, commit: str | None, trust_remote_code: bool) -> str:
 
 
 def _training(directory: Path) -> tuple[int | None, int | None]:
-    """Tokens seen, and the positions that the last stage of coca-train reached: its block length,
+    """Tokens seen in all stages, those of earlier runs included, and the positions that the last stage of coca-train reached: its block length,
     or further with `skip_positions`. 0 tokens if only converted.
     """
     record = directory / "training.json"
@@ -283,7 +283,8 @@ def _training(directory: Path) -> tuple[int | None, int | None]:
         return (0 if (directory / "conversion.json").is_file() else None), None
     try:
         facts = json.loads(record.read_text(encoding="utf-8"))
-        tokens_seen = int(facts["tokens_seen"])
+        stages = [int(stage["tokens"]) for stage in facts.get("stages", [])]
+        tokens_seen = sum(stages) if stages else int(facts["tokens_seen"])
         data = facts.get("recipe", {}).get("data", {})
         return tokens_seen, data.get("skip_positions") or data.get("seq_len")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):

@@ -60,7 +60,8 @@ class Conversion(BaseModel):
 class Point(NamedTuple):
     """A loss in nats per token.
 
-    seconds: of calibration and training, earlier stages included; None in old logs.
+    seconds: of the start's calibration and the run's training, its earlier stages included; None
+    in old logs.
     """
 
     tokens: int
@@ -112,10 +113,10 @@ def recovery(recoveries: Sequence[Recovery]) -> Section | None:
     """Loss against tokens seen, and held-out loss before and after every complete stage."""
     if not recoveries:
         return None
-    figures = [_figure("recovery", recoveries, "tokens", "tokens seen in CoCA training")]
+    figures = [_figure("recovery", recoveries, "tokens", "tokens seen in the run")]
     stages = [stage for run in recoveries for stage in run.stages]
     if any(point.seconds is not None for stage in stages for point in stage.held_out):
-        x_label = "seconds of calibration and training"
+        x_label = "seconds of the start's calibration and of the run"
         figures.append(_figure("recovery-seconds", recoveries, "seconds", x_label))
     losses = _losses(recoveries)
     tables = [losses] if losses.lines else []
