@@ -275,8 +275,8 @@ def fingerprint(path: str, commit: str | None, trust_remote_code: bool) -> str:
 
 
 def _training(directory: Path) -> tuple[int | None, int | None]:
-    """Tokens seen in all stages, those of earlier runs included, and the positions that the last stage of coca-train reached: its block length,
-    or further with `skip_positions`. 0 tokens if only converted.
+    """Tokens seen in all stages, those of earlier runs included, and the positions that the last
+    stage reached: its block length, or further with `skip_positions`. 0 tokens if only converted.
     """
     record = directory / "training.json"
     if not record.is_file():

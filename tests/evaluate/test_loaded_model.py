@@ -117,7 +117,14 @@ def test_tokens_seen_are_read_from_the_training_record(checkpoint):
         assert load_model(str(checkpoint)).trained_seq_len == reached
     edit_config(checkpoint, "training.json", stages=[{"tokens": 100_000}, {"tokens": 123_904}])
     assert load_model(str(checkpoint)).tokens_seen == 223_904  # those of an earlier run count
-    for damaged in ('{"tokens": 3}', '{"tokens_seen": 3, "stages": [3]}', '{"tokens_seen": 1e999}', "{", "[]", "[" * 9999):
+    for damaged in (
+        '{"tokens": 3}',
+        '{"tokens_seen": 3, "stages": [3]}',
+        '{"tokens_seen": 1e999}',
+        "{",
+        "[]",
+        "[" * 9999,
+    ):
         (checkpoint / "training.json").write_text(damaged)
         refused(checkpoint, r"training\.json: got no whole number under 'tokens_seen'")
 
