@@ -214,7 +214,7 @@ def _conversion(record: dict, base: str) -> str:
 def _training(stages: list[dict]) -> str:
     """A line per stage, and what was read."""
     header = ["stage", "trains", "steps", "tokens", "block length", "learning rate"]
-    header += ["last loss", "hardware"]
+    header += ["last loss", "seconds", "hardware"]
     lines = [
         [
             stage["name"],
@@ -224,6 +224,7 @@ def _training(stages: list[dict]) -> str:
             str(stage["seq_len"]),
             f"{stage['learning_rate']:g}",
             "" if stage["final_loss"] is None else f"{stage['final_loss']:.3f}",
+            f"{stage['seconds']:,.0f}" if "seconds" in stage else "",  # older records lack it
             f"{stage['hardware']['processes']} x {stage['hardware']['device']}",
         ]
         for stage in stages

@@ -89,6 +89,8 @@ from coca_hf.train.run_directory import (
 from coca_hf.train.trainer import StageTrainer
 
 PACKAGES = ("coca-hf", "torch", "transformers", "accelerate", "datasets")
+# Of a stage's record, what the records of later stages repeat
+CARRIED_ON = ("tokens", "seconds", "final_loss", "held_out", "hardware", "date")
 
 
 def run_recipe(
@@ -387,7 +389,7 @@ def _make_record(
         "seq_len": seq_len,
         "learning_rate": arguments.learning_rate,
         "sources": sources,
-        **{key: record[key] for key in ("tokens", "final_loss", "held_out", "hardware", "date")},
+        **{key: record[key] for key in CARRIED_ON},
     }
     before = read_record(stage.base_directory) if stage.base_directory else {}
     return without_paths({**record, "stages": [*before.get("stages", []), summary]})

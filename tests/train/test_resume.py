@@ -30,7 +30,7 @@ from coca_hf.train.trainer import StageTrainer
 from tests.train.conftest import make_recipe_tree
 from tests.train.corpora import tokens_of
 from tests.train.layouts import Interrupted, Run, interrupt_in_step, launch
-from tests.train.results import assert_same_weights, log_lines, record, timeless
+from tests.train.results import assert_same_weights, log_lines, logged, record, timeless
 from tests.train.test_training_state import Payload
 
 STAGES = ["1-k", "2-qkv", "3-full"]
@@ -91,6 +91,8 @@ def assert_same_run(out: Path, unbroken: Path, stages: list[str] = STAGES) -> No
         assert_same_weights(ours, theirs)
         for key in ("final_loss", "start_block", "end_block", "tokens_seen"):
             assert record(ours)[key] == record(theirs)[key]
+        seconds = [*logged(ours, "seconds"), record(ours)["stages"][-1]["seconds"]]
+        assert seconds == sorted(seconds)
     assert not list(out.glob("**/checkpoint-*")) + list(out.glob("**/*partial*"))
 
 
