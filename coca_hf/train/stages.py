@@ -343,7 +343,7 @@ def _make_record(
     arguments, seq_len = stage.arguments, recipe.data.seq_len
     # Each the mean since the one before
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
-    held_out = list(log.place["held_out"].values())
+    held_out = log.place["held_out"]  # by step; a checkpoint sorts them as words
     device = f"{platform.machine()}, {os.cpu_count()} cores"
     if arguments.device.type == "cuda":
         device = torch.cuda.get_device_name(arguments.device)
@@ -363,8 +363,8 @@ def _make_record(
         "held_out": {
             "blocks": held_out_blocks,
             "tokens": held_out_blocks * (seq_len - 1),  # all that are predicted
-            "before": held_out[0],
-            "after": held_out[-1],
+            "before": held_out["0"],
+            "after": held_out[str(arguments.max_steps)],
         }
         if held_out_blocks
         else None,

@@ -126,6 +126,22 @@ def test_log_lines_of_steps_that_are_done_again_are_dropped(
     assert_same_run(out, unbroken, STAGES[:1])
 
 
+def test_the_last_held_out_loss_is_that_of_the_last_step_when_only_the_result_is_missing(
+    real_recipe, tmp_path, monkeypatch
+):
+    settings = ["stages.k.max_steps=10", "stages.k.held_out_steps=2", "training.save_steps=5"]
+    recipe, out = load_recipe(real_recipe, settings), tmp_path / "out"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("coca_hf.train.stages._complete", interrupt)
+        run_recipe(recipe, out, "k")
+    run_recipe(recipe, out, "k", resume=True)
+    held_out = [line for line in timeless(out / "1-k") if "held_out_loss" in line]
+    assert [line["step"] for line in held_out] == [0, 2, 4, 6, 8, 10]
+    kept = record(out / "1-k")["held_out"]
+    losses = [line["held_out_loss"] for line in held_out]
+    assert (kept["before"], kept["after"]) == (losses[0], losses[-1])
+
+
 def interrupt(*args):
     raise KeyboardInterrupt
 
