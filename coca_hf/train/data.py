@@ -219,7 +219,7 @@ class Corpus:
     def _check_unchanged(self) -> None:
         """Raises CocaError, and forgets the blocks, where a file is not what they are named by."""
         for before, now in zip(self.files, self._contents(), strict=True):
-            if changed := [name for name in before if now.get(name) != before[name]]:
+            if changed := [name for name in now | before if now.get(name) != before.get(name)]:
                 (self.directory / "state.json").unlink()
                 raise CocaError(
                     f"{changed[0]}: changed while its blocks were prepared; run the same command "

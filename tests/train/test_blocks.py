@@ -207,17 +207,21 @@ def test_a_file_is_read_for_its_hash_once_and_again_when_it_was_changed(corpus, 
     assert corpus().directory == prepared
 
 
-def test_a_file_that_changes_while_its_blocks_are_prepared_leaves_none(corpus, texts, plain):
+@pytest.mark.parametrize(("directory", "name"), [(".", "digits.jsonl"), ("words", "5.txt")])
+def test_a_file_that_changes_or_comes_while_its_blocks_are_prepared_leaves_none(
+    corpus, texts, plain, directory, name
+):
     before = (texts / "digits.jsonl").read_text()
     (texts / "digits.jsonl").write_text(before)
 
     def change():
         if "files" in vars(changing):  # after they were hashed
-            (texts / "digits.jsonl").write_text(before.replace("1", "2"))
+            (texts / directory / name).write_text(before.replace("1", "2"))
 
     changing = corpus(check_stop=change)
-    with pytest.raises(CocaError, match=r"digits\.jsonl: changed while its blocks were prepared"):
+    with pytest.raises(CocaError, match=rf"{name}: changed while its blocks were prepared"):
         changing.prepare(60)
+    (texts / "words/5.txt").unlink(missing_ok=True)
     (texts / "digits.jsonl").write_text(before)
     assert not corpus().has(1)
     assert tokens_of(corpus().prepare(60)) == plain[:60]
