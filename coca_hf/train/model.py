@@ -265,10 +265,11 @@ def stage_model(model: PreTrainedModel, stage: Stage) -> nn.Module:
         and module is not model.get_output_embeddings()
         and (stage.train == "all" or any(_has_part(f"{name}.", part) for part in stage.train))
     ]
-    if not targets:
+    wanted = [] if stage.train == "all" else stage.train
+    if others := [part for part in wanted if not any(_has_part(f"{t}.", part) for t in targets)]:
         raise CocaError(
-            f"stages.{stage.name}: none of {stage.train} is a linear layer, expected one for its "
-            f"adapters"
+            f"stages.{stage.name}.train: got {', '.join(others)} with lora, expected linear layers "
+            "other than the head; leave out what is none, or lora"
         )
     config = LoraConfig(
         r=stage.lora.r,

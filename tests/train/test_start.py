@@ -360,9 +360,9 @@ def test_a_stage_of_adapters_resumes_to_the_same_bits(recipe_tree, tmp_path, mon
 
 
 def test_adapters_need_a_linear_layer(lora_path):
-    message = r"stages\.qkv: none of \['embed_tokens'\] is a linear layer"
+    message = r"stages\.qkv\.train: got embed_tokens, norm with lora, expected linear layers"
     with pytest.raises(CocaError, match=message):
-        check_model(load_recipe(lora_path, ["stages.qkv.train=[embed_tokens]"]))
+        check_model(load_recipe(lora_path, ["stages.qkv.train=[embed_tokens, q_proj, norm]"]))
 
 
 def test_a_setting_of_adapters_that_is_none_is_named(lora_path):
