@@ -132,6 +132,7 @@ class StageTrainer(Trainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._step_loss += loss
         running = self.stage_log.place["running_loss"] or 0.0
+        running /= self.current_gradient_accumulation_steps
         # Otherwise one skipped step would hide the mean of all others
         return loss.nan_to_num(running, running, running)
 

@@ -131,9 +131,10 @@ def test_the_last_held_out_loss_is_that_of_the_last_step_when_only_the_result_is
 ):
     settings = ["stages.k.max_steps=10", "stages.k.held_out_steps=2", "training.save_steps=5"]
     recipe, out = load_recipe(real_recipe, settings), tmp_path / "out"
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("coca_hf.train.stages._complete", interrupt)
+    monkeypatch.setattr("coca_hf.train.stages._complete", interrupt)
+    with pytest.raises(KeyboardInterrupt):
         run_recipe(recipe, out, "k")
+    monkeypatch.undo()
     run_recipe(recipe, out, "k", resume=True)
     held_out = [line for line in timeless(out / "1-k") if "held_out_loss" in line]
     assert [line["step"] for line in held_out] == [0, 2, 4, 6, 8, 10]
@@ -327,10 +328,13 @@ def test_fewer_bad_steps_than_allowed_are_skipped_and_leave_no_trace_in_the_weig
 ):
     bad_losses(monkeypatch, {2: float("nan"), 3: 50.0})
     settings = ["max_bad_steps=3", "spike_factor=3", "lr_scheduler_type=constant", "save_steps=1"]
+    settings += ["per_device_train_batch_size=2", "gradient_accumulation_steps=2"]
     settings = [f"training.{setting}" for setting in settings]
     result = run_recipe(load_recipe(recipe_path, settings), tmp_path / "out", stage="k")
     assert record(result)["skipped_steps"] == 2
     assert [line["skipped_steps"] for line in log_lines(result)] == [0, 1, 2]
+    first, second, _ = logged(result)
+    assert second == pytest.approx(first)  # the running mean, in the place of a loss that is none
     once = [*settings, "stages.k.max_steps=1"]
     assert_same_weights(
         result, run_recipe(load_recipe(recipe_path, once), tmp_path / "once", stage="k")
