@@ -10,7 +10,7 @@ or a mix.
 
 With `answer_weight`, the answers of synthetic lookups count again: their own mean, times that, is
 added to the mean over a block's tokens, in `lm` and `distill`, and to that over its queries, in
-`attention-maps`. The log then has their cross-entropy, `loss_answers`.
+`attention-maps`. The log then has that mean, `loss_answers`, with zero for blocks without answers.
 
 The original, the teacher, runs once per batch on the same tokens, without gradients; every GPU has
 all its weights, and computes in the stage's precision. Where attention is compared, each model

@@ -46,7 +46,7 @@ UNTOUCHED = "what was saved before is untouched: make room, then continue with -
 LAYOUT = (  # keys that --resume may change: how steps are computed, and which are skipped
     *("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"),
     *("activation_checkpointing", "torch_compile", "attn_implementation", "fused_cross_entropy"),
-    *("report_to", "disable_tqdm", "save_steps", "save_total_limit", "dataloader_num_workers"),
+    *("report_to", "disable_tqdm", "save_steps", "save_total_limit"),
     *("context_parallel_size", "max_bad_steps", "spike_factor", "prepared"),
     *("run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
 )

@@ -34,7 +34,7 @@ from coca_hf.card import write_card
 from coca_hf.checkout import commit, now, versions
 from coca_hf.documents import is_on_hub
 from coca_hf.errors import CocaError, library_errors, one_line
-from coca_hf.files import remove_unfinished, replace_text, size_in_words
+from coca_hf.files import remove_unfinished, replace_text, size_in_words, sync
 from coca_hf.models.hub import without_paths
 from coca_hf.train.blocks import Blocks, DealtBlocks
 from coca_hf.train.data import Corpus
@@ -269,7 +269,7 @@ def _run_stage(
             f"{expected:,} as the recipe's file says; the numbers in its header are not of this run"
         )
     try:
-        with wandb_run(stage.arguments, place.get("run_id")):
+        with wandb_run(stage.arguments, place["run_id"]):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except OSError as error:  # of what logs beside us, such as TensorBoard, on a disk that is full
         raise CocaError(
@@ -309,8 +309,8 @@ def _load(
         return base, tokenizer, None
     teacher = None
     if recipe.teacher and own.needs_teacher:
-        half = torch.bfloat16 if stage.arguments.bf16 else torch.float16
-        dtype = half if stage.arguments.bf16 or stage.arguments.fp16 else torch.float32
+        dtype = torch.bfloat16 if stage.arguments.bf16 else torch.float32
+        dtype = torch.float16 if stage.arguments.fp16 else dtype
         maps = "eager" if "attention-maps" in own.objective else None
         teacher = load_teacher(recipe.teacher, maps, dtype)
     objective = Objective(own.objective, teacher, own.temperature, own.answer_weight)
@@ -421,6 +421,8 @@ def _complete(
                         shutil.copy(path, partial)
             if (partial / "conversion.json").exists():
                 write_card(partial, record)
+            for path in partial.rglob("*"):
+                sync(path)  # before training.json says that they are there
             for path in partial.iterdir():
                 target = stage.directory / path.name
                 if target.is_dir():  # moved by an earlier try
