@@ -20,7 +20,7 @@ from coca_cli.convert import app as convert_app
 from coca_cli.evaluate import app as evaluate_app
 from coca_cli.train import app as train_app
 from coca_hf import patch_
-from coca_hf.convert.calibrate import divergences, fit, run_original
+from coca_hf.convert.calibrate import divergences, fit, matrix_dtype, run_original
 from coca_hf.convert.calibration_text import skipped_positions
 from coca_hf.convert.layer_pairs import Angles
 
@@ -162,9 +162,7 @@ def test_three_stages_lower_the_held_out_perplexity_and_the_result_generates(sta
             "\n\n".join(text for _, text in chosen), encoding="utf-8"
         )
     recipe = tmp_path / "recipe.yaml"
-    has_amx = str(
-        torch.cpu.get_capabilities().get("amx_bf16", False)
-    ).lower()  # as quickstart.sh has it
+    bf16 = str(matrix_dtype("cpu") == torch.bfloat16).lower()  # as quickstart.sh has it
     recipe.write_text(f"""
 model: {start}
 data:
@@ -173,7 +171,7 @@ data:
   held_out_blocks: 4
   sources: [{{path: {tmp_path}/train.txt, weight: 1}}]
 training:
-  {{bf16: {has_amx}, per_device_train_batch_size: 4, learning_rate: 2.0e-5, adam_beta2: 0.95, logging_steps: 2}}
+  {{bf16: {bf16}, per_device_train_batch_size: 4, learning_rate: 2.0e-5, adam_beta2: 0.95, logging_steps: 2}}
 stages:
   - {{name: k, train: [t_proj], max_steps: 2}}
   - {{name: qkv, train: [q_proj, t_proj, v_proj], max_steps: 2}}

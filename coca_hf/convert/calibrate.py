@@ -16,8 +16,9 @@ Layer by layer, on the hidden states that the original has there, Adam minimises
   `Keys`.
 - Memory holds a pair of layers (`LayerPairs`) and what the original's attention sees there
   (`Seen`); hidden states lie in files. A run that is killed continues with the layer it was at.
-- Matrices are multiplied in bfloat16 where the processor has AMX, also in the original; scores and
-  their softmax, divergences, the residual stream and the fitted weights stay float32.
+- Matrices are multiplied in bfloat16 where the processor has AMX or AVX-512 BF16, also in the
+  original; scores and their softmax, divergences, the residual stream and the fitted weights stay
+  float32.
 
 Letters: see `models/attention.py`; n_b blocks of text.
 """
@@ -121,9 +122,10 @@ def default_passes(num_blocks: int) -> int:
 
 
 def matrix_dtype(device: str) -> torch.dtype:
-    """bfloat16 on a processor with AMX; or float32."""
-    has_amx = device == "cpu" and torch.cpu.get_capabilities().get("amx_bf16", False)
-    return torch.bfloat16 if has_amx else torch.float32
+    """bfloat16 on a processor that multiplies it in hardware, float32 otherwise."""
+    capabilities = torch.cpu.get_capabilities() if device == "cpu" else {}
+    has_bfloat16 = capabilities.get("amx_bf16") or capabilities.get("avx512_bf16")
+    return torch.bfloat16 if has_bfloat16 else torch.float32
 
 
 def needs(layout: Layout, blocks: Tensor, held_out: Tensor, dtype: torch.dtype) -> Needs:

@@ -126,14 +126,15 @@ def test_the_start_of_w_t_is_exact_under_autocast(pairs_of):
     assert found.mlp.dense_h_to_4h.weight.dtype == torch.bfloat16
 
 
-def test_matrices_are_multiplied_in_bfloat16_where_the_processor_has_amx(monkeypatch):
-    for has_amx, device, expected in (
+@pytest.mark.parametrize("capability", ["amx_bf16", "avx512_bf16"])
+def test_matrices_are_multiplied_in_bfloat16_where_the_processor_can(capability, monkeypatch):
+    for has_it, device, expected in (
         (True, "cpu", torch.bfloat16),
         (True, "cuda", torch.float32),
         (False, "cpu", torch.float32),
     ):
         monkeypatch.setattr(
-            torch.cpu, "get_capabilities", lambda has_amx=has_amx: {"amx_bf16": has_amx}
+            torch.cpu, "get_capabilities", lambda has_it=has_it: {capability: has_it}
         )
         assert matrix_dtype(device) == expected
 
