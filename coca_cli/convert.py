@@ -46,6 +46,14 @@ def convert_command(
             "six that coca-eval layers --out OUT ranks first."
         ),
     ] = None,
+    keep_window: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Let kept layers attend to the last tokens only, this many: with the trained "
+            "length or fewer they meet no distance in a longer text that they were not trained for.",
+        ),
+    ] = None,
     partial_rotary: Annotated[
         str | None,
         typer.Option(
@@ -282,7 +290,7 @@ def _print_plan(plan: dict, dst: str) -> None:
         kept = f"layers {', '.join(map(str, kept))}" if kept else "no layer"
     else:
         kept = f"the layers that calibration finds ({kept})"
-    console.print(f"  original attention    kept in {kept}")
+    console.print(f"  original attention    kept in {kept}{_window_in_words(plan)}")
     _print_partial_rotary(plan)
     if calibration := plan.get("calibration"):
         console.print(
@@ -316,6 +324,10 @@ def _print_later(facts: dict) -> None:
         console.print(f"  converts              layers {', '.join(map(str, layers))}, no others")
 
 
+def _window_in_words(facts: dict) -> str:
+    return f", over the last {facts['kept_window']:,} tokens" if "kept_window" in facts else ""
+
+
 def _print_partial_rotary(facts: dict) -> None:
     if layers := facts["partial_rotary_layers"]:
         console.print(
@@ -333,6 +345,7 @@ def _print_conversion(record: dict, dst: str) -> None:
     if record["kept_layers"]:
         console.print(
             f"  original attention    kept in layers {', '.join(map(str, record['kept_layers']))}"
+            f"{_window_in_words(record)}"
         )
     _print_partial_rotary(record)
     console.print(f"  start of W_T          {record['start']['rule']}")

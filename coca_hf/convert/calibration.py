@@ -79,7 +79,8 @@ class Calibration:
             "fit": [layout.config.coca_constraint, seed, self.passes, device, self.dtype],
             "code": [xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in files],
             # Fitted tensors are float32, and do not depend on which other layers are kept.
-            "config": layout.config.to_dict() | {"coca_kept_layers": None, "dtype": None},
+            "config": layout.config.to_dict()
+            | {"coca_kept_layers": None, "coca_kept_window": None, "dtype": None},
             "versions": versions("torch", "transformers"),
         }
         self.settings = json.dumps(settings, default=str)

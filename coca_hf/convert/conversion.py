@@ -19,7 +19,7 @@ from coca_hf.checkout import now, versions
 from coca_hf.convert.adapter import Adapter
 from coca_hf.convert.calibrate import Report
 from coca_hf.convert.calibration import Calibration
-from coca_hf.convert.config import coca_class
+from coca_hf.convert.config import check_kept_window, coca_class
 from coca_hf.convert.initialise import RULE
 from coca_hf.convert.layout import Form, Layout
 from coca_hf.convert.preflight import (
@@ -78,6 +78,7 @@ def convert_checkpoint(
     calibrate_progress: Report | None = None,
     keep_layers: Sequence[int] | int | str | None = None,
     partial_rotary: Collection[int] = (),
+    keep_window: int | None = None,
     revision: str | None = None,
     ignore_fields: Collection[str] = (),
     dry_run: bool = False,
@@ -113,6 +114,7 @@ def convert_checkpoint(
         calibrate_on, how many, or `auto`: those whose conversion harms most (`harm.py`)
     partial_rotary: numbers of the layers in which every second rotary pair stands still and matches
         contents at any distance (`CocaConfig`); of those that calibration finds to keep, none does
+    keep_window: tokens that kept layers attend to, the query's own included; all by default
     revision: branch, tag or commit of a hub id
     ignore_fields: fields of config.json that we do not know and you call inert
     dry_run: make every check that comes before the first weight, write nothing, download no
@@ -132,11 +134,22 @@ def convert_checkpoint(
     # What can be refused is refused before the first number is written, the cheapest first.
     shard_bytes = parse_size(max_shard_size, "--max-shard-size")
     ntk = ntk_length, ntk_factor
-    form = Form(src, constraint, dtype, shard_bytes, *ntk, released, ignore_fields, partial_rotary)
+    form = Form(
+        src,
+        constraint,
+        dtype,
+        shard_bytes,
+        *ntk,
+        released,
+        ignore_fields,
+        partial_rotary,
+        keep_window,
+    )
     sources = [src] if adapter is None else [src, os.fspath(adapter)]
     check_paths(sources, dst)
     check_options(form)
     check_kept_layers(keep_layers, calibrate_on)
+    check_kept_window(keep_window, keep_layers, calibrate_block if calibrate_on else 1)
     if calibrate_on:
         check_device(device)
         of_hub = {"--split": split != "train", "--subset": subset}
@@ -273,6 +286,7 @@ def _facts(layout: Layout) -> dict:
         "constraint": layout.config.coca_constraint,
         **({"converted_layers": layout.converted} if layout.from_coca else {}),
         "kept_layers": layout.config.coca_kept_layers,
+        **({"kept_window": window} if (window := layout.config.coca_kept_window) else {}),
         "partial_rotary_layers": layout.config.coca_partial_rotary_layers,
         "dtype": str(layout.config.dtype).removeprefix("torch."),
         **_summary(layout),

@@ -5,7 +5,14 @@ from collections.abc import Collection, Iterable
 import torch
 from transformers import PreTrainedModel
 
-from coca_hf.convert.config import CLASSIFIERS, FAMILIES, coca_class, coca_config
+from coca_hf.convert.config import (
+    CLASSIFIERS,
+    FAMILIES,
+    check_kept_window,
+    coca_class,
+    coca_config,
+    with_kept_window,
+)
 from coca_hf.convert.tensors import Initialiser, check_tensors, stored_as, untie_
 from coca_hf.errors import CocaError
 from coca_hf.models.decoder import CocaPreTrainedModel
@@ -23,6 +30,7 @@ def patch_(
     keep_original: bool = False,
     keep_layers: Iterable[int] = (),
     partial_rotary: Iterable[int] = (),
+    keep_window: int | None = None,
     ignore_fields: Collection[str] = (),
 ) -> CocaPreTrainedModel:
     """Turn `model` into its family's CoCA model, in place; returns it.
@@ -31,8 +39,9 @@ def patch_(
     parameters; the fused projections of GPT-NeoX and Phi-3 are split, so that what they held
     besides is new, too. No other model of the process changes. keep_original: hold on to what is
     replaced, with the memory it takes, so that `unpatch_` can bring it back. keep_layers: numbers,
-    from 0, of the layers that keep the original's attention; partial_rotary: of those in which
-    every second rotary pair stands still (`CocaConfig`). ignore_fields: fields of the model's
+    from 0, of the layers that keep the original's attention; keep_window: tokens that these attend
+    to, all by default; partial_rotary: numbers of those in which every second rotary pair stands
+    still (`CocaConfig`). ignore_fields: fields of the model's
     config that we do not know and you call inert.
 
     Gradient checkpointing and `enable_input_require_grads` stay on; hooks of others are refused, as
@@ -59,15 +68,18 @@ def patch_(
         )
 
     _check_movable(model)
+    keep_layers = sorted(keep_layers)
+    check_kept_window(keep_window, keep_layers)
     config = coca_config(
         model.config.to_dict() | {"architectures": [type(model).__name__]},
         constraint,
         "patch_: model.config",
-        sorted(keep_layers),
+        keep_layers,
         partial_rotary,
         ignore_fields,
         ignore_option="ignore_fields=[{!r}]",
     )
+    config = with_kept_window(config, keep_window, "patch_: model.config")
     config._attn_implementation = model.config._attn_implementation
     source = dict(model.named_parameters())
     shapes = {name: tuple(p.shape) for name, p in source.items()}

@@ -53,6 +53,9 @@ class CocaConfig(PreTrainedConfig):
     `coca_kept_layers`: numbers, from 0, of the layers that keep the original's attention
     (`KeptAttention`).
 
+    `coca_kept_window`: tokens that a kept layer attends to, the query's own included; None for all
+    of them. `sliding_window` and `layer_types`, which caches, masks and vLLM read, follow from it.
+
     `coca_partial_rotary_layers`: numbers of the CoCA layers in which every second rotary pair has
     angle zero and matches contents at any distance (`own_angles`).
 
@@ -64,6 +67,7 @@ class CocaConfig(PreTrainedConfig):
 
     coca_constraint: Literal["slack", "strict"] = "slack"
     coca_kept_layers: list[int] = field(default_factory=list)
+    coca_kept_window: int | None = None
     coca_partial_rotary_layers: list[int] = field(default_factory=list)
 
     @property
@@ -78,6 +82,12 @@ class CocaConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         if self.coca_kept_layers:
             self.base_model_tp_plan = kept_plan(self.base_model_tp_plan)  # type: ignore[has-type]
+        if self.coca_kept_window is not None:
+            self.sliding_window = self.coca_kept_window
+            self.layer_types = [
+                "sliding_attention" if self.has_kept_window(layer) else "full_attention"
+                for layer in range(self.num_hidden_layers)
+            ]
         file, family = (
             self.model_type.removeprefix("coca_"),
             type(self).__name__.removesuffix("Config"),
@@ -89,6 +99,16 @@ class CocaConfig(PreTrainedConfig):
             "AutoModelForSequenceClassification": f"{file}.{family}ForSequenceClassification",
             "AutoModelForTokenClassification": f"{file}.{family}ForTokenClassification",
         }
+
+    def has_kept_window(self, layer: int) -> bool:
+        return self.coca_kept_window is not None and layer in self.coca_kept_layers
+
+    def to_dict(self) -> dict[str, Any]:
+        """As transformers', without what follows from `coca_kept_window`."""
+        fields = super().to_dict()
+        if self.coca_kept_window is not None:
+            del fields["sliding_window"], fields["layer_types"]
+        return fields
 
     def validate_sizes(self):
         """Called by `@strict`. Raises ValueError for a model without numbers, and for heads that
@@ -112,7 +132,8 @@ class CocaConfig(PreTrainedConfig):
 
     def validate_layers(self):
         """Called by `@strict`. Raises ValueError for layers that are not there, for one that is
-        named twice, and for one that is both kept and partially rotated.
+        named twice, for one that is both kept and partially rotated, and for a window without tokens
+        or without layers.
         """
         last = self.num_hidden_layers - 1
         for name in ("coca_kept_layers", "coca_partial_rotary_layers"):
@@ -121,6 +142,12 @@ class CocaConfig(PreTrainedConfig):
                 raise ValueError(
                     f"{name} is {layers}, expected different numbers of layers, from 0 to {last}"
                 )
+        window = self.coca_kept_window
+        if window is not None and (window < 1 or not self.coca_kept_layers):
+            raise ValueError(
+                f"coca_kept_window is {window} beside coca_kept_layers {self.coca_kept_layers}, "
+                "expected at least 1 token, and layers that are kept"
+            )
         if both := {*self.coca_kept_layers} & {*self.coca_partial_rotary_layers}:
             raise ValueError(
                 f"coca_partial_rotary_layers has {sorted(both)}, which coca_kept_layers has, too; "
