@@ -10,7 +10,7 @@ from pathlib import Path
 
 @functools.cache
 def commit() -> str | None:
-    """The commit that coca_hf runs from, with `+changes` if files differ; None outside a checkout."""
+    """The commit of coca_hf's checkout, with `+changes` if files differ; None outside one."""
     source = Path(__file__).parent
 
     def git(*arguments: str) -> str:

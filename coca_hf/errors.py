@@ -51,8 +51,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 @contextmanager
 def library_errors(problem: str) -> Iterator[None]:
-    """Turn whatever a library raises into a CocaError that begins with `problem`; a CocaError passes
-    unchanged.
+    """Turn whatever a library raises into a CocaError that begins with `problem`; a CocaError
+    passes unchanged.
     """
     try:
         yield

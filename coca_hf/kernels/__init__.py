@@ -26,8 +26,8 @@ DECODERS: dict[str, Callable] = {}  # type of device -> `decode.decode_attention
 
 
 def register() -> None:
-    """Register the attention `coca` with transformers and, if PyTorch is built for GPUs, the kernels
-    with the models.
+    """Register the attention `coca` with transformers and, if PyTorch is built for GPUs, the
+    kernels with the models.
 
     This does not ask whether there is a GPU: asking would start its driver, and processes that are
     forked later could not use it.

@@ -1,18 +1,18 @@
 """Attention of one new token to the half-width cache, without building keys in memory or in
 registers.
 
-A score is linear in t, with weights that depend only on the key's angles and on the query (q', k' of
-`models/attention.py`, written out over pairs j):
+A score is linear in t, with weights that depend only on the key's angles and on the query (q', k'
+of `models/attention.py`, written out over pairs j):
 
     score(n) = sum_j t_nj (a_j cos_nj + b_j sin_nj)    slack  a = q'_j + q'_(j + d/2), b = q'_(j + d/2) - q'_j
                                                        strict a = q'_j,               b = q'_(j + d/2)
 
-A program reads t, values and angles once and computes on ordinary floating-point units, because with
-one query per head tensor cores would multiply mostly zeros. Keys are cut into splits, so a single
-sequence fills the GPU. A program takes one split of HEADS key/value heads, which share their angles.
-Each of its KEYS slots keeps its own softmax over every KEYS-th key, so threads exchange nothing
-until the end of the split. A second kernel joins the splits. All sums are in fp32. Letters: see
-`models/attention.py`.
+A program reads t, values and angles once and computes on ordinary floating-point units, because
+with one query per head tensor cores would multiply mostly zeros. Keys are cut into splits, so a
+single sequence fills the GPU. A program takes one split of HEADS key/value heads, which share their
+angles. Each of its KEYS slots keeps its own softmax over every KEYS-th key, so threads exchange
+nothing until the end of the split. A second kernel joins the splits. All sums are in fp32. Letters:
+see `models/attention.py`.
 """
 
 import torch

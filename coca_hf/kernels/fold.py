@@ -77,7 +77,7 @@ _fold.register_autograd(_backward, setup_context=_save)
 
 
 def _like_tokens(x: Tensor, width: int) -> Tensor:
-    """Uninitialised (b, heads, m, width), stored token by token, as a projection writes its heads."""
+    """Uninitialised (b, heads, m, width), stored token by token, like the output of a projection."""
     batch, heads, length, _ = x.shape
     return x.new_empty(batch, length, heads, width).transpose(1, 2)
 
@@ -230,8 +230,8 @@ def _rows(
     block, rows, length,
     HEADS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Batch, head and token of a block's rows, (rows, 1), its pairs, (1, pairs), and a mask of those
-    that exist.
+    """Batch, head and token of a block's rows, (rows, 1), its pairs, (1, pairs), and a mask of
+    those that exist.
     """
     row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     pair = tl.arange(0, BLOCK_PAIRS)[None, :]

@@ -1,1 +1,1 @@
-"""The CoCA models. The modules are flat siblings, because most of them travel inside checkpoints."""
+"""The CoCA models. Modules are flat siblings, because most of them travel inside checkpoints."""

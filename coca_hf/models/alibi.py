@@ -23,7 +23,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 def alibi_slopes(num_heads: int) -> Tensor:
     """The slope of every head, (h,), float32: 2^(-8/h), 2^(-16/h), ... for a power of two.
 
-    For other h: the slopes of the next lower power of two, then every second one of the next higher.
+    For other h: the slopes of the next lower power of two, then every second one of the next
+    higher.
     """
     power = 2 ** math.floor(math.log2(num_heads))
     exponents = [-8 * i / power for i in range(1, power + 1)]

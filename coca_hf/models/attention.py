@@ -13,7 +13,7 @@ of a query and a key that are each computed once per token:
     strict  a(m, n) = sum_j t_j |q_j|^2 cos((m - n) theta_j)  query  R_m [|q|^2, 0]  key  R_n [t, 0]
 
 Any attention that takes a query, a key and a value (SDPA, FlashAttention, FlexAttention, paged
-attention) therefore computes CoCA unchanged. Strict depends on m - n only; slack depends on m and n.
+attention) therefore computes CoCA unchanged. Strict depends on m - n only, slack on m and n.
 
 Both square the query, which overflows in float16 for entries above 181. The folded query is
 therefore multiplied by `QUERY_SCALE`, and `CocaAttention.scaling` divides by it.

@@ -79,8 +79,8 @@ class HalfWidth(Cache):
         return unit_key(*angles, self.config.coca_constraint)
 
     def angles_of(self, t: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, each (b, 1, n, j), for all `t` of a layer, which are the last n under a
-        sliding window.
+        """Cosines and sines, each (b, 1, n, j), for all `t` of a layer, which are the last n under
+        a sliding window.
         """
         held, n = self.angles[t.device], t.shape[-2]
         angles = held.keys[..., -n:, :], held.values[..., -n:, :]
@@ -138,7 +138,7 @@ class RoomyLayer(DynamicLayer):
 
 
 class Room:
-    """Appends to a tensor (b, g, n, width), in the memory after it if this object allocated that."""
+    """Appends to a tensor (b, g, n, width), in the memory after it if that is its own."""
 
     def __init__(self):
         self.capacity = 0  # tokens

@@ -111,8 +111,8 @@ class CocaConfig(PreTrainedConfig):
             )
 
     def validate_layers(self):
-        """Called by `@strict`. Raises ValueError for layers that do not exist, that are named twice,
-        or that are both kept and partially rotated.
+        """Called by `@strict`. Raises ValueError for layers that do not exist, that are named
+        twice, or that are both kept and partially rotated.
         """
         last = self.num_hidden_layers - 1
         for name in ("coca_kept_layers", "coca_partial_rotary_layers"):
@@ -309,7 +309,7 @@ class CocaModel(CocaPreTrainedModel):
 def positions(
     inputs_embeds: Tensor, attention_mask: Tensor | dict[str, Tensor] | None, past_len: int
 ) -> Tensor:
-    """Positions of the new tokens, (b or 1, m): the tokens before them in the row, without padding."""
+    """Positions of the new tokens, (b or 1, m): tokens before them in the row, without padding."""
     new_len = inputs_embeds.shape[1]
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
         return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past_len : past_len + new_len]
@@ -394,7 +394,7 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
         rope_length: int | None = None,
         **kwargs,
     ) -> dict:
-        """As transformers', with `rope_length`, which `generate` accepts and passes on to `forward`."""
+        """As transformers', with `rope_length`, which `generate` passes on to `forward`."""
         kwargs |= {"inputs_embeds": inputs_embeds, "attention_mask": attention_mask}
         inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
         if rope_length is not None:  # counted here, because a static cache's masks do not show it
@@ -410,10 +410,10 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
         """Use half-width keys unless another cache is asked for, and fix the angles for the whole
         generation.
 
-        Cached keys keep the angles they were computed with, so all keys have those of `rope_length`,
-        the planned total length: the one passed to `generate`, that of the cache passed to it, or
-        prompt and new tokens. Raises ValueError if more tokens are asked for than were planned, and
-        for a cache without a plan.
+        Cached keys keep the angles they were computed with, so all keys have those of
+        `rope_length`, the planned total length: the one passed to `generate`, that of the cache
+        passed to it, or prompt and new tokens. Raises ValueError if more tokens are asked for than
+        were planned, and for a cache without a plan.
         """
         given = model_kwargs.get("past_key_values")
         super()._prepare_cache_for_generation(

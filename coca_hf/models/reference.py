@@ -41,8 +41,8 @@ def coca_scores(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str)
 
 
 class ReferenceCocaAttention(CocaAttention):
-    """`CocaAttention` by the three-operand contraction, for full sequences only, without a cache and
-    with eager masks.
+    """`CocaAttention` by the three-operand contraction, for full sequences only, without a cache
+    and with eager masks.
     """
 
     def forward(

@@ -57,7 +57,7 @@ def sequence_lengths(position_ids: Tensor) -> Tensor:
 
 
 def one_row_error(engine: str, rope_type: str) -> str:
-    """Why an engine that computes many sequences as one row cannot run a RoPE type, and what to do."""
+    """Why an engine that joins sequences in one row cannot run a RoPE type, and what to do."""
     return (
         f"config.rope_parameters: got rope_type {rope_type!r}, whose angles depend on each "
         f"sequence's length; {engine} computes many sequences as one row; bake one base in with "
