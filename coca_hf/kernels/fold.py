@@ -77,7 +77,7 @@ _fold.register_autograd(_backward, setup_context=_save)
 
 
 def _like_tokens(x: Tensor, width: int) -> Tensor:
-    """Uninitialised (b, heads, m, width), stored token by token, like the output of a projection."""
+    """Uninitialised (b, heads, m, width), stored by token, like the output of a projection."""
     batch, heads, length, _ = x.shape
     return x.new_empty(batch, length, heads, width).transpose(1, 2)
 
