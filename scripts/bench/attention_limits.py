@@ -236,7 +236,7 @@ def free_divergences(attention: CocaAttention, seen: Seen, steps: int) -> Tensor
 
 
 def kinds_of_heads(maps: Tensor) -> list[str]:
-    """Where each head puts more than half of its mass, on average over all queries but the first."""
+    """Where each head puts more than half of its mass, as a mean over all queries but the first."""
     first = maps[:, :, 1:, 0].mean((0, 2))
     before = maps[:, :, 1:].diagonal(dim1=2, dim2=3).mean((0, 2))
     return [
