@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Perplexity and passkeys beyond the trained length of SmolLM2-135M (8,192), as it is and with two RoPE settings: issue 19.
-# Usage: beyond.sh OUT MODEL NAME   (about 40 minutes of one CPU core a model; run it again for another, with the same OUT)
+# Usage: beyond.sh OUT MODEL NAME   (about 40 minutes of one CPU core per model; use the same OUT for several models)
 set -euo pipefail
 out=$1 model=$2 name=$3
 coca-eval position-loss "$model" --name "$name" --data ../shared/data/books-test.parquet --lengths 16384 \
