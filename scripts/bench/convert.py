@@ -196,7 +196,8 @@ def make_source(directory: Path, config: LlamaConfig, shard_bytes: int = 5_000_0
                 weight_map[name] = file
             os.fsync(stream.fileno())
         total += end
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return total
 
 

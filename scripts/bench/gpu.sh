@@ -7,7 +7,7 @@
 #   1  kernels are right, in every dtype and head size; caches, backends and mixed precision on a GPU
 #   2  attention, decoding, prefill and training steps beside LLaMA's
 #   3  generation, evaluation, cost against length
-#   4  what coca-train --plan predicts, and the paper's run projected
+#   4  what coca-train --plan predicts, the memory of calibration at 7B, and the paper's run projected
 #
 # Prints the tables and writes OUT/*.json, each file after every length, so an interrupted run keeps what it measured.
 # SECONDS_LEFT (default 3600) bounds the whole run: a benchmark that no longer fits is named and skipped. It needs torch,
@@ -69,6 +69,7 @@ part3() {
 }
 part4() {
     bench 180 plan plan
+    bench 240 calibrate-memory calibrate_memory
     bench 120 train-stages train --lengths 2048 --batch 8 --checkpointing --train t qkv all --repeats 5
     if [[ -f $out/train-stages.json ]]; then
         run 30 python3 scripts/bench/projection.py "$out/train-stages.json"
