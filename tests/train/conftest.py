@@ -56,6 +56,18 @@ def recipe_path(recipe_tree, tmp_path) -> Path:
     return path
 
 
+@pytest.fixture
+def train(recipe_path, tmp_path):
+    """Runs a stage of the recipe with overrides, or all of it, in `tmp_path/out`; returns the last
+    stage's directory.
+    """
+
+    def run(*settings, stage: str | None = "k", out=tmp_path / "out", resume=False) -> Path:
+        return run_recipe(load_recipe(recipe_path, settings), out, stage, resume)
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def unbroken(tiny_coca_dir, texts, tmp_path_factory) -> Path:
     """OUT of the recipe, run in one go; beside it, in `printed.txt`, what was printed."""

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from coca_hf.train.blocks import Blocks
-from coca_hf.train.data import Corpus
+from coca_hf.train.data import Blocks, Corpus
 from coca_hf.train.recipe import Data, Source
 
 

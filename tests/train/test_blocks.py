@@ -428,9 +428,7 @@ def test_a_run_continues_on_blocks_in_another_place(recipe_path, unbroken, tmp_p
         ("1-k", "out/2-qkv: stopped by SIGTERM before it began; .* continue with --resume"),
     ],
 )
-def test_a_signal_while_weights_are_hashed_stops_the_run_then(
-    hashed, message, recipe_path, tmp_path, monkeypatch
-):
+def test_a_signal_while_weights_are_hashed_stops_the_run_then(hashed, message, train, monkeypatch):
     plain, read = run_directory.file_hash, []
 
     def signal_and_hash(file, *check_stop):
@@ -441,5 +439,5 @@ def test_a_signal_while_weights_are_hashed_stops_the_run_then(
 
     monkeypatch.setattr(run_directory, "file_hash", signal_and_hash)
     with pytest.raises(Stopped, match=message):
-        run_recipe(load_recipe(recipe_path), tmp_path / "out")
+        train(stage=None)
     assert read[-1] == "model.safetensors"

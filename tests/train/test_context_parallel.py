@@ -205,7 +205,7 @@ REFUSED = {
     "LOOKUPS stages.k.answer_weight=1": "with objective lm and answer_weight, expected lm alone",
     "training.attn_implementation=eager": "got context_parallel_size 2 with attn_implementation eager, expected sdpa",
     "data.skip_positions=2000": "context_parallel_size 2 with data.skip_positions, expected positions in order",
-    "data.seq_len=70": "expected data.seq_len, 70, to be a multiple of 4",
+    "data.seq_len=70": "with data.seq_len 70; expected a multiple of 4",
     "stages.k.context_parallel_size=0": "context_parallel_size: got 0, expected greater than or equal to 1",
 }
 

@@ -8,7 +8,7 @@ import torch
 from coca_hf import CocaError, tokens
 from coca_hf.documents import read_documents
 from coca_hf.train import data
-from coca_hf.train.blocks import DealtBlocks
+from coca_hf.train.data import DealtBlocks
 from coca_hf.train.recipe import Source
 from tests.train.corpora import make_corpus, tokens_of
 

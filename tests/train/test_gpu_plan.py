@@ -18,9 +18,7 @@ from coca_cli import BadOption
 from coca_cli.train import app as train_app
 from coca_hf.errors import CocaError
 from coca_hf.train import gpu_plan
-from coca_hf.train import memory as measuring
-from coca_hf.train.gpu_plan import GIB, RESERVE, plan_recipe
-from coca_hf.train.memory import Memory, Setting, measure
+from coca_hf.train.gpu_plan import GIB, RESERVE, Memory, Setting, measure, plan_recipe
 from coca_hf.train.model import freeze_, model_from_config
 from coca_hf.train.recipe import load_recipe
 from tests.conftest import TINY as THREE_LAYERS
@@ -49,7 +47,7 @@ def path(tmp_path):
 @pytest.fixture
 def recipe(path, monkeypatch):
     # closed forms do not round up to an allocator's blocks
-    monkeypatch.setattr(measuring, "_BLOCK_BYTES", 1)
+    monkeypatch.setattr(gpu_plan, "_BLOCK_BYTES", 1)
     return load_recipe(path)
 
 
@@ -276,7 +274,7 @@ def test_a_long_block_on_each_gpu_is_helped_by_a_fused_cross_entropy_and_by_shar
 ):
     """As in recipes/llama-7b/pi-32k.yaml: one checkpointed block, and wide logits."""
     monkeypatch.setattr("coca_hf.train.objectives._CHUNK_TOKENS", 240)
-    monkeypatch.setattr(measuring, "_BLOCK_BYTES", 1)
+    monkeypatch.setattr(gpu_plan, "_BLOCK_BYTES", 1)
     config = {"vocab_size": 700, "max_position_embeddings": 960, "num_hidden_layers": 1}
     long = ["data.seq_len=960", *(f"config.{key}={value}" for key, value in config.items())]
     long += ["training.per_device_train_batch_size=1", "training.gradient_checkpointing=true"]

@@ -16,7 +16,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 import coca_hf
-from coca_hf.train import stages
+from coca_hf.train import model, stages
 from coca_hf.train.trainer import StageTrainer
 from tests.train.layouts import FSDP2, Run, succeed
 
@@ -52,7 +52,7 @@ class Note:
     def __call__(self):
         note_memory(self.directory)
         if self.all_load:
-            stages.weights_are_sent_here = lambda: False
+            model.weights_are_sent_here = lambda: False
 
 
 @pytest.fixture(scope="module")

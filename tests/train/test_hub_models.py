@@ -38,11 +38,11 @@ def hub(tiny_coca_dir, tiny_llama_dir, tmp_path, monkeypatch):
 
 
 def test_a_model_on_the_hub_is_read_at_its_revision_and_keeps_record_card_and_licence(
-    hub, recipe_path, tmp_path
+    hub, train, tmp_path
 ):
     for name, commit in (("somebody/coca", FIRST), ("somebody/coca@v2", SECOND)):
         out = tmp_path / commit
-        result = run_recipe(load_recipe(recipe_path, [f"model={name}"]), out, stage="k")
+        result = train(f"model={name}", out=out)
         assert json.loads((out / "inputs.json").read_text())["hub"] == {
             "model": f"somebody/coca@{commit}"
         }

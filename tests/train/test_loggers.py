@@ -13,9 +13,7 @@ import struct
 from collections import Counter
 
 import pytest
-import wandb
 import yaml
-from wandb.proto.wandb_internal_pb2 import Record
 
 from coca_hf import CocaError
 from coca_hf.train.recipe import load_recipe
@@ -25,6 +23,8 @@ from tests.train.layouts import Run, launch, succeed
 from tests.train.results import log_lines
 from tests.train.test_resume import die_in_step_4
 
+wandb = pytest.importorskip("wandb")
+pytest.importorskip("trackio")
 STAGES = ["1-k", "2-qkv", "3-full"]
 LOGGERS = ["training.report_to=[wandb,trackio]", "training.project=tiny"]
 # of LevelDB's log format, in which Weights & Biases writes its files
@@ -56,6 +56,8 @@ def logged(tiny_coca_dir, texts, tmp_path_factory):
 
 def wandb_records(file):
     """What Weights & Biases wrote of a run: records that are cut where a block of the file ends."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
     content, place, record = file.read_bytes(), HEAD, b""
     while place + HEAD <= len(content):
         if BLOCK - place % BLOCK < HEAD:
@@ -142,11 +144,11 @@ def test_a_project_that_trackio_does_not_take_is_refused(recipe_path, tmp_path):
     assert not list((tmp_path / "out").glob("*"))
 
 
-def test_an_account_that_is_missing_is_one_line(recipe_path, tmp_path, monkeypatch):
+def test_an_account_that_is_missing_is_one_line(train, monkeypatch):
     def init(**options):
         raise wandb.errors.UsageError("No API key configured.")
 
     monkeypatch.setattr(wandb, "init", init)
     message = "report_to: wandb begins no run: No API key configured.; WANDB_MODE=offline needs no account"
     with pytest.raises(CocaError, match=message):
-        run_recipe(load_recipe(recipe_path, ["training.report_to=wandb"]), tmp_path / "out")
+        train("training.report_to=wandb", stage=None)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coca_hf import CocaError, evaluate
-from coca_hf.train import lookups, wordings
+from coca_hf.train import lookups
 from coca_hf.train.lookups import Lookups
 
 LENGTH = 1900
@@ -108,8 +108,8 @@ def strings_of(directory: Path) -> set[str]:
 
 
 def own_wordings() -> list[str]:
-    facts = [form for relation in wordings.RELATIONS for form in relation.said + relation.asked]
-    return [*facts, *wordings.QUESTIONS, *("".join(form) for form in wordings.FORMS)]
+    facts = [form for relation in lookups.RELATIONS for form in relation.said + relation.asked]
+    return [*facts, *lookups.QUESTIONS, *("".join(form) for form in lookups.FORMS)]
 
 
 def test_no_wording_shares_five_words_with_what_measures_lookups():
@@ -126,18 +126,18 @@ def test_no_wording_shares_five_words_with_what_measures_lookups():
 
 
 def test_no_fact_is_about_what_measurements_ask_for():
-    nouns = {noun for relation in wordings.RELATIONS for noun in relation.nouns}
+    nouns = {noun for relation in lookups.RELATIONS for noun in relation.nouns}
     assert not {noun for noun in nouns if re.search("key|magic|needle", noun)} - {"silver key"}
 
 
 def test_every_wording_has_its_places():
-    for relation in wordings.RELATIONS:
+    for relation in lookups.RELATIONS:
         for form in relation.said + relation.asked:
             assert all(form.count(f"{{{name}}}") >= 1 for name in ("noun", "owner"))
             assert form.count("{value}") == 1
             assert form[0].isspace()
         assert all(form.endswith("{value}") for form in relation.asked)
-    assert all(form[0].isspace() and form.endswith("{value}") for form in wordings.QUESTIONS)
+    assert all(form[0].isspace() and form.endswith("{value}") for form in lookups.QUESTIONS)
     # the list that recall measures
-    assert all(form.line.strip() != "{key}: {value}" for form in wordings.FORMS)
-    assert all("{key}" in form.line and form.line.count("{value}") == 1 for form in wordings.FORMS)
+    assert all(form.line.strip() != "{key}: {value}" for form in lookups.FORMS)
+    assert all("{key}" in form.line and form.line.count("{value}") == 1 for form in lookups.FORMS)

@@ -193,9 +193,9 @@ REFUSED = {
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="may have flash attention")
 @pytest.mark.parametrize("setting", REFUSED)
-def test_what_is_not_there_is_refused_before_anything_is_written(recipe_path, tmp_path, setting):
+def test_what_is_not_there_is_refused_before_anything_is_written(train, tmp_path, setting):
     with pytest.raises(CocaError) as caught:
-        run_recipe(load_recipe(recipe_path, [setting]), tmp_path / "out")
+        train(setting, stage=None)
     assert REFUSED[setting] in str(caught.value)
     assert str(caught.value).endswith(" runs everywhere")
     assert "\n" not in str(caught.value)
@@ -203,11 +203,11 @@ def test_what_is_not_there_is_refused_before_anything_is_written(recipe_path, tm
 
 
 @pytest.mark.parametrize("kind", ["CP", "SP", "TP"])
-def test_several_processes_on_one_block_are_refused(recipe_path, tmp_path, monkeypatch, kind):
+def test_several_processes_on_one_block_are_refused(train, tmp_path, monkeypatch, kind):
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{kind}_SIZE", "2")  # as `accelerate launch` does
     message = f"parallelism_config_{kind.lower()}_size: got 2, expected 1"
     with pytest.raises(CocaError, match=message):
-        run_recipe(load_recipe(recipe_path), tmp_path / "out")
+        train(stage=None)
     assert not (tmp_path / "out").exists()
 
 
@@ -226,12 +226,12 @@ def test_what_does_not_go_with_a_fused_cross_entropy_is_refused(recipe_path, set
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_mixed_precision_on_a_gpu_trains_as_float32_does(dtype, recipe_path, tmp_path):
+def test_mixed_precision_on_a_gpu_trains_as_float32_does(dtype, train, tmp_path):
     """fp16's loss scaler skips steps at first: then losses only have to be sound."""
     losses = {}
     for name, options in {"mixed": [f"training.{dtype}=true"], "full": []}.items():
         out = tmp_path / name
-        run_recipe(load_recipe(recipe_path, ["training.use_cpu=false", *options]), out)
+        train("training.use_cpu=false", *options, stage=None, out=out)
         lines = [line for log in sorted(out.glob("*/log.jsonl")) for line in log.open()]
         losses[name] = torch.tensor([json.loads(line)["loss"] for line in lines])
     assert losses["mixed"].isfinite().all()

@@ -6,9 +6,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from coca_hf.train.log import StageLog, start_place
-from coca_hf.train.options import StageOptions
 from coca_hf.train.processes import StopRequest
-from coca_hf.train.recipe import load_recipe
+from coca_hf.train.recipe import StageOptions, load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
 from tests.train.results import logged

@@ -1,7 +1,6 @@
 """What a stage changes, what it leaves behind, and what it refuses before it writes anything."""
 
 import itertools
-import os
 import shutil
 import subprocess
 import sys
@@ -111,7 +110,7 @@ def test_a_stages_result_loads_alone_and_leaves_nothing_else_behind(unbroken, ti
 
 
 def test_tokenizers_of_other_engines_go_from_stage_to_stage_but_no_directories(
-    recipe_path, tiny_coca_dir, tmp_path
+    train, tiny_coca_dir, tmp_path
 ):
     model = shutil.copytree(tiny_coca_dir, tmp_path / "model")
     for name in ("tokenizer.model", "tekken.json"):
@@ -119,47 +118,23 @@ def test_tokenizers_of_other_engines_go_from_stage_to_stage_but_no_directories(
     for name in ("tokenizer.model.bak", "LICENSE"):
         (model / name).mkdir()
     short = [f"stages.{name}.max_steps=1" for name in ("k", "qkv", "full")]
-    last = run_recipe(load_recipe(recipe_path, [f"model={model}", *short]), tmp_path / "out")
+    last = train(f"model={model}", *short, stage=None)
     for name in ("tokenizer.model", "tekken.json"):
         assert (last / name).read_bytes() == b"\x00mine"
     assert not any(path.is_dir() for path in last.iterdir())
 
 
-ALONE = """
-import sys
-sys.modules["coca_hf"] = None
-import torch
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
-print(type(model).__module__.split(".")[0], repr(model(torch.arange(3, 30)[None]).logits.double().sum().item()))
-"""
-
-
-@pytest.mark.real
-def test_the_result_loads_without_coca_hf_through_trust_remote_code(unbroken, tmp_path):
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path)}
-    command = [sys.executable, "-c", ALONE, str(unbroken / "3-full")]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
-    module, total = result.stdout.split()
-    model = AutoModelForCausalLM.from_pretrained(unbroken / "3-full")
-    assert module == "transformers_modules"
-    assert float(total) == pytest.approx(
-        model(torch.arange(3, 30)[None]).logits.double().sum().item(), abs=1e-3
-    )
-
-
-def test_stages_one_by_one_are_the_run_in_one_go(recipe_path, unbroken, tmp_path, capsys):
+def test_stages_one_by_one_are_the_run_in_one_go(train, unbroken, tmp_path, capsys):
     for stage in ("k", "qkv", "full"):
-        run_recipe(load_recipe(recipe_path), tmp_path / "out", stage, resume=True)
+        train(stage=stage, resume=True)
     assert "complete, skipped" not in capsys.readouterr().out
     for stage in STAGES:
         assert_same_weights(tmp_path / "out" / stage, unbroken / stage)
 
 
-def test_a_stage_may_compute_in_another_precision_than_the_one_before(recipe_path, tmp_path):
+def test_a_stage_may_compute_in_another_precision_than_the_one_before(train, tmp_path):
     short = [f"stages.{name}.max_steps=1" for name in ("k", "qkv", "full")]
-    run_recipe(load_recipe(recipe_path, ["stages.qkv.bf16=true", *short]), tmp_path / "out")
+    train("stages.qkv.bf16=true", *short, stage=None)
     assert {tensor.dtype for tensor in weights(tmp_path / "out/3-full").values()} == {torch.float32}
 
 
@@ -181,9 +156,9 @@ def test_a_tied_weight_learns_by_either_of_its_names(tiny_coca_dir, recipe_tree,
     assert changed(weights(tmp_path / "tied"), weights(result)) == {"model.embed_tokens.weight"}
 
 
-def test_a_finished_run_is_skipped_and_stays_as_it_is(recipe_path, unbroken, capsys):
+def test_a_finished_run_is_skipped_and_stays_as_it_is(train, unbroken, capsys):
     before = files(unbroken)
-    run_recipe(load_recipe(recipe_path), unbroken, resume=True)
+    train(stage=None, out=unbroken, resume=True)
     assert capsys.readouterr().out.count("complete, skipped") == 3
     assert files(unbroken) == before
 
@@ -211,17 +186,15 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("setting", "message"), REFUSED.items(), ids=REFUSED)
-def test_what_cannot_work_is_refused_before_anything_is_written(
-    recipe_path, tmp_path, setting, message
-):
+def test_what_cannot_work_is_refused_before_anything_is_written(train, tmp_path, setting, message):
     with pytest.raises(CocaError) as caught:
-        run_recipe(load_recipe(recipe_path, setting.split()), tmp_path / "out")
+        train(*setting.split(), stage=None)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_that_lacks_weights_is_refused(recipe_path, tiny_coca_dir, tmp_path):
+def test_a_model_that_lacks_weights_is_refused(train, tiny_coca_dir, tmp_path):
     from safetensors.torch import save_file
 
     broken = tmp_path / "broken"
@@ -235,10 +208,10 @@ def test_a_model_that_lacks_weights_is_refused(recipe_path, tiny_coca_dir, tmp_p
     save_file(kept, broken / "model.safetensors", metadata={"format": "pt"})
     message = r"missing keys: model\.layers\.1\.self_attn\.t_proj\.weight"
     with pytest.raises(CocaError, match=message):
-        run_recipe(load_recipe(recipe_path, [f"model={broken}"]), tmp_path / "out")
+        train(f"model={broken}", stage=None)
 
 
-def test_a_directory_in_use_is_left_alone_without_resume(recipe_path, tmp_path):
+def test_a_directory_in_use_is_left_alone_without_resume(train, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/novel.txt").write_text("chapter one")
     for resume, message in (
@@ -246,15 +219,15 @@ def test_a_directory_in_use_is_left_alone_without_resume(recipe_path, tmp_path):
         (True, "without recipe.yaml"),
     ):
         with pytest.raises(CocaError, match=message):
-            run_recipe(load_recipe(recipe_path), tmp_path / "out", resume=resume)
+            train(stage=None, resume=resume)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["novel.txt"]
 
 
-def test_a_changed_recipe_is_refused_with_what_changed(recipe_path, unbroken):
+def test_a_changed_recipe_is_refused_with_what_changed(train, unbroken):
     before = files(unbroken)
     settings = ["training.learning_rate=2e-3", "stages.full.max_steps=9", "stages.k.warmup_steps=1"]
     with pytest.raises(CocaError) as caught:
-        run_recipe(load_recipe(recipe_path, settings), unbroken, resume=True)
+        train(*settings, stage=None, out=unbroken, resume=True)
     for change in (
         "training.learning_rate was 0.001, now 0.002",
         "stages.full.max_steps was 4, now 9",
@@ -264,13 +237,13 @@ def test_a_changed_recipe_is_refused_with_what_changed(recipe_path, unbroken):
     assert files(unbroken) == before
 
 
-def test_a_stage_without_its_predecessor_is_refused(recipe_path, tmp_path):
+def test_a_stage_without_its_predecessor_is_refused(train, tmp_path):
     message = r"--stage full: starts from .*2-qkv, which is not complete; run --stage qkv"
     with pytest.raises(CocaError, match=message):
-        run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="full")
+        train(stage="full")
     message = "--stage: got 'qvk', expected one of k, qkv, full; nearest: qkv"
     with pytest.raises(CocaError, match=message):
-        run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="qvk")
+        train(stage="qvk")
     assert not (tmp_path / "out").exists()
 
 
@@ -308,7 +281,7 @@ def test_kept_layers_learn_nothing_in_stage_k_and_where_named_their_queries_keys
 
 
 def test_a_machine_of_several_gpus_is_one_gpu_to_a_process_and_is_told_how_to_use_all(
-    recipe_path, unbroken, tmp_path, monkeypatch, capsys
+    train, unbroken, monkeypatch, capsys
 ):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     plain = TrainingArguments.__post_init__
@@ -318,20 +291,18 @@ def test_a_machine_of_several_gpus_is_one_gpu_to_a_process_and_is_told_how_to_us
         arguments._n_gpu = 8  # as where CUDA is
 
     monkeypatch.setattr(TrainingArguments, "__post_init__", on_gpus)
-    result = run_recipe(load_recipe(recipe_path), tmp_path / "out", stage="k")
-    assert "one process is one GPU" in (printed := capsys.readouterr().out)
+    result = train()
+    assert "one process uses one GPU" in (printed := capsys.readouterr().out)
     assert printed.count("--num_processes 8") == 1
     ours, theirs = record(result), record(unbroken / "1-k")
     assert ours["blocks_per_step"] == 4
     assert ours["final_loss"] == theirs["final_loss"]
 
 
-def test_a_recipe_says_what_a_step_takes_and_whether_it_takes_it_anywhere(
-    recipe_path, tmp_path, capsys
-):
+def test_a_recipe_says_what_a_step_takes_and_whether_it_takes_it_anywhere(train, tmp_path, capsys):
     depends = "other numbers of processes have other steps"
     for name, options in {"here": [], "anywhere": ["training.global_batch_size=4"]}.items():
-        run_recipe(load_recipe(recipe_path, options), tmp_path / name, stage="k")
+        train(*options, out=tmp_path / name)
         printed = capsys.readouterr().out
         assert "3 steps of 4 blocks" in printed
         assert (depends in printed) == (name == "here")

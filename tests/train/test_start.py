@@ -191,7 +191,7 @@ def test_blocks_longer_than_the_model_was_trained_for_are_announced_by_the_run_a
 ):
     notice = (
         f"data.seq_len: got 70 tokens, more than the 64 positions of {tiny_coca_dir} "
-        "(max_position_embeddings): it has not learnt those beyond; if that is meant, set "
+        "(max_position_embeddings): it was not trained on those beyond; if that is intended, set "
         "config.max_position_embeddings=70, which the result keeps, or scale RoPE"
     )
     settings = ["data.seq_len=70", "stages.k.max_steps=1", "training.use_cpu=false"]
