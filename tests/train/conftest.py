@@ -9,7 +9,7 @@ from pydoc_data.topics import topics
 import pytest
 import yaml
 
-from coca_hf.train.recipe import load_recipe
+from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import run_recipe
 
 
@@ -25,6 +25,16 @@ def texts(tmp_path_factory) -> Path:
     rows = ["".join(draw.choices("0123456789", k=130 + 17 * number)) for number in range(7)]
     (directory / "digits.jsonl").write_text("".join(f'{{"code": "{row}"}}\n' for row in rows))
     return directory
+
+
+@pytest.fixture
+def words(texts) -> Source:
+    return Source(path=str(texts / "words/*.txt"), weight=3)
+
+
+@pytest.fixture
+def digits(texts) -> Source:
+    return Source(path=str(texts / "digits.jsonl"), weight=1, column="code")
 
 
 def make_recipe_tree(model: Path, texts: Path) -> dict:

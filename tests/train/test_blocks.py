@@ -25,26 +25,17 @@ from tests.train.results import logged
 SEQ_LEN = 20
 
 
-def shrink(patch):
-    """Several pieces a document, several passes, a buffer smaller than a source, many states."""
-    patch.setattr(data, "SHUFFLE_TOKENS", 13 * SEQ_LEN)
-    patch.setattr(tokens, "PIECE_CHARACTERS", 90)
-    patch.setattr(data, "STATE_TOKENS", 17 * SEQ_LEN)
-
-
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch):
-    shrink(monkeypatch)
-
-
-def sources_in(texts) -> list[Source]:
-    digits = Source(path=str(texts / "digits.jsonl"), weight=1, column="code")
-    return [Source(path=str(texts / "words/*.txt"), weight=3), digits]
+    """Several pieces a document, several passes, a buffer smaller than a source, many states."""
+    monkeypatch.setattr(data, "SHUFFLE_TOKENS", 13 * SEQ_LEN)
+    monkeypatch.setattr(tokens, "PIECE_CHARACTERS", 90)
+    monkeypatch.setattr(data, "STATE_TOKENS", 17 * SEQ_LEN)
 
 
 @pytest.fixture
-def sources(texts) -> list[Source]:
-    return sources_in(texts)
+def sources(words, digits) -> list[Source]:
+    return [words, digits]
 
 
 @pytest.fixture
@@ -55,14 +46,10 @@ def corpus(sources, tiny_tokenizer, tmp_path):
     return make
 
 
-@pytest.fixture(scope="module")
-def plain(texts, tiny_tokenizer, tmp_path_factory):
+@pytest.fixture
+def plain(corpus, tmp_path):
     """400 blocks, prepared in one go."""
-    directory = tmp_path_factory.mktemp("plain")
-    with pytest.MonkeyPatch.context() as patch:
-        shrink(patch)
-        corpus = make_corpus(sources_in(texts), tiny_tokenizer, SEQ_LEN, directory, 7)
-        return tokens_of(corpus.prepare(400))
+    return tokens_of(corpus(tmp_path / "plain").prepare(400))
 
 
 def test_prepared_blocks_are_read_and_nothing_else(corpus, plain, monkeypatch):

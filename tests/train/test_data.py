@@ -16,16 +16,6 @@ SEQ_LEN = 20
 
 
 @pytest.fixture
-def words(texts) -> Source:
-    return Source(path=str(texts / "words/*.txt"), weight=3)
-
-
-@pytest.fixture
-def digits(texts) -> Source:
-    return Source(path=str(texts / "digits.jsonl"), weight=1, column="code")
-
-
-@pytest.fixture
 def corpus(tiny_tokenizer, tmp_path):
     def make(*sources, **options):
         return make_corpus(sources, tiny_tokenizer, SEQ_LEN, tmp_path / "prepared", **options)

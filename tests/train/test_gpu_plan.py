@@ -337,12 +337,6 @@ def test_an_option_that_would_be_ignored_is_refused(arguments, message):
     assert str(result.exception).startswith(message)
 
 
-def test_a_world_of_no_processes_is_refused(path):
-    result = CliRunner().invoke(train_app, [str(path), "--plan", "--world-size", "0"])
-    assert result.exit_code == 2
-    assert "--world-size" in result.output
-
-
 def test_the_command_prints_a_table_or_json(path):
     arguments = [str(path), ONE_LAYER, "--plan", "--world-size", "2"]
     table = CliRunner().invoke(train_app, arguments, env={"COLUMNS": "200"})

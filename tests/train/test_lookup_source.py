@@ -19,18 +19,11 @@ from tests.train.layouts import DDP, Run, succeed
 from tests.train.results import log_lines, logged
 
 SEQ_LEN, REACH = 170, 901
-SYNTHETIC = Source(synthetic="lookups", weight=2)
+SYNTHETIC = Source(synthetic="lookups", weight=4)
 
 
 @pytest.fixture
-def words(texts) -> Source:
-    return Source(path=str(texts / "words/*.txt"), weight=1)
-
-
-@pytest.fixture
-def corpus(words, texts, tiny_tokenizer, tmp_path):
-    digits = Source(path=str(texts / "digits.jsonl"), weight=1, column="code")
-
+def corpus(words, digits, tiny_tokenizer, tmp_path):
     def make(sources=(words, SYNTHETIC, digits), directory=tmp_path / "prepared", **options):
         return make_corpus(sources, tiny_tokenizer, SEQ_LEN, directory, 2, seed=5, **options)
 

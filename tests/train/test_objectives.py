@@ -17,12 +17,9 @@ from coca_hf.train.objectives import (
 )
 from coca_hf.train.preflight import check_teacher
 from coca_hf.train.recipe import load_recipe
-from coca_hf.train.run_directory import last_checkpoint
 from coca_hf.train.stages import run_recipe
-from coca_hf.train.trainer import StageTrainer
 from tests.conftest import TINY
-from tests.train.layouts import Interrupted, interrupt_in_step
-from tests.train.results import assert_same_weights, log_lines, logged
+from tests.train.results import log_lines
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
@@ -235,25 +232,3 @@ def test_a_teacher_of_another_shape_is_refused(tiny_coca_dir, tmp_path, change, 
 def test_an_objective_that_makes_no_sense_is_refused(recipe_path, given, message):
     with pytest.raises(CocaError, match=message):
         load_recipe(recipe_path, given)
-
-
-def test_a_stage_with_a_teacher_killed_in_the_middle_resumes_to_the_same_bits(
-    recipe_path, tiny_llama_dir, tmp_path, monkeypatch
-):
-    mixed = "{lm: 0.5, distill: 0.25, attention-transfer: 0.25}"
-    recipe = load_recipe(
-        recipe_path,
-        [f"teacher={tiny_llama_dir}", f"stages.k.objective={mixed}", "stages.k.train=all"],
-    )
-    run_recipe(recipe, tmp_path / "whole", stage="k")
-    with monkeypatch.context() as patched:
-        patched.setattr(StageTrainer, "training_step", StageTrainer.training_step)
-        interrupt_in_step(3)
-        with pytest.raises(Interrupted):
-            run_recipe(recipe, tmp_path / "out", stage="k")
-    assert last_checkpoint(tmp_path / "out/1-k/trainer").name == "checkpoint-2"
-    run_recipe(recipe, tmp_path / "out", stage="k", resume=True)
-    ours, theirs = (tmp_path / name / "1-k" for name in ("out", "whole"))
-    assert_same_weights(ours, theirs)
-    for key in ("loss", "loss_lm", "loss_distill", "loss_attention-transfer"):
-        assert logged(ours, key) == logged(theirs, key)

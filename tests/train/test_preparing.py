@@ -70,14 +70,12 @@ def wait_until_it_prepares(launched, directory: Path) -> None:
     time.sleep(1)
 
 
-def test_a_preparation_may_take_longer_than_collectives_may(arguments, real_unbroken, tmp_path):
-    printed = succeed(tmp_path, [Run([*arguments, "training.ddp_timeout=8"], DDP, start_slowly)])
+@pytest.mark.parametrize("hook", [start_slowly, read_slowly], ids=["blocks", "hashes"])
+def test_a_preparation_may_take_longer_than_collectives_may(
+    arguments, real_unbroken, tmp_path, hook
+):
+    printed = succeed(tmp_path, [Run([*arguments, "training.ddp_timeout=8"], DDP, hook)])
     assert printed.count("data: preparing 12 blocks") == 1
-    assert logged(tmp_path / "out/1-k") == pytest.approx(logged(real_unbroken / "1-k"), abs=1e-4)
-
-
-def test_hashes_of_files_may_take_longer_than_collectives_may(arguments, real_unbroken, tmp_path):
-    succeed(tmp_path, [Run([*arguments, "training.ddp_timeout=8"], DDP, read_slowly)])
     assert logged(tmp_path / "out/1-k") == pytest.approx(logged(real_unbroken / "1-k"), abs=1e-4)
 
 

@@ -290,6 +290,32 @@ def test_a_disk_that_is_really_full_keeps_the_checkpoint_before_and_the_need_is_
     assert_same_weights(out / "1-k", tmp_path / "unbroken/1-k")
 
 
+INTERRUPTED = {
+    "adapters": ["stages.qkv.lora={r: 3, alpha: 6, dropout: 0.1}"],
+    "a teacher": ["stages.qkv.objective={lm: 0.5, distill: 0.25, attention-transfer: 0.25}"],
+}
+
+
+@pytest.mark.parametrize("kind", INTERRUPTED)
+def test_an_interrupted_stage_resumes_to_the_same_bits(
+    train, tiny_llama_dir, tmp_path, monkeypatch, kind
+):
+    settings = [f"teacher={tiny_llama_dir}", *INTERRUPTED[kind]]
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    train(*settings, out=out)
+    shutil.copytree(out, whole)
+    train(*settings, stage="qkv", out=whole, resume=True)
+    monkeypatch.setattr(StageTrainer, "training_step", StageTrainer.training_step)
+    interrupt_in_step(4)
+    with pytest.raises(Interrupted):
+        train(*settings, stage="qkv", resume=True)
+    monkeypatch.undo()
+    assert last_checkpoint(out / "2-qkv/trainer").name == "checkpoint-2"
+    train(*settings, stage="qkv", resume=True)
+    assert timeless(out / "2-qkv") == timeless(whole / "2-qkv")
+    assert_same_weights(out / "2-qkv", whole / "2-qkv")
+
+
 def change_epsilon(config: Path) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 1e-3}))
 
@@ -308,10 +334,6 @@ def test_what_is_not_what_the_stage_before_wrote_is_refused(train, unbroken, tmp
 
 def truncate(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def append(path, content):
-    path.write_bytes(path.read_bytes() + content + b"\n")
 
 
 def change_byte(path):
@@ -379,57 +401,52 @@ def test_the_command_does_not_run_what_was_planted_in_a_checkpoint_that_it_resum
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda _, model, texts: (texts / "words/new.txt").write_text("abc"),
-            "sources.0.new.txt was absent, now 3",
-        ),
-        (
-            lambda _, model, texts: append(texts / "digits.jsonl", b'{"code": "1"}'),
-            "sources.1.digits.jsonl was .* bytes, xxh3_128 .*, now ",
-        ),
-        (
-            lambda _, model, texts: change_byte(texts / "words/1.txt"),
-            "sources.0.1.txt was .* bytes, xxh3_128 .*, now ",
-        ),
-        (
-            lambda _, model, texts: change_byte(model / "model.safetensors"),
-            "model.model.safetensors was",
-        ),
-        (
-            lambda _, model, texts: change_byte(model.parent / "teacher/model.safetensors"),
-            "teacher.model.safetensors was",
-        ),
-        (
-            lambda _, model, texts: change_epsilon(model.parent / "teacher/config.json"),
-            "teacher.config.json was",
-        ),
-        (
-            lambda recipe, *_: recipe.training.update(per_device_train_batch_size=8),
-            "blocks_per_step.k was 4",
-        ),
-    ],
-    ids=[
-        *("new file", "longer file", "file of the same size"),
-        *("weights", "teacher's weights", "teacher's config", "batch"),
-    ],
-)
-def test_other_inputs_are_refused(
-    recipe_tree, tiny_coca_dir, tiny_llama_dir, texts, tmp_path, change, message
-):
-    model = shutil.copytree(tiny_coca_dir, tmp_path / "model")
-    texts = shutil.copytree(texts, tmp_path / "texts")
-    recipe_tree["model"] = str(model)
-    recipe_tree["teacher"] = str(shutil.copytree(tiny_llama_dir, tmp_path / "teacher"))
-    words, digits = recipe_tree["data"]["sources"]
-    words["path"], digits["path"] = f"{texts}/words/*.txt", f"{texts}/digits.jsonl"
+def append_row(path):
+    path.write_bytes(path.read_bytes() + b'{"code": "1"}\n')
+
+
+OTHER_INPUTS = {  # in the directory of the model, the teacher and the texts
+    "a new file": ("texts/words/new.txt", lambda path: path.write_text("abc"), "was absent, now 3"),
+    "a longer file": ("texts/digits.jsonl", append_row, "was .* bytes, xxh3_128 .*, now "),
+    "a file of the same size": (
+        "texts/words/1.txt",
+        change_byte,
+        "was .* bytes, xxh3_128 .*, now ",
+    ),
+    "weights": ("model/model.safetensors", change_byte, "model.model.safetensors was"),
+    "a teacher's weights": ("teacher/model.safetensors", change_byte, "teacher.model.safetens"),
+    "a teacher's config": ("teacher/config.json", change_epsilon, "teacher.config.json was"),
+}
+
+
+@pytest.fixture
+def copied(recipe_tree, tiny_coca_dir, tiny_llama_dir, texts, tmp_path) -> Recipe:
+    """The recipe on copies of its model, its texts and a teacher, with its first stage done."""
+    sources = {"model": tiny_coca_dir, "teacher": tiny_llama_dir, "texts": texts}
+    paths = {name: str(shutil.copytree(path, tmp_path / name)) for name, path in sources.items()}
+    recipe_tree |= {"model": paths["model"], "teacher": paths["teacher"]}
+    for source, name in zip(
+        recipe_tree["data"]["sources"], ("words/*.txt", "digits.jsonl"), strict=True
+    ):
+        source["path"] = f"{paths['texts']}/{name}"
     recipe = Recipe.model_validate(recipe_tree)
     run_recipe(recipe, tmp_path / "out", stage="k")
-    change(recipe, model, texts)
+    return recipe
+
+
+@pytest.mark.parametrize("kind", OTHER_INPUTS)
+def test_other_inputs_are_refused(copied, tmp_path, kind):
+    name, change, message = OTHER_INPUTS[kind]
+    change(tmp_path / name)
     with pytest.raises(CocaError, match=rf"out: cannot --resume on other inputs: .*{message}"):
-        run_recipe(recipe, tmp_path / "out", resume=True)
+        run_recipe(copied, tmp_path / "out", resume=True)
+
+
+def test_another_number_of_blocks_a_step_is_refused(train):
+    train()
+    message = "cannot --resume on other inputs: blocks_per_step.k was 4, now 8"
+    with pytest.raises(CocaError, match=message):
+        train("training.per_device_train_batch_size=8", stage=None, resume=True)
 
 
 DAMAGED = {

@@ -35,9 +35,7 @@ from coca_hf.train.preflight import (
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.run_directory import begin_out, check_out
 from coca_hf.train.stages import run_recipe
-from coca_hf.train.trainer import StageTrainer
 from tests.conftest import TINY
-from tests.train.layouts import Interrupted, interrupt_in_step
 from tests.train.results import assert_same_weights, changed, logged, record, weights
 
 WIDE = {"hidden_size": 48, "intermediate_size": 80}
@@ -343,20 +341,6 @@ def test_adapters_end_as_a_plain_checkpoint_that_differs_by_low_ranks(
         assert {path.name for path in (out / stage).iterdir()} == {
             path.name for path in (unbroken / stage).iterdir()
         }
-
-
-def test_a_stage_of_adapters_resumes_to_the_same_bits(recipe_tree, tmp_path, monkeypatch):
-    recipe_tree["stages"] = [recipe_tree["stages"][1] | {"lora": LORA}]
-    recipe = load_recipe(write_recipe(tmp_path / "r.yaml", recipe_tree))
-    run_recipe(recipe, tmp_path / "whole")
-    monkeypatch.setattr(StageTrainer, "training_step", StageTrainer.training_step)
-    interrupt_in_step(4)
-    with pytest.raises(Interrupted):
-        run_recipe(recipe, tmp_path / "out")
-    monkeypatch.undo()
-    assert (tmp_path / "out/1-qkv/trainer/checkpoint-2/state").exists()
-    run_recipe(recipe, tmp_path / "out", resume=True)
-    assert_same_weights(tmp_path / "out/1-qkv", tmp_path / "whole/1-qkv")
 
 
 def test_adapters_need_a_linear_layer(lora_path):
