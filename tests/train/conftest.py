@@ -15,7 +15,7 @@ from coca_hf.train.stages import run_recipe
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory) -> Path:
-    """`words/*.txt` (5 documents) and `digits.jsonl` (7 rows, column `code`), of other letters."""
+    """`words/*.txt` (5 documents) and `digits.jsonl` (7 rows, column `code`); they share no letters."""
     draw = random.Random(0)
     directory = tmp_path_factory.mktemp("texts")
     (directory / "words").mkdir()
@@ -90,7 +90,7 @@ def unbroken(tiny_coca_dir, texts, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def real_text(tmp_path_factory) -> Path:
-    """`topics.jsonl` and `code.jsonl`: 60 documents each, that every Python has, 700 characters."""
+    """`topics.jsonl` and `code.jsonl`: 60 documents of 700 characters each, from Python itself."""
     directory = tmp_path_factory.mktemp("real-text")
     code = sorted(Path(json.__file__).parent.parent.glob("[a-h]*.py"))[:60]
     documents = {

@@ -1,4 +1,4 @@
-"""Blocks of a few sources, prepared where the test says."""
+"""Blocks of a few sources, prepared in a directory of the test."""
 
 from collections.abc import Callable
 from pathlib import Path

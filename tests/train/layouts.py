@@ -25,7 +25,7 @@ from coca_cli import main
 from coca_hf.train import preflight, stages
 from coca_hf.train.trainer import StageTrainer
 
-FSDP2 = {  # what `accelerate launch` makes of an FSDP2 configuration
+FSDP2 = {  # what `accelerate launch` sets for an FSDP2 layout
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
@@ -39,7 +39,7 @@ server.set_forkserver_preload([__name__])
 
 
 class Interrupted(BaseException):
-    """What a hook raises in all ranks to end a run; the next run of the launch follows."""
+    """Raised by a hook in all ranks to end a run; the launch continues with the next run."""
 
 
 def interrupt_in_step(number: int):
@@ -64,7 +64,7 @@ class Run:
 
 @dataclass
 class Host:
-    """A machine of several: a network namespace, and how launchers in it find the others."""
+    """One of several machines: a network namespace, and how its launcher finds the others."""
 
     namespace: str
     address: str
@@ -74,7 +74,7 @@ class Host:
     restarts: int = 3
 
     def enter(self) -> None:
-        """Let this process, and all that it starts, see the network of the host."""
+        """Move this process, and all that it starts, to the network of the host."""
         with open(f"/run/netns/{self.namespace}") as file:
             if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
                 raise OSError(ctypes.get_errno(), "setns")
@@ -84,7 +84,7 @@ class Host:
 
 @dataclass
 class Launch:
-    """A launcher at work; `output` is what it and all ranks write."""
+    """A running launcher; `output` is what it and all ranks write."""
 
     process: multiprocessing.Process
     output: Path
@@ -101,7 +101,7 @@ class Launch:
         return " ".join(self.output.read_text().split())
 
     def ranks(self) -> list[int]:
-        """Process ids of the ranks, in order; [] before they are there."""
+        """Process ids of the ranks, in order; [] before they exist."""
         try:
             pid = self.process.pid
             children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -111,7 +111,7 @@ class Launch:
 
 
 def warm_server() -> None:
-    """Let the server import what it forks, which takes longer than a run."""
+    """Let the server do its imports, which take longer than a run."""
     process = server.Process(target=gc.collect)
     process.start()
     process.join()
@@ -120,9 +120,9 @@ def warm_server() -> None:
 def launch(
     directory: Path, runs: list[Run], processes: int = 2, host: Host | None = None
 ) -> Launch:
-    """Start so many processes that make `runs` one after the other; with 1, without a launcher.
+    """Start this many processes that make `runs` one after the other; a single one has no launcher.
 
-    host: where one of the processes runs, under a launcher of its own.
+    host: the machine of one of the processes, which has a launcher of its own.
     """
     output = directory / f"output-{time.monotonic_ns()}.txt"
     arguments: tuple = (str(output), runs, processes)
@@ -202,7 +202,7 @@ def _keep(state) -> None:
 
 
 def _resolve_on_pretended_gpus(*arguments):
-    """Accelerate shards only where it believes to be on GPUs, not on a CPU."""
+    """Accelerate shards only if it believes to be on GPUs."""
     runs = _resolve(*arguments)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return runs
@@ -219,6 +219,6 @@ def _write_to(path: str) -> None:
         os.dup2(descriptor, stream)
 
 
-# compiles its hundreds of patterns here, once for all processes
+# compiles hundreds of patterns here, once for all processes
 get_checkpoint_conversion_mapping("llama")
-gc.freeze()  # what processes are forked with: no collection in them needs to look at it
+gc.freeze()  # no garbage collection in a forked process needs to look at this

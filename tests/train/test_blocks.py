@@ -1,4 +1,4 @@
-"""Blocks on disk are the same, block for block, whatever happened while they were written."""
+"""Prepared blocks are the same, block for block, whatever interrupts their preparation."""
 
 import os
 import re
@@ -52,7 +52,7 @@ def plain(corpus, tmp_path):
     return tokens_of(corpus(tmp_path / "plain").prepare(400))
 
 
-def test_prepared_blocks_are_read_and_nothing_else(corpus, plain, monkeypatch):
+def test_prepared_blocks_are_read_without_their_sources(corpus, plain, monkeypatch):
     corpus().prepare(200)
     monkeypatch.setattr(data, "read_documents", forbidden)
     assert tokens_of(corpus().blocks()) == plain[:200]
@@ -63,7 +63,7 @@ def forbidden(*args):
     raise AssertionError("reads a source")
 
 
-def test_a_preparation_is_prolonged_to_the_same_blocks(corpus, plain):
+def test_a_preparation_is_extended_to_the_same_blocks(corpus, plain):
     for count in (3, 100, 100, 310):
         blocks = corpus().prepare(count)
         assert len(blocks) == count
@@ -71,7 +71,7 @@ def test_a_preparation_is_prolonged_to_the_same_blocks(corpus, plain):
     assert len(corpus().prepare(50)) == 310  # never shortened
 
 
-def test_what_a_killed_preparation_left_behind_its_last_state_does_not_count(corpus, plain):
+def test_what_a_killed_preparation_wrote_after_its_last_state_does_not_count(corpus, plain):
     directory = corpus().prepare(100).directory
     for file in directory.glob("*.bin"):
         with file.open("ab") as stream:
@@ -123,12 +123,12 @@ def test_a_preparation_that_is_stopped_keeps_every_block(corpus, plain, monkeypa
     assert tokens_of(corpus().prepare(400)) == plain
 
 
-def test_a_small_source_is_on_disk_once_however_many_passes_are_trained_on(corpus):
+def test_a_small_source_is_on_disk_once_for_any_number_of_passes(corpus):
     few, many = (corpus().prepare(count).directory / "source-0.bin" for count in (100, 500))
     assert few.stat().st_size == many.stat().st_size < 100 * SEQ_LEN * 2
 
 
-def test_another_seed_length_weight_or_text_has_another_place(
+def test_another_seed_length_weight_or_text_has_another_directory(
     corpus, sources, tiny_tokenizer, texts, tmp_path
 ):
     prepared = corpus().prepare(5).directory
@@ -166,7 +166,7 @@ def test_files_that_are_copied_or_touched_have_the_same_blocks(corpus, sources, 
     assert corpus().has(5)
 
 
-def test_a_file_is_read_for_its_hash_once_and_again_when_it_was_changed(corpus, texts, monkeypatch):
+def test_a_file_is_hashed_once_and_again_after_a_change(corpus, texts, monkeypatch):
     monkeypatch.setattr(data, "FRESH_SECONDS", 0)
     read, plain = [], data.file_hash
 
@@ -195,7 +195,7 @@ def test_a_file_is_read_for_its_hash_once_and_again_when_it_was_changed(corpus, 
 
 
 @pytest.mark.parametrize(("directory", "name"), [(".", "digits.jsonl"), ("words", "5.txt")])
-def test_a_file_that_changes_or_comes_while_its_blocks_are_prepared_leaves_none(
+def test_a_file_that_changes_or_appears_while_its_blocks_are_prepared_leaves_none(
     corpus, texts, plain, directory, name
 ):
     before = (texts / "digits.jsonl").read_text()
@@ -214,14 +214,14 @@ def test_a_file_that_changes_or_comes_while_its_blocks_are_prepared_leaves_none(
     assert tokens_of(corpus().prepare(60)) == plain[:60]
 
 
-def test_what_cannot_be_read_for_its_hash_is_named(tiny_tokenizer, tmp_path):
+def test_a_source_that_cannot_be_hashed_is_named(tiny_tokenizer, tmp_path):
     (tmp_path / "a-directory.txt").mkdir()
     sources = [Source(path=str(tmp_path / "*.txt"), weight=1)]
     with pytest.raises(CocaError, match=r"a-directory\.txt: cannot be read: Is a directory"):
         make_corpus(sources, tiny_tokenizer, SEQ_LEN, tmp_path / "prepared", 7).prepare(5)
 
 
-def test_the_place_does_not_depend_on_where_the_tokenizer_lies(
+def test_the_directory_of_blocks_does_not_depend_on_that_of_the_tokenizer(
     corpus, sources, tiny_tokenizer, tmp_path
 ):
     from transformers import AutoTokenizer
@@ -258,7 +258,7 @@ DAMAGE |= {name: ("state", do, "cannot be read") for name, do in DAMAGED_STATE.i
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_what_is_damaged_is_named_by_who_reads_it_and_made_again_by_who_prepares(
+def test_a_damaged_file_is_named_when_it_is_read_and_made_again_by_a_preparation(
     corpus, plain, capsys, damage
 ):
     directory = corpus().prepare(100).directory
@@ -273,9 +273,7 @@ def test_what_is_damaged_is_named_by_who_reads_it_and_made_again_by_who_prepares
     assert len(corpus().blocks().held_out) == 7
 
 
-def test_what_a_training_still_reads_is_not_taken_away_when_damaged_blocks_are_made_again(
-    corpus, plain
-):
+def test_a_reader_keeps_its_blocks_while_damaged_ones_are_made_again(corpus, plain):
     reader = corpus().prepare(100)
     assert tokens_of(reader, 0, 100) == plain[:100]
     flip(reader.directory / "held-out.bin", 9)
@@ -288,7 +286,7 @@ def test_blocks_before_the_start_are_not_read(corpus, plain):
     assert tokens_of(corpus().blocks(), 60) == plain[60:100]
 
 
-def test_of_two_preparations_the_second_says_that_it_waits_and_then_has_the_same_blocks(
+def test_a_second_preparation_says_that_it_waits_and_then_has_the_same_blocks(
     corpus, plain, capsys
 ):
     second = threading.Thread(target=lambda: corpus().prepare(50))
@@ -303,7 +301,7 @@ def test_of_two_preparations_the_second_says_that_it_waits_and_then_has_the_same
     assert tokens_of(corpus().blocks()) == plain[:50]
 
 
-def test_who_waits_for_another_preparation_can_be_stopped(corpus):
+def test_a_process_that_waits_for_another_preparation_can_be_stopped(corpus):
     signals = []
 
     def stop():
@@ -338,7 +336,7 @@ def command(monkeypatch, *arguments) -> int:
 def test_the_command_prepares_what_all_stages_take_and_a_run_from_it_is_the_same(
     recipe_path, unbroken, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.undo()  # `unbroken` has the sizes of the product
+    monkeypatch.undo()  # `unbroken` was made with the product's sizes
     setting = f"data.prepared={tmp_path / 'blocks'}"
     assert command(monkeypatch, recipe_path, setting, "--prepare", "--world-size", "2") == 0
     # 2 processes x 4 x (3 + 5 + 4) steps
@@ -376,7 +374,7 @@ def test_the_command_is_stopped_by_a_signal_and_continues(
     assert "prepared: 48 blocks" in capsys.readouterr().out
 
 
-def test_a_run_prepares_the_blocks_of_its_last_stage_and_says_where_they_and_others_are(
+def test_a_run_prepares_the_blocks_up_to_its_last_stage_and_says_where_they_and_others_are(
     recipe_path, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.undo()
@@ -400,7 +398,9 @@ def test_held_out_blocks_do_not_depend_on_how_many_blocks_are_prepared(corpus, t
     assert torch.equal(few.held_out, many.held_out)
 
 
-def test_a_run_continues_on_blocks_in_another_place(recipe_path, unbroken, tmp_path, monkeypatch):
+def test_a_run_continues_on_blocks_in_another_directory(
+    recipe_path, unbroken, tmp_path, monkeypatch
+):
     monkeypatch.undo()
     for place in ("one", "other"):
         recipe = load_recipe(recipe_path, [f"data.prepared={tmp_path / place}"])

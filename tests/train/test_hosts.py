@@ -1,4 +1,4 @@
-"""Two hosts with a link that can be cut: network namespaces that the tests make and remove."""
+"""Two hosts with a link that can be cut, as network namespaces that the tests make and remove."""
 
 import os
 import subprocess

@@ -32,7 +32,7 @@ BLOCK, HEAD, COMPLETE = (2**15, 7, (1, 4))
 
 
 def log_to(directory, then=None):
-    """Let both loggers write to `directory`, and stay on this machine."""
+    """Let both loggers write to `directory`, on this machine."""
     names = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     names |= {"WANDB_DIR": directory / "wandb-runs", "TRACKIO_DIR": directory / "trackio"}
     (directory / "wandb-runs").mkdir(exist_ok=True)
@@ -55,7 +55,7 @@ def logged(tiny_coca_dir, texts, tmp_path_factory):
 
 
 def wandb_records(file):
-    """What Weights & Biases wrote of a run: records that are cut where a block of the file ends."""
+    """The records of a run that Weights & Biases wrote, split at the ends of the file's blocks."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, place, record = file.read_bytes(), HEAD, b""
@@ -72,7 +72,7 @@ def wandb_records(file):
 
 
 def of_wandb(directory):
-    """The project, the run's name and every row's values; what a kill left in memory is lost."""
+    """The project, the run's name and every row's values; a kill loses what was in memory."""
     for file in wandb_files(directory):
         records = list(wandb_records(file))
         run = next((record.run for record in records if record.HasField("run")), None)
@@ -110,7 +110,7 @@ def test_every_stage_is_a_run_with_the_losses_and_rates_of_its_log_at_every_step
 
 
 @pytest.mark.real
-def test_a_resumed_stage_goes_on_in_its_run_of_wandb(logged):
+def test_a_resumed_stage_continues_its_run_of_wandb(logged):
     assert sorted(Counter(file.name for file in wandb_files(logged)).values()) == [1, 1, 2]
 
 

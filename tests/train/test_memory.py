@@ -1,4 +1,4 @@
-"""What a stage freezes takes no gradients, no optimizer state and no room in checkpoints."""
+"""Frozen parameters have no gradients, no optimizer state and no part in checkpoints."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def bytes_of(trainer: StageTrainer) -> dict[str, int]:
         "gradients": sum(map(_bytes, gradients)),
         "optimizer": sum(map(_bytes, states)),
         "saved": sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in saved),
-        # of the disk, before a checkpoint is written
+        # on the disk, before a checkpoint is written
         "asked for": state_bytes(trainer.model, trainer.optimizer),
     }
 

@@ -1,4 +1,4 @@
-"""Losses against plain formulas; a teacher that stays as it is; stages that use one."""
+"""Losses against plain formulas; teachers, which never change; stages that use them."""
 
 import pytest
 import torch
@@ -134,7 +134,7 @@ def test_a_teacher_kept_in_half_precision_predicts_the_same_bits_under_autocast(
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     whole, half = load_model(str(tmp_path)), load_teacher(str(tmp_path), None, dtype)
     kept = {parameter.dtype for parameter in half.parameters() if parameter.dim() == 2}
-    assert kept == {dtype, torch.float32}  # these of the embeddings
+    assert kept == {dtype, torch.float32}  # float32: the embeddings
     assert half.lm_head.weight.dtype == (torch.float32 if tied else dtype)
     with torch.autocast("cpu", dtype), torch.no_grad():
         ids = torch.arange(4, 64).view(2, 30)

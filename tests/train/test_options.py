@@ -1,4 +1,4 @@
-"""Options that say how a step is computed leave what it computes, and do what they are for."""
+"""Options for how a step is computed do not change its result, and do what they are for."""
 
 import functools
 import json
@@ -27,8 +27,8 @@ TOKENS, VOCABULARY = 4 * 20, 259  # of a step
 
 @pytest.fixture(scope="module")
 def run(tiny_coca_dir, texts, tmp_path_factory):
-    """Train everything for 3 steps with these options, once; gives the directory and what was
-    computed: shapes and bytes that the last forward saved, and calls of SDPA.
+    """Train everything for 3 steps with these options, once; returns the directory, and the shapes
+    and bytes that the last forward saved, with the calls of SDPA.
     """
     path = tmp_path_factory.mktemp("options") / "recipe.yaml"
     path.write_text(yaml.safe_dump(make_recipe_tree(tiny_coca_dir, texts)))
@@ -91,7 +91,7 @@ def test_bfloat16_computes_close_to_float32_and_keeps_float32_weights(run):
 
 
 def test_a_compiled_run_is_the_plain_one(run, tiny_coca_dir):
-    """One layer, by the backend that traces both passes but writes no C++, which takes minutes."""
+    """One layer, with a backend that traces both passes but does not compile C++ for minutes."""
     small = {"model_type": "coca_llama", **TINY, "num_hidden_layers": 1}
     one_layer = [
         "model=null",
@@ -125,7 +125,7 @@ def test_a_fused_cross_entropy_never_holds_the_logits_of_all_tokens(run, monkeyp
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers of a tensor that was made with the vocabulary as its last dimension."""
+    """The size of the largest tensor made with the vocabulary as its last dimension."""
 
     numbers = 0
 
@@ -193,7 +193,7 @@ REFUSED = {
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="may have flash attention")
 @pytest.mark.parametrize("setting", REFUSED)
-def test_what_is_not_there_is_refused_before_anything_is_written(train, tmp_path, setting):
+def test_a_missing_kernel_is_refused_before_anything_is_written(train, tmp_path, setting):
     with pytest.raises(CocaError) as caught:
         train(setting, stage=None)
     assert REFUSED[setting] in str(caught.value)
@@ -219,7 +219,9 @@ def test_several_processes_on_one_block_are_refused(train, tmp_path, monkeypatch
         (["training.use_liger_kernel=true"], "give fused_cross_entropy: liger"),
     ],
 )
-def test_what_does_not_go_with_a_fused_cross_entropy_is_refused(recipe_path, settings, message):
+def test_options_that_conflict_with_a_fused_cross_entropy_are_refused(
+    recipe_path, settings, message
+):
     with pytest.raises(CocaError, match=message):
         load_recipe(recipe_path, ["training.fused_cross_entropy=true", *settings])
 
@@ -227,7 +229,7 @@ def test_what_does_not_go_with_a_fused_cross_entropy_is_refused(recipe_path, set
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_mixed_precision_on_a_gpu_trains_as_float32_does(dtype, train, tmp_path):
-    """fp16's loss scaler skips steps at first: then losses only have to be sound."""
+    """fp16's loss scaler skips the first steps, so its losses are only compared roughly."""
     losses = {}
     for name, options in {"mixed": [f"training.{dtype}=true"], "full": []}.items():
         out = tmp_path / name

@@ -26,7 +26,7 @@ def arguments(real_recipe, tmp_path):
 
 
 def slowly(seconds: float = 0.1):
-    """A document at a time."""
+    """Encode one document at a time."""
     plain = tokens.Encoder.__call__
     tokens.PIECE_CHARACTERS = 700
     processes.FAREWELL_SECONDS = 2.0  # for one that was killed and cannot be told
@@ -124,7 +124,7 @@ def test_a_signal_to_one_process_stops_all_and_the_blocks_are_kept(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_when_one_process_is_killed_the_other_does_not_wait_for_ever(
+def test_if_one_process_is_killed_the_other_does_not_wait_for_ever(
     arguments, real_unbroken, tmp_path, rank
 ):
     launched = launch(tmp_path, [Run(arguments, DDP, slowly)])

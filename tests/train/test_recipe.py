@@ -1,4 +1,4 @@
-"""What a recipe may say, and what is said to someone who wrote something else."""
+"""What a recipe may say, and the refusal of anything else."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ def test_a_stage_overrides_the_shared_training_options(recipe_path):
     assert rates == [1e-3, 1e-3, 5e-4]
 
 
-def test_defaults_are_filled_in_where_the_recipe_says_nothing(recipe_tree, tmp_path):
+def test_defaults_are_filled_in(recipe_tree, tmp_path):
     training = recipe_tree.pop("training")
     for stage in recipe_tree["stages"]:
         stage["learning_rate"] = training["learning_rate"]
@@ -39,7 +39,7 @@ def test_numbers_without_a_dot_are_numbers_at_every_depth(recipe_tree, tmp_path)
     assert recipe.training["lr_scheduler_kwargs"]["start_lr"] == 1e-7
 
 
-def test_no_is_a_word_and_yes_is_true_where_a_switch_is_asked_for(recipe_path):
+def test_no_is_a_word_and_yes_is_true_for_a_switch(recipe_path):
     training = load_recipe(recipe_path, ["training.save_strategy=no", "training.bf16=yes"]).training
     assert (training["save_strategy"], training["bf16"], training["use_cpu"]) == ("no", True, True)
 
@@ -178,7 +178,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize(("text", "message"), BAD_FILES.items(), ids=BAD_FILES.values())
-def test_a_file_that_is_no_recipe_is_one_clear_line(tmp_path, text, message):
+def test_a_file_that_is_not_a_recipe_is_one_clear_line(tmp_path, text, message):
     (tmp_path / "r.yaml").write_text(text)
     with pytest.raises(CocaError, match=r"r\.yaml") as caught:
         load_recipe(tmp_path / "r.yaml")
@@ -186,7 +186,7 @@ def test_a_file_that_is_no_recipe_is_one_clear_line(tmp_path, text, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_recipe_that_is_not_there_is_named(tmp_path):
+def test_a_missing_recipe_is_named(tmp_path):
     with pytest.raises(CocaError, match=r"none\.yaml: cannot be read as a recipe: No such file"):
         load_recipe(tmp_path / "none.yaml")
 

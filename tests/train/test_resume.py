@@ -39,7 +39,7 @@ STAGES = ["1-k", "2-qkv", "3-full"]
 
 
 class Payload:
-    """Pickled, it makes a file `ran` where it is read."""
+    """Pickled, it makes a directory `ran` if it is executed."""
 
     def __init__(self, directory):
         self.directory = directory
@@ -124,7 +124,7 @@ def test_a_killed_run_resumes_to_the_same_bits(recipe_path, unbroken, tmp_path, 
     assert_same_run(out, unbroken)
 
 
-def test_log_lines_of_steps_that_are_done_again_are_dropped(train, unbroken, tmp_path, monkeypatch):
+def test_log_lines_of_repeated_steps_are_dropped(train, unbroken, tmp_path, monkeypatch):
     out = tmp_path / "out"
     monkeypatch.setattr("coca_hf.train.stages._complete", interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -157,7 +157,9 @@ def interrupt(*args):
     raise KeyboardInterrupt
 
 
-def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(train, unbroken, tmp_path):
+def test_a_full_disk_is_one_line_and_the_run_continues_once_there_is_room(
+    train, unbroken, tmp_path
+):
     out = tmp_path / "out"
     message = (
         r"1-k/trainer: cannot be written \(0.01 MB needed, \S+ GB free\): .*; what was saved before"
@@ -190,7 +192,7 @@ def test_a_disk_that_is_full_at_the_end_of_a_stage_keeps_its_last_checkpoint(
     assert_same_run(out, unbroken, STAGES[:1])
 
 
-def test_a_logger_that_finds_the_disk_full_is_one_line_and_the_run_goes_on(
+def test_a_logger_on_a_full_disk_is_one_line_and_the_run_continues(
     recipe_path, unbroken, tmp_path, monkeypatch
 ):
     def full(*args, **kwargs):
@@ -213,7 +215,7 @@ def save_result_on_a_full_disk(self, output_dir=None, _internal_call=False):
 
 @contextmanager
 def no_file_above(size: int):
-    """Let no file grow beyond so many bytes: to those who write, a full disk."""
+    """Let no file grow beyond this many bytes, which looks like a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -259,7 +261,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_found_before_writing(
     assert_same_run(out, unbroken, STAGES[:1])
 
 
-def test_a_disk_that_is_really_full_keeps_the_checkpoint_before_and_the_need_is_that_of_the_state(
+def test_a_really_full_disk_keeps_the_checkpoint_before_and_the_error_says_what_the_state_needs(
     recipe_path, tiny_coca_dir, small_disk, tmp_path, monkeypatch
 ):
     recipe = load_recipe(recipe_path, ["stages.k.train=all", "stages.k.max_steps=4"])
@@ -273,7 +275,7 @@ def test_a_disk_that_is_really_full_keeps_the_checkpoint_before_and_the_need_is_
 
     def fill_in_step_4(self, *args):
         if self.state.global_step == 3:
-            # enough for the tensors of checkpoint-4, and not for its other files
+            # room for the tensors of checkpoint-4 but not for its other files
             filled = shutil.disk_usage(small_disk).free - state_bytes - 20_000
             (small_disk / "filler").write_bytes(bytes(filled))
         return plain(self, *args)
@@ -321,7 +323,7 @@ def change_epsilon(config: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_what_is_not_what_the_stage_before_wrote_is_refused(train, unbroken, tmp_path, name):
+def test_a_changed_result_of_the_stage_before_is_refused(train, unbroken, tmp_path, name):
     out = tmp_path / "out"
     shutil.copytree(unbroken / "1-k", out / "1-k")
     shutil.copy(unbroken / "recipe.yaml", out)
@@ -380,7 +382,7 @@ def test_a_damaged_checkpoint_is_named(interrupted, tmp_path, damage, file):
 
 
 @pytest.mark.parametrize("file", ["state/.metadata", "scheduler.pt", "rng_state.pth"])
-def test_the_command_does_not_run_what_was_planted_in_a_checkpoint_that_it_resumes(
+def test_the_command_does_not_execute_a_payload_in_a_checkpoint_that_it_resumes(
     file, interrupted, tmp_path, monkeypatch, capsys
 ):
     out = shutil.copytree(interrupted / "out", tmp_path / "out")
@@ -475,7 +477,7 @@ def trained():
     return model, optimizer
 
 
-def test_a_bit_that_changed_on_the_disk_is_not_trained_on(tmp_path):
+def test_a_flipped_bit_on_the_disk_is_not_trained_on(tmp_path):
     model, optimizer = trained()
     save_state(model, optimizer, tmp_path)
     [file] = (tmp_path / "state").glob("*.distcp")
@@ -490,7 +492,7 @@ def test_a_bit_that_changed_on_the_disk_is_not_trained_on(tmp_path):
 
 
 class Attribute:
-    """Pickled as Python 3.11.0 to 3.11.3 pickle the member of an enum."""
+    """Pickled in the way of Python 3.11.0 to 3.11.3 for members of an enum."""
 
     def __init__(self, kind, name):
         self.kind, self.name = kind, name
@@ -508,7 +510,7 @@ def test_an_enum_that_an_older_python_wrote_is_read_and_no_other_attribute():
             _Unpickler(io.BytesIO(pickle.dumps(Attribute(kind, name)))).load()
 
 
-def test_a_payload_that_is_planted_as_an_optimizers_option_does_not_run(tmp_path):
+def test_a_payload_in_an_option_of_the_optimizer_is_not_executed(tmp_path):
     model, optimizer = trained()
     optimizer.param_groups[0]["lr"] = Payload(tmp_path)
     save_state(model, optimizer, tmp_path)

@@ -14,7 +14,7 @@ from tests.train.results import logged
 
 
 def trainer_of(options: dict, tmp_path) -> StageTrainer:
-    """A trainer of a small model, with its optimizer and its schedule."""
+    """A trainer of a small model, with its optimizer and schedule."""
     sizes = {"hidden_size": 8, "intermediate_size": 6, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=11, num_hidden_layers=1, **sizes))
     trainer = StageTrainer(
@@ -30,7 +30,7 @@ def trainer_of(options: dict, tmp_path) -> StageTrainer:
 
 
 def rates_of(options: dict, tmp_path) -> list[float]:
-    """The rate that the trainer's schedule gives to each of `max_steps` steps, and the one after."""
+    """The rates of the trainer's schedule for each of `max_steps` steps, and for the next."""
     trainer, rates = trainer_of(options, tmp_path), []
     for _ in range(options["max_steps"] + 1):
         rates.append(trainer.optimizer.param_groups[0]["lr"])

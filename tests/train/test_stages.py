@@ -1,4 +1,4 @@
-"""What a stage changes, what it leaves behind, and what it refuses before it writes anything."""
+"""What a stage changes, what it leaves behind, and what it refuses before it writes."""
 
 import itertools
 import shutil
@@ -57,7 +57,7 @@ def test_the_fraction_that_learns_is_printed_and_recorded(unbroken):
         )
 
 
-def test_stages_take_up_the_stream_where_the_one_before_ended(unbroken):
+def test_a_stage_continues_the_stream_of_blocks_where_the_one_before_ended(unbroken):
     records = [record(unbroken / stage) for stage in STAGES]
     places = [(kept["start_block"], kept["end_block"], kept["tokens_seen"]) for kept in records]
     assert places == [(0, 12, 12 * 20), (12, 32, 32 * 20), (32, 48, 48 * 20)]
@@ -96,7 +96,7 @@ def test_the_record_says_what_was_run_and_on_what(unbroken, tiny_coca_dir):
     )
 
 
-def test_a_stages_result_loads_alone_and_leaves_nothing_else_behind(unbroken, tiny_coca_dir):
+def test_the_result_of_a_stage_loads_and_nothing_else_is_left(unbroken, tiny_coca_dir):
     for stage in STAGES:
         model, report = AutoModelForCausalLM.from_pretrained(
             unbroken / stage, output_loading_info=True
@@ -139,7 +139,7 @@ def test_a_stage_may_compute_in_another_precision_than_the_one_before(train, tmp
 
 
 def test_recomputing_activations_changes_no_bit(recipe_path, unbroken, tmp_path):
-    """Below frozen embeddings a careless checkpoint would stop all gradients."""
+    """Frozen embeddings would stop all gradients if checkpointing were careless."""
     recipe = load_recipe(recipe_path, ["training.gradient_checkpointing=true"])
     assert_same_weights(run_recipe(recipe, tmp_path / "out", stage="k"), unbroken / "1-k")
 
@@ -247,7 +247,7 @@ def test_a_stage_without_its_predecessor_is_refused(train, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_trains_and_says_where_the_result_lies(
+def test_the_command_trains_and_says_where_the_result_is(
     recipe_path, tmp_path, monkeypatch, capsys
 ):
     out = tmp_path / "out"
@@ -262,7 +262,7 @@ def test_the_command_trains_and_says_where_the_result_lies(
     assert record(out / "1-k")["tokens"] == 4 * 20
 
 
-def test_kept_layers_learn_nothing_in_stage_k_and_where_named_their_queries_keys_and_values(
+def test_kept_layers_learn_nothing_in_stage_k_and_later_the_projections_that_are_named(
     tiny_llama_dir, recipe_tree, tmp_path
 ):
     convert_checkpoint(tiny_llama_dir, tmp_path / "coca", keep_layers=[1])
@@ -280,7 +280,7 @@ def test_kept_layers_learn_nothing_in_stage_k_and_where_named_their_queries_keys
     assert final.config.coca_kept_layers == [1]
 
 
-def test_a_machine_of_several_gpus_is_one_gpu_to_a_process_and_is_told_how_to_use_all(
+def test_a_process_uses_one_of_several_gpus_and_says_how_to_use_all(
     train, unbroken, monkeypatch, capsys
 ):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
@@ -299,7 +299,9 @@ def test_a_machine_of_several_gpus_is_one_gpu_to_a_process_and_is_told_how_to_us
     assert ours["final_loss"] == theirs["final_loss"]
 
 
-def test_a_recipe_says_what_a_step_takes_and_whether_it_takes_it_anywhere(train, tmp_path, capsys):
+def test_a_run_says_what_a_step_takes_and_whether_it_depends_on_the_number_of_processes(
+    train, tmp_path, capsys
+):
     depends = "other numbers of processes have other steps"
     for name, options in {"here": [], "anywhere": ["training.global_batch_size=4"]}.items():
         train(*options, out=tmp_path / name)
@@ -327,16 +329,14 @@ def global_batch_path(recipe_tree, tmp_path):
 
 
 @pytest.mark.parametrize("setting", OTHER_BATCHES)
-def test_a_recipe_knows_which_overrides_take_other_blocks_a_step_than_its_file_says(
-    setting, global_batch_path
-):
+def test_a_recipe_knows_which_overrides_change_the_blocks_of_a_step(setting, global_batch_path):
     recipe = load_recipe(global_batch_path, [setting])
     for stage, blocks in zip(recipe.stages, OTHER_BATCHES[setting], strict=True):
         assert recipe.blocks_per_step(stage, 1) == blocks
         assert recipe.batch_in_file(stage) == (None if blocks == 4 else 4)
 
 
-def test_a_step_of_other_blocks_than_the_recipes_file_says_is_announced_before_it_is_taken(
+def test_a_step_of_other_blocks_than_in_the_recipes_file_is_announced(
     global_batch_path, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(StageTrainer, "training_step", StageTrainer.training_step)

@@ -1,4 +1,4 @@
-"""Where the first stage starts: the recipe's `config` over the model's, or scratch; adapters."""
+"""What the first stage starts from: a model with the recipe's `config`, or scratch; adapters."""
 
 import json
 import shutil
@@ -116,15 +116,13 @@ BAD_STARTS = {
 
 
 @pytest.mark.parametrize("setting", BAD_STARTS, ids=[setting[:60] for setting in BAD_STARTS])
-def test_a_start_that_does_not_work_is_refused_in_one_line(scratch_path, setting):
+def test_a_config_that_does_not_work_is_refused_in_one_line(scratch_path, setting):
     with pytest.raises(CocaError, match=BAD_STARTS[setting]) as caught:
         check_model(load_recipe(scratch_path, [setting]))
     assert "\n" not in str(caught.value)
 
 
-def test_a_tokenizer_of_another_model_is_refused_and_tokens_that_were_added_are_not(
-    tiny_tokenizer, tmp_path
-):
+def test_a_tokenizer_of_another_model_is_refused_and_added_tokens_are_not(tiny_tokenizer, tmp_path):
     tiny_tokenizer.save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.add_tokens(["[PAD]"], special_tokens=True)
@@ -159,7 +157,7 @@ def test_a_quantized_model_is_refused_before_anything_is_written(recipe_tree, tm
     assert not (tmp_path / "out").exists()
 
 
-def test_what_a_trained_model_kept_is_converted_and_trained_again(
+def test_kept_layers_of_a_trained_model_are_converted_and_trained(
     recipe_path, tiny_llama_dir, tmp_path
 ):
     coca_hf.convert_checkpoint(tiny_llama_dir, tmp_path / "kept", keep_layers=[1])
@@ -177,7 +175,7 @@ def test_what_a_trained_model_kept_is_converted_and_trained_again(
     assert "not trained yet" not in card
 
 
-def test_blocks_skip_to_no_position_that_the_model_does_not_have(recipe_path):
+def test_blocks_that_skip_beyond_the_models_positions_are_refused(recipe_path):
     recipe = load_recipe(recipe_path, ["data.skip_positions=65"])
     with pytest.raises(CocaError, match="skip_positions: got 65, expected at most 64, the pos"):
         check_positions(recipe, LlamaConfig(max_position_embeddings=64))
@@ -206,7 +204,7 @@ def test_blocks_longer_than_the_model_was_trained_for_are_announced_by_the_run_a
     assert check_positions(long, coca_hf.AlibiLlamaConfig(max_position_embeddings=64)) is None
 
 
-def test_a_stage_computes_in_bfloat16_on_a_cpu_where_there_is_nothing_else(
+def test_a_stage_computes_in_bfloat16_on_a_cpu_without_accelerators(
     recipe_path, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
@@ -242,7 +240,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_model_that_trains_passes_the_look_at_its_shapes(recipe_path, tmp_path, family):
+def test_every_supported_model_passes_the_check_of_its_shapes(recipe_path, tmp_path, family):
     FAMILIES[family].save_pretrained(tmp_path)
     check_model(load_recipe(recipe_path, [f"model={tmp_path}", *ALL]))
 
@@ -259,7 +257,7 @@ def test_every_model_that_trains_passes_the_look_at_its_shapes(recipe_path, tmp_
         ("coca_partial_rotary_layers=[1]", r"\[\]"),
     ],
 )
-def test_what_the_weights_of_a_checkpoint_fix_is_not_overridden(recipe_path, setting, expected):
+def test_a_field_that_the_weights_fix_is_not_overridden(recipe_path, setting, expected):
     message = rf"config\.\w+: got \S+, expected {expected}, as the weights of .* have it; leave it"
     with pytest.raises(CocaError, match=message):
         check_overrides(load_recipe(recipe_path, [f"config.{setting}"]))
@@ -277,9 +275,7 @@ def test_a_classifier_is_refused_before_anything_is_written(recipe_path, key, tm
 
 
 @pytest.mark.parametrize(("out", "prepared"), [("out", "out/blocks"), (".", "prepared")])
-def test_blocks_inside_out_are_no_run_that_has_begun(
-    recipe_path, out, prepared, tmp_path, monkeypatch
-):
+def test_blocks_inside_out_do_not_count_as_a_run(recipe_path, out, prepared, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = load_recipe(recipe_path, [f"data.prepared={prepared}"])
     (tmp_path / prepared).mkdir(parents=True)
@@ -305,7 +301,7 @@ def test_every_name_of_out_has_the_same_lock(name, tmp_path, monkeypatch):
             lock(other, second)
 
 
-def test_a_config_without_overrides_is_the_models(recipe_path, tiny_coca_dir):
+def test_a_config_without_overrides_is_that_of_the_model(recipe_path, tiny_coca_dir):
     config = start_config(load_recipe(recipe_path))
     assert config.to_dict() == AutoConfig.from_pretrained(tiny_coca_dir).to_dict()
 
@@ -349,6 +345,6 @@ def test_adapters_need_a_linear_layer(lora_path):
         check_model(load_recipe(lora_path, ["stages.qkv.train=[embed_tokens, q_proj, norm]"]))
 
 
-def test_a_setting_of_adapters_that_is_none_is_named(lora_path):
+def test_an_unknown_setting_of_adapters_is_named(lora_path):
     with pytest.raises(CocaError, match=r"stages\.qkv\.lora: unknown key 'rank'; nearest: r"):
         load_recipe(lora_path, ["stages.qkv.lora.rank=3"])
