@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -9,6 +10,7 @@ from pydoc_data.topics import topics
 import pytest
 import yaml
 
+from coca_cli import main
 from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import run_recipe
 
@@ -76,6 +78,19 @@ def train(recipe_path, tmp_path):
         return run_recipe(load_recipe(recipe_path, settings), out, stage, resume)
 
     return run
+
+
+@pytest.fixture
+def coca_train(monkeypatch):
+    """Calls coca-train with these arguments; returns its exit code."""
+
+    def call(*arguments) -> int:
+        monkeypatch.setattr(sys, "argv", ["coca-train", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main.train()
+        return ended.value.code
+
+    return call
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import threading
 import time
 from multiprocessing import get_context
@@ -13,7 +12,6 @@ import pytest
 import torch
 from filelock import FileLock
 
-from coca_cli import main
 from coca_hf import CocaError, held_out, tokens
 from coca_hf.train import data, run_directory
 from coca_hf.train.processes import EXIT_STOPPED, Stopped
@@ -326,19 +324,12 @@ def test_a_full_disk_says_what_is_needed_and_loses_nothing(corpus, plain):
     assert tokens_of(corpus().prepare(400)) == plain
 
 
-def command(monkeypatch, *arguments) -> int:
-    monkeypatch.setattr(sys, "argv", ["coca-train", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        main.train()
-    return ended.value.code
-
-
 def test_the_command_prepares_what_all_stages_take_and_a_run_from_it_is_the_same(
-    recipe_path, unbroken, tmp_path, monkeypatch, capsys
+    recipe_path, unbroken, tmp_path, monkeypatch, coca_train, capsys
 ):
     monkeypatch.undo()  # `unbroken` was made with the product's sizes
     setting = f"data.prepared={tmp_path / 'blocks'}"
-    assert command(monkeypatch, recipe_path, setting, "--prepare", "--world-size", "2") == 0
+    assert coca_train(recipe_path, setting, "--prepare", "--world-size", "2") == 0
     # 2 processes x 4 x (3 + 5 + 4) steps
     assert "prepared: 96 blocks, 1,920 tokens in" in capsys.readouterr().out
     run_recipe(load_recipe(recipe_path, [setting]), tmp_path / "out")
@@ -353,7 +344,7 @@ def test_the_command_prepares_what_all_stages_take_and_a_run_from_it_is_the_same
     ids=["hashing the first of 6 files", "choosing what is held out", "writing blocks"],
 )
 def test_the_command_is_stopped_by_a_signal_and_continues(
-    kind, name, calls_until_it_ends, recipe_path, tmp_path, monkeypatch, capsys
+    kind, name, calls_until_it_ends, recipe_path, tmp_path, monkeypatch, coca_train, capsys
 ):
     plain, calls = getattr(kind, name), []
 
@@ -365,12 +356,12 @@ def test_the_command_is_stopped_by_a_signal_and_continues(
     settings = [f"data.prepared={tmp_path / 'blocks'}", "data.held_out_blocks=7"]
     with monkeypatch.context() as patch:
         patch.setattr(kind, name, signal_and_go_on)
-        assert command(patch, recipe_path, *settings, "--prepare") == EXIT_STOPPED
+        assert coca_train(recipe_path, *settings, "--prepare") == EXIT_STOPPED
     assert "stopped by SIGTERM; the same command continues" in " ".join(
         capsys.readouterr().err.split()
     )
     assert len(calls) == calls_until_it_ends
-    assert command(monkeypatch, recipe_path, *settings, "--prepare") == 0
+    assert coca_train(recipe_path, *settings, "--prepare") == 0
     assert "prepared: 48 blocks" in capsys.readouterr().out
 
 

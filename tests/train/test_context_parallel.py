@@ -199,24 +199,6 @@ def test_steps_count_groups_and_not_processes(recipes):
         recipe.num_blocks(6)
 
 
-LOOKUPS = "data.sources=[{path: x, weight: 1}, {synthetic: lookups, weight: 1}]"
-REFUSED = {
-    "teacher=x stages.k.objective=distill": "2 with objective distill, expected lm alone",
-    "LOOKUPS stages.k.answer_weight=1": "with objective lm and answer_weight, expected lm alone",
-    "training.attn_implementation=eager": "got context_parallel_size 2 with attn_implementation eager, expected sdpa",
-    "data.skip_positions=2000": "context_parallel_size 2 with data.skip_positions, expected positions in order",
-    "data.seq_len=70": "with data.seq_len 70; expected a multiple of 4",
-    "stages.k.context_parallel_size=0": "context_parallel_size: got 0, expected greater than or equal to 1",
-}
-
-
-@pytest.mark.parametrize("settings", REFUSED)
-def test_what_cannot_be_split_is_refused_by_the_recipe(recipes, settings):
-    given = [{"LOOKUPS": LOOKUPS}.get(setting, setting) for setting in settings.split()]
-    with pytest.raises(CocaError, match=REFUSED[settings]):
-        load_recipe(recipes / "slack.yaml", [SHARED, *given])
-
-
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 MODELS = {
     "attention without SDPA": ({"attn_implementation": "eager"}, coca_hf.CocaLlamaConfig(**TINY)),

@@ -207,28 +207,3 @@ def test_a_teacher_of_another_shape_is_refused(tiny_coca_dir, tmp_path, change, 
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(CocaError, match=message):
         check_teacher(str(tmp_path), load_config(str(tiny_coca_dir)))
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["stages.k.objective=distill"], "stages.k: objective distill needs the original model"),
-        (
-            ["teacher=x", "stages.k.objective=distil"],
-            "stages.k.objective.distil: got 'distil', expected 'lm', 'distill', 'attention-t",
-        ),
-        (["teacher=x", "stages.k.objective={lm: 0}"], "objective.lm: got 0, expected greater than"),
-        (
-            ["teacher=x", "stages.k.objective={}"],
-            "stages.k.objective: got {}, expected one or more",
-        ),
-        (["stages.k.temperature=2"], "stages.k: got temperature 2 without objective distill, whi"),
-        (
-            ["teacher=x", "stages.k.objective=attention-maps"],
-            "with attn_implementation sdpa, expected eager",
-        ),
-    ],
-)
-def test_an_objective_that_makes_no_sense_is_refused(recipe_path, given, message):
-    with pytest.raises(CocaError, match=message):
-        load_recipe(recipe_path, given)

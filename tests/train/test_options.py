@@ -183,25 +183,6 @@ def test_a_fused_cross_entropy_is_the_plain_one_with_its_gradients(liger, num_it
     torch.testing.assert_close(torch.autograd.grad(loss, inputs), wanted)
 
 
-LOOKUPS = "data.sources=[{path: x, weight: 1}, {synthetic: lookups, weight: 1}]"
-REFUSED = {
-    "training.attn_implementation=flash_attention_2": "stages.k: attn_implementation 'flash_attention_2' does not run",
-    "training.attn_implementation=sdpaa": "stages.k: attn_implementation 'sdpaa' does not run here: ",
-    "training.fused_cross_entropy=liger": "stages.k: fused_cross_entropy liger needs a GPU and `pip install 'coca",
-}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="may have flash attention")
-@pytest.mark.parametrize("setting", REFUSED)
-def test_a_missing_kernel_is_refused_before_anything_is_written(train, tmp_path, setting):
-    with pytest.raises(CocaError) as caught:
-        train(setting, stage=None)
-    assert REFUSED[setting] in str(caught.value)
-    assert str(caught.value).endswith(" runs everywhere")
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("kind", ["CP", "SP", "TP"])
 def test_several_processes_on_one_block_are_refused(train, tmp_path, monkeypatch, kind):
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{kind}_SIZE", "2")  # as `accelerate launch` does
@@ -209,21 +190,6 @@ def test_several_processes_on_one_block_are_refused(train, tmp_path, monkeypatch
     with pytest.raises(CocaError, match=message):
         train(stage=None)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["teacher=x", "stages.k.objective=distill"], "got fused_cross_entropy with objective dis"),
-        ([LOOKUPS, "stages.k.answer_weight=1"], "got fused_cross_entropy with answer_weight, wh"),
-        (["training.use_liger_kernel=true"], "give fused_cross_entropy: liger"),
-    ],
-)
-def test_options_that_conflict_with_a_fused_cross_entropy_are_refused(
-    recipe_path, settings, message
-):
-    with pytest.raises(CocaError, match=message):
-        load_recipe(recipe_path, ["training.fused_cross_entropy=true", *settings])
 
 
 @pytest.mark.gpu

@@ -10,7 +10,6 @@ import pickle
 import resource
 import shutil
 import signal
-import sys
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,6 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from transformers import Trainer
 
-from coca_cli import main
 from coca_hf import CocaError
 from coca_hf.train import trainer
 from coca_hf.train.recipe import Recipe, load_recipe
@@ -383,7 +381,7 @@ def test_a_damaged_checkpoint_is_named(interrupted, tmp_path, damage, file):
 
 @pytest.mark.parametrize("file", ["state/.metadata", "scheduler.pt", "rng_state.pth"])
 def test_the_command_does_not_execute_a_payload_in_a_checkpoint_that_it_resumes(
-    file, interrupted, tmp_path, monkeypatch, capsys
+    file, interrupted, tmp_path, coca_train, capsys
 ):
     out = shutil.copytree(interrupted / "out", tmp_path / "out")
     planted = out / "1-k/trainer/checkpoint-4" / file
@@ -392,12 +390,8 @@ def test_the_command_does_not_execute_a_payload_in_a_checkpoint_that_it_resumes(
         planted.write_bytes(pickle.dumps(Payload(tmp_path)))
     else:
         torch.save(Payload(tmp_path), planted)
-    recipe = str(interrupted / "recipe.yaml")
-    arguments = ["coca-train", recipe, "--out", str(out), "--stage", "k", "--resume"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    with pytest.raises(SystemExit) as ended:
-        main.train()
-    assert ended.value.code == 2
+    arguments = [interrupted / "recipe.yaml", "--out", out, "--stage", "k", "--resume"]
+    assert coca_train(*arguments) == 2
     printed = " ".join(capsys.readouterr().err.split())
     assert "checkpoint-4: cannot be read" in printed
     assert not (tmp_path / "ran").exists()

@@ -343,8 +343,3 @@ def test_adapters_need_a_linear_layer(lora_path):
     message = r"stages\.qkv\.train: got embed_tokens, norm with lora, expected linear layers"
     with pytest.raises(CocaError, match=message):
         check_model(load_recipe(lora_path, ["stages.qkv.train=[embed_tokens, q_proj, norm]"]))
-
-
-def test_an_unknown_setting_of_adapters_is_named(lora_path):
-    with pytest.raises(CocaError, match=r"stages\.qkv\.lora: unknown key 'rank'; nearest: r"):
-        load_recipe(lora_path, ["stages.qkv.lora.rank=3"])
