@@ -24,7 +24,6 @@ from tests.train.results import log_lines
 from tests.train.test_resume import die_in_step_4
 
 wandb = pytest.importorskip("wandb")
-pytest.importorskip("trackio")
 STAGES = ["1-k", "2-qkv", "3-full"]
 LOGGERS = ["training.report_to=[wandb,trackio]", "training.project=tiny"]
 # of LevelDB's log format, in which Weights & Biases writes its files
@@ -44,6 +43,7 @@ def log_to(directory, then=None):
 @pytest.fixture(scope="module")
 def logged(tiny_coca_dir, texts, tmp_path_factory):
     """A directory with OUT, `tiny-run`: stage 2 of 3 was killed in step 4 and resumed."""
+    pytest.importorskip("trackio")  # not above: on import it reads where to write
     directory = tmp_path_factory.mktemp("logged")
     (directory / "recipe.yaml").write_text(yaml.safe_dump(make_recipe_tree(tiny_coca_dir, texts)))
     arguments = [directory / "recipe.yaml", "--out", directory / "tiny-run", *LOGGERS]

@@ -25,9 +25,7 @@ from coca_hf.train.model import start_config
 from coca_hf.train.preflight import (
     check_model,
     check_overrides,
-    check_plain,
     check_positions,
-    check_teacher,
     check_tokenizer,
     lock,
     resolve_stages,
@@ -132,27 +130,53 @@ def test_a_tokenizer_of_another_model_is_refused_and_added_tokens_are_not(tiny_t
         check_tokenizer(tokenizer, LlamaConfig(vocab_size=99))
 
 
-@pytest.mark.parametrize("key", ["model", "teacher"])
-def test_a_model_beside_an_adapter_is_refused_before_anything_is_written(
-    recipe_tree, tiny_llama_dir, tmp_path, key
+def write(name: str, content: dict):
+    """Adds these entries to a JSON file of a checkpoint, which may be new."""
+
+    def change(checkpoint):
+        file = checkpoint / name
+        before = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(before | content))
+
+    return change
+
+
+ADAPTER = write("adapter_config.json", {})
+BESIDE_ADAPTER = r"got adapter_config.json, .* merge the adapter \(merge_and_unload"
+QUANTIZED = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
+CLASSIFIER = write("config.json", {"architectures": ["LlamaForSequenceClassification"]})
+NO_CLASSIFIER = "got LlamaForSequenceClassification, expected a causal language model"
+UNUSABLE = {
+    "a model beside an adapter": ("model", ADAPTER, BESIDE_ADAPTER),
+    "a teacher beside an adapter": ("teacher", ADAPTER, BESIDE_ADAPTER),
+    "a classifier": ("model", CLASSIFIER, NO_CLASSIFIER),
+    "a classifier as teacher": ("teacher", CLASSIFIER, NO_CLASSIFIER),
+    "a quantized model": (
+        "model",
+        write("config.json", QUANTIZED),
+        "got weights quantized by bitsandbytes, expected plain",
+    ),
+    **{
+        f"a teacher of another {key}": (
+            "teacher",
+            write("config.json", {key: size}),
+            rf"teacher: .*/copy has {key} {size}, but the model has \d+; take the one it was",
+        )
+        for key, size in {"vocab_size": 99, "num_hidden_layers": 2, "hidden_size": 96}.items()
+    },
+}
+
+
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_a_checkpoint_that_cannot_be_used_is_refused_before_anything_is_written(
+    recipe_tree, tiny_llama_dir, tmp_path, kind
 ):
+    key, change, message = UNUSABLE[kind]
     recipe_tree["teacher"] = str(tiny_llama_dir)
-    recipe_tree[key] = str(shutil.copytree(recipe_tree[key], tmp_path / key))
-    (tmp_path / key / "adapter_config.json").write_text("{}")
+    recipe_tree[key] = str(shutil.copytree(recipe_tree[key], tmp_path / "copy"))
+    change(tmp_path / "copy")
     recipe = load_recipe(write_recipe(tmp_path / "r.yaml", recipe_tree))
-    message = rf"/{key}: got adapter_config.json, .* merge the adapter \(merge_and_unload"
     with pytest.raises(CocaError, match=message):
-        run_recipe(recipe, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_quantized_model_is_refused_before_anything_is_written(recipe_tree, tmp_path):
-    recipe_tree["model"] = str(shutil.copytree(recipe_tree["model"], tmp_path / "model"))
-    config = json.loads((tmp_path / "model/config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    (tmp_path / "model/config.json").write_text(json.dumps(config))
-    recipe = load_recipe(write_recipe(tmp_path / "r.yaml", recipe_tree))
-    with pytest.raises(CocaError, match="got weights quantized by bitsandbytes, expected plain"):
         run_recipe(recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -261,17 +285,6 @@ def test_a_field_that_the_weights_fix_is_not_overridden(recipe_path, setting, ex
     message = rf"config\.\w+: got \S+, expected {expected}, as the weights of .* have it; leave it"
     with pytest.raises(CocaError, match=message):
         check_overrides(load_recipe(recipe_path, [f"config.{setting}"]))
-
-
-@pytest.mark.parametrize("key", ["model", "teacher"])
-def test_a_classifier_is_refused_before_anything_is_written(recipe_path, key, tmp_path):
-    config = LlamaConfig(**TINY, architectures=["LlamaForSequenceClassification"])
-    config.save_pretrained(tmp_path / "classifier")
-    recipe = load_recipe(recipe_path, [f"{key}={tmp_path / 'classifier'}"])
-    message = "classifier: got LlamaForSequenceClassification, expected a causal language model"
-    check = {"model": check_plain, "teacher": check_teacher}[key]
-    with pytest.raises(CocaError, match=message):
-        check(getattr(recipe, key), config)
 
 
 @pytest.mark.parametrize(("out", "prepared"), [("out", "out/blocks"), (".", "prepared")])
