@@ -60,7 +60,7 @@ _NEED_A_GPU = ("bf16", "fp16", "tf32", "fsdp", "torch_compile", "use_cpu")
 
 @dataclass(frozen=True)
 class Setting:
-    """What the peak of memory depends on besides model, stage and `seq_len`, and one may change."""
+    """The settings on which the peak of memory depends, besides model, stage and `seq_len`."""
 
     world_size: int
     batch_size: int  # blocks per device and forward

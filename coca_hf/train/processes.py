@@ -112,9 +112,9 @@ def from_main_process(make: Callable[[], Any]) -> Any:
 
 
 def main_process_first(work: Callable[[Callable[[], None]], Made], stop: StopRequest) -> Made:
-    """`work` in the main process, then in each other one. They wait outside of collectives, which
-    have a time limit and hold signals back. `work` is given a function to call often, which raises
-    Stopped, with the signal's name, after a signal to any process.
+    """`work` in the main process, then in all others, which wait for it outside of collectives:
+    these have a time limit, and Python handles no signal in them. `work` is given a function to
+    call often, which raises Stopped, with the signal's name, after a signal to any process.
 
     Raises, in every process, the CocaError or Stopped that `work` raises in one.
     """
