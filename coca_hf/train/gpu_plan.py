@@ -293,35 +293,28 @@ def plan_table(plan: Plan) -> Table:
         title=f"{plan.world_size} x {plan.gpu}, {plan.gpu_bytes / GIB:g} GB each, "
         f"at MFU {plan.mfu:g} of {plan.peak_flops / 1e12:g} TFLOPS (dense bf16)",
     )
-    lines: dict[str, list[str]] = {}
-    for stage in plan.stages:
-        setting = stage.setting
-        cells = {
-            "parameters trained": f"{stage.trained / 1e6:,.1f}M ({stage.trained / stage.total:.1%})",
-            "batch x accumulation": f"{setting.batch_size} x {setting.accumulation}",
-            "tokens": f"{stage.tokens / 1e9:.3g}B",
-            "FLOPs": f"{stage.flops:.3g}",
-            "time": _time(stage.seconds),
-            "GPU hours": f"{stage.seconds * plan.world_size / 3600:,.1f}",
-            **{
-                f"GiB of {category}": f"{stage.memory.at_peak[category] / GIB:.2f}"
-                for category in CATEGORIES
-            },
-            "GiB at the peak": f"{stage.memory.peak / GIB:.2f}",
-            "fits": "yes" if stage.fits else "no",
-        }
-        for name, cell in cells.items():
-            lines.setdefault(name, []).append(cell)
     table.add_column("on one GPU at the moment of its peak")
+    columns = []
     for stage in plan.stages:
         table.add_column(stage.name, justify="right")
-    for name, values in lines.items():
-        table.add_row(name, *values)
+        setting, hours, at_peak = stage.setting, stage.seconds / 3600, stage.memory.at_peak
+        columns.append(
+            {
+                "parameters trained": f"{stage.trained / 1e6:,.1f}M "
+                f"({stage.trained / stage.total:.1%})",
+                "batch x accumulation": f"{setting.batch_size} x {setting.accumulation}",
+                "tokens": f"{stage.tokens / 1e9:.3g}B",
+                "FLOPs": f"{stage.flops:.3g}",
+                "time": f"{hours:,.1f} h" if hours >= 1 else f"{hours * 60:.1f} min",
+                "GPU hours": f"{hours * plan.world_size:,.1f}",
+                **{f"GiB of {kind}": f"{at_peak[kind] / GIB:.2f}" for kind in CATEGORIES},
+                "GiB at the peak": f"{stage.memory.peak / GIB:.2f}",
+                "fits": "yes" if stage.fits else "no",
+            }
+        )
+    for name in columns[0]:
+        table.add_row(name, *(cells[name] for cells in columns))
     return table
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds / 3600:,.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
 
 
 def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
@@ -354,20 +347,15 @@ def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
         whole = torch.zeros(setting.batch_size, recipe.data.seq_len, dtype=torch.int64)
         part = whole[:, : recipe.data.seq_len // setting.sharing].contiguous()
         with shapes_only(base), MemoryTracker(model, optimizer) as tracker:
-            if recipe.data.held_out_blocks:
-                _measure_held_out(model, base.get_output_embeddings(), whole)
+            if recipe.data.held_out_blocks:  # measured before the first step, on whole blocks
+                with torch.no_grad():
+                    model.eval()
+                    base.get_output_embeddings().train()  # as in `held_out_loss`
+                    model(input_ids=whole, labels=whole, use_cache=False)
+                    model.train()
             for _ in range(2):
                 _step(model, optimizer, part, accumulated=min(setting.accumulation, 2))
     return Memory(tracker.at_peak, tracker.at_step)
-
-
-@torch.no_grad()
-def _measure_held_out(model: nn.Module, head: nn.Module, ids: Tensor) -> None:
-    """A batch of `held_out_loss` before the first step; GPUs do not share these blocks."""
-    model.eval()
-    head.train()
-    model(input_ids=ids, labels=ids, use_cache=False)
-    model.train()
 
 
 def planned_arguments(recipe: Recipe, stage: Stage) -> TrainingArguments:

@@ -170,12 +170,10 @@ def _check_and_begin(
     if any(commits):
         inputs["commits"] = commits
     inputs["tokenizer"] = tokenizer_hash(corpus.tokenizer)
-    for key in [key for key in ("model", "teacher") if key in origins and key not in on_hub]:
-        directory = origins[key][1]
-        inputs[key] = {
-            "config.json": file_hash(directory / "config.json"),
-            **weights_hashes(directory, check_stop),
-        }
+    for key, (_, directory) in origins.items():
+        if key != "tokenizer" and key not in on_hub:
+            of_config = {"config.json": file_hash(directory / "config.json")}
+            inputs[key] = of_config | weights_hashes(directory, check_stop)
     if on_hub:
         inputs["hub"] = on_hub
     inputs["blocks_per_step"] = {stage.name: stage.blocks_per_step for stage in stages}
