@@ -10,7 +10,7 @@ from coca_cli import BadOption, PlainConsole, console, say
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-# Options that not everything takes that the command can be told to do, and what does
+# Options that only some of the command's tasks take, and these tasks
 TAKEN_BY = {
     **dict.fromkeys(("out", "stage", "resume"), ("a run",)),
     **dict.fromkeys(("gpu_memory", "gpu", "mfu", "as_json"), ("--plan",)),
@@ -47,27 +47,27 @@ def train_command(
         bool,
         typer.Option(
             "--prepare",
-            help="Do not train; tokenise what all stages will read to data.prepared, as a run does by itself.",
+            help="Do not train; write the blocks of all stages to data.prepared, as a run would.",
         ),
     ] = False,
     plan: Annotated[
         bool,
         typer.Option(
-            "--plan", help="Do not train; print what each stage takes on the GPUs described below."
+            "--plan", help="Do not train; print what each stage costs on the GPUs described below."
         ),
     ] = False,
     world_size: Annotated[
         int,
         typer.Option(
             min=1,
-            help="With --plan and --prepare: number of processes that will train, one per GPU.",
+            help="With --plan or --prepare: number of processes that will train, one per GPU.",
         ),
     ] = 1,
     gpu_memory: Annotated[float, typer.Option(help="With --plan: memory of each GPU in GB.")] = 80,
     gpu: Annotated[
         str,
         typer.Option(
-            help="With --plan: the GPU whose peak FLOPS count: A100, H100, H200, L40S, RTX 4090 …"
+            help="With --plan: the GPU, for its peak FLOPS: A100, H100, H200, L40S, RTX 4090 …"
         ),
     ] = "H100",
     mfu: Annotated[
@@ -77,8 +77,7 @@ def train_command(
 ) -> None:
     """Train a CoCA checkpoint in the stages of a recipe, each from directory to directory.
 
-    The blocks of tokens are prepared before the first stage, in the recipe's data.prepared
-    (./prepared).
+    Before the first stage, blocks of tokens are prepared in the recipe's data.prepared (./prepared).
     """
     if plan and prepare:
         raise BadOption("--plan, --prepare: got both, expected one of them")
@@ -104,7 +103,7 @@ def train_command(
     from coca_hf.train.processes import EXIT_STOPPED, Stopped, ignore_signals
     from coca_hf.train.stages import prepare_recipe, run_recipe
 
-    disable_progress_bar()  # of loading and saving; the training keeps its own
+    disable_progress_bar()  # of loading and saving; training has its own
     try:
         if prepare:
             blocks, wanted = prepare_recipe(checked, world_size)
@@ -127,11 +126,11 @@ def train_command(
             f"next: coca-eval perplexity {directory} --data TEXT --lengths {lengths} --rope "
             f"default,dynamic:2 --out {directory.parent / 'rows'}"
         )
-    PartialState().destroy_process_group()  # or a process that exits under gloo's threads may abort
+    PartialState().destroy_process_group()  # gloo's threads may abort a process that exits
 
 
 def _refuse_unused(context: typer.Context, task: str) -> None:
-    """Raises BadOption for an option that was given and that `task` does not take."""
+    """Raises BadOption for a given option that `task` does not take."""
     for option in context.command.params:
         name = str(option.name)
         takers, source = TAKEN_BY.get(name, (task,)), context.get_parameter_source(name)

@@ -2,12 +2,14 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from coca_hf.errors import CocaError
+
+WAIT_SECONDS = 0.5  # between two tries to get a lock
 
 
 def sync(path: Path) -> None:
@@ -57,22 +59,32 @@ def append_line(path: Path, line: str) -> None:
 
 
 @contextlib.contextmanager
-def locked(file: Path, message: str) -> Iterator[None]:
-    """Hold the lock `file` and delete it afterwards; the system frees it if the process dies.
+def locked(file: Path, message: str, wait: Callable[[], None] | None = None) -> Iterator[None]:
+    """Hold the lock `file`; the system frees it when the process dies.
 
-    Raises CocaError with `message` if another process holds it, and OSError if `file` cannot be
-    created.
+    If another process holds it, raises CocaError with `message`; with `wait`, prints it and calls
+    `wait`, which may raise to give up, until the lock is free. The file is gone afterwards, unless
+    others may be waiting for it.
+
+    Raises OSError if `file` cannot be made.
     """
     lock = FileLock(file)
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise CocaError(message) from None
+        if wait is None:
+            raise CocaError(message) from None
+        print(message, flush=True)
+        while not lock.is_locked:
+            wait()
+            with contextlib.suppress(Timeout):
+                lock.acquire(timeout=WAIT_SECONDS)
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # Windows does not delete an open file
-            file.unlink()
+        if wait is None:
+            with contextlib.suppress(OSError):  # Windows does not delete an open file
+                file.unlink()
         lock.release()
 
 

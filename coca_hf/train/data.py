@@ -1,36 +1,54 @@
-"""From a recipe's documents to its training blocks on disk, which `blocks.py` describes and reads.
+"""From a recipe's documents to training blocks on disk, and from there to the trainer.
 
-Documents of a source follow one another without padding, each with its special and eos tokens, and
-are cut into blocks of `seq_len` tokens; an incomplete block is left out. A source is read pass
-after pass, each through a buffer of `SHUFFLE_TOKENS` from which blocks are drawn. The source of
-every block is drawn by `weight`, a share of tokens. A synthetic block uses up a block of text.
+The documents of a source follow one another without padding, each with its special and eos tokens,
+and are cut into blocks of `seq_len` tokens; an incomplete last block is left out. A source is read
+pass after pass, each through a buffer of `SHUFFLE_TOKENS` from which blocks are drawn. The source
+of every block is drawn by `weight`, a share of tokens. A synthetic block uses up a block of text.
 
-So sources, tokenizer, `seq_len`, seed and number of held-out blocks fix the blocks and their order.
-A preparation that continues draws everything again, and tokenises what is not on disk.
+The blocks and their order are therefore fixed by sources, tokenizer, `seq_len`, seed and number of
+held-out blocks. A preparation that continues repeats all draws, and tokenises only what is not on
+disk yet.
 
-    PREPARED/KEY/…        the blocks
-    PREPARED/files.json   of every local file, by path: size and times of change, xxh3_128
+    PREPARED/files.json           size, times of change and xxh3_128 of every local file, by path
+    PREPARED/KEY/made-of.json     what the blocks are made of; KEY is its hash
+    PREPARED/KEY/source-0.bin …   the blocks of each source in the order of its documents, 2 or 4
+                                  bytes a token
+    PREPARED/KEY/held-out.bin     the blocks that the loss is measured on
+    PREPARED/KEY/order.bin        the source of every training block and its row in that source's
+                                  file
+    PREPARED/KEY/state.json       how many rows of these files count, the hash of every part of
+                                  them, and how far every source is read
+
+Readers use only what `state.json` counts, map it into memory and hash it before use. `state.json`
+is replaced once those rows are on disk, so a preparation can be killed, continued and extended
+while a training run reads.
 """
 
 import functools
 import hashlib
 import itertools
 import json
+import os
 import random
 import sys
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import torch
+import xxhash
 from accelerate import PartialState
-from filelock import FileLock, Timeout
+from torch import Tensor
+from torch.utils.data import IterableDataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from coca_hf.convert.calibration_text import skipped_positions
 from coca_hf.documents import (
     Document,
     check_text_options,
@@ -40,29 +58,209 @@ from coca_hf.documents import (
     read_documents,
 )
 from coca_hf.errors import CocaError
-from coca_hf.files import replace_text, size_in_words
+from coca_hf.files import locked, replace_text, size_in_words
 from coca_hf.held_out import HeldOut, hold_out, shares
 from coca_hf.tokens import Encoder, Piece, batches, pieces_of
-from coca_hf.train.blocks import ANSWER, Blocks, Damaged, GrowingRows, layouts, save_state
 from coca_hf.train.lookups import Lookups
 from coca_hf.train.processes import Stopped
 from coca_hf.train.recipe import Data, Source
 from coca_hf.train.run_directory import file_hash
 
+ANSWER = 2**31  # added to a token that is an answer; larger than any token
+AGAIN = "`coca-train RECIPE --prepare` makes them again"
 LARGE_DOCUMENT = 10_000_000  # characters: a dozen novels
 SHUFFLE_TOKENS = 2**21  # of a source, from which its next block is drawn: 1024 blocks of 2048
 STATE_TOKENS = 2**25  # between two states: what a killed preparation draws and tokenises again
+FRESH_SECONDS = 2.0  # within which a file may change again and keep its times
+LARGE_FILE = 2**30  # bytes: hashing them takes long enough to say so
 UNREAD = {"document": 0, "character": 0, "waiting": [], "is_read": False}  # see _PackedSource
-LOCK_SECONDS = 0.5  # between two looks at whether a signal came
-FRESH_SECONDS = 2.0  # within which a file may change again and have the same times
-LARGE_FILE = 2**30  # bytes: reading them takes long enough to say so
+
+Part = tuple[int, str]  # its end, in rows, and its xxh3_128
+
+
+class Damaged(CocaError):
+    """Prepared blocks are not what was written."""
+
+
+class Rows:
+    """An array (rows, width) in a file. A part is hashed before the first of its rows is read."""
+
+    def __init__(self, path: Path, dtype: str, width: int, parts: Sequence[Part]):
+        self.path, self.dtype, self.width = path, np.dtype(dtype), width
+        self.parts = [(end, digest) for end, digest in parts]
+        self.row_bytes = width * self.dtype.itemsize
+        self._checked: set[int] = set()
+
+    def __len__(self) -> int:
+        return self.parts[-1][0] if self.parts else 0
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        """Row `number`, (width,). Raises Damaged if its part is not what was written."""
+        part = bisect_right(self.parts, number, key=lambda part: part[0])
+        if part not in self._checked:
+            self.check(part)
+        return self._rows[number]
+
+    def check(self, part: int) -> None:
+        """Raises Damaged if a part is not what was written."""
+        first = self.parts[part - 1][0] if part else 0
+        end, written = self.parts[part]
+        if xxhash.xxh3_128_hexdigest(self._rows[first:end].data) != written:
+            raise Damaged(
+                f"{self.path}: got another xxh3_128 of rows {first} to {end - 1} than when they "
+                f"were prepared; the file was changed; {AGAIN}"
+            )
+        self._checked.add(part)
+
+    @cached_property
+    def _rows(self) -> np.ndarray:
+        expected = len(self) * self.row_bytes
+        found = self.path.stat().st_size if self.path.exists() else 0
+        if found < expected:
+            raise Damaged(
+                f"{self.path}: got {found:,} bytes, expected the {expected:,} that were prepared; "
+                f"{AGAIN}"
+            )
+        return np.memmap(self.path, self.dtype, "r", shape=(len(self), self.width))
+
+
+class GrowingRows(Rows):
+    """Rows that can be appended. Opening the file cuts off what follows its last part."""
+
+    def __enter__(self) -> "GrowingRows":
+        self._file: BinaryIO = open(self.path, "a+b")
+        self._file.truncate(len(self) * self.row_bytes)
+        self._hash, self.written = xxhash.xxh3_128(), len(self)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._file.close()
+
+    def append(self, rows: np.ndarray) -> None:
+        """rows: (rows, width). Raises OSError if they cannot be written."""
+        content = rows.astype(self.dtype).tobytes()
+        self._file.write(content)
+        self._file.flush()
+        self._hash.update(content)
+        self.written += len(rows)
+
+    def read(self, number: int) -> np.ndarray:
+        """Row `number`, (width,), which need not be in a part yet."""
+        self._file.seek(number * self.row_bytes)  # appending still writes to the end
+        return np.frombuffer(self._file.read(self.row_bytes), self.dtype)
+
+    def end_part(self) -> None:
+        """Wait until all rows are on the disk, and end the part of those appended since the last."""
+        os.fsync(self._file.fileno())
+        if self.written > len(self):
+            self.parts.append((self.written, self._hash.hexdigest()))
+            self._hash = xxhash.xxh3_128()
+
+
+AnyRows = TypeVar("AnyRows", bound=Rows)
+
+
+def _rows_of(
+    kind: type[AnyRows],
+    directory: Path,
+    seq_len: int,
+    dtypes: Sequence[str],
+    parts: dict[str, list[Part]],
+) -> dict[str, AnyRows]:
+    """Every file of rows in a directory, by name."""
+    sizes = {f"source-{number}": (dtype, seq_len) for number, dtype in enumerate(dtypes)}
+    sizes |= {"held-out": ("uint32", seq_len), "order": ("uint32", 2)}
+    return {
+        name: kind(directory / f"{name}.bin", *size, parts.get(name, []))
+        for name, size in sizes.items()
+    }
+
+
+class Blocks:
+    """The prepared blocks of `data` in a directory: `len` of them, each an example for the trainer.
+
+    dtypes: those of the sources' files; a source with answers has uint32.
+
+    Raises Damaged for a state that is not what was written, and CocaError if it cannot be read.
+    """
+
+    def __init__(self, directory: Path, data: Data, dtypes: Sequence[str]):
+        self.directory, self._data = directory, data
+        self.state = _read_state(directory)
+        self._rows = _rows_of(Rows, directory, data.seq_len, dtypes, self.state["parts"])
+        self._order, self._held_out = self._rows["order"], self._rows["held-out"]
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        """Block `number` as `input_ids` and `labels`, (seq_len,), int64, with the same tokens.
+
+        The model shifts the labels. With a synthetic source, `answers` (seq_len,) says which tokens
+        are answers. With `skip_positions`, `position_ids` rise to at most that many, and an
+        `attention_mask` of ones says that a gap does not begin another document.
+
+        Raises Damaged if a file is not what was written.
+        """
+        source, row = self._order[number]
+        marked = torch.from_numpy(self._rows[f"source-{source}"][row].astype("int64"))
+        ids = marked % ANSWER
+        example = {"input_ids": ids, "labels": ids.clone()}
+        if self._data.has_answers:
+            example["answers"] = marked >= ANSWER
+        if reach := self._data.skip_positions:
+            seed = random.Random(f"{self._data.seed} positions {number}").getrandbits(63)
+            [positions] = skipped_positions(1, self._data.seq_len, reach, seed)
+            example |= {"position_ids": positions, "attention_mask": torch.ones_like(ids)}
+        return example
+
+    @property
+    def held_out(self) -> Tensor:
+        """The held-out blocks, (blocks, seq_len), int64; every source gives its share if it can."""
+        rows = [self._held_out[row] for row in range(len(self._held_out))]
+        blocks = np.array(rows, dtype="int64").reshape(-1, self._data.seq_len)
+        return torch.from_numpy(blocks)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(rows) * rows.row_bytes for rows in self._rows.values())
+
+    def sources_of(self, first: int, count: int) -> str:
+        """The sources of a range of blocks, in words."""
+        numbers = [self._order[number][0] for number in range(first, first + count)]
+        names = [self._data.sources[number].name for number in numbers]
+        return ", ".join(f"{names.count(name)} of {name}" for name in dict.fromkeys(names))
+
+    def check(self) -> None:
+        """Raises Damaged if any file is not what was written."""
+        for rows in self._rows.values():
+            for part in range(len(rows.parts)):
+                rows.check(part)
+
+
+class DealtBlocks(IterableDataset):
+    """What one process reads of `blocks`, starting at block `first`: every `groups`-th batch.
+
+    Processes that share their blocks (context parallelism) are one `group` and read the same. A
+    step therefore takes consecutive blocks, in the same order on any number of processes.
+    """
+
+    def __init__(self, blocks: Blocks, first: int, batch_size: int, group: int, groups: int):
+        self.blocks, self.first, self.batch_size = blocks, first, batch_size
+        self.group, self.groups = group, groups
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        begin, stride = self.first + self.group * self.batch_size, self.groups * self.batch_size
+        for batch in range(begin, len(self.blocks) - self.batch_size + 1, stride):
+            for number in range(batch, batch + self.batch_size):
+                yield self.blocks[number]
 
 
 class Corpus:
-    """What makes the blocks of `data`, and where they lie: `data.prepared`/KEY.
+    """What makes the blocks of `data`, and where they are: in `data.prepared`/KEY.
 
-    check_stop: called often while files are hashed and blocks prepared; what it raises ends that,
-    and what is done is kept.
+    check_stop: called often while files are hashed and blocks are prepared; an exception from it
+    ends that, and what is done is kept.
 
     Raises CocaError for a tokenizer without an eos token.
     """
@@ -76,11 +274,11 @@ class Corpus:
         self.data, self.tokenizer, self.encoder = data, tokenizer, Encoder(tokenizer)
         self._check_stop = check_stop
 
-    @functools.cached_property
+    @cached_property
     def files(self) -> list[dict[str, str]]:
         """Size and hash of the local files of each source, by the names that their documents have.
 
-        Raises CocaError for one that cannot be read, or with options that mean nothing to it.
+        Raises CocaError for a file that cannot be read, and for options that do not apply to it.
         """
         return self._contents()
 
@@ -90,10 +288,10 @@ class Corpus:
         known = dict(kept)
         try:
             for source in self.data.sources:
-                of_hub = {"split": source.split != "train", "subset": source.subset}
-                of_hub |= {"revision": source.revision}
                 files = local_files(source.path) if source.path else []
                 if files:
+                    of_hub = {"split": source.split != "train", "subset": source.subset}
+                    of_hub |= {"revision": source.revision}
                     check_text_options(source.path, of_hub, {"column": source.column != "text"})
                 described = [self._described(file, known) for file in files]
                 contents.append(dict(zip(names_of(files), described, strict=True)))
@@ -105,7 +303,7 @@ class Corpus:
         return contents
 
     def _described(self, file: Path, known: dict[str, Any]) -> str:
-        """Size and hash of a file, which is read unless `known` has its hash, and added there."""
+        """Size and hash of a file; it is read unless `known` has its hash, and added there."""
         stat, name = file.stat(), str(file.absolute())
         state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
         match known.get(name):
@@ -113,7 +311,7 @@ class Corpus:
                 return f"{stat.st_size:,} bytes, xxh3_128 {digest}"
         is_fresh = time.time() - max(state[1:]) / 1e9 < FRESH_SECONDS
         if stat.st_size >= LARGE_FILE:
-            print(f"{file}: reading {size_in_words(stat.st_size)} for their hash, once", flush=True)
+            print(f"{file}: hashing {size_in_words(stat.st_size)}, once", flush=True)
         try:
             digest = file_hash(file, self._check_stop) or "of no file"
         except OSError as error:
@@ -124,11 +322,11 @@ class Corpus:
             known[name] = [state, digest]
         return f"{stat.st_size:,} bytes, xxh3_128 {digest}"
 
-    @functools.cached_property
+    @cached_property
     def made_of(self) -> dict[str, Any]:
         """Everything that decides the blocks.
 
-        Local files count by name and content, wherever they lie; data sets on the hub by revision.
+        Local files count by name and content, wherever they are; data sets on the hub by revision.
         """
         described = [source.model_dump() for source in self.data.sources]
         for source, files in zip(described, self.files, strict=True):
@@ -151,16 +349,23 @@ class Corpus:
         return Path(self.data.prepared) / key
 
     def blocks(self) -> Blocks:
-        """The blocks that are prepared, perhaps none. Raises Damaged where their state is."""
+        """The blocks that are prepared, perhaps none. Raises Damaged if their state is damaged."""
         return Blocks(self.directory, self.data, self.made_of["dtypes"])
 
+    def has(self, num_blocks: int) -> bool:
+        """Whether at least `num_blocks` blocks are prepared."""
+        try:
+            return len(self.blocks()) >= num_blocks
+        except Damaged:
+            return False
+
     def pin_(self, commits: Sequence[str | None] | None = None) -> list[str | None]:
-        """Read the data sets on the hub at these commits, by default those that they have now;
-        returns them.
+        """Read the data sets on the hub at these commits, by default their present ones; returns
+        them.
 
-        Blocks that are prepared, in part or all, have decided the commits.
+        Blocks that are already prepared, even in part, decide the commits.
 
-        Raises CocaError where the hub does not say.
+        Raises CocaError if the hub does not answer.
         """
         with suppress(Damaged):
             commits = self.blocks().state["commits"] or commits
@@ -171,13 +376,6 @@ class Corpus:
         for source, commit in zip(sources, commits, strict=True):
             source.pin_(commit)
         return commits
-
-    def has(self, num_blocks: int) -> bool:
-        """Whether at least `num_blocks` blocks are prepared."""
-        try:
-            return len(self.blocks()) >= num_blocks
-        except Damaged:
-            return False
 
     def check(self) -> None:
         """Read the first block of every source, to refuse early what would stop a preparation.
@@ -196,15 +394,16 @@ class Corpus:
             Lookups(self.tokenizer)
 
     def prepare(self, num_blocks: int) -> Blocks:
-        """Write what is missing of the first `num_blocks` blocks; what is damaged is made again.
+        """Write what is missing of the first `num_blocks` blocks, all of them if any is damaged.
 
         Waits while another process prepares these blocks. Raises CocaError for a source that cannot
-        be read or has no whole block, and for a disk that is full or read-only.
+        be read or does not fill a block, and for a disk that is full or read-only.
         """
         directory = self.directory
+        waiting = f"{directory}: another process is preparing these blocks; waiting for it"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            with self._locked():
+            with locked(directory / "lock", waiting, self._check_stop):
                 self._write(num_blocks)
                 self._check_unchanged()
         except OSError as error:
@@ -217,7 +416,7 @@ class Corpus:
         return self.blocks()
 
     def _check_unchanged(self) -> None:
-        """Raises CocaError, and forgets the blocks, where a file is not what they are named by."""
+        """Raises CocaError, and drops the blocks, if a file has changed since it was hashed."""
         for before, now in zip(self.files, self._contents(), strict=True):
             if changed := [name for name in now | before if now.get(name) != before.get(name)]:
                 (self.directory / "state.json").unlink()
@@ -226,38 +425,28 @@ class Corpus:
                     f"again, in another --out if this one has begun"
                 )
 
-    def _locked(self) -> AbstractContextManager:
-        lock, timeout = FileLock(self.directory / "lock"), 0.0
-        while True:
-            try:
-                return lock.acquire(timeout)
-            except Timeout:
-                self._check_stop()
-                if not timeout:
-                    waiting = "another process is preparing these blocks; waiting for it"
-                    print(f"{self.directory}: {waiting}", flush=True)
-                timeout = LOCK_SECONDS
-
     def _write(self, num_blocks: int) -> None:
         try:
             before = self.blocks()
             before.check()
-            state = before.state
+            state, first = before.state, len(before)
         except Damaged as damage:
             if (self.directory / "state.json").exists():
-                print(f"{damage.args[0].partition(';')[0]}; all blocks are made again", flush=True)
+                print(f"{damage.args[0].partition(';')[0]}; making all blocks again", flush=True)
             for file in self.directory.glob("*.bin"):
-                file.unlink()  # not cut: a training may still read it
-            state = self._first_state()
-        order_parts = state["parts"].get("order")
-        first = order_parts[-1][0] if order_parts else 0
+                file.unlink()  # not truncated: a training run may still read it
+            state, first = self._first_state(), 0
         if first >= num_blocks:
             return
-        layout = layouts(self.directory, self.data.seq_len, self.made_of["dtypes"], state["parts"])
-        with ExitStack() as files:
-            rows = {
-                name: files.enter_context(GrowingRows(*of_file)) for name, of_file in layout.items()
-            }
+        files = _rows_of(
+            GrowingRows,
+            self.directory,
+            self.data.seq_len,
+            self.made_of["dtypes"],
+            state["parts"],
+        )
+        with ExitStack() as opened:
+            rows = {name: opened.enter_context(of_file) for name, of_file in files.items()}
             if "held_out_blocks" in state:
                 rows["held-out"].append(state.pop("held_out_blocks"))
             sources = self._packed(rows, state)
@@ -270,10 +459,11 @@ class Corpus:
                     of_file.end_part()
                 state["parts"] = {name: of_file.parts for name, of_file in rows.items()}
                 state["sources"] = {number: source.state for number, source in sources.items()}
-                save_state(self.directory, state)
+                kept = {"xxh3_128": _state_hash(state), "state": state}
+                replace_text(self.directory / "state.json", json.dumps(kept))
 
             order = enumerate(itertools.islice(self._order(sources, rows), num_blocks))
-            # None: no bar where there is no terminal
+            # None: a bar only on a terminal
             bar = {"leave": False, "disable": None if PartialState().is_main_process else True}
             progress = tqdm(order, "preparing blocks", num_blocks, dynamic_ncols=True, **bar)
             try:
@@ -319,16 +509,14 @@ class Corpus:
         for number, source in self._texts.items():
             read = state["sources"].get(number, {**UNREAD})
             rule = HeldOut(*state["rules"][int(number)])
-            pieces = self._pieces(source, rule, read["document"], read["character"])
-            packed[number] = _PackedSource(
-                read, batches(pieces), self.encoder, rows[f"source-{number}"]
-            )
+            pieces = batches(self._pieces(source, rule, read["document"], read["character"]))
+            packed[number] = _PackedSource(read, pieces, self.encoder, rows[f"source-{number}"])
         return packed
 
     def _pieces(
         self, source: Source, held_out: HeldOut, document: int, character: int
     ) -> Iterator[Piece]:
-        """The text to train on, from a place in the source on."""
+        """The text to train on, from this place in the source."""
         for number, content in enumerate(self._documents(source)):
             if number < document:
                 continue
@@ -345,7 +533,7 @@ class Corpus:
     def _order(
         self, packed: dict[str, "_PackedSource"], rows: dict[str, GrowingRows]
     ) -> Iterator[tuple[int, int]]:
-        """The source of block 0, 1, … and its number in that source's file, without end."""
+        """The source of block 0, 1, … and its row in that source's file, without end."""
         seed, sources = self.data.seed, self.data.sources
         names = [f"{seed} source {number}" for number in range(len(sources))]
         texts = {
@@ -385,7 +573,7 @@ class Corpus:
         made: GrowingRows,
         name: str,
     ) -> Iterator[int]:
-        """Makes blocks of lookups, each fixed by its number and the block of text that it takes."""
+        """Make blocks of lookups, each fixed by its number and the block of text that it uses."""
         lookups = Lookups(self.tokenizer)
         weights = [self.data.sources[int(number)].weight for number in texts]
         for number in itertools.count():
@@ -408,7 +596,7 @@ class _PackedSource:
     """The blocks of a source in the order of its documents, tokenised when first asked for.
 
     state: how far the source is read: documents, characters of the next one, the tokens that wait
-    for their block, and whether that was all.
+    for their block to fill, and whether everything is read.
     """
 
     def __init__(
@@ -430,9 +618,8 @@ class _PackedSource:
         return number < self._rows.written
 
     def _append(self, batch: list[Piece]) -> None:
-        tokens = np.concatenate(
-            (np.array(self.state["waiting"], dtype="int64"), self._encoder(batch).numpy())
-        )
+        waiting = np.array(self.state["waiting"], dtype="int64")
+        tokens = np.concatenate((waiting, self._encoder(batch).numpy()))
         whole = len(tokens) // self._rows.width * self._rows.width
         self._rows.append(tokens[:whole].reshape(-1, self._rows.width))
         place = {"document": batch[-1].document, "character": batch[-1].character}
@@ -446,19 +633,38 @@ def _kept_hashes(file: Path) -> dict[str, Any]:
     return {}
 
 
+def _read_state(directory: Path) -> dict[str, Any]:
+    path = directory / "state.json"
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if _state_hash(kept["state"]) != kept["xxh3_128"]:
+            raise ValueError("another hash than when it was written")
+    except FileNotFoundError:
+        raise Damaged(f"{path}: got no such file; {AGAIN}") from None
+    except OSError as error:  # a disk that does not answer is no reason to make the blocks again
+        raise CocaError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{path}: cannot be read ({type(error).__name__}); {AGAIN}") from error
+    return kept["state"]
+
+
+def _state_hash(state: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(state, sort_keys=True).encode())
+
+
 @functools.cache
 def _name_large(where: str, characters: int) -> None:
-    """Once, however often it is read: it may be a corpus in one file, or a row that is no text."""
+    """Name a large document once: it may be a whole corpus, or a row that is not text."""
     print(
-        f"{where}: got a document of {characters:,} characters; it is trained on; if it is no "
-        f"text, remove it",
+        f"{where}: got a document of {characters:,} characters; it is trained on; if it is not "
+        "text, remove it",
         file=sys.stderr,
         flush=True,
     )
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The hash of the vocabulary, the rules, and what surrounds a document; not of its path."""
+    """The hash of the vocabulary, the rules, and the tokens around a document; not of its path."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = json.loads(backend.to_str()) if backend else {"class": type(tokenizer).__name__}
     rules.pop("padding", None)  # set by the last call

@@ -1,10 +1,9 @@
-"""Floating-point operations of training, per token, and what GPUs can do in a second: what time and
-MFU are made of.
+"""Floating-point operations of training, per token, and the peak of GPUs, for times and MFU.
 
-Counted are the matrix products, two operations for each multiplication: those of the linear layers,
-head included, and those of attention over the whole square of scores, not its causal half, as in
-PaLM (arXiv 2204.02311, appendix B). Going backward, a frozen weight has no gradient, and nothing
-has one before the first parameter that learns.
+Matrix products count, with two operations for each multiplication: those of the linear layers,
+including the head, and those of attention over the whole square of scores, not its causal half, as
+in PaLM (arXiv 2204.02311, appendix B). In the backward, a frozen weight has no gradient, and
+nothing before the first trained parameter has one.
 """
 
 import re
@@ -15,10 +14,10 @@ from transformers import PreTrainedModel
 
 from coca_hf.models.attention import layer_types
 
-# Dense bfloat16 operations a second, from the manufacturers' data sheets (which often print twice
+# Dense bfloat16 operations a second, from the manufacturers' data sheets (which often give twice
 # the number, for sparse matrices): nvidia.com/en-us/data-center/{b200,h200,h100,a100,l40s,l4,...},
 # NVIDIA's Ampere and Ada GPU architecture whitepapers for RTX (with float32 sums),
-# amd.com/en/products/accelerators/instinct. The first whose words a name has counts.
+# amd.com/en/products/accelerators/instinct. The first key whose words are all in a name counts.
 PEAK_FLOPS = {
     **{"B200": 2250e12, "H200 NVL": 836e12, "H200": 989e12, "GH200": 989e12, "H100 NVL": 835e12},
     **{"H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12, "H20": 148e12},
@@ -27,8 +26,7 @@ PEAK_FLOPS = {
     **{"RTX 4090": 165.2e12, "RTX 3090": 71e12, "MI325X": 1307.4e12, "MI300X": 1307.4e12},
 }
 
-# What follows what inside a decoder layer, by the names of all families; a name that is not here
-# comes first.
+# The order of modules inside a decoder layer, by their names in all families; others come first
 _STEPS = (
     ("input_layernorm",),
     ("q_proj", "k_proj", "t_proj", "v_proj", "query_key_value"),
@@ -47,13 +45,13 @@ _VALUE = {"v_proj", "query_key_value"}
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """Operations for one token. MFU counts those of `model`, without gradient checkpointing's."""
+    """Operations for one token. MFU counts `model`, without those of gradient checkpointing."""
 
     forward: int
     backward_activations: int
     backward_weights: int
     # Added by gradient checkpointing: every layer's forward again, and gradients down to the
-    # embedding whatever learns, because transformers asks for them then
+    # embedding, which transformers then requires whatever is trained
     checkpointing: int
 
     @property
@@ -62,12 +60,12 @@ class TokenFlops:
 
 
 def count_flops(model: PreTrainedModel, seq_len: int) -> TokenFlops:
-    """Operations per token of a causal language model, for blocks of `seq_len` tokens, with what
-    `requires_grad` says.
+    """Operations per token of a causal language model, for blocks of `seq_len` tokens, if those of
+    its parameters are trained that require gradients.
 
-    The model may lie on the meta device or be sharded. Adapters of LoRA count as linear layers. In
-    a layer whose attention and MLP stand side by side (GPT-NeoX), they count as one after the
-    other: the first layer that learns may come out a little high.
+    The model may be on the meta device or sharded. LoRA adapters count as linear layers. Parallel
+    attention and MLP (GPT-NeoX) count as one after the other, so the first trained layer may come
+    out a little high.
     """
     config = model.config
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -85,7 +83,7 @@ def count_flops(model: PreTrainedModel, seq_len: int) -> TokenFlops:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for layer, kind in enumerate(layer_types(config)):
         keys = min(seq_len, config.sliding_window) if kind == "sliding_attention" else seq_len
-        # Forward two: the scores, and the sums of values
+        # The forward has two products: the scores, and the sums of values
         product = 2 * config.num_attention_heads * head_dim * keys
         gradients = _attention_gradients(trained, layer, first)
         forward += 2 * product
@@ -96,7 +94,7 @@ def count_flops(model: PreTrainedModel, seq_len: int) -> TokenFlops:
 
 
 def peak_flops(gpu: str) -> float | None:
-    """Dense bfloat16 operations a second of a GPU, by torch's name or short, as H100; or None."""
+    """Dense bfloat16 operations a second of a GPU, by torch's name or a short one (H100), or None."""
     return next((peak for name, peak in PEAK_FLOPS.items() if _words(name) <= _words(gpu)), None)
 
 

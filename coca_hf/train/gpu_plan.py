@@ -1,43 +1,98 @@
-"""What a recipe costs on GPUs one does not have: parameters, operations, time, and the peak of
+"""What a recipe costs on GPUs that one does not have: parameters, operations, time, and the peak of
 memory per GPU.
 
-Memory is measured, not estimated: see `memory.py`. `RESERVE` is left free for what no tensor shows.
+Memory is measured, not estimated. Two optimizer steps of the real model, frozen, checkpointed and
+sharded (FSDP2, by Accelerate's own function) as in the stage, run under fake tensors, which have
+shapes and sizes but no contents, in a fake process group of the wanted size. One GPU alone is not
+sharded. `RESERVE` is left free for what no tensor shows: the CUDA context, NCCL's buffers,
+workspaces of kernels, fragmentation.
 """
 
 import dataclasses
+import inspect
 import math
+import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import FullyShardedDataParallelPlugin, convert_outputs_to_fp32
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from rich.table import Table
+from torch import Tensor, nn
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from coca_hf.errors import CocaError
 from coca_hf.train.flops import PEAK_FLOPS, TokenFlops, count_flops, peak_flops
-from coca_hf.train.memory import CATEGORIES, Memory, Setting, measure, planned_arguments
 from coca_hf.train.model import (
     count_parameters,
     model_from_config,
+    shapes_only,
     stage_model,
     start_config,
 )
-from coca_hf.train.preflight import (
-    check_model,
-    check_model_for_context_parallel,
-    check_positions,
-)
-from coca_hf.train.recipe import Recipe, Stage, check_context_parallel
+from coca_hf.train.objectives import fuse_cross_entropy_
+from coca_hf.train.preflight import check_model, check_model_for_context_parallel, check_positions
+from coca_hf.train.recipe import Recipe, Stage, check_stage
+from coca_hf.train.trainer import sharded_precision
 
 RESERVE = 0.1  # of a GPU's memory
 GIB = 2**30
+CATEGORIES = ("weights", "gradients", "optimizer", "activations", "other")
 EXCHANGED = "the keys and values that GPUs exchange"
+_BLOCK_BYTES = 512  # CUDA's allocator gives whole blocks
+_NEED_A_GPU = ("bf16", "fp16", "tf32", "fsdp", "torch_compile", "use_cpu")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The settings on which the peak of memory depends, besides model, stage and `seq_len`."""
+
+    world_size: int
+    batch_size: int  # blocks per device and forward
+    accumulation: int
+    checkpointing: bool
+    sharing: int = 1  # GPUs that have a part of each block
+
+    @property
+    def global_batch(self) -> int:
+        return self.world_size // self.sharing * self.batch_size * self.accumulation
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU by category: at their peak, and just before the optimizer steps.
+
+    weights: this GPU's share of the parameters; activations: with the logits and what is
+    recomputed; other: weights gathered from other GPUs, gradients of activations, buffers of
+    communication, casts and the optimizer's temporaries.
+    """
+
+    at_peak: dict[str, int]
+    at_step: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        return sum(self.at_peak.values())
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A stage of a plan. `change`: what to set where it does not fit; None where it does."""
+    """A stage of a plan. `change`: what to set if it does not fit; None if it does."""
 
     name: str
     trained: int
@@ -75,7 +130,7 @@ class Plan:
         return {**dataclasses.asdict(self), "reserve": RESERVE, "stages": stages}
 
     def advice(self) -> list[str]:
-        """What does not fit and what to set, then what the numbers are without."""
+        """What does not fit and what to set, then what the numbers do not count."""
         return [
             f"stages.{stage.name}: {stage.change}" for stage in self.stages if stage.change
         ] + self.notes
@@ -86,12 +141,12 @@ def plan_recipe(
 ) -> Plan:
     """Plan every stage for `world_size` GPUs with `gpu_memory` GiB each and the peak of `gpu`.
 
-    Where a stage does not fit, these are tried, in order, at the same number of blocks per
-    optimizer step: gradient checkpointing, smaller batches that are accumulated, a fused
-    cross-entropy, GPUs that share a block, more GPUs.
+    If a stage does not fit, these are tried, in order, at the same number of blocks per optimizer
+    step: gradient checkpointing, smaller batches that are accumulated, a fused cross-entropy, GPUs
+    that share a block, more GPUs.
 
-    Raises CocaError for a GPU that is not in `PEAK_FLOPS`, numbers that cannot be, a recipe that
-    trains on the CPU, and where a process group is open already.
+    Raises CocaError for a GPU that is not in `PEAK_FLOPS`, impossible numbers, a recipe that trains
+    on the CPU, and a process group that is open already.
     """
     peak = peak_flops(gpu)
     if peak is None:
@@ -107,8 +162,9 @@ def plan_recipe(
         )
     check_model(recipe)
     stages: list[StagePlan] = []
-    free = f"{RESERVE:.0%} of the memory free"
-    notes = [f"a stage fits whose peak leaves {free}, for what no tensor shows"]
+    notes = [
+        f"a stage fits if its peak leaves {RESERVE:.0%} of the memory free, for what no tensor shows"
+    ]
     if notice := check_positions(recipe, start_config(recipe)):
         notes.append(notice)
     for stage in recipe.stages:
@@ -163,7 +219,7 @@ def _plan_stage(
 
 
 def _change(recipe: Recipe, stage: Stage, setting: Setting, usable: float) -> str:
-    """What to set so that the stage fits: the first that does of `_levers`."""
+    """What to set to make the stage fit: the first of `_levers` that does."""
     for changed_stage, changed in _levers(recipe, stage, setting):
         memory = measure(recipe, changed_stage, changed)
         if memory.peak <= usable:
@@ -175,7 +231,7 @@ def _change(recipe: Recipe, stage: Stage, setting: Setting, usable: float) -> st
 
 
 def _levers(recipe: Recipe, stage: Stage, setting: Setting) -> Iterator[tuple[Stage, Setting]]:
-    """What needs less memory at the same global batch."""
+    """Changes that need less memory at the same global batch."""
     if not setting.checkpointing:
         setting = dataclasses.replace(setting, checkpointing=True)
         yield stage, setting
@@ -184,8 +240,7 @@ def _levers(recipe: Recipe, stage: Stage, setting: Setting) -> Iterator[tuple[St
         batch_size, accumulation = smaller.batch_size // 2, smaller.accumulation * 2
         smaller = dataclasses.replace(smaller, batch_size=batch_size, accumulation=accumulation)
         yield stage, smaller
-    needs_logits = "distill" in stage.objective or stage.answer_weight
-    if not recipe.stage_options(stage).fused_cross_entropy and not needs_logits:
+    if not recipe.stage_options(stage).fused_cross_entropy and not stage.needs_logits:
         stage = _with(stage, "fused_cross_entropy", True)
         yield stage, smaller
     while _can_share(recipe, stage, smaller.world_size, smaller.sharing * 2):
@@ -203,7 +258,7 @@ def _can_share(recipe: Recipe, stage: Stage, world_size: int, sharing: int) -> b
     """Whether `sharing` GPUs can share each block."""
     options = recipe.stage_options(_with(stage, "context_parallel_size", sharing))
     try:
-        check_context_parallel(stage, options, recipe.data)
+        check_stage(stage, options, recipe.data)
         with torch.device("meta"):
             model = model_from_config(recipe, options.attn_implementation)
         check_model_for_context_parallel(model, stage.name)
@@ -217,7 +272,7 @@ def _with(stage: Stage, option: str, value: Any) -> Stage:
 
 
 def _words(is_fused: bool, before: Setting, after: Setting) -> str:
-    """How to say what is changed."""
+    """What is changed, as settings of the command."""
     batches = (
         f"per_device_train_batch_size={after.batch_size} "
         f"gradient_accumulation_steps={after.accumulation}"
@@ -233,37 +288,238 @@ def _words(is_fused: bool, before: Setting, after: Setting) -> str:
 
 
 def plan_table(plan: Plan) -> Table:
-    """A plan as people read it: what stages train and take, and a GPU's memory at its peak."""
+    """A plan as a table: what stages train and cost, and a GPU's memory at its peak."""
     table = Table(
         title=f"{plan.world_size} x {plan.gpu}, {plan.gpu_bytes / GIB:g} GB each, "
         f"at MFU {plan.mfu:g} of {plan.peak_flops / 1e12:g} TFLOPS (dense bf16)",
     )
-    lines: dict[str, list[str]] = {}
-    for stage in plan.stages:
-        setting = stage.setting
-        cells = {
-            "parameters trained": f"{stage.trained / 1e6:,.1f}M ({stage.trained / stage.total:.1%})",
-            "batch x accumulation": f"{setting.batch_size} x {setting.accumulation}",
-            "tokens": f"{stage.tokens / 1e9:.3g}B",
-            "FLOPs": f"{stage.flops:.3g}",
-            "time": _time(stage.seconds),
-            "GPU hours": f"{stage.seconds * plan.world_size / 3600:,.1f}",
-            **{
-                f"GiB of {category}": f"{stage.memory.at_peak[category] / GIB:.2f}"
-                for category in CATEGORIES
-            },
-            "GiB at the peak": f"{stage.memory.peak / GIB:.2f}",
-            "fits": "yes" if stage.fits else "no",
-        }
-        for name, cell in cells.items():
-            lines.setdefault(name, []).append(cell)
     table.add_column("on one GPU at the moment of its peak")
+    columns = []
     for stage in plan.stages:
         table.add_column(stage.name, justify="right")
-    for name, values in lines.items():
-        table.add_row(name, *values)
+        setting, hours, at_peak = stage.setting, stage.seconds / 3600, stage.memory.at_peak
+        columns.append(
+            {
+                "parameters trained": f"{stage.trained / 1e6:,.1f}M "
+                f"({stage.trained / stage.total:.1%})",
+                "batch x accumulation": f"{setting.batch_size} x {setting.accumulation}",
+                "tokens": f"{stage.tokens / 1e9:.3g}B",
+                "FLOPs": f"{stage.flops:.3g}",
+                "time": f"{hours:,.1f} h" if hours >= 1 else f"{hours * 60:.1f} min",
+                "GPU hours": f"{hours * plan.world_size:,.1f}",
+                **{f"GiB of {kind}": f"{at_peak[kind] / GIB:.2f}" for kind in CATEGORIES},
+                "GiB at the peak": f"{stage.memory.peak / GIB:.2f}",
+                "fits": "yes" if stage.fits else "no",
+            }
+        )
+    for name in columns[0]:
+        table.add_row(name, *(cells[name] for cells in columns))
     return table
 
 
-def _time(seconds: float) -> str:
-    return f"{seconds / 3600:,.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
+def measure(recipe: Recipe, stage: Stage, setting: Setting) -> Memory:
+    """The memory of one GPU over two optimizer steps of a stage, without computing anything.
+
+    The first step makes the optimizer's state; the second has it from the start.
+    """
+    arguments = planned_arguments(recipe, stage)
+    with _fake_processes(setting.world_size) as mesh, FakeTensorMode():
+        own = recipe.stage_options(stage)
+        # Kernels of other packages need not be installed here, and take as much memory as SDPA
+        base = model_from_config(recipe, "eager" if own.attn_implementation == "eager" else None)
+        if own.fused_cross_entropy:
+            fuse_cross_entropy_(base)  # Liger's kernel takes only real tensors
+        # peft moves adapters to the device where they already are, and fake tensors cannot move
+        with patch.object(nn.Module, "to", lambda module, *_, **__: module):
+            model: Any = stage_model(base, stage)
+        if setting.checkpointing:
+            plain = model.gradient_checkpointing_enable  # its name before transformers 5.23
+            enable = getattr(model, "activation_checkpointing_enable", plain)
+            enable(dict(arguments.gradient_checkpointing_kwargs or {}) or None)
+        _prepare_(model.train(), recipe.options(stage), mesh)
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+        if "foreach" in inspect.signature(kind).parameters and not options.get("fused"):
+            options["foreach"] = True  # as torch chooses on a GPU
+        # The shards as plain tensors: for an optimizer's operations on DTensors, torch works out
+        # shapes with tensors of the full size, which would be counted
+        shards = [nn.Parameter(_local(parameter)) for parameter in _learning(model)]
+        optimizer = kind(shards, **options)
+        whole = torch.zeros(setting.batch_size, recipe.data.seq_len, dtype=torch.int64)
+        part = whole[:, : recipe.data.seq_len // setting.sharing].contiguous()
+        with shapes_only(base), MemoryTracker(model, optimizer) as tracker:
+            if recipe.data.held_out_blocks:  # measured before the first step, on whole blocks
+                with torch.no_grad():
+                    model.eval()
+                    base.get_output_embeddings().train()  # as in `held_out_loss`
+                    model(input_ids=whole, labels=whole, use_cache=False)
+                    model.train()
+            for _ in range(2):
+                _step(model, optimizer, part, accumulated=min(setting.accumulation, 2))
+    return Memory(tracker.at_peak, tracker.at_step)
+
+
+def planned_arguments(recipe: Recipe, stage: Stage) -> TrainingArguments:
+    """The stage's options, except those that TrainingArguments refuses without a GPU."""
+    options = recipe.options(stage)
+    options = {key: options[key] for key in options if not key.startswith(_NEED_A_GPU)}
+    return TrainingArguments(output_dir="plan", **{**options, "use_cpu": True})
+
+
+def _prepare_(model: PreTrainedModel, options: dict[str, Any], mesh: Any) -> None:
+    """Mixed precision and sharding, in place, as `Accelerator.prepare` does; on the CPU."""
+    precision = next((name for name in ("bf16", "fp16") if options.get(name)), "no")
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+    )
+    if precision != "no":
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        model.forward = convert_outputs_to_fp32(torch.autocast("cpu", dtype=dtype)(model.forward))
+        plugin.mixed_precision_policy = sharded_precision(dtype)
+    if mesh is not None:
+        accelerator = SimpleNamespace(
+            state=SimpleNamespace(fsdp_plugin=plugin),
+            torch_device_mesh={("fsdp",): mesh},
+            parallelism_config=SimpleNamespace(fsdp_dim_names=["fsdp"]),
+            mixed_precision=precision,
+            device=torch.device("cpu"),
+            is_main_process=False,
+        )
+        fsdp2_prepare_model(accelerator, model)
+
+
+def _step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, accumulated: int
+) -> None:
+    """An optimizer step as in the Trainer, which exchanges gradients after the last backward."""
+    for number in range(accumulated):
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(number == accumulated - 1)
+        tokens = torch.tensor(ids.numel() * accumulated)
+        loss = model(input_ids=ids, labels=ids, use_cache=False, num_items_in_batch=tokens)["loss"]
+        loss.backward()
+    del loss
+    shards = optimizer.param_groups[0]["params"]
+    for parameter, shard in zip(_learning(model), shards, strict=True):
+        shard.grad = None if parameter.grad is None else _local(parameter.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+    model.zero_grad()
+
+
+def _learning(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process holds, detached."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+@contextmanager
+def _fake_processes(world_size: int) -> Iterator[Any]:
+    """A mesh over a fake process group of `world_size` members, or None for one process."""
+    if world_size == 1:
+        yield None
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        # Outside of the fake mode: it computes with its ranks
+        yield init_device_mesh("cpu", (world_size,))
+    finally:
+        dist.destroy_process_group()
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts the bytes of live tensors, by category, after every operation inside.
+
+    A tensor made while gradients are recorded, which includes recomputation, is an activation. Any
+    other is `other`, unless it becomes the gradient of a parameter or a state of the optimizer.
+    (torch's own MemTracker does not support frozen parameters, and its FSDPMemTracker supports only
+    sharded models.)
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+        super().__init__()
+        self.at_peak, self.at_step, self._now = (dict.fromkeys(CATEGORIES, 0) for _ in range(3))
+        self._optimizer = optimizer
+        self._entries = WeakIdKeyDictionary()  # storage -> [category, bytes]
+        self._learning = _learning(model)
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        groups = [module._get_fsdp_state()._fsdp_param_group for module in sharded]
+        self._sharded = [parameter for group in groups if group for parameter in group.fsdp_params]
+        for parameter in model.parameters():
+            self._count(parameter, "weights")
+        for buffer in model.buffers():
+            self._count(buffer, "other")
+
+    def __enter__(self):
+        self._fake_mode = active_fake_mode()
+        self._hooks = (
+            self._optimizer.register_step_pre_hook(self._before_step),
+            self._optimizer.register_step_post_hook(self._after_step),
+        )
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        # FSDP frees and allocates by it, which dispatch modes do not see
+        def resize_(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            if storage in self._entries:
+                self._set_bytes(self._entries[storage], storage.nbytes())
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        for hook in self._hooks:
+            hook.remove()
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # called again with this process's part
+        result = function(*args, **kwargs or {})
+        if active_fake_mode() is self._fake_mode:  # if not, DTensor works out shapes
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor) and tensor.untyped_storage() not in self._entries:
+                    self._count(tensor, "activations" if torch.is_grad_enabled() else "other")
+            if sum(self._now.values()) > sum(self.at_peak.values()):
+                self._find_gradients()
+                self.at_peak = dict(self._now)
+        return result
+
+    def _before_step(self, *_: Any) -> None:
+        self._find_gradients()
+        self.at_step = dict(self._now)
+
+    def _find_gradients(self) -> None:
+        gradients = [parameter.grad for parameter in self._learning]
+        for parameter in self._sharded:
+            gradients.append(parameter.unsharded_accumulated_grad)
+            gradients.append(getattr(getattr(parameter, "_unsharded_param", None), "grad", None))
+        for gradient in gradients:
+            if gradient is not None:
+                self._count(gradient, "gradients")
+
+    def _after_step(self, *_: Any) -> None:
+        for state in tree_leaves(dict(self._optimizer.state)):
+            if isinstance(state, Tensor):
+                self._count(state, "optimizer")
+
+    def _count(self, tensor: Tensor, category: str) -> None:
+        """Count a tensor's storage under this category only."""
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        entry = self._entries.get(storage)
+        if entry is None:
+            entry = self._entries[storage] = [category, 0]
+            weakref.finalize(storage, self._set_bytes, entry, 0)
+        elif entry[0] != category:
+            self._set_bytes(entry, 0)
+            entry[0] = category
+        self._set_bytes(entry, storage.nbytes())
+
+    def _set_bytes(self, entry: list, num_bytes: int) -> None:
+        num_bytes = -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
+        self._now[entry[0]] += num_bytes - entry[1]
+        entry[1] = num_bytes

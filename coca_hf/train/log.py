@@ -1,5 +1,5 @@
-"""What people see of a stage while it trains: a progress bar, log.jsonl, and speed and memory in
-both.
+"""What people see of a stage while it trains: a progress bar and log.jsonl, with loss, speed and
+memory.
 
 TensorBoard, Weights & Biases and trackio get the same values through Hugging Face's callbacks
 (`report_to`).
@@ -36,10 +36,10 @@ COLUMNS = (
 
 @dataclass(eq=False)
 class StageLog(TrainerCallback, ExportableState):
-    """Writes log.jsonl, measures speed, and keeps what checkpoints carry: the place in the stream of
-    blocks, the time, held-out losses.
+    """Writes log.jsonl, measures speed, and keeps the place of the stage: where it is in the stream
+    of blocks, its time, its held-out losses.
 
-    global_batch: blocks a step. place: goes into every checkpoint, see `start_place`.
+    global_batch: blocks a step. place: goes into every checkpoint; see `start_place`.
     """
 
     path: Path
@@ -56,7 +56,7 @@ class StageLog(TrainerCallback, ExportableState):
 
     @property
     def seconds(self) -> float:
-        """Seconds of training over all resumptions, without measuring the held-out loss."""
+        """Seconds of training, resumed or not, without those of measuring the held-out loss."""
         return self._seconds_before + time.monotonic() - self._started
 
     @contextmanager
@@ -73,9 +73,8 @@ class StageLog(TrainerCallback, ExportableState):
         self._measured = time.monotonic()
 
     def measure(self, step: int) -> dict[str, float | None]:
-        """Since the last call, over all processes: tokens a second, until after step `step`; the
-        share of the GPUs' peak that the model's operations are, None where the peak is not known;
-        the most memory that this process took, in bytes (on a CPU, what it has now).
+        """Tokens a second over all processes, from the last call to the end of step `step`; MFU;
+        and the peak of this process's memory, in bytes (on a CPU, its present memory).
         """
         state, now = PartialState(), time.monotonic()
         tokens = (step - self._measured_step) * self.global_batch * self.seq_len
@@ -100,11 +99,10 @@ class StageLog(TrainerCallback, ExportableState):
     def on_step_end(self, args, state, control, **kwargs):
         self.place["next_block"] += self.global_batch
         last = state.global_step >= state.max_steps
-        control.should_evaluate |= last or bool(
-            self.held_out_steps and state.global_step % self.held_out_steps == 0
-        )
-        # A loss is a mean since the last log: were it to span a checkpoint, a resumed run would log
-        # other means.
+        is_due = self.held_out_steps and state.global_step % self.held_out_steps == 0
+        control.should_evaluate |= last or bool(is_due)
+        # A logged loss is a mean since the last log. If it spanned a checkpoint, a resumed run
+        # would log other means.
         control.should_log |= control.should_save or last
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
@@ -118,9 +116,8 @@ class StageLog(TrainerCallback, ExportableState):
         if "eval_loss" in logs:
             self._append({"step": state.global_step, "held_out_loss": logs["eval_loss"], **place})
         elif "loss" in logs:
-            values = {name: logs.get(name) for name in COLUMNS}
-            # of an objective's parts
-            values |= {name: value for name, value in logs.items() if name.startswith("loss_")}
+            parts = {name: value for name, value in logs.items() if name.startswith("loss_")}
+            values = {name: logs.get(name) for name in COLUMNS} | parts
             self._append({"step": state.global_step, **values, **place})
 
     def _append(self, line: dict) -> None:
@@ -128,7 +125,7 @@ class StageLog(TrainerCallback, ExportableState):
             append_line(self.path, json.dumps(line))
 
     def _forget_after(self, step: int) -> None:
-        """Drop the lines of steps after a killed run's last checkpoint, which are done again."""
+        """Drop the lines of steps after a killed run's last checkpoint, which are repeated."""
         is_resumed = step and self.path.exists()
         lines = self.path.read_text(errors="replace").splitlines() if is_resumed else []
         kept = [line for line in lines if (done := _step_of(line)) is not None and done <= step]
@@ -137,7 +134,7 @@ class StageLog(TrainerCallback, ExportableState):
 
 
 def _step_of(line: str) -> int | None:
-    """The step of a line of the log; None for what a kill, or somebody, left there instead."""
+    """The step of a line of the log; None for a line that a kill cut, or that is not ours."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError):
@@ -145,14 +142,14 @@ def _step_of(line: str) -> int | None:
 
 
 def start_place(next_block: int) -> dict:
-    """Where a stage begins, with no time spent, no held-out losses and no bad steps."""
+    """The place of a stage that begins at this block."""
     return {
         "next_block": next_block,
         "seconds": 0.0,
         "held_out": {},
-        "running_loss": None,  # mean of the good steps' losses, the latest weighing most
+        "running_loss": None,  # exponential mean of the losses of good steps
         "skipped_steps": 0,
-        "run_id": uuid.uuid4().hex[:8],  # by which Weights & Biases knows the stage when it resumes
+        "run_id": uuid.uuid4().hex[:8],  # with which Weights & Biases resumes the stage's run
     }
 
 
@@ -160,8 +157,8 @@ def start_place(next_block: int) -> dict:
 def wandb_run(arguments: TrainingArguments, run_id: str | None) -> Iterator[None]:
     """The run that Hugging Face's callback logs a stage to; a stage that resumes continues its own.
 
-    By itself the callback would log all stages to one. Raises CocaError where Weights & Biases
-    begins none.
+    By itself, the callback would log all stages to one run. Raises CocaError if Weights & Biases
+    refuses to begin one.
     """
     if "wandb" not in arguments.report_to or not PartialState().is_main_process:
         yield
@@ -183,13 +180,15 @@ def wandb_run(arguments: TrainingArguments, run_id: str | None) -> Iterator[None
 def utilization(
     tokens_per_second: float, flops_per_token: float, gpu: str | None, num_gpus: int
 ) -> float | None:
-    """MFU (PaLM, arXiv 2204.02311, appendix B); None without a GPU whose peak is known."""
+    """MFU: the model's operations as a share of the GPUs' peak (PaLM, arXiv 2204.02311, appendix
+    B); None without a GPU of known peak.
+    """
     peak = peak_flops(gpu) if gpu else None
     return tokens_per_second * flops_per_token / (peak * num_gpus) if peak else None
 
 
 class ProgressLine(TrainerCallback):
-    """A progress bar on a terminal; elsewhere, a line per logging interval."""
+    """A progress bar on a terminal; otherwise, a line per logging interval."""
 
     def __init__(self, name: str):
         self.name = name

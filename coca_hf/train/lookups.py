@@ -1,14 +1,20 @@
 """Training text that only a lookup predicts: the source `{synthetic: lookups, weight: 0.5}`.
 
-Ordinary text seldom asks for what stood a thousand tokens before, so training on it brings back
-perplexity but not retrieval. A block of this source asks often, amid the text of the others:
+Ordinary text rarely asks for something a thousand tokens back, so training on it recovers
+perplexity but not retrieval. A block of this source asks often, within text of the other sources:
 
-    copies   a passage, of the text or of tokens from the whole vocabulary, stands again: later on, or back to back
-    facts    are stated once and asked for later, in the same or other words, among facts that differ in one word
-    lists    of random keys and values, some of which are asked for, within the list or after it
+    copies   a passage of the text, or random tokens of the whole vocabulary, is repeated, later or
+             at once
+    facts    are stated once and asked for later, in the same or other words, among facts that
+             differ in one word
+    lists    of random keys and values, some of which are asked for, in the list or after it
 
-The tokens that a lookup predicts, the answers, are marked; a stage's `answer_weight` counts them
-again. A block depends on nothing but its text and its random generator.
+The tokens that a lookup predicts, the answers, are marked; a stage's `answer_weight` adds their
+loss once more. A block depends only on its text and its random generator.
+
+No wording here is one that our measurements use (`tests/train/test_lookups.py` checks runs of five
+words), so a model that is trained on these has not seen the questions that it is measured with. A
+statement and a question begin with white space, and a question has no text after its {value}.
 """
 
 import random
@@ -22,33 +28,23 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from coca_hf.errors import CocaError
-from coca_hf.train.wordings import (
-    ENDINGS,
-    FIRST_NAMES,
-    FORMS,
-    QUESTIONS,
-    RELATIONS,
-    SPOTS,
-    SURNAMES,
-)
 
 SHORTEST_PASSAGE = 8  # tokens
 MOST_PASSAGES = 16
 FACT_TOKENS = 48  # what a fact and its questions take, roughly
 LINE_TOKENS = 12  # the least that a line of a list takes, roughly
-# at the beginning of tokens that begin a word: byte-level BPE, SentencePiece
-WORD_MARKS = ("Ġ", "▁")
+WORD_MARKS = ("Ġ", "▁")  # of tokens that begin a word: byte-level BPE, SentencePiece
 
 
 class MarkedTokens(NamedTuple):
-    """Tokens that stand together, and which of them are answers."""
+    """Consecutive tokens, and which of them are answers."""
 
     ids: list[int]
     answers: list[bool]
 
 
 class Lookup(NamedTuple):
-    """What is said, and what asks for it anywhere after it."""
+    """What is said, and the questions about it, which may stand anywhere after it."""
 
     said: MarkedTokens
     asked: list[MarkedTokens]
@@ -67,14 +63,14 @@ class Wording(NamedTuple):
 class Lookups:
     """Makes blocks of lookups for one tokenizer.
 
-    Raises CocaError for a tokenizer that does not say which characters its tokens stand for.
+    Raises CocaError for a tokenizer that does not give the offsets of its tokens in the text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         if not getattr(tokenizer, "is_fast", False):
             raise CocaError(
                 f"synthetic lookups: got {type(tokenizer).__name__}, expected a tokenizer with "
-                "tokenizer.json, which says where its tokens lie in the text; leave the source out"
+                "tokenizer.json, which gives the offsets of its tokens; leave the source out"
             )
         self._tokenizer = tokenizer
         vocabulary = tokenizer.get_vocab()
@@ -84,7 +80,7 @@ class Lookups:
 
     def block(self, text: Sequence[int], draw: random.Random) -> MarkedTokens:
         """A block of `len(text)` tokens: lookups, and as much of the text as there is room for."""
-        # passages are taken from its end, and what stands between lookups from its start
+        # Passages come from the end of the text, and the text between lookups from its start
         spare = list(text)
         makers = [self._copies, self._facts, self._list]
         makers = [draw.choice(makers)] if draw.random() < 0.75 else makers
@@ -93,7 +89,7 @@ class Lookups:
         return _laid_out(lookups, text, draw)
 
     def _copies(self, room: int, spare: list[int], draw: random.Random) -> list[Lookup]:
-        """Passages and their copies, of `room` tokens together, about."""
+        """Passages and their copies, about `room` tokens together."""
         lookups: list[Lookup] = []
         while room >= 2 * SHORTEST_PASSAGE and len(lookups) < MOST_PASSAGES:
             length = _log_uniform(SHORTEST_PASSAGE, room // 2, draw)
@@ -112,7 +108,7 @@ class Lookups:
         return lookups
 
     def _facts(self, room: int, spare: list[int], draw: random.Random) -> list[Lookup]:
-        """Facts of one relation and their questions; no two facts are of the same noun and owner."""
+        """Facts of one relation and their questions; no two facts have the same noun and owner."""
         relation = draw.choice(RELATIONS)
         most = max(1, room // FACT_TOKENS)
         count = _log_uniform(1, most, draw) if draw.random() < 0.7 else most
@@ -125,7 +121,7 @@ class Lookups:
             value = self._value(draw.choice(relation.values), draw)
             statement = draw.choice(statements)
             asked = draw.sample(relation.asked, draw.choice((1, 1, 2, 3)))
-            again = statement.partition("{value}")[0] + "{value}"  # small models answer little else
+            again = statement.partition("{value}")[0] + "{value}"  # all that small models answer
             if "{noun}" in again and "{owner}" in again and draw.random() < 0.6:
                 asked[0] = again
             forms = [(statement, ""), *((form, draw.choice(ENDINGS)) for form in asked)]
@@ -139,7 +135,7 @@ class Lookups:
         return lookups[: _fitting((lookup.length for lookup in lookups), room)]
 
     def _list(self, room: int, spare: list[int], draw: random.Random) -> list[Lookup]:
-        """A list, at most half of `room` without its repeated lines, and questions about it."""
+        """A list and questions about it; without repeated lines, at most half of `room`."""
         form, of_keys, of_values = draw.choice(FORMS), draw.choice(KEYS), draw.choice(VALUES)
         count = _log_uniform(4, max(4, room // LINE_TOKENS), draw)
         values = {self._value(of_keys, draw): self._value(of_values, draw) for _ in range(count)}
@@ -169,7 +165,7 @@ class Lookups:
         return KINDS_OF_VALUE[kind](draw, self._words)
 
     def _encode(self, wordings: list[Wording]) -> list[MarkedTokens]:
-        """Each as it is tokenised after a word: the letter "a" before it is cut off again."""
+        """Each as it is tokenised after a word: an "a" is put before it, and cut off again."""
         encoded = self._tokenizer(
             ["a" + "".join(wording) for wording in wordings],
             add_special_tokens=False,
@@ -187,7 +183,7 @@ class Lookups:
 
 
 def _laid_out(lookups: list[Lookup], text: Sequence[int], draw: random.Random) -> MarkedTokens:
-    """All that is said and asked at random places of the text, no question before what it asks for."""
+    """Statements and questions at random places of the text, no question before its statement."""
     placed: list[tuple[float, MarkedTokens]] = []
     for lookup in lookups:
         place = draw.random() ** 2  # early, because most distances in a block are small
@@ -198,7 +194,7 @@ def _laid_out(lookups: list[Lookup], text: Sequence[int], draw: random.Random) -
     cuts = sorted(draw.randint(0, between) for _ in pieces)
     if cuts and draw.random() < 0.5:  # the block ends with an answer
         cuts[-1] = between
-    # a phrase again and again, amid which everything is easy to see and hard to place
+    # A repeated phrase, in which everything is easy to see and hard to locate
     if draw.random() < 0.25:
         phrase = list(text[: draw.randint(8, 32)])
         text = phrase * (len(text) // len(phrase) + 1)
@@ -226,7 +222,7 @@ def _unmarked(piece: MarkedTokens) -> MarkedTokens:
 
 
 def _fitting(lengths: Iterable[int], room: int) -> int:
-    """How many of them, from the first on, fit in `room` together."""
+    """How many of them, from the first, fit in `room` together."""
     return bisect_right(list(accumulate(lengths)), room)
 
 
@@ -241,6 +237,198 @@ def _is_word(text: str) -> bool:
 def _letters(count: int, draw: random.Random) -> str:
     return "".join(draw.choices(string.ascii_letters, k=count))
 
+
+# The wordings: how facts are stated and asked for, and how lists of keys and values look
+
+
+class Relation(NamedTuple):
+    """Statements and questions about a {noun} of an {owner}, and the kinds of its value."""
+
+    nouns: tuple[str, ...]
+    owners: tuple[str, ...]
+    values: tuple[str, ...]
+    said: tuple[str, ...]
+    asked: tuple[str, ...]
+
+
+def _words(listed: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in listed.split(","))
+
+
+FIRST_NAMES = _words(
+    "Alice,Robert,Margaret,Ivan,Tom,Eleanor,Amara,Diego,Yuki,Fatima,Oscar,Priya,Lukas,Nadia,Samuel,Ingrid,Chen,Rosa,"
+    "Walter,Leila,Hugo,Agnes,Kofi,Martha,Pavel,Sofia,George,Hana,Emil,Beatrice,Omar,Clara"
+)
+SURNAMES = _words(
+    "Hale,Moreau,Novak,Silva,Tanaka,Okafor,Lindqvist,Marsh,Petrov,Rossi,Haddad,Keller,Brandt,Osei,Kowalski,Finch,"
+    "Delgado,Iyer,Whitmore,Larsen,Castellano,Ng,Abbott,Sorensen,Volkov,Pereira,Quinn,Baptiste,Yilmaz,Thorne"
+)
+BODIES = _words(
+    "the old mill,the red house,the station,the north depot,the harbour office,the museum,the "
+    "bakery,the night train,room 14,the second unit,the observatory,the village school,the Blue "
+    "Anchor,the council,the upper laboratory,the west gate,the printing house,the theatre,the farm "
+    "by the river,the customs house,the orchestra,the archive"
+)
+
+PROPERTY = Relation(
+    nouns=_words(
+        "code,account number,price,password,address,birthday,weight,score,height,phone "
+        "number,ticket,seat,locker,"
+        "order number,room,badge,rank,size,temperature,membership,licence "
+        "plate,combination,username,callsign,budget,"
+        "reference,serial number,extension,deposit,distance,age,invoice,batch,postcode,shift,platform,fee,setting,"
+        "bus line,frequency,channel,shelf mark,version,alias,nickname,token,dose,debt,salary,lot"
+    ),
+    owners=BODIES + FIRST_NAMES,
+    values=("number", "number", "number", "code", "name"),
+    said=(
+        " Note that {owner}'s {noun} is {value}.",
+        "\n{owner}: {noun} {value}.",
+        "\nThe {noun} that {owner} was given is {value}; keep it in mind.\n",
+        " ({noun}, {owner}: {value})",
+        " By then {owner} had already changed the {noun} to {value}.",
+        " According to the register, the {noun} belonging to {owner} equals {value}.",
+        ' "Our {noun}," said someone from {owner}, "is {value}."',
+        "\n* {value} is the {noun} of {owner}\n",
+        " {value}, written in pencil, was {owner}'s {noun}.",
+        " Everyone there knew {value} as the {noun} that {owner} used.",
+        "\n[memo] {owner} / {noun} / {value}\n",
+        " It turned out that {value} had been chosen by {owner} as {noun}.",
+        " In the margin somebody had noted: {noun} ({owner}) = {value}.",
+        "\nMessage from {owner}: we have set our {noun} to {value}. Do not lose it.\n",
+        " For {owner} the clerk entered a {noun} of {value}.",
+        "\n# {noun} of {owner}: {value}\n",
+        " Whoever calls {owner} should mention {value}, its {noun}.",
+        " They gave {owner} {value} as {noun}.",
+    ),
+    asked=(
+        "\nQuestion: which {noun} does {owner} have?\nAnswer: {value}",
+        "\nQ: {owner}'s {noun}?\nA: {value}",
+        "\nThe {noun} of {owner} is {value}",
+        " He asked for the {noun} of {owner}, which was {value}",
+        "\n{owner}: {noun} {value}",
+        " When they needed {owner}'s {noun}, they looked it up: {value}",
+        " As stated above, {owner}'s {noun} is {value}",
+        "\nUser: Please tell me {owner}'s {noun}.\nAssistant: It is {value}",
+        " So on behalf of {owner} she typed in the {noun}, {value}",
+        ' "And {owner}\'s {noun}?" "{value}',
+        "\nrecall({owner}, {noun}) = {value}",
+        " Once more, {noun} and {owner} belong together: {value}",
+        "\n\nFill in the form.\nName: {owner}\n{noun}: {value}",
+        " Nobody but {owner} remembered the {noun}; it was {value}",
+        "\n> {noun} ({owner})\n{value}",
+        ' The letter to {owner} began: "Your {noun} remains {value}',
+        " To get it right, the {noun} of {owner} must be {value}",
+        "\nRepeat what was said about the {noun} of {owner}. {value}",
+    ),
+)
+
+PLACE = Relation(
+    nouns=_words(
+        "lantern,umbrella,ledger,violin,map,silver "
+        "key,parcel,raincoat,telescope,toolbox,diary,compass,photograph,"
+        "suitcase,manuscript,watch,coin,letter,ring,bicycle,globe,blanket,teapot,painting,knife,rope,basket,microscope"
+    ),
+    owners=FIRST_NAMES,
+    values=("spot", "spot", "name", "code"),
+    said=(
+        " {owner} hid the {noun} next to {value}.",
+        " The {noun} which {owner} lost had been left with {value}.",
+        "\n{noun} ({owner}) -> {value}\n",
+        " {value} is where {owner} keeps the {noun}.",
+        ' "If you need my {noun}," {owner} said, "look near {value}."',
+        " Since spring {owner} has stored the {noun} at {value}.",
+        "\nInventory: {noun}; owner {owner}; location {value}.\n",
+        " Behind {value}, wrapped in paper, lay the {noun} of {owner}.",
+    ),
+    asked=(
+        "\nQ: Where can {owner}'s {noun} be found?\nA: {value}",
+        " They went to fetch {owner}'s {noun}, which meant going to {value}",
+        "\nlocation of {noun} ({owner}): {value}",
+        ' "Has anyone seen {owner}\'s {noun}?" "Try {value}',
+        " {owner} wanted the {noun} back, so they turned to {value}",
+        "\n{noun} ({owner}) -> {value}",
+        " Anyone looking for the {noun} of {owner} has to start from {value}",
+        "\nFind: {noun}, {owner}\nFound: {value}",
+    ),
+)
+
+ROLE = Relation(
+    nouns=_words(
+        "director,cook,night guard,treasurer,secretary,gardener,engineer,pilot,editor,captain,conductor,librarian,"
+        "driver,accountant,porter,inspector,translator,surgeon,mechanic,teacher,referee,founder,owner,tenant"
+    ),
+    owners=BODIES,
+    values=("name",),
+    said=(
+        " {value} works as {noun} at {owner}.",
+        " At {owner} they call their {noun} {value}.",
+        " Last year {owner} made {value} its {noun}.",
+        "\n{owner}\n  {noun}: {value}\n",
+        " Should you write to {owner}, ask for {value}, the {noun}.",
+        ' "I am {value}," the {noun} from {owner} introduced herself.',
+        " As {noun}, {owner} had hired a certain {value}.",
+        " {value} ({noun}, {owner}) arrived late.",
+    ),
+    asked=(
+        "\nQuestion: Who is {noun} at {owner}?\nAnswer: {value}",
+        " The person who served {owner} as {noun} was called {value}",
+        "\n{owner}\n  {noun}: {value}",
+        " They telephoned {owner} and asked to speak with the {noun}, {value}",
+        ' "Who is your {noun} at {owner}?" "That would be {value}',
+        " Signed by the {noun} of {owner}, {value}",
+        "\n{noun}, {owner} = {value}",
+        " In the end {owner} thanked its {noun}, {value}",
+    ),
+)
+
+SPOTS = _words("shelf,drawer,box,locker,crate,cabinet,cell,bench,gate,pier,bin,aisle")
+
+RELATIONS = (PROPERTY, PROPERTY, PLACE, ROLE)
+
+ENDINGS = (".", ".", ",", "\n", ";", " and")  # after an answer in running text
+
+
+class Form(NamedTuple):
+    """A list of keys and values: the text before it, each of its lines, the text after it."""
+
+    head: str
+    line: str
+    foot: str
+
+
+FORMS = (
+    Form("\nNotes\n", "\n- {key}: {value}", "\n"),
+    Form("\n", "\n{key} = {value}", "\n"),
+    Form("\n", "\n{key}\t{value}", "\n"),
+    Form("\n{", '\n  "{key}": "{value}",', "\n}\n"),
+    Form(" {", ' "{key}": "{value}",', " }\n"),
+    Form(" dict(", " {key}='{value}',", " )\n"),
+    Form("\n| name | entry |\n|---|---|", "\n| {key} | {value} |", "\n"),
+    Form("\nid,data", "\n{key},{value}", "\n"),
+    Form("\n<table>", "\n<tr><td>{key}</td><td>{value}</td></tr>", "\n</table>\n"),
+    Form("\n", "\n{key} -> {value}", "\n"),
+    Form("\nentries:", "\n  {key}: '{value}'", "\n"),
+    Form("\n", "\nexport {key}={value}", "\n"),
+    Form(" Pairs:", " ({key}, {value})", "."),
+    Form("\n", "\n<{key}> {value}", "\n"),
+    Form("\nINSERT INTO pairs VALUES", "\n  ('{key}', '{value}'),", "\n;\n"),
+)
+
+QUESTIONS = (
+    "\n>>> lookup('{key}')\n'{value}",
+    "\nEntry {key}? {value}",
+    " Under {key} the list gives {value}",
+    " Going back to {key}, we read {value}",
+    "\nQ: {key}\nA: {value}",
+    "\nKey: {key}\nValue: {value}",
+    "\n$ get {key}\n{value}",
+    " Beside {key} stands {value}",
+    '\nget("{key}") returns "{value}',
+    " whereas {key} goes with {value}",
+    "\nUser: {key}?\nAssistant: {value}",
+    " ({key} was paired with {value}",
+)
 
 KINDS_OF_VALUE = {
     "number": lambda draw, words: "".join(draw.choices(string.digits, k=draw.randint(1, 6))),

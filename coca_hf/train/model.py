@@ -1,7 +1,7 @@
 """The model of a stage: loaded, with the recipe's config, and frozen except for what it trains.
 
-A model, teacher or tokenizer is a directory, or `owner/name` on the hub, with `@revision` if
-wanted: a branch, a tag or a commit. A run reads each at the commit that it has when the run begins.
+A model, teacher or tokenizer is a directory, or `owner/name` on the hub, optionally with
+`@revision`: a branch, a tag or a commit. A run uses the commit that each has when the run begins.
 """
 
 import dataclasses
@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -40,18 +39,20 @@ HANDED_ON = ("conversion.json", *FOREIGN_TOKENIZERS, *LICENCE_FILES)
 LOAD_IN_ONE_PROCESS = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # of Accelerate's configuration
 
 
-def origin(name: str) -> dict[str, str]:
-    """The arguments of `from_pretrained` that say where to load from."""
-    path, _, revision = name.partition("@")
-    if Path(name).exists() or not revision:
-        return {"pretrained_model_name_or_path": name}
-    return {"pretrained_model_name_or_path": path, "revision": revision}
+def loading(name: str) -> AbstractContextManager[None]:
+    """Turns what the libraries raise for a model's files into one line: a CocaError."""
+    return library_errors(f"{name}: cannot be loaded, expected a model directory or hub id")
+
+
+def building(config: PreTrainedConfig) -> AbstractContextManager[None]:
+    """Turns what the libraries raise for a config's values into one line: a CocaError."""
+    return library_errors(f"config: no {type(config).__name__} model can be made of it")
 
 
 def located(name: str) -> tuple[str, Path]:
-    """`name` at the commit that it is at now, and its directory: of the hub, without weights.
+    """`name` at its present commit, and its directory: for a model on the hub, without weights.
 
-    Raises CocaError where there is no such model.
+    Raises CocaError if there is no such model.
     """
     if Path(name).exists():
         return name, Path(name)
@@ -62,27 +63,96 @@ def located(name: str) -> tuple[str, Path]:
     return f"{path}@{directory.name}", directory
 
 
-def loading(name: str) -> AbstractContextManager[None]:
-    """Turns what the libraries make of a model's files into one line: a CocaError."""
-    return library_errors(f"{name}: cannot be loaded, expected a model directory or hub id")
+def _origin(name: str) -> dict[str, str]:
+    """The arguments of `from_pretrained` that say where to load from."""
+    path, _, revision = name.partition("@")
+    if Path(name).exists() or not revision:
+        return {"pretrained_model_name_or_path": name}
+    return {"pretrained_model_name_or_path": path, "revision": revision}
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    with loading(name):
+        return AutoConfig.from_pretrained(**_origin(name), trust_remote_code=False)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    with loading(name):
+        return AutoTokenizer.from_pretrained(**_origin(name), trust_remote_code=False)
+
+
+def load_model(
+    name: str, config: PreTrainedConfig | None = None, attn_implementation: str | None = None
+) -> PreTrainedModel:
+    """A causal language model in float32, with the checkpoint's config by default, and all weights
+    in every process.
+
+    Raises CocaError unless every weight is there and no other.
+    """
+    # If this is set, transformers below 5.23 leaves zeros in all processes of a machine but the
+    # first
+    with loading(name), patch.dict(os.environ, {LOAD_IN_ONE_PROCESS: "false"}):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            **_origin(name),
+            config=config,
+            dtype=torch.float32,
+            trust_remote_code=False,
+            output_loading_info=True,
+            attn_implementation=attn_implementation,
+        )
+    wrong = [
+        f"{kind.replace('_', ' ')}: {', '.join(sorted(map(str, report[kind]))[:3])}"
+        for kind in ("missing_keys", "unexpected_keys")
+        if report[kind]
+    ]
+    if wrong:
+        raise CocaError(
+            f"{name}: its weights are not those of {type(model).__name__}: {'; '.join(wrong)}; "
+            "convert it again"
+        )
+    return model
+
+
+@functools.lru_cache(maxsize=1)
+def load_teacher(
+    name: str, attn_implementation: str | None = None, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """The teacher of a recipe, loaded once for all stages that want the same.
+
+    dtype: the one that autocast multiplies in. Matrices are kept in it, which halves their memory
+    and saves rounding them in every step; the rest, and embeddings that the head shares, is
+    float32.
+    """
+    teacher = load_model(name, None, attn_implementation)
+    embeddings = teacher.get_input_embeddings().weight
+    for module in teacher.modules():
+        if isinstance(module, nn.Linear) and module.weight is not embeddings:
+            module.to(dtype)
+    return teacher
+
+
+def start_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    name = recipe.model if recipe.tokenizer is None else recipe.tokenizer
+    assert name is not None, "a recipe has one of the two"
+    return load_tokenizer(name)
 
 
 def start_config(recipe: Recipe) -> PreTrainedConfig:
-    """The config that the first stage starts with: the model's, or one from scratch, with the
+    """The config of the first stage's model: the checkpoint's, or one from scratch, with the
     recipe's overrides.
 
     An override that is a mapping, such as `rope_parameters`, changes the entries that it names and
     keeps the others.
 
-    Raises CocaError for a field that the model's config does not have (naming the nearest it has),
-    or of another type, and for a factor of a RoPE type that has none.
+    Raises CocaError for a field that the model's config does not have (naming the nearest) or of
+    another type, and for a factor of a RoPE type that has none.
     """
     overrides = dict(recipe.config)
     smallest_vocabulary = 0
     if recipe.model is None:
         tokenizer = start_tokenizer(recipe)
         smallest_vocabulary = max(tokenizer.get_vocab().values()) + 1
-        # No defaults among them: head_dim is derived from the overrides' width
+        # Without defaults: head_dim is derived from the overridden width
         kept = {"vocab_size": smallest_vocabulary}
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             kept[key] = getattr(tokenizer, key)
@@ -93,37 +163,40 @@ def start_config(recipe: Recipe) -> PreTrainedConfig:
         kept = config.to_dict()
     kind = type(config).__name__
     known = sorted(field.name for field in dataclasses.fields(type(config)))
-    for key in [key for key in overrides if key not in known]:
-        raise CocaError(f"config: {kind} has no {short(key)}; nearest: {nearest(str(key), known)}")
-    vocab_size = overrides.get("vocab_size")
-    if isinstance(vocab_size, int) and vocab_size < smallest_vocabulary:
-        raise CocaError(
-            f"config.vocab_size: got {vocab_size}, expected at least the tokenizer's "
-            f"{smallest_vocabulary}"
-        )
-    if not overrides:
-        return config
     merged = {}
     for key, value in overrides.items():
+        if key not in known:
+            closest = nearest(str(key), known)
+            raise CocaError(f"config: {kind} has no {short(key)}; nearest: {closest}")
         before = getattr(config, key)
         if isinstance(before, dict) and not isinstance(value, dict):
             raise CocaError(
                 f"config.{key}: got {short(value)}, expected a mapping, such as {short(before)}"
             )
         merged[key] = {**before, **value} if isinstance(before, dict) else value
-    rope = merged.get("rope_parameters")
-    named = rope if isinstance(rope, dict) else {}
-    if named.get("rope_type", "default") == "default" and "factor" in named:
+    if not merged:
+        return config
+    vocab_size, rope = merged.get("vocab_size"), merged.get("rope_parameters")
+    if isinstance(vocab_size, int) and vocab_size < smallest_vocabulary:
         raise CocaError(
-            f"config.rope_parameters: got a factor of {named['factor']} with rope_type default, which "
-            f"has none; add rope_type, such as linear, dynamic or yarn, or leave factor out"
+            f"config.vocab_size: got {vocab_size}, expected at least the tokenizer's "
+            f"{smallest_vocabulary}"
+        )
+    if (
+        isinstance(rope, dict)
+        and "factor" in rope
+        and rope.get("rope_type", "default") == "default"
+    ):
+        raise CocaError(
+            f"config.rope_parameters: got a factor of {rope['factor']} with rope_type default, "
+            "which has none; add rope_type, such as linear, dynamic or yarn, or leave factor out"
         )
     with library_errors(f"config: {kind} does not take it"):
         return type(config)(**{**kept, **merged})
 
 
 def model_from_config(recipe: Recipe, attn_implementation: str | None = None) -> PreTrainedModel:
-    """The recipe's model in float32 with random weights: from scratch, or on the meta device."""
+    """The recipe's model in float32 with random weights, or without memory on the meta device."""
     config = start_config(recipe)
     with loading(recipe.start), building(config):
         return AutoModelForCausalLM.from_config(
@@ -134,8 +207,8 @@ def model_from_config(recipe: Recipe, attn_implementation: str | None = None) ->
 def start_model(recipe: Recipe, attn_implementation: str | None = None) -> PreTrainedModel:
     """The model of the first stage, in float32: the recipe's checkpoint, or one from scratch.
 
-    From scratch, every module draws its weights from `data.seed` and its own name, so that models
-    of different attention have the same weights where they have the same parameters.
+    From scratch, every module draws its weights from `data.seed` and its own name, so models with
+    different attention have the same weights in the parameters that they share.
     """
     if recipe.model is not None:
         return load_model(recipe.model, start_config(recipe), attn_implementation)
@@ -147,21 +220,6 @@ def start_model(recipe: Recipe, attn_implementation: str | None = None) -> PreTr
             parameter._is_hf_initialized = False
         model._init_weights(module)
     torch.set_rng_state(state)
-    model.tie_weights()
-    return model
-
-
-def unfilled_model(
-    config: PreTrainedConfig, attn_implementation: str | None = None
-) -> PreTrainedModel:
-    """A model whose parameters have addresses, by which Accelerate knows them, but no memory."""
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=attn_implementation
-        )
-    model._apply(
-        lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
-    )
     model.tie_weights()
     return model
 
@@ -178,69 +236,21 @@ def weights_are_sent_here() -> bool:
     )
 
 
-def load_config(name: str) -> PreTrainedConfig:
-    with loading(name):
-        return AutoConfig.from_pretrained(**origin(name), trust_remote_code=False)
-
-
-def start_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    name = recipe.model if recipe.tokenizer is None else recipe.tokenizer
-    assert name is not None, "a recipe has one of the two"
-    return load_tokenizer(name)
-
-
-def load_model(
-    name: str, config: PreTrainedConfig | None = None, attn_implementation: str | None = None
+def unfilled_model(
+    config: PreTrainedConfig, attn_implementation: str | None = None
 ) -> PreTrainedModel:
-    """A causal language model in float32, with the checkpoint's config by default, and all weights
-    in every process.
-
-    Raises CocaError unless every weight is there and no other.
+    """A model for weights that are sent here: its parameters have addresses, by which Accelerate
+    identifies them, but take no memory.
     """
-    # Where this is set, transformers below 5.23 leaves zeros in every process of a machine but its
-    # first
-    with loading(name), patch.dict(os.environ, {LOAD_IN_ONE_PROCESS: "false"}):
-        model, report = AutoModelForCausalLM.from_pretrained(
-            **origin(name),
-            config=config,
-            dtype=torch.float32,
-            trust_remote_code=False,
-            output_loading_info=True,
-            attn_implementation=attn_implementation,
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attn_implementation
         )
-    wrong = [
-        f"{kind.replace('_', ' ')}: {', '.join(sorted(map(str, report[kind]))[:3])}"
-        for kind in ("missing_keys", "unexpected_keys")
-        if report[kind]
-    ]
-    if wrong:
-        raise CocaError(
-            f"{name}: its weights are not those of {type(model).__name__}: {'; '.join(wrong)}; "
-            f"convert it again"
-        )
+    model._apply(
+        lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
+    )
+    model.tie_weights()
     return model
-
-
-@functools.lru_cache(maxsize=1)
-def load_teacher(
-    name: str, attn_implementation: str | None = None, dtype: torch.dtype = torch.float32
-) -> PreTrainedModel:
-    """The teacher of a recipe, loaded once for all its stages that want the same.
-
-    dtype: what autocast multiplies in. Matrices are kept in it, for half the memory and without
-    rounding them in every step; all else, and embeddings that are the head too, is float32.
-    """
-    teacher = load_model(name, None, attn_implementation)
-    embeddings = teacher.get_input_embeddings().weight
-    for module in teacher.modules():
-        if isinstance(module, nn.Linear) and module.weight is not embeddings:
-            module.to(dtype)
-    return teacher
-
-
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    with loading(name):
-        return AutoTokenizer.from_pretrained(**origin(name), trust_remote_code=False)
 
 
 def stage_model(model: PreTrainedModel, stage: Stage) -> nn.Module:
@@ -258,24 +268,24 @@ def stage_model(model: PreTrainedModel, stage: Stage) -> nn.Module:
         raise CocaError(
             f"stages.{stage.name}.lora: needs peft: pip install 'coca-hf[peft]'"
         ) from None
-    targets = [
+    head = model.get_output_embeddings()
+    linear = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and module is not model.get_output_embeddings()
-        and (stage.train == "all" or any(_has_part(f"{name}.", part) for part in stage.train))
+        if isinstance(module, nn.Linear) and module is not head
     ]
     wanted = [] if stage.train == "all" else stage.train
-    if others := [part for part in wanted if not any(_has_part(f"{t}.", part) for t in targets)]:
+    if others := [part for part in wanted if not any(_has_part(name, part) for name in linear)]:
         raise CocaError(
             f"stages.{stage.name}.train: got {', '.join(others)} with lora, expected linear layers "
-            "other than the head; leave out what is none, or lora"
+            "other than the head; leave out the others, or lora"
         )
+    targets = [name for name in linear if any(_has_part(name, part) for part in wanted)]
     config = LoraConfig(
         r=stage.lora.r,
         lora_alpha=stage.lora.alpha,
         lora_dropout=stage.lora.dropout,
-        target_modules=targets,
+        target_modules=targets or linear,
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng(devices=[]):
@@ -284,49 +294,45 @@ def stage_model(model: PreTrainedModel, stage: Stage) -> nn.Module:
         return get_peft_model(model, config)
 
 
-def plain_model(model: Any) -> PreTrainedModel:
-    """The model with its adapters, if any, merged into its weights."""
-    return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+def freeze_(model: nn.Module, stage: Stage) -> None:
+    """Train only the parameters that the stage names, in place.
+
+    A name selects every parameter with it among the dotted parts of one of its names: `t_proj`,
+    `mlp.up_proj`.
+
+    Raises CocaError for a name that selects none.
+    """
+    # A tied weight has two names
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    wanted = [] if stage.train == "all" else stage.train
+    model.requires_grad_(stage.train == "all")
+    for module in wanted:
+        named = [parameter for name, parameter in parameters if _has_part(name, module)]
+        if not named:
+            parts = {part for name, _ in parameters for part in name.split(".")[:-1]}
+            words = sorted(part for part in parts if not part.isdigit())
+            raise CocaError(
+                f"stages.{stage.name}.train: {type(model).__name__} has no parameters in "
+                f"{module!r}; nearest: {nearest(module, words)}"
+            )
+        for parameter in named:
+            parameter.requires_grad_(True)
+
+
+def _has_part(name: str, module: str) -> bool:
+    return f".{module}." in f".{name}."
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """How many parameters learn, and how many there are."""
+    """How many parameters are trained, and how many there are."""
     parameters = list(model.parameters())
     return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
 
 
-def freeze_(model: nn.Module, stage: Stage) -> None:
-    """Let only the parameters that the stage names learn, in place.
-
-    A name means every parameter that has it among the dotted parts of one of its names: `t_proj`,
-    `mlp.up_proj`.
-
-    Raises CocaError for a name that means none.
-    """
-    # A tied weight has two
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    wanted = [] if stage.train == "all" else stage.train
-    for module in wanted:
-        if not any(_has_part(name, module) for name in names):
-            parts = {part for name in names for part in name.split(".")[:-1] if not part.isdigit()}
-            raise CocaError(
-                f"stages.{stage.name}.train: {type(model).__name__} has no parameters in "
-                f"{module!r}; nearest: {nearest(module, sorted(parts))}"
-            )
-    model.requires_grad_(stage.train == "all")
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if any(_has_part(name, module) for module in wanted):
-            parameter.requires_grad_(True)
-
-
-def _has_part(parameter: str, module: str) -> bool:
-    return f".{module}." in f".{parameter}."
-
-
 @contextmanager
 def shapes_only(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model run on tensors without contents, into which transformers' own code looks: for
-    several sequences in a block, and for positions beyond the trained length.
+    """Let a model run on tensors without contents, which transformers' own code reads to find
+    several sequences in a block, and positions beyond the trained length.
     """
     for module in model.modules():
         if type(module).__module__.startswith("transformers.") and isinstance(
@@ -335,8 +341,3 @@ def shapes_only(model: PreTrainedModel) -> Iterator[None]:
             module.rope_type = "default"
     with patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None):
         yield
-
-
-def building(config: PreTrainedConfig) -> AbstractContextManager[None]:
-    """Turns what the libraries make of a config's values into one line: a CocaError."""
-    return library_errors(f"config: no {type(config).__name__} model can be made of it")

@@ -1,20 +1,21 @@
-"""What a stage minimises: the text's next token, the original model's predictions, its attention,
-or a mix.
+"""What a stage minimises: the loss on the text's next token, the distance from the original model's
+predictions or attention, or a mix.
 
     lm                  cross-entropy with the text
     distill             KL(original || student), per token (Hinton et al., arXiv 1503.02531)
-    attention-transfer  |student - original|^2 / |original|^2 of what attention adds to a block, mean over blocks and
-                        layers (issue 7)
-    attention-maps      KL(original || student) of the attention maps, mean over queries, heads, blocks and layers;
-                        computed by eager attention, which holds all maps of a batch: for short blocks
+    attention-transfer  |student - original|^2 / |original|^2 of the attention's outputs, mean over
+                        blocks and layers (issue 7)
+    attention-maps      KL(original || student) of the attention maps, mean over queries, heads,
+                        blocks and layers; computed by eager attention, which holds all maps of a
+                        batch: for short blocks
 
-With `answer_weight`, the answers of synthetic lookups count again: their own mean, times that, is
-added to the mean over a block's tokens, in `lm` and `distill`, and to that over its queries, in
-`attention-maps`. The log then has that mean, `loss_answers`, with zero for blocks without answers.
+With `answer_weight`, the answers of synthetic lookups count once more: this weight times their mean
+is added to the mean over a block's tokens, in `lm` and `distill`, and to the mean over its queries,
+in `attention-maps`. The log then has their mean as `loss_answers`; a block without answers has 0.
 
-The original, the teacher, runs once per batch on the same tokens, without gradients; every GPU has
-all its weights, and computes in the stage's precision. Where attention is compared, each model
-works on its own hidden states, so that a layer learns to undo what those below it changed.
+The original model, the teacher, runs once per batch on the same tokens, without gradients; every
+GPU has all its weights and computes in the stage's precision. When attention is compared, each
+model works on its own hidden states, so a layer learns to undo the changes of those below it.
 """
 
 import functools
@@ -38,11 +39,11 @@ _SMALLEST_SHARE = 1e-9  # of attention, whose logarithm is taken
 
 
 def fuse_cross_entropy_(model: PreTrainedModel, liger: bool = False) -> None:
-    """Let a model in training compute its loss from hidden states by `linear_cross_entropy`, in
-    place.
+    """Let a model in training mode compute its loss from hidden states by `linear_cross_entropy`,
+    in place.
 
-    Its outputs then hold the hidden states as `logits`. With its head in evaluation it stays as it
-    is.
+    Its outputs then hold the hidden states as `logits`. Nothing changes for a head in evaluation
+    mode.
     """
     head, plain_loss = model.get_output_embeddings(), model.loss_function
     plain_head = head.forward
@@ -71,9 +72,9 @@ def linear_cross_entropy(
     the mean.
 
     hidden: (b, m, hidden); labels: (b, m), -100 where nothing is predicted; shift_labels: (b, m),
-    the next label of every place, in the place of labels. The backward computes the head again:
-    there are never more logits than a chunk's. liger: by Liger's Triton kernel (arXiv 2410.10989),
-    gradients with forward. Returns a scalar.
+    the label after every position, used instead of labels. The backward computes the head again,
+    so only the logits of one chunk exist at a time. liger: use Liger's Triton kernel (arXiv
+    2410.10989), which computes the gradients in the forward. Returns a scalar.
     """
     targets, num_items = _targets(labels, shift_labels, num_items)
     if liger:
@@ -92,7 +93,7 @@ def linear_cross_entropy(
 def _targets(
     labels: Tensor, shift_labels: Tensor | None, num_items: Tensor | int | None
 ) -> tuple[Tensor, Tensor | int]:
-    """The label that follows every place, (b * m,), and what a sum over them is divided by."""
+    """The label after every position, (b * m,), and the divisor of a sum over them."""
     if shift_labels is None:
         shift_labels = pad(labels, (0, 1), value=_IGNORED)[:, 1:]
     targets = shift_labels.flatten()
@@ -105,10 +106,10 @@ def _cross_entropy(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Tensor:
 
 
 def answer_weights(answers: Tensor) -> Tensor:
-    """Weights of the predictions, (b, m), with which the mean over tokens is that over the answers
-    of each block.
+    """Weights of the predictions, (b, m), that turn a mean over tokens into one over the answers of
+    each block.
 
-    answers: (b, m), which tokens are answers; the place before one predicts it. A block without
+    answers: (b, m), which tokens are answers; the position before one predicts it. A block without
     answers has weights 0.
     """
     predicts = pad(answers[:, 1:], (0, 1))
@@ -133,7 +134,7 @@ def distillation_loss(
     """KL(teacher || student) of softened predictions, times temperature^2, mean over tokens, in
     float32.
 
-    student, teacher: (b, m, vocabulary) logits of any dtype; weights: (b, m), of the predictions,
+    student, teacher: (b, m, vocabulary), logits of any dtype; weights: (b, m), of the predictions,
     by default 1. No gradient reaches the teacher or the weights. Returns a scalar.
     """
     if weights is None:
@@ -185,10 +186,9 @@ def _cross_entropy_of_chunk(logits: Tensor, gradient: Tensor, targets: Tensor) -
 class _Chunked(torch.autograd.Function):
     """Sum of `loss(logits, gradient, *tensors)` over chunks of the tokens, in float32.
 
-    The forward makes the gradient of the logits (tokens, vocabulary), a few tokens at a time:
-    beside the logits and the gradient, in their dtype (float32 for float16, which needs the loss
-    scale first), there is never more than one chunk in float32, and on a CPU a chunk stays in its
-    cache.
+    The forward computes the gradient of the logits (tokens, vocabulary) a few tokens at a time. In
+    addition to the logits and the gradient, in their dtype (float32 for float16, whose gradient is
+    scaled before it is rounded), only one chunk is in float32, and it fits in a CPU's cache.
     """
 
     @staticmethod
@@ -213,10 +213,9 @@ class _Chunked(torch.autograd.Function):
 
 def attention_transfer_loss(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
     """Relative squared error of the attention's outputs on each block, mean over blocks and layers,
-    in float32.
+    in float32; it does not depend on which blocks share a batch.
 
-    So it does not matter which blocks share a batch. student, teacher: a (b, m, hidden) tensor per
-    layer. Returns a scalar.
+    student, teacher: a (b, m, hidden) tensor per layer. Returns a scalar.
     """
     errors = [
         (ours.float() - theirs.float()).square().sum((1, 2)) / theirs.float().square().sum((1, 2))
@@ -249,7 +248,7 @@ _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
 class Objective:
-    """A weighted sum of losses, all but `lm` beside a teacher; keeps their means for the log."""
+    """A weighted sum of losses, all but `lm` against a teacher; keeps their means for the log."""
 
     def __init__(
         self,
@@ -269,7 +268,9 @@ class Objective:
     def __call__(
         self, language_loss: Callable, model: nn.Module, inputs: Mapping, accumulated: int
     ) -> Tensor:
-        """The loss of one of `accumulated` batches; `language_loss()` gives the text's and outputs."""
+        """The loss of one of `accumulated` batches; `language_loss()` gives that of the text, and
+        the model's outputs.
+        """
         wanted = not self.weights.keys().isdisjoint(_OF_ATTENTION)
         with _attention_of(model, wanted) as ours:
             text_loss, outputs = language_loss()
@@ -303,8 +304,8 @@ class Objective:
         return sum(weight * losses[name] for name, weight in self.weights.items())
 
     def take_means(self) -> dict[str, float]:
-        """Each loss as `loss_<name>`: mean over the steps since the last call and all processes,
-        which all call it.
+        """Each loss as `loss_<name>`, mean over the steps since the last call and all processes.
+        Every process calls this.
         """
         sums = torch.tensor(
             [self._sums[name] for name in self.weights], device=PartialState().device
@@ -317,7 +318,7 @@ class Objective:
 
 @contextmanager
 def _attention_of(model: nn.Module, wanted: bool) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """The output and, of eager, the map of each layer's attention in the forward inside."""
+    """The output, and the map if attention is eager, of each attention layer in the forward inside."""
     outputs: list[tuple[Tensor, Tensor]] = []
     names = ("self_attn", "attention") if wanted else ()
     modules = [module for name, module in model.named_modules() if name.rpartition(".")[2] in names]

@@ -1,7 +1,7 @@
-"""What a run refuses before it writes, in the order of its cost. Begin with `preflight`.
+"""What a run refuses before it writes anything, the cheapest checks first. Begin with `preflight`.
 
 Later, each stage compares the hashes of the weights that it starts from (`check_base`), and each
-checkpoint makes sure of its room on disk (`saving_to`).
+checkpoint makes sure that the disk has room for it (`saving_to`).
 """
 
 import copy
@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import ParallelismConfig, PartialState
@@ -34,18 +35,8 @@ from coca_hf.errors import CocaError, library_errors, nearest, one_line, short
 from coca_hf.files import locked
 from coca_hf.models.attention import layer_types
 from coca_hf.models.rotary import LENGTH_DEPENDENT_ROPE_TYPES
+from coca_hf.train import model as models
 from coca_hf.train.data import Corpus, tokenizer_hash
-from coca_hf.train.model import (
-    building,
-    load_config,
-    located,
-    model_from_config,
-    shapes_only,
-    stage_model,
-    start_config,
-    start_tokenizer,
-)
-from coca_hf.train.options import has_bounds
 from coca_hf.train.processes import (
     Stopped,
     StopRequest,
@@ -53,7 +44,7 @@ from coca_hf.train.processes import (
     from_main_process,
     main_process_first,
 )
-from coca_hf.train.recipe import Recipe
+from coca_hf.train.recipe import Recipe, has_bounds
 from coca_hf.train.run_directory import (
     ResolvedStage,
     begin_out,
@@ -64,10 +55,15 @@ from coca_hf.train.run_directory import (
     weights_hashes,
 )
 
-MODELS = ("model", "teacher", "tokenizer")  # of a recipe, that may be on the hub
+MODELS = ("model", "teacher", "tokenizer")  # keys of a recipe whose values may be on the hub
 SHARE = "set context_parallel_size in the recipe"
 SHARD = f"shard with FSDP2, and {SHARE} for blocks too long for one GPU"
-RING_DEVICES = ("cuda",)  # that torch's ring attention has kernels for
+RING_DEVICES = ("cuda",)  # those that torch's ring attention has kernels for
+FIXED_BY_WEIGHTS = {  # or fitted with them: fields of a checkpoint's config
+    *("attention_bias", "head_dim", "hidden_size", "intermediate_size", "num_attention_heads"),
+    *("num_hidden_layers", "num_key_value_heads", "tie_word_embeddings", "vocab_size"),
+    *("coca_constraint", "coca_kept_layers", "coca_partial_rotary_layers"),
+}
 
 
 def preflight(
@@ -81,36 +77,35 @@ def preflight(
     """Check everything that can be known before the first stage, then begin OUT or continue it.
 
     Every process calls this. only: the one stage to run, or None. until_the_end: holds OUT's lock,
-    all that is written of it before everything is checked.
+    the only file written before everything is checked.
 
-    Returns the recipe with all that it takes from the hub at this run's commits, the stages asked
-    for, and the blocks of all stages up to the last of these.
+    Returns the recipe with everything that it takes from the hub at this run's commits, the stages
+    to run, and the number of blocks of all stages up to the last of these.
 
-    Raises, in every process, CocaError for the first thing that does not work, and Stopped where a
-    signal comes.
+    Raises, in every process, CocaError for the first thing that does not work, and Stopped after a
+    signal.
     """
     # 1. In every process, because each has its own launcher and device
     check_launcher()
     stages = resolve_stages(recipe, out_dir)
     chosen = [stage for stage in stages if only in (None, stage.name)]
     if not chosen:
-        stage_names = [stage.name for stage in stages]
+        names = [stage.name for stage in stages]
         raise CocaError(
-            f"--stage: got {short(only)}, expected one of {', '.join(stage_names)}; "
-            f"nearest: {nearest(only or '', stage_names)}"
+            f"--stage: got {short(only)}, expected one of {', '.join(names)}; nearest: "
+            f"{nearest(only or '', names)}"
         )
     num_blocks = sum(stage.num_blocks for stage in stages[: stages.index(chosen[-1]) + 1])
-    # 2. In the main process, which alone writes
+    # 2. In the main process, which alone writes. The others wait outside of collectives, because
+    # hashing large files takes long.
     from_main_process(lambda: lock(out_dir, until_the_end))
-    try:  # the others wait outside of collectives, as hashes of large files take long
-        found = main_process_first(
-            lambda check_stop: (
-                _check_and_begin(recipe, out_dir, stages, chosen, num_blocks, resume, check_stop)
-                if PartialState().is_main_process
-                else None
-            ),
-            stop,
-        )
+
+    def check_and_begin(check_stop: Callable[[], None]) -> Any:
+        if PartialState().is_main_process:
+            return _check_and_begin(recipe, out_dir, stages, chosen, num_blocks, resume, check_stop)
+
+    try:
+        found = main_process_first(check_and_begin, stop)
     except Stopped as stopped:
         raise Stopped(
             f"{out_dir}: stopped by {stopped} before the first stage; continue with --resume"
@@ -151,50 +146,44 @@ def _check_and_begin(
     noted = noted_inputs(out_dir, given)
     at_commits = (noted or {}).get("hub", {})
     names = {key: name for key in MODELS if (name := getattr(given, key))}
-    origins = {key: located(at_commits.get(key, name)) for key, name in names.items()}
-    for origin in (origins[key] for key in ("model", "teacher") if key in origins):
-        check_whole(*origin)
+    origins = {key: models.located(at_commits.get(key, name)) for key, name in names.items()}
     recipe = _at(given, origins)
+    check_whole(*(origins[key] for key in ("model", "teacher") if key in origins))
     check_model(recipe)
     check_overrides(recipe)
     check_kernels(recipe)
-    config = start_config(recipe)
+    config = models.start_config(recipe)
     check_plain(recipe.start, config)
     if recipe.teacher:
         check_teacher(recipe.teacher, config)
     # The tokenizer, and a block of every source
-    corpus = Corpus(recipe.data, start_tokenizer(recipe), check_stop)
+    corpus = Corpus(recipe.data, models.start_tokenizer(recipe), check_stop)
     check_tokenizer(corpus.tokenizer, config)
     if notice := check_positions(recipe, config):
         announce(notice)
     commits = corpus.pin_((noted or {}).get("commits"))
-    if not corpus.has(num_blocks):  # blocks on disk need no sources
+    if not corpus.has(num_blocks):  # prepared blocks need no sources
         corpus.check()
-    # All weights and data, for their hashes: what decides the training and is not in the recipe
+    # The hashes of all weights and data, which decide the training and are not in the recipe
     on_hub = {key: name for key, (name, _) in origins.items() if not Path(name).exists()}
-    local = {
-        key: {
-            "config.json": file_hash(directory / "config.json"),
-            **weights_hashes(directory, check_stop),
-        }
-        for key, (_, directory) in origins.items()
-        if key not in on_hub and key != "tokenizer"
-    }
-    inputs = {
-        "sources": corpus.files,
-        **({"commits": commits} if any(commits) else {}),
-        "tokenizer": tokenizer_hash(corpus.tokenizer),
-        **local,
-        **({"hub": on_hub} if on_hub else {}),
-        "blocks_per_step": {stage.name: stage.blocks_per_step for stage in stages},
-    }
+    inputs: dict[str, Any] = {"sources": corpus.files}
+    if any(commits):
+        inputs["commits"] = commits
+    inputs["tokenizer"] = tokenizer_hash(corpus.tokenizer)
+    for key, (_, directory) in origins.items():
+        if key != "tokenizer" and key not in on_hub:
+            of_config = {"config.json": file_hash(directory / "config.json")}
+            inputs[key] = of_config | weights_hashes(directory, check_stop)
+    if on_hub:
+        inputs["hub"] = on_hub
+    inputs["blocks_per_step"] = {stage.name: stage.blocks_per_step for stage in stages}
     check_inputs(out_dir, noted, inputs)
     begin_out(out_dir, given, inputs)
     return origins, commits
 
 
 def check_launcher() -> None:
-    """Refuse parallelism that `accelerate launch` brings and the recipe does not know of."""
+    """Refuse parallelism that `accelerate launch` configures and the recipe does not mention."""
     for kind, remedy in {"CP": SHARE, "SP": SHARD, "TP": SHARD}.items():
         size = os.environ.get(f"PARALLELISM_CONFIG_{kind}_SIZE", "1")
         if size != "1":
@@ -204,40 +193,40 @@ def check_launcher() -> None:
 
 
 def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
-    """Every stage with its options in TrainingArguments, which checks how they go together."""
+    """Every stage with its options as TrainingArguments, which check how they go together."""
     stages: list[ResolvedStage] = []
     for number, stage in enumerate(recipe.stages, 1):
         before = stages[-1] if stages else None
         directory, where = out_dir / f"{number}-{stage.name}", f"stages.{stage.name}"
         options, own_options = recipe.options(stage), recipe.stage_options(stage)
-        # transformers asks for it where bf16 is to be computed on a CPU
+        # transformers requires it to compute bf16 on a CPU
         options.setdefault("use_cpu", not torch.accelerator.is_available())
         with library_errors(f"{where}: the trainer does not take these options"):
-            if options["use_cpu"]:  # where transformers hands no ddp_timeout on
+            if options["use_cpu"]:  # transformers does not pass ddp_timeout on
                 timeout = timedelta(seconds=options["ddp_timeout"])
                 PartialState(cpu=True, backend=options.get("ddp_backend"), timeout=timeout)
             arguments = TrainingArguments(
                 output_dir=str(directory / "trainer"),
                 remove_unused_columns=False,
-                ignore_data_skip=True,  # a resumed stage's blocks start where its checkpoint was
+                ignore_data_skip=True,  # the blocks of a resumed stage begin at its checkpoint
                 eval_on_start=True,  # see StageTrainer.evaluate
                 **options,
             )
-            on_cpu = arguments.device.type == "cpu"  # asking joins the other processes
-        if arguments.n_gpu > 1:  # transformers would split every batch over them, by DataParallel
+            on_cpu = arguments.device.type == "cpu"  # joins the other processes
+        if arguments.n_gpu > 1:  # transformers would split every batch among them by DataParallel
             if number == 1:
                 announce(
-                    f"one process is one GPU: this one takes the first of {arguments.n_gpu}; "
-                    f"for all of them: accelerate launch --config_file LAYOUT --num_processes "
+                    f"one process uses one GPU: this one takes the first of {arguments.n_gpu}; for "
+                    "all of them: accelerate launch --config_file LAYOUT --num_processes "
                     f"{arguments.n_gpu} -m coca_hf.train RECIPE "
-                    f"(LAYOUT: recipes/accelerate/8gpu.yaml)"
+                    "(LAYOUT: recipes/accelerate/8gpu.yaml)"
                 )
             arguments._n_gpu = 1
         sharing = own_options.context_parallel_size
         arguments.parallelism_config = (
             context_parallel(arguments, sharing, where) if sharing > 1 else None
         )
-        arguments.dataloader_pin_memory &= not on_cpu  # torch warns: there is nothing to pin for
+        arguments.dataloader_pin_memory &= not on_cpu  # torch warns if there is no GPU to pin for
         if "tensorboard" in arguments.report_to and not is_tensorboard_available():
             if number == 1:
                 announce("report_to: tensorboard is not installed; training continues without it")
@@ -254,15 +243,15 @@ def resolve_stages(recipe: Recipe, out_dir: Path) -> list[ResolvedStage]:
 
 
 def context_parallel(arguments: TrainingArguments, size: int, where: str) -> ParallelismConfig:
-    """Accelerate's configuration for GPUs in groups of `size`, 2 or more, that share a block, each
+    """Accelerate's configuration for groups of `size` GPUs, 2 or more, that share a block, each
     with a part of its tokens.
 
-    transformers' Trainer cuts every batch along its tokens, with their positions and shifted
-    labels; torch computes attention over the parts as a ring (arXiv 2310.01889); Accelerate brings
-    them together, under FSDP2; `blocks.DealtBlocks` deals every process of a group the same block.
-    Our tests ran it on a CPU alone, with another attention in place of torch's ring.
+    transformers' Trainer splits every batch along its tokens, with their positions and shifted
+    labels; torch computes attention over the parts as a ring (arXiv 2310.01889); Accelerate
+    combines them, under FSDP2; `data.DealtBlocks` gives every process of a group the same block.
+    Our tests run it only on a CPU, with another attention instead of torch's ring.
 
-    Raises CocaError for a layout of processes that cannot be so.
+    Raises CocaError for a layout of processes that does not allow it.
     """
     given, device = f"{where}: got context_parallel_size {size}", arguments.device.type
     if device not in RING_DEVICES:
@@ -277,8 +266,8 @@ def context_parallel(arguments: TrainingArguments, size: int, where: str) -> Par
 
 
 def lock(out_dir: Path, until_the_end: ExitStack) -> None:
-    """Raises CocaError where another run holds OUT, or nothing can be written beside it."""
-    own = out_dir.resolve()  # the same by every name of OUT
+    """Raises CocaError if another run holds OUT, or nothing can be written beside it."""
+    own = out_dir.resolve()  # the same for every name of OUT
     file = own.parent / f".{own.name}.lock"
     message = f"{out_dir}: another coca-train is writing it; wait for it, or choose another --out"
     try:
@@ -291,7 +280,7 @@ def lock(out_dir: Path, until_the_end: ExitStack) -> None:
 
 
 def check_loggers(arguments: TrainingArguments, where: str) -> None:
-    """Raises CocaError for an unknown or missing logger, or a project that it does not take."""
+    """Raises CocaError for an unknown or missing logger, or a project name that it refuses."""
     try:
         for make_callback in get_reporting_integration_callbacks(arguments.report_to):
             make_callback()
@@ -304,9 +293,9 @@ def check_loggers(arguments: TrainingArguments, where: str) -> None:
 
 
 def check_optimizer(arguments: TrainingArguments, where: str) -> None:
-    """Make the optimizer and the schedule of these options, for a model of one number.
+    """Make the optimizer and the schedule of these options, for a model of one parameter.
 
-    Raises CocaError where they do not work.
+    Raises CocaError if they do not work.
     """
     model, num_steps = nn.Linear(1, 1, bias=False), arguments.max_steps
     optim, schedule = (
@@ -317,86 +306,69 @@ def check_optimizer(arguments: TrainingArguments, where: str) -> None:
         f"{where}: optim {optim}, optim_args {short(arguments.optim_args)}, lr_scheduler_type "
         f"{schedule}, lr_scheduler_kwargs {short(arguments.lr_scheduler_kwargs)} do not work"
     )
-    with library_errors(given):  # the many optimizers raise what they like for their options
+    with library_errors(given):  # optimizers raise anything for their options
         kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
         without = copy.copy(arguments)
         without.optim_args = None
         plain = Trainer.get_optimizer_cls_and_kwargs(without, model)[1]
         if arguments.optim_args and plain == options:
             raise ValueError(f"{optim} takes no optim_args")
-        # Others want the parameters of the model itself
-        if not options.keys() & {"params", "model", "optimizer_dict"}:
+        if not options.keys() & {"params", "model", "optimizer_dict"}:  # of the model itself
             optimizer = kind(model.parameters(), **options)
             kwargs = None if has_bounds(arguments) else arguments.lr_scheduler_kwargs
             warmup_steps = arguments.get_warmup_steps(num_steps)
             get_scheduler(schedule, optimizer, warmup_steps, num_steps, kwargs)
 
 
-# fields of a config that the weights of a checkpoint fix, or were fitted for
-OF_WEIGHTS = {
-    "attention_bias",
-    "coca_constraint",
-    "coca_kept_layers",
-    "coca_partial_rotary_layers",
-    "head_dim",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "tie_word_embeddings",
-    "vocab_size",
-}
-
-
 def check_overrides(recipe: Recipe) -> None:
-    """Raises CocaError for an override that the weights of the recipe's checkpoint do not fit."""
-    if recipe.model is None or not OF_WEIGHTS & recipe.config.keys():
-        return
-    config = load_config(recipe.model)
-    for key in sorted(OF_WEIGHTS & recipe.config.keys()):
+    """Raises CocaError for an override that does not fit the weights of the recipe's checkpoint."""
+    fixed = sorted(FIXED_BY_WEIGHTS & recipe.config.keys()) if recipe.model else []
+    config = models.load_config(recipe.model) if recipe.model and fixed else None
+    for key in fixed:
         own = getattr(config, key, None)
         if recipe.config[key] != own:
-            its = f"{own}, as the weights of {recipe.model} have it"
-            expected = its if hasattr(config, key) else f"none: {recipe.model} has no such field"
+            expected = f"none: {recipe.model} has no such field"
+            if hasattr(config, key):
+                expected = f"{own}, as the weights of {recipe.model} have it"
             raise CocaError(
                 f"config.{key}: got {short(recipe.config[key])}, expected {expected}; leave it out"
             )
 
 
 def check_model(recipe: Recipe) -> None:
-    """Raises CocaError, by the config alone, for a model that takes no block, or a stage that has
-    nothing to train.
+    """Raises CocaError, from the config alone, for a model that cannot run on a block, or a stage
+    that has nothing to train.
     """
     with torch.device("meta"):
-        model = model_from_config(recipe).train()
+        model = models.model_from_config(recipe).train()
         ids = torch.zeros(1, recipe.data.seq_len, dtype=torch.int64)
-        with building(model.config), shapes_only(model), torch.no_grad():
+        with models.building(model.config), models.shapes_only(model), torch.no_grad():
             model(input_ids=ids, labels=ids, use_cache=False)
     for stage in recipe.stages:
         with torch.device("meta"):
-            model = model_from_config(recipe)
-        stage_model(model, stage)
+            model = models.model_from_config(recipe)
+        models.stage_model(model, stage)
+
+
+def check_whole(*origins: tuple[str, Path]) -> None:
+    """Raises CocaError for a peft adapter beside a model: only the adapter would be saved."""
+    for name, directory in origins:
+        if (directory / ADAPTER).exists():
+            raise CocaError(
+                f"{name}: got {ADAPTER}, which makes transformers load another base and save the "
+                "adapter alone, expected a whole model; merge the adapter (merge_and_unload), or "
+                f"remove {ADAPTER} if it is merged"
+            )
 
 
 def check_plain(name: str, config: PreTrainedConfig) -> None:
-    """Raises CocaError for quantized weights, which have no gradients, and for a classifier."""
+    """Raises CocaError for a classifier, and for quantized weights, which have no gradients."""
     check_head(name, config)
     if quantization := getattr(config, "quantization_config", None):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise CocaError(
-            f"{name}: got weights quantized by {method}, expected plain ones: those that were "
-            "quantized, or what coca-convert makes of these"
-        )
-
-
-def check_whole(name: str, directory: Path) -> None:
-    """Raises CocaError for an adapter of peft beside a model: it alone would be saved."""
-    if (directory / ADAPTER).exists():
-        raise CocaError(
-            f"{name}: got {ADAPTER}, with which transformers loads another base and saves an "
-            f"adapter alone, expected a whole model; merge the adapter (merge_and_unload), or "
-            f"remove {ADAPTER} where that is done"
+            f"{name}: got weights quantized by {method}, expected plain ones: those before "
+            "quantization, or what coca-convert makes of these"
         )
 
 
@@ -404,14 +376,14 @@ def check_head(name: str, config: PreTrainedConfig) -> None:
     """Raises CocaError for a classifier."""
     if (head := head_of(getattr(config, "architectures", None))) != "ForCausalLM":
         raise CocaError(
-            f"{name}: got {config.architectures[0]}, expected a causal language model, which "
-            f"predicts tokens; take the one that it was made from, without {head}"
+            f"{name}: got {config.architectures[0]}, expected a causal language model; take the "
+            f"one that it was made from, without {head}"
         )
 
 
 def check_kernels(recipe: Recipe) -> None:
-    """Raises CocaError for unknown attention, missing kernels, and models that cannot share a block
-    among GPUs.
+    """Raises CocaError for unknown attention, missing kernels, and a model whose blocks cannot be
+    shared among GPUs.
     """
     for stage in recipe.stages:
         options, where = recipe.stage_options(stage), f"stages.{stage.name}"
@@ -424,7 +396,7 @@ def check_kernels(recipe: Recipe) -> None:
         attention = options.attn_implementation
         try:
             with torch.device("meta"):
-                model = model_from_config(recipe, attention)
+                model = models.model_from_config(recipe, attention)
         except CocaError as error:
             raise CocaError(
                 f"{where}: attn_implementation {attention!r} does not run here: "
@@ -435,11 +407,11 @@ def check_kernels(recipe: Recipe) -> None:
 
 
 def check_model_for_context_parallel(model: PreTrainedModel, where: str) -> None:
-    """Raises CocaError for a model that does not compute on parts what it does on whole blocks.
+    """Raises CocaError for a model that does not compute the same on parts of a block.
 
-    A part has tokens of the beginning and of the end, so that all GPUs have as much to do: what a
-    model computes must depend on `position_ids` alone, as the rotary embeddings of CoCA do, given
-    the length of the whole block (`rope_length`).
+    To balance the work of the GPUs, a part has tokens from the beginning and from the end of the
+    block. A model must therefore take positions from `position_ids` alone, as the rotary embeddings
+    of CoCA do, given the length of the whole block (`rope_length`).
     """
     config = model.config
     is_coca = config.model_type.startswith("coca_")
@@ -455,30 +427,30 @@ def check_model_for_context_parallel(model: PreTrainedModel, where: str) -> None
         f"rope_type {rope_type} of transformers' own": rope_type in LENGTH_DEPENDENT_ROPE_TYPES
         and not is_coca,
     }
-    found = [reason for reason, applies in reasons.items() if applies]
-    if found:
-        raise CocaError(
-            f"{where}: context_parallel_size cannot be used with {type(model).__name__}: it has "
-            f"{found[0]}"
-        )
+    for reason, applies in reasons.items():
+        if applies:
+            raise CocaError(
+                f"{where}: context_parallel_size cannot be used with {type(model).__name__}: it "
+                f"has {reason}"
+            )
 
 
 def check_teacher(teacher: str, student: PreTrainedConfig) -> None:
-    """Raises CocaError, from the configs alone, where the teacher is not the student's original."""
-    config = load_config(teacher)
+    """Raises CocaError, from the configs alone, if the teacher is not the student's original."""
+    config = models.load_config(teacher)
     check_head(teacher, config)
     for key in ("vocab_size", "num_hidden_layers", "hidden_size"):
         theirs, ours = getattr(config, key), getattr(student, key)
         if theirs != ours:
             raise CocaError(
-                f"teacher: {teacher} has {key} {theirs}, but the model has {ours}; "
-                f"take the one it was converted from"
+                f"teacher: {teacher} has {key} {theirs}, but the model has {ours}; take the one it "
+                "was converted from"
             )
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
-    """Raises CocaError where the tokenizer makes tokens of text that the model does not have."""
-    # Tokens that were added may lie beyond the vocabulary; text does not contain them
+    """Raises CocaError if the tokenizer can make tokens that the model does not have."""
+    # Added tokens may be beyond the vocabulary; text does not contain them
     added = set(tokenizer.get_added_vocab()) - {tokenizer.eos_token}
     largest = max(number for word, number in tokenizer.get_vocab().items() if word not in added)
     if largest >= config.vocab_size:
@@ -489,10 +461,10 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
 
 
 def check_positions(recipe: Recipe, config: PreTrainedConfig) -> str | None:
-    """One line where blocks are longer than the model was trained for, and nothing in its config
-    says that this is meant.
+    """A notice if blocks are longer than the model was trained for and nothing in its config shows
+    that this is intended; otherwise None.
 
-    Raises CocaError where blocks skip to positions that the model does not have.
+    Raises CocaError if blocks skip to positions that the model does not have.
     """
     data, trained = recipe.data, getattr(config, "max_position_embeddings", None) or math.inf
     if data.skip_positions and data.skip_positions > trained:
@@ -500,14 +472,14 @@ def check_positions(recipe: Recipe, config: PreTrainedConfig) -> str | None:
             f"data.skip_positions: got {data.skip_positions}, expected at most {trained}, the "
             f"positions of {recipe.start} (max_position_embeddings)"
         )
-    rope = getattr(config, "rope_parameters", None)  # None: a model that learns no positions
+    rope = getattr(config, "rope_parameters", None)  # None: a model without RoPE
     if not rope or data.seq_len <= trained or rope.get("rope_type", "default") != "default":
         return None
     return (
         f"data.seq_len: got {data.seq_len:,} tokens, more than the {trained:,} positions of "
-        f"{recipe.start} (max_position_embeddings): it has not learnt those beyond; if that is "
-        f"meant, set config.max_position_embeddings={data.seq_len}, which the result keeps, or "
-        f"scale RoPE by config.rope_parameters"
+        f"{recipe.start} (max_position_embeddings): it was not trained on those beyond; if that is "
+        f"intended, set config.max_position_embeddings={data.seq_len}, which the result keeps, or "
+        "scale RoPE by config.rope_parameters"
     )
 
 

@@ -1,6 +1,6 @@
 """What the processes of a run tell one another: results, errors, whose turn it is, when to stop.
 
-SIGTERM, and SIGUSR1, which SLURM can send before its limit, ask a run to stop and lose nothing.
+SIGTERM, and SIGUSR1, which SLURM can send before its time limit, stop a run after a checkpoint.
 """
 
 import json
@@ -22,10 +22,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 from coca_hf.errors import CocaError
 
 Made = TypeVar("Made")
-LOOK_SECONDS = 0.2  # between two looks at the notes of other processes
+LOOK_SECONDS = 0.2  # between two looks at the store
 LOST = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")  # what gloo says
 SILENT = "Timed out waiting"  # what gloo says after ddp_timeout seconds
-FAREWELL_SECONDS = 10.0  # that a process which must end waits for the others to learn why
+FAREWELL_SECONDS = 10.0  # that a failed process waits for the others to learn why
 EXIT_STOPPED = os.EX_TEMPFAIL if hasattr(os, "EX_TEMPFAIL") else 75
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 
@@ -33,19 +33,21 @@ SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(s
 class Stopped(Exception):
     """A signal stopped the run, which can be continued. The commands exit with EXIT_STOPPED.
 
-    On the way to the message: the name of the signal and, within a stage, the last step.
+    Until it is given a message, it has the name of the signal and, within a stage, the last step.
     """
 
 
 def announce(text: str) -> None:
-    """Print, in one process of all; PartialState.print does so in one of every machine."""
+    """Print in the main process; PartialState.print does so in one of every machine."""
     if PartialState().is_main_process:
         print(text, flush=True)
 
 
 class StopRequest:
-    """`came`: the name of the signal that came; or that the launcher has died, whose next launch
-    would write where its processes still do; or None.
+    """Whether this process was asked to stop.
+
+    `came`: the name of the signal; or that the launcher has died, because the next launch would
+    write to the same files; or None.
     """
 
     def __init__(self):
@@ -58,20 +60,20 @@ class StopRequest:
         return self.signal or ("the death of the launcher" if orphaned else None)
 
     def check(self) -> None:
-        """Raises Stopped, with the name of the signal, where one came to this process."""
+        """Raises Stopped, with the name of the signal, if this process was asked to stop."""
         if came := self.came:
             raise Stopped(came)
 
 
 def ignore_signals() -> None:
-    """For a process that ends with EXIT_STOPPED, which a second signal would hide."""
+    """For a process that is about to exit with EXIT_STOPPED, which a second signal would hide."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Note the signals that ask to stop; only Python's main thread can."""
+    """Note signals that ask to stop; Python allows it only in the main thread."""
     request = StopRequest()
 
     def note(number, frame):
@@ -105,14 +107,14 @@ def from_main_process(make: Callable[[], Any]) -> Any:
     """`make()` of the main process, in every process. Raises its CocaError in every process."""
     is_main = PartialState().is_main_process
     made = [in_all_processes(lambda: make() if is_main else None)]
-    broadcast_object_list(made)  # nothing without a launcher
+    broadcast_object_list(made)  # does nothing without a launcher
     return made[0]
 
 
 def main_process_first(work: Callable[[Callable[[], None]], Made], stop: StopRequest) -> Made:
-    """`work` in each process; the others wait for the main one outside of collectives, which have a
-    time limit and hear no signals. `work` is given a function to call often, which raises Stopped,
-    with the signal's name, once one came to any process.
+    """`work` in the main process, then in all others, which wait for it outside of collectives:
+    these have a time limit, and Python handles no signal in them. `work` is given a function to
+    call often, which raises Stopped, with the signal's name, after a signal to any process.
 
     Raises, in every process, the CocaError or Stopped that `work` raises in one.
     """
@@ -125,7 +127,7 @@ def main_process_first(work: Callable[[Callable[[], None]], Made], stop: StopReq
             board.wait_for(1, board.check)
         made = work(board.check)
         board.finish()
-        # One that has finished may go on with the others at any moment: no signal to it ends this.
+        # The others may continue at any moment: a signal no longer ends the wait.
         board.wait_for(state.num_processes, board.look)
     except (CocaError, Stopped) as error:
         board.part_with(error)
@@ -134,7 +136,7 @@ def main_process_first(work: Callable[[Callable[[], None]], Made], stop: StopReq
 
 
 def is_lost_process(error: BaseException) -> bool:
-    """Whether a collective failed because another process, or the way to it, is gone."""
+    """Whether a collective failed because another process, or the connection to it, is lost."""
     if isinstance(error, CheckpointException):
         return any(is_lost_process(failure) for failure, _ in error.failures.values())
     text = str(error)
@@ -145,7 +147,7 @@ def is_lost_process(error: BaseException) -> bool:
 
 @contextmanager
 def losing_processes() -> Iterator[None]:
-    """Turn what collectives make of the end of another process into one line: a CocaError."""
+    """Turn what collectives raise when another process ends into one line: a CocaError."""
     try:
         yield
     except (RuntimeError, CheckpointException) as error:
@@ -159,7 +161,7 @@ def losing_processes() -> Iterator[None]:
 
 
 class _Board:
-    """Notes in the store that the processes found one another by; `name` is new for every use."""
+    """Notes in the store by which the processes found one another; `name` is new for every use."""
 
     def __init__(self, name: str, num_processes: int, stop: StopRequest):
         self._store = PrefixStore(name, _get_default_store())
@@ -176,7 +178,7 @@ class _Board:
             time.sleep(LOOK_SECONDS)
 
     def check(self) -> None:
-        """Raises the first error that a process noted, or Stopped where a signal came here."""
+        """Raises the first error that a process noted, or Stopped after a signal to this one."""
         self._stop.check()
         self.look()
 
@@ -190,7 +192,7 @@ class _Board:
         self._looked = time.monotonic()
 
     def part_with(self, error: CocaError | Stopped) -> None:
-        """Tell the others, and wait until they know: a process that ends takes the store along."""
+        """Tell the others, and wait until they know: the store may end with this process."""
         kind = "stop" if isinstance(error, Stopped) else "error"
         deadline = time.monotonic() + FAREWELL_SECONDS
         try:
@@ -199,7 +201,7 @@ class _Board:
             while parted < self._num_processes and time.monotonic() < deadline:
                 time.sleep(LOOK_SECONDS)
                 parted = self._store.add("parted", 0)
-        except RuntimeError:  # the store is gone: nobody is left to tell
+        except RuntimeError:  # the store is gone, and with it the others
             pass
 
     def _reach(self, ask: Callable[[], Any]) -> Any:
@@ -208,6 +210,5 @@ class _Board:
         except RuntimeError as error:
             self._stop.check()
             raise CocaError(
-                "the process that keeps the others in touch has ended; start the run again with "
-                "--resume"
+                "the process that connects the others has ended; start the run again with --resume"
             ) from error

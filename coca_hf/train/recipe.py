@@ -6,62 +6,135 @@
       sources:                                # weights: shares of the tokens; see documents.py
         - {path: books/*.parquet, weight: 0.75}
         - {path: code.jsonl, weight: 0.25, column: content}
-        - {synthetic: lookups, weight: 0.5}     # amid the text of the sources above: lookups.py
+        - {synthetic: lookups, weight: 0.5}   # lookups in the text of the other sources: lookups.py
     training:                                 # TrainingArguments or StageOptions, for all stages
       learning_rate: 1.0e-4
     stages:                                   # each may override anything under `training`
       - {name: k, train: [t_proj], max_steps: 15000}
       - {name: full, train: all, max_steps: 15000}
     teacher: checkpoints/smollm2-135m         # the original model, for stages with an objective
-                                              # beside `lm`: {lm: 0.5, distill: 0.5}
+                                              # other than `lm`: {lm: 0.5, distill: 0.5}
 
-`config` overrides fields of the model's config. A model from scratch has `tokenizer` in the place
-of `model`, and a `config` with its `model_type`. A stage with `lora: {r: 16, alpha: 32}` trains
-adapters on the linear layers that it names; they are merged at its end. A stage with
-`answer_weight: 1` counts the answers of synthetic lookups again.
+`config` overrides fields of the model's config. To train from scratch, give `tokenizer` instead of
+`model`, and a `config` with its `model_type`. A stage with `lora: {r: 16, alpha: 32}` trains
+adapters on the linear layers that it names and merges them at its end. A stage with
+`answer_weight: 1` counts the answers of synthetic lookups twice.
 
-Relative paths are relative to the current directory. The schedule of the paper, linear from
-`start_lr` to the learning rate over `warmup_steps` (below 1, a share of all steps) and linear to
-`end_lr`, is `lr_scheduler_kwargs: {start_lr: 1e-7, end_lr: 1e-5}`.
+Relative paths are relative to the current directory. The paper's schedule, linear from `start_lr`
+to the learning rate over `warmup_steps` (below 1, a share of all steps) and linear to `end_lr`, is
+`lr_scheduler_kwargs: {start_lr: 1e-7, end_lr: 1e-5}`.
 """
 
 import copy
-from collections.abc import Iterable
-from contextlib import suppress
+import dataclasses
+import functools
+import inspect
+import re
+import typing
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import yaml
 from pydantic import (
+    BaseModel,
+    ConfigDict,
     Field,
     PositiveFloat,
     PrivateAttr,
+    TypeAdapter,
     ValidationError,
     field_validator,
     model_validator,
 )
+from torch.utils.checkpoint import checkpoint
 from transformers import TrainingArguments
 
-from coca_hf.errors import CocaError, short
-from coca_hf.train.options import DEFAULTS, StageOptions, check_options, checked_training
-from coca_hf.train.recipe_file import StrictMapping, explain, override_, read_tree
+from coca_hf.errors import CocaError, nearest, one_line, short
 
 ObjectiveName = Literal["lm", "distill", "attention-transfer", "attention-maps"]
+
+DEFAULTS = {
+    "report_to": ["tensorboard"],
+    "logging_steps": 10,
+    # A step that spoils the weights shows in the next one's loss, after its checkpoint
+    "save_total_limit": 2,
+    "disable_tqdm": False,
+    "ddp_timeout": 600,  # seconds that a process may keep the others waiting
+    "ddp_find_unused_parameters": False,  # every trained parameter is used in every step
+}
+# The TrainingArguments that a recipe may not set, by the reason that the error gives
+NOT_SET = {
+    "results lie in OUT/<number>-<name>; give OUT with --out": "output_dir",
+    "give max_steps, the length of a stage": "num_train_epochs",
+    "transformers shifts the labels of models that it does not know by one token too few": (
+        "label_smoothing_factor"
+    ),
+    "a loss that is not a number stops the run": "logging_nan_inf_filter",
+    "shard with FSDP2, through `accelerate launch`": "deepspeed",
+    "continue a run with --resume": "resume_from_checkpoint",
+    "coca-train keeps what --resume needs": (
+        "restore_callback_states_from_checkpoint save_only_model"
+    ),
+    "SIGTERM and SIGUSR1 always write a checkpoint": "enable_jit_checkpoint",
+    "Liger patches only the model types that it knows; give fused_cross_entropy: liger": (
+        "use_liger_kernel"
+    ),
+    "give context_parallel_size, and shard with FSDP2 through `accelerate launch`": (
+        "parallelism_config"
+    ),
+    "coca-train deals out the blocks itself, so that every run sees the same ones": (
+        "remove_unused_columns ignore_data_skip accelerator_config data_seed length_column_name "
+        "auto_find_batch_size train_sampling_strategy"
+    ),
+    "blocks are read from disk as they are, in no time; leave it out": (
+        "dataloader_num_workers dataloader_prefetch_factor dataloader_in_order "
+        "dataloader_persistent_workers dataloader_multiprocessing_context"
+    ),
+    "coca-train only trains; evaluate the result with coca-eval": (
+        "eval_* do_* load_best_model_at_end metric_for_best_model greater_is_better "
+        "per_device_eval_batch_size"
+    ),
+    "upload a finished stage's directory yourself, with `hf upload`": "hub_* push_to_hub*",
+}
+_LEAST = {
+    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), 1),
+    **dict.fromkeys(("save_steps", "logging_steps"), 1),
+    **dict.fromkeys(("warmup_steps", "weight_decay", "max_grad_norm", "adam_epsilon"), 0),
+    "neftune_noise_alpha": 0,
+}
+# All other keys of a stage are training options
+_STAGE_KEYS = ("name", "train", "lora", "objective", "temperature", "answer_weight")
+
+
+class StrictMapping(BaseModel):
+    """A mapping of the recipe that refuses keys it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, given: Any) -> Any:
+        for key in given if isinstance(given, dict) else ():
+            if key not in cls.model_fields:
+                raise ValueError(_unknown_key(key, cls.model_fields))
+        return given
 
 
 class Source(StrictMapping):
     """Documents, or synthetic text, and their share of the tokens among all sources."""
 
     path: str = ""
-    # Made from the text of the other sources, in the place of a path
-    synthetic: Literal["lookups"] | None = None
+    synthetic: Literal["lookups"] | None = None  # made from the text of the other sources
     weight: float = Field(gt=0, le=1e9)
     column: str = "text"
+    # Of a data set on the hub; revision: a branch, a tag or a commit, by default the main branch
     split: str = "train"
-    subset: str | None = None  # of a data set on the hub
-    # Of a data set on the hub: a commit or a branch, by default the main one
+    subset: str | None = None
     revision: str | None = None
     skip_empty: bool = False  # leave out rows without text, which are errors otherwise
-    # Of a data set on the hub: what `revision` was when the run began
     _commit: str | None = PrivateAttr(None)
 
     @model_validator(mode="after")
@@ -69,14 +142,11 @@ class Source(StrictMapping):
         if bool(self.path) == bool(self.synthetic):
             raise ValueError("expected either path, of documents, or synthetic: lookups")
         of_documents = Source.model_fields.keys() - {"path", "synthetic", "weight"}
-        given = [
-            key
-            for key in sorted(of_documents)
-            if getattr(self, key) != Source.model_fields[key].default
-        ]
+        given = self.model_dump(include=of_documents, exclude_defaults=True)
         if self.synthetic and given:
             raise ValueError(
-                f"got {', '.join(given)} beside synthetic, which only documents have; leave it out"
+                f"got {', '.join(sorted(given))} beside synthetic, which only documents have; leave "
+                "it out"
             )
         return self
 
@@ -87,11 +157,11 @@ class Source(StrictMapping):
 
     @property
     def commit(self) -> str | None:
-        """What is read of a data set on the hub."""
+        """The commit or revision at which a data set on the hub is read."""
         return self._commit or self.revision
 
     def pin_(self, commit: str | None) -> None:
-        """Read a data set on the hub at this commit from now on, whatever becomes of the branch."""
+        """Read a data set on the hub at this commit from now on, even if its branch moves."""
         self._commit = commit
 
     @property
@@ -101,14 +171,14 @@ class Source(StrictMapping):
 
 
 class Data(StrictMapping):
-    """What is trained on: blocks of `seq_len` tokens, mixed from `sources`; `seed` fixes the order
-    of the blocks.
+    """The training data: blocks of `seq_len` tokens, mixed from `sources` in an order that `seed`
+    fixes.
 
-    held_out_blocks: the number that is kept out of the training, to measure the loss on. prepared:
-    the directory in which the blocks of this recipe, and of others, are made and read.
-    skip_positions: leave out positions at random places of every block, so that they rise to at
-    most so many, such as the trained length: a block then teaches distances that are longer than it
-    is (PoSE, arXiv 2309.10400).
+    held_out_blocks: number of blocks left out of the training, to measure the loss on. prepared:
+    the directory where the blocks of this and other recipes are made and read. skip_positions: skip
+    positions at random places of every block, so that they rise to at most this many, such as the
+    trained length: a block then teaches longer distances than it has tokens (PoSE, arXiv
+    2309.10400).
     """
 
     seq_len: int = Field(ge=2)
@@ -122,12 +192,12 @@ class Data(StrictMapping):
     def _check_data(self) -> "Data":
         if not any(source.path for source in self.sources):
             raise ValueError(
-                "got synthetic sources alone, expected documents beside them, whose text they take"
+                "got synthetic sources alone, expected documents beside them, whose text they use"
             )
         if self.skip_positions is not None and self.skip_positions <= self.seq_len:
             raise ValueError(
                 f"got skip_positions {self.skip_positions}, expected more than seq_len, "
-                f"{self.seq_len}: the positions that a block is to reach"
+                f"{self.seq_len}: the number of positions that a block spreads over"
             )
         return self
 
@@ -144,18 +214,48 @@ class Lora(StrictMapping):
     dropout: float = Field(default=0.0, ge=0, lt=1)
 
 
-# All else is a training option
-_STAGE_KEYS = ("name", "train", "lora", "objective", "temperature", "answer_weight")
+class StageOptions(StrictMapping):
+    """The training options of a recipe that TrainingArguments does not have.
+
+    global_batch_size: blocks in an optimizer step over all processes; it sets
+    gradient_accumulation_steps, so a recipe trains the same on any number of processes.
+    held_out_steps: steps between measurements of the held-out loss; 0: only before and after the
+    stage. max_bad_steps: this many bad steps in a row end the run; fewer are skipped. A step is bad
+    if its loss or gradient is not a number, unless fp16 scaled it too high, or if its loss is above
+    spike_factor times the running mean. attn_implementation: as `from_pretrained` takes it.
+    fused_cross_entropy: never hold the logits of all tokens, at the cost of one more product with
+    the head; liger: by its Triton kernel, on GPUs. context_parallel_size: GPUs that share a block.
+    """
+
+    global_batch_size: int | None = Field(default=None, ge=1)
+    held_out_steps: int = Field(default=0, ge=0)
+    max_bad_steps: int = Field(default=1, ge=1)
+    spike_factor: float | None = Field(default=None, gt=1)
+    attn_implementation: str | None = None
+    fused_cross_entropy: bool | Literal["liger"] = False
+    context_parallel_size: int = Field(default=1, ge=1)
+
+
+class LinearBounds(StrictMapping):
+    """`lr_scheduler_kwargs` of a linear schedule: rates before the warm-up and after the end."""
+
+    start_lr: float = Field(default=0.0, ge=0)
+    end_lr: float = Field(default=0.0, ge=0)
+
+
+def has_bounds(arguments: TrainingArguments) -> bool:
+    """Whether the schedule is `trainer.linear_rate`, with `LinearBounds`."""
+    return bool(arguments.lr_scheduler_kwargs) and arguments.lr_scheduler_type == "linear"
 
 
 class Stage(StrictMapping):
-    """One run of the trainer: the parameters that learn, by module name or `all`, and its own
+    """One run of the trainer: the parameters to train, by module name or `all`, and its own
     training options.
 
-    With `lora`, adapters on the linear layers of that name learn instead; `all` means those of the
-    decoder's layers. `objective` names what is minimised, or gives several their weights: see
-    `objectives.py`. `answer_weight` adds, so many times, the mean over the answers of each block of
-    synthetic lookups to the mean over its tokens.
+    With `lora`, adapters on the linear layers of that name are trained instead; `all` means those
+    of the decoder's layers. `objective` names what is minimised, or maps several to their weights:
+    see `objectives.py`. `answer_weight` times the mean loss over the answers of each block of
+    synthetic lookups is added to the mean over its tokens.
     """
 
     # A directory name, and a step in a dotted path
@@ -178,9 +278,7 @@ class Stage(StrictMapping):
     @field_validator("train", mode="before")
     @classmethod
     def _names_or_all(cls, train: Any) -> Any:
-        names = (
-            isinstance(train, list) and bool(train) and all(isinstance(name, str) for name in train)
-        )
+        names = isinstance(train, list) and train and all(isinstance(name, str) for name in train)
         if train != "all" and not names:
             raise ValueError(
                 f"got {short(train)}, expected all or a list of module names such as [t_proj]"
@@ -192,14 +290,18 @@ class Stage(StrictMapping):
     def _as_weights(cls, given: Any) -> Any:
         return {given: 1.0} if isinstance(given, str) else given
 
+    @field_validator("training")
+    @classmethod
+    def _check_training(cls, training: dict[str, Any]) -> dict[str, Any]:
+        return _checked_training(training, also_known=_STAGE_KEYS)
+
     @property
     def needs_teacher(self) -> bool:
         return set(self.objective) != {"lm"}
 
-    @field_validator("training")
-    @classmethod
-    def _check_training(cls, training: dict[str, Any]) -> dict[str, Any]:
-        return checked_training(training, also_known=_STAGE_KEYS)
+    @property
+    def needs_logits(self) -> bool:
+        return "distill" in self.objective or bool(self.answer_weight)
 
 
 class Recipe(StrictMapping):
@@ -208,7 +310,7 @@ class Recipe(StrictMapping):
     model: str | None = None
     tokenizer: str | None = None
     config: dict[str, Any] = {}
-    teacher: str | None = None  # the original model, where an objective needs it
+    teacher: str | None = None  # the original model, if an objective needs it
     data: Data
     training: dict[str, Any] = Field(default={}, validate_default=True)
     stages: list[Stage] = Field(min_length=1)
@@ -217,7 +319,7 @@ class Recipe(StrictMapping):
     @field_validator("training")
     @classmethod
     def _check_training(cls, training: dict[str, Any]) -> dict[str, Any]:
-        return {**DEFAULTS, **checked_training(training)}
+        return {**DEFAULTS, **_checked_training(training)}
 
     @model_validator(mode="after")
     def _check_start(self) -> "Recipe":
@@ -235,32 +337,20 @@ class Recipe(StrictMapping):
     @model_validator(mode="after")
     def _check_stages(self) -> "Recipe":
         names = [stage.name for stage in self.stages]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"stages: got two of the name {name!r}, expected a name for each")
         for stage in self.stages:
+            where = f"stages.{stage.name}"
             if stage.needs_teacher and self.teacher is None:
                 raise ValueError(
-                    f"stages.{stage.name}: objective {', '.join(stage.objective)} needs the "
-                    f"original model, got none; "
-                    f"give its directory or hub id as teacher, beside model"
+                    f"{where}: objective {', '.join(stage.objective)} needs the original model, "
+                    "got none; give its directory or hub id as teacher, beside model"
                 )
-            if names.count(stage.name) > 1:
-                raise ValueError(
-                    f"stages: got two of the name {stage.name!r}, expected a name for each"
-                )
-            options = self.options(stage)
-            if options.get("max_steps", 0) <= 0:
-                raise ValueError(
-                    f"stages.{stage.name}: got max_steps {options.get('max_steps')}, expected a "
-                    "number above 0; say how long the stage is, here or under training"
-                )
-            check_options(stage.name, options)
-            try:
-                own_options = self.stage_options(stage)
-            except ValidationError as error:
-                problems = "; ".join(explain({}, problem) for problem in error.errors())
-                raise ValueError(f"stages.{stage.name}: {problems}") from None
-            _check_loss(stage, own_options, self.data)
-            if own_options.context_parallel_size > 1:
-                check_context_parallel(stage, own_options, self.data)
+            _check_arguments(where, self.options(stage))
+            with _explained(where):
+                options = self.stage_options(stage)
+            check_stage(stage, options, self.data)
         return self
 
     def options(self, stage: Stage) -> dict[str, Any]:
@@ -270,9 +360,8 @@ class Recipe(StrictMapping):
 
     def stage_options(self, stage: Stage) -> StageOptions:
         given = {**self.training, **stage.training}
-        return StageOptions(
-            **{key: value for key, value in given.items() if key in StageOptions.model_fields}
-        )
+        own = {key: value for key, value in given.items() if key in StageOptions.model_fields}
+        return StageOptions(**own)
 
     @property
     def start(self) -> str:
@@ -290,30 +379,21 @@ class Recipe(StrictMapping):
         """Blocks that one optimizer step of a stage takes, over `world_size` processes."""
         accumulated = self.options(stage).get("gradient_accumulation_steps")
         return self.stage_options(stage).global_batch_size or (
-            self._groups(stage, world_size)
-            * self._batch(stage)
+            self._blocks_at_once(stage, world_size)
             * (accumulated or TrainingArguments.gradient_accumulation_steps)
         )
 
-    def _batch(self, stage: Stage) -> int:
-        """Blocks that a process takes at once."""
-        own = self.options(stage).get("per_device_train_batch_size")
-        return own or TrainingArguments.per_device_train_batch_size
-
-    def batch_in_file(self, stage: Stage) -> int | None:
-        """The recipe's own `global_batch_size` of a stage, where overrides changed it."""
-        batch = self._batches_in_file.get(stage.name)
-        return batch if batch != self.stage_options(stage).global_batch_size else None
-
     def accumulation(self, stage: Stage, world_size: int) -> int:
-        """Batches of a process in a step. Raises CocaError where global_batch_size has none."""
-        blocks, batch = self.blocks_per_step(stage, world_size), self._batch(stage)
-        at_once = batch * self._groups(stage, world_size)
+        """Batches of a process in a step. Raises CocaError if global_batch_size allows none."""
+        blocks, at_once = (
+            self.blocks_per_step(stage, world_size),
+            self._blocks_at_once(stage, world_size),
+        )
         if blocks % at_once:
             raise CocaError(
                 f"stages.{stage.name}: got global_batch_size {blocks}, expected a multiple of "
-                f"{at_once}: "
-                f"per_device_train_batch_size {batch} on {world_size} processes; change one of them"
+                f"{at_once}: per_device_train_batch_size {self._batch(stage)} on {world_size} "
+                "processes; change one of them"
             )
         given = self.options(stage).get("gradient_accumulation_steps", blocks // at_once)
         if given != blocks // at_once:
@@ -324,23 +404,32 @@ class Recipe(StrictMapping):
             )
         return blocks // at_once
 
-    def _groups(self, stage: Stage, world_size: int) -> int:
-        """Groups of processes that share a block. Raises CocaError unless a whole number."""
-        size = self.stage_options(stage).context_parallel_size
-        if world_size % size:
+    def _blocks_at_once(self, stage: Stage, world_size: int) -> int:
+        """Blocks of a batch over all processes. Raises CocaError unless whole groups share them."""
+        sharing = self.stage_options(stage).context_parallel_size
+        if world_size % sharing:
             raise CocaError(
-                f"stages.{stage.name}: got context_parallel_size {size} on {world_size} processes, "
-                "expected a divisor of their number"
+                f"stages.{stage.name}: got context_parallel_size {sharing} on {world_size} "
+                "processes, expected a divisor of their number"
             )
-        return world_size // size
+        return world_size // sharing * self._batch(stage)
+
+    def _batch(self, stage: Stage) -> int:
+        own = self.options(stage).get("per_device_train_batch_size")
+        return own or TrainingArguments.per_device_train_batch_size
+
+    def batch_in_file(self, stage: Stage) -> int | None:
+        """The `global_batch_size` of a stage in the recipe's file, if overrides changed it."""
+        batch = self._batches_in_file.get(stage.name)
+        return batch if batch != self.stage_options(stage).global_batch_size else None
 
     def to_dict(self) -> dict[str, Any]:
-        parts = self.model_dump(exclude={"stages"}, exclude_none=True)
+        tree = self.model_dump(exclude={"stages"}, exclude_none=True)
         stages = [
             {**stage.model_dump(exclude={"training"}, exclude_defaults=True), **stage.training}
             for stage in self.stages
         ]
-        return {**parts, "data": self.data.model_dump(), "stages": stages}
+        return {**tree, "data": self.data.model_dump(), "stages": stages}
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -349,20 +438,20 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
     An override's value is YAML; stages go by name, sources by number (from 0).
 
-    Raises CocaError for a file that is no recipe, a key that is not known (naming the nearest that
-    is), a value of the wrong type, a stage without a length.
+    Raises CocaError for a file that is not a recipe, an unknown key (naming the nearest known one),
+    a value of the wrong type, and a stage without a length.
     """
     tree = read_tree(Path(path))
     written = copy.deepcopy(tree)
     for override in overrides:
-        override_(tree, override)
+        _override_(tree, override)
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
         raise CocaError(
-            f"{path}: {'; '.join(explain(tree, problem) for problem in error.errors())}"
+            f"{path}: {'; '.join(_explain(tree, problem) for problem in error.errors())}"
         ) from None
-    with suppress(ValidationError):  # only overrides make it a recipe
+    with suppress(ValidationError):  # the overrides may be what completes it
         in_file = Recipe.model_validate(written)
         recipe._batches_in_file = {
             stage.name: in_file.stage_options(stage).global_batch_size for stage in in_file.stages
@@ -370,56 +459,259 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     return recipe
 
 
-def _check_loss(stage: Stage, options: StageOptions, data: Data) -> None:
-    """Raises ValueError where what a stage minimises cannot be computed as its options say."""
-    given = f"stages.{stage.name}: got answer_weight {stage.answer_weight:g}"
-    if stage.answer_weight and not data.has_answers:
-        raise ValueError(
-            f"{given} without a source that has answers; add {{synthetic: lookups, weight: 0.5}} "
-            f"to data.sources"
-        )
-    if stage.answer_weight and set(stage.objective) == {"attention-transfer"}:
-        raise ValueError(
-            f"{given} with objective attention-transfer alone, which weights no tokens; leave one "
-            f"of them out"
-        )
-    logits_of = "objective distill" if "distill" in stage.objective else "answer_weight"
-    if options.fused_cross_entropy and ("distill" in stage.objective or stage.answer_weight):
-        raise ValueError(
-            f"stages.{stage.name}: got fused_cross_entropy with {logits_of}, which needs the "
-            f"logits; leave one of them out"
-        )
-    if "temperature" in stage.model_fields_set and "distill" not in stage.objective:
-        raise ValueError(
-            f"stages.{stage.name}: got temperature {stage.temperature:g} without objective "
-            f"distill, which alone has one; leave it out"
-        )
-    attention = options.attn_implementation or "sdpa"
-    if "attention-maps" in stage.objective and attention != "eager":
-        raise ValueError(
-            f"stages.{stage.name}: got objective attention-maps with attn_implementation "
-            f"{attention}, expected eager, which alone has the maps"
-        )
+def _checked_training(options: dict[str, Any], also_known: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Training options with every value in the type that is declared for it, as plain YAML values.
+
+    Raises ValueError for an unknown option, one that coca-train sets itself, or a value of another
+    type.
+    """
+    checked = {}
+    for key, value in options.items():
+        if key not in _training_types():
+            reason = _reason_not_set(str(key))
+            raise ValueError(
+                f"{short(key)} is not a recipe's to set: {reason}"
+                if reason
+                else _unknown_key(key, [*_training_types(), *also_known])
+            )
+        hint, adapter = _training_types()[key]
+        try:
+            if isinstance(value, bool) and bool not in (hint, *typing.get_args(hint)):
+                raise TypeError  # pydantic would take true for 1
+            checked[key] = adapter.dump_python(adapter.validate_python(value), mode="json")
+        except (TypeError, ValidationError):
+            expected = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+            raise ValueError(f"{key}: got {short(value)}, expected {expected}") from None
+    return checked
 
 
-def check_context_parallel(stage: Stage, options: StageOptions, data: Data) -> None:
-    """Raises ValueError for what cannot be computed on parts of a block."""
-    size = options.context_parallel_size
-    given = f"stages.{stage.name}: got context_parallel_size {size}"
-    if options.attn_implementation not in (None, "sdpa"):
-        raise ValueError(
-            f"{given} with attn_implementation {options.attn_implementation}, expected sdpa"
+@functools.cache
+def _training_types() -> dict[str, tuple[Any, TypeAdapter]]:
+    """Every option that a recipe may set, of TrainingArguments and StageOptions, with its type."""
+    hints = typing.get_type_hints(TrainingArguments)
+    config = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
+    names = [field.name for field in dataclasses.fields(TrainingArguments) if field.init]
+    types = {name: hints[name] for name in names if _reason_not_set(name) is None}
+    types |= {name: field.annotation for name, field in StageOptions.model_fields.items()}
+    return {name: (hint, TypeAdapter(hint, config=config)) for name, hint in types.items()}
+
+
+def _reason_not_set(key: str) -> str | None:
+    for reason, names in NOT_SET.items():
+        if any(fnmatchcase(key, name) for name in names.split()):
+            return reason
+    return None
+
+
+def _check_arguments(where: str, options: dict[str, Any]) -> None:
+    """Raises ValueError for a training option of the right type and a wrong value."""
+
+    def check(key: str, is_right: bool, expected: str) -> None:
+        if not is_right:
+            raise ValueError(f"{where}: got {key} {short(options.get(key))}, expected {expected}")
+
+    length = "a number above 0; say how long the stage is, here or under training"
+    check("max_steps", options.get("max_steps", 0) > 0, length)
+    for key in ("logging_strategy", "save_strategy"):
+        is_right = options.get(key, "steps") in ("steps", "no")
+        check(key, is_right, "steps or no: there are no epochs")
+    for key, least in _LEAST.items():
+        check(key, options.get(key) is None or options[key] >= least, f"at least {least}")
+    for key in ("adam_beta1", "adam_beta2"):
+        check(key, 0 <= options.get(key, 0) < 1, "at least 0 and below 1")
+    check("learning_rate", options.get("learning_rate", 1.0) > 0, "a rate above 0")
+    parameters = inspect.signature(checkpoint).parameters.values()
+    known = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    known.append("preserve_rng_state")
+    for key in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        for name in options.get(key) or ():
+            if name not in known:
+                raise ValueError(f"{where}: {key}: {_unknown_key(name, known)}")
+    if mode := options.get("torch_compile_mode"):
+        from torch._inductor import list_mode_options  # takes a second
+
+        modes = list_mode_options()
+        check("torch_compile_mode", mode in modes, f"one of {', '.join(modes)}")
+    kwargs = options.get("lr_scheduler_kwargs")
+    if kwargs and options.get("lr_scheduler_type", "linear") == "linear":
+        with _explained(f"{where}: lr_scheduler_kwargs of a linear schedule", kwargs):
+            LinearBounds.model_validate(kwargs)
+
+
+def check_stage(stage: Stage, options: StageOptions, data: Data) -> None:
+    """Raises ValueError if a stage cannot be computed as its options and the data say."""
+
+    def refuse(problem: str, remedy: str = "leave one of them out") -> None:
+        raise ValueError(f"stages.{stage.name}: got {problem}; {remedy}")
+
+    kinds, attention = set(stage.objective), options.attn_implementation or "sdpa"
+    if stage.answer_weight:
+        given = f"answer_weight {stage.answer_weight:g}"
+        if not data.has_answers:
+            remedy = "add {synthetic: lookups, weight: 0.5} to data.sources"
+            refuse(f"{given} without a source that has answers", remedy)
+        if kinds == {"attention-transfer"}:
+            refuse(f"{given} with objective attention-transfer alone, which weights no tokens")
+    if options.fused_cross_entropy and stage.needs_logits:
+        cause = "objective distill" if "distill" in kinds else "answer_weight"
+        refuse(f"fused_cross_entropy with {cause}, which needs the logits")
+    if "temperature" in stage.model_fields_set and "distill" not in kinds:
+        given = f"temperature {stage.temperature:g}"
+        refuse(f"{given} without objective distill, which alone has one", "leave it out")
+    if "attention-maps" in kinds and attention != "eager":
+        given = f"objective attention-maps with attn_implementation {attention}"
+        refuse(f"{given}, expected eager", "only eager attention has the maps")
+    if options.context_parallel_size > 1:
+        given = f"context_parallel_size {options.context_parallel_size}"
+        multiple = 2 * options.context_parallel_size
+        if attention != "sdpa":
+            refuse(f"{given} with attn_implementation {attention}, expected sdpa")
+        if stage.needs_teacher or stage.answer_weight:
+            objective = ", ".join(stage.objective)
+            objective += " and answer_weight" if stage.answer_weight else ""
+            refuse(f"{given} with objective {objective}, expected lm alone")
+        if data.skip_positions:
+            refuse(f"{given} with data.skip_positions, expected positions in order")
+        if data.seq_len % multiple:
+            refuse(
+                f"{given} with data.seq_len {data.seq_len}", f"expected a multiple of {multiple}"
+            )
+
+
+def _unknown_key(key: Any, known: Iterable[str]) -> str:
+    return f"unknown key {short(key)}; nearest: {nearest(str(key), known)}"
+
+
+@contextmanager
+def _explained(where: str, tree: Any = None) -> Iterator[None]:
+    """Turn what pydantic raises into one ValueError that opens with `where`."""
+    try:
+        yield
+    except ValidationError as error:
+        problems = "; ".join(_explain(tree, problem) for problem in error.errors())
+        raise ValueError(f"{where}: {problems}") from None
+
+
+def _explain(tree: Any, problem: Any) -> str:
+    """One problem that pydantic found, as `where: got, expected`, with stages by name."""
+    steps: list[str] = []
+    node: Any = tree
+    for step in problem["loc"]:
+        is_there = isinstance(node, list) or (isinstance(node, dict) and step in node)
+        node = node[step] if is_there else None
+        named = isinstance(step, int) and isinstance(node, dict) and "name" in node
+        steps.append(str(node["name"] if named else step))
+    path = [step for step in steps if step != "training" or steps[0] == "training"]
+    path = path[:-1] if path[-1:] == ["[key]"] else path
+    where = f"{'.'.join(path)}: " if steps else ""
+    if problem["type"] == "value_error":
+        return where + problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "missing":
+        return f"{where}missing, expected a value"
+    expected = problem["msg"].removeprefix("Input should be ")
+    mapping, several = "a mapping", "one or more"
+    expected = {"dict_type": mapping, "model_type": mapping, "too_short": several}.get(
+        problem["type"], expected
+    )
+    return f"{where}got {short(problem['input'])}, expected {expected}"
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """The mapping in the YAML file at `path`. Raises CocaError if there is none."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise CocaError(f"{path}: cannot be read as a recipe: {reason}") from None
+    tree = _parse(text, str(path))
+    if not isinstance(tree, dict):
+        raise CocaError(
+            f"{path}: got {type(tree).__name__}, expected a recipe: model, data, training, stages"
         )
-    if stage.needs_teacher or stage.answer_weight:
-        objective = ", ".join(stage.objective) + (
-            " and answer_weight" if stage.answer_weight else ""
-        )
-        raise ValueError(f"{given} with objective {objective}, expected lm alone")
-    if data.skip_positions:
-        raise ValueError(
-            f"{given} with data.skip_positions, expected positions in order; leave one of them out"
-        )
-    if data.seq_len % (2 * size):
-        raise ValueError(
-            f"{given}, expected data.seq_len, {data.seq_len}, to be a multiple of {2 * size}"
-        )
+    return tree
+
+
+def _override_(tree: dict[str, Any], override: str) -> None:
+    """Set one `dotted.path=value` in the tree, in place; stages go by name, sources by number.
+
+    A new key is made; the recipe decides whether it is known.
+
+    Raises CocaError for a path through a value, or to a stage or source that does not exist.
+    """
+    path, equals, value = override.partition("=")
+    if not equals or not all(path.split(".")):
+        raise CocaError(f"{override}: expected key=value, such as training.learning_rate=1e-4")
+    *steps, last = path.split(".")
+    override = override if len(override) <= 200 else f"{override[:200]} ..."  # for messages
+
+    def mapping(node: Any) -> dict[str, Any]:
+        if not isinstance(node, dict):
+            raise CocaError(
+                f"{override}: the path goes through {short(node)}, expected one that leads to a "
+                "key of the recipe"
+            )
+        return node
+
+    node: Any = tree
+    for step in steps:
+        is_list = isinstance(node, list)
+        node = _item(node, step, override) if is_list else mapping(node).setdefault(step, {})
+    mapping(node)[last] = _parse(value, override)
+
+
+def _item(items: list, step: str, override: str) -> Any:
+    """The stage of a name, or the source of a number. Raises CocaError."""
+    names = {
+        str(item["name"] if isinstance(item, dict) and "name" in item else number): item
+        for number, item in enumerate(items)
+    }
+    if step not in names:
+        known = "the list is empty"
+        if names:
+            known = f"expected one of {', '.join(names)}; nearest: {nearest(step, names)}"
+        raise CocaError(f"{override}: got {short(step)}, {known}")
+    return names[step]
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads numbers and booleans as YAML 1.2 does: 1e-4 is a number; `no` and 1:30 are words."""
+
+    yaml_implicit_resolvers = {
+        first: [pair for pair in pairs if pair[0].endswith((":null", ":merge"))]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def flatten_mapping(self, node: Any) -> None:
+        """Refuse a key that stands twice, before `<<` merges others in."""
+        keys = [] if hasattr(node, "is_flat") else [key.value for key, _ in node.value]
+        node.is_flat = True
+        for repeated in (key for number, key in enumerate(keys) if key in keys[:number]):
+            problem = f"the key {short(repeated)} stands twice"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        super().flatten_mapping(node)
+
+
+_DECIMAL = r"(\d[\d_]*\.\d*|\.\d+)([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+"
+for _name, _pattern, _first in (
+    ("float", rf"^[-+]?({_DECIMAL}|\.(inf|Inf|INF))$|^\.(nan|NaN|NAN)$", "-+.0123456789"),
+    ("int", r"^[-+]?(0|[1-9][\d_]*|0x[\da-fA-F]+|0o[0-7]+)$", "-+0123456789"),
+    ("bool", r"^(true|True|TRUE|false|False|FALSE)$", "tTfF"),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), list(_first))
+_Loader.add_constructor(
+    "tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(cast(Any, node)), 0)
+)
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f"line {mark.line + 1}: " if mark else ""
+        problem = getattr(error, "problem", None) or one_line(error)
+        raise CocaError(f"{where}: {line}not YAML: {problem}") from None
+    except RecursionError:
+        raise CocaError(f"{where}: not a recipe: nested too deeply") from None
+    except ValueError as error:  # of a value with a tag of its own, such as !!int x
+        raise CocaError(f"{where}: not YAML: {one_line(error)}") from None

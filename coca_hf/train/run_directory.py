@@ -2,15 +2,15 @@
 
     OUT/recipe.yaml           the recipe with overrides and defaults, to run again as it is
     OUT/inputs.json           what the recipe's paths held, and blocks per step; for --resume
-    OUT/1-k/                  a stage: with training.json, a complete checkpoint
+    OUT/1-k/                  a stage; a complete checkpoint if it has training.json
     OUT/1-k/log.jsonl         a line per logging interval, and per held-out loss: log.py
     OUT/1-k/trainer/          checkpoint-N, to resume from, until the stage is complete
     OUT/2-qkv/ …
     OUT/tensorboard/1-k/ …    for `tensorboard --logdir OUT`
-    OUT/stopped.json          there while a run that a signal stopped waits for --resume
+    OUT/stopped.json          exists while a run that a signal stopped waits for --resume
 
-Directories named `partial`, and hidden files with that ending, are being written. A run that is
-killed leaves them, and the next one removes them.
+Directories named `partial`, and hidden files with that ending, are unfinished. A run that is killed
+leaves them, and the next one removes them.
 """
 
 import json
@@ -30,10 +30,8 @@ from transformers import TrainingArguments
 
 from coca_hf.errors import CocaError, one_line, short
 from coca_hf.files import remove_unfinished, replace_text, size_in_words
-from coca_hf.train.options import StageOptions
 from coca_hf.train.processes import is_lost_process
-from coca_hf.train.recipe import Recipe, Stage
-from coca_hf.train.recipe_file import read_tree
+from coca_hf.train.recipe import Recipe, Stage, StageOptions, read_tree
 from coca_hf.weights import read_json
 
 RECORD = "training.json"
@@ -43,7 +41,7 @@ STOPPED = "stopped.json"
 PARTIAL = "partial"
 MOST_CHANGES = 8  # that a message lists
 UNTOUCHED = "what was saved before is untouched: make room, then continue with --resume"
-LAYOUT = (  # keys that --resume may change: how steps are computed, and which are skipped
+LAYOUT = (  # keys that --resume may change: how steps are computed, skipped, kept and logged
     *("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"),
     *("activation_checkpointing", "torch_compile", "attn_implementation", "fused_cross_entropy"),
     *("report_to", "disable_tqdm", "save_steps", "save_total_limit"),
@@ -54,11 +52,11 @@ LAYOUT = (  # keys that --resume may change: how steps are computed, and which a
 
 @dataclass(frozen=True)
 class ResolvedStage:
-    """A stage of a recipe with all that a run adds to it: arguments, start and place on disk.
+    """A stage of a recipe with everything that a run adds: arguments, start and place on disk.
 
-    base: the model that it starts from, which is the stage `before`, if any. base_directory: where
-    the records, the card and the licence of `base` are; None for a model from scratch.
-    blocks_per_step: those that one optimizer step takes, over all processes.
+    blocks_per_step: blocks that one optimizer step takes, over all processes. base: the model that
+    the stage starts from, which is that of the stage `before`, if any. base_directory: the
+    directory with the records, the card and the licence of `base`; None for a model from scratch.
     """
 
     of_recipe: Stage
@@ -97,13 +95,13 @@ class ResolvedStage:
 
     @property
     def num_blocks(self) -> int:
-        """The blocks that it takes in all."""
+        """The blocks that it takes in total."""
         return self.arguments.max_steps * self.blocks_per_step
 
 
 def check_out(recipe: Recipe, out_dir: Path, resume: bool) -> None:
-    """Raises CocaError for a file, for a directory that is not empty without `resume`, and with it
-    for one that coca-train did not make, or made by another recipe, with what differs.
+    """Raises CocaError for a file, and for a directory that is not empty; with `resume`, for one
+    that coca-train did not make, or made from another recipe, naming the differences.
     """
     if out_dir.exists() and not out_dir.is_dir():
         raise CocaError(
@@ -125,16 +123,17 @@ def check_out(recipe: Recipe, out_dir: Path, resume: bool) -> None:
             del tree[key]
     if changes := _changes(before, now):
         raise CocaError(
-            f"{out_dir}: cannot --resume with another recipe: {changes}; give the one it was "
+            f"{out_dir}: cannot --resume with another recipe: {changes}; give the one that it was "
             f"started with ({out_dir / RECIPE}), or choose another --out"
         )
 
 
 def noted_inputs(out_dir: Path, recipe: Recipe) -> dict[str, Any] | None:
-    """What the run in `out_dir` was begun on; None for a new run. `commits` has one for each source,
-    as data sets on the hub are read; `hub`, its models on the hub with theirs.
+    """The inputs that the run in `out_dir` began with; None for a new run. `commits` has the commit
+    of each source that is a data set on the hub, otherwise None; `hub`, the models on the hub with
+    their commits.
 
-    Raises CocaError where the file is damaged.
+    Raises CocaError if the file is damaged.
     """
     path = out_dir / INPUTS
     if not (path.exists() and _is_used(out_dir, recipe)):
@@ -153,8 +152,8 @@ def noted_inputs(out_dir: Path, recipe: Recipe) -> dict[str, Any] | None:
 
 
 def check_inputs(out_dir: Path, noted: dict[str, Any] | None, inputs: dict[str, Any]) -> None:
-    """Raises CocaError where what the recipe's paths hold, or the size of a step, is not what the
-    run in `out_dir` was begun on: the stages would not be of one training.
+    """Raises CocaError if the contents of the recipe's paths, or the size of a step, are not those
+    that the run in `out_dir` began with: its stages would not form one training run.
     """
     if noted is not None and (changes := _changes(_flat(noted), _flat(inputs))):
         raise CocaError(
@@ -165,9 +164,9 @@ def check_inputs(out_dir: Path, noted: dict[str, Any] | None, inputs: dict[str, 
 
 
 def begin_out(out_dir: Path, recipe: Recipe, inputs: dict[str, Any]) -> None:
-    """Make the directory with its recipe and inputs in it, unless a run has begun there.
+    """Make the directory with its recipe and inputs, unless a run has begun there.
 
-    Raises CocaError where it cannot be written.
+    Raises CocaError if it cannot be written.
     """
     with saving_to(out_dir):
         if not _is_used(out_dir, recipe):
@@ -185,24 +184,24 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
         value = tree.get(key, "absent")
         return value if isinstance(value, str) and len(value) < MOST_CHANGES * 20 else short(value)
 
-    changed = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
-    listed = [
-        f"{key} was {said(before, key)}, now {said(now, key)}" for key in changed[:MOST_CHANGES]
-    ]
-    more = len(changed) - MOST_CHANGES
-    return "; ".join(listed + [f"and {more:,} more"] * (more > 0))
+    changed = [key for key in before | now if before.get(key) != now.get(key)]
+    listed = [f"{key} was {said(before, key)}, now {said(now, key)}" for key in changed]
+    more = [f"and {len(listed) - MOST_CHANGES:,} more"] if len(listed) > MOST_CHANGES else []
+    return "; ".join(listed[:MOST_CHANGES] + more)
 
 
 def _is_used(out_dir: Path, recipe: Recipe) -> bool:
-    """Whether a run has begun there, or the directory holds other files, but for prepared blocks."""
+    """Whether a run has begun there, or the directory has files other than prepared blocks."""
     blocks, own = Path(recipe.data.prepared).resolve(), out_dir.resolve()
-    found = (path for path in own.rglob("*") if blocks not in path.parents or blocks == own)
-    files = (path for path in found if not path.is_dir())
-    return any(path.name not in (RECIPE, INPUTS) and path.suffix != ".partial" for path in files)
+    return any(
+        path.name not in (RECIPE, INPUTS) and path.suffix != ".partial"
+        for path in own.rglob("*")
+        if not path.is_dir() and (blocks == own or blocks not in path.parents)
+    )
 
 
 def _flat(tree: Any, path: str = "") -> dict[str, Any]:
-    """A tree's values by their dotted paths, stages by name: what two recipes are compared by."""
+    """A tree's values by their dotted paths, with stages by name, to compare two recipes."""
     if isinstance(tree, dict):
         items = {str(key): value for key, value in tree.items()}
     elif isinstance(tree, list) and tree and isinstance(tree[0], dict):
@@ -217,7 +216,7 @@ def _flat(tree: Any, path: str = "") -> dict[str, Any]:
 
 
 def saved_checkpoints(trainer_dir: Path) -> list[Path]:
-    """Every `checkpoint-N`, the newest last. All are whole: they get their name when they are."""
+    """Every `checkpoint-N`, the newest last. All are whole: they get that name when complete."""
     numbers = (path.name.partition("-")[2] for path in trainer_dir.glob("checkpoint-*"))
     steps = sorted(int(number) for number in numbers if number.isdecimal())
     return [trainer_dir / f"checkpoint-{step}" for step in steps]
@@ -234,20 +233,19 @@ def reading(checkpoint: Path) -> Iterator[None]:
         yield
     except CocaError:
         raise
-    except (Exception, CheckpointException) as error:  # the latter is no Exception
-        reason = _reason(error)[:200]
+    except (Exception, CheckpointException) as error:  # the latter is not an Exception
         raise CocaError(
-            f"{checkpoint}: cannot be read ({reason}); delete it: --resume then goes on from the "
-            "one before it, or starts the stage again"
+            f"{checkpoint}: cannot be read ({_reason(error)[:200]}); delete it: --resume then "
+            "continues from the one before it, or starts the stage again"
         ) from error
 
 
 def check_base(stage: ResolvedStage, check_stop: Callable[[], None]) -> None:
-    """Raises CocaError where the weights that `stage` starts from, or of a stage of this run the
-    config, are not as they were written.
+    """Raises CocaError if the weights that `stage` starts from are not as they were written, or if
+    the config of the stage before it is not.
     """
     if stage.base_directory is None or not Path(stage.base).exists():
-        return  # from scratch; or on the hub, which vouches for its files
+        return  # from scratch, or on the hub, which checks its files
     record = read_record(stage.base_directory)
     hashes = dict(record.get("weights_xxh3_128", {}))
     if stage.before and "config_xxh3_128" in record:
@@ -263,15 +261,14 @@ def check_base(stage: ResolvedStage, check_stop: Callable[[], None]) -> None:
 
 
 def read_record(directory: Path) -> dict[str, Any]:
-    """A checkpoint's training.json, or {}. Raises CocaError where it is damaged."""
+    """A checkpoint's training.json, or {}. Raises CocaError if it is damaged."""
     path = directory / RECORD
     record = read_json(path) if path.exists() else {}
     kinds = {"end_block": int, "weights_xxh3_128": dict, "config_xxh3_128": str, "stages": list}
     for key, kind in kinds.items():
         if not isinstance(record.get(key, kind()), kind):
             raise CocaError(
-                f"{path}: got {key} {short(record[key])}; restore the file, or train that stage "
-                f"again"
+                f"{path}: got {key} {short(record[key])}; restore the file, or train that stage again"
             )
     return record
 
@@ -279,13 +276,13 @@ def read_record(directory: Path) -> dict[str, Any]:
 def weights_hashes(
     directory: Path, check_stop: Callable[[], None] = lambda: None
 ) -> dict[str, str | None]:
-    """The xxh3_128 of every file of weights of a checkpoint, in hexadecimal, by name."""
+    """The xxh3_128 of every weights file of a checkpoint, in hexadecimal, by name."""
     files = sorted(directory.glob("*.safetensors*"))
     return {path.name: file_hash(path, check_stop) for path in files}
 
 
 def file_hash(file: Path, check_stop: Callable[[], None] = lambda: None) -> str | None:
-    """The xxh3_128 of a file; None where there is none. check_stop: called every 16 MiB."""
+    """The xxh3_128 of a file, or None if it does not exist. check_stop: called every 16 MiB."""
     digest = xxhash.xxh3_128()
     try:
         with file.open("rb", buffering=0) as stream:
@@ -299,10 +296,10 @@ def file_hash(file: Path, check_stop: Callable[[], None] = lambda: None) -> str 
 
 @contextmanager
 def saving_to(directory: Path, what: str = "", num_bytes: int = 0) -> Iterator[None]:
-    """Turn what a full or read-only disk makes torch, safetensors and Python raise into a CocaError.
+    """Turn the errors of torch, safetensors and Python on a full or read-only disk into a CocaError.
 
-    num_bytes: how much is written in all, which a full disk makes torch not say. With it, every
-    process calls this; raises CocaError, in all of them, where the disk lacks the room for `what`.
+    num_bytes: how much is written in total, which torch's errors do not say. If given, every
+    process must call this; raises CocaError, in all of them, if the disk lacks room for `what`.
     """
     if num_bytes:
         free_bytes = [shutil.disk_usage(directory).free]
@@ -318,7 +315,7 @@ def saving_to(directory: Path, what: str = "", num_bytes: int = 0) -> Iterator[N
         raise
     except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
         if is_lost_process(error):
-            raise  # the disk has nothing to do with it
+            raise  # not an error of the disk
         free = size_in_words(shutil.disk_usage(directory).free) if num_bytes else ""
         needed = f" ({size_in_words(num_bytes)} needed, {free} free)" if num_bytes else ""
         raise CocaError(
@@ -327,6 +324,6 @@ def saving_to(directory: Path, what: str = "", num_bytes: int = 0) -> Iterator[N
 
 
 def _reason(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):  # its own message has the traceback of every process
+    if isinstance(error, CheckpointException):  # its message has the tracebacks of all processes
         error = next((failure for failure, _ in error.failures.values()), error)
     return f"{type(error).__name__}: {one_line(error)}"

@@ -1,9 +1,9 @@
 """A run, from the recipe to the last checkpoint: its stages, each from one directory to the next.
 
-`preflight` refuses what does not work; then the blocks are prepared, and each stage runs in turn,
-trained by `StageTrainer` from its last checkpoint. From stage to stage go weights, checked by their
-hashes, and the place in the stream of blocks; each has an optimizer of its own. Weights are float32
-throughout; `bf16: true` computes in bfloat16. `run_directory.py` lists what is on disk.
+`preflight` refuses what does not work; then the blocks are prepared, and the stages run in turn,
+each trained by `StageTrainer` from its last checkpoint. A stage hands on its weights, checked by
+their hashes, and the place in the stream of blocks; each has an optimizer of its own. Weights are
+float32 throughout; `bf16: true` computes in bfloat16. `run_directory.py` lists the files on disk.
 """
 
 import functools
@@ -25,7 +25,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     PrinterCallback,
     ProgressCallback,
-    TrainerState,
     default_data_collator,
 )
 from transformers.integrations import TensorBoardCallback
@@ -36,30 +35,11 @@ from coca_hf.documents import is_on_hub
 from coca_hf.errors import CocaError, library_errors, one_line
 from coca_hf.files import remove_unfinished, replace_text, size_in_words, sync
 from coca_hf.models.hub import without_paths
-from coca_hf.train.blocks import Blocks, DealtBlocks
-from coca_hf.train.data import Corpus
+from coca_hf.train import model as models
+from coca_hf.train.data import Blocks, Corpus, DealtBlocks
 from coca_hf.train.flops import count_flops
 from coca_hf.train.log import ProgressLine, StageLog, start_place, wandb_run
-from coca_hf.train.model import (
-    HANDED_ON,
-    count_parameters,
-    load_config,
-    load_model,
-    load_teacher,
-    load_tokenizer,
-    plain_model,
-    stage_model,
-    start_config,
-    start_model,
-    start_tokenizer,
-    unfilled_model,
-    weights_are_sent_here,
-)
-from coca_hf.train.objectives import (
-    Objective,
-    chunk_cross_entropy_,
-    fuse_cross_entropy_,
-)
+from coca_hf.train.objectives import Objective, chunk_cross_entropy_, fuse_cross_entropy_
 from coca_hf.train.preflight import preflight
 from coca_hf.train.processes import (
     Stopped,
@@ -89,7 +69,7 @@ from coca_hf.train.run_directory import (
 from coca_hf.train.trainer import StageTrainer
 
 PACKAGES = ("coca-hf", "torch", "transformers", "accelerate", "datasets")
-# Of a stage's record, what the records of later stages repeat
+# The fields of a stage's record that the records of later stages repeat
 CARRIED_ON = ("tokens", "seconds", "final_loss", "held_out", "hardware", "date")
 
 
@@ -100,65 +80,43 @@ def run_recipe(
 
     With `resume`, finished stages are skipped and an unfinished one continues from its last
     checkpoint, on any number of processes. Every process of a distributed run calls this; the main
-    one prints, writes, and prepares the blocks that are not in `data.prepared` yet. Where a host
+    one prints, writes, and prepares the blocks that are not in `data.prepared` yet. On a host that
     does not see them there, one of its own processes prepares them, too.
 
     Raises CocaError, before OUT is written, for what `preflight` refuses; later, for a loss that is
-    not a number, and for a disk that is full. Raises Stopped after the checkpoint that
-    SIGTERM or SIGUSR1, to any process, asks for, and where no stage is at work.
+    not a number, and for a full disk. Raises Stopped after SIGTERM or SIGUSR1 to any process: within
+    a stage, after a checkpoint.
     """
     with stop_on_signals() as stop, ExitStack() as until_the_end, losing_processes():
         recipe, stages, num_blocks = preflight(
             recipe, Path(out_dir), stage, resume, until_the_end, stop
         )
-        state = PartialState()
         complete = from_main_process(
-            lambda: {stage.directory for stage in stages if stage.is_complete}
+            lambda: {each.directory for each in stages if each.is_complete}
         )
         blocks: Blocks | None = None
         for each in stages:
             if each.directory in complete:
                 announce(f"{each.directory}: complete, skipped")
-                if state.is_main_process:
+                if PartialState().is_main_process:
                     _clear_trainer(each)  # a kill may have come between training.json and this
                 continue
             with _noting_a_stop(each):
                 ready = functools.partial(_ready, each, recipe, num_blocks, blocks)
                 blocks = main_process_first(ready, stop)
                 with _own_accelerator():
-                    _run_stage(recipe, each, state, blocks, stop)
+                    _run_stage(recipe, each, blocks, stop)
             gc.collect()  # the trainer refers to itself; free its model before the next is loaded
         return stages[-1].directory
-
-
-@contextmanager
-def _noting_a_stop(stage: ResolvedStage) -> Iterator[None]:
-    """Say where a stage was stopped, and leave word for the launch script, as launchers hide exit
-    codes. Raises Stopped.
-    """
-    try:
-        yield
-    except Stopped as stopped:
-        facts = {"signal": stopped.args[0], "stage": stage.name}
-        when = "before it began; the blocks that are prepared are kept"
-        if stopped.args[1:]:
-            facts["step"] = stopped.args[1]
-            when = f"after step {facts['step']}, with a checkpoint"
-        if PartialState().is_main_process:
-            replace_text(stage.directory.parent / STOPPED, json.dumps(facts) + "\n")
-        PartialState().wait_for_everyone()
-        raise Stopped(
-            f"{stage.directory}: stopped by {facts['signal']} {when}; continue with --resume"
-        ) from None
 
 
 def prepare_recipe(recipe: Recipe, world_size: int) -> tuple[Blocks, int]:
     """The blocks that all stages take on `world_size` processes, prepared, and their number.
 
-    Blocks that are there are checked. Raises CocaError as `Corpus.prepare` does, and Stopped, after
-    what is done is on disk, where SIGTERM or SIGUSR1 comes.
+    Blocks that exist already are checked. Raises CocaError as `Corpus.prepare` does, and Stopped
+    after SIGTERM or SIGUSR1, once what is done is on disk.
     """
-    tokenizer, num_blocks = start_tokenizer(recipe), recipe.num_blocks(world_size)
+    tokenizer, num_blocks = models.start_tokenizer(recipe), recipe.num_blocks(world_size)
     with stop_on_signals() as stop:
         try:
             return Corpus(recipe.data, tokenizer, stop.check).prepare(num_blocks), num_blocks
@@ -168,6 +126,28 @@ def prepare_recipe(recipe: Recipe, world_size: int) -> tuple[Blocks, int]:
             ) from None
 
 
+@contextmanager
+def _noting_a_stop(stage: ResolvedStage) -> Iterator[None]:
+    """Say where a stage was stopped, and write it down for the launch script, because launchers
+    hide exit codes. Raises Stopped.
+    """
+    try:
+        yield
+    except Stopped as stopped:
+        signal, *step = stopped.args
+        facts = {"signal": signal, "stage": stage.name}
+        when = "before it began; the blocks that are prepared are kept"
+        if step:
+            [facts["step"]] = step
+            when = f"after step {facts['step']}, with a checkpoint"
+        if PartialState().is_main_process:
+            replace_text(stage.directory.parent / STOPPED, json.dumps(facts) + "\n")
+        PartialState().wait_for_everyone()
+        raise Stopped(
+            f"{stage.directory}: stopped by {signal} {when}; continue with --resume"
+        ) from None
+
+
 def _ready(
     stage: ResolvedStage,
     recipe: Recipe,
@@ -175,16 +155,15 @@ def _ready(
     blocks: Blocks | None,
     check_stop: Callable[[], None],
 ) -> Blocks:
-    """Check the weights that a stage starts from, and prepare the blocks if no stage before has.
-
-    What is done, and where, is printed.
+    """Check the weights that a stage starts from, and prepare the blocks unless an earlier stage
+    has. Prints what is done, and where.
     """
     check_stop()
     if PartialState().is_main_process:
         check_base(stage, check_stop)
     if blocks is not None:
         return blocks
-    corpus = Corpus(recipe.data, start_tokenizer(recipe), check_stop)
+    corpus = Corpus(recipe.data, models.start_tokenizer(recipe), check_stop)
     if corpus.has(num_blocks):
         blocks = corpus.blocks()
     else:
@@ -192,8 +171,8 @@ def _ready(
         blocks = corpus.prepare(num_blocks)
         prepared = blocks.directory.parent
         others = {path.parent for path in prepared.glob("*/state.json")} - {blocks.directory}
-        files = [file for directory in others for file in directory.glob("*.bin")]
         if others:
+            files = [file for directory in others for file in directory.glob("*.bin")]
             size = size_in_words(sum(file.stat().st_size for file in files))
             announce(
                 f"data: {prepared} also holds blocks of other recipes or data ({len(others)} "
@@ -207,7 +186,7 @@ def _ready(
 
 @contextmanager
 def _own_accelerator() -> Iterator[None]:
-    """Let a stage choose its precision and be sharded, both of which accelerate keeps in globals."""
+    """Let a stage choose precision and sharding, both of which accelerate keeps in globals."""
     AcceleratorState._reset_state()
     launched_as = PartialState().distributed_type
     try:
@@ -216,40 +195,39 @@ def _own_accelerator() -> Iterator[None]:
         PartialState._shared_state["distributed_type"] = launched_as
 
 
-def _run_stage(
-    recipe: Recipe, stage: ResolvedStage, state: PartialState, blocks: Blocks, stop: StopRequest
-) -> None:
+def _run_stage(recipe: Recipe, stage: ResolvedStage, blocks: Blocks, stop: StopRequest) -> None:
     from_main_process(lambda: _begin(stage))
-
-    options, seq_len = stage.options, recipe.data.seq_len
+    options, arguments, seq_len = stage.options, stage.arguments, recipe.data.seq_len
     base, tokenizer, objective = in_all_processes(lambda: _load(recipe, stage))
     use_cache = base.config.use_cache  # the Trainer turns it off
     if options.fused_cross_entropy:
         fuse_cross_entropy_(base, liger=options.fused_cross_entropy == "liger")
     elif objective is not None:
         chunk_cross_entropy_(base)
-    model = stage_model(base, stage.of_recipe)
-    trained, total = count_parameters(model)
-    parameters = {"trained": trained, "total": total, "fraction": trained / total}
+    model = models.stage_model(base, stage.of_recipe)
+    trained, total = models.count_parameters(model)
     checkpoint = from_main_process(lambda: last_checkpoint(stage.trainer_dir))
     step, place = _place(checkpoint) if checkpoint else (0, start_place(stage.start_block))
-    held_out = blocks.held_out
     sharing = options.context_parallel_size
-    group, groups = state.process_index // sharing, state.num_processes // sharing
-    per_step, path = stage.blocks_per_step, stage.directory / "log.jsonl"
-    flops = count_flops(model, seq_len).model
-    log = StageLog(path, seq_len, per_step, flops, options.held_out_steps, place)
-    batch_size = stage.arguments.train_batch_size
+    group, groups = arguments.process_index // sharing, arguments.world_size // sharing
+    log = StageLog(
+        stage.directory / "log.jsonl",
+        seq_len,
+        stage.blocks_per_step,
+        count_flops(model, seq_len).model,
+        options.held_out_steps,
+        place,
+    )
     with library_errors(f"stages.{stage.name}: the trainer does not take these options"):
         trainer = StageTrainer(
             model,
-            stage.arguments,
+            arguments,
             default_data_collator,
-            DealtBlocks(blocks, place["next_block"], batch_size, group, groups),
+            DealtBlocks(blocks, place["next_block"], arguments.train_batch_size, group, groups),
             callbacks=[log],
             log=log,
             options=options,
-            held_out=held_out,
+            held_out=blocks.held_out,
             stop=stop,
             objective=objective,
         )
@@ -257,7 +235,7 @@ def _run_stage(
 
     said = (
         f"{stage.directory}: trains {trained:,} of {total:,} parameters ({trained / total:.1%}) "
-        f"for {stage.arguments.max_steps:,} steps of {per_step:,} blocks, "
+        f"for {arguments.max_steps:,} steps of {stage.blocks_per_step:,} blocks, "
         f"{stage.num_blocks * seq_len:,} tokens"
     )
     if not options.global_batch_size:
@@ -265,23 +243,26 @@ def _run_stage(
     announce(said + (f"; continues after step {step:,}" if checkpoint else ""))
     if expected := recipe.batch_in_file(stage.of_recipe):
         announce(
-            f"stages.{stage.name}: got {per_step:,} blocks a step, expected "
-            f"{expected:,} as the recipe's file says; the numbers in its header are not of this run"
+            f"stages.{stage.name}: got {stage.blocks_per_step:,} blocks a step, expected "
+            f"{expected:,} as the recipe's file says; the numbers in its header are for that"
         )
     try:
-        with wandb_run(stage.arguments, place["run_id"]):
+        with wandb_run(arguments, place["run_id"]):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    except OSError as error:  # of what logs beside us, such as TensorBoard, on a disk that is full
+    except OSError as error:  # of other loggers, such as TensorBoard, on a full disk
         raise CocaError(
             f"{stage.directory}: {one_line(error)}; what was saved before is untouched: continue "
-            f"with --resume"
+            "with --resume"
         ) from error
-    if (step := trainer.state.global_step) < stage.arguments.max_steps:
+    if (step := trainer.state.global_step) < arguments.max_steps:
         raise Stopped(trainer.stopping, step)
-    trainer.model = model = plain_model(trainer.model)
-    model.config.use_cache = use_cache
-    record = _make_record(recipe, stage, log, trainer.state, parameters, len(held_out))
-    _complete(stage, trainer, tokenizer, record, state)
+    if stage.of_recipe.lora:
+        trainer.model = trainer.model.merge_and_unload()
+    trainer.model.config.use_cache = use_cache
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    parameters = {"trained": trained, "total": total, "fraction": trained / total}
+    record = _make_record(recipe, stage, log, losses, parameters, len(blocks.held_out))
+    _complete(stage, trainer, tokenizer, record)
 
 
 def _begin(stage: ResolvedStage) -> None:
@@ -297,14 +278,16 @@ def _load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Objective | None]:
     """The model that the stage starts from, its tokenizer, and its objective unless plain `lm`."""
     own, attention = stage.of_recipe, stage.options.attn_implementation
-    if weights_are_sent_here():
-        config = load_config(stage.base) if stage.before else start_config(recipe)
-        base = unfilled_model(config, attention)
+    if models.weights_are_sent_here():
+        of_base = models.load_config(stage.base) if stage.before else models.start_config(recipe)
+        base = models.unfilled_model(of_base, attention)
     elif stage.before:
-        base = load_model(stage.base, None, attention)
+        base = models.load_model(stage.base, None, attention)
     else:
-        base = start_model(recipe, attention)
-    tokenizer = load_tokenizer(stage.base) if stage.before else start_tokenizer(recipe)
+        base = models.start_model(recipe, attention)
+    tokenizer = (
+        models.load_tokenizer(stage.base) if stage.before else models.start_tokenizer(recipe)
+    )
     if own.objective == {"lm": 1.0} and not own.answer_weight:
         return base, tokenizer, None
     teacher = None
@@ -312,13 +295,21 @@ def _load(
         dtype = torch.bfloat16 if stage.arguments.bf16 else torch.float32
         dtype = torch.float16 if stage.arguments.fp16 else dtype
         maps = "eager" if "attention-maps" in own.objective else None
-        teacher = load_teacher(recipe.teacher, maps, dtype)
+        teacher = models.load_teacher(recipe.teacher, maps, dtype)
     objective = Objective(own.objective, teacher, own.temperature, own.answer_weight)
     return base, tokenizer, objective
 
 
+def _place(checkpoint: Path) -> tuple[int, dict]:
+    """Steps done, and `StageLog.place`, from a trainer's checkpoint."""
+    with reading(checkpoint):
+        kept = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        log = kept["stateful_callbacks"][StageLog.__name__]
+        return kept["global_step"], log["attributes"]["place"]
+
+
 def _set_callbacks(trainer: StageTrainer, stage: ResolvedStage) -> None:
-    """Our progress in place of Hugging Face's; TensorBoard's files beside the stages."""
+    """Our progress instead of Hugging Face's; TensorBoard's files beside the stages."""
     for theirs in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(theirs)
     if not stage.arguments.disable_tqdm:
@@ -333,17 +324,17 @@ def _make_record(
     recipe: Recipe,
     stage: ResolvedStage,
     log: StageLog,
-    state: TrainerState,
-    parameters: dict,
+    losses: list[float],
+    parameters: dict[str, Any],
     held_out_blocks: int,
 ) -> dict[str, Any]:
     """training.json without the hashes of files, and without local paths, which OUT/recipe.yaml
-    has. Losses in nats per token; `stages`: what the model has behind it, of all recipes.
+    has. Losses are in nats per token. `stages`: all stages behind the model, of any recipe.
+
+    losses: each the mean since the one before.
     """
     arguments, seq_len = stage.arguments, recipe.data.seq_len
-    # Each the mean since the one before
-    losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
-    held_out = log.place["held_out"]  # by step; a checkpoint sorts them as words
+    held_out = log.place["held_out"]  # by step, in words: a checkpoint keeps it as JSON
     device = f"{platform.machine()}, {os.cpu_count()} cores"
     if arguments.device.type == "cuda":
         device = torch.cuda.get_device_name(arguments.device)
@@ -362,7 +353,7 @@ def _make_record(
         "final_loss": losses[-1] if losses else None,  # log.jsonl beside it has all of them
         "held_out": {
             "blocks": held_out_blocks,
-            "tokens": held_out_blocks * (seq_len - 1),  # all that are predicted
+            "tokens": held_out_blocks * (seq_len - 1),  # those that are predicted
             "before": held_out["0"],
             "after": held_out[str(arguments.max_steps)],
         }
@@ -396,11 +387,7 @@ def _make_record(
 
 
 def _complete(
-    stage: ResolvedStage,
-    trainer: StageTrainer,
-    tokenizer: PreTrainedTokenizerBase,
-    record: dict,
-    state: PartialState,
+    stage: ResolvedStage, trainer: StageTrainer, tokenizer: PreTrainedTokenizerBase, record: dict
 ) -> None:
     """Turn a trained stage into a complete checkpoint; training.json, which says so, comes last."""
     partial = stage.directory / PARTIAL
@@ -410,19 +397,19 @@ def _complete(
             # Otherwise nothing is saved
             trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         trainer.save_model(str(partial))
-        if state.is_main_process:
-            (partial / "training_args.bin").unlink()  # a pickle, and training.json says more
+        if PartialState().is_main_process:
+            (partial / "training_args.bin").unlink()  # a pickle; training.json says more
             record["weights_xxh3_128"] = weights_hashes(partial)
             record["config_xxh3_128"] = file_hash(partial / "config.json")
             tokenizer.save_pretrained(partial)
-            for pattern in HANDED_ON:
+            for pattern in models.HANDED_ON:
                 for path in stage.base_directory.glob(pattern) if stage.base_directory else ():
                     if path.is_file():
                         shutil.copy(path, partial)
             if (partial / "conversion.json").exists():
                 write_card(partial, record)
             for path in partial.rglob("*"):
-                sync(path)  # before training.json says that they are there
+                sync(path)  # before training.json says that they are complete
             for path in partial.iterdir():
                 target = stage.directory / path.name
                 if target.is_dir():  # moved by an earlier try
@@ -431,20 +418,12 @@ def _complete(
             partial.rmdir()
             replace_text(stage.directory / RECORD, json.dumps(record, indent=2) + "\n")
             _clear_trainer(stage)
-    state.wait_for_everyone()
+    PartialState().wait_for_everyone()
 
 
 def _clear_trainer(stage: ResolvedStage) -> None:
-    """Delete what only served to resume the stage, and no copy that a user made of it."""
+    """Delete what only served to resume the stage, but no copy of it that a user made."""
     for path in [*saved_checkpoints(stage.trainer_dir), stage.trainer_dir / PARTIAL]:
         shutil.rmtree(path, ignore_errors=True)
     if stage.trainer_dir.exists() and not any(stage.trainer_dir.iterdir()):
         stage.trainer_dir.rmdir()
-
-
-def _place(checkpoint: Path) -> tuple[int, dict]:
-    """Steps done, and `StageLog.place`, as a trainer's checkpoint keeps them."""
-    with reading(checkpoint):
-        kept = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-        log = kept["stateful_callbacks"][StageLog.__name__]
-        return kept["global_step"], log["attributes"]["place"]

@@ -1,16 +1,42 @@
-"""The Trainer of a stage: the paper's schedule, whole checkpoints, bad steps skipped."""
+"""The Trainer of a stage: the paper's schedule, whole checkpoints, bad steps skipped.
 
+A checkpoint holds the parameters that the stage trains and the optimizer's state, in
+`checkpoint-N/state`. torch.distributed.checkpoint writes it for any layout of processes (one, DDP,
+FSDP2 with full or sharded state dicts) to read. Frozen parameters are not in it; the model that the
+stage starts from has them. torch keeps it in pickles, and would execute their contents; here they
+can only name what is in `_KNOWN`, and what torch accepts as data.
+"""
+
+import enum
+import io
 import math
 import os
+import pickle
+import warnings
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import IO, Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerate import PartialState
 from accelerate.utils import gather_object, reduce
 from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl
 from transformers.trainer import SCHEDULER_NAME
@@ -20,16 +46,28 @@ from coca_hf.errors import CocaError
 from coca_hf.files import sync
 from coca_hf.train.log import StageLog
 from coca_hf.train.objectives import Objective
-from coca_hf.train.options import LinearBounds, StageOptions, has_bounds
 from coca_hf.train.processes import StopRequest
+from coca_hf.train.recipe import LinearBounds, StageOptions, has_bounds
 from coca_hf.train.run_directory import PARTIAL, reading, saving_to
-from coca_hf.train.training_state import load_state, save_state, state_bytes
 
-RUNNING_SHARE = 0.02  # of a step's loss in the running mean, which so spans about 50 steps
+RUNNING_SHARE = 0.02  # of a step's loss in the running mean, which therefore spans about 50 steps
+STATE = "state"
+_KNOWN = {  # what `.metadata` is made of
+    "pathlib": {"Path", "PosixPath", "WindowsPath"},
+    "pathlib._local": {"Path", "PosixPath", "WindowsPath"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if type(value) is torch.dtype)},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+}
+OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
 def sharded_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """FSDP2 that computes in `dtype`, sums gradients in float32 and leaves the loss as it is.
+    """FSDP2 that computes in `dtype`, sums gradients in float32 and does not round the loss.
 
     Accelerate's own policy rounds both to `dtype`: in bfloat16 a loss of 3 to steps of 1/64.
     """
@@ -39,10 +77,9 @@ def sharded_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
 class StageTrainer(Trainer):
     """A Trainer whose `checkpoint-N` are always whole, for any layout of processes to resume from.
 
-    train_dataset: `DealtBlocks`; log: the stage's, whose `place` goes into checkpoints; options: the
-    recipe's own; held_out: blocks (num_blocks, seq_len), may be none; stop: asks for a checkpoint
-    and an end after the current step; objective: where something else than the text's next token
-    is learned.
+    train_dataset: `DealtBlocks`. log: its `place` goes into checkpoints. options: StageOptions.
+    held_out: blocks (num_blocks, seq_len), may be empty. stop: asks for a checkpoint and an end
+    after the current step. objective: None if only the text's next token is learned.
     """
 
     def __init__(
@@ -61,7 +98,7 @@ class StageTrainer(Trainer):
             plugin.mixed_precision_policy = sharded_precision(policy.param_dtype)
         self.stage_log, self.options = log, options
         self.held_out, self.stop, self.objective = held_out, stop, objective
-        self.stopping: str | None = None  # the signal, once all processes know of it
+        self.stopping: str | None = None  # the signal, once all processes know it
         self.control: TrainerControl
         self._step_loss = torch.zeros((), device=self.args.device)
         self._norm: Tensor | float | None = None
@@ -78,7 +115,7 @@ class StageTrainer(Trainer):
         self, model: nn.Module, inputs: dict, return_outputs: bool = False, num_items_in_batch=None
     ):
         if self.args.parallelism_config and self.model.config.model_type.startswith("coca_"):
-            # This process has a part of the block
+            # This process has only a part of the block
             inputs = {**inputs, "rope_length": self.stage_log.seq_len}
         of_model = {name: tensor for name, tensor in inputs.items() if name != "answers"}
         if self.objective is None:
@@ -103,7 +140,7 @@ class StageTrainer(Trainer):
         return self.lr_scheduler
 
     def get_train_dataloader(self) -> DataLoader:
-        """Batches of this process's own blocks, which Accelerate must not deal out once more."""
+        """Batches of this process's own blocks, which Accelerate must not distribute again."""
         return DataLoader(
             self.train_dataset,
             self._train_batch_size,
@@ -112,11 +149,11 @@ class StageTrainer(Trainer):
         )
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
-        """None after the last step: resumed there, Hugging Face's loop would take one more."""
+        """No batches after the last step: resumed there, Hugging Face's loop would take one more."""
         if self.state.global_step >= self.state.max_steps:
             return [], None
         samples = super().get_batch_samples(epoch_iterator, num_batches, device)
-        # Hugging Face's loop takes it up only where it skips batches itself
+        # Hugging Face's loop restores it only if it skips batches itself
         if self._random_state_of:
             self._load_rng_state(self._random_state_of)
             self._random_state_of = None
@@ -133,7 +170,7 @@ class StageTrainer(Trainer):
         self._step_loss += loss
         running = self.stage_log.place["running_loss"] or 0.0
         running /= self.current_gradient_accumulation_steps
-        # Otherwise one skipped step would hide the mean of all others
+        # A loss that is not a number would hide the mean of all others
         return loss.nan_to_num(running, running, running)
 
     def _get_grad_norm(self, model, grad_norm=None):
@@ -143,7 +180,7 @@ class StageTrainer(Trainer):
     def end_of_backward(self) -> None:
         """Before every optimizer step, agree on its loss and on stopping, and skip it if it is bad.
 
-        Raises CocaError after `max_bad_steps` bad ones in a row.
+        Raises CocaError after `max_bad_steps` bad steps in a row.
         """
         is_asked = self._step_loss.new_tensor(self.stop.came is not None)
         mine = torch.stack([self._step_loss, is_asked])
@@ -171,7 +208,7 @@ class StageTrainer(Trainer):
         self.optimizer.zero_grad(set_to_none=True)
 
     def _scaled_too_high(self) -> bool:
-        """Whether float16's scaler, which halves its scale after an overflow, still can."""
+        """Whether float16's scaler can still halve its scale, as it does after an overflow."""
         return self.accelerator.scaler is not None and self.accelerator.scaler.get_scale() > 1
 
     def _bad_step(self, loss: float, spiked: bool) -> str:
@@ -191,12 +228,12 @@ class StageTrainer(Trainer):
             f"{self.args.output_dir}: {what}, bad step {self._bad_in_a_row} in a row "
             f"(max_bad_steps: {most}), on {blocks}; the last checkpoints are kept: skip more with "
             f"--resume stages.{stage}.max_bad_steps={3 * most} (if that ends here too, the newest "
-            "checkpoint may be spoilt: delete it), or lower learning_rate (or max_grad_norm) and "
+            "checkpoint may be bad: delete it), or lower learning_rate (or max_grad_norm) and "
             "start again with another --out"
         )
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
-        """The held-out loss, at the start and wherever `StageLog` asks for it."""
+        """The held-out loss, at the start and whenever `StageLog` asks for it."""
         resumed = self.state.global_step > 0 and not self.control.should_evaluate
         if resumed or not len(self.held_out):
             self.control.should_evaluate = False
@@ -219,7 +256,7 @@ class StageTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the result of the stage; a checkpoint needs no more than `save_state`."""
+        """Save the result of the stage; `save_state` is enough for a checkpoint."""
         if not _internal_call:
             super().save_model(output_dir)
 
@@ -252,7 +289,7 @@ class StageTrainer(Trainer):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        """Nothing yet: parameters come with the optimizer's state, when the model is wrapped."""
+        """Does nothing: parameters come with the optimizer's state, once the model is wrapped."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -263,7 +300,7 @@ class StageTrainer(Trainer):
 
 
 class _EveryStep(TrainerCallback):
-    """Calls the trainer where Hugging Face's loop has no method to override."""
+    """Calls the trainer at points where Hugging Face's loop has no method to override."""
 
     def __init__(self, trainer: StageTrainer):
         self.trainer = trainer
@@ -286,9 +323,9 @@ def _number(value: Tensor | float | None) -> float:
 def held_out_loss(model: nn.Module, head: nn.Module, blocks: Tensor, batch_size: int) -> float:
     """Mean loss, in nats, over every predicted token of `blocks` (num_blocks, seq_len).
 
-    head: the model's, which keeps out of memory in training alone the logits that a fused
-    cross-entropy does not need. Every process calls this with all blocks and computes its share;
-    the number of processes does not change the mean.
+    head: the model's head; it stays in training mode, the only one in which a fused cross-entropy
+    keeps the logits out of memory. Every process calls this with all blocks and computes its share;
+    the mean does not depend on the number of processes.
     """
     state = PartialState()
     share = blocks[state.process_index :: state.num_processes]
@@ -297,7 +334,7 @@ def held_out_loss(model: nn.Module, head: nn.Module, blocks: Tensor, batch_size:
     model.eval()
     head.train()
     total = 0.0
-    # All as often: where the model is sharded, a forward takes all
+    # The same number in every process: a forward of a sharded model needs all of them
     for start in range(0, most_blocks, batch_size):
         rows = share[start : start + batch_size]
         batch = (rows if len(rows) else blocks[:1]).to(state.device)
@@ -312,8 +349,93 @@ def linear_rate(
     """The rate after `step` steps: from `start_lr` to `peak` over the warm-up, then to `end_lr`.
 
     As in Hugging Face's schedules, `peak` is the rate of step `warmup_steps` (counted from 0) and
-    `end_lr` would be that of step `num_steps`, the first one not done.
+    `end_lr` would be that of step `num_steps`, the first one not taken.
     """
     if step < warmup_steps:
         return bounds.start_lr + (peak - bounds.start_lr) * step / warmup_steps
     return peak + (bounds.end_lr - peak) * (step - warmup_steps) / max(num_steps - warmup_steps, 1)
+
+
+def save_state(model: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None:
+    """Every process calls this, with the wrapped model. Raises CheckpointException."""
+    writer = dcp.FileSystemWriter(checkpoint / STATE)
+    with _without_warning():
+        dcp.save(_state(model, optimizer), storage_writer=writer)
+
+
+def load_state(model: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None:
+    """Load what any layout of processes saved into the wrapped model and its optimizer."""
+    state = _state(model, optimizer)
+    with _without_warning():
+        dcp.load(state, storage_reader=_Reader(checkpoint / STATE), planner=_Planner())
+    set_model_state_dict(model, state["model"], options=OPTIONS)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=OPTIONS)
+
+
+def state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
+    """Bytes that `save_state` writes, over all processes."""
+    tensors: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    # numel of a sharded tensor is that of the whole
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@contextmanager
+def _without_warning() -> Iterator[None]:
+    """Torch warns if there is only one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or")
+        yield
+
+
+def _state(model: nn.Module, optimizer: Optimizer) -> dict:
+    return {
+        "model": get_model_state_dict(model, options=OPTIONS),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=OPTIONS),
+    }
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 pickle enums
+            return _member
+        if name not in _KNOWN.get(module, ()):
+            raise pickle.UnpicklingError(
+                f"got {module}.{name} in .metadata, which no checkpoint of ours names"
+            )
+        return super().find_class(module, name)
+
+
+def _member(kind: Any, name: str) -> Any:
+    """A member of an enum, and nothing else."""
+    if not (isinstance(kind, enum.EnumMeta) and name in kind.__members__):
+        raise pickle.UnpicklingError(
+            f"got attribute {name} in .metadata, expected an enum's member"
+        )
+    return kind[name]
+
+
+class _Reader(dcp.FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata = _Unpickler(file).load()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
+        """A tensor's part of a file: a zip archive, whose checksums torch does not verify."""
+        part = io.BytesIO(super()._slice_file(file, sinfo).read())
+        with zipfile.ZipFile(part) as archive:
+            if archive.testzip() is not None:
+                raise OSError(f"{sinfo.relative_path}: got another CRC-32 than was written")
+        part.seek(0)
+        return part
+
+
+class _Planner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        plain = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), plain)  # raises for more than data
+        plain.seek(0)
+        super().load_bytes(read_item, plain)

@@ -4,11 +4,11 @@
 # Machines that fail may come back: torchrun stops the others, waits for the full number, and starts all of them again
 # from the last checkpoint, RESTARTS times at most. The number of machines stays, and with it the tokens of a step.
 # SIGTERM to this script stops all processes after a checkpoint; its exit code is torchrun's, which is 1 (see
-# docs/training.md). GRACE: the seconds that they have for it; torchrun's own default is 30.
+# docs/training.md). GRACE: seconds until torchrun kills them; its own default is 30.
 set -euo pipefail
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${GRACE:-600}"
-# Else processes that are started again may read the addresses of those before them, and wait for them for ever; it may
-# go when torch no longer shares the launcher's store by default (https://github.com/pytorch/pytorch/issues/135712)
+# Without it, restarted processes may read the addresses of those before them and wait for ever. It can go once torch no
+# longer shares the launcher's store by default (https://github.com/pytorch/pytorch/issues/135712).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 cd "$(dirname "$0")/../.."
 . scripts/cluster/layout.sh "${LAYOUT:-recipes/accelerate/4x8gpu.yaml}"

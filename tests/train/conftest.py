@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -9,13 +10,14 @@ from pydoc_data.topics import topics
 import pytest
 import yaml
 
-from coca_hf.train.recipe import load_recipe
+from coca_cli import main
+from coca_hf.train.recipe import Source, load_recipe
 from coca_hf.train.stages import run_recipe
 
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory) -> Path:
-    """`words/*.txt` (5 documents) and `digits.jsonl` (7 rows, column `code`), of other letters."""
+    """`words/*.txt` (5 documents) and `digits.jsonl` (7 rows, column `code`); they share no letters."""
     draw = random.Random(0)
     directory = tmp_path_factory.mktemp("texts")
     (directory / "words").mkdir()
@@ -25,6 +27,16 @@ def texts(tmp_path_factory) -> Path:
     rows = ["".join(draw.choices("0123456789", k=130 + 17 * number)) for number in range(7)]
     (directory / "digits.jsonl").write_text("".join(f'{{"code": "{row}"}}\n' for row in rows))
     return directory
+
+
+@pytest.fixture
+def words(texts) -> Source:
+    return Source(path=str(texts / "words/*.txt"), weight=3)
+
+
+@pytest.fixture
+def digits(texts) -> Source:
+    return Source(path=str(texts / "digits.jsonl"), weight=1, column="code")
 
 
 def make_recipe_tree(model: Path, texts: Path) -> dict:
@@ -56,6 +68,31 @@ def recipe_path(recipe_tree, tmp_path) -> Path:
     return path
 
 
+@pytest.fixture
+def train(recipe_path, tmp_path):
+    """Runs a stage of the recipe with overrides, or all of it, in `tmp_path/out`; returns the last
+    stage's directory.
+    """
+
+    def run(*settings, stage: str | None = "k", out=tmp_path / "out", resume=False) -> Path:
+        return run_recipe(load_recipe(recipe_path, settings), out, stage, resume)
+
+    return run
+
+
+@pytest.fixture
+def coca_train(monkeypatch):
+    """Calls coca-train with these arguments; returns its exit code."""
+
+    def call(*arguments) -> int:
+        monkeypatch.setattr(sys, "argv", ["coca-train", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main.train()
+        return ended.value.code
+
+    return call
+
+
 @pytest.fixture(scope="session")
 def unbroken(tiny_coca_dir, texts, tmp_path_factory) -> Path:
     """OUT of the recipe, run in one go; beside it, in `printed.txt`, what was printed."""
@@ -68,7 +105,7 @@ def unbroken(tiny_coca_dir, texts, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def real_text(tmp_path_factory) -> Path:
-    """`topics.jsonl` and `code.jsonl`: 60 documents each, that every Python has, 700 characters."""
+    """`topics.jsonl` and `code.jsonl`: 60 documents of 700 characters each, from Python itself."""
     directory = tmp_path_factory.mktemp("real-text")
     code = sorted(Path(json.__file__).parent.parent.glob("[a-h]*.py"))[:60]
     documents = {

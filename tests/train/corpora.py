@@ -1,10 +1,9 @@
-"""Blocks of a few sources, prepared where the test says."""
+"""Blocks of a few sources, prepared in a directory of the test."""
 
 from collections.abc import Callable
 from pathlib import Path
 
-from coca_hf.train.blocks import Blocks
-from coca_hf.train.data import Corpus
+from coca_hf.train.data import Blocks, Corpus
 from coca_hf.train.recipe import Data, Source
 
 

@@ -26,7 +26,7 @@ from coca_cli import main
 from coca_hf.train import preflight, stages
 from coca_hf.train.trainer import StageTrainer
 
-FSDP2 = {  # what `accelerate launch` makes of an FSDP2 configuration
+FSDP2 = {  # what `accelerate launch` sets for an FSDP2 layout
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
@@ -41,7 +41,7 @@ server.set_forkserver_preload([__name__])
 
 
 class Interrupted(BaseException):
-    """What a hook raises in all ranks to end a run; the next run of the launch follows."""
+    """Raised by a hook in all ranks to end a run; the launch continues with the next run."""
 
 
 def interrupt_in_step(number: int):
@@ -80,7 +80,7 @@ class Host:
     disk: tuple[Path, Path] | None = None
 
     def enter(self) -> None:
-        """Let this process, and all that it starts, see the network and the disk of the host."""
+        """Move this process, and all that it starts, to the network and the disk of the host."""
         libc = ctypes.CDLL(None, use_errno=True)
         with open(f"/run/netns/{self.namespace}") as file:
             if libc.setns(file.fileno(), 0):
@@ -96,7 +96,7 @@ class Host:
 
 @dataclass
 class Launch:
-    """A launcher at work; `output` is what it and all ranks write."""
+    """A running launcher; `output` is what it and all ranks write."""
 
     process: multiprocessing.Process
     output: Path
@@ -113,7 +113,7 @@ class Launch:
         return " ".join(self.output.read_text().split())
 
     def ranks(self) -> list[int]:
-        """Process ids of the ranks, in order; [] before they are there."""
+        """Process ids of the ranks, in order; [] before they exist."""
         try:
             pid = self.process.pid
             children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -123,7 +123,7 @@ class Launch:
 
 
 def warm_server() -> None:
-    """Let the server import what it forks, which takes longer than a run."""
+    """Let the server do its imports, which take longer than a run."""
     process = server.Process(target=gc.collect)
     process.start()
     process.join()
@@ -132,9 +132,9 @@ def warm_server() -> None:
 def launch(
     directory: Path, runs: list[Run], processes: int = 2, host: Host | None = None
 ) -> Launch:
-    """Start so many processes that make `runs` one after the other; with 1, without a launcher.
+    """Start this many processes that make `runs` one after the other; a single one has no launcher.
 
-    host: where one of the processes runs, under a launcher of its own.
+    host: the machine of one of the processes, which has a launcher of its own.
     """
     output = directory / f"output-{time.monotonic_ns()}.txt"
     arguments: tuple = (str(output), runs, processes)
@@ -214,7 +214,7 @@ def _keep(state) -> None:
 
 
 def _resolve_on_pretended_gpus(*arguments):
-    """Accelerate shards only where it believes to be on GPUs, not on a CPU."""
+    """Accelerate shards only if it believes to be on GPUs."""
     runs = _resolve(*arguments)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return runs
@@ -231,6 +231,6 @@ def _write_to(path: str) -> None:
         os.dup2(descriptor, stream)
 
 
-# compiles its hundreds of patterns here, once for all processes
+# compiles hundreds of patterns here, once for all processes
 get_checkpoint_conversion_mapping("llama")
-gc.freeze()  # what processes are forked with: no collection in them needs to look at it
+gc.freeze()  # no garbage collection in a forked process needs to look at this

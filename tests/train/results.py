@@ -1,4 +1,4 @@
-"""What a stage left behind: its weights, its record, and its log."""
+"""What a stage leaves behind: its weights, its record, and its log."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def assert_same_weights(ours: Path, theirs: Path, atol: float = 0.0) -> None:
 
 
 def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
-    """The names of the weights that differ in a bit."""
+    """The names of the weights that differ in any bit."""
     assert before.keys() == after.keys()
     return {name for name in before if not torch.equal(before[name].float(), after[name])}
 
@@ -39,7 +39,7 @@ def logged(stage_dir: Path, key: str = "loss") -> list[float]:
 
 
 def timeless(stage_dir: Path) -> list[dict]:
-    """Every line of the log, without what was measured of time and memory."""
+    """Every line of the log, without measurements of time and memory."""
     measured = ("seconds", "tokens_per_second", "memory_bytes")
     lines = map(json.loads, (stage_dir / "log.jsonl").read_text().splitlines())
     return [{key: value for key, value in line.items() if key not in measured} for line in lines]

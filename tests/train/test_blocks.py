@@ -1,10 +1,9 @@
-"""Blocks on disk are the same, block for block, whatever happened while they were written."""
+"""Prepared blocks are the same, block for block, whatever interrupts their preparation."""
 
 import os
 import re
 import shutil
 import signal
-import sys
 import threading
 import time
 from multiprocessing import get_context
@@ -13,7 +12,6 @@ import pytest
 import torch
 from filelock import FileLock
 
-from coca_cli import main
 from coca_hf import CocaError, held_out, tokens
 from coca_hf.train import data, run_directory
 from coca_hf.train.processes import EXIT_STOPPED, Stopped
@@ -25,26 +23,17 @@ from tests.train.results import logged
 SEQ_LEN = 20
 
 
-def shrink(patch):
-    """Several pieces a document, several passes, a buffer smaller than a source, many states."""
-    patch.setattr(data, "SHUFFLE_TOKENS", 13 * SEQ_LEN)
-    patch.setattr(tokens, "PIECE_CHARACTERS", 90)
-    patch.setattr(data, "STATE_TOKENS", 17 * SEQ_LEN)
-
-
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch):
-    shrink(monkeypatch)
-
-
-def sources_in(texts) -> list[Source]:
-    digits = Source(path=str(texts / "digits.jsonl"), weight=1, column="code")
-    return [Source(path=str(texts / "words/*.txt"), weight=3), digits]
+    """Several pieces a document, several passes, a buffer smaller than a source, many states."""
+    monkeypatch.setattr(data, "SHUFFLE_TOKENS", 13 * SEQ_LEN)
+    monkeypatch.setattr(tokens, "PIECE_CHARACTERS", 90)
+    monkeypatch.setattr(data, "STATE_TOKENS", 17 * SEQ_LEN)
 
 
 @pytest.fixture
-def sources(texts) -> list[Source]:
-    return sources_in(texts)
+def sources(words, digits) -> list[Source]:
+    return [words, digits]
 
 
 @pytest.fixture
@@ -55,17 +44,13 @@ def corpus(sources, tiny_tokenizer, tmp_path):
     return make
 
 
-@pytest.fixture(scope="module")
-def plain(texts, tiny_tokenizer, tmp_path_factory):
+@pytest.fixture
+def plain(corpus, tmp_path):
     """400 blocks, prepared in one go."""
-    directory = tmp_path_factory.mktemp("plain")
-    with pytest.MonkeyPatch.context() as patch:
-        shrink(patch)
-        corpus = make_corpus(sources_in(texts), tiny_tokenizer, SEQ_LEN, directory, 7)
-        return tokens_of(corpus.prepare(400))
+    return tokens_of(corpus(tmp_path / "plain").prepare(400))
 
 
-def test_prepared_blocks_are_read_and_nothing_else(corpus, plain, monkeypatch):
+def test_prepared_blocks_are_read_without_their_sources(corpus, plain, monkeypatch):
     corpus().prepare(200)
     monkeypatch.setattr(data, "read_documents", forbidden)
     assert tokens_of(corpus().blocks()) == plain[:200]
@@ -76,7 +61,7 @@ def forbidden(*args):
     raise AssertionError("reads a source")
 
 
-def test_a_preparation_is_prolonged_to_the_same_blocks(corpus, plain):
+def test_a_preparation_is_extended_to_the_same_blocks(corpus, plain):
     for count in (3, 100, 100, 310):
         blocks = corpus().prepare(count)
         assert len(blocks) == count
@@ -84,7 +69,7 @@ def test_a_preparation_is_prolonged_to_the_same_blocks(corpus, plain):
     assert len(corpus().prepare(50)) == 310  # never shortened
 
 
-def test_what_a_killed_preparation_left_behind_its_last_state_does_not_count(corpus, plain):
+def test_what_a_killed_preparation_wrote_after_its_last_state_does_not_count(corpus, plain):
     directory = corpus().prepare(100).directory
     for file in directory.glob("*.bin"):
         with file.open("ab") as stream:
@@ -136,12 +121,12 @@ def test_a_preparation_that_is_stopped_keeps_every_block(corpus, plain, monkeypa
     assert tokens_of(corpus().prepare(400)) == plain
 
 
-def test_a_small_source_is_on_disk_once_however_many_passes_are_trained_on(corpus):
+def test_a_small_source_is_on_disk_once_for_any_number_of_passes(corpus):
     few, many = (corpus().prepare(count).directory / "source-0.bin" for count in (100, 500))
     assert few.stat().st_size == many.stat().st_size < 100 * SEQ_LEN * 2
 
 
-def test_another_seed_length_weight_or_text_has_another_place(
+def test_another_seed_length_weight_or_text_has_another_directory(
     corpus, sources, tiny_tokenizer, texts, tmp_path
 ):
     prepared = corpus().prepare(5).directory
@@ -179,7 +164,7 @@ def test_files_that_are_copied_or_touched_have_the_same_blocks(corpus, sources, 
     assert corpus().has(5)
 
 
-def test_a_file_is_read_for_its_hash_once_and_again_when_it_was_changed(corpus, texts, monkeypatch):
+def test_a_file_is_hashed_once_and_again_after_a_change(corpus, texts, monkeypatch):
     monkeypatch.setattr(data, "FRESH_SECONDS", 0)
     read, plain = [], data.file_hash
 
@@ -208,7 +193,7 @@ def test_a_file_is_read_for_its_hash_once_and_again_when_it_was_changed(corpus, 
 
 
 @pytest.mark.parametrize(("directory", "name"), [(".", "digits.jsonl"), ("words", "5.txt")])
-def test_a_file_that_changes_or_comes_while_its_blocks_are_prepared_leaves_none(
+def test_a_file_that_changes_or_appears_while_its_blocks_are_prepared_leaves_none(
     corpus, texts, plain, directory, name
 ):
     before = (texts / "digits.jsonl").read_text()
@@ -227,14 +212,14 @@ def test_a_file_that_changes_or_comes_while_its_blocks_are_prepared_leaves_none(
     assert tokens_of(corpus().prepare(60)) == plain[:60]
 
 
-def test_what_cannot_be_read_for_its_hash_is_named(tiny_tokenizer, tmp_path):
+def test_a_source_that_cannot_be_hashed_is_named(tiny_tokenizer, tmp_path):
     (tmp_path / "a-directory.txt").mkdir()
     sources = [Source(path=str(tmp_path / "*.txt"), weight=1)]
     with pytest.raises(CocaError, match=r"a-directory\.txt: cannot be read: Is a directory"):
         make_corpus(sources, tiny_tokenizer, SEQ_LEN, tmp_path / "prepared", 7).prepare(5)
 
 
-def test_the_place_does_not_depend_on_where_the_tokenizer_lies(
+def test_the_directory_of_blocks_does_not_depend_on_that_of_the_tokenizer(
     corpus, sources, tiny_tokenizer, tmp_path
 ):
     from transformers import AutoTokenizer
@@ -271,7 +256,7 @@ DAMAGE |= {name: ("state", do, "cannot be read") for name, do in DAMAGED_STATE.i
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_what_is_damaged_is_named_by_who_reads_it_and_made_again_by_who_prepares(
+def test_a_damaged_file_is_named_when_it_is_read_and_made_again_by_a_preparation(
     corpus, plain, capsys, damage
 ):
     directory = corpus().prepare(100).directory
@@ -286,9 +271,7 @@ def test_what_is_damaged_is_named_by_who_reads_it_and_made_again_by_who_prepares
     assert len(corpus().blocks().held_out) == 7
 
 
-def test_what_a_training_still_reads_is_not_taken_away_when_damaged_blocks_are_made_again(
-    corpus, plain
-):
+def test_a_reader_keeps_its_blocks_while_damaged_ones_are_made_again(corpus, plain):
     reader = corpus().prepare(100)
     assert tokens_of(reader, 0, 100) == plain[:100]
     flip(reader.directory / "held-out.bin", 9)
@@ -301,7 +284,7 @@ def test_blocks_before_the_start_are_not_read(corpus, plain):
     assert tokens_of(corpus().blocks(), 60) == plain[60:100]
 
 
-def test_of_two_preparations_the_second_says_that_it_waits_and_then_has_the_same_blocks(
+def test_a_second_preparation_says_that_it_waits_and_then_has_the_same_blocks(
     corpus, plain, capsys
 ):
     second = threading.Thread(target=lambda: corpus().prepare(50))
@@ -316,7 +299,7 @@ def test_of_two_preparations_the_second_says_that_it_waits_and_then_has_the_same
     assert tokens_of(corpus().blocks()) == plain[:50]
 
 
-def test_who_waits_for_another_preparation_can_be_stopped(corpus):
+def test_a_process_that_waits_for_another_preparation_can_be_stopped(corpus):
     signals = []
 
     def stop():
@@ -341,19 +324,12 @@ def test_a_full_disk_says_what_is_needed_and_loses_nothing(corpus, plain):
     assert tokens_of(corpus().prepare(400)) == plain
 
 
-def command(monkeypatch, *arguments) -> int:
-    monkeypatch.setattr(sys, "argv", ["coca-train", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        main.train()
-    return ended.value.code
-
-
 def test_the_command_prepares_what_all_stages_take_and_a_run_from_it_is_the_same(
-    recipe_path, unbroken, tmp_path, monkeypatch, capsys
+    recipe_path, unbroken, tmp_path, monkeypatch, coca_train, capsys
 ):
-    monkeypatch.undo()  # `unbroken` has the sizes of the product
+    monkeypatch.undo()  # `unbroken` was made with the product's sizes
     setting = f"data.prepared={tmp_path / 'blocks'}"
-    assert command(monkeypatch, recipe_path, setting, "--prepare", "--world-size", "2") == 0
+    assert coca_train(recipe_path, setting, "--prepare", "--world-size", "2") == 0
     # 2 processes x 4 x (3 + 5 + 4) steps
     assert "prepared: 96 blocks, 1,920 tokens in" in capsys.readouterr().out
     run_recipe(load_recipe(recipe_path, [setting]), tmp_path / "out")
@@ -368,7 +344,7 @@ def test_the_command_prepares_what_all_stages_take_and_a_run_from_it_is_the_same
     ids=["hashing the first of 6 files", "choosing what is held out", "writing blocks"],
 )
 def test_the_command_is_stopped_by_a_signal_and_continues(
-    kind, name, calls_until_it_ends, recipe_path, tmp_path, monkeypatch, capsys
+    kind, name, calls_until_it_ends, recipe_path, tmp_path, monkeypatch, coca_train, capsys
 ):
     plain, calls = getattr(kind, name), []
 
@@ -380,16 +356,16 @@ def test_the_command_is_stopped_by_a_signal_and_continues(
     settings = [f"data.prepared={tmp_path / 'blocks'}", "data.held_out_blocks=7"]
     with monkeypatch.context() as patch:
         patch.setattr(kind, name, signal_and_go_on)
-        assert command(patch, recipe_path, *settings, "--prepare") == EXIT_STOPPED
+        assert coca_train(recipe_path, *settings, "--prepare") == EXIT_STOPPED
     assert "stopped by SIGTERM; the same command continues" in " ".join(
         capsys.readouterr().err.split()
     )
     assert len(calls) == calls_until_it_ends
-    assert command(monkeypatch, recipe_path, *settings, "--prepare") == 0
+    assert coca_train(recipe_path, *settings, "--prepare") == 0
     assert "prepared: 48 blocks" in capsys.readouterr().out
 
 
-def test_a_run_prepares_the_blocks_of_its_last_stage_and_says_where_they_and_others_are(
+def test_a_run_prepares_the_blocks_up_to_its_last_stage_and_says_where_they_and_others_are(
     recipe_path, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.undo()
@@ -413,7 +389,9 @@ def test_held_out_blocks_do_not_depend_on_how_many_blocks_are_prepared(corpus, t
     assert torch.equal(few.held_out, many.held_out)
 
 
-def test_a_run_continues_on_blocks_in_another_place(recipe_path, unbroken, tmp_path, monkeypatch):
+def test_a_run_continues_on_blocks_in_another_directory(
+    recipe_path, unbroken, tmp_path, monkeypatch
+):
     monkeypatch.undo()
     for place in ("one", "other"):
         recipe = load_recipe(recipe_path, [f"data.prepared={tmp_path / place}"])
@@ -428,9 +406,7 @@ def test_a_run_continues_on_blocks_in_another_place(recipe_path, unbroken, tmp_p
         ("1-k", "out/2-qkv: stopped by SIGTERM before it began; .* continue with --resume"),
     ],
 )
-def test_a_signal_while_weights_are_hashed_stops_the_run_then(
-    hashed, message, recipe_path, tmp_path, monkeypatch
-):
+def test_a_signal_while_weights_are_hashed_stops_the_run_then(hashed, message, train, monkeypatch):
     plain, read = run_directory.file_hash, []
 
     def signal_and_hash(file, *check_stop):
@@ -441,5 +417,5 @@ def test_a_signal_while_weights_are_hashed_stops_the_run_then(
 
     monkeypatch.setattr(run_directory, "file_hash", signal_and_hash)
     with pytest.raises(Stopped, match=message):
-        run_recipe(load_recipe(recipe_path), tmp_path / "out")
+        train(stage=None)
     assert read[-1] == "model.safetensors"

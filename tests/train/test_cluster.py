@@ -30,10 +30,10 @@ def command(directory: Path, name: str, script: str) -> None:
 
 @pytest.fixture
 def stand_ins(tmp_path) -> Path:
-    """A PATH with an `srun` that starts two tasks and gives the higher exit code, and what else
-    slurm.sh calls.
+    """A PATH with an `srun` that starts two tasks and returns the higher exit code, and the
+    other commands that slurm.sh calls.
 
-    Signals reach the tasks before they listen. `$STATE` is what the job is in when they have ended.
+    Signals reach the tasks before they listen. `$STATE` is the job's state after they have ended.
     """
     bin_dir = tmp_path / "bin"
     bin_dir.mkdir()
@@ -57,7 +57,7 @@ def stand_ins(tmp_path) -> Path:
 
 
 def of_slurm(stand_ins: Path, tasks: int, **others) -> dict[str, str]:
-    """The environment of a job."""
+    """The environment of a SLURM job."""
     slurm = {"SLURM_JOB_ID": 42, "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": 2}
     slurm |= {"SLURM_NTASKS_PER_NODE": tasks, "SLURM_CPUS_PER_TASK": 3, "SLURM_SUBMIT_DIR": ROOT}
     path = f"{stand_ins}:{os.environ['PATH']}"
@@ -76,7 +76,7 @@ def of_slurm(stand_ins: Path, tasks: int, **others) -> dict[str, str]:
         (2, "RUNNING", ""),
     ],
 )
-def test_slurm_queues_up_again_on_75_alone_unless_cancelled_and_always_resumes(
+def test_slurm_requeues_only_on_75_unless_cancelled_and_always_resumes(
     stand_ins, tmp_path, code, state, requeued
 ):
     environment = of_slurm(stand_ins, tasks=2, CODE=code, STATE=state)
@@ -91,7 +91,7 @@ def test_slurm_queues_up_again_on_75_alone_unless_cancelled_and_always_resumes(
     ).read_text() == f"0/2 0 first 2 {asked}\n1/2 1 first 2 {asked}\n"
 
 
-def test_slurm_waits_for_its_tasks_where_the_signal_reaches_the_script(stand_ins, tmp_path):
+def test_slurm_waits_for_its_tasks_if_the_signal_reaches_the_script(stand_ins, tmp_path):
     command(stand_ins, "srun", f"touch {tmp_path}/running; sleep 1; exit 75")
     environment = of_slurm(stand_ins, tasks=1, STATE="RUNNING")
     running = subprocess.Popen([str(CLUSTER / "slurm.sh"), "recipe.yaml"], env=environment)
@@ -118,7 +118,7 @@ def test_a_script_is_bash(script):
 
 
 def test_a_layout_of_gpus_tells_processes_what_those_of_the_tests_are_told():
-    layout = "recipes/accelerate/4x8gpu.yaml"  # 8gpu.yaml has the same of FSDP
+    layout = "recipes/accelerate/4x8gpu.yaml"  # 8gpu.yaml has the same FSDP settings
     command = f"unset ${{!FSDP*}}; . scripts/cluster/layout.sh {layout} && env"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     kwargs = {"env": {**os.environ, "PATH": path}, "capture_output": True, "text": True}
@@ -128,7 +128,7 @@ def test_a_layout_of_gpus_tells_processes_what_those_of_the_tests_are_told():
 
 
 def torchrun(recipe: Path, out: Path, printed: Path, *words: str) -> subprocess.Popen:
-    """torchrun.sh at work, on two processes of this machine."""
+    """A running torchrun.sh, with two processes of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     settings = {"NODES": 1, "GPUS": 2, "HOST": "127.0.0.1", "PORT": port, "RESTARTS": 1}

@@ -8,21 +8,11 @@ import torch
 from coca_hf import CocaError, tokens
 from coca_hf.documents import read_documents
 from coca_hf.train import data
-from coca_hf.train.blocks import DealtBlocks
+from coca_hf.train.data import DealtBlocks
 from coca_hf.train.recipe import Source
 from tests.train.corpora import make_corpus, tokens_of
 
 SEQ_LEN = 20
-
-
-@pytest.fixture
-def words(texts) -> Source:
-    return Source(path=str(texts / "words/*.txt"), weight=3)
-
-
-@pytest.fixture
-def digits(texts) -> Source:
-    return Source(path=str(texts / "digits.jsonl"), weight=1, column="code")
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ STAGES = {
 
 
 def counted(model, checkpointing: bool = False) -> tuple[int, int]:
-    """Operations forward and backward, for a token, as they are done."""
+    """Operations that a forward and a backward do, per token."""
     model.train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -48,7 +48,7 @@ def counted(model, checkpointing: bool = False) -> tuple[int, int]:
 
 
 def build(config, train):
-    # its products are all counted
+    # torch counts all of its products
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     freeze_(model, Stage.model_validate({"name": "any", "train": train}))
     return model
@@ -68,7 +68,7 @@ def test_operations_are_those_that_torch_counts(family, stage):
 def test_operations_of_the_original_are_those_that_torch_counts():
     model = build(CONFIGS["llama"], "all")
     angles = sum(counted(model)) - count_flops(model, SEQ_LEN).model
-    assert angles in (0, 4)  # transformers 5.17 multiplies matrices for them
+    assert angles in (0, 4)  # transformers 5.17 computes the angles by matrix products
 
 
 @pytest.mark.parametrize("stage", ["k", "full", "last"])

@@ -37,18 +37,18 @@ from tests.train.test_memory import assert_as_trained, bytes_of
 pytestmark = pytest.mark.real
 STAGES = {"1-k": ["t_proj"], "2-qkv": ["q_proj", "t_proj", "v_proj"], "3-full": [""]}
 
-# the ranks are even, so that halves are equal
+# the ranks are even and split into equal halves
 LORA = ["stages.qkv.lora={r: 4, alpha: 6}", "stages.full.lora={r: 2, alpha: 6}"]
 FRUGAL = ["training.gradient_checkpointing=true", "training.fused_cross_entropy=true"]
 # two batches a step and process
 BF16 = ["training.bf16=true", "training.per_device_train_batch_size=1"]
-# of which it saves 2, 4 and 5
+# steps 2, 4 and 5 are saved
 ONE_STAGE = ["--stage", "k", "stages.k.train=all", "stages.k.max_steps=5"]
 FULL = FSDP2 | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
 
 
 def watch():
-    """Write what the model of every stage computes and how it is sharded before it is saved."""
+    """Write, before a stage's result is saved, what its model computes and how it is sharded."""
     complete, plain_step, taken = stages._complete, StageTrainer.training_step, {}
 
     def watch_step(self, *arguments):
@@ -59,7 +59,7 @@ def watch():
     def watch_and_complete(run, trainer, *rest):
         for module in trainer.model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # what the last forward gathered
+                module.reshard()  # frees what the last forward gathered
         modules = [m for m in trainer.model.modules() if isinstance(m, FSDPModule)]
         facts = {"sharded": sorted({type(module).__name__ for module in modules}), "bytes": taken}
         facts["all_dtensors"] = all(isinstance(p, DTensor) for p in trainer.model.parameters())
@@ -106,7 +106,7 @@ def runs(real_recipe, tmp_path_factory):
 
 
 def copy_to_resume(source):
-    """A copy of what was interrupted, for two processes to resume; the original is for one."""
+    """Copy the interrupted run for two processes to resume; one process resumes the original."""
     if os.environ["RANK"] == "0":
         shutil.copytree(source, source.parent / "resumed")
     PartialState().wait_for_everyone()
@@ -137,7 +137,7 @@ def test_the_held_out_loss_is_that_of_one_process(sharded, real_unbroken):
 
 
 def assert_sharded(out):
-    """By decoder layer; a process has gradients and optimizer state of half of what is trained."""
+    """By decoder layer; each process has half of the gradients and of the optimizer state."""
     for stage in STAGES:
         facts = json.loads((out.parent / f"{stage}.json").read_text())
         assert facts["all_dtensors"]
@@ -183,8 +183,8 @@ def test_adapters_are_sharded_trained_and_merged_as_in_one_process(real_recipe, 
 def test_bfloat16_computes_but_rounds_no_loss_and_sums_no_gradients(real_recipe, runs, tmp_path):
     run_recipe(load_recipe(real_recipe, [*ONE_STAGE[2:], *BF16]), tmp_path / "one", stage="k")
     ours, theirs = runs / "bf16/1-k", tmp_path / "one/1-k"
-    # Half of a bfloat16 rounding: how products are summed differs between processors, and a rounded
-    # loss is further off
+    # Half of a bfloat16 rounding: processors sum products differently, and a rounded loss differs
+    # by more
     for key, error in {"loss": 2**-9, "grad_norm": 1e-2}.items():
         assert logged(ours, key) == pytest.approx(logged(theirs, key), rel=error)
     losses = torch.tensor([*logged(ours), record(ours)["held_out"]["after"]])
@@ -227,9 +227,7 @@ def test_one_process_resumes_what_two_saved(real_recipe, runs, tmp_path, capsys)
 
 
 def test_a_changed_recipe_is_refused_in_every_process(real_recipe, runs, tmp_path):
-    """Where only the main one knew, the others would wait for it until the launcher's grace is
-    over.
-    """
+    """Otherwise the others would wait for the main one until the launcher kills them."""
     faster = ["--resume", "training.learning_rate=2e-3"]
     arguments = [real_recipe, *ONE_STAGE, "--out", runs / "one", *faster]
     launched = launch(tmp_path, [Run(arguments, FSDP2)])

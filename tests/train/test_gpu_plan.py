@@ -18,9 +18,7 @@ from coca_cli import BadOption
 from coca_cli.train import app as train_app
 from coca_hf.errors import CocaError
 from coca_hf.train import gpu_plan
-from coca_hf.train import memory as measuring
-from coca_hf.train.gpu_plan import GIB, RESERVE, plan_recipe
-from coca_hf.train.memory import Memory, Setting, measure
+from coca_hf.train.gpu_plan import GIB, RESERVE, Memory, Setting, measure, plan_recipe
 from coca_hf.train.model import freeze_, model_from_config
 from coca_hf.train.recipe import load_recipe
 from tests.conftest import TINY as THREE_LAYERS
@@ -28,7 +26,7 @@ from tests.conftest import TINY as THREE_LAYERS
 TINY = {**THREE_LAYERS, "num_hidden_layers": 2}
 BATCH, SEQ_LEN, VOCAB = 4, 60, 70
 STAGES = [{"name": "k", "train": ["t_proj"]}, {"name": "full", "train": "all"}]
-ONE_LAYER = "config.num_hidden_layers=1"  # half the time, where the number of layers is no matter
+ONE_LAYER = "config.num_hidden_layers=1"  # halves the time of tests that need no second layer
 
 
 @pytest.fixture
@@ -49,7 +47,7 @@ def path(tmp_path):
 @pytest.fixture
 def recipe(path, monkeypatch):
     # closed forms do not round up to an allocator's blocks
-    monkeypatch.setattr(measuring, "_BLOCK_BYTES", 1)
+    monkeypatch.setattr(gpu_plan, "_BLOCK_BYTES", 1)
     return load_recipe(path)
 
 
@@ -64,7 +62,7 @@ def alone(recipe, number: int):
 
 
 def shard_bytes(parameter, world_size: int) -> int:
-    """Of float32 numbers, split by rows; the first process has the most."""
+    """Bytes of float32 numbers in the shard of the first process, which has the most rows."""
     rows, *others = parameter.shape
     return 4 * math.ceil(rows / world_size) * math.prod(others)
 
@@ -88,7 +86,7 @@ def test_weights_gradients_and_optimizer_are_exactly_the_shards(recipe, number, 
 
 
 def real_run(recipe, stage, checkpointing: bool) -> tuple[int, int]:
-    """Of two real steps, the peak of the allocator, and the bytes but weights saved for backward."""
+    """The allocator's peak in two real steps, and the bytes saved for backward, without weights."""
     gc.collect()
     saved = {}
 
@@ -130,13 +128,13 @@ def real_run(recipe, stage, checkpointing: bool) -> tuple[int, int]:
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("number", [0, 1], ids=["k", "full"])
 def test_the_peak_is_that_of_a_real_run_on_a_cpu(recipe, number, checkpointing):
-    """Off by up to 1.1%: what kernels take inside an operation, no tensor shows. Of GPUs this says
-    nothing: there the goal is 10%, and scripts/bench/plan.py compares.
+    """It differs by up to 1.1%, because no tensor shows the memory inside a kernel. On GPUs the goal
+    is 10%; scripts/bench/plan.py compares.
     """
     memory = measure(recipe, recipe.stages[number], Setting(1, BATCH, 1, checkpointing))
     peak, saved = real_run(recipe, recipe.stages[number], checkpointing)
     assert memory.peak == pytest.approx(peak, rel=0.015)
-    # at the peak, early in the backward, the last of what was saved is free again
+    # at the peak, early in the backward, the last saved tensors are already freed
     if not checkpointing:
         error = {"k": 0.07, "full": 0.01}[recipe.stages[number].name]
         assert memory.at_peak["activations"] == pytest.approx(saved, rel=error)
@@ -177,7 +175,7 @@ def test_gpus_that_share_a_block_read_held_out_blocks_whole(recipe):
         for of_recipe in (recipe, none)
     )
     logits = BATCH * SEQ_LEN * wide * 4
-    # of a fourth of a block, and what the backward makes of them
+    # those of a quarter of a block, and the backward's
     assert not_counted < 1.35 * logits
     assert counted > 2 * logits  # and the probabilities' logarithms
 
@@ -276,7 +274,7 @@ def test_a_long_block_on_each_gpu_is_helped_by_a_fused_cross_entropy_and_by_shar
 ):
     """As in recipes/llama-7b/pi-32k.yaml: one checkpointed block, and wide logits."""
     monkeypatch.setattr("coca_hf.train.objectives._CHUNK_TOKENS", 240)
-    monkeypatch.setattr(measuring, "_BLOCK_BYTES", 1)
+    monkeypatch.setattr(gpu_plan, "_BLOCK_BYTES", 1)
     config = {"vocab_size": 700, "max_position_embeddings": 960, "num_hidden_layers": 1}
     long = ["data.seq_len=960", *(f"config.{key}={value}" for key, value in config.items())]
     long += ["training.per_device_train_batch_size=1", "training.gradient_checkpointing=true"]
@@ -337,12 +335,6 @@ def test_an_option_that_would_be_ignored_is_refused(arguments, message):
     result = CliRunner().invoke(train_app, ["absent.yaml", *arguments])
     assert isinstance(result.exception, BadOption)
     assert str(result.exception).startswith(message)
-
-
-def test_a_world_of_no_processes_is_refused(path):
-    result = CliRunner().invoke(train_app, [str(path), "--plan", "--world-size", "0"])
-    assert result.exit_code == 2
-    assert "--world-size" in result.output
 
 
 def test_the_command_prints_a_table_or_json(path):

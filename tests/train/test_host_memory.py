@@ -1,5 +1,5 @@
-"""Host memory of two FSDP2 processes while the weights are loaded and sharded, on a model that
-shows in it.
+"""Host memory of two FSDP2 processes while the weights are loaded and sharded, on a model large
+enough to matter.
 
 COCA_LAYERS sets its size, 49 MB of float32 weights a layer: COCA_LAYERS=16 pytest -s
 tests/train/test_host_memory.py
@@ -16,7 +16,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 import coca_hf
-from coca_hf.train import stages
+from coca_hf.train import model, stages
 from coca_hf.train.trainer import StageTrainer
 from tests.train.layouts import FSDP2, Run, succeed
 
@@ -52,12 +52,12 @@ class Note:
     def __call__(self):
         note_memory(self.directory)
         if self.all_load:
-            stages.weights_are_sent_here = lambda: False
+            model.weights_are_sent_here = lambda: False
 
 
 @pytest.fixture(scope="module")
 def large_recipe(tiny_tokenizer, real_recipe, tmp_path_factory):
-    """A recipe that trains a little of a model of 0.4 GB, and the bytes of its weights."""
+    """A recipe that trains a few weights of a model of 0.4 GB, and the bytes of all of them."""
     directory = tmp_path_factory.mktemp("large")
     layers = int(os.environ.get("COCA_LAYERS", "8"))
     config = coca_hf.CocaLlamaConfig(
@@ -79,7 +79,7 @@ def large_recipe(tiny_tokenizer, real_recipe, tmp_path_factory):
 
 
 def peaks(recipe, num_bytes, directory, all_load=False) -> list[float]:
-    """What each process gained at its peak, in the bytes of all weights."""
+    """The peak of each process above its start, as a share of the bytes of all weights."""
     directory.mkdir()
     succeed(
         directory, [Run([recipe, "--out", directory / "out"], FSDP2, Note(directory, all_load))]

@@ -1,4 +1,4 @@
-"""Two hosts: network namespaces that the tests make and remove, with a link that can be cut."""
+"""Two hosts with a link that can be cut, as network namespaces that the tests make and remove."""
 
 import os
 import shutil

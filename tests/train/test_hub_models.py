@@ -1,4 +1,4 @@
-"""Models on the hub, here in its cache: read at one commit, noted, with records and licence."""
+"""Models on the hub (here in its cache): read at one commit, which is recorded."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ def change_weights(directory):
 
 @pytest.fixture
 def hub(tiny_coca_dir, tiny_llama_dir, tmp_path, monkeypatch):
-    """`somebody/coca` and `somebody/llama`; main at FIRST, tag v2 at SECOND, of other weights."""
+    """`somebody/coca` and `somebody/llama`; main at FIRST, tag v2 at SECOND with other weights."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     for name, checkpoint in (("coca", tiny_coca_dir), ("llama", tiny_llama_dir)):
         repository = tmp_path / f"hub/models--somebody--{name}"
@@ -38,11 +38,11 @@ def hub(tiny_coca_dir, tiny_llama_dir, tmp_path, monkeypatch):
 
 
 def test_a_model_on_the_hub_is_read_at_its_revision_and_keeps_record_card_and_licence(
-    hub, recipe_path, tmp_path
+    hub, train, tmp_path
 ):
     for name, commit in (("somebody/coca", FIRST), ("somebody/coca@v2", SECOND)):
         out = tmp_path / commit
-        result = run_recipe(load_recipe(recipe_path, [f"model={name}"]), out, stage="k")
+        result = train(f"model={name}", out=out)
         assert json.loads((out / "inputs.json").read_text())["hub"] == {
             "model": f"somebody/coca@{commit}"
         }
@@ -55,7 +55,7 @@ def test_a_model_on_the_hub_is_read_at_its_revision_and_keeps_record_card_and_li
         assert (result / "LICENSE").exists() == (commit == FIRST)
 
 
-def test_of_a_model_on_the_hub_all_is_fetched_that_stages_hand_on(monkeypatch, tmp_path):
+def test_everything_that_stages_hand_on_is_fetched_from_the_hub(monkeypatch, tmp_path):
     files = ["config.json", "conversion.json", "LICENSE", "tokenizer.model", "tekken.json"]
     fetched = []
 

@@ -29,7 +29,7 @@ def as_parquet(rows, path):
 
 @pytest.fixture
 def hub(texts, tmp_path, monkeypatch):
-    """The rows of `digits.jsonl` in two parquet files: in `server.local`, and on the stand-in."""
+    """The rows of `digits.jsonl` in two parquet files, in `server.local` and on the server."""
     rows = [json.loads(line)["code"] for line in (texts / "digits.jsonl").read_text().splitlines()]
     (tmp_path / "files").mkdir()
     parts = zip(FILES, (rows[:4], rows[4:]), strict=True)
@@ -95,7 +95,7 @@ def test_a_network_that_fails_in_the_middle_is_one_line_and_the_run_continues_at
     assert (source["on_hub"], source["commit"]) == (True, "1" * 40)
 
 
-def test_a_hub_that_does_not_answer_at_the_begin_is_one_line_and_nothing_is_written(
+def test_a_hub_that_does_not_answer_at_the_start_is_one_line_and_nothing_is_written(
     hub, recipe_of, tmp_path
 ):
     hub.commits.clear()
@@ -115,7 +115,7 @@ def test_prepared_blocks_are_trained_on_without_the_hub(hub, recipe_of, tiny_tok
     assert_trained_on_the_files_on_disk(tmp_path / "out", recipe_of, hub, tiny_tokenizer)
 
 
-def test_a_preparation_is_prolonged_at_the_commit_it_began_at(hub, recipe_of, tiny_tokenizer):
+def test_a_preparation_is_extended_at_the_commit_that_it_began_at(hub, recipe_of, tiny_tokenizer):
     Corpus(recipe_of(REPO).data, tiny_tokenizer).prepare(10)
     hub.commits["2" * 40] = {FILES[0]: hub.commits["1" * 40][FILES[1]]}
     prolonged = Corpus(recipe_of(REPO).data, tiny_tokenizer).prepare(150)

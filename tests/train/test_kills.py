@@ -72,7 +72,7 @@ def test_a_signal_to_one_process_stops_all_after_a_checkpoint_and_nothing_is_los
     launched.wait()
     printed = launched.printed()
     assert "1-k: stopped by" in printed, printed
-    assert f"exitcode : {EXIT_STOPPED}" in printed  # of the ranks; the launcher itself has its own
+    assert f"exitcode : {EXIT_STOPPED}" in printed  # of the ranks; the launcher has its own
     stopped = json.loads((out / "stopped.json").read_text())
     assert (stopped["stage"], stopped["step"]) == ("k", 2)
     assert [path.name for path in (out / "1-k/trainer").glob("checkpoint-*")] == ["checkpoint-2"]
@@ -175,7 +175,7 @@ def die_before(module, name):
     ],
     ids=["in step 2", "in a checkpoint", "while the result is written"],
 )
-def test_who_survives_another_process_says_so_in_one_line_and_does_not_blame_the_disk(
+def test_a_survivor_of_another_process_says_so_in_one_line_and_does_not_blame_the_disk(
     real_recipe, tmp_path, hook
 ):
     launched = launch(
@@ -201,8 +201,8 @@ def test_two_runs_do_not_write_to_one_directory(real_recipe, tmp_path):
 
 
 def kill(victim, launched, out):
-    """`kill -9` of one rank, all of them, or their launcher, if they are there yet; returns when
-    all have ended.
+    """`kill -9` of one rank, all of them, or their launcher, if they exist yet; returns when all
+    have ended.
 
     A run whose last stage is done is killed as a whole: torch's launcher of forks may wait forever
     for a rank that was killed while it waited for the launcher's `multiprocessing.Event`.
@@ -282,7 +282,7 @@ def test_a_run_killed_at_a_random_moment_ends_with_the_same_losses(
 
 
 def killed_at_random(victim, recipe, seconds, draw, directory):
-    """OUT of a run killed before its end; a moment without the victim is drawn again."""
+    """OUT of a run killed before its end; if the victim did not exist, another moment is drawn."""
     for number in range(10):
         out = directory / f"out-{number}"
         launched = launch(directory, [Run([recipe, "--out", out], FSDP2)])

@@ -1,8 +1,8 @@
 """Which process has which weights, student and teacher, under FSDP2 as recipes/accelerate launches
 it.
 
-In CI on the oldest supported versions, too: transformers leaves it to its version which process
-gets contents.
+CI runs it on the oldest supported versions, too: which process gets contents depends on the version
+of transformers.
 """
 
 import json
@@ -35,7 +35,7 @@ def contents(tensors) -> float:
 def watch():
     """Write what a process loads for a stage, and what the teacher is when the stage is saved."""
     torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)  # so that what was not loaded is NaN
+    torch.use_deterministic_algorithms(True)  # what is not loaded is NaN
     complete, plain_load, plain_model = stages._complete, stages._load, model.load_model
     facts, loaded = {}, []
 
@@ -67,7 +67,7 @@ def watch():
 
 @pytest.fixture(scope="module")
 def taught(real_recipe, tiny_llama_dir, tmp_path_factory):
-    """OUT of stages with a teacher on two processes; beside it what each of them had."""
+    """OUT of stages with a teacher on two processes; beside it what each of them loaded."""
     directory = tmp_path_factory.mktemp("taught")
     arguments = [real_recipe, f"teacher={tiny_llama_dir}", *TAUGHT, "--out", directory / "out"]
     succeed(directory, [Run(arguments, FSDP2, watch)])
@@ -104,7 +104,7 @@ def test_stages_with_a_teacher_have_the_losses_of_one_process(
 
 
 def test_a_model_that_only_the_main_process_cannot_load_ends_all_in_one_line(real_recipe, tmp_path):
-    """The others would otherwise wait for its weights until the launcher's grace is over."""
+    """Otherwise the others would wait for its weights until the launcher kills them."""
     arguments = [real_recipe, "--out", tmp_path / "out"]
     launched = launch(tmp_path, [Run(arguments, FSDP2, fail_in_main_process)])
     assert launched.wait() != 0

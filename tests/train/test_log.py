@@ -48,7 +48,7 @@ def test_tensorboard_has_the_losses_and_rates_of_the_log_beside_the_stages(shown
     assert [scalar.value for scalar in events.Scalars("eval/loss")] == pytest.approx(held_out)
 
 
-def test_without_tensorboard_a_run_says_so_once_and_goes_on(
+def test_without_tensorboard_a_run_says_so_once_and_continues(
     real_recipe, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr("coca_hf.train.preflight.is_tensorboard_available", lambda: False)
@@ -70,7 +70,7 @@ def test_every_line_of_the_log_has_time_speed_and_memory_and_no_mfu_on_a_cpu(sho
             assert line["mfu"] is None
 
 
-def test_the_held_out_loss_is_measured_before_after_and_every_so_many_steps(shown):
+def test_the_held_out_loss_is_measured_before_after_and_at_every_interval(shown):
     measured = {
         line["step"]: line["held_out_loss"] for line in logged(shown[0]) if "held_out_loss" in line
     }
@@ -79,7 +79,7 @@ def test_the_held_out_loss_is_measured_before_after_and_every_so_many_steps(show
     assert (kept["before"], kept["after"]) == (measured[0], measured[STEPS])
 
 
-def test_where_there_is_no_terminal_an_interval_is_a_line(shown):
+def test_without_a_terminal_an_interval_is_a_line(shown):
     out, printed = shown
     values = r"loss \d\.\d{4}, lr [\d.e-]+, [\d,]+ tokens/s, \d+\.\d GiB, \d:\d\d:\d\d left"
     lines = re.findall(rf"^1-k step \d/{STEPS}: {values}$", printed, re.MULTILINE)
@@ -114,7 +114,7 @@ def test_mfu_is_the_models_share_of_what_the_gpus_can_do():
     assert utilization(50_000, 7e9, None, 2) is None
 
 
-def test_measuring_the_held_out_loss_is_no_time_of_training(tmp_path, monkeypatch):
+def test_measuring_the_held_out_loss_is_not_training_time(tmp_path, monkeypatch):
     now = iter([100.0, 107.0, 117.0, 120.0, 121.0])  # made, measuring from and until, asked twice
     monkeypatch.setattr("coca_hf.train.log.time.monotonic", lambda: next(now))
     log = StageLog(tmp_path / "log.jsonl", 8, 6, 1, 0, start_place(0) | {"seconds": 5.0})

@@ -13,9 +13,7 @@ import struct
 from collections import Counter
 
 import pytest
-import wandb
 import yaml
-from wandb.proto.wandb_internal_pb2 import Record
 
 from coca_hf import CocaError
 from coca_hf.train.recipe import load_recipe
@@ -25,6 +23,7 @@ from tests.train.layouts import Run, launch, succeed
 from tests.train.results import log_lines
 from tests.train.test_resume import die_in_step_4
 
+wandb = pytest.importorskip("wandb")
 STAGES = ["1-k", "2-qkv", "3-full"]
 LOGGERS = ["training.report_to=[wandb,trackio]", "training.project=tiny"]
 # of LevelDB's log format, in which Weights & Biases writes its files
@@ -32,7 +31,7 @@ BLOCK, HEAD, COMPLETE = (2**15, 7, (1, 4))
 
 
 def log_to(directory, then=None):
-    """Let both loggers write to `directory`, and stay on this machine."""
+    """Let both loggers write to `directory`, on this machine."""
     names = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     names |= {"WANDB_DIR": directory / "wandb-runs", "TRACKIO_DIR": directory / "trackio"}
     (directory / "wandb-runs").mkdir(exist_ok=True)
@@ -44,6 +43,7 @@ def log_to(directory, then=None):
 @pytest.fixture(scope="module")
 def logged(tiny_coca_dir, texts, tmp_path_factory):
     """A directory with OUT, `tiny-run`: stage 2 of 3 was killed in step 4 and resumed."""
+    pytest.importorskip("trackio")  # not above: on import it reads where to write
     directory = tmp_path_factory.mktemp("logged")
     (directory / "recipe.yaml").write_text(yaml.safe_dump(make_recipe_tree(tiny_coca_dir, texts)))
     arguments = [directory / "recipe.yaml", "--out", directory / "tiny-run", *LOGGERS]
@@ -55,7 +55,9 @@ def logged(tiny_coca_dir, texts, tmp_path_factory):
 
 
 def wandb_records(file):
-    """What Weights & Biases wrote of a run: records that are cut where a block of the file ends."""
+    """The records of a run that Weights & Biases wrote, split at the ends of the file's blocks."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
     content, place, record = file.read_bytes(), HEAD, b""
     while place + HEAD <= len(content):
         if BLOCK - place % BLOCK < HEAD:
@@ -70,7 +72,7 @@ def wandb_records(file):
 
 
 def of_wandb(directory):
-    """The project, the run's name and every row's values; what a kill left in memory is lost."""
+    """The project, the run's name and every row's values; a kill loses what was in memory."""
     for file in wandb_files(directory):
         records = list(wandb_records(file))
         run = next((record.run for record in records if record.HasField("run")), None)
@@ -108,7 +110,7 @@ def test_every_stage_is_a_run_with_the_losses_and_rates_of_its_log_at_every_step
 
 
 @pytest.mark.real
-def test_a_resumed_stage_goes_on_in_its_run_of_wandb(logged):
+def test_a_resumed_stage_continues_its_run_of_wandb(logged):
     assert sorted(Counter(file.name for file in wandb_files(logged)).values()) == [1, 1, 2]
 
 
@@ -142,11 +144,11 @@ def test_a_project_that_trackio_does_not_take_is_refused(recipe_path, tmp_path):
     assert not list((tmp_path / "out").glob("*"))
 
 
-def test_an_account_that_is_missing_is_one_line(recipe_path, tmp_path, monkeypatch):
+def test_an_account_that_is_missing_is_one_line(train, monkeypatch):
     def init(**options):
         raise wandb.errors.UsageError("No API key configured.")
 
     monkeypatch.setattr(wandb, "init", init)
     message = "report_to: wandb begins no run: No API key configured.; WANDB_MODE=offline needs no account"
     with pytest.raises(CocaError, match=message):
-        run_recipe(load_recipe(recipe_path, ["training.report_to=wandb"]), tmp_path / "out")
+        train("training.report_to=wandb", stage=None)

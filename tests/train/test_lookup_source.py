@@ -1,4 +1,4 @@
-"""`{synthetic: lookups}` in a recipe: its share, the marks of its answers, what they count."""
+"""`{synthetic: lookups}` in a recipe: its share, its marked answers, and their weight."""
 
 import pytest
 import torch
@@ -19,18 +19,11 @@ from tests.train.layouts import DDP, Run, succeed
 from tests.train.results import log_lines, logged
 
 SEQ_LEN, REACH = 170, 901
-SYNTHETIC = Source(synthetic="lookups", weight=2)
+SYNTHETIC = Source(synthetic="lookups", weight=4)
 
 
 @pytest.fixture
-def words(texts) -> Source:
-    return Source(path=str(texts / "words/*.txt"), weight=1)
-
-
-@pytest.fixture
-def corpus(words, texts, tiny_tokenizer, tmp_path):
-    digits = Source(path=str(texts / "digits.jsonl"), weight=1, column="code")
-
+def corpus(words, digits, tiny_tokenizer, tmp_path):
     def make(sources=(words, SYNTHETIC, digits), directory=tmp_path / "prepared", **options):
         return make_corpus(sources, tiny_tokenizer, SEQ_LEN, directory, 2, seed=5, **options)
 
@@ -54,7 +47,7 @@ def test_its_weight_is_its_share_of_the_blocks_and_of_all_answers(corpus):
     assert all(block["input_ids"] == block["labels"] for block in drawn)
 
 
-def test_a_preparation_that_is_prolonged_makes_the_same_lookups(corpus, tmp_path):
+def test_a_preparation_that_is_extended_makes_the_same_lookups(corpus, tmp_path):
     plain = take(corpus().prepare(90), 90)
     for count in (40, 41, 90):
         blocks = corpus(directory=tmp_path / "in-parts").prepare(count)
@@ -137,7 +130,7 @@ def lookups_recipe(recipe_path, *settings):
 
 
 @pytest.mark.parametrize(
-    "positions", [[], ["data.skip_positions=333"]], ids=["in order", "left out"]
+    "positions", [[], ["data.skip_positions=333"]], ids=["in order", "skipped"]
 )
 def test_a_stage_adds_the_loss_on_answers_and_logs_it(
     recipe_path, tiny_llama_dir, tmp_path, positions
@@ -157,7 +150,7 @@ def test_a_stage_adds_the_loss_on_answers_and_logs_it(
     assert "- synthetic lookups, weight 6" in (tmp_path / "out/3-full/README.md").read_text()
 
 
-def test_batches_do_not_change_what_answers_count(recipe_path, tmp_path):
+def test_batches_do_not_change_the_weight_of_answers(recipe_path, tmp_path):
     losses = []
     for batch in (4, 1):
         settings = ["training.global_batch_size=4", f"training.per_device_train_batch_size={batch}"]
@@ -167,7 +160,7 @@ def test_batches_do_not_change_what_answers_count(recipe_path, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_left_out_positions_are_no_borders_of_documents(tiny_coca_dir, tiny_llama_dir, corpus):
+def test_skipped_positions_do_not_separate_documents(tiny_coca_dir, tiny_llama_dir, corpus):
     block = corpus(skip_positions=REACH).prepare(1)[0]
     given = {name: block[name][None] for name in ("input_ids", "position_ids", "attention_mask")}
     changed = {**given, "input_ids": given["input_ids"].clone()}
@@ -182,7 +175,7 @@ def test_left_out_positions_are_no_borders_of_documents(tiny_coca_dir, tiny_llam
 
         assert not torch.equal(last(given), last(changed))
         ours, theirs = last(given | without_mask), last(changed | without_mask)
-        assert torch.equal(ours, theirs), "a mask is what says so"
+        assert torch.equal(ours, theirs), "only the mask says so"
 
 
 @pytest.mark.real

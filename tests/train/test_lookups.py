@@ -1,4 +1,4 @@
-"""Blocks of lookups: whatever is marked as an answer stands, or was said, before."""
+"""Blocks of lookups: every marked answer stands somewhere before."""
 
 import ast
 import random
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coca_hf import CocaError, evaluate
-from coca_hf.train import lookups, wordings
+from coca_hf.train import lookups
 from coca_hf.train.lookups import Lookups
 
 LENGTH = 1900
@@ -31,7 +31,7 @@ def block(tiny_tokenizer, text):
 
 
 def marked(piece) -> list[tuple[str, str]]:
-    """Every run of answers, and all that stands before it; a character for a token."""
+    """Every run of answers, and everything before it; a character for a token."""
     tokens, runs, place = "".join(map(chr, piece.ids)), [], 0
     for is_answer, run in groupby(piece.answers):
         end = place + len(list(run))
@@ -59,9 +59,7 @@ def test_a_block_is_fixed_by_its_text_and_its_seed(block):
     assert block(3).ids != block(3, LENGTH - 1).ids[: LENGTH - 1]
 
 
-def test_passages_are_drawn_anew_for_every_block_from_all_ordinary_tokens(
-    block, text, tiny_tokenizer
-):
+def test_every_block_draws_its_passages_from_all_ordinary_tokens(block, text, tiny_tokenizer):
     foreign = [set(block(seed).ids) - set(text) for seed in range(60)]
     assert len(set().union(*foreign)) > 240  # of the 256 bytes, nearly all
     assert not set().union(*foreign) & set(tiny_tokenizer.all_special_ids)
@@ -85,7 +83,7 @@ def test_no_two_facts_of_a_block_contradict_each_other(tiny_tokenizer, text):
         assert len(said) == len(set(said))
 
 
-def test_a_tokenizer_that_does_not_know_places_is_refused():
+def test_a_tokenizer_without_offsets_is_refused():
     class Slow:
         is_fast = False
 
@@ -95,7 +93,7 @@ def test_a_tokenizer_that_does_not_know_places_is_refused():
 
 
 def phrases(text: str) -> set[tuple[str, ...]]:
-    """Runs of five words, of which two or more are no placeholders."""
+    """Runs of five words, at least two of which are not placeholders."""
     words = re.findall(r"[a-z']+|_", re.sub(r"\{[^{}]*\}", " _ ", text).lower())
     runs = zip(*(words[start:] for start in range(5)), strict=False)
     return {run for run in runs if sum(word != "_" for word in run) >= 2}
@@ -108,8 +106,8 @@ def strings_of(directory: Path) -> set[str]:
 
 
 def own_wordings() -> list[str]:
-    facts = [form for relation in wordings.RELATIONS for form in relation.said + relation.asked]
-    return [*facts, *wordings.QUESTIONS, *("".join(form) for form in wordings.FORMS)]
+    facts = [form for relation in lookups.RELATIONS for form in relation.said + relation.asked]
+    return [*facts, *lookups.QUESTIONS, *("".join(form) for form in lookups.FORMS)]
 
 
 def test_no_wording_shares_five_words_with_what_measures_lookups():
@@ -126,18 +124,18 @@ def test_no_wording_shares_five_words_with_what_measures_lookups():
 
 
 def test_no_fact_is_about_what_measurements_ask_for():
-    nouns = {noun for relation in wordings.RELATIONS for noun in relation.nouns}
+    nouns = {noun for relation in lookups.RELATIONS for noun in relation.nouns}
     assert not {noun for noun in nouns if re.search("key|magic|needle", noun)} - {"silver key"}
 
 
-def test_every_wording_has_its_places():
-    for relation in wordings.RELATIONS:
+def test_every_wording_has_its_placeholders():
+    for relation in lookups.RELATIONS:
         for form in relation.said + relation.asked:
             assert all(form.count(f"{{{name}}}") >= 1 for name in ("noun", "owner"))
             assert form.count("{value}") == 1
             assert form[0].isspace()
         assert all(form.endswith("{value}") for form in relation.asked)
-    assert all(form[0].isspace() and form.endswith("{value}") for form in wordings.QUESTIONS)
+    assert all(form[0].isspace() and form.endswith("{value}") for form in lookups.QUESTIONS)
     # the list that recall measures
-    assert all(form.line.strip() != "{key}: {value}" for form in wordings.FORMS)
-    assert all("{key}" in form.line and form.line.count("{value}") == 1 for form in wordings.FORMS)
+    assert all(form.line.strip() != "{key}: {value}" for form in lookups.FORMS)
+    assert all("{key}" in form.line and form.line.count("{value}") == 1 for form in lookups.FORMS)

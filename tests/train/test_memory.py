@@ -1,4 +1,4 @@
-"""What a stage freezes takes no gradients, no optimizer state and no room in checkpoints."""
+"""Frozen parameters have no gradients, no optimizer state and no part in checkpoints."""
 
 from pathlib import Path
 
@@ -7,10 +7,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor
 
-from coca_hf.train.recipe import load_recipe
-from coca_hf.train.stages import run_recipe
-from coca_hf.train.trainer import StageTrainer
-from coca_hf.train.training_state import STATE, state_bytes
+from coca_hf.train.trainer import STATE, StageTrainer, state_bytes
 from tests.train.results import record
 
 
@@ -26,7 +23,7 @@ def bytes_of(trainer: StageTrainer) -> dict[str, int]:
         "gradients": sum(map(_bytes, gradients)),
         "optimizer": sum(map(_bytes, states)),
         "saved": sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in saved),
-        # of the disk, before a checkpoint is written
+        # on the disk, before a checkpoint is written
         "asked for": state_bytes(trainer.model, trainer.optimizer),
     }
 
@@ -47,9 +44,7 @@ def assert_as_trained(measured: dict[str, int], trained: int, processes: int = 1
     assert measured["asked for"] == pytest.approx(measured["saved"], rel=0.01)
 
 
-def test_frozen_parameters_cost_neither_gradients_nor_optimizer_state(
-    recipe_path, tmp_path, monkeypatch
-):
+def test_frozen_parameters_cost_neither_gradients_nor_optimizer_state(train, tmp_path, monkeypatch):
     plain, measured = StageTrainer.training_step, {}
 
     def step(self, *arguments):
@@ -59,7 +54,7 @@ def test_frozen_parameters_cost_neither_gradients_nor_optimizer_state(
 
     monkeypatch.setattr(StageTrainer, "training_step", step)
     out = tmp_path / "out"
-    run_recipe(load_recipe(recipe_path), out)
+    train(stage=None)
     for stage, of_stage in measured.items():
         assert_as_trained(of_stage, record(out / stage)["parameters"]["trained"])
     share = {key: num_bytes / measured["3-full"][key] for key, num_bytes in measured["1-k"].items()}

@@ -26,7 +26,7 @@ def arguments(real_recipe, tmp_path):
 
 
 def slowly(seconds: float = 0.1):
-    """A document at a time."""
+    """Encode one document at a time."""
     plain = tokens.Encoder.__call__
     tokens.PIECE_CHARACTERS = 700
     processes.FAREWELL_SECONDS = 2.0  # for one that was killed and cannot be told
@@ -70,14 +70,12 @@ def wait_until_it_prepares(launched, directory: Path) -> None:
     time.sleep(1)
 
 
-def test_a_preparation_may_take_longer_than_collectives_may(arguments, real_unbroken, tmp_path):
-    printed = succeed(tmp_path, [Run([*arguments, "training.ddp_timeout=8"], DDP, start_slowly)])
+@pytest.mark.parametrize("hook", [start_slowly, read_slowly], ids=["blocks", "hashes"])
+def test_a_preparation_may_take_longer_than_collectives_may(
+    arguments, real_unbroken, tmp_path, hook
+):
+    printed = succeed(tmp_path, [Run([*arguments, "training.ddp_timeout=8"], DDP, hook)])
     assert printed.count("data: preparing 12 blocks") == 1
-    assert logged(tmp_path / "out/1-k") == pytest.approx(logged(real_unbroken / "1-k"), abs=1e-4)
-
-
-def test_hashes_of_files_may_take_longer_than_collectives_may(arguments, real_unbroken, tmp_path):
-    succeed(tmp_path, [Run([*arguments, "training.ddp_timeout=8"], DDP, read_slowly)])
     assert logged(tmp_path / "out/1-k") == pytest.approx(logged(real_unbroken / "1-k"), abs=1e-4)
 
 
@@ -126,7 +124,7 @@ def test_a_signal_to_one_process_stops_all_and_the_blocks_are_kept(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_when_one_process_is_killed_the_other_does_not_wait_for_ever(
+def test_if_one_process_is_killed_the_other_does_not_wait_for_ever(
     arguments, real_unbroken, tmp_path, rank
 ):
     launched = launch(tmp_path, [Run(arguments, DDP, slowly)])

@@ -6,16 +6,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from coca_hf.train.log import StageLog, start_place
-from coca_hf.train.options import StageOptions
 from coca_hf.train.processes import StopRequest
-from coca_hf.train.recipe import load_recipe
+from coca_hf.train.recipe import StageOptions, load_recipe
 from coca_hf.train.stages import run_recipe
 from coca_hf.train.trainer import StageTrainer
 from tests.train.results import logged
 
 
 def trainer_of(options: dict, tmp_path) -> StageTrainer:
-    """A trainer of a small model, with its optimizer and its schedule."""
+    """A trainer of a small model, with its optimizer and schedule."""
     sizes = {"hidden_size": 8, "intermediate_size": 6, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=11, num_hidden_layers=1, **sizes))
     trainer = StageTrainer(
@@ -31,7 +30,7 @@ def trainer_of(options: dict, tmp_path) -> StageTrainer:
 
 
 def rates_of(options: dict, tmp_path) -> list[float]:
-    """The rate that the trainer's schedule gives to each of `max_steps` steps, and the one after."""
+    """The rates of the trainer's schedule for each of `max_steps` steps, and for the next."""
     trainer, rates = trainer_of(options, tmp_path), []
     for _ in range(options["max_steps"] + 1):
         rates.append(trainer.optimizer.param_groups[0]["lr"])

@@ -1,4 +1,4 @@
-"""scripts/cluster/slurm.sh under a SLURM of its own: two nodes on this machine, a task each."""
+"""scripts/cluster/slurm.sh under a SLURM of its own, with two nodes on this machine, a task each."""
 
 import json
 import os
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 BINARIES = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 DAEMONS = ["munged", "slurmctld", "slurmd", "sbatch"]
 MISSING = [name for name in DAEMONS if not shutil.which(name, path=BINARIES)]
-SECONDS = 300  # for anything to come about, on a machine with other work
+SECONDS = 300  # that anything may take on a busy machine
 SETTINGS = ["stages.k.max_steps=300", "stages.qkv.logging_steps=1", "training.save_steps=25"]
 # Nodes have addresses for names, so that MASTER_ADDR is reached; MASTER_PORT comes from the job's
 # number. A job fills both nodes, so that another has to pre-empt it.
@@ -60,7 +60,7 @@ pytestmark = [
 
 
 def until(condition, what):
-    """Returns what `condition` does as soon as that is true; `what` says what was hoped for."""
+    """Waits until `condition` returns something true, and returns it; `what` describes the wait."""
     deadline = time.monotonic() + SECONDS
     while not (found := condition()):
         assert time.monotonic() < deadline, f"not after {SECONDS} s: {what()}"
@@ -69,7 +69,7 @@ def until(condition, what):
 
 
 class Slurm:
-    """A SLURM at work."""
+    """A running SLURM."""
 
     def __init__(self, directory: Path):
         self.directory, self.conf = directory, directory / "slurm.conf"
@@ -82,7 +82,7 @@ class Slurm:
         }
 
     def keep_layout(self) -> None:
-        """Let `accelerate`, which imports torch, say once what every start of the job asks it."""
+        """Ask `accelerate`, which imports torch, once for what every start of the job needs."""
         asked = '. scripts/cluster/layout.sh "$LAYOUT" && env | grep -E "^(ACCELERATE|FSDP)_"'
         told = self.ask("bash", "-c", asked)
         (self.directory / "bin").mkdir()
@@ -121,7 +121,7 @@ class Slurm:
         return (self.directory / "printed").read_text()
 
     def ask(self, *command: str) -> str:
-        """What a command prints; "" where SLURM refuses."""
+        """What a command prints; "" if SLURM refuses."""
         return subprocess.run(
             command, env=self.environment, cwd=ROOT, capture_output=True, text=True
         ).stdout.strip()
@@ -139,7 +139,7 @@ class Slurm:
         )
 
     def until_state(self, job: str, state: str, restarts: int) -> dict[str, str]:
-        """Wait until a job that so far has come back so often is in this state."""
+        """Wait until a job that has restarted this often is in this state."""
 
         def reached():
             now = self.state(job)
@@ -149,11 +149,11 @@ class Slurm:
         return until(reached, lambda: f"{state}: {self.state(job)}")
 
     def hurry(self, job: str) -> None:
-        """Start a job that came back after 3 s, not 2 min; at once, its nodes would refuse it."""
+        """Restart a requeued job after 3 s, not 2 min; its nodes would refuse it at once."""
         self.ask("scontrol", "update", f"JobId={job}", "StartTime=now+3seconds")
 
     def rank(self, job: str, rank: int) -> psutil.Process | None:
-        """The process that SLURM started as a task of a job, if it is there."""
+        """The process that SLURM started as a task of a job, if it exists."""
         wanted = {"SLURM_JOB_ID": job, "RANK": str(rank), "SLURM_CONF": str(self.conf)}
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -165,7 +165,7 @@ class Slurm:
         return None
 
     def end(self) -> None:
-        """End the daemons and whatever a test that failed has left of its jobs."""
+        """End the daemons, and the jobs that a failed test has left."""
         while left := [process for process in psutil.process_iter() if self._started(process)]:
             for process in left:
                 with suppress(psutil.Error):
@@ -176,7 +176,7 @@ class Slurm:
 
     def _started(self, process: psutil.Process) -> bool:
         with suppress(psutil.Error):
-            # a title in the place of their environment
+            # they have a title instead of their environment
             steps = tuple(f"slurmstepd: [{job}." for job in self.jobs)
             return " ".join(process.cmdline()).startswith(steps) or process.environ().get(
                 "SLURM_CONF"
@@ -198,7 +198,7 @@ def slurm():
 
 
 def steps(out: Path) -> int:
-    """Of the first stage, that log.jsonl has."""
+    """The steps of the first stage that log.jsonl has."""
     log = out / "1-k/log.jsonl"
     lines = log.read_text().splitlines() if log.exists() else []
     return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
@@ -247,6 +247,6 @@ def test_a_job_killed_then_told_to_stop_then_pre_empted_ends_with_the_losses_of_
     slurm.hurry(job)
     ended = slurm.until_state(job, "COMPLETED", restarts=2)
     assert ended["ExitCode"] == "0:0"
-    assert log.read_text().count("1-k: trains") == 4  # one process of all says so, at every start
+    assert log.read_text().count("1-k: trains") == 4  # one process says so, at every start
     succeed(tmp_path, [Run([real_recipe, *SETTINGS, "--out", unbroken], DDP)])
     assert final_losses(out) == final_losses(unbroken)

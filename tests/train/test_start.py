@@ -1,4 +1,4 @@
-"""Where the first stage starts: the recipe's `config` over the model's, or scratch; adapters."""
+"""What the first stage starts from: a model with the recipe's `config`, or scratch; adapters."""
 
 import json
 import shutil
@@ -25,9 +25,7 @@ from coca_hf.train.model import start_config
 from coca_hf.train.preflight import (
     check_model,
     check_overrides,
-    check_plain,
     check_positions,
-    check_teacher,
     check_tokenizer,
     lock,
     resolve_stages,
@@ -35,9 +33,7 @@ from coca_hf.train.preflight import (
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.run_directory import begin_out, check_out
 from coca_hf.train.stages import run_recipe
-from coca_hf.train.trainer import StageTrainer
 from tests.conftest import TINY
-from tests.train.layouts import Interrupted, interrupt_in_step
 from tests.train.results import assert_same_weights, changed, logged, record, weights
 
 WIDE = {"hidden_size": 48, "intermediate_size": 80}
@@ -118,15 +114,13 @@ BAD_STARTS = {
 
 
 @pytest.mark.parametrize("setting", BAD_STARTS, ids=[setting[:60] for setting in BAD_STARTS])
-def test_a_start_that_does_not_work_is_refused_in_one_line(scratch_path, setting):
+def test_a_config_that_does_not_work_is_refused_in_one_line(scratch_path, setting):
     with pytest.raises(CocaError, match=BAD_STARTS[setting]) as caught:
         check_model(load_recipe(scratch_path, [setting]))
     assert "\n" not in str(caught.value)
 
 
-def test_a_tokenizer_of_another_model_is_refused_and_tokens_that_were_added_are_not(
-    tiny_tokenizer, tmp_path
-):
+def test_a_tokenizer_of_another_model_is_refused_and_added_tokens_are_not(tiny_tokenizer, tmp_path):
     tiny_tokenizer.save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.add_tokens(["[PAD]"], special_tokens=True)
@@ -136,32 +130,58 @@ def test_a_tokenizer_of_another_model_is_refused_and_tokens_that_were_added_are_
         check_tokenizer(tokenizer, LlamaConfig(vocab_size=99))
 
 
-@pytest.mark.parametrize("key", ["model", "teacher"])
-def test_a_model_beside_an_adapter_is_refused_before_anything_is_written(
-    recipe_tree, tiny_llama_dir, tmp_path, key
+def write(name: str, content: dict):
+    """Adds these entries to a JSON file of a checkpoint, which may be new."""
+
+    def change(checkpoint):
+        file = checkpoint / name
+        before = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(before | content))
+
+    return change
+
+
+ADAPTER = write("adapter_config.json", {})
+BESIDE_ADAPTER = r"got adapter_config.json, .* merge the adapter \(merge_and_unload"
+QUANTIZED = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
+CLASSIFIER = write("config.json", {"architectures": ["LlamaForSequenceClassification"]})
+NO_CLASSIFIER = "got LlamaForSequenceClassification, expected a causal language model"
+UNUSABLE = {
+    "a model beside an adapter": ("model", ADAPTER, BESIDE_ADAPTER),
+    "a teacher beside an adapter": ("teacher", ADAPTER, BESIDE_ADAPTER),
+    "a classifier": ("model", CLASSIFIER, NO_CLASSIFIER),
+    "a classifier as teacher": ("teacher", CLASSIFIER, NO_CLASSIFIER),
+    "a quantized model": (
+        "model",
+        write("config.json", QUANTIZED),
+        "got weights quantized by bitsandbytes, expected plain",
+    ),
+    **{
+        f"a teacher of another {key}": (
+            "teacher",
+            write("config.json", {key: size}),
+            rf"teacher: .*/copy has {key} {size}, but the model has \d+; take the one it was",
+        )
+        for key, size in {"vocab_size": 99, "num_hidden_layers": 2, "hidden_size": 96}.items()
+    },
+}
+
+
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_a_checkpoint_that_cannot_be_used_is_refused_before_anything_is_written(
+    recipe_tree, tiny_llama_dir, tmp_path, kind
 ):
+    key, change, message = UNUSABLE[kind]
     recipe_tree["teacher"] = str(tiny_llama_dir)
-    recipe_tree[key] = str(shutil.copytree(recipe_tree[key], tmp_path / key))
-    (tmp_path / key / "adapter_config.json").write_text("{}")
+    recipe_tree[key] = str(shutil.copytree(recipe_tree[key], tmp_path / "copy"))
+    change(tmp_path / "copy")
     recipe = load_recipe(write_recipe(tmp_path / "r.yaml", recipe_tree))
-    message = rf"/{key}: got adapter_config.json, .* merge the adapter \(merge_and_unload"
     with pytest.raises(CocaError, match=message):
         run_recipe(recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_quantized_model_is_refused_before_anything_is_written(recipe_tree, tmp_path):
-    recipe_tree["model"] = str(shutil.copytree(recipe_tree["model"], tmp_path / "model"))
-    config = json.loads((tmp_path / "model/config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    (tmp_path / "model/config.json").write_text(json.dumps(config))
-    recipe = load_recipe(write_recipe(tmp_path / "r.yaml", recipe_tree))
-    with pytest.raises(CocaError, match="got weights quantized by bitsandbytes, expected plain"):
-        run_recipe(recipe, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_what_a_trained_model_kept_is_converted_and_trained_again(
+def test_kept_layers_of_a_trained_model_are_converted_and_trained(
     recipe_path, tiny_llama_dir, tmp_path
 ):
     coca_hf.convert_checkpoint(tiny_llama_dir, tmp_path / "kept", keep_layers=[1])
@@ -179,7 +199,7 @@ def test_what_a_trained_model_kept_is_converted_and_trained_again(
     assert "not trained yet" not in card
 
 
-def test_blocks_skip_to_no_position_that_the_model_does_not_have(recipe_path):
+def test_blocks_that_skip_beyond_the_models_positions_are_refused(recipe_path):
     recipe = load_recipe(recipe_path, ["data.skip_positions=65"])
     with pytest.raises(CocaError, match="skip_positions: got 65, expected at most 64, the pos"):
         check_positions(recipe, LlamaConfig(max_position_embeddings=64))
@@ -191,7 +211,7 @@ def test_blocks_longer_than_the_model_was_trained_for_are_announced_by_the_run_a
 ):
     notice = (
         f"data.seq_len: got 70 tokens, more than the 64 positions of {tiny_coca_dir} "
-        "(max_position_embeddings): it has not learnt those beyond; if that is meant, set "
+        "(max_position_embeddings): it was not trained on those beyond; if that is intended, set "
         "config.max_position_embeddings=70, which the result keeps, or scale RoPE"
     )
     settings = ["data.seq_len=70", "stages.k.max_steps=1", "training.use_cpu=false"]
@@ -208,7 +228,7 @@ def test_blocks_longer_than_the_model_was_trained_for_are_announced_by_the_run_a
     assert check_positions(long, coca_hf.AlibiLlamaConfig(max_position_embeddings=64)) is None
 
 
-def test_a_stage_computes_in_bfloat16_on_a_cpu_where_there_is_nothing_else(
+def test_a_stage_computes_in_bfloat16_on_a_cpu_without_accelerators(
     recipe_path, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
@@ -244,7 +264,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_model_that_trains_passes_the_look_at_its_shapes(recipe_path, tmp_path, family):
+def test_every_supported_model_passes_the_check_of_its_shapes(recipe_path, tmp_path, family):
     FAMILIES[family].save_pretrained(tmp_path)
     check_model(load_recipe(recipe_path, [f"model={tmp_path}", *ALL]))
 
@@ -261,27 +281,14 @@ def test_every_model_that_trains_passes_the_look_at_its_shapes(recipe_path, tmp_
         ("coca_partial_rotary_layers=[1]", r"\[\]"),
     ],
 )
-def test_what_the_weights_of_a_checkpoint_fix_is_not_overridden(recipe_path, setting, expected):
+def test_a_field_that_the_weights_fix_is_not_overridden(recipe_path, setting, expected):
     message = rf"config\.\w+: got \S+, expected {expected}, as the weights of .* have it; leave it"
     with pytest.raises(CocaError, match=message):
         check_overrides(load_recipe(recipe_path, [f"config.{setting}"]))
 
 
-@pytest.mark.parametrize("key", ["model", "teacher"])
-def test_a_classifier_is_refused_before_anything_is_written(recipe_path, key, tmp_path):
-    config = LlamaConfig(**TINY, architectures=["LlamaForSequenceClassification"])
-    config.save_pretrained(tmp_path / "classifier")
-    recipe = load_recipe(recipe_path, [f"{key}={tmp_path / 'classifier'}"])
-    message = "classifier: got LlamaForSequenceClassification, expected a causal language model"
-    check = {"model": check_plain, "teacher": check_teacher}[key]
-    with pytest.raises(CocaError, match=message):
-        check(getattr(recipe, key), config)
-
-
 @pytest.mark.parametrize(("out", "prepared"), [("out", "out/blocks"), (".", "prepared")])
-def test_blocks_inside_out_are_no_run_that_has_begun(
-    recipe_path, out, prepared, tmp_path, monkeypatch
-):
+def test_blocks_inside_out_do_not_count_as_a_run(recipe_path, out, prepared, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = load_recipe(recipe_path, [f"data.prepared={prepared}"])
     (tmp_path / prepared).mkdir(parents=True)
@@ -307,7 +314,7 @@ def test_every_name_of_out_has_the_same_lock(name, tmp_path, monkeypatch):
             lock(other, second)
 
 
-def test_a_config_without_overrides_is_the_models(recipe_path, tiny_coca_dir):
+def test_a_config_without_overrides_is_that_of_the_model(recipe_path, tiny_coca_dir):
     config = start_config(load_recipe(recipe_path))
     assert config.to_dict() == AutoConfig.from_pretrained(tiny_coca_dir).to_dict()
 
@@ -345,26 +352,7 @@ def test_adapters_end_as_a_plain_checkpoint_that_differs_by_low_ranks(
         }
 
 
-def test_a_stage_of_adapters_resumes_to_the_same_bits(recipe_tree, tmp_path, monkeypatch):
-    recipe_tree["stages"] = [recipe_tree["stages"][1] | {"lora": LORA}]
-    recipe = load_recipe(write_recipe(tmp_path / "r.yaml", recipe_tree))
-    run_recipe(recipe, tmp_path / "whole")
-    monkeypatch.setattr(StageTrainer, "training_step", StageTrainer.training_step)
-    interrupt_in_step(4)
-    with pytest.raises(Interrupted):
-        run_recipe(recipe, tmp_path / "out")
-    monkeypatch.undo()
-    assert (tmp_path / "out/1-qkv/trainer/checkpoint-2/state").exists()
-    run_recipe(recipe, tmp_path / "out", resume=True)
-    assert_same_weights(tmp_path / "out/1-qkv", tmp_path / "whole/1-qkv")
-
-
 def test_adapters_need_a_linear_layer(lora_path):
     message = r"stages\.qkv\.train: got embed_tokens, norm with lora, expected linear layers"
     with pytest.raises(CocaError, match=message):
         check_model(load_recipe(lora_path, ["stages.qkv.train=[embed_tokens, q_proj, norm]"]))
-
-
-def test_a_setting_of_adapters_that_is_none_is_named(lora_path):
-    with pytest.raises(CocaError, match=r"stages\.qkv\.lora: unknown key 'rank'; nearest: r"):
-        load_recipe(lora_path, ["stages.qkv.lora.rank=3"])

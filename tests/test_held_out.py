@@ -1,4 +1,4 @@
-"""Held-out blocks: from every source its share, and never a trace of them in the training."""
+"""Held-out blocks: every source gives its share, and no trace of them is trained on."""
 
 import json
 import random
@@ -15,7 +15,7 @@ from coca_hf.train.recipe import Source
 from tests.train.corpora import make_corpus, tokens_of
 
 SEQ_LEN = 20
-GRAM = 8  # letters; two of 26^8 random ones are hardly ever equal
+GRAM = 8  # letters; two random sequences of them are almost never equal
 
 
 def make_source(path, letters: str, lengths: list[int], weight: float = 1) -> Source:
@@ -81,7 +81,7 @@ def test_held_out_blocks_are_mixed_by_weight_and_independent_of_the_seed(
     assert torch.equal(held, again)
 
 
-def test_a_source_gives_at_most_a_tenth_and_all_else_is_trained_on(
+def test_a_source_gives_at_most_a_tenth_and_the_rest_is_trained_on(
     tiny_tokenizer, prepared, tmp_path
 ):
     source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, [3001])
@@ -125,7 +125,7 @@ def test_blocks_are_of_many_documents_where_the_source_can_spare_them(tiny_token
     assert held_out.DOCUMENTS <= len(held) < 20
     found = [sum(tiny_tokenizer.decode(block) in text for block in blocks) for text in held]
     assert len(blocks) == 32
-    # and none across the border of two documents
+    # none spans two documents
     assert found[: held_out.DOCUMENTS] == [2] * held_out.DOCUMENTS
 
 
@@ -143,7 +143,7 @@ def test_a_large_source_gives_its_first_held_out_documents_or_those_from_all_ove
     source = make_source(tmp_path / "a.jsonl", string.ascii_lowercase, [33] * 9000)
     read, encoder = read_of(source), Encoder(tiny_tokenizer)
     rule, blocks = held_out.hold_out(read, encoder, SEQ_LEN, 32, from_all)
-    assert rule == HeldOut(below=LARGE)  # what is trained on does not depend on it
+    assert rule == HeldOut(below=LARGE)  # the training text does not depend on from_all
     texts = [document.text for document in read()]
     held = [number for number, text in enumerate(texts) if not rule.split(text)[0]]
     text = tiny_tokenizer.decode(blocks.flatten())
