@@ -11,7 +11,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from coca_hf.errors import CocaError, one_line
-from coca_hf.evaluate.rope import trained_length
+from coca_hf.evaluate.loaded_model import trained_length
 from coca_hf.models.decoder import CocaConfig
 from coca_hf.weights import (
     DTYPE_BITS,

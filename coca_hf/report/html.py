@@ -9,7 +9,7 @@ from coca_hf.page import Figure, Grid, Section
 from coca_hf.report.plots import COLORS, draw, key_svg, to_svg
 
 SVG_WIDTH = 5.0  # inches: 360 units, the width of a telephone, so text there keeps its 10.5 pixels
-# The COLORS of plots in dark mode, in the same order
+# COLORS in dark mode, in the same order
 DARK_COLORS = ("#5cb3ec", "#ff9a5c", "#3fcfa2", "#e69ac6", "#9fd3f5", "#e8b84a", "#cfcfcf")
 
 

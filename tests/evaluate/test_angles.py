@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from coca_hf.evaluate.angles import count_angles, decay_distances, largest_steps, partial_sums
+from coca_hf.evaluate.boundary import count_angles, decay_distances, largest_steps, partial_sums
 
 THETA = torch.tensor([1.0, 0.25, 0.001], dtype=torch.float64)
 

@@ -6,8 +6,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from coca_hf import CocaError, patch_
-from coca_hf.evaluate.angles import ANGLE_BINS, TAU_BINS
-from coca_hf.evaluate.boundary import boundary_rows, draw_positions
+from coca_hf.evaluate.boundary import ANGLE_BINS, TAU_BINS, boundary_rows, draw_positions
 from coca_hf.evaluate.sample import draw_sample
 from tests.evaluate.runs import run_of
 from tests.evaluate.test_query_key_products import NEOX

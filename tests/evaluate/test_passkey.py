@@ -18,7 +18,6 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import Batches
 from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.passkey import (
     FILLER,
@@ -26,10 +25,10 @@ from coca_hf.evaluate.passkey import (
     VARIANTS,
     Case,
     answers,
-    check_lengths,
     make_case,
     passkey_rows,
 )
+from coca_hf.evaluate.rows import Batches
 from tests.evaluate.reader import reads
 from tests.evaluate.runs import run_of
 
@@ -207,7 +206,7 @@ def test_a_length_too_short_for_the_prompt_is_refused_with_the_shortest_that_doe
     with pytest.raises(CocaError, match=f"--lengths: {least} any filler"):
         passkey_rows(run_of(llama, tmp_path, 500, SHORTEST - 1), 3)
     assert not (tmp_path / "rows.jsonl").exists()  # nothing was measured before the refusal
-    check_lengths(llama, [SHORTEST], 0, 3)
+    passkey_rows(run_of(llama, tmp_path, SHORTEST), 3)
 
 
 def test_keys_scored_by_a_model_that_emits_nan_are_a_row_that_says_so(llama, tmp_path):

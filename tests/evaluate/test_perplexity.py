@@ -12,7 +12,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import coca_hf
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.batches import Batches
 from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.perplexity import (
     VARIANTS,
@@ -22,6 +21,7 @@ from coca_hf.evaluate.perplexity import (
     token_losses,
     windows_of,
 )
+from coca_hf.evaluate.rows import Batches
 from coca_hf.evaluate.sample import Sample, draw_sample
 from tests.evaluate.runs import run_of
 

@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerFast
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.answers import Case, score_answers
-from coca_hf.evaluate.batches import Batches
 from coca_hf.evaluate.passkey import FILLER, VARIANTS
 from coca_hf.evaluate.passkey import make_case as make_passkey
 from coca_hf.evaluate.recall import make_case, recall_rows
+from coca_hf.evaluate.rows import Batches
 from coca_hf.tokens import around_text
 from tests.evaluate.reader import reads
 from tests.evaluate.runs import run_of

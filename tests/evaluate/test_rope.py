@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.rope import (
+from coca_hf.evaluate.loaded_model import (
     Rope,
     check_rope,
     parse_ropes,

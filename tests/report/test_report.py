@@ -11,7 +11,8 @@ import pytest
 import coca_hf
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.measurements import MEASUREMENTS
-from coca_hf.evaluate.rows import Count, Identity, Measurement, Row, Setting
+from coca_hf.evaluate.rows import Count, Identity, Row, Setting
+from coca_hf.evaluate.tables import Measurement
 from coca_hf.page import Curve, Heat, Key, Plot, markdown
 from coca_hf.report import read_page, read_tables, tables_markdown, write_report
 from coca_hf.report.plots import COLORS, CSS_NAMES, PAPER, draw, look, to_svg
