@@ -1,4 +1,3 @@
-import random
 import re
 from dataclasses import replace
 
@@ -9,8 +8,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import (
     GenerationMixin,
-    GPT2Config,
-    GPT2LMHeadModel,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -106,22 +103,6 @@ def test_the_prompt_is_the_papers_word_for_word(tiny_tokenizer):
     )
 
 
-@pytest.mark.parametrize("length", [SHORTEST, 320, 321, 500, 1009])
-def test_prompts_fill_their_length_never_exceed_it_and_hold_the_key_at_the_stated_distance(
-    length, tiny_tokenizer
-):
-    for number in range(12):
-        case = make_case(tiny_tokenizer, length, seed=5, case_number=number)
-        assert length - FILLER_LEN - 2 < len(case.token_ids) <= length
-        assert 10_000 <= case.key <= 99_999
-        passkey = f"The passkey is {case.key}. Remeber it. {case.key} is the passkey."
-        text = tiny_tokenizer.decode(case.token_ids)
-        assert text.count(passkey) == 1
-        assert tiny_tokenizer.decode(case.token_ids[-case.distance :]).startswith(passkey)
-        before, after = (part.count("The grass is green.") for part in text.split(passkey))
-        assert case.depth == (before / (before + after) if before + after else 0.0)
-
-
 def test_depths_are_spread_over_the_whole_prompt(tiny_tokenizer):
     depths = [make_case(tiny_tokenizer, 760, 0, number).depth for number in range(120)]
     shares = [
@@ -139,17 +120,20 @@ def test_a_case_depends_on_seed_length_and_number_only(tiny_tokenizer):
     assert len({case.key, *(make_case(tiny_tokenizer, *other).key for other in others)}) == 4
 
 
-@pytest.mark.parametrize("text", ["12345", "The passkey is", ""])
-def test_a_constant_model_scores_zero(tiny_tokenizer, tmp_path, text):
-    row = measure(talker(tiny_tokenizer, lambda prompt: text), tmp_path, num_cases=9)
-    assert (row["value"], row["error"]) == (0.0, None)
-
-
-def test_a_key_that_comes_after_the_new_tokens_does_not_count(tiny_tokenizer, tmp_path):
-    late = talker(tiny_tokenizer, lambda prompt: "x" * 20 + read_key(prompt))
-    for new_tokens, share in ((20, 0.0), (40, 1.0)):
-        row = measure(late, tmp_path, num_cases=4, new_tokens=new_tokens)
-        assert row["value"] == share
+@pytest.mark.parametrize(
+    ("reply", "new_tokens", "share"),
+    [
+        (lambda prompt: "The passkey is 12345", 64, 0.0),
+        (lambda prompt: "", 64, 0.0),
+        (lambda prompt: "x" * 20 + read_key(prompt), 20, 0.0),
+        (lambda prompt: "x" * 20 + read_key(prompt), 40, 1.0),
+    ],
+)
+def test_only_a_key_within_the_new_tokens_counts(
+    tiny_tokenizer, tmp_path, reply, new_tokens, share
+):
+    row = measure(talker(tiny_tokenizer, reply), tmp_path, num_cases=4, new_tokens=new_tokens)
+    assert (row["value"], row["error"]) == (share, None)
 
 
 def test_accuracy_is_the_share_of_correct_cases_and_each_has_a_record(tiny_tokenizer, tmp_path):
@@ -215,17 +199,6 @@ def test_keys_scored_by_a_model_that_emits_nan_are_a_row_that_says_so(llama, tmp
     assert (row["value"], row["error"]) == (None, "the model's logits are NaN")
 
 
-def test_lengths_beyond_learned_positions_get_a_row_that_says_so_and_the_rest_goes_on(
-    llama, tmp_path
-):
-    size = {"n_embd": 12, "n_head": 2, "n_layer": 1, "n_positions": 400}
-    llama.model = GPT2LMHeadModel(GPT2Config(vocab_size=259, **size, eos_token_id=2)).eval()
-    long, short = passkey_rows(run_of(llama, tmp_path, 700, 320), 2, 3)
-    assert long["value"] is None
-    assert long["error"].startswith("the model failed on 700 tokens (IndexError")
-    assert short["value"] == 0.0
-
-
 @pytest.fixture(scope="module")
 def bpe_tokenizer():
     """Of 400 tokens: whole words, parts of them, and pieces of numbers of one to three digits."""
@@ -242,20 +215,25 @@ def bpe_tokenizer():
 
 @pytest.mark.parametrize("length", [210, 333, 1009])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_prompts_of_subwords_fill_their_length_and_never_exceed_it(variant, length, bpe_tokenizer):
-    """Where tokens are of many sizes, and filler that is cut in a word can take more of them than
-    the whole word.
+def test_prompts_of_subwords_fill_their_length_and_hold_the_key_at_the_stated_place(
+    variant, length, bpe_tokenizer
+):
+    """Tokens have many sizes, and filler cut inside a word can take more of them than the whole
+    word.
     """
     kind = VARIANTS[variant]
     room = len(bpe_tokenizer(FILLER + "\n\n")["input_ids"]) if variant == "paper" else 4
     for number in range(20):
         case = make_case(bpe_tokenizer, length, 5, number, variant)
         assert length - room <= len(case.token_ids) <= length
+        assert kind.keys[0] <= case.key <= kind.keys[1]
         sentence = kind.sentence.format(key=case.key)
         text = bpe_tokenizer.decode(case.token_ids)
         assert bpe_tokenizer(text)["input_ids"] == case.token_ids
-        assert text.count(sentence) == 1
         assert bpe_tokenizer.decode(case.token_ids[-case.distance :]).startswith(sentence)
+        before, after = (part.count(FILLER) for part in text.split(sentence))
+        if variant == "paper":
+            assert case.depth == (before / (before + after) if before + after else 0.0)
 
 
 def test_a_grid_of_depths_is_kept_in_turn(tiny_tokenizer):
@@ -292,24 +270,21 @@ def test_the_prompt_of_other_scripts_is_theirs_and_never_too_long(variant, lengt
 
 CASE = Case(key=417, answer=417, depth=0.5, distance=9, token_ids=[1], answer_ids=[32, 52, 49, 55])
 FOUND = {
-    "paper": ({"It is 417.", "1417", " 417"}, {"41 7", "", "four"}),
-    "yarn": ({" 417.", "well, 417 or 5", "0417"}, {" 5 or 417", "4170", "", "none"}),
+    variant: [[(text, []) for text in texts] for texts in both]
+    for variant, both in {
+        "paper": (("It is 417.", "1417", " 417"), ("41 7", "", "four")),
+        "yarn": ((" 417.", "well, 417 or 5", "0417"), (" 5 or 417", "4170", "", "none")),
+    }.items()
 }
+IDS = [32, 52, 49, 55]  # LongLoRA wants exactly these tokens first
+FOUND["longlora"] = [[("", IDS), ("", [*IDS, 9])], [("", IDS[:3]), ("", [9, *IDS])]]
 
 
 @pytest.mark.parametrize("variant", FOUND)
 def test_scoring_is_that_of_the_script(variant):
     right, wrong = FOUND[variant]
-    assert all(VARIANTS[variant].found(CASE, text, []) for text in right)
-    assert not any(VARIANTS[variant].found(CASE, text, []) for text in wrong)
-
-
-def test_longlora_wants_the_very_tokens_first():
-    found = VARIANTS["longlora"].found
-    assert found(CASE, "", [32, 52, 49, 55])
-    assert found(CASE, "", [32, 52, 49, 55, 9])
-    assert not found(CASE, "", [32, 52, 49])
-    assert not found(CASE, "", [9, 32, 52, 49, 55])
+    assert all(VARIANTS[variant].found(CASE, text, ids) for text, ids in right)
+    assert not any(VARIANTS[variant].found(CASE, text, ids) for text, ids in wrong)
 
 
 @pytest.mark.parametrize("variant", ["paper", "yarn", "longlora"])
@@ -320,18 +295,6 @@ def test_a_model_that_copies_the_key_scores_one_under_every_variant(
     row = measure(copier, tmp_path, 400, 12, variant=variant, depths=3, batch_size=5)
     assert (row["value"], row["variant"], row["depths"]) == (1.0, variant, 3)
     assert (row["length"], row["cases"]) == (400, 12)
-
-
-def test_a_guesser_is_right_once_in_100000_guesses(tiny_tokenizer):
-    """Each five digits in a row are a guess, of which 90,000 are keys and a tenth begins with 0.
-
-    Of 400,000 guesses 4 are right on average, with a standard deviation of 2.
-    """
-    rng, found = random.Random(4), VARIANTS["paper"].found
-    cases = [make_case(tiny_tokenizer, SHORTEST, 0, number) for number in range(50)]
-    guesses = ["".join(rng.choices("0123456789", k=8004)) for _ in cases]
-    right = [found(case, text, []) for case, text in zip(cases, guesses, strict=True)]
-    assert 1 <= sum(right) <= 11
 
 
 @pytest.mark.parametrize(("configured", "trained_on"), [(300, None), (4096, 300)])
@@ -372,20 +335,11 @@ def test_landmark_scores_the_key_without_generation(tiny_tokenizer, tmp_path):
     assert outputs == [f" {case.key}" for case in cases]
 
 
-@torch.no_grad()
-def test_nats_per_digit_are_those_of_a_loop_over_cases(coca, tmp_path):
-    coca.model.double()
+def test_nats_per_digit_are_those_of_all_cases(coca, tmp_path):
     row = measure(coca, tmp_path, 330, 3, seed=4, variant="landmark")
-    nats = 0.0
-    for number in range(3):
-        case = make_case(coca.tokenizer, 330, 4, number, "landmark")
-        assert len(case.answer_ids) == 6  # a space and five digits, a token each
-        ids = torch.tensor([case.token_ids + case.answer_ids])
-        logits = coca.model(ids).logits[0].log_softmax(-1)
-        for place, token in enumerate(case.answer_ids, len(case.token_ids) - 1):
-            nats -= logits[place, token].item()
-    assert row["nats_per_digit"] == pytest.approx(nats / 15, rel=1e-6)
-    assert sum(line["nll"] for line in cases_in(row, tmp_path)) == pytest.approx(nats)
+    cases = cases_in(row, tmp_path)
+    assert [case["answer_tokens"] for case in cases] == [6] * 3  # a space and five digits
+    assert row["nats_per_digit"] == pytest.approx(sum(case["nll"] for case in cases) / 15)
 
 
 def test_new_tokens_of_a_variant_without_generation_are_refused(coca, tmp_path):

@@ -18,13 +18,13 @@ from coca_hf.evaluate.loaded_model import (
 TRAINED, LENGTH = 64, 150
 
 
-def load(directory, rope_type=None, factor=None):
+def load(directory, rope_type=None, factor=None, **others):
     """A fresh model, by transformers alone, with the RoPE type in its config."""
     model = AutoModelForCausalLM.from_pretrained(directory)
     if rope_type is None:
         return model
     config = copy.deepcopy(model.config)
-    config.rope_parameters.update(rope_type=rope_type, factor=factor)
+    config.rope_parameters.update(rope_type=rope_type, factor=factor, **others)
     return AutoModelForCausalLM.from_pretrained(directory, config=config)
 
 
@@ -46,10 +46,11 @@ def assert_close(got, expected):
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 
-def test_settings_are_read_in_order_and_each_once():
-    ropes = parse_ropes("default, dynamic:4,linear:2.5,default")
-    assert ropes == [Rope("default"), Rope("dynamic", 4.0), Rope("linear", 2.5)]
-    assert [str(rope) for rope in ropes] == ["default", "dynamic:4", "linear:2.5"]
+def test_settings_are_read_in_order_each_once_and_named_with_their_exact_factor():
+    ropes = parse_ropes("default, dynamic:4,linear:2.50,default,yarn:1000000,yarn:999999.5")
+    assert ropes[:3] == [Rope("default"), Rope("dynamic", 4.0), Rope("linear", 2.5)]
+    names = ["default", "dynamic:4", "linear:2.5", "yarn:1e+06", "yarn:999999.5"]
+    assert [str(rope) for rope in ropes] == names
 
 
 FORMLESS = ["ntk", "dynamic", "dynamic:", "linear:x", "yarn", "llama3:8", "default:2"]
@@ -64,19 +65,22 @@ def test_an_unknown_setting_is_refused_with_the_forms_that_exist(text):
         parse_ropes(text)
 
 
-def test_the_name_of_a_setting_has_its_factor_exactly():
-    names = ["linear:2", "linear:2.0000001", "yarn:1e+06", "yarn:999999.5", "dynamic:4.5"]
-    assert [str(rope) for rope in parse_ropes(",".join(names))] == names
-    assert [str(rope) for rope in parse_ropes("yarn:1000000,dynamic:4.50")] == [names[2], names[4]]
-
-
-def test_dynamic_equals_transformers_own_dynamic_rope_on_a_full_forward(directory):
-    model = load(directory)
+@pytest.mark.parametrize(
+    "rope", [Rope("dynamic", 3.0), Rope("linear", 5.0), Rope("yarn", 4.0)], ids=str
+)
+@pytest.mark.parametrize("constraint", ["slack", "strict"])
+def test_a_setting_equals_transformers_own_rope_of_that_type(directory, rope, constraint):
+    original = {"original_max_position_embeddings": TRAINED} if rope.kind == "yarn" else {}
+    model, expected = load(directory), load(directory, rope.kind, rope.factor, **original)
+    for each in (model, expected):
+        each.config.coca_constraint = constraint
     plain = logits_of(model, tokens(LENGTH))
-    use_rope_(model, Rope("dynamic", 3.0), LENGTH)
+    before = copy.deepcopy(model.config.to_dict())
+    use_rope_(model, rope, LENGTH)
     got = logits_of(model, tokens(LENGTH))
-    assert_close(got, logits_of(load(directory, "dynamic", 3.0), tokens(LENGTH)))
+    assert_close(got, logits_of(expected, tokens(LENGTH)))
     assert (got - plain).abs().max() > 0.1
+    assert model.config.to_dict() == before
 
 
 def test_dynamic_changes_nothing_up_to_the_trained_length(directory):
@@ -84,30 +88,6 @@ def test_dynamic_changes_nothing_up_to_the_trained_length(directory):
     expected = logits_of(model, tokens(TRAINED))
     use_rope_(model, Rope("dynamic", 3.0), TRAINED)
     assert torch.equal(logits_of(model, tokens(TRAINED)), expected)
-
-
-def test_linear_equals_transformers_own_linear_rope(directory):
-    model = load(directory)
-    use_rope_(model, Rope("linear", 5.0), LENGTH)
-    assert_close(
-        logits_of(model, tokens(LENGTH)), logits_of(load(directory, "linear", 5.0), tokens(LENGTH))
-    )
-
-
-@pytest.mark.parametrize("constraint", ["slack", "strict"])
-def test_yarn_equals_transformers_own_yarn_rope(directory, constraint):
-    model, config = load(directory), copy.deepcopy(load(directory).config)
-    config.rope_parameters.update(
-        rope_type="yarn", factor=4.0, original_max_position_embeddings=TRAINED
-    )
-    expected = AutoModelForCausalLM.from_pretrained(directory, config=config)
-    for each in (model, expected):
-        each.config.coca_constraint = constraint
-    plain = logits_of(model, tokens(LENGTH))
-    use_rope_(model, Rope("yarn", 4.0), LENGTH)
-    got = logits_of(model, tokens(LENGTH))
-    assert_close(got, logits_of(expected, tokens(LENGTH)))
-    assert (got - plain).abs().max() > 0.1
 
 
 def test_yarn_scales_coca_scores_by_the_square_of_its_factor_as_plain_ones(directory):
@@ -156,8 +136,7 @@ def test_decoding_with_a_cache_equals_the_full_forward_under_dynamic(directory):
 
 @pytest.mark.parametrize("original", [None, 32])  # transformers does not read it for this type
 def test_a_checkpoint_that_is_dynamic_itself_is_evaluated_with_one_base(directory, original):
-    model = load(directory, "dynamic", 3.0)
-    model.config.rope_parameters["original_max_position_embeddings"] = original
+    model = load(directory, "dynamic", 3.0, original_max_position_embeddings=original)
     use_rope_(model, Rope("default"), LENGTH)
     logits_of(model, tokens(190))  # the stock module would now keep the longer base
     reference = load(directory)
@@ -179,13 +158,6 @@ def test_a_model_without_rotary_embedding_takes_only_default():
     use_rope_(model, Rope("default"), 20)
     with pytest.raises(CocaError, match="GPT2LMHeadModel, which has no rotary embedding"):
         check_rope(model, Rope("linear", 2.0))
-
-
-def test_the_config_of_the_model_stays_as_it_is(directory):
-    model = load(directory)
-    before = copy.deepcopy(model.config.to_dict())
-    use_rope_(model, Rope("dynamic", 3.0), LENGTH)
-    assert model.config.to_dict() == before
 
 
 def test_lengths_beyond_the_trained_one_are_warned_of_under_static_settings(directory):
