@@ -264,10 +264,11 @@ def perplexity_command(
 
     Each token is scored once and counts the same.
     """
-    from coca_hf.evaluate.perplexity import check_variant, perplexity_rows
+    from coca_hf.evaluate.loaded_model import check_choice
+    from coca_hf.evaluate.perplexity import VARIANTS, perplexity_rows
 
-    kind = check_variant(variant)
-    run = options.load(lengths, batch_size)
+    check_choice("--variant", variant, VARIANTS)
+    run, kind = options.load(lengths, batch_size), VARIANTS[variant]
     sample = texts.draw(run, special_tokens=kind.special_tokens)
     options.make(run, perplexity_rows(run, sample, stride or kind.stride, variant))
 
@@ -304,10 +305,11 @@ def passkey_command(
     batch_size: BatchSize = "auto",
 ) -> None:
     """Share of numbers that the model finds in irrelevant text of up to each length."""
-    from coca_hf.evaluate.passkey import check_variant, passkey_rows
+    from coca_hf.evaluate.loaded_model import check_choice
+    from coca_hf.evaluate.passkey import VARIANTS, passkey_rows
 
-    kind = check_variant(variant)
-    run = options.load(lengths, batch_size, new_tokens or kind.new_tokens)
+    check_choice("--variant", variant, VARIANTS)
+    run = options.load(lengths, batch_size, new_tokens or VARIANTS[variant].new_tokens)
     options.make(run, passkey_rows(run, cases, new_tokens, seed, variant, depths))
 
 

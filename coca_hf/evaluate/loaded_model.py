@@ -14,7 +14,7 @@ import itertools
 import json
 import math
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,12 +85,11 @@ def load_model(
     branch. trust_remote_code: run the checkpoint's own code if neither transformers nor coca_hf
     knows the model.
 
-    Raises CocaError if there is no model, `revision` is given for a directory, it is no causal
-    language model, it needs code of its own that is not trusted, its weights are unreadable or do
-    not match its config, or it has no tokenizer.
+    Raises CocaError if there is no model, `revision` is given for a directory, the model is not a
+    causal language model or needs code of its own that is not trusted, its weights are unreadable
+    or do not match its config, or it has no tokenizer.
     """
-    if dtype not in DTYPES:
-        raise CocaError(f"--dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
+    check_choice("--dtype", dtype, DTYPES)
     if revision and Path(path).exists():
         problem = f"got {revision!r} for the directory {path}, expected it for a hub id"
         raise CocaError(f"--revision: {problem}; leave it out")
@@ -109,6 +108,12 @@ def load_model(
         trained_seq_len=trained_seq_len,
         commit=commit,
     )
+
+
+def check_choice(option: str, choice: str, known: Iterable[str]) -> None:
+    """Raise CocaError if the value of an option is not known."""
+    if choice not in known:
+        raise CocaError(f"{option}: got {choice!r}, expected one of {', '.join(known)}")
 
 
 def check_vocabulary(loaded: LoadedModel, token_ids: torch.Tensor, where: str) -> None:

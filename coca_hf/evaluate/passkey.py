@@ -135,13 +135,6 @@ VARIANTS = {
 }
 
 
-def check_variant(name: str) -> Variant:
-    """Raises CocaError for a name that is not in `VARIANTS`."""
-    if name not in VARIANTS:
-        raise CocaError(f"--variant: got {name!r}, expected one of {', '.join(VARIANTS)}")
-    return VARIANTS[name]
-
-
 def passkey_rows(
     run: Run,
     num_cases: int = 100,

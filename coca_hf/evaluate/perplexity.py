@@ -209,13 +209,6 @@ VARIANTS = {
 }
 
 
-def check_variant(name: str) -> Variant:
-    """Raises CocaError for a name that is not in `VARIANTS`."""
-    if name not in VARIANTS:
-        raise CocaError(f"--variant: got {name!r}, expected one of {', '.join(VARIANTS)}")
-    return VARIANTS[name]
-
-
 def _settings(row: dict) -> str:
     variant = "" if row["variant"] == "sliding" else f", {row['variant']}"
     return f"{text_settings(row)}, stride {row['asked_stride']}{variant}"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coca_hf.documents import Document, check_text_options, commit_of, read_all_documents
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.loaded_model import LoadedModel, check_vocabulary
+from coca_hf.evaluate.loaded_model import LoadedModel, check_choice, check_vocabulary
 from coca_hf.evaluate.rows import relative
 
 T = TypeVar("T")
@@ -70,8 +70,7 @@ def check_preset(name: str) -> dict:
 
     Raises CocaError for an unknown name.
     """
-    if name not in PRESETS:
-        raise CocaError(f"--preset: got {name!r}, expected one of {', '.join(PRESETS)}")
+    check_choice("--preset", name, PRESETS)
     return OF_ALL | PRESETS[name] | {"skip_short": True}
 
 

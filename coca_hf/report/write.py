@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from coca_hf.errors import CocaError, one_line
+from coca_hf.evaluate.loaded_model import check_choice
 from coca_hf.evaluate.measurements import MEASUREMENTS
 from coca_hf.evaluate.rows import last_trained_length
 from coca_hf.evaluate.tables import Measurement, Table, data_of
@@ -56,9 +57,8 @@ def read_page(runs: Sequence[Path], paper: Sequence[str] = (), title: str = TITL
     Models first, then a section for each measurement, the recovery in training, and how the numbers
     were made. Raises CocaError as `write_report` does.
     """
-    if unknown := [name for name in paper if name not in PUBLISHED]:
-        expected = f"one of {', '.join(PUBLISHED)}"
-        raise CocaError(f"--paper: got {unknown[0]!r}, expected {expected}")
+    for name in paper:
+        check_choice("--paper", name, PUBLISHED)
     recoveries = {run: found for run in runs if (found := read_recovery(run))}
     tables = read_tables([run for run in runs if run not in recoveries])
     for table in tables:

@@ -1,4 +1,4 @@
-"""Memory that runs out, batches dealt to processes, and a run that is killed."""
+"""Running out of memory, batches dealt to processes, and killed runs."""
 
 import itertools
 import json
@@ -130,36 +130,28 @@ def short_of_memory(llama):
     return llama
 
 
-def test_a_row_that_does_not_fit_says_oom_and_the_others_go_on(short_of_memory, books, tmp_path):
-    sample = draw_sample(short_of_memory, str(books), 100)
-    run = run_of(short_of_memory, tmp_path, 40, 100, 20, batch_size=16)
-    rows = list(perplexity_rows(run, sample, 20))
-    assert [row["value"] is None for row in rows] == [False, True, False]
-    assert rows[1]["error"].startswith("OOM: one sequence alone does not fit")
-    assert [row.get("batch_size") for row in rows] == [2, None, 4]
-    del short_of_memory.model.forward
-    (whole,) = perplexity_rows(run_of(short_of_memory, tmp_path / "b", 40), sample, 20)
-    assert rows[0]["value"] == pytest.approx(whole["value"], rel=1e-6)
-
-
-def test_a_second_run_measures_again_what_ran_out_of_memory_and_nothing_else(
+def test_a_row_that_does_not_fit_says_oom_and_only_it_is_measured_again(
     short_of_memory, books, tmp_path
 ):
     sample = draw_sample(short_of_memory, str(books), 100)
 
-    def measured():
-        return [*perplexity_rows(run_of(short_of_memory, tmp_path, 40, 100), sample, 20)]
+    def measured(out=tmp_path):
+        run = run_of(short_of_memory, out, 40, 100, 20, batch_size=16)
+        return [*perplexity_rows(run, sample, 20)]
 
-    short, full = measured()
-    assert (full["value"], full["error"][:3]) == (None, "OOM")
+    rows = measured()
+    assert [row["value"] is None for row in rows] == [False, True, False]
+    assert rows[1]["error"].startswith("OOM: one sequence alone does not fit")
+    assert [row.get("batch_size") for row in rows] == [2, None, 4]
     del short_of_memory.model.forward
     again = measured()
-    assert again[0] == short
+    assert [again[0], again[2]] == [rows[0], rows[2]]
     assert again[1]["value"] > 1
-    assert rows_of(tmp_path) == [short, full, again[1]]
+    assert rows_of(tmp_path) == [*rows, again[1]]
     assert measured() == again
     (table,) = read_tables([tmp_path])
-    assert [row["value"] for row in table.rows] == [row["value"] for row in again]
+    assert {row["value"] for row in table.rows} == {row["value"] for row in again}
+    assert rows[0]["value"] == pytest.approx(measured(tmp_path / "b")[0]["value"], rel=1e-6)
 
 
 def measure(loaded, books, out):
@@ -314,7 +306,7 @@ KILLED = {  # the shortest of eight lengths, and the options
 
 @pytest.mark.real
 @pytest.mark.parametrize("task", KILLED)
-def test_a_killed_run_goes_on_after_its_last_whole_row(
+def test_a_killed_run_continues_after_its_last_complete_row(
     tiny_coca_dir, books, tmp_path, coca_eval, one_thread, task
 ):
     shortest, options = KILLED[task]

@@ -147,7 +147,7 @@ def test_a_directory_without_a_model_or_with_an_adapter_alone_is_refused(tmp_pat
     refused(tmp_path, "got an adapter of peft, expected a whole model; merge it .*merge_and_unload")
 
 
-def test_a_config_of_which_transformers_makes_no_model_is_not_called_bad_weights(checkpoint):
+def test_an_impossible_config_is_not_called_bad_weights(checkpoint):
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     edit_config(checkpoint, head_dim=2, rope_parameters=rope)
     refused(checkpoint, r"transformers makes no model of its config\.json \(ZeroDivisionError")
@@ -168,49 +168,59 @@ def test_a_model_that_is_no_causal_language_model_is_refused(tmp_path):
         refused(tmp_path / name, f"got {found}, expected a causal language model")
 
 
-def test_weights_cut_short_are_refused(checkpoint):
+UP_PROJ = "model.layers.1.mlp.up_proj.weight"
+
+
+def cut_short(checkpoint):
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    refused(checkpoint, r"copy: its weights cannot be loaded \(SafetensorError")
 
 
-def test_weights_without_a_tensor_are_refused_by_name(checkpoint):
-    name = "model.layers.1.mlp.up_proj.weight"
-    edit_weights(checkpoint, lambda weights: weights.pop(name))
-    refused(checkpoint, rf"weights without {name} \(1 missing in all\)")
+def without_tokenizer(checkpoint):
+    for file in checkpoint.glob("tokenizer*"):
+        file.unlink()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"num_hidden_layers": 2},
-            r"weights with model\.layers\.2\..* \(9 such in all\), which LlamaForCausalLM with",
+DAMAGE = [
+    (cut_short, r"copy: its weights cannot be loaded \(SafetensorError"),
+    (
+        lambda checkpoint: edit_weights(checkpoint, lambda weights: weights.pop(UP_PROJ)),
+        rf"weights without {UP_PROJ} \(1 missing in all\)",
+    ),
+    (
+        lambda checkpoint: edit_config(checkpoint, num_hidden_layers=2),
+        r"weights with model\.layers\.2\..* \(9 such in all\), which LlamaForCausalLM with",
+    ),
+    (
+        lambda checkpoint: edit_config(checkpoint, vocab_size=100),
+        r"got lm_head\.weight of shape \[259, 48\], expected \[100, 48\] by its config",
+    ),
+    (without_tokenizer, r"got no tokenizer that can be loaded, .* copy tokenizer\.json"),
+    (
+        lambda checkpoint: edit_config(
+            checkpoint,
+            "tokenizer_config.json",
+            tokenizer_class="Own",
+            auto_map={"AutoTokenizer": ["own.Own", None]},
         ),
-        (
-            {"vocab_size": 100},
-            r"got lm_head\.weight of shape \[259, 48\], expected \[100, 48\] by its config",
-        ),
-    ],
-)
-def test_weights_of_another_config_are_refused_by_name(checkpoint, change, message):
-    edit_config(checkpoint, **change)
+        "needs the code it carries",
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE)
+def test_damaged_checkpoints_are_refused_by_what_is_wrong(checkpoint, damage, message):
+    damage(checkpoint)
     refused(checkpoint, message)
 
 
-def test_what_old_checkpoints_hold_besides_is_passed_over(checkpoint):
+def test_derived_tensors_of_old_checkpoints_are_ignored(checkpoint):
     plain = load_model(str(checkpoint)).model
     name = "model.layers.1.self_attn.rotary_emb.inv_freq"
     edit_weights(checkpoint, lambda weights: weights.update({name: torch.ones(4)}))
     model = load_model(str(checkpoint)).model
     ids = torch.arange(8)[None]
     assert torch.equal(model(ids).logits, plain(ids).logits)
-
-
-def test_a_directory_without_tokenizer_is_refused(checkpoint):
-    for file in checkpoint.glob("tokenizer*"):
-        file.unlink()
-    refused(checkpoint, r"got no tokenizer that can be loaded, .* copy tokenizer\.json")
 
 
 def test_a_tokenizer_far_smaller_than_the_embedding_is_warned_of_and_padding_is_not(tiny_llama_dir):
@@ -313,12 +323,6 @@ def test_code_that_is_broken_is_named_with_its_file_and_its_error(half, change, 
     assert str(error.value).startswith(f"{half}: the code that it carries cannot be run (")
     assert message in str(error.value)
     assert str(error.value).endswith("; repair that code, or ask who wrote it")
-
-
-def test_a_tokenizer_with_code_of_its_own_is_refused_with_what_to_do(checkpoint):
-    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
-    edit_config(checkpoint, "tokenizer_config.json", **own)
-    refused(checkpoint, "needs the code it carries")
 
 
 def test_an_unknown_dtype_is_refused(checkpoint):

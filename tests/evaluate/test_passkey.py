@@ -7,15 +7,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import (
-    GenerationMixin,
-    PreTrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
-from transformers.modeling_outputs import CausalLMOutput
 
 from coca_hf.errors import CocaError
-from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.passkey import (
     FILLER,
     INSTRUCTION,
@@ -34,44 +29,6 @@ FILLER_LEN = 90  # and of one more filler, with its line break
 SENTENCES = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 )
-
-
-class Talker(PreTrainedModel, GenerationMixin):
-    """A causal language model that answers a prompt with `reply(prompt)`, token by token."""
-
-    config_class = PreTrainedConfig
-
-    def __init__(self, tokenizer, reply):
-        super().__init__(PreTrainedConfig(eos_token_id=tokenizer.eos_token_id, num_hidden_layers=1))
-        self.tokenizer, self.reply = tokenizer, reply
-        self.embed = nn.Embedding(len(tokenizer), 2)
-
-    def get_input_embeddings(self):
-        return self.embed
-
-    def prepare_inputs_for_generation(self, input_ids, **kwargs):
-        return {"input_ids": input_ids}  # all of them, as there is no cache
-
-    def forward(self, input_ids, attention_mask=None, **options):
-        texts = self.tokenizer.batch_decode(input_ids, skip_special_tokens=True)
-        return one_likely(torch.tensor([self.next_id(text) for text in texts]), self.tokenizer)
-
-    def next_id(self, text):
-        prompt, asked, answer = re.split(r"(What is the pass ?key\?(?: The pass key is)?)", text)
-        reply = [
-            *self.tokenizer(self.reply(prompt + asked))["input_ids"],
-            self.tokenizer.eos_token_id,
-        ]
-        return reply[min(len(self.tokenizer(answer)["input_ids"]), len(reply) - 1)]
-
-
-def one_likely(next_ids, tokenizer):
-    """Logits that are highest for one token of each sequence: (b,) to (b, 1, vocab)."""
-    return CausalLMOutput(logits=nn.functional.one_hot(next_ids, len(tokenizer)).float()[:, None])
-
-
-def talker(tokenizer, reply):
-    return LoadedModel(Talker(tokenizer, reply).eval(), tokenizer, "talker", "/talker", "0123")
 
 
 def measure(loaded, out, length=320, num_cases=100, new_tokens=None, batch_size=None, **options):
@@ -132,7 +89,7 @@ def test_a_case_depends_on_seed_length_and_number_only(tiny_tokenizer):
 def test_only_a_key_within_the_new_tokens_counts(
     tiny_tokenizer, tmp_path, reply, new_tokens, share
 ):
-    row = measure(talker(tiny_tokenizer, reply), tmp_path, num_cases=4, new_tokens=new_tokens)
+    row = measure(reads(tiny_tokenizer, reply), tmp_path, num_cases=4, new_tokens=new_tokens)
     assert (row["value"], row["error"]) == (share, None)
 
 
@@ -140,7 +97,7 @@ def test_accuracy_is_the_share_of_correct_cases_and_each_has_a_record(tiny_token
     def even_only(prompt):
         return read_key(prompt) if int(read_key(prompt)[-1]) % 2 == 0 else "no idea"
 
-    row = measure(talker(tiny_tokenizer, even_only), tmp_path, 400, 20, 30, seed=2)
+    row = measure(reads(tiny_tokenizer, even_only), tmp_path, 400, 20, 30, seed=2)
     records = cases_in(row, tmp_path)
     assert [record["case"] for record in records] == list(range(20))
     assert all(record["correct"] == (record["key"] % 2 == 0) for record in records)
@@ -291,7 +248,7 @@ def test_scoring_is_that_of_the_script(variant):
 def test_a_model_that_copies_the_key_scores_one_under_every_variant(
     tiny_tokenizer, tmp_path, variant
 ):
-    copier = talker(tiny_tokenizer, lambda prompt: re.search(r"key is( \d+)", prompt).group(1))
+    copier = reads(tiny_tokenizer, lambda prompt: re.search(r"key is( \d+)", prompt).group(1))
     row = measure(copier, tmp_path, 400, 12, variant=variant, depths=3, batch_size=5)
     assert (row["value"], row["variant"], row["depths"]) == (1.0, variant, 3)
     assert (row["length"], row["cases"]) == (400, 12)
@@ -308,7 +265,7 @@ def test_cases_inside_and_beyond_the_trained_length_add_up(
     def near_only(prompt):
         return read_key(prompt) if len(prompt) - prompt.index("The passkey is") <= 300 else "?"
 
-    loaded = talker(tiny_tokenizer, near_only)
+    loaded = reads(tiny_tokenizer, near_only)
     loaded.model.config.max_position_embeddings = configured
     loaded = replace(loaded, trained_seq_len=trained_on)
     row = measure(loaded, tmp_path, 900, 40)

@@ -14,14 +14,11 @@ import coca_hf
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.loaded_model import LoadedModel
 from coca_hf.evaluate.perplexity import (
-    VARIANTS,
     Window,
-    compute_windows,
     perplexity_rows,
     token_losses,
     windows_of,
 )
-from coca_hf.evaluate.rows import Batches
 from coca_hf.evaluate.sample import Sample, draw_sample
 from tests.evaluate.runs import run_of
 
@@ -37,17 +34,6 @@ def double_loop(model, documents, length, stride):
                 last = model(input_ids=ids[None, start:target]).logits[0, -1]
             losses.append(-last.double().log_softmax(-1)[ids[target]].item())
     return math.exp(math.fsum(losses) / len(losses))
-
-
-def total_nll(model, documents, length, stride):
-    lengths = [len(ids) for ids in documents]
-    windows = VARIANTS["sliding"].windows(lengths, length, stride, [])
-
-    def compute(batch):
-        return token_losses(model, documents, batch).double().sum(-1).tolist()
-
-    windows, nlls = compute_windows(windows, compute, Batches(1))
-    return math.fsum(nlls), sum(window.scored_len for window in windows)
 
 
 def documents_of(*lengths, vocab_size=259):
@@ -139,26 +125,6 @@ def test_losses_over_a_large_vocabulary_are_exact():
     torch.testing.assert_close(losses.double(), expected, rtol=0, atol=3e-6)
 
 
-def test_perplexity_weighs_tokens_and_not_windows_or_documents():
-    """A model that gives token 1 half the probability after any token, and all others the rest in
-    equal parts.
-    """
-    vocab_size = 5
-    logits = torch.full((vocab_size,), math.log(0.5 / (vocab_size - 1)))
-    logits[1] = math.log(0.5)
-
-    class Unigram(nn.Module):
-        device = torch.device("cpu")
-
-        def forward(self, input_ids, use_cache):
-            return SimpleNamespace(logits=logits.expand(*input_ids.shape, vocab_size))
-
-    documents = [torch.ones(31, dtype=torch.long), torch.full((8,), 2)]
-    nll, tokens = total_nll(Unigram(), documents, 7, 3)
-    assert tokens == 30 + 7
-    assert nll == pytest.approx(-30 * math.log(0.5) - 7 * math.log(0.125), rel=1e-6)
-
-
 @pytest.mark.parametrize(("length", "stride"), [(1, 1), (5, 1), (5, 2), (6, 6), (9, 7)])
 def test_every_token_but_the_first_is_scored_exactly_once(length, stride):
     for doc_len in range(length, 40):
@@ -224,13 +190,6 @@ def test_the_recorded_checks_differ_from_both_other_computations_by_a_thousandth
     assert lengths == expected
 
 
-def test_rows_already_there_are_not_measured_again(llama, books, tmp_path, monkeypatch):
-    first = rows_of(llama, books, tmp_path / "out")
-    monkeypatch.setattr(llama.model, "forward", None)
-    assert rows_of(llama, books, tmp_path / "out") == first
-    assert len((tmp_path / "out" / "rows.jsonl").read_text().splitlines()) == 2
-
-
 @pytest.mark.parametrize("change", ["model", "data", "dtype", "length", "rope"])
 def test_a_changed_setting_is_measured_again(llama, books, tmp_path, change):
     rows_of(llama, books, tmp_path / "out", lengths=(40,))
@@ -247,9 +206,7 @@ def test_a_changed_setting_is_measured_again(llama, books, tmp_path, change):
     assert len((tmp_path / "out" / "rows.jsonl").read_text().splitlines()) == 2
 
 
-def test_lengths_beyond_learned_positions_get_a_row_that_says_so_and_the_rest_goes_on(
-    llama, tmp_path
-):
+def test_a_length_beyond_learned_positions_is_an_error_of_its_row_only(llama, tmp_path):
     torch.manual_seed(1)
     config = GPT2Config(vocab_size=259, n_embd=12, n_head=2, n_layer=1, n_positions=32)
     llama.model = GPT2LMHeadModel(config).eval()
@@ -262,7 +219,7 @@ def test_lengths_beyond_learned_positions_get_a_row_that_says_so_and_the_rest_go
     )
 
 
-def test_lm_evals_rolling_perplexity_is_ours_where_its_windows_are(coca, tmp_path):
+def test_lm_evals_rolling_perplexity_equals_ours_on_equal_windows(coca, tmp_path):
     """A stride of the length, a first token that is not scored, and texts of 3 and 5 whole windows
     of 13 tokens.
     """
