@@ -50,7 +50,7 @@ PROMPTS = (
 )
 NEW_TOKENS = "Most tokens of an answer; by default 64 for paper, 10 for yarn and longlora."
 TASKS = "lm-eval tasks, separated by commas; opencompass stands for those nearest to the paper's."
-RULER = "Lengths in tokens, separated by commas, at which to run RULER, or those of its tasks in --tasks."
+RULER = "Lengths in tokens, separated by commas, at which to run RULER or its tasks in --tasks."
 SEQUENCES = "Number of sequences of each kind of text per length."
 PAIRS = "Pairs of query and key positions drawn from every document."
 LIMIT = "Number of cases of every task; all by default."

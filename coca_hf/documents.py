@@ -21,7 +21,7 @@ SUFFIXES = (
 
 
 class Document(NamedTuple):
-    """name: as `names_of` gives it, for rows with ":row" from 0; where: the same with the given path."""
+    """name: from `names_of`, for rows with ":row" from 0. where: the same with the given path."""
 
     name: str
     text: str
@@ -43,8 +43,8 @@ def read_documents(
     otherwise the id of a data set on the hub, whose `split` (and `subset`, `revision`) is streamed.
     With `skip_empty`, rows whose text is null or blank are left out.
 
-    Raises CocaError, with the file's path and the row, if there is nothing to read, a file is binary
-    or damaged, a column is missing, or a text is empty, of another type or not UTF-8.
+    Raises CocaError, with the file's path and the row, if there is nothing to read, a file is
+    binary or damaged, a column is missing, or a text is empty, of another type or not UTF-8.
     """
     for document in read_all_documents(source, column, split, subset, revision):
         if document.text:
@@ -62,7 +62,7 @@ def read_all_documents(
     subset: str | None = None,
     revision: str | None = None,
 ) -> Iterator[Document]:
-    """As `read_documents`, but documents whose text is null or blank are yielded with the text ""."""
+    """As `read_documents`, but a document whose text is null or blank has the text ""."""
     files = local_files(source)
     rows: Iterator[tuple[str, str, Any]]
     if files:

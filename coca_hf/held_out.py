@@ -33,7 +33,7 @@ Read = Callable[[], Iterable[Document]]  # reads a source from its beginning
 
 
 class HeldOut(NamedTuple):
-    """Documents whose hash is under `below` are held out, and the last `tail`, a share, of others."""
+    """Documents with a hash below `below` are held out, and the last `tail`, a share, of others."""
 
     below: int = 0
     tail: float = 0.0
@@ -52,8 +52,8 @@ def hold_out(
 
     There are fewer than `num_blocks` blocks, perhaps none, if a tenth of the source has no more. A
     large source is read until its held-out documents fill them: about 1,600 documents, or a hundred
-    times the blocks' tokens. With `from_all` it is read to its end, and the documents of lowest hash
-    fill them.
+    times the blocks' tokens. With `from_all` it is read to its end, and the documents of lowest
+    hash fill them.
     """
     rule = HeldOut(below=LARGE)
     if num_blocks == 0:

@@ -87,8 +87,8 @@ def _probes(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
 
 
 def pieces_of(text: str, document: int = 0, character: int = 0) -> Iterator[Piece]:
-    """Cut a document, from `character` on, into pieces of at most `PIECE_CHARACTERS`; most documents
-    are one piece.
+    """Cut a document, from `character` on, into pieces of at most `PIECE_CHARACTERS`; most
+    documents are one piece.
 
     A cut comes after the last line break in the second half of a piece, otherwise before the last
     space there, otherwise where the piece is full. Tokenizers look at both sides of a place, so the
@@ -103,7 +103,7 @@ def pieces_of(text: str, document: int = 0, character: int = 0) -> Iterator[Piec
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Batches of pieces with `PIECE_CHARACTERS` or more, which a fast tokenizer reads in parallel."""
+    """Batches of pieces of `PIECE_CHARACTERS` or more, which fast tokenizers read in parallel."""
     batch, characters = [], 0
     for piece in pieces:
         batch.append(piece)

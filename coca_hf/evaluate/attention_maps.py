@@ -7,9 +7,9 @@ compared by
     KL(baseline's map || model's map), nats, mean over heads and queries, of every layer
 
 in float64, from the probabilities that attention gives; one that rounds to zero counts as the
-smallest normal float32. A head's sink is its mass on the first token, and `previous` its mass on the
-token before the query's, each a mean over all queries but the first. A strict CoCA score of equal
-keys is largest at distance 0, so strict CoCA is furthest from heads that look one token back.
+smallest normal float32. A head's sink is its mass on the first token, and `previous` its mass on
+the token before the query's, each a mean over all queries but the first. A strict CoCA score of
+equal keys is largest at distance 0, so strict CoCA is furthest from heads that look one token back.
 """
 
 from collections.abc import Iterator

@@ -1,11 +1,11 @@
 """Loss on the second copy of a sequence: whether attention can look something up.
 
 A case is a sequence of tokens twice in a row, after the token for the beginning if the tokenizer
-sets one. The tokens are drawn uniformly from the vocabulary or, with a `Sample`, are a passage drawn
-uniformly from each of its documents in turn. Only the first copy predicts the second copy of random
-tokens: a model that cannot look back is equally bad at both, one with induction heads (Olsson et
-al., arXiv 2209.11895) is nearly certain of the second. A passage that is read again asks the same of
-ordinary text. The first token of each copy is not scored, as nothing predicts it.
+sets one. The tokens are drawn uniformly from the vocabulary or, with a `Sample`, are a passage
+drawn uniformly from each of its documents in turn. Only the first copy predicts the second copy of
+random tokens: a model that cannot look back is equally bad at both, one with induction heads
+(Olsson et al., arXiv 2209.11895) is nearly certain of the second. A passage that is read again asks
+the same of ordinary text. The first token of each copy is not scored, as nothing predicts it.
 """
 
 import math
@@ -111,7 +111,7 @@ def repeated_sequences(
 def passages(
     loaded: LoadedModel, length: int, num_cases: int, seed: int, sample: Sample
 ) -> list[Tensor]:
-    """The token ids of passages, each (length,), with the token for the beginning if there is one."""
+    """The token ids of passages, each (length,), with the token for the beginning, if any."""
     begin = _beginning(loaded.tokenizer)
     found = [_passage(sample, length - len(begin), seed, number) for number in range(num_cases)]
     return [torch.cat((ids.new_tensor(begin), ids)) for ids in found]

@@ -1,4 +1,4 @@
-"""Models under measurement: any causal language model, CoCA or not, and the RoPE settings put on it.
+"""Models under measurement: any causal language model, CoCA or not, and its RoPE settings.
 
 RoPE settings are `default`, `linear:8` (position interpolation), `dynamic:4` and `yarn:8`
 (transformers' YaRN for a model trained at its own length). YaRN multiplies cosine and sine by a
@@ -134,7 +134,7 @@ def warn_small_tokenizer(loaded: LoadedModel) -> str | None:
     """One line if the tokenizer has too few tokens for the model's embedding, otherwise None.
 
     Embeddings are padded to multiples of up to 1,024 rows; the most that published models pad is
-    905 rows, phi-2's 51,200. So only more than that, and more than a tenth of the rows, is too much.
+    905 rows, phi-2's 51,200. More than that, and more than a tenth of the rows, is too much.
     """
     rows, tokens = loaded.model.get_input_embeddings().weight.shape[0], len(loaded.tokenizer)
     if rows - tokens <= max(1024, rows // 10):
@@ -411,7 +411,7 @@ def trained_length(config: PreTrainedConfig) -> int | None:
 def warn_beyond_trained(
     model: PreTrainedModel, ropes: list[Rope], lengths: list[int], new_tokens: int = 0
 ) -> str | None:
-    """One line about lengths beyond what a static RoPE setting was made for; None if there are none.
+    """One line about lengths beyond what a static RoPE setting was made for, or None.
 
     `default` is made for the config's `max_position_embeddings`, `linear` and `yarn` for that times
     their factor. Dynamic NTK has no such length.

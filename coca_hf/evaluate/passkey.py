@@ -2,8 +2,8 @@
 paper and its appendix).
 
 The prompt has at most `length` tokens, with as much filler as fits. The share of it before the
-passkey is drawn uniformly or, with `depths`, lies on a grid from 0 to 1. A case depends on the seed,
-the length and its own number only, so it is the same whichever cases run beside it. Variants:
+passkey is drawn uniformly or, with `depths`, lies on a grid from 0 to 1. A case depends on the
+seed, the length and its own number only, so it is the same whichever cases run beside it. Variants:
 
     paper      the paper's listing, word for word, "Remeber" included: paragraphs are separated by a
                blank line, and every repeat of the filler is a line. Found if the answer, 64 tokens,
@@ -88,8 +88,8 @@ class PasskeyRow(Row):
 
 
 class Variant(NamedTuple):
-    """keys: first and last. sentence: holds the key. prompt: from the sentence, the filler before it
-    and all filler. found: in the text and tokens of the answer. new_tokens: 0 if the key's own
+    """keys: first and last. sentence: holds the key. prompt: from the sentence, the filler before
+    it and all filler. found: in the text and tokens of the answer. new_tokens: 0 if the key's own
     tokens are scored and nothing is generated."""
 
     keys: tuple[int, int]

@@ -53,10 +53,10 @@ def visiting_products(
 ) -> Iterator[None]:
     """Call `visit` with number and products of every attention layer that runs inside.
 
-    theta: radians per position of every rotary pair, (j,); pairs without rotation are left out. Only
-    the first row of a batch counts. A plain model's q and k are what its modelling file passes to
-    its own `apply_rotary_pos_emb`, which all families call by that name, after biases, norms and the
-    like. CoCA's q and t are what its attention passes to `rotated`.
+    theta: radians per position of every rotary pair, (j,); pairs without rotation are left out.
+    Only the first row of a batch counts. A plain model's q and k are what its modelling file passes
+    to its own `apply_rotary_pos_emb`, which all families call by that name, after biases, norms and
+    the like. CoCA's q and t are what its attention passes to `rotated`.
 
     Raises CocaError for layers of partial rotation, and for a model whose RoPE is unknown.
     """
@@ -140,7 +140,7 @@ def rotary_pairs(
 def _visiting_coca(
     attentions: list[attention.CocaAttention], pairs: int, visit: Callable[[int, Products], None]
 ) -> Iterator[None]:
-    """The same for CoCA, whose first `pairs` pairs are rotated. RoPE in kept layers is linear too."""
+    """The same for CoCA, whose first `pairs` pairs are rotated. Kept layers' RoPE is linear too."""
 
     def seen(
         layer: attention.CocaAttention, q: Tensor, t: Tensor, cos: Tensor, sin: Tensor

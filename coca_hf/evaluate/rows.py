@@ -8,11 +8,11 @@ Fields are declared as
     Setting[T]    both
     Beside[T]     shown beside the value, so not null if there is a value
 
-The numbers behind a value are in raw tables, such as OUT/perplexity-windows/<row_id>.parquet, which
-the row's `raw` names. A row is written after its raw tables, so a row on disk is complete. `row_id`,
-sixteen hex digits of the row's identity, is also a column of its raw tables. Rows also have
-`processes` and, if the measurement batches, `batch_size`: the sequences at a time, halved if memory
-ran out, which are not part of the identity.
+The numbers behind a value are in raw tables, such as OUT/perplexity-windows/<row_id>.parquet,
+which the row's `raw` names. A row is written after its raw tables, so a row on disk is complete.
+`row_id`, sixteen hex digits of the row's identity, is also a column of its raw tables. Rows also
+have `processes` and, if the measurement batches, `batch_size`: the sequences at a time, halved if
+memory ran out, which are not part of the identity.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ BASIC = {"model", "task", "rope", "length", "value"}  # in every row, also of a 
 
 
 class Row(TypedDict):
-    """The fields of every row. A measurement adds its own, and the bounds of `length` and `value`."""
+    """The fields of every row. A measurement adds its own and bounds `length` and `value`."""
 
     task: Identity[str]
     model: Identity[str]  # its name
@@ -383,7 +383,7 @@ def command_line() -> str:
 
 
 def made_otherwise(rows: list[dict]) -> str | None:
-    """One line about rows made by other versions of `PACKAGES` or another commit; otherwise None."""
+    """One line about rows that other versions of `PACKAGES` or another commit made, or None."""
     here = versions(*PACKAGES) | {"coca-hf commit": commit()}
     del here["python"]
     others = []
@@ -495,7 +495,7 @@ class Batches:
 def _share(
     groups: list[tuple[list[Item], int]], process: int, num_processes: int
 ) -> list[list[Item]]:
-    """The batches of one process. All items are dealt one by one, so shares differ by one at most."""
+    """The batches of one process. Items are dealt one by one, so shares differ by one at most."""
     batches: list[list[Item]] = []
     dealt = 0
     for items, batch_size in groups:

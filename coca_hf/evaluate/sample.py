@@ -98,8 +98,8 @@ def draw_sample(
     drawn from. special_tokens: whether texts begin with the tokenizer's own, if it sets any.
     data_revision: of a data set on the hub, which is read at one commit throughout.
 
-    Raises CocaError if a drawn document is empty or too short (unless `skip_short`), there are fewer
-    documents than asked for, none is left, local files are given a `split`, `subset` or
+    Raises CocaError if a drawn document is empty or too short (unless `skip_short`), there are
+    fewer documents than asked for, none is left, local files are given a `split`, `subset` or
     `data_revision`, .txt files a `column`, or the tokenizer does not fit the model.
     """
     if max_tokens is not None and max_tokens < min_tokens:

@@ -5,9 +5,9 @@
     train     forward, backward and AdamW step of `length` tokens
 
 With a baseline, the two models take turns, step by step, so that other load on the machine affects
-both. Steps are timed by CUDA events on a GPU, otherwise by the clock. Memory is the model's weights,
-what it holds between steps (cache, optimizer) and what the step adds at its peak: allocated by
-PyTorch on a GPU, or held by the process in RAM (Linux).
+both. Steps are timed by CUDA events on a GPU, otherwise by the clock. Memory is the model's
+weights, what it holds between steps (cache, optimizer) and what the step adds at its peak:
+allocated by PyTorch on a GPU, or held by the process in RAM (Linux).
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""lm-eval's tasks, run in this process: whether a model that reads further still knows what it knew.
+"""lm-eval's tasks, run in this process: what a model that reads further still knows.
 
 `opencompass` stands for the lm-eval tasks nearest to the suites behind the four dimensions of the
 paper's table 5 (`DIMENSIONS`); its numbers are not OpenCompass's own. `ruler` lengths run lm-eval's
@@ -56,7 +56,7 @@ WITHOUT_NETWORK = (
 
 
 class TasksRow(Row):
-    """A row for each metric of a benchmark. RULER's value is the mean over its tasks of their means.
+    """A row for each metric of a benchmark. RULER's value is the mean of its tasks' means.
 
     The raw table `samples` has benchmark (in a group, one of its tasks), case (lm-eval's doc_id),
     target, response (generated text) or loglikelihoods (nats: of every choice, or of the text), and
@@ -125,8 +125,8 @@ def task_rows(
 ) -> Iterator[dict]:
     """Yield the rows of every RoPE setting and benchmark, and of RULER at every length of the run.
 
-    Dynamic NTK is fixed for RULER's length, otherwise for the trained one. Benchmarks that the store
-    has are not run again.
+    Dynamic NTK is fixed for RULER's length, otherwise for the trained one. Benchmarks that the
+    store has are not run again.
 
     Raises CocaError if a benchmark cannot be run: its data or a package that it needs are missing.
     """

@@ -198,8 +198,8 @@ def _draw_heat(figure: Figure, axes: Axes, heat: Heat) -> None:
 
 
 def _mark(axes: Axes, plot: Plot, ticks: list[float], points: float) -> None:
-    """Dashed lines at borders, and at trained lengths on the plot or within an octave of it. An arrow
-    stands for longer ones.
+    """Dashed lines at borders, and at trained lengths on the plot or within an octave of it. An
+    arrow stands for longer ones.
 
     Names stand above the axes, out of the way of curves, in several rows if they would overlap.
     points: the width of the axes, about.

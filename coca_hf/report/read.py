@@ -18,8 +18,8 @@ def read_tables(runs: Sequence[Path]) -> list[Table]:
 
     The latest row of a measurement counts. Rows get `model_states` and `text_states`, which have
     several elements if files have changed: the fingerprints, in all rows, of the model of this name
-    and path, and the hashes of the documents of this table. A row's `raw` becomes paths, whose files
-    may be absent.
+    and path, and the hashes of the documents of this table. A row's `raw` becomes paths, whose
+    files may be absent.
 
     Raises CocaError if a directory has no rows, or a line is not a row.
     """

@@ -1,4 +1,4 @@
-"""The page: its sections from the rows, as Markdown for a README, PNGs for a paper and one HTML file."""
+"""The page: its sections, as Markdown for a README, PNGs for a paper and one HTML file."""
 
 import json
 import os

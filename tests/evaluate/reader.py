@@ -13,7 +13,7 @@ PROMPT = re.compile(r".*(?:passkey\?|key\? The pass key is|:)", re.DOTALL)  # up
 
 
 class Reader(PreTrainedModel, GenerationMixin):
-    """Certain, after a prompt and the beginning of a reply, of the next token of `reply(prompt)`."""
+    """Certain of the next token of `reply(prompt)` after a prompt and the beginning of that reply."""
 
     config_class = PreTrainedConfig
 

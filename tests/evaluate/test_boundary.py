@@ -1,4 +1,4 @@
-"""Initial angles of queries and keys: their counts and bounds against closed forms, and their rows."""
+"""Initial angles of queries and keys: counts and bounds against closed forms, and rows."""
 
 import cmath
 import math
