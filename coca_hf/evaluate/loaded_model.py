@@ -185,7 +185,7 @@ def _own_code_checked(
         if "trust_remote_code=True" in str(error):
             raise CocaError(f"{path}: {OWN_CODE}") from None
         if where := _place_in_own_code(Path(path), error):
-            problem, remedy = f"the code that it carries cannot be run ({where})", ""
+            problem = f"the code that it carries cannot be run ({where})"
             raise CocaError(f"{path}: {problem}; repair that code, or ask who wrote it") from error
         if isinstance(error, of_config):
             problem, remedy = "transformers makes no model of its config.json", ""

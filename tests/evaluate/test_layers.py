@@ -165,12 +165,6 @@ def test_models_in_the_wrong_order_are_refused(llama, coca, books, tmp_path):
         measure([coca, llama], books, tmp_path / "out")
 
 
-def test_lengths_without_two_copies_are_refused(llama, coca, books, tmp_path):
-    sample = draw_sample(coca, str(books), 4, special_tokens=False)
-    with pytest.raises(CocaError, match="--lengths: got 4, expected at least 5"):
-        layer_rows(run_of(coca, tmp_path, 4), llama, sample)
-
-
 def test_layers_that_were_kept_have_no_harm(llama, tiny_llama_dir, books, tmp_path):
     coca_hf.convert_checkpoint(tiny_llama_dir, tmp_path / "coca", keep_layers=[0, 2])
     row, _, lines = measure([llama, load_model(str(tmp_path / "coca"))], books, tmp_path / "out")
