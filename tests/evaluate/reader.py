@@ -13,7 +13,7 @@ PROMPT = re.compile(r".*(?:passkey\?|key\? The pass key is|:)", re.DOTALL)  # up
 
 
 class Reader(PreTrainedModel, GenerationMixin):
-    """Certain of the next token of `reply(prompt)` after a prompt and the beginning of that reply."""
+    """Certain of the next token of `reply(prompt)` after a prompt and a part of that reply."""
 
     config_class = PreTrainedConfig
 

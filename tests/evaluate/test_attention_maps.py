@@ -95,7 +95,7 @@ def test_a_baseline_that_is_not_the_original_is_refused(llama, coca, books, tmp_
         measure(coca, llama, books, tmp_path)
 
 
-def test_maps_that_are_nan_or_do_not_fit_are_rows_that_say_so(llama, coca, books, tmp_path):
+def test_maps_that_are_nan_or_do_not_fit_are_errors_of_their_rows(llama, coca, books, tmp_path):
     sample = draw_sample(coca, str(books), 40)
     forward = coca.model.model.forward
 

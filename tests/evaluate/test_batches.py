@@ -49,7 +49,7 @@ def holds(limit, tried, message=MESSAGES[0]):
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_memory_that_runs_out_is_retried_in_halves_that_later_batches_keep(message):
+def test_after_running_out_of_memory_batches_are_halved_and_stay_small(message):
     tried = []
     eight = Batches(8)
     results = eight.compute([([*range(20)], 1)], holds(3, tried, message))
@@ -57,7 +57,7 @@ def test_memory_that_runs_out_is_retried_in_halves_that_later_batches_keep(messa
     assert tried == [8, 4, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2]
 
 
-def test_memory_that_does_not_hold_one_item_is_an_error_of_the_row():
+def test_an_item_that_does_not_fit_into_memory_is_an_error_of_the_row():
     tried = []
     with pytest.raises(
         NoValue, match=r"^OOM: one sequence alone does not fit \(CUDA out of memory"
@@ -75,8 +75,8 @@ def test_other_exceptions_are_passed_on():
 
 
 @pytest.mark.parametrize(("num_processes", "sizes"), [(8, [100]), (3, [7, 1, 1, 4]), (5, [3])])
-def test_processes_get_as_many_items_and_all_results_in_order(monkeypatch, num_processes, sizes):
-    """Each process computes its share; what the others made is put in place of gathering."""
+def test_processes_get_equal_shares_and_all_results_in_order(monkeypatch, num_processes, sizes):
+    """Each process computes its share; gathering is replaced by the results of the others."""
     numbers = iter(range(sum(sizes)))
     groups = [([next(numbers) for _ in range(size)], 1) for size in sizes]
     batched: list[list[int]] = []
@@ -108,7 +108,7 @@ def test_processes_get_as_many_items_and_all_results_in_order(monkeypatch, num_p
         assert size == max(map(max, filter(None, batched)))
 
 
-def test_auto_begins_with_64_on_a_gpu_and_with_what_one_long_sequence_takes_on_a_cpu(monkeypatch):
+def test_auto_begins_with_64_sequences_on_a_gpu_and_1024_tokens_on_a_cpu(monkeypatch):
     sizes = {8: 64, 16: 64, 300: 3, 512: 2, 513: 1, 32768: 1}
     assert {tokens: auto_batch_size(tokens) for tokens in sizes} == sizes
     monkeypatch.setattr(batches, "processes", lambda: SimpleNamespace(device=torch.device("cuda")))
@@ -169,9 +169,7 @@ def lasting(rows):
     return [{key: value for key, value in row.items() if key not in CHANGING} for row in rows]
 
 
-def test_a_row_has_the_batch_size_that_auto_came_to_and_is_the_row_of_any_other(
-    coca, books, tmp_path
-):
+def test_a_row_records_the_batch_size_of_auto_and_does_not_depend_on_it(coca, books, tmp_path):
     sample = draw_sample(coca, str(books), 60)
     (row,) = perplexity_rows(run_of(coca, tmp_path, 30), sample, 15)
     windows = pq.read_table(tmp_path / row["raw"]["windows"]).to_pylist()

@@ -80,7 +80,7 @@ def test_strict_starts_at_exactly_zero(coca, books, tmp_path):
         assert line["score"] <= line["bound_coca"] * (1 + 1e-6)
 
 
-def test_slack_has_angles_within_a_quarter_turn_a_part_that_goes_by_positions_and_no_bound(
+def test_slack_has_angles_within_a_quarter_turn_an_absolute_part_and_no_bound(
     coca, books, tmp_path
 ):
     (row,) = measure(coca, books, tmp_path)
@@ -119,7 +119,7 @@ def test_a_plain_row_adds_up_with_its_raw_tables(llama, books, tmp_path):
     assert all(max(line["score"], line["bound_coca"]) <= line["bound_rope"] for line in decay)
 
 
-def test_linear_moves_tau_out_by_its_factor(llama, books, tmp_path):
+def test_linear_multiplies_tau_by_its_factor(llama, books, tmp_path):
     one, two = measure(llama, books, tmp_path, ropes="linear:1,linear:4")
     first, second = (
         sorted(raw(tmp_path, row, "angles"), key=lambda line: line["pair"]) for row in (one, two)
@@ -197,7 +197,7 @@ def test_partial_sums_equal_a_direct_sum():
         )
 
 
-def test_the_bounds_hold_and_that_of_coca_is_the_tighter():
+def test_the_bounds_hold_and_cocas_is_tighter():
     generator = torch.Generator().manual_seed(3)
     theta = 10000.0 ** -(torch.arange(16, dtype=torch.float64) / 16)
     h = torch.randn(200, 16, dtype=torch.complex128, generator=generator)

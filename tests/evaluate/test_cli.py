@@ -88,7 +88,7 @@ def test_rows_made_by_other_versions_are_listed_at_the_end(perplexity, out):
     )
 
 
-def test_names_that_rich_would_take_for_markup_are_printed_as_they_are(perplexity, tmp_path):
+def test_rich_markup_in_names_is_printed_verbatim(perplexity, tmp_path):
     out = tmp_path / "o[" / "b]c[/red]"
     options = "--lengths 32 --documents 1 --max-tokens 40 --name [/b]:smile:"
     code, stdout, _ = perplexity(f"{options} --out {out}")
@@ -151,9 +151,7 @@ def test_bad_input_is_one_line_and_exit_code_2(bad, perplexity, out):
     assert not out.exists()
 
 
-def test_a_place_where_nothing_can_be_written_is_refused_before_the_model_is_read(
-    coca_eval, out, monkeypatch
-):
+def test_an_unwritable_directory_is_refused_before_the_model_is_read(coca_eval, out, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: path != out.parent)
     code, _, stderr = coca_eval(f"passkey ./nowhere --lengths 320 --out {out}")
     remedy = f"nothing can be written in {out.parent}; choose another directory"
@@ -174,7 +172,9 @@ def test_a_factor_beyond_all_positions_is_measured(perplexity, out):
     assert all(row["value"] > 1 for row in rows_in(out))
 
 
-def test_a_tokenizer_too_small_for_the_model_is_warned_of(tiny_llama_dir, tmp_path, out, coca_eval):
+def test_a_tokenizer_too_small_for_the_model_gives_a_warning(
+    tiny_llama_dir, tmp_path, out, coca_eval
+):
     model = LlamaForCausalLM.from_pretrained(tiny_llama_dir)
     model.resize_token_embeddings(1400, mean_resizing=False)
     wide = shutil.copytree(tiny_llama_dir, tmp_path / "wide")

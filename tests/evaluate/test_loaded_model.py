@@ -137,7 +137,7 @@ def test_tokens_seen_are_read_from_the_training_record(checkpoint):
         ("", "got an empty name of a model, expected a model directory or a hub id"),
     ],
 )
-def test_a_model_that_is_nowhere_is_refused(path, message):
+def test_a_missing_model_is_refused(path, message):
     refused(path, message)
 
 
@@ -159,7 +159,7 @@ def test_a_config_that_cannot_be_read_is_refused(checkpoint, text):
     refused(checkpoint, r"copy: its config\.json cannot be read \(")
 
 
-def test_a_model_that_is_no_causal_language_model_is_refused(tmp_path):
+def test_other_models_than_causal_language_models_are_refused(tmp_path):
     T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path / "t5")
     size = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
     bert = BertConfig(**size, intermediate_size=8, vocab_size=30)
@@ -223,7 +223,9 @@ def test_derived_tensors_of_old_checkpoints_are_ignored(checkpoint):
     assert torch.equal(model(ids).logits, plain(ids).logits)
 
 
-def test_a_tokenizer_far_smaller_than_the_embedding_is_warned_of_and_padding_is_not(tiny_llama_dir):
+def test_a_tokenizer_far_smaller_than_the_embedding_gives_a_warning_and_padding_does_not(
+    tiny_llama_dir,
+):
     loaded = load_model(str(tiny_llama_dir))
     padded = {259: False, 320: False, 259 + 1024: False, 259 + 1025: True, 49_152: True}
     for rows, warned in padded.items():
@@ -267,7 +269,7 @@ def half(checkpoint, tmp_path, monkeypatch):
     return checkpoint
 
 
-def test_a_model_with_code_of_its_own_runs_it_where_that_is_trusted(half, tiny_llama_dir):
+def test_own_code_runs_if_it_is_trusted(half, tiny_llama_dir):
     loaded, plain = load_model(str(half), trust_remote_code=True), load_model(str(tiny_llama_dir))
     ids = torch.arange(8)[None]
     assert torch.equal(loaded.model(ids).logits, plain.model(ids).logits / 2)
@@ -275,7 +277,7 @@ def test_a_model_with_code_of_its_own_runs_it_where_that_is_trusted(half, tiny_l
     assert load_model(str(half), trust_remote_code=True).fingerprint != loaded.fingerprint
 
 
-def test_coca_eval_trusts_code_where_it_is_told_to_also_the_baselines(half, tmp_path, coca_eval):
+def test_trust_remote_code_also_applies_to_the_baseline(half, tmp_path, coca_eval):
     arguments = f"speed {half} --baseline {half} --baseline-name same --modes prefill --lengths 16"
     arguments += f" --repeats 1 --out {tmp_path / 'out'}"
     code, _, stderr = coca_eval(arguments)
@@ -285,8 +287,8 @@ def test_coca_eval_trusts_code_where_it_is_told_to_also_the_baselines(half, tmp_
 
 
 @pytest.mark.parametrize("model_type", ["half-llama", "llama"])
-def test_code_that_is_not_trusted_is_refused_with_what_to_do(half, model_type):
-    """Also where transformers knows the type but has another class for it than config.json."""
+def test_untrusted_code_is_refused_with_the_remedy(half, model_type):
+    """Also if transformers knows the type but has another class for it than config.json."""
     edit_config(half, model_type=model_type)
     needs = "got a model that needs the code it carries; .* add --trust-remote-code$"
     refused(half, f"copy: {needs}")
@@ -316,7 +318,7 @@ def test_code_that_is_not_trusted_is_refused_with_what_to_do(half, model_type):
         ),
     ],
 )
-def test_code_that_is_broken_is_named_with_its_file_and_its_error(half, change, message):
+def test_broken_code_is_named_with_its_file_and_its_error(half, change, message):
     (half / "half.py").write_text(change(OWN_CODE))
     with pytest.raises(CocaError) as error:
         load_model(str(half), trust_remote_code=True)

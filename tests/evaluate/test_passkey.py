@@ -150,7 +150,7 @@ def test_a_length_too_short_for_the_prompt_is_refused_with_the_shortest_that_doe
     passkey_rows(run_of(llama, tmp_path, SHORTEST), 3)
 
 
-def test_keys_scored_by_a_model_that_emits_nan_are_a_row_that_says_so(llama, tmp_path):
+def test_nan_in_scored_keys_is_an_error_of_the_row(llama, tmp_path):
     nn.init.constant_(llama.model.lm_head.weight, torch.nan)
     row = measure(llama, tmp_path, num_cases=2, variant="landmark")
     assert (row["value"], row["error"]) == (None, "the model's logits are NaN")
@@ -158,7 +158,7 @@ def test_keys_scored_by_a_model_that_emits_nan_are_a_row_that_says_so(llama, tmp
 
 @pytest.fixture(scope="module")
 def bpe_tokenizer():
-    """Of 400 tokens: whole words, parts of them, and pieces of numbers of one to three digits."""
+    """400 tokens: whole words, parts of words, and numbers of one to three digits."""
     words = [FILLER, INSTRUCTION, *(str(number) for number in range(100, 999, 7))]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -193,7 +193,7 @@ def test_prompts_of_subwords_fill_their_length_and_hold_the_key_at_the_stated_pl
             assert case.depth == (before / (before + after) if before + after else 0.0)
 
 
-def test_a_grid_of_depths_is_kept_in_turn(tiny_tokenizer):
+def test_cases_take_the_depths_of_a_grid_in_turn(tiny_tokenizer):
     """With 22 fillers of 90 bytes, grid points are at most half a filler off."""
     cases = [
         make_case(tiny_tokenizer, SHORTEST + 22 * FILLER_LEN + 2, 0, number, depths=5)
@@ -208,7 +208,9 @@ def test_a_grid_of_depths_is_kept_in_turn(tiny_tokenizer):
 
 @pytest.mark.parametrize("variant", ["yarn", "longlora"])
 @pytest.mark.parametrize("length", [300, 777])
-def test_the_prompt_of_other_scripts_is_theirs_and_never_too_long(variant, length, tiny_tokenizer):
+def test_the_prompts_of_other_scripts_are_theirs_and_never_too_long(
+    variant, length, tiny_tokenizer
+):
     for number in range(8):
         case = make_case(tiny_tokenizer, length, 3, number, variant)
         # Filler is cut by characters, and a byte is a token

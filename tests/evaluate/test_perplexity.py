@@ -24,7 +24,7 @@ from tests.evaluate.runs import run_of
 
 
 def double_loop(model, documents, length, stride):
-    """Perplexity token by token: each by a forward over what its window holds before it."""
+    """Perplexity token by token, each from a forward over the tokens before it in its window."""
     losses = []
     for ids in documents:
         for target in range(1, len(ids)):
@@ -50,9 +50,7 @@ TRAINED = 6  # tokens, so that a window of 12 is beyond and one of 5 is not
 
 
 def inv_freq(rope, length):
-    """Of the four pairs of a head, by the formulas of linear and dynamic RoPE, at base 10,000 and
-    factor 3.
-    """
+    """The formulas of linear and dynamic RoPE, for four pairs, base 10,000 and factor 3."""
     stretch = max(3 * length / TRAINED - 2, 1) if rope == "dynamic:3" else 1
     base, slower = 10_000 * stretch ** (8 / 6), 3 if rope == "linear:3" else 1
     return torch.tensor([base ** (-pair / 4) / slower for pair in range(4)])
@@ -60,7 +58,7 @@ def inv_freq(rope, length):
 
 @pytest.fixture(scope="module", params=["llama", "slack", "strict"])
 def model(request):
-    """In float64, with an attention that is sharp enough for every position to count."""
+    """In float64, with an attention so sharp that every position counts."""
     torch.manual_seed(3)
     sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2}
     sizes["max_position_embeddings"] = TRAINED
@@ -106,9 +104,7 @@ def test_perplexity_equals_a_double_loop_over_tokens(
 
 
 def test_losses_over_a_large_vocabulary_are_exact():
-    """Of 50,000 logits in float32, against float64: the sum of their exponentials must not lose
-    digits.
-    """
+    """The sum of 50,000 exponentials in float32 must not lose digits against float64."""
     generator = torch.Generator().manual_seed(6)
     logits = torch.randn(2, 21, 50_000, generator=generator)
 
@@ -220,9 +216,7 @@ def test_a_length_beyond_learned_positions_is_an_error_of_its_row_only(llama, tm
 
 
 def test_lm_evals_rolling_perplexity_equals_ours_on_equal_windows(coca, tmp_path):
-    """A stride of the length, a first token that is not scored, and texts of 3 and 5 whole windows
-    of 13 tokens.
-    """
+    """Equal windows: stride and length equal, no score for the first token, whole windows of 13."""
     texts = ["a sea voyage, a ball and no trains at all"[:39], ("one more voyage, " * 4)[:65]]
     huggingface = pytest.importorskip("lm_eval.models.huggingface")
     from lm_eval.api.instance import Instance

@@ -1,4 +1,4 @@
-"""What a run shows of how far it is: bars on a terminal, lines elsewhere."""
+"""The progress of a run: bars on a terminal, lines elsewhere."""
 
 import io
 import re
@@ -17,7 +17,7 @@ LOG = r"(.*): (\d+ of \d+ .*?)(?:, about \d+ s left)?\n"
 
 
 class Clock:
-    """That passes only when it is told to."""
+    """A clock that only tests move."""
 
     def __init__(self):
         self.seconds = 1000.0
@@ -28,7 +28,7 @@ class Clock:
 
 @pytest.fixture
 def log():
-    """A console that is no terminal."""
+    """A console that is not a terminal."""
     return Console(file=io.StringIO(), width=20)
 
 
@@ -36,7 +36,7 @@ def settings(length, **others):
     return {"task": "passkey", "rope": "dynamic:4", "length": length, "trained_length": 64} | others
 
 
-def test_off_a_terminal_each_row_is_a_line_with_the_time_that_the_others_take_by_their_lengths(log):
+def test_without_a_terminal_each_row_is_a_line_with_the_time_left_by_length(log):
     clock, rows = Clock(), [settings(length) for length in (100, 300, 2000, 200_000)]
     with Progress(log, clock) as progress:
         progress.begin(rows, len(rows), "rows")
@@ -56,7 +56,7 @@ def test_off_a_terminal_each_row_is_a_line_with_the_time_that_the_others_take_by
     ("seconds", "left"),
     [(3, "3 s"), (99, "99 s"), (100, "2 min"), (5400, "90 min"), (7200, "2 h"), (360_000, "100 h")],
 )
-def test_the_time_left_is_in_the_unit_that_a_person_would_say(log, seconds, left):
+def test_the_time_left_has_a_natural_unit(log, seconds, left):
     clock = Clock()
     with Progress(log, clock) as progress:
         # Without a length, that of the model's training counts
@@ -75,7 +75,7 @@ def test_rows_of_an_earlier_run_count_as_done_and_not_as_time(log):
     assert log.file.getvalue() == "passkey  dynamic:4  500: 8 of 9 rows, about 60 s left\n"
 
 
-def test_a_terminal_has_a_bar_over_rows_beside_that_of_each():
+def test_a_terminal_has_a_bar_for_all_rows_and_one_for_each():
     terminal = {"force_terminal": True, "force_interactive": True, "width": 120}
     clock, console = Clock(), Console(file=io.StringIO(), **terminal)
     with Progress(console, clock) as progress:
@@ -88,9 +88,7 @@ def test_a_terminal_has_a_bar_over_rows_beside_that_of_each():
     assert re.search(r"passkey  \[x\] +\S+ 3/3 +0:00:00 +left +0:00:00", drawn)
 
 
-def test_a_command_tells_its_log_of_every_row_that_it_makes(
-    tiny_llama_dir, books, tmp_path, coca_eval
-):
+def test_a_command_logs_every_row_that_it_makes(tiny_llama_dir, books, tmp_path, coca_eval):
     arguments = (
         f"perplexity {tiny_llama_dir} --data {books} --out {tmp_path} --rope default,linear:4"
     )
@@ -148,7 +146,7 @@ def test_the_table_tells_filters_and_models_of_one_name_apart_and_has_no_minus_z
     ]
 
 
-def test_answers_that_were_scored_show_their_nats_and_errors_their_reason(log):
+def test_the_table_shows_the_nats_of_scored_answers_and_the_reasons_of_errors(log):
     row = {"task": "passkey", "rope": "default", "model": "m", "model_path": "m", "error": None}
     rows = [
         row | {"length": 512, "value": 0.85, "nats_per_digit": 0.314},

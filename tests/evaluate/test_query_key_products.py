@@ -134,7 +134,7 @@ def unrotated(model, layer, ids, m, n):
     return (q[:, m, 8:] * k[:, n, 8:]).sum(-1)
 
 
-def test_the_model_is_as_it_was_afterwards(llama, coca):
+def test_the_model_is_unchanged_afterwards(llama, coca):
     rotate = modeling_llama.apply_rotary_pos_emb
     for model in (llama.model, coca.model):
         ids = torch.arange(9)[None]

@@ -336,9 +336,7 @@ def few_words():
 
 
 def knows_the_needle(model, tokenizer):
-    """`generate` of a model that finds what RULER hid: "... for KEY is: VALUE." of the key in the
-    question.
-    """
+    """Let `generate` find what RULER hid: "... for KEY is: VALUE." of the key in the question."""
     prompts = []
 
     def generate(input_ids, **kwargs):

@@ -159,7 +159,7 @@ DAMAGED_RECORDS = {
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_what_is_damaged_is_named_in_one_line(out, file, content, message):
+def test_damaged_files_are_named_in_one_line(out, file, content, message):
     (out / "2-qkv" / file).write_bytes(content)
     with pytest.raises(CocaError, match=rf"2-qkv/{file}.*{message}") as caught:
         read_recovery(out)

@@ -195,7 +195,7 @@ def test_the_markers_of_many_points_leave_the_line_to_be_seen(points, markers):
 
 
 def cells_of(figure):
-    """Of a heat map: the names of its lines, and the texts of its cells by line."""
+    """The names of a heat map's lines, and the texts of its cells by line."""
     axes = draw(figure.drawing, 5, figure.height, True).axes[0]
     texts = {tuple(map(int, text.get_position()[::-1])): text.get_text() for text in axes.texts}
     lines = sorted({line for line, _ in texts})
@@ -229,7 +229,7 @@ def test_a_grid_of_depths_is_a_heat_map_with_a_line_for_each(figures, depths, na
     assert cells_of(figures(*rows)["passkey-depth-of-1"]) == (names, shares)
 
 
-def test_depths_that_were_drawn_are_a_heat_map_of_fifths(figures):
+def test_uniform_depths_are_a_heat_map_of_fifths(figures):
     found = {0.0: True, 0.19: False, 0.2: True, 0.41: False, 0.79: False, 0.81: True, 1.0: False}
     lines = [case for depth, correct in found.items() for case in cases_of(depth, (9, correct))]
     made = figures((row(value=0.4, task="passkey"), "cases", lines))
@@ -257,7 +257,7 @@ def test_passkeys_inside_and_beyond_the_trained_length_are_told_apart(page, figu
     assert line.get_xydata().tolist() == [[1024, pytest.approx(1 / 3)]]
 
 
-def test_a_heat_map_of_one_share_alone_is_a_sentence(page):
+def test_a_heat_map_with_a_single_share_is_a_sentence(page):
     missed = [*cases_of(0.1, (300, False)), *cases_of(0.9, (300, False))]
     both = [line | {"correct": line["depth"] > 0.5} for line in missed]
     made = page(
@@ -341,7 +341,7 @@ def test_missing_raw_files_are_named(tmp_path):
     assert "1 files of raw results are not beside their rows" in page
 
 
-def test_out_of_memory_is_told_apart_and_a_ratio_and_an_error_stand_by_their_values(page):
+def test_values_have_their_ratios_and_errors_and_oom_is_named(page):
     slow = row("coca", length=512, value=0.5, task="speed") | {"ratio": 1.25, "baseline": "llama"}
     oom = row("coca", length=1024, value=None, task="speed", error="OOM: at batch size 1")
     oom["peak_bytes"] = None
@@ -567,7 +567,7 @@ def test_a_number_shown_beside_a_value_is_required(page, task, field):
     assert "- no value for llama at 512: the model's loss is nan" in page(failed)
 
 
-def test_a_title_that_folds_is_no_html(page):
+def test_html_in_a_folded_title_is_escaped(page):
     made = page(row(data="my_books/<img src=x>"))
     assert "<summary>Perplexity: my_books/&lt;img src=x&gt;, 2 documents" in made
 
