@@ -1,5 +1,6 @@
 """Sections as one HTML file that needs nothing else: no script, no font, no request to any host."""
 
+import re
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -22,17 +23,15 @@ def html(page: Section) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["rows"] = _rows
-    environment.filters["kind"] = lambda part: type(part).__name__
-    environment.filters["svg"] = _svg
-    environment.filters["swatch"] = lambda key: Markup(key_svg(key))
-    environment.filters["anchor"] = _anchor
+    environment.filters |= {
+        "rows": _rows,
+        "kind": lambda part: type(part).__name__,
+        "svg": _svg,
+        "swatch": lambda key: Markup(key_svg(key)),
+        "anchor": lambda title: re.sub(r"[\W_]", "-", title.lower()),
+    }
     template = environment.get_template("report.html.j2")
     return template.render(page=page, colors=COLORS, dark_colors=DARK_COLORS)
-
-
-def _anchor(title: str) -> str:
-    return "".join(sign if sign.isalnum() else "-" for sign in title.lower())
 
 
 def _rows(parts: list) -> list[list]:

@@ -78,6 +78,9 @@ def _read(run: Path) -> list[dict]:
     return rows
 
 
+_checker = cache(TypeAdapter)
+
+
 def _check_row(row: dict, row_type: Any, where: str) -> None:
     """Raise CocaError if a field of `row_type` is missing or its value has another type."""
     if missing := row_type.__required_keys__ - row.keys():
@@ -91,8 +94,3 @@ def _check_row(row: dict, row_type: Any, where: str) -> None:
     for name in wrong:
         problem = f"got a row with {name} {row[name]!r}, no value of coca-eval's; delete it"
         raise CocaError(f"{where}: {problem}")
-
-
-@cache
-def _checker(row_type: Any) -> TypeAdapter:
-    return TypeAdapter(row_type)
