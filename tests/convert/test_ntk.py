@@ -9,7 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from coca_hf import CocaError, convert_checkpoint
-from coca_hf.evaluate.rope import check_rope, parse_ropes, trained_length, warn_beyond_trained
+from coca_hf.evaluate.loaded_model import (
+    check_rope,
+    parse_ropes,
+    trained_length,
+    warn_beyond_trained,
+)
 from coca_hf.models.rotary import ntk_base
 from tests.conftest import TINY
 from tests.convert.checkpoints import (
