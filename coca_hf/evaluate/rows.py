@@ -75,6 +75,7 @@ class Row(TypedDict):
     tokens_seen: int | None  # in CoCA training
     coca_constraint: str | None
     coca_kept_layers: NotRequired[list[int] | None]
+    coca_kept_window: NotRequired[int | None]  # tokens that these layers attend to, if not all
     coca_partial_rotary_layers: NotRequired[list[int] | None]
     tokens: NotRequired[int | None]  # scored or read
     error: str | None  # why there is no value; "OOM: ..." if memory ran out
@@ -359,6 +360,7 @@ def about_model(loaded: LoadedModel) -> dict:
         "model_type": config.model_type,
         "coca_constraint": getattr(config, "coca_constraint", None),
         "coca_kept_layers": getattr(config, "coca_kept_layers", None),
+        "coca_kept_window": getattr(config, "coca_kept_window", None),
         "coca_partial_rotary_layers": getattr(config, "coca_partial_rotary_layers", None),
         "trained_length": trained_length(config),
         "model_commit": loaded.commit,
