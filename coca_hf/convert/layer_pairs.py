@@ -19,8 +19,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coca_hf.convert.config import converted_config
+from coca_hf.convert.initialise import TargetTensor
 from coca_hf.convert.layout import Layout
-from coca_hf.convert.tensors import TargetTensor
 from coca_hf.models.rotary import CocaRotaryEmbedding
 
 BATCH_TOKENS = 4096  # in memory at once, as far as blocks are no longer

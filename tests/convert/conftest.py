@@ -10,8 +10,9 @@ import pytest
 
 from coca_cli import main
 from coca_hf import convert_checkpoint
+from coca_hf.convert.config import Form
 from coca_hf.convert.layer_pairs import LayerPairs
-from coca_hf.convert.layout import Form, Layout
+from coca_hf.convert.layout import Layout
 from coca_hf.convert.source import open_source
 from tests.models.families import stock_model
 

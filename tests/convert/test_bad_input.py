@@ -107,7 +107,7 @@ DAMAGE = {
     ),
     "adapter beside weights": (
         adapter,
-        "or remove adapter_config.json where the weights beside it are m",
+        "or remove adapter_config.json if the weights beside it are already m",
     ),
     "Meta's layout": (
         layout_of_meta,

@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import signal
+import time
 
 import pyarrow
 import pytest
@@ -18,19 +19,22 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from coca_hf import CocaError, convert_checkpoint, patch_
-from coca_hf.convert import calibrate as calibrate_module
+from coca_hf.convert import calibration as calibration_module
 from coca_hf.convert.calibrate import (
-    CalibrationProgress,
     Keys,
     Strata,
     backward,
-    calibrate,
     divergences,
     fit,
     matrix_dtype,
     run_original,
 )
-from coca_hf.convert.calibration import CODE
+from coca_hf.convert.calibration import (
+    CODE,
+    CalibrationProgress,
+    calibrate,
+    expected_seconds,
+)
 from coca_hf.convert.calibration_text import (
     calibration_blocks,
     reach,
@@ -383,7 +387,7 @@ def convert_killed(*arguments):
             os.kill(os.getpid(), signal.SIGKILL)
         return fit(attention, *others)
 
-    calibrate_module.fit = killed
+    calibration_module.fit = killed
     convert(*arguments)
 
 
@@ -413,7 +417,8 @@ def test_killed_in_a_layer_it_continues_with_that_layer_to_the_same_bits(
     process.join()
     assert process.exitcode == -signal.SIGKILL
     record = convert(*arguments)
-    assert fits == loads == [1, 2]
+    assert fits == [1, 2]
+    assert 0 not in loads
     assert_same_weights(tmp_path / "cut", tmp_path / "whole")
     for fact in ("perplexity", "attention_kl"):
         assert record["calibration"][fact] == expected["calibration"][fact]
@@ -430,7 +435,7 @@ def test_damaged_states_are_made_again_and_fitted_layers_are_not(
         states.write_bytes(damage(states.read_bytes()))
     convert(tiny_llama_dir, tmp_path / "dst", text)
     assert fits == [0, 1, 2]
-    assert loads == [0, 0, 1, 2]
+    assert loads[-3:] == [0, 1, 2]
     convert(tiny_llama_dir, tmp_path / "whole", text)
     assert_same_weights(tmp_path / "dst", tmp_path / "whole")
 
@@ -480,13 +485,45 @@ def test_progress_has_layers_and_divergence_and_says_what_it_takes(pairs_of, tmp
         (2, 3, fitted[1]),
         (3, 3, pytest.approx(sum(fitted[1:]) / 2)),
     ]
-    first, _, second, last = (progress.notice for progress in found)
+    first, *others = (progress.notice for progress in found)
     assert re.fullmatch(
-        r"calibrating 2 of 3 layers: about .* of memory and .* of disk in .*/layers", first
+        r"calibrating 2 of 3 layers: about \d+ s, .* of memory and .* of disk in .*/layers", first
     )
-    assert re.fullmatch(r"layer 1 took \d+ s; calibration takes about \d+ min", second)
-    assert last is None
+    assert others == [None, None, None]
     assert isinstance(found[0], CalibrationProgress)
+
+
+def test_the_time_is_known_before_the_first_layer_and_measuring_it_changes_nothing(
+    pairs_of, tmp_path
+):
+    pairs, ids = pairs_of(stock_model("llama"), kept_layers=[0]), blocks_of(24)
+    generator, threads = torch.get_rng_state(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        expected = expected_seconds(pairs, ids, ids[:4], passes=20, missing=[1, 2])
+        assert torch.equal(torch.get_rng_state(), generator)
+        began = time.perf_counter()
+        calibrate(pairs, ids, ids[:4], tmp_path / "layers", passes=20)
+        assert expected / 5 < time.perf_counter() - began < 5 * expected
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_the_time_counts_layers_that_are_not_fitted_and_the_ranking(pairs_of):
+    pairs, ids = pairs_of(stock_model("llama")), blocks_of(24, length=60)
+    clock = itertools.count()  # every timed part takes one second
+
+    def seconds(*missing, passes=0, **options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("coca_hf.convert.calibration.time.perf_counter", clock.__next__)
+            return expected_seconds(pairs, ids, ids[:4], passes, missing, **options)
+
+    read, forward, measure, held_out = 1, 1, 2 * 4, 3 * 4 / 24  # a batch has all 24 blocks
+    assert seconds(0) == pytest.approx(3 * read + forward + 3 * held_out + measure)
+    assert seconds(2) == pytest.approx(seconds(0) + 2 * forward)
+    assert seconds(1, 2, first=1) == pytest.approx(seconds(2) - read - held_out - forward + measure)
+    ranked = seconds(0, ranked_tokens=2 * 60) - seconds(0)
+    assert ranked == pytest.approx(6 * read + 2 / 24 * 9 * forward + 3 * held_out)
 
 
 @pytest.fixture
@@ -500,7 +537,7 @@ def fits(monkeypatch):
         found.append(attention.layer_idx)
         return fit(attention, *arguments)
 
-    monkeypatch.setattr("coca_hf.convert.calibrate.fit", counted)
+    monkeypatch.setattr("coca_hf.convert.calibration.fit", counted)
     return found
 
 

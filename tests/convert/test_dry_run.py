@@ -2,13 +2,14 @@
 
 import errno
 import os
+import re
 import tempfile
 
 import pytest
 import torch
 
 from coca_hf import CocaError, convert_checkpoint
-from coca_hf.convert.staging import locked_staging
+from coca_hf.convert.writer import locked_staging
 from tests.convert.checkpoints import edit_weights, files_of, full_disk, weights_of
 
 
@@ -47,6 +48,8 @@ def test_nothing_is_written_and_the_plan_is_what_the_conversion_then_does(
     assert f"{tiny_llama_dir}: safetensors, {size / 1e6:.2f} MB of weights, files: 1" in printed
     assert f"slack, bfloat16, {num_bytes / 1e6:.2f} MB of weights, files: {len(shards)}" in printed
     assert "original attention    kept in layers 0, 2" in printed
+    took = r"about 7\d\d\.\d\d MB of memory \(from the shapes\) and \d+ s \(as long as reading the"
+    assert re.search(f"would take            {took}", printed)
 
 
 def zero_keys(source, dst, monkeypatch):
@@ -151,8 +154,11 @@ def test_a_calibration_is_planned_with_its_text_and_not_begun(
         *(tiny_llama_dir, tmp_path / "dst", "--dry-run", "--device", "cpu"),
         *(*options, "--calibrate-passes", "3", "--keep-layers", "2"),
     )
-    assert "would calibrate       512 tokens, 3 passes, on cpu, with " in printed
-    assert " of memory and " in printed
+    needs = r"about 7\d\d\.\d\d MB of memory \(from the shapes\), 0\.\d\d MB of disk and \d+ s"
+    planned = (
+        rf"would calibrate       512 tokens, 3 passes, on cpu, with {needs} \(from a timed step\)"
+    )
+    assert re.search(planned, printed)
     assert "kept in the layers that calibration finds (2)" in printed
     assert files_of(tmp_path) == before
     text.write_text("short")

@@ -129,6 +129,7 @@ def test_a_dry_run_of_a_model_on_the_hub_downloads_no_weights_and_leaves_the_cac
     printed = converts(REPO, tmp_path / "dst", "--dry-run")
     assert f"{REPO} at commit {NEW}: safetensors" in printed
     assert "not checked           the numbers of the weights, which only the hub has" in printed
+    assert " of memory (from the shapes) and an unknown time" in printed
 
     record = convert_checkpoint(REPO, tmp_path / "dst")
     assert plan["parameters"] == record["parameters"]

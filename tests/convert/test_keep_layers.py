@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from coca_cli import BadOption
 from coca_cli.convert import _layers_to_keep
 from coca_hf import CocaError, convert_checkpoint, patch_
-from coca_hf.convert.harm import layer_harms, most_harmful
+from coca_hf.convert.calibration import layer_harms, most_harmful
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
 from coca_hf.models.attention import KeptAttention
 from tests.convert.checkpoints import record_of, refuses
@@ -203,13 +203,35 @@ def test_a_damaged_record_is_refused_before_anything_is_written(converted, name,
         refuses(f"kept/{name}: {message}", kept, tmp_path / "dst")
 
 
-@pytest.mark.parametrize("layers", [[3], [-1], [1, 1]])
-def test_layers_that_are_not_there_are_refused(layers, tiny_llama_dir, tmp_path):
-    message = "expected different numbers of layers, from 0 to 2"
-    refuses(message, tiny_llama_dir, tmp_path / "dst", keep_layers=layers)
-    with pytest.raises(CocaError, match="expected different numbers of layers, from 0 to 2"):
-        patch_(AutoModelForCausalLM.from_pretrained(tiny_llama_dir), keep_layers=layers)
+@pytest.mark.parametrize("option", ["keep_layers", "partial_rotary"])
+@pytest.mark.parametrize("layers", [[3], [-1], [1, 0, 1]])
+def test_layers_that_are_not_there_or_named_twice_are_refused(
+    option, layers, tiny_llama_dir, tmp_path
+):
+    absent = "expected different numbers of layers, from 0 to 2"
+    twice = (
+        rf"^--{option.replace('_', '-')}: got layer 1 more than once in \[1, 0, 1\], expected each"
+    )
+    message = twice if len(layers) == 3 else absent
+    refuses(message, tiny_llama_dir, tmp_path / "dst", **{option: layers})
+    with pytest.raises(CocaError, match=absent):
+        patch_(AutoModelForCausalLM.from_pretrained(tiny_llama_dir), **{option: layers})
     assert not list(tmp_path.iterdir())
+
+
+def test_the_remedy_for_a_number_of_layers_of_a_coca_checkpoint_is_accepted(
+    converted, text, tmp_path, refusal, converts
+):
+    _, kept, _ = converted("llama", **KEPT)
+    printed = refusal(kept, tmp_path / "dst", "--keep-layers", "2")
+    assert (
+        "name the layers, as in 8,17 (one alone: '8,'), or, if the source is not a CoCA" in printed
+    )
+    printed = refusal(kept, tmp_path / "dst", "--keep-layers", "2", "--calibrate", text)
+    assert (
+        "expected the numbers of the kept layers that stay, as in 8,17 (one alone: '8,')" in printed
+    )
+    converts(kept, tmp_path / "dst", "--keep-layers", "2,")
 
 
 def test_the_released_layout_has_no_keys_to_keep(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coca_hf import CocaError, convert_checkpoint, patch_
+from coca_hf import convert_checkpoint, patch_
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
 from tests.convert.checkpoints import record_of, refuses
 from tests.convert.test_families import write_golden
@@ -48,14 +48,6 @@ def test_a_layer_that_calibration_finds_to_keep_rotates_whole(tiny_llama_dir, te
     )
     assert len(record["kept_layers"]) == 1
     assert sorted(record["kept_layers"] + record["partial_rotary_layers"]) == [0, 1, 2]
-
-
-@pytest.mark.parametrize("layers", [[3], [-1], [1, 1]])
-def test_layers_that_are_not_there_are_refused(layers, tiny_llama_dir, tmp_path):
-    message = "expected different numbers of layers, from 0 to 2"
-    refuses(message, tiny_llama_dir, tmp_path / "dst", partial_rotary=layers)
-    with pytest.raises(CocaError, match=message):
-        patch_(AutoModelForCausalLM.from_pretrained(tiny_llama_dir), partial_rotary=layers)
 
 
 def test_kept_layers_and_models_that_are_coca_are_refused(tiny_llama_dir, tmp_path):

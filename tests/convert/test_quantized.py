@@ -3,15 +3,17 @@ with what to do.
 """
 
 import json
+import os
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from coca_hf import convert_checkpoint
+from coca_hf import CocaError, convert_checkpoint
 from tests.convert.checkpoints import assert_same_weights, edit_config, edit_weights, record_of
 from tests.convert.test_adapter import make_adapter
 
@@ -232,6 +234,18 @@ def test_scales_that_do_not_fit_are_one_line_and_exit_code_2(
 ):
     edit_weights(quantize_(source, [16, 16]), damage)
     assert message in refusal(source, tmp_path / "dst")
+
+
+def test_a_refused_source_is_closed(source, tmp_path):
+    def open_files():
+        links = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        return [path for path in map(os.readlink, links) if str(source) in path]
+
+    edit_weights(quantize_(source, [16, 16]), lambda w: w.pop(SCALES))
+    with pytest.raises(CocaError) as refused:  # its traceback holds on to whatever was open
+        convert_checkpoint(source, tmp_path / "dst")
+    assert "and scales of shape None" in str(refused.value)
+    assert open_files() == []
 
 
 STATE = f"{Q1}.quant_state.bitsandbytes__nf4"
