@@ -25,13 +25,13 @@ import copy
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from coca_hf.convert.layer_pairs import Angles, HiddenStates, run_layer
+from coca_hf.convert.layer_pairs import Angles, HiddenStates, LayerPairs, batches, run_layer
 from coca_hf.models.attention import CocaAttention, coca_query, own_angles, scaled_key, unit_key
 
 STEPS = 1280  # of every layer, at least
@@ -131,17 +131,6 @@ def fit(attention: CocaAttention, seen: Seen, passes: int, seed: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
     attention.requires_grad_(False)
-
-
-def seconds_per_step(attention: CocaAttention, seen: Seen) -> float:
-    """The time of a step of `fit` on the blocks of `seen`; `attention` does not change."""
-    copied, seconds = copy.deepcopy(attention), 0.0
-    for passes in (1, TIMED_STEPS):  # the first one allocates and compiles
-        began = time.perf_counter()
-        fit(copied, seen, passes, seed=0)
-        copied.q_proj.weight.sum().item()  # waits for a GPU
-        seconds = (time.perf_counter() - began) / passes
-    return seconds
 
 
 class Strata:
@@ -285,3 +274,49 @@ def divergences(attention: CocaAttention, seen: Seen) -> Tensor:
         maps = scores(queries[:, rows[0]].transpose(1, 2), keys).add_(hidden).softmax(-1)
         found.append((torch.xlogy(maps, maps) - maps * log_maps).sum(-1).mean((0, 2)))
     return torch.stack(found).mean(0)
+
+
+def expected_seconds(
+    pairs: LayerPairs,
+    blocks: Tensor,
+    held_out: Tensor,
+    passes: int,
+    missing: Collection[int],
+    ranked_tokens: int = 0,
+    first: int = 0,
+) -> float:
+    """The seconds that calibration takes from layer `first` on, if it has to fit the `missing`.
+
+    A batch is run through the first of these layers, and steps are made on a copy of its attention,
+    so nothing changes. ranked_tokens: how many tokens the layers are ranked on afterwards.
+    """
+    with precision(pairs.dtype):
+        began = time.perf_counter()
+        theirs, ours = pairs.load(min(missing))
+        read, attention = time.perf_counter() - began, copy.deepcopy(ours.self_attn)
+        ids = blocks[next(batches(blocks))]
+        states = pairs.embeddings()[ids].to(pairs.device)
+        positions = torch.arange(ids.shape[1], device=pairs.device).expand(ids.shape)
+        places = states, torch.empty_like(states), positions
+        forward = _seconds(lambda: run_original(theirs, *places, pairs.angles))
+        seen = Seen(*(part[:1] for part in run_original(theirs, *places, pairs.angles)))
+        measure = _seconds(lambda: divergences(attention, seen))
+        step = _seconds(lambda: fit(attention, seen, TIMED_STEPS, seed=0)) / TIMED_STEPS
+    layers, held_out_tokens = len(pairs), held_out.numel()
+    reads = layers - first
+    tokens = blocks.numel() * (max(missing) + 1 - first) + 3 * held_out_tokens * reads
+    if ranked_tokens:  # a run per layer, and then another calibration with the kept layers
+        tokens += ranked_tokens * layers * (layers + 3) // 2 + 3 * held_out_tokens * layers
+        reads += 2 * layers
+    fits = passes * len(blocks) * step + 2 * len(held_out) * measure
+    return reads * read + tokens / ids.numel() * forward + len(missing) * fits
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """The time of `work`, after a first time that allocates and compiles."""
+    work()
+    began = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began

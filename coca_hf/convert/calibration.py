@@ -20,9 +20,9 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -34,14 +34,13 @@ from torch.nn.functional import cross_entropy, linear
 from coca_hf import models
 from coca_hf.checkout import versions
 from coca_hf.convert.calibrate import (
-    Seen,
     default_passes,
     divergences,
+    expected_seconds,
     fit,
     matrix_dtype,
     precision,
     run_original,
-    seconds_per_step,
 )
 from coca_hf.convert.calibration_text import (
     calibration_blocks,
@@ -260,57 +259,6 @@ def needs(
         max(fit_states, rank_states) * config.hidden_size * 4,
         len(layout.converted) * fitted * 4,
     )
-
-
-def expected_seconds(
-    pairs: LayerPairs,
-    blocks: Tensor,
-    held_out: Tensor,
-    passes: int,
-    missing: Collection[int],
-    ranked_tokens: int = 0,
-    first: int = 0,
-) -> float:
-    """The seconds that `calibrate` takes from layer `first` on, if it has to fit the `missing`.
-
-    A batch is run through the first of these layers, and a few steps are made on a copy of its
-    attention. Nothing is drawn from torch's own generator.
-    """
-    with torch.no_grad(), precision(pairs.dtype):
-        (theirs, ours), read = _timed(lambda: pairs.load(min(missing)))
-        ids = blocks[next(batches(blocks))]
-        states = pairs.embeddings()[ids].to(pairs.device)
-        positions = torch.arange(ids.shape[1], device=pairs.device).expand(ids.shape)
-        seen, forward = _timed_warm(
-            lambda: run_original(theirs, states, torch.empty_like(states), positions, pairs.angles)
-        )
-    seen = Seen(*(part[:1] for part in seen))
-    with precision(pairs.dtype):
-        step = seconds_per_step(ours.self_attn, seen)
-        _, measure = _timed_warm(lambda: divergences(ours.self_attn, seen).sum().item())
-    layers, held_out_tokens = len(pairs), held_out.numel()
-    tokens = blocks.numel() * (max(missing) + 1 - first) + 3 * held_out_tokens * (layers - first)
-    reads = layers - first
-    if ranked_tokens:  # the ranking, and another run for the kept layers
-        tokens += ranked_tokens * layers * (layers + 3) // 2 + 3 * held_out_tokens * layers
-        reads += 2 * layers
-    fits = passes * len(blocks) * step + 2 * len(held_out) * measure
-    return reads * read + tokens / ids.numel() * forward + len(missing) * fits
-
-
-def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    """What `work` returns, and its seconds."""
-    began = time.perf_counter()
-    result = work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return result, time.perf_counter() - began
-
-
-def _timed_warm(work: Callable[[], Any]) -> tuple[Any, float]:
-    """The same for the second of two times, because the first one allocates and compiles."""
-    work()
-    return _timed(work)
 
 
 def in_words(seconds: float) -> str:

@@ -25,6 +25,7 @@ from coca_hf.convert.calibrate import (
     Strata,
     backward,
     divergences,
+    expected_seconds,
     fit,
     matrix_dtype,
     run_original,
@@ -33,7 +34,6 @@ from coca_hf.convert.calibration import (
     CODE,
     CalibrationProgress,
     calibrate,
-    expected_seconds,
 )
 from coca_hf.convert.calibration_text import (
     calibration_blocks,
@@ -515,7 +515,7 @@ def test_the_time_counts_layers_that_are_not_fitted_and_the_ranking(pairs_of):
 
     def seconds(*missing, passes=0, **options):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("coca_hf.convert.calibration.time.perf_counter", clock.__next__)
+            patch.setattr("coca_hf.convert.calibrate.time.perf_counter", clock.__next__)
             return expected_seconds(pairs, ids, ids[:4], passes, missing, **options)
 
     read, forward, measure, held_out = 1, 1, 2 * 4, 3 * 4 / 24  # a batch has all 24 blocks
@@ -750,7 +750,7 @@ REFUSED = {
         {"split": "test", "subset": "en"},
         "got --split, --subset, which only data sets on the hub",
     ),
-    "block": ({"calibrate_block": 3}, "got blocks of 3 tokens, expected at least 4: the least"),
+    "block": ({"calibrate_block": 3}, "got blocks of 3 tokens, expected at least 4; they have"),
 }
 
 
