@@ -162,16 +162,6 @@ class Form:
         return dataclasses.replace(self, partial_rotary=partial_rotary)
 
 
-def written_config(
-    config: Mapping, form: Form, kept_layers: Sequence[int] | None, where: str
-) -> tuple[CocaConfig, dict | None]:
-    """The configuration to write, and what `bake_ntk_` did; raises what the functions below raise."""
-    result = converted_config(config, form, kept_layers, where)
-    if not form.ntk_length:
-        return result, None
-    return result, bake_ntk_(result, form.ntk_length, form.ntk_factor, where)
-
-
 def is_coca(config: Mapping) -> bool:
     """Whether a `config.json` is from one of our CoCA checkpoints."""
     return str(config.get("model_type")).startswith("coca_")
@@ -265,12 +255,12 @@ def coca_config(
     return result
 
 
-def bake_ntk_(config: CocaConfig, length: int, factor: float | None, where: str) -> dict:
-    """Give `config` dynamic NTK's rotary base for `length` tokens; returns what was done.
+def bake_ntk_(config: CocaConfig, form: Form, where: str) -> dict:
+    """Give `config` dynamic NTK's rotary base for the form's length; returns what was done.
 
-    Afterwards `rope_type` is `default`, `max_position_embeddings` is `length`, and the trained
-    length is in `rope_parameters["original_max_position_embeddings"]`. factor: dynamic NTK's. The
-    default is the config's own, if its RoPE is dynamic, or length / trained length, which is what
+    Afterwards `rope_type` is `default`, `max_position_embeddings` is the length, and the trained
+    length is in `rope_parameters["original_max_position_embeddings"]`. The default of dynamic NTK's
+    factor is the config's own, if its RoPE is dynamic, or length / trained length, which is what
     transformers means by a factor: how many times the trained length the model should reach. To get
     the function whose perplexity was measured, pass the factor of that measurement (the paper's are
     2, 4 and 8).
@@ -279,7 +269,7 @@ def bake_ntk_(config: CocaConfig, length: int, factor: float | None, where: str)
     length does not exceed the trained one, or the base overflows float32. `where` names the
     configuration in errors.
     """
-    rope = config.rope_parameters
+    length, factor, rope = form.ntk_length or 0, form.ntk_factor, config.rope_parameters
     trained_len = unscaled_len(config)
     if rope["rope_type"] == "default" and "original_max_position_embeddings" in rope:
         raise CocaError(

@@ -17,24 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from coca_hf.card import CARD, base_metadata, write_card
 from coca_hf.checkout import now, versions
+from coca_hf.convert import preflight
 from coca_hf.convert.adapter import Adapter
 from coca_hf.convert.calibration import Calibration, Report
 from coca_hf.convert.config import Form, coca_class
 from coca_hf.convert.initialise import RULE
 from coca_hf.convert.layout import Layout, source_shapes
-from coca_hf.convert.preflight import (
-    check_device,
-    check_kept_number,
-    check_layers,
-    check_numbers,
-    check_options,
-    check_paths,
-    check_repository,
-    check_room,
-    check_staging,
-    check_target,
-    free_bytes,
-)
 from coca_hf.convert.source import has_numbers, open_source
 from coca_hf.convert.writer import (
     FinishedShard,
@@ -137,23 +125,23 @@ def convert_checkpoint(
     ntk = ntk_length, ntk_factor
     form = Form(src, constraint, dtype, shard_bytes, *ntk, released, ignore_fields, partial_rotary)
     sources = [src] if adapter is None else [src, os.fspath(adapter)]
-    check_paths(sources, dst)
-    check_options(form)
-    check_layers(keep_layers, partial_rotary, calibrate_on)
+    preflight.check_paths(sources, dst)
+    preflight.check_options(form)
+    preflight.check_layers(keep_layers, partial_rotary, calibrate_on)
     if calibrate_on:
-        check_device(device)
+        preflight.check_device(device)
         of_hub = {"--split": split != "train", "--subset": subset}
         check_text_options(calibrate_on, of_hub, {"--column": column != "text"})
     if push_to_hub is not None:
-        check_repository(push_to_hub)
+        preflight.check_repository(push_to_hub)
     with _os_errors(target), contextlib.ExitStack() as stack:
         scratch = None
         if dry_run:
-            check_staging(target)
+            preflight.check_staging(target)
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory())).resolve()
         staging = stack.enter_context(locked_staging(scratch / "dst" if scratch else target))
         texts = map(os.fspath, local_files(calibrate_on) if calibrate_on else ())
-        check_target([*sources, *texts], target, overwrite)
+        preflight.check_target([*sources, *texts], target, overwrite)
         staging.former = contents_of(target)
         lora = None
         if adapter is not None:
@@ -164,16 +152,16 @@ def convert_checkpoint(
         records = source.records() if layout.from_coca else {}
         base = records[RECORD].get("base", {}) if RECORD in records else None
         base = base_metadata(src, source.directory) if base is None else base
-        check_kept_number(keep_layers, layout)
+        preflight.check_kept_number(keep_layers, layout)
         if calibrate_on:
             place = calibrate_on, column, split, subset, commit_of(calibrate_on), True
             amounts = calibrate_tokens, calibrate_block, calibrate_passes
             calibration = Calibration(layout, place, *amounts, device, seed, ranks_layers)
-        check_room(layout, target, *(calibration.needs[1:] if calibration else ()))
+        preflight.check_room(layout, target, *(calibration.needs[1:] if calibration else ()))
         tokenizer = _begin(staging, layout, calibration)
         numbers_are_here, began = has_numbers(source, scratch), time.perf_counter()
         if (calibration or dry_run) and numbers_are_here:
-            check_numbers(layout, ranks_layers)
+            preflight.check_numbers(layout, ranks_layers)
         if dry_run:
             seconds = time.perf_counter() - began if numbers_are_here else None
             plan = _plan(layout, calibration, target, seconds)
@@ -225,7 +213,7 @@ def _plan(
     return _facts(layout) | {
         "read": {"files": len(sizes), "bytes": sum(sizes)},
         "written": {"files": len(layout.shards), "bytes": layout.num_bytes(*layout.shards)},
-        "free_bytes": free_bytes(target),
+        "free_bytes": preflight.free_bytes(target),
         "memory_bytes": memory_bytes(layout),
         "seconds": seconds,
         "numbers_checked": has_numbers,

@@ -21,11 +21,12 @@ from coca_hf.convert.config import (
     FAMILIES,
     Family,
     Form,
+    bake_ntk_,
     coca_class,
+    converted_config,
     family_of,
     head_of,
     is_coca,
-    written_config,
 )
 from coca_hf.convert.initialise import RULE, Initialiser, Shape, TargetTensor
 from coca_hf.convert.source import Source
@@ -54,7 +55,8 @@ class Layout:
     def __init__(self, source: Source, form: Form, kept_layers: Sequence[int] | None):
         self.source, self.form, self._dtype = source, form, DTYPES.get(form.dtype)
         shapes, where = source.shapes(), str(source.config_file)
-        self.config, self.ntk = written_config(source.config, form, kept_layers, where)
+        self.config = converted_config(source.config, form, kept_layers, where)
+        self.ntk = bake_ntk_(self.config, form, where) if form.ntk_length else None
         self.from_coca = is_coca(source.config)
         num_layers = self.config.num_hidden_layers
         if num_layers > len(shapes):  # checked before anything counts up to it
@@ -98,9 +100,6 @@ class Layout:
         """The dtype that `target` is written in. Raises CocaError if the source has integers."""
         own = self.source.dtype(target.source)
         return self._dtype or own
-
-    def is_cast(self, target: TargetTensor) -> bool:
-        return self.source.dtype(target.source) != self.dtype_of(target)
 
     def is_copied(self, target: TargetTensor) -> bool:
         """Whether its numbers are the source's, in their order, perhaps cast to another dtype."""

@@ -47,7 +47,7 @@ def quantized_weights(
     """
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict) or not quantization.keys() & METHOD_FIELDS:
-        return None, {}  # `written_config` refuses anything else in that field
+        return None, {}  # `converted_config` refuses anything else in that field
     method = quantization.get("quant_method", "bitsandbytes")
     block = quantization.get("weight_block_size") or []
     is_block = isinstance(block, list) and len(block) in (0, 2)

@@ -35,7 +35,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-from coca_hf.convert.initialise import Initialiser, TargetTensor
 from coca_hf.convert.layout import Layout
 from coca_hf.errors import CocaError
 from coca_hf.files import append_line, locked, sync
@@ -332,36 +331,33 @@ class WeightsWriter:
             _write(stream, memoryview(self._header(shard)))
             for target in layout.shards[shard]:
                 if layout.is_copied(target):
-                    read[target.source], written[target.name] = self._copy(target, stream)
-                else:
-                    made = layout.as_stored(target, self._made(target, initialiser))
-                    written[target.name] = self._hash([made])
-                    self._advance(_write(stream, bytes_of(made)))
+                    blocks = self._noted(read, target.source, layout.source.blocks(target.source))
+                else:  # calibrated tensors are made, too, to note the source's hash and W_T's scale
+                    made = initialiser.make(target)
+                    blocks = iter([layout.calibrated.get(target.name, made)])
+                stored = (layout.as_stored(target, block) for block in blocks)
+                for block in self._noted(written, target.name, stored):
+                    self._advance(_write(stream, bytes_of(block)))
         self.staging.record(
             FinishedShard(shard=shard, written=written, read=read, scales=initialiser.scales)
         )
-
-    def _made(self, target: TargetTensor, initialiser: Initialiser) -> Tensor:
-        # made in any case, to note the source's hash and the scale of W_T
-        tensor = initialiser.make(target)
-        return self.layout.calibrated.get(target.name, tensor)
-
-    def _copy(self, target: TargetTensor, stream: FileIO) -> tuple[str, str]:
-        """Return the hashes of what was read and of what was written."""
-        read = xxhash.xxh3_128()
-        written = xxhash.xxh3_128() if self.layout.is_cast(target) else read
-        for block in self._unless_stopped(self.layout.source.blocks(target.source)):
-            read.update(bytes_of(block))
-            data = bytes_of(self.layout.as_stored(target, block))
-            if written is not read:
-                written.update(data)
-            self._advance(_write(stream, data))
-        return read.hexdigest(), written.hexdigest()
 
     def _read(self, hashes: dict[str, str], name: str) -> Tensor:
         tensor = self.layout.source.read(name)
         hashes[name] = self._hash([tensor])
         return tensor
+
+    def _noted(
+        self, hashes: dict[str, str], name: str, blocks: Iterable[Tensor]
+    ) -> Iterator[Tensor]:
+        """The blocks, until another shard fails or the run is interrupted; notes their hash."""
+        digest = xxhash.xxh3_128()
+        for block in blocks:
+            if self._stopped:
+                raise CancelledError
+            digest.update(bytes_of(block))
+            yield block
+        hashes[name] = digest.hexdigest()
 
     def _header(self, shard: str) -> bytes:
         entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
@@ -379,17 +375,10 @@ class WeightsWriter:
         return len(text).to_bytes(8, "little") + text
 
     def _hash(self, blocks: Iterable[Tensor]) -> str:
-        digest = xxhash.xxh3_128()
-        for block in self._unless_stopped(blocks):
-            digest.update(bytes_of(block))
-        return digest.hexdigest()
-
-    def _unless_stopped(self, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
-        """The blocks, until another shard has failed or the run is interrupted."""
-        for block in blocks:
-            if self._stopped:
-                raise CancelledError
-            yield block
+        hashes: dict[str, str] = {}
+        for _ in self._noted(hashes, "", blocks):
+            pass
+        return hashes[""]
 
     def _advance(self, num_bytes: int) -> None:
         with self._lock:

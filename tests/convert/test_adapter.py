@@ -178,10 +178,7 @@ REFUSED = {
         lambda d: edit_adapter(d, lora_alpha=float("nan")),
         "got r=3, lora_alpha=nan, expected a rank from 1 and a number",
     ),
-    "another rank": (
-        lambda d: edit_adapter(d, r=4),
-        "got ranks [3, 3] of lora_A and lora_B for model.layers.0.mlp.down_proj.weight, expected 4",
-    ),
+    "another rank": (lambda d: edit_adapter(d, r=4), "got ranks [3, 3] of lora_A and lora_B for"),
     "half a pair": (
         lambda d: edit_tensors(d, lambda t: t.pop(f"{Q0}.lora_B.weight")),
         "got ranks [3, None] of lora_A and lora_B for model.layers.0.self_attn.q_proj.weight",

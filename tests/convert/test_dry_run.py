@@ -34,6 +34,10 @@ def test_nothing_is_written_and_the_plan_is_what_the_conversion_then_does(
     )
     assert files_of(tmp_path) == before
 
+    plain = converts(tiny_llama_dir, dst, "--dry-run")
+    assert "original attention    kept in no layer" in plain
+    assert "calibrate" not in plain
+
     record = convert_checkpoint(tiny_llama_dir, dst, **options)
     shared = plan.keys() & record.keys() - {"source"}
     assert {"constraint", "dtype", "kept_layers", "parameters"} <= shared
@@ -164,11 +168,3 @@ def test_a_calibration_is_planned_with_its_text_and_not_begun(
     text.write_text("short")
     refusal(tiny_llama_dir, tmp_path / "dst", "--dry-run", *options)
     assert files_of(tmp_path).keys() == before.keys()
-
-
-def test_a_plan_without_calibration_keeps_no_layer_and_calibrates_nothing(
-    tiny_llama_dir, tmp_path, converts
-):
-    printed = converts(tiny_llama_dir, tmp_path / "dst", "--dry-run")
-    assert "original attention    kept in no layer" in printed
-    assert "calibrate" not in printed

@@ -149,10 +149,7 @@ def test_what_cannot_be_baked_is_refused(tmp_path, length, factor, message, fiel
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (
-            {"model_type": "coca_x"},
-            "got model_type 'coca_x', which this version of coca_hf does not",
-        ),
+        ({"model_type": "coca_x"}, "got model_type 'coca_x', which this version of coca_hf does"),
         ({"rope_thetas": 5}, "rope_thetas=5 is not understood"),
         ({"hidden_size": "big"}, "hidden_size"),
         ({"num_hidden_layers": 4}, "is missing (and 8 more); is the checkpoint complete?"),

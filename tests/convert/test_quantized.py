@@ -208,14 +208,8 @@ def put(tensor, name=Q1):
 SCALES = f"{Q1}_scale_inv"
 OF_Q1 = f"tensor {Q1}: got shape"
 DAMAGE = {
-    "no scales": (
-        lambda w: w.pop(SCALES),
-        f"{OF_Q1} (48, 48) and scales of shape None, expected (3, 3)",
-    ),
-    "other scales": (
-        put(torch.ones(2, 3), SCALES),
-        f"{OF_Q1} (48, 48) and scales of shape (2, 3), expected (3, 3)",
-    ),
+    "no scales": (lambda w: w.pop(SCALES), f"{OF_Q1} (48, 48) and scales of shape None, expected"),
+    "other scales": (put(torch.ones(2, 3), SCALES), f"{OF_Q1} (48, 48) and scales of shape (2,"),
     "a weight of no rows": (
         put(torch.empty(0, 48).to(torch.float8_e4m3fn)),
         f"{OF_Q1} (0, 48) and scales of shape (3, 3), expected (0, 3)",
