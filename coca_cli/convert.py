@@ -49,8 +49,8 @@ def convert_command(
     partial_rotary: Annotated[
         str | None,
         typer.Option(
-            help="Let every second rotary pair stand still in these layers, as in 17,18,23 (one "
-            "layer: '8,'), so that they match contents at any distance: those that look things up. "
+            help="Do not rotate every second rotary pair in these layers, as in 17,18,23 (one "
+            "layer: '8,'), so they match contents at any distance: for layers that look things up. "
             "3:OUT names the three that coca-eval layers --out OUT ranks first; kept layers cannot be "
             "among them."
         ),
@@ -97,15 +97,14 @@ def convert_command(
         bool,
         typer.Option(
             "--allow-pickle",
-            help="Read pytorch_model.bin where SRC has no safetensors; tensors alone are read, and "
+            help="Read pytorch_model.bin if SRC has no safetensors; only tensors are read, and "
             "nothing in it is run.",
         ),
     ] = False,
     adapter: Annotated[
         str | None,
         typer.Option(
-            help="Merge this directory of peft, plain LoRA on linear layers, into SRC as it is "
-            "read."
+            help="Merge this peft directory (plain LoRA on linear layers) into SRC as it is read."
         ),
     ] = None,
     dry_run: Annotated[
@@ -120,12 +119,12 @@ def convert_command(
         str | None,
         typer.Option(
             metavar="OWNER/NAME",
-            help="Upload the result to a new repository on the hub, which is private. Login and "
-            "name are checked first.",
+            help="Upload the result to a new private repository on the hub. Login and name are "
+            "checked first.",
         ),
     ] = None,
     public: Annotated[
-        bool, typer.Option("--public", help="Let everybody see the repository of --push-to-hub.")
+        bool, typer.Option("--public", help="Make the repository of --push-to-hub public.")
     ] = False,
     calibrate_tokens: Annotated[
         int,
@@ -161,7 +160,7 @@ def convert_command(
 ) -> None:
     """Convert a checkpoint of LLaMA, Mistral, Qwen2, Qwen3, Phi-3, Granite, SmolLM3 or GPT-NeoX.
 
-    If it is interrupted before DST is there, run the same command again: it continues.
+    If it is interrupted, run the same command again to continue.
     """
     if public and push_to_hub is None:
         raise BadOption("--public: got it without --push-to-hub, expected both")
@@ -192,7 +191,7 @@ def convert_command(
                 bar.update(layers, description=text)
             bar.update(layers, completed=progress.layers_done, total=progress.num_layers)
 
-        # What is not named here has the name that convert_checkpoint gives it.
+        # the other options have the names of convert_checkpoint's arguments
         options = context.params | {
             "keep_layers": None if keep_layers is None else _layers_to_keep(keep_layers),
             "partial_rotary": ()
@@ -280,7 +279,7 @@ def _print_plan(plan: dict, dst: str) -> None:
     _line("would read", f"{plan['source']}{commit}: {plan['source_format']}, {files(plan['read'])}")
     form = f"{plan['constraint']}, {plan['dtype']}"
     _line("would write", f"{form}, {files(plan['written'])}; {free} free")
-    _line("would take", needs(plan, "as long as reading the weights took"))
+    _line("would take", needs(plan, "from the time to read the weights"))
     _print_layers_and_sizes(plan)
     if isinstance(kept, list):
         kept = f"layers {_numbers(kept)}" if kept else "no layer"

@@ -204,18 +204,20 @@ def _plan(
 ) -> dict:
     """What a conversion of `layout` would read, write and need.
 
-    seconds: what reading the weights took, or None if they are not here. Without them, it is open
-    whether a stored head is the embedding, as the config says.
+    seconds: the time that reading the weights took, or None if they are not here. Writing a byte
+    takes about as long. Without the weights, it is open whether a stored head is the embedding, as
+    the config says.
     """
     sizes, has_numbers = layout.source.sizes().values(), seconds is not None
+    num_bytes = layout.num_bytes(*layout.shards)
     is_open = layout.config.tie_word_embeddings and not has_numbers
     stored = layout.source.shapes() if is_open else {}
     return _facts(layout) | {
         "read": {"files": len(sizes), "bytes": sum(sizes)},
-        "written": {"files": len(layout.shards), "bytes": layout.num_bytes(*layout.shards)},
+        "written": {"files": len(layout.shards), "bytes": num_bytes},
         "free_bytes": preflight.free_bytes(target),
         "memory_bytes": memory_bytes(layout),
-        "seconds": seconds,
+        "seconds": seconds * (1 + num_bytes / sum(sizes)) if seconds is not None else None,
         "numbers_checked": has_numbers,
         "undecided_heads": [head for head in HEADS if head in stored],
         **({"calibration": calibration.plan(layout, has_numbers)} if calibration else {}),
