@@ -111,7 +111,7 @@ def convert_command(
         bool,
         typer.Option(
             "--dry-run",
-            help="Check everything that can be checked and print what would be read and written; "
+            help="Check everything that can be checked and print what would be read, written and needed; "
             "write nothing, and download no weights.",
         ),
     ] = False,

@@ -1,4 +1,4 @@
-"""The model card: what conversion, training and measurements put into README.md beside the weights."""
+"""The model card: what README.md says from the records of conversion, training and measurements."""
 
 import json
 import os
@@ -145,7 +145,7 @@ def test_the_card_command_adds_measured_tables_and_the_base(checkpoint, tmp_path
     assert yaml.safe_load(card.content.split("---")[1])["base_model"] == "owner/model"
 
 
-def test_rows_of_another_model_or_of_earlier_weights_are_told_of(checkpoint, tmp_path):
+def test_rows_of_another_model_or_of_earlier_weights_give_a_warning(checkpoint, tmp_path):
     def card_command():
         return CliRunner().invoke(evaluate_app, ["card", str(checkpoint), "--rows", str(tmp_path)])
 

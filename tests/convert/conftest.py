@@ -1,4 +1,4 @@
-"""What tests of the command share."""
+"""Fixtures of the tests of conversion."""
 
 import contextlib
 import functools
@@ -58,9 +58,7 @@ def refusal(convert):
 
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory):
-    """`converted(case, constraint, kept)`: directories of the source and of what it became, and the
-    record.
-    """
+    """`converted(case, constraint, kept)`: the directories of source and result, and the record."""
 
     @functools.cache
     def convert_once(case, constraint="slack", kept=()):

@@ -1,4 +1,4 @@
-"""`--adapter`: a base with a LoRA adapter converts to the bits that peft's merge_and_unload gives."""
+"""`--adapter`: a base with a LoRA adapter converts to the bits of peft's merge_and_unload."""
 
 import shutil
 
@@ -22,7 +22,7 @@ RANK = 3
 
 
 def make_adapter(base, directory, dtype=torch.float32, targets="all-linear", **options):
-    """An adapter whose B, which peft starts at zero, is random, too."""
+    """An adapter with a random B, which peft would start at zero."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     config = peft.LoraConfig(r=RANK, lora_alpha=7, target_modules=targets, **options)
@@ -35,7 +35,7 @@ def make_adapter(base, directory, dtype=torch.float32, targets="all-linear", **o
 
 
 def merge(base, adapter, directory):
-    """What peft makes of them."""
+    """The checkpoint that peft merges."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     peft.PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(directory)
     for file in base.glob("tokenizer*"):
@@ -113,7 +113,7 @@ def test_record_and_card_name_the_adapter_and_its_hash_follows_weights_and_facto
     assert "- adapter: mine, merged\n" in card
 
 
-def test_what_was_written_with_an_adapter_is_not_taken_up_without_it(base, adapter, tmp_path):
+def test_a_conversion_without_the_adapter_does_not_continue_one_with_it(base, adapter, tmp_path):
     def interrupt(done, total):
         if done > total / 2:
             raise KeyboardInterrupt

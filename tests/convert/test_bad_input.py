@@ -1,4 +1,4 @@
-"""Bad input gets one clear line and exit code 2; the destination is absent, complete, or as it was."""
+"""Bad input gives one clear line and exit code 2; the destination is absent, complete or unchanged."""
 
 import os
 
@@ -28,7 +28,7 @@ def tensors(change):
 
 
 def file(name, change):
-    """A damage: `change` makes of a file's bytes others."""
+    """A damage: `change` edits the bytes of a file."""
     return lambda directory: (directory / name).write_bytes(change((directory / name).read_bytes()))
 
 
@@ -37,7 +37,7 @@ def renamed(name):
 
 
 def without_weights(**files):
-    """Other files, name and content, in the place of weights; _ stands for a dot."""
+    """A damage: other files, by name and content, instead of weights; _ stands for a dot."""
 
     def change(directory):
         (directory / WEIGHTS).unlink()

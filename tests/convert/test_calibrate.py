@@ -130,7 +130,7 @@ def test_the_start_of_w_t_is_exact_under_autocast(pairs_of):
 
 
 @pytest.mark.parametrize("capability", ["amx_bf16", "avx512_bf16"])
-def test_matrices_are_multiplied_in_bfloat16_where_the_processor_can(capability, monkeypatch):
+def test_matrices_are_multiplied_in_bfloat16_if_the_processor_can(capability, monkeypatch):
     for has_it, device, expected in (
         (True, "cpu", torch.bfloat16),
         (True, "cuda", torch.float32),
@@ -254,7 +254,7 @@ def test_positions_leave_some_out_at_a_few_places_and_stay_within_reach():
         ({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}, 4096),
     ],
 )
-def test_reach_is_where_the_original_has_the_angles_that_it_has_anywhere(fields, expected):
+def test_reach_is_how_far_every_layer_attends_with_trained_angles(fields, expected):
     window = {name: fields.get(name) for name in ("sliding_window", "layer_types")}
     rope = {name: value for name, value in fields.items() if name not in window}
     config = Qwen3Config(
@@ -384,7 +384,7 @@ def convert_killed(*arguments):
 
 @pytest.fixture
 def loads(monkeypatch):
-    """The numbers of the layers that were read to be run."""
+    """The numbers of the layers that were loaded."""
     found, load = [], LayerPairs.load
 
     def noted(pairs, number):
@@ -519,9 +519,7 @@ def test_the_time_counts_layers_that_are_not_fitted_and_the_ranking(pairs_of):
 
 @pytest.fixture
 def fits(monkeypatch):
-    """How many layers were fitted, and not taken from what an interrupted run had left: one entry
-    each.
-    """
+    """The numbers of the layers that were fitted, not reused from an interrupted run."""
     found = []
 
     def counted(attention, *arguments):
@@ -609,9 +607,7 @@ def test_a_copied_tensor_that_the_type_cannot_hold_is_refused_before_any_layer(
 
 @pytest.fixture
 def neox_source(tiny_tokenizer, tmp_path):
-    """`neox_source(dtype, change_)`: a GPT-NeoX checkpoint whose second layer's fused projection
-    `change_` edits.
-    """
+    """`neox_source(dtype, change_)`: a GPT-NeoX source with layer 1's fused projection edited."""
 
     def save(dtype, change_):
         model = stock_model("neox-partial", vocab_size=len(tiny_tokenizer)).to(dtype)
@@ -760,7 +756,7 @@ def test_the_shortest_blocks_can_be_fitted(tiny_llama_dir, text, tmp_path):
     assert record["calibration"]["block_tokens"] == 4
 
 
-def test_command_prints_what_it_was_worth_or_one_line_of_error(
+def test_the_command_prints_perplexities_or_one_line_of_error(
     tiny_llama_dir, text, tmp_path, converts, refusal
 ):
     options = "--calibrate", text, "--calibrate-passes", 2, "--calibrate-tokens"

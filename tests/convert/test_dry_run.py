@@ -1,4 +1,4 @@
-"""`--dry-run`: every check, what would be read and written, and not a byte on the disk."""
+"""`--dry-run`: every check and a plan, without a byte written."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ from tests.convert.checkpoints import edit_weights, files_of, full_disk, weights
 
 @pytest.fixture(autouse=True)
 def temporary_files(tmp_path, monkeypatch):
-    """A directory of their own, which the tests find empty again."""
+    """A directory for temporary files, which must be empty again afterwards."""
     directory = tmp_path / "tmp"
     directory.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
@@ -109,7 +109,7 @@ def test_what_a_conversion_refuses_is_refused_in_the_same_words(
 def test_a_directory_that_may_not_be_written_is_refused(
     tiny_llama_dir, tmp_path, refusal, monkeypatch
 ):
-    """For root every directory may, but on a disk that is read-only."""
+    """As root, every directory is writable unless the disk is read-only."""
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     printed = refusal(tiny_llama_dir, tmp_path / "dst", "--dry-run")
     assert "dst: not written: [Errno 13] Permission denied" in printed

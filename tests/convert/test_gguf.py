@@ -1,6 +1,4 @@
-"""GGUF files of every family that transformers reads, written as llama.cpp's own converter writes
-them.
-"""
+"""GGUF files of every family that transformers reads, written in the way of llama.cpp."""
 
 import re
 
@@ -81,7 +79,7 @@ def write_gguf(file, model, arch, tokenizer, change=lambda writer: None):
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
             name.split(".")[-2]
         )
-        if arch == "llama" and heads:  # llama.cpp turns neighbouring numbers, not halves
+        if arch == "llama" and heads:  # llama.cpp rotates neighbouring numbers, not halves
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         writer.add_tensor(
             names.get_name(name, try_suffixes=(".weight", ".bias")),
@@ -136,7 +134,7 @@ CHANGES = {
     ("case", "change"),
     [("phi3" if change.startswith("phi3") else "llama", change) for change in CHANGES],
 )
-def test_what_transformers_would_pass_over_is_refused_by_name(
+def test_what_transformers_ignores_is_refused_by_name(
     case, change, model, tiny_tokenizer, tmp_path
 ):
     write_gguf(tmp_path / "model.gguf", model, CASES[case][0], tiny_tokenizer, CHANGES[change])

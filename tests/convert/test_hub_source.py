@@ -1,6 +1,4 @@
-"""A source on the hub: what is downloaded, and what repositories without weights that we read are
-called.
-"""
+"""A source on the hub: what is downloaded, and how repositories without weights are refused."""
 
 import json
 import re
@@ -33,7 +31,7 @@ REPO, OLD, NEW = "owner/model", "1" * 40, "2" * 40
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch, tiny_llama_dir):
-    """The hub of this process; its one repository is `tiny_llama_dir`."""
+    """The hub of this process, whose only repository is `tiny_llama_dir`."""
     files = files_of(tiny_llama_dir)
     commits = {OLD: files, NEW: files}
     cache, tags = tmp_path / "cache", {"v1": OLD}
@@ -42,7 +40,7 @@ def hub(tmp_path, monkeypatch, tiny_llama_dir):
 
 
 def shard(files, name):
-    """Give the weights among `files` another name, and an index."""
+    """Rename the weights among `files`, and add an index."""
     names = safetensors.torch.load(files["model.safetensors"])
     files[name] = files.pop("model.safetensors")
     index = {"weight_map": dict.fromkeys(names, name)}
@@ -192,7 +190,7 @@ def test_pickles_on_the_hub_are_downloaded_with_the_flag_alone(hub, tmp_path, ti
     assert_same_weights(tmp_path / "dst", tmp_path / "direct")
 
 
-def test_what_was_downloaded_before_is_enough_without_the_hub(hub, tmp_path, monkeypatch):
+def test_earlier_downloads_suffice_without_the_hub(hub, tmp_path, monkeypatch):
     convert_checkpoint(REPO, tmp_path / "dst")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     convert_checkpoint(REPO, tmp_path / "again")
@@ -216,7 +214,7 @@ REPOSITORIES = {
 
 
 @pytest.mark.parametrize(("files", "message"), REPOSITORIES.values(), ids=REPOSITORIES.keys())
-def test_a_repository_without_weights_that_we_read_is_called_what_it_is(
+def test_a_repository_without_readable_weights_is_refused_by_what_it_has(
     hub, tmp_path, files, message
 ):
     del hub.commits[NEW]["model.safetensors"]

@@ -1,6 +1,4 @@
-"""`--keep-layers`: the tensors of kept layers are the source's own, and whatever tells of the model
-tells of them.
-"""
+"""`--keep-layers`: kept layers have the source's tensors, and every description names them."""
 
 import copy
 import json
@@ -71,7 +69,7 @@ def test_the_bytes_that_inspect_and_the_record_tell_are_those_of_the_cache(conve
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3", "neox-partial"])
-def test_a_longer_ntk_base_keeps_the_kept_layers_and_turns_them_too(converted, case, tmp_path):
+def test_a_longer_ntk_base_keeps_the_kept_layers_and_applies_to_them(converted, case, tmp_path):
     src, dst, _ = converted(case, **KEPT)
     record = convert_checkpoint(dst, tmp_path / "from-coca", ntk_length=160)
     convert_checkpoint(src, tmp_path / "from-src", ntk_length=160, keep_layers=[0, 2])
@@ -82,7 +80,7 @@ def test_a_longer_ntk_base_keeps_the_kept_layers_and_turns_them_too(converted, c
     assert torch.equal(once(tokens()).logits, twice(tokens()).logits)
     unbaked = AutoModelForCausalLM.from_pretrained(dst)
     for attention in (unbaked.model.layers[1].self_attn, twice.model.layers[1].self_attn):
-        # what is left of positions is that of the kept layers
+        # now only the kept layers depend on positions
         torch.nn.init.zeros_(attention.o_proj.weight)
     assert (unbaked(tokens()).logits - twice(tokens()).logits).abs().max() > 1e-2
     message = r"--keep-layers: got \[1\], expected \[0, 2\], the source's"
@@ -90,7 +88,7 @@ def test_a_longer_ntk_base_keeps_the_kept_layers_and_turns_them_too(converted, c
 
 
 @EVERY_CASE
-def test_what_was_kept_is_converted_later_as_if_it_had_been_at_once(converted, case, tmp_path):
+def test_a_kept_layer_converts_later_to_the_same_bits(converted, case, tmp_path):
     src, kept, _ = converted(case, **KEPT)
     convert_checkpoint(src, tmp_path / "at-once", partial_rotary=[0])
     at_once = load_file(tmp_path / "at-once" / "model.safetensors")
@@ -106,7 +104,7 @@ def test_what_was_kept_is_converted_later_as_if_it_had_been_at_once(converted, c
     assert torch.equal(*(model(tokens()).logits for model in models))
 
 
-def test_what_was_kept_is_fitted_to_its_own_maps_in_the_model_around_it(
+def test_a_kept_layer_is_calibrated_later_in_the_trained_model_around_it(
     tiny_llama_dir, text, tmp_path
 ):
     options = {"calibrate_on": str(text), "calibrate_tokens": 512, "calibrate_block": 64}
@@ -169,7 +167,7 @@ def test_kept_layers_that_the_weights_do_not_have_are_refused(converted, edited,
         )
 
 
-def test_a_later_conversion_says_what_was_done_before(tiny_llama_dir, text, tmp_path, converts):
+def test_a_later_conversion_records_the_earlier_ones(tiny_llama_dir, text, tmp_path, converts):
     kept, calibrated = tmp_path / "kept", ["--calibrate", text, "--calibrate-tokens", 256]
     convert_checkpoint(tiny_llama_dir, kept, keep_layers=[0, 2])
     printed = converts(kept, tmp_path / "one", "--keep-layers", "2,", *calibrated)
@@ -303,7 +301,7 @@ def test_the_command_keeps_the_layers_whose_calibrated_conversion_harms_most(
         ),
     ],
 )
-def test_what_is_no_list_of_layers_is_refused_and_how_many_needs_calibration(
+def test_other_values_of_keep_layers_are_refused_and_a_number_needs_calibration(
     given, calibrate, message, tiny_llama_dir, tmp_path, refusal
 ):
     options = ["--calibrate", tmp_path / "text.txt"] if calibrate else []
@@ -311,7 +309,7 @@ def test_what_is_no_list_of_layers_is_refused_and_how_many_needs_calibration(
     assert not list(tmp_path.iterdir())
 
 
-def test_so_many_layers_are_those_that_coca_eval_layers_ranks_first(tmp_path):
+def test_a_number_of_layers_means_those_that_coca_eval_layers_ranks_first(tmp_path):
     rows = [
         {"task": "layers", "order": [0, 1, 2]},
         {"task": "passkey"},

@@ -1,4 +1,4 @@
-"""`--partial-rotary`: which layers it is about is written down wherever a checkpoint is described."""
+"""`--partial-rotary`: every description of a checkpoint names the layers."""
 
 import pytest
 import torch
@@ -60,6 +60,6 @@ def test_kept_layers_and_models_that_are_coca_are_refused(tiny_llama_dir, tmp_pa
 
 
 @pytest.mark.parametrize("given", ["3", "auto", "x", ""])
-def test_what_is_no_list_of_layers_is_refused(given, tiny_llama_dir, tmp_path, refusal):
+def test_other_values_of_partial_rotary_are_refused(given, tiny_llama_dir, tmp_path, refusal):
     printed = refusal(tiny_llama_dir, tmp_path / "dst", f"--partial-rotary={given}")
     assert f"--partial-rotary: got {given!r}, expected layers by number" in printed

@@ -1,4 +1,4 @@
-"""`--allow-pickle`: pytorch_model.bin as tensors alone, and nothing that is planted in it runs."""
+"""`--allow-pickle`: pytorch_model.bin is read as tensors only, and nothing planted in it runs."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def test_pickles_convert_to_the_bits_of_safetensors(
     assert record["source_format"] == "pickles"
 
 
-def test_safetensors_are_read_where_both_are(tiny_llama_dir, tmp_path):
+def test_safetensors_are_preferred_to_pickles(tiny_llama_dir, tmp_path):
     both = shutil.copytree(tiny_llama_dir, tmp_path / "both")
     (both / "pytorch_model.bin").write_bytes(b"no zip file")
     record = convert_checkpoint(both, tmp_path / "dst", allow_pickle=True)
@@ -125,7 +125,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("save", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_is_no_dictionary_of_tensors_is_one_line_and_exit_code_2(
+def test_anything_but_a_dictionary_of_tensors_is_one_line_and_exit_code_2(
     source, tensors, tmp_path, refusal, save, message
 ):
     save(source, tensors)

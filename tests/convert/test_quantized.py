@@ -1,6 +1,4 @@
-"""Quantized sources: FP8 and bitsandbytes are read a weight at a time, and other methods are refused
-with what to do.
-"""
+"""FP8 and bitsandbytes sources are dequantized by the weight; other methods are refused."""
 
 import json
 import os
@@ -40,7 +38,7 @@ def quantize_(directory, block, dtype=torch.float32):
 
 
 def dequantized(source, directory):
-    """What transformers makes of it, as a plain checkpoint."""
+    """The model that transformers dequantizes, as a plain checkpoint."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     if getattr(model, "hf_quantizer", None):  # FP8 is dequantized when it is loaded
         model.dequantize()
@@ -236,7 +234,7 @@ def test_a_refused_source_is_closed(source, tmp_path):
         return [path for path in map(os.readlink, links) if str(source) in path]
 
     edit_weights(quantize_(source, [16, 16]), lambda w: w.pop(SCALES))
-    with pytest.raises(CocaError) as refused:  # its traceback holds on to whatever was open
+    with pytest.raises(CocaError) as refused:  # its traceback would keep an open file alive
         convert_checkpoint(source, tmp_path / "dst")
     assert "and scales of shape None" in str(refused.value)
     assert open_files() == []

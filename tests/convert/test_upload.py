@@ -1,4 +1,4 @@
-"""`--push-to-hub`: what is refused before the work, what is uploaded in which order, and what stays."""
+"""`--push-to-hub`: what is refused before the work, the order of the upload, and failures."""
 
 import pytest
 
