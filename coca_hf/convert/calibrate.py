@@ -298,9 +298,15 @@ def expected_seconds(
         states = pairs.embeddings()[ids].to(pairs.device)
         positions = torch.arange(ids.shape[1], device=pairs.device).expand(ids.shape)
         places = states, torch.empty_like(states), positions
-        forward = _seconds(lambda: run_original(theirs, *places, pairs.angles))
-        seen = Seen(*(part[:1] for part in run_original(theirs, *places, pairs.angles)))
-        measure = _seconds(lambda: divergences(attention, seen))
+
+        def run() -> Seen:
+            return run_original(theirs, *places, pairs.angles)
+
+        # the first time of each allocates and compiles
+        seen = Seen(*(part[:1] for part in run()))
+        divergences(attention, seen)
+        fit(attention, seen, 1, seed=0)
+        forward, measure = _seconds(run), _seconds(lambda: divergences(attention, seen))
         step = _seconds(lambda: fit(attention, seen, TIMED_STEPS, seed=0)) / TIMED_STEPS
     layers, held_out_tokens = len(pairs), held_out.numel()
     reads = layers - first
@@ -313,8 +319,6 @@ def expected_seconds(
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """The time of `work`, after a first time that allocates and compiles."""
-    work()
     began = time.perf_counter()
     work()
     if torch.cuda.is_available():

@@ -146,9 +146,8 @@ class Staging:
             if contents_of(self._replaced) != self.former:  # `recover` puts it back
                 raise OSError("the checkpoint there changed meanwhile, and is left as it is")
         try:
-            self.checkpoint.rename(
-                self.target
-            )  # fails unless there is nothing or an empty directory
+            # fails unless there is nothing, or an empty directory
+            self.checkpoint.rename(self.target)
         except OSError as error:
             if not os.path.lexists(self.target):
                 raise
