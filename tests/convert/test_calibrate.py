@@ -341,17 +341,6 @@ def test_checkpoint_differs_in_queries_and_coefficients_only_and_says_what_was_d
     assert record["source_xxh3_128"] == plain_record["source_xxh3_128"]
 
 
-def test_a_calibrated_checkpoint_has_the_sources_queries_and_keys_in_kept_layers(
-    tiny_llama_dir, text, tmp_path
-):
-    convert(tiny_llama_dir, tmp_path / "dst", text, keep_layers=[1])
-    before, after = weights_of(tiny_llama_dir), weights_of(tmp_path / "dst")
-    kept = {name for name in before if "layers.1." in name}
-    assert all(torch.equal(after[name], before[name]) for name in kept)
-    name = "model.layers.0.self_attn.q_proj.weight"
-    assert not torch.equal(after[name], before[name])
-
-
 def test_a_baked_ntk_base_changes_neither_blocks_nor_positions(tiny_llama_dir, text, tmp_path):
     record = convert(tiny_llama_dir, tmp_path / "baked", text, ntk_length=4096)
     plain = convert(tiny_llama_dir, tmp_path / "plain", text)
@@ -743,11 +732,6 @@ def test_too_little_text_and_wrong_options_are_refused(
     (tmp_path / "short.txt").write_text("too short")
     refuses(message, source, "dst", **{"calibrate_on": str(text)} | options)
     assert not list(tmp_path.glob("*dst*"))
-
-
-def test_what_is_coca_already_is_refused(tiny_coca_dir, text, tmp_path):
-    with pytest.raises(CocaError, match="--calibrate: got a CoCA checkpoint, expected an original"):
-        convert(tiny_coca_dir, tmp_path / "dst", text, ntk_length=128)
 
 
 def test_the_shortest_blocks_can_be_fitted(tiny_llama_dir, text, tmp_path):

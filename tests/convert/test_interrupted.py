@@ -262,13 +262,6 @@ def test_a_missing_source_shard_is_named_and_the_rerun_continues_once_it_is_back
     continues(copy, dst, expected)
 
 
-def test_source_that_is_deleted_while_it_is_read_is_read_to_its_end(source, expected, tmp_path):
-    copy, dst = shutil.copytree(source, tmp_path / "copy"), tmp_path / "dst"
-    delete = stop_after(1_000_000, lambda: shutil.rmtree(copy, ignore_errors=True))
-    convert_checkpoint(copy, dst, **SHARDS, progress=delete)
-    assert bytes_of(dst) == expected
-
-
 def test_source_that_shrinks_while_it_is_read_is_an_error_that_keeps_what_is_finished(
     source, tmp_path
 ):

@@ -15,7 +15,7 @@ from transformers import (
 
 from coca_hf import convert_checkpoint
 from tests.conftest import TINY
-from tests.convert.checkpoints import edit_json, refuses
+from tests.convert.checkpoints import assert_same_weights, edit_json, refuses
 
 SAMPLES = (
     "Half a league, half a league,\n\nHalf a league  onward",
@@ -162,13 +162,14 @@ def test_two_tokens_with_one_id_are_kept(source, tmp_path):
         ).read_bytes()
 
 
-def test_a_source_that_is_deleted_meanwhile_still_gives_its_tokenizer(source, tmp_path):
+def test_a_source_that_is_deleted_meanwhile_still_gives_its_weights_and_tokenizer(source, tmp_path):
     convert_checkpoint(source, tmp_path / "expected")
 
     def delete(done, total):
         shutil.rmtree(source, ignore_errors=True)
 
     convert_checkpoint(source, tmp_path / "dst", progress=delete)
+    assert_same_weights(tmp_path / "dst", tmp_path / "expected")
     assert {file.name for file in (tmp_path / "dst").iterdir()} == {
         f.name for f in (tmp_path / "expected").iterdir()
     }
