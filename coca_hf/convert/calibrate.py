@@ -295,7 +295,7 @@ def expected_seconds(
         theirs, ours = pairs.load(min(missing))
         read, attention = time.perf_counter() - began, copy.deepcopy(ours.self_attn)
         ids = blocks[next(batches(blocks))]
-        states = pairs.embeddings()[ids].to(pairs.device)
+        states = pairs.embeddings()[ids].to(pairs.device, torch.float32)
         positions = torch.arange(ids.shape[1], device=pairs.device).expand(ids.shape)
         places = states, torch.empty_like(states), positions
 

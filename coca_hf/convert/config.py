@@ -271,36 +271,29 @@ def bake_ntk_(config: CocaConfig, form: Form, where: str) -> dict:
     """
     length, factor, rope = form.ntk_length or 0, form.ntk_factor, config.rope_parameters
     trained_len = unscaled_len(config)
+    option, problem = f"{where}: --ntk-length: got", None
     if rope["rope_type"] == "default" and "original_max_position_embeddings" in rope:
-        raise CocaError(
-            f"{where}: --ntk-length: got a checkpoint with an NTK base for "
-            f"{config.max_position_embeddings} tokens already, expected the one it was made from"
+        baked = config.max_position_embeddings
+        problem = f"a checkpoint with an NTK base for {baked} tokens already, expected its source"
+    elif rope["rope_type"] not in ("default", "dynamic"):
+        problem = f"rope_type {rope['rope_type']!r}, expected default or dynamic"
+    elif length <= trained_len:
+        problem = (
+            f"{length}, expected more than the {trained_len} tokens of training, up to which the "
+            "base does not change"
         )
-    if rope["rope_type"] not in ("default", "dynamic"):
-        raise CocaError(
-            f"{where}: --ntk-length: got rope_type {rope['rope_type']!r}, expected default or "
-            "dynamic"
-        )
-    if length <= trained_len:
-        raise CocaError(
-            f"{where}: --ntk-length: got {length}, expected more than the {trained_len} tokens of "
-            "training, up to which the base does not change"
-        )
-    if rotary_dim(config) <= 2:
-        raise CocaError(
-            f"{where}: --ntk-length: got {rotary_dim(config)} rotary dimensions, expected more "
-            "than one rotary pair"
-        )
+    elif (dims := rotary_dim(config)) <= 2:
+        problem = f"{dims} rotary dimensions, expected more than one rotary pair"
+    if problem:
+        raise CocaError(f"{option} {problem}")
     try:
         if factor is None:
             factor = rope["factor"] if rope["rope_type"] == "dynamic" else length / trained_len
         base = ntk_base(rope["rope_theta"], factor, length, trained_len, rotary_dim(config))
     except OverflowError:
         base = math.inf
-    if not base <= torch.finfo(torch.float32).max:  # what models compute angles in
-        raise CocaError(
-            f"{where}: --ntk-length: got {length} and factor {factor}, whose base is beyond float32"
-        )
+    if not base <= torch.finfo(torch.float32).max:  # the dtype in which models compute angles
+        raise CocaError(f"{option} {length} and factor {factor}, whose base is beyond float32")
     done = {
         "ntk_length": length,
         "trained_length": trained_len,

@@ -395,36 +395,32 @@ def _by_pairs(heads: Tensor, config: CocaConfig) -> Tensor:
 
 
 def _check_released(config: CocaConfig, family: Family | None, where: str) -> None:
+    """Raise CocaError if the released layout, which is that of `where`, does not allow `config`."""
+    layout, problem = f"{where}: got the released CoCA layout", None
     if family is None:
-        raise CocaError(
+        problem = (
             f"--released: got {where}, a CoCA checkpoint of coca_hf, expected one of the authors' "
             "code; leave --released out"
         )
-    if config.coca_constraint != "slack":
-        raise CocaError(
-            f"{where}: got the released CoCA layout, which is slack, expected --constraint slack"
-        )
-    if config.model_type not in ("coca_llama", "coca_gpt_neox"):
-        raise CocaError(
-            f"{where}: got the released CoCA layout for {config.model_type!r}, expected llama or "
-            "gpt_neox"
-        )
-    if config.coca_kept_layers:
-        raise CocaError(
-            f"{where}: --keep-layers: got the released CoCA layout, which has no keys, expected an "
-            "original checkpoint"
-        )
-    if config.coca_partial_rotary_layers:
-        raise CocaError(
+    elif config.coca_constraint != "slack":
+        problem = f"{layout}, which is slack, expected --constraint slack"
+    elif config.model_type not in ("coca_llama", "coca_gpt_neox"):
+        problem = f"{layout} for {config.model_type!r}, expected llama or gpt_neox"
+    elif config.coca_kept_layers:
+        problem = f"{layout}, which has no keys to keep, expected --keep-layers with an original"
+    elif config.coca_partial_rotary_layers:
+        problem = (
             f"--partial-rotary: got {config.coca_partial_rotary_layers} with {where}, a CoCA model "
             "whose attention would change; expected an original checkpoint"
         )
-    if rotary_dim(config) != config.head_dim:
-        raise CocaError(
-            f"{where}: got rotary_pct {config.rope_parameters['partial_rotary_factor']} in the "
-            "released CoCA layout, expected 1: below 1, the released code pairs t wrongly, and its "
-            "weights do not belong to any CoCA model"
+    elif rotary_dim(config) != config.head_dim:
+        problem = (
+            f"{layout} with rotary_pct {config.rope_parameters['partial_rotary_factor']}, expected "
+            "1: below 1, the released code pairs t wrongly, and its weights do not belong to any "
+            "CoCA model"
         )
+    if problem:
+        raise CocaError(problem)
 
 
 def _and_more(names: list[str]) -> str:

@@ -124,32 +124,30 @@ def check_target(sources: Collection[str], target: Path, overwrite: bool) -> Non
             )
     if not os.path.lexists(target):
         return
+    problem = None
     if target.is_symlink():
-        raise CocaError(
-            f"{target}: is a link to {os.readlink(target)}; name the directory itself, or remove "
-            "the link"
+        link = os.readlink(target)
+        problem = f"is a link to {link}; name the directory itself, or remove the link"
+    elif not overwrite:
+        problem = (
+            "exists and is left as it is; pass --overwrite to replace it, or choose another name"
         )
-    if not overwrite:
-        raise CocaError(
-            f"{target}: exists and is left as it is; pass --overwrite to replace it, or choose "
-            "another name"
+    elif _is_mount_point(target):
+        problem = "a file system is mounted there, which cannot be replaced; choose a name below it"
+    elif not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").is_file()):
+        problem = (
+            "--overwrite only replaces checkpoints, and there is no directory with a config.json"
         )
-    if _is_mount_point(target):
-        raise CocaError(
-            f"{target}: a file system is mounted there, which cannot be replaced; choose a name "
-            "below it"
-        )
-    if not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").is_file()):
-        raise CocaError(
-            f"{target}: --overwrite replaces a checkpoint directory only, and there is no "
-            "config.json in it"
-        )
-    ours = {Path(name).parts[0] for name in COMPANIONS} | {".cache", "__pycache__"}
-    if foreign := sorted(e.name for e in target.iterdir() if e.is_dir() and e.name not in ours):
-        raise CocaError(
-            f"{target}: --overwrite would delete the directory {foreign[0]}, which is no part of a "
-            "checkpoint; move it away, or choose another destination"
-        )
+    else:
+        ours = {Path(name).parts[0] for name in COMPANIONS} | {".cache", "__pycache__"}
+        directories = sorted(entry.name for entry in target.iterdir() if entry.is_dir())
+        if foreign := [name for name in directories if name not in ours]:
+            problem = (
+                f"--overwrite would delete the directory {foreign[0]}, which is no part of a "
+                "checkpoint; move it away, or choose another destination"
+            )
+    if problem:
+        raise CocaError(f"{target}: {problem}")
 
 
 def check_staging(target: Path) -> None:

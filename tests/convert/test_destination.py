@@ -124,10 +124,10 @@ def link_elsewhere(dst):
 
 PLACES = {
     "an empty directory": (lambda dst: dst.mkdir(), False, "exists and is left as it is"),
-    "a file": (lambda dst: dst.touch(), True, "replaces a checkpoint directory only"),
+    "a file": (lambda dst: dst.touch(), True, "--overwrite only replaces checkpoints"),
     "a directory of letters": (
         lambda dst: write(dst / "letters.txt", "mine"),
-        *(True, "--overwrite replaces a checkpoint directory only"),
+        *(True, "--overwrite only replaces checkpoints, and there is no directory with a"),
     ),
     "a link": (lambda dst: dst.symlink_to("source"), True, "is the source itself"),
     "a link elsewhere": (link_elsewhere, True, "dst: is a link to other; name the directory itse"),

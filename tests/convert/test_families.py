@@ -267,7 +267,7 @@ def write_golden(directory, case, **fields):
         (
             {"rotary_pct": 0.5},
             "slack",
-            "got rotary_pct 0.5 in the released CoCA layout, expected 1",
+            "got the released CoCA layout with rotary_pct 0.5, expected 1",
         ),
         ({}, "strict", "got the released CoCA layout, which is slack, expected --constraint slack"),
     ],

@@ -228,7 +228,7 @@ def test_the_remedy_for_a_number_of_layers_of_a_coca_checkpoint_is_accepted(
 
 def test_the_released_layout_has_no_keys_to_keep(tmp_path):
     write_golden(tmp_path / "src", "neox")
-    message = "--keep-layers: got the released CoCA layout, which has no keys"
+    message = "got the released CoCA layout, which has no keys to keep, expected --keep-layers with"
     refuses(message, tmp_path / "src", tmp_path / "dst", released=True, keep_layers=[0])
 
 
