@@ -490,7 +490,7 @@ def test_the_time_is_known_before_the_first_layer_and_measuring_it_changes_nothi
 
 
 def test_the_time_counts_layers_that_are_not_fitted_and_the_ranking(pairs_of):
-    pairs, ids = pairs_of(stock_model("llama").half()), blocks_of(24, length=60)
+    pairs, ids = pairs_of(stock_model("neox-partial").half()), blocks_of(24, length=60)
     clock = itertools.count()  # every timed part takes one second
 
     def seconds(*missing, passes=0, **options):
