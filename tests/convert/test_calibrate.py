@@ -68,7 +68,7 @@ def perplexity(model, ids):
 @pytest.mark.parametrize(
     ("case", "constraint"), [*zip(CASES, itertools.cycle(["slack", "strict"]), strict=False)]
 )
-def test_attention_comes_nearer_and_perplexities_are_those_of_the_models(
+def test_attention_gets_closer_and_perplexities_are_those_of_the_models(
     case, constraint, pairs_of, tmp_path
 ):
     original, ids = stock_model(case), blocks_of(24)
@@ -105,7 +105,7 @@ def test_a_layer_at_a_time_gives_the_bits_of_fits_in_a_whole_model(case, pairs_o
 
 
 @pytest.mark.parametrize("case", ["qwen3", "neox-sequential"])
-def test_matrices_in_bfloat16_bring_attention_as_near(case, pairs_of, tmp_path):
+def test_a_fit_in_bfloat16_gets_as_close(case, pairs_of, tmp_path):
     original, ids = stock_model(case), blocks_of(24)
     exact, rounded = (
         calibrate(pairs_of(original, dtype=dtype), ids, ids, tmp_path / str(dtype), passes=8)
@@ -143,7 +143,7 @@ def test_matrices_are_multiplied_in_bfloat16_if_the_processor_can(capability, mo
 
 
 @pytest.mark.parametrize("case", ["qwen3-window", "neox-partial"])
-def test_kept_layers_are_not_fitted_and_the_streams_pass_through_them(case, pairs_of, tmp_path):
+def test_kept_layers_are_not_fitted_but_run(case, pairs_of, tmp_path):
     original, ids = stock_model(case), blocks_of(24)
     pairs = pairs_of(original, kept_layers=[1])
     result = calibrate(pairs, ids, ids, tmp_path / "layers", passes=10)
@@ -159,7 +159,7 @@ def test_divergence_is_that_of_the_two_models_maps(partial_rotary, pairs_of, tmp
     coca = patch_(copy.copy(original), "slack", partial_rotary=partial_rotary).eval()
     pairs = pairs_of(original, partial_rotary=partial_rotary)
     result = calibrate(pairs, ids, ids, tmp_path / "layers", passes=1)
-    # of the first layer alone, both models see the same inputs
+    # only in the first layer do both models see the same inputs
     coca.set_attn_implementation("eager")
     ours, theirs = (
         model(ids, output_attentions=True).attentions[0].double() for model in (coca, original)
@@ -223,7 +223,7 @@ def test_queries_are_drawn_by_their_weights_and_see_no_more_keys_than_their_part
         )
 
 
-def test_positions_leave_some_out_at_a_few_places_and_stay_within_reach():
+def test_positions_skip_at_a_few_places_and_stay_within_reach():
     positions = skipped_positions(200, 256, reach=8192, seed=1)
     assert torch.equal(positions, skipped_positions(200, 256, reach=8192, seed=1))
     assert not torch.equal(positions, skipped_positions(200, 256, reach=8192, seed=2))
@@ -282,7 +282,7 @@ def test_coefficients_that_are_negative_for_every_token_come_back():
     assert attention.coefficients(seen.inputs).max() < 0
     before = divergences(attention, seen).mean()
     fit(attention, seen, passes=10, seed=0)
-    # of the pairs, of some token
+    # the share of pairs that some token activates
     assert (attention.coefficients(seen.inputs) > 0).any((0, 2)).float().mean() > 0.8
     assert divergences(attention, seen).mean() < 0.9 * before
 
@@ -301,7 +301,7 @@ def test_repeated_blocks_repeat_passages_of_the_text_and_random_ones(tiny_llama_
         if number % 4 < 2:  # the passage fills the block
             periods.append(next(p for p in range(1, 301) if torch.equal(row[p:], row[:-p])))
             assert is_text[: periods[-1] - 1].all() == (number % 2 == 0)
-        else:  # it stands twice, 16 tokens or more of it
+        else:  # the block has it twice, 16 tokens or more of it
             rows = {tuple(row[i : i + 16].tolist()) for i in range(285)}
             assert len(rows) < 285
             assert 10 < is_text.sum() < 299
@@ -316,7 +316,7 @@ def convert(src, dst, text, **options):
     return convert_checkpoint(src, dst, calibrate_on=str(text), **options)
 
 
-def test_checkpoint_differs_in_queries_and_coefficients_only_and_says_what_was_done(
+def test_only_queries_and_coefficients_differ_and_the_record_says_what_was_done(
     tiny_llama_dir, text, tmp_path
 ):
     dst = tmp_path / "calibrated"
@@ -406,7 +406,7 @@ def test_killed_in_a_layer_it_continues_with_that_layer_to_the_same_bits(
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-1] + b"?", lambda data: data[:-1000]])
-def test_damaged_states_are_made_again_and_fitted_layers_are_not(
+def test_damaged_states_are_recomputed_and_fitted_layers_reused(
     damage, tiny_llama_dir, text, tmp_path, fits, loads
 ):
     interrupted(tiny_llama_dir, tmp_path / "dst", text)
@@ -519,7 +519,7 @@ def fits(monkeypatch):
     return found
 
 
-def test_layers_are_taken_for_other_shards(tiny_llama_dir, text, tmp_path, fits):
+def test_fitted_layers_are_reused_for_other_shards(tiny_llama_dir, text, tmp_path, fits):
     interrupted(tiny_llama_dir, tmp_path / "dst", text)
     convert(tiny_llama_dir, tmp_path / "dst", text, max_shard_size="20KB")
     assert fits == [0, 1, 2]
@@ -584,7 +584,7 @@ def test_layers_outlive_a_refusal_that_comes_after_them(
 @pytest.mark.parametrize(
     ("number", "message"), [(1e5, "got numbers up to 100000"), (torch.nan, "got NaN or infinity")]
 )
-def test_a_copied_tensor_that_the_type_cannot_hold_is_refused_before_any_layer(
+def test_a_copied_tensor_that_the_dtype_cannot_hold_is_refused_before_any_layer(
     source, text, tmp_path, fits, number, message
 ):
     name = "layers.2.mlp.up_proj.weight"
@@ -623,7 +623,7 @@ def neox_source(tiny_tokenizer, tmp_path):
     ],
     ids=["query bias", "key"],
 )
-def test_what_gpt_neox_has_in_one_tensor_is_checked_before_any_layer(
+def test_fused_tensors_of_gpt_neox_are_checked_before_any_layer(
     neox_source, text, tmp_path, fits, change_, message
 ):
     source = neox_source(torch.float32, change_)
@@ -640,7 +640,7 @@ def test_a_bias_that_float16_cannot_square_is_calibrated_for_another_dtype(
     assert weights_of(tmp_path / "dst")["model.layers.1.self_attn.q_proj.bias"].abs().max() > 1000
 
 
-def test_fields_that_are_left_out_are_left_out_of_the_model_that_is_calibrated(
+def test_ignored_fields_are_left_out_of_the_calibrated_model(
     tiny_llama_dir, source, text, tmp_path
 ):
     edit_config(source, seq_len=5, neuron_cores=2)

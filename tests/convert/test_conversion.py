@@ -229,7 +229,7 @@ def test_a_start_too_small_for_float16_is_refused_there_and_written_in_float32(t
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 @pytest.mark.parametrize("head", ["other", "equal", "absent"])
-def test_a_head_of_its_own_is_kept_although_the_config_calls_it_tied(tmp_path, family, head):
+def test_an_untied_head_is_kept_although_the_config_calls_it_tied(tmp_path, family, head):
     fields = {"tie_word_embeddings": True, "vocab_size": 259, "initializer_range": 0.2}
     case = "neox-partial" if family == "gpt_neox" else "llama"
     source = saved(stock_model(case, **fields), tmp_path / "src")

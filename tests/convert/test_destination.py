@@ -195,7 +195,7 @@ def link_shard(kind):
     def link(path, victim):
         shard = sorted(path.glob("model*.safetensors"))[0]
         link_file(kind)(shard, victim)
-        # damaged: made again, at the same place
+        # damaged, so it is written again in the same place
         with (victim / "a.txt").open("ab") as file:
             file.write(b"mine")
 
@@ -240,7 +240,7 @@ def test_a_staging_directory_with_a_link_in_it_is_refused_and_what_it_leads_to_k
     assert not (tmp_path / "dst").exists()
 
 
-def test_the_staging_directory_is_for_its_owner_alone_and_the_destination_for_whom_the_umask_says(
+def test_the_staging_directory_is_private_and_the_destination_follows_the_umask(
     tiny_llama_dir, tmp_path, interrupted
 ):
     assert interrupted.stat().st_mode & 0o777 == 0o700

@@ -102,7 +102,7 @@ def test_what_a_conversion_refuses_is_refused_in_the_same_words(
             convert_checkpoint(source, dst, dry_run=dry_run, **options)
         said.append(str(refused.value))
         assert files_of(tmp_path) == before
-    if "Errno" not in message:  # of another call, on the same path
+    if "Errno" not in message:  # the error is from another call on the same path
         assert said[0] == said[1]
 
 

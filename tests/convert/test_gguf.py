@@ -26,10 +26,10 @@ SHAPE = {
 CASES = {
     "llama": ("llama", {}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
-    "mistral": ("llama", {"sliding_window": None}),  # in llama.cpp a LLaMA
+    "mistral": ("llama", {"sliding_window": None}),  # llama.cpp calls it LLaMA
     "qwen2": ("qwen2", {"head_dim": ...}),
     "phi3": ("phi3", {"head_dim": ..., "pad_token_id": None}),
-    "qwen3": ("qwen3", {"head_dim": 128}),  # what transformers gives every qwen3 of GGUF
+    "qwen3": ("qwen3", {"head_dim": 128}),  # transformers assumes it for every qwen3 of GGUF
 }
 
 
@@ -61,7 +61,7 @@ def write_gguf(file, model, arch, tokenizer, change=lambda writer: None):
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_count(getattr(config, "head_dim", 8))
-    # a file needs merges; of a single one, transformers 5.17 makes a string
+    # a file needs merges; transformers 5.17 turns a single one into a string
     vocab = [*sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get), "ab", "cd"]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(vocab)

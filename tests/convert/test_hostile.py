@@ -147,7 +147,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize(("damage", "reason"), HEADERS.values(), ids=HEADERS.keys())
-def test_header_that_lies_is_named(source, damage, reason):
+def test_a_false_header_is_named(source, damage, reason):
     damage(source / "model.safetensors")
     message = refusal(source)
     assert message.startswith(f"{source / 'model.safetensors'}: truncated or corrupted (")

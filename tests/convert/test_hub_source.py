@@ -55,7 +55,7 @@ UNREAD = """
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_what_is_read_is_downloaded_and_no_more(hub, tmp_path, tiny_llama_dir, sharded):
+def test_only_what_is_read_is_downloaded(hub, tmp_path, tiny_llama_dir, sharded):
     files = hub.commits[NEW]
     expected = set(files) | {"LICENSE", "additional_chat_templates/rag.jinja"}
     files |= {
@@ -76,7 +76,7 @@ def test_what_is_read_is_downloaded_and_no_more(hub, tmp_path, tiny_llama_dir, s
     assert (tmp_path / "dst" / "additional_chat_templates" / "rag.jinja").read_bytes() == b"rag"
 
 
-def test_a_revision_is_the_one_that_is_converted_and_recorded(hub, tmp_path, converts, refusal):
+def test_the_requested_revision_is_converted_and_recorded(hub, tmp_path, converts, refusal):
     hub.commits[OLD] = hub.commits[OLD] | {"LICENSE": b"old"}
     for revision in ("v1", OLD):
         converts(REPO, tmp_path / "dst", "--revision", revision, "--overwrite")
@@ -108,7 +108,7 @@ def test_a_coca_model_brings_the_records_the_card_and_the_licence_of_its_base(
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_dry_run_of_a_model_on_the_hub_downloads_no_weights_and_leaves_the_cache_as_it_is(
+def test_a_dry_run_from_the_hub_downloads_no_weights_and_leaves_the_cache_as_it_is(
     hub, tmp_path, converts, monkeypatch, sharded
 ):
     files = hub.commits[NEW]
@@ -139,7 +139,7 @@ def test_a_dry_run_of_a_model_on_the_hub_downloads_no_weights_and_leaves_the_cac
 
 
 @pytest.mark.parametrize("head", ["other", "equal"])
-def test_a_dry_run_of_a_model_on_the_hub_says_that_its_weights_decide_whether_its_head_is_tied(
+def test_a_dry_run_from_the_hub_leaves_open_whether_the_head_is_tied(
     hub, tmp_path, tiny_llama_dir, converts, head
 ):
     edited = shutil.copytree(tiny_llama_dir, tmp_path / "edited")

@@ -192,7 +192,7 @@ def test_progress_counts_every_byte_once_and_comes_from_one_thread_at_a_time(
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_threads_of_torch_are_as_many_as_before(source, tmp_path, stopped):
+def test_the_number_of_torch_threads_does_not_change(source, tmp_path, stopped):
     before = torch.get_num_threads()
     torch.set_num_threads(before + 2)
     try:

@@ -50,7 +50,7 @@ def test_kept_layers_have_the_sources_tensors_and_the_checkpoint_loads_clean(con
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2-window", "neox-partial"])
-def test_the_bytes_that_inspect_and_the_record_tell_are_those_of_the_cache(converted, case):
+def test_inspect_and_record_state_the_bytes_of_the_cache(converted, case):
     _, dst, record = converted(case, **KEPT)
     facts, model, ids = (
         inspect_checkpoint(dst),
@@ -126,7 +126,7 @@ def test_a_kept_layer_is_calibrated_later_in_the_trained_model_around_it(
     assert not any(torch.equal(theirs[name], after[name]) for name in changed)
 
 
-def test_of_a_coca_checkpoint_only_kept_layers_can_be_converted(converted, text, tmp_path):
+def test_only_kept_layers_of_a_coca_checkpoint_can_be_converted(converted, text, tmp_path):
     _, kept, _ = converted("llama", **KEPT)
     for message, options in (
         (r"--keep-layers: got layers \[1\], expected some of \[0, 2\]", {"keep_layers": [1]}),

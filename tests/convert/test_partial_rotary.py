@@ -31,7 +31,7 @@ def test_the_checkpoint_is_the_patched_model_and_says_which_layers(
     assert torch.equal(loaded(tokens()).logits, patched(tokens()).logits)
 
 
-def test_a_baked_ntk_base_leaves_them_and_does_not_take_others(tiny_llama_dir, tmp_path):
+def test_a_baked_ntk_base_keeps_the_layers_and_accepts_no_others(tiny_llama_dir, tmp_path):
     convert_checkpoint(tiny_llama_dir, tmp_path / "coca", partial_rotary=[1])
     record = convert_checkpoint(tmp_path / "coca", tmp_path / "long", ntk_length=160)
     assert record["partial_rotary_layers"] == [1]
@@ -40,7 +40,7 @@ def test_a_baked_ntk_base_leaves_them_and_does_not_take_others(tiny_llama_dir, t
     refuses(message, tmp_path / "coca", tmp_path / "other", **options)
 
 
-def test_a_layer_that_calibration_finds_to_keep_rotates_whole(tiny_llama_dir, text, tmp_path):
+def test_a_layer_that_calibration_keeps_rotates_every_pair(tiny_llama_dir, text, tmp_path):
     amounts = {"calibrate_tokens": 512, "calibrate_block": 64, "calibrate_passes": 1}
     options = {"keep_layers": 1, "partial_rotary": [0, 1, 2]}
     record = convert_checkpoint(
