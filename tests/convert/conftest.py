@@ -86,6 +86,13 @@ def text(tmp_path):
 
 
 @pytest.fixture
+def calibrating(text):
+    """Options of `convert_checkpoint` for a short calibration."""
+    amounts = {"calibrate_tokens": 256, "calibrate_block": 32, "calibrate_passes": 2}
+    return amounts | {"calibrate_on": str(text), "device": "cpu"}
+
+
+@pytest.fixture
 def pairs_of(tmp_path):
     """`pairs_of(model, …)`: the `LayerPairs` of a model's checkpoint."""
     with contextlib.ExitStack() as stack:

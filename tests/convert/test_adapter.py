@@ -86,12 +86,10 @@ def test_the_fused_projection_of_gpt_neox_is_merged_before_it_is_split(tmp_path)
     assert_same_weights(tmp_path / "dst", tmp_path / "expected")
 
 
-def test_a_calibration_is_on_the_merged_model(base, adapter, text, tmp_path):
-    options = {"calibrate_on": str(text), "calibrate_tokens": 128, "calibrate_block": 32}
-    options |= {"calibrate_passes": 2, "device": "cpu"}
-    convert_checkpoint(base, tmp_path / "dst", adapter=adapter, **options)
+def test_a_calibration_is_on_the_merged_model(base, adapter, calibrating, tmp_path):
+    convert_checkpoint(base, tmp_path / "dst", adapter=adapter, **calibrating)
     merged = merge(base, adapter, tmp_path / "merged")
-    convert_checkpoint(merged, tmp_path / "expected", **options)
+    convert_checkpoint(merged, tmp_path / "expected", **calibrating)
     assert_same_weights(tmp_path / "dst", tmp_path / "expected")
 
 

@@ -105,10 +105,9 @@ def test_a_kept_layer_converts_later_to_the_same_bits(converted, case, tmp_path)
 
 
 def test_a_kept_layer_is_calibrated_later_in_the_trained_model_around_it(
-    tiny_llama_dir, text, tmp_path
+    tiny_llama_dir, calibrating, tmp_path
 ):
-    options = {"calibrate_on": str(text), "calibrate_tokens": 512, "calibrate_block": 64}
-    options["calibrate_passes"] = 4
+    options = calibrating | {"calibrate_passes": 8}
     convert_checkpoint(tiny_llama_dir, tmp_path / "kept", keep_layers=[2], **options)
     file = tmp_path / "kept" / "model.safetensors"
     before = load_file(file)

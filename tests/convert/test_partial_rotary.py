@@ -40,12 +40,9 @@ def test_a_baked_ntk_base_keeps_the_layers_and_accepts_no_others(tiny_llama_dir,
     refuses(message, tmp_path / "coca", tmp_path / "other", **options)
 
 
-def test_a_layer_that_calibration_keeps_rotates_every_pair(tiny_llama_dir, text, tmp_path):
-    amounts = {"calibrate_tokens": 512, "calibrate_block": 64, "calibrate_passes": 1}
+def test_a_layer_that_calibration_keeps_rotates_every_pair(tiny_llama_dir, calibrating, tmp_path):
     options = {"keep_layers": 1, "partial_rotary": [0, 1, 2]}
-    record = convert_checkpoint(
-        tiny_llama_dir, tmp_path / "dst", calibrate_on=str(text), **amounts, **options
-    )
+    record = convert_checkpoint(tiny_llama_dir, tmp_path / "dst", **calibrating, **options)
     assert len(record["kept_layers"]) == 1
     assert sorted(record["kept_layers"] + record["partial_rotary_layers"]) == [0, 1, 2]
 

@@ -76,15 +76,13 @@ def test_blocks_at_the_edge_may_be_smaller_and_scales_in_bfloat16(source, tmp_pa
         assert torch.equal(written[name], weight)
 
 
-def test_a_calibration_of_fp8_is_that_of_the_dequantized_model(source, text, tmp_path):
+def test_a_calibration_of_fp8_is_that_of_the_dequantized_model(source, calibrating, tmp_path):
     edit_config(source, dtype="bfloat16")
     edit_weights(source, lambda w: w.update({n: t.bfloat16() for n, t in w.items()}))
     quantize_(source, [16, 16])
-    options = {"calibrate_on": str(text), "calibrate_tokens": 128, "calibrate_block": 32}
-    options |= {"calibrate_passes": 2, "device": "cpu"}
-    convert_checkpoint(source, tmp_path / "dst", **options)
+    convert_checkpoint(source, tmp_path / "dst", **calibrating)
     plain = dequantized(source, tmp_path / "plain")
-    convert_checkpoint(plain, tmp_path / "expected", **options)
+    convert_checkpoint(plain, tmp_path / "expected", **calibrating)
     assert_same_weights(tmp_path / "dst", tmp_path / "expected")
 
 
