@@ -225,17 +225,11 @@ class Calibration:
         return self.held_out[: max(1, len(self.held_out) // 2)]
 
     def _fit(self, layout: Layout, folder: Path, report: Report) -> FittedLayers:
-        return calibrate(
-            LayerPairs(layout, self.device, self.dtype),
-            self.blocks,
-            self.held_out,
-            folder,
-            self.passes,
-            self.seed,
-            self.settings,
-            report,
-            self.ranked_tokens,
+        pairs, texts = LayerPairs(layout, self.device, self.dtype), (self.blocks, self.held_out)
+        run = CalibrationRun(
+            pairs, *texts, folder, self.passes, self.seed, self.settings, self.ranked_tokens
         )
+        return run.fit_layers(report)
 
 
 def needs(
@@ -269,33 +263,14 @@ def in_words(seconds: float) -> str:
     return f"{minutes} min" if minutes >= 2 else f"{math.ceil(seconds)} s"
 
 
-def calibrate(
-    pairs: LayerPairs,
-    blocks: Tensor,
-    held_out: Tensor,
-    folder: Path,
-    passes: int,
-    seed: int = 0,
-    settings: str = "",
-    report: Report = lambda progress: None,
-    ranked_tokens: int = 0,
-) -> FittedLayers:
-    """Fit the queries and coefficients of the CoCA layers of `pairs`, layer by layer.
+class CalibrationRun:
+    """Fits the queries and coefficients of the CoCA layers of `pairs`, layer by layer.
 
-    blocks: (n_b, m) token ids to fit on; held_out: (n, m) others, to measure on. folder: holds the
-    hidden states meanwhile, and the tensors of every finished layer, which are reused if they were
-    made with the same `settings`. passes: over the blocks. seed: decides their order.
-    ranked_tokens: how many tokens the caller then ranks layers on, for the notice of what it takes.
-    Layers that keep the original's attention do not change. On one machine and number of threads,
-    the same arguments give the same bits.
-    """
-    with precision(pairs.dtype):
-        run = _Run(pairs, blocks, held_out, folder, settings)
-        return run.fit_layers(seed, passes, report, ranked_tokens)
-
-
-class _Run:
-    """A calibration in `folder`.
+    blocks: (n_b, m) token ids to fit on; held_out: (n, m) others, to measure on. passes: over the
+    blocks. seed: decides their order. settings: fitted layers in `folder` are reused if they were
+    made with the same. ranked_tokens: how many tokens the caller then ranks layers on. Layers that
+    keep the original's attention do not change. On one machine and number of threads, the same
+    arguments give the same bits. In `folder` are
 
     layer-N.safetensors  the fitted tensors of layer N, with the settings and a hash
     states-0, states-1   the hidden states before a layer of even and of odd number: of the blocks,
@@ -304,9 +279,18 @@ class _Run:
     """
 
     def __init__(
-        self, pairs: LayerPairs, blocks: Tensor, held_out: Tensor, folder: Path, settings: str
+        self,
+        pairs: LayerPairs,
+        blocks: Tensor,
+        held_out: Tensor,
+        folder: Path,
+        passes: int,
+        seed: int = 0,
+        settings: str = "",
+        ranked_tokens: int = 0,
     ):
         self.pairs, self.blocks, self.held_out = pairs, blocks, held_out
+        self.passes, self.seed, self.ranked_tokens = passes, seed, ranked_tokens
         self.settings, self.folder, self.record_file = settings, folder, folder / "states.json"
         self.seconds: defaultdict[str, float] = defaultdict(float)
         folder.mkdir(exist_ok=True)
@@ -316,23 +300,22 @@ class _Run:
         self.files = {number: folder / f"layer-{number:05}.safetensors" for number in fitted}
         self.missing = {n for n, file in self.files.items() if _load(file, settings) is None}
 
-    def fit_layers(
-        self, seed: int, passes: int, report: Report, ranked_tokens: int
-    ) -> FittedLayers:
+    def fit_layers(self, report: Report = lambda progress: None) -> FittedLayers:
         layers = self._finished_layers()
         first = len(layers)
         if first == 0:
             self._embed()
-        notice = self._notice(first, passes, ranked_tokens) if self.missing else None
-        self._report(report, layers, notice)
+        self._report(report, layers, self._notice(first) if self.missing else None)
         num_blocks, length = self.blocks.shape
-        positions = skipped_positions(num_blocks, length, reach(self.pairs.config), seed)
-        for number in range(first, len(self.pairs)):
-            layers.append(self._fit_layer(number, positions.to(self.pairs.device), passes, seed))
-            self._record(layers)
-            self._report(report, layers)
-        with self._timed("measure"):
-            perplexity = self._perplexity()
+        positions = skipped_positions(num_blocks, length, reach(self.pairs.config), self.seed)
+        positions = positions.to(self.pairs.device)
+        with precision(self.pairs.dtype):
+            for number in range(first, len(self.pairs)):
+                layers.append(self._fit_layer(number, positions))
+                self._record(layers)
+                self._report(report, layers)
+            with self._timed("measure"):
+                perplexity = self._perplexity()
         self._remove_states()
         tensors = {
             f"model.layers.{number}.self_attn.{name}": tensor
@@ -341,17 +324,17 @@ class _Run:
         }
         return FittedLayers(tensors, layers, perplexity, dict(self.seconds))
 
-    def _notice(self, first: int, passes: int, ranked_tokens: int) -> str:
-        pairs, texts = self.pairs, (self.blocks, self.held_out)
-        needed = needs(pairs.layout, *texts, pairs.dtype, ranked_tokens)
-        seconds = expected_seconds(pairs, *texts, passes, self.missing, ranked_tokens, first)
+    def _notice(self, first: int) -> str:
+        pairs, texts, ranked = self.pairs, (self.blocks, self.held_out), self.ranked_tokens
+        needed = needs(pairs.layout, *texts, pairs.dtype, ranked)
+        seconds = expected_seconds(pairs, *texts, self.passes, self.missing, ranked, first)
         return (
             f"calibrating {len(self.missing)} of {len(pairs)} layers: about {in_words(seconds)}, "
             f"{size_in_words(needed.memory)} of memory and "
             f"{size_in_words(needed.disk_states + needed.disk_layers)} of disk in {self.folder}"
         )
 
-    def _fit_layer(self, number: int, positions: Tensor, passes: int, seed: int) -> LayerFit:
+    def _fit_layer(self, number: int, positions: Tensor) -> LayerFit:
         """Fit a layer, and run all states through it."""
         pairs, angles = self.pairs, self.pairs.angles
         text, original, start, calibrated = zip(
@@ -373,7 +356,7 @@ class _Run:
         if number in self.missing:
             assert text_seen is not None
             with self._timed("steps"):
-                fit(attention, text_seen, passes, seed + number)
+                fit(attention, text_seen, self.passes, self.seed + number)
             tensors = attention.state_dict()
             fitted = {name: tensors[name] for name in tensors if name.startswith(FITTED)}
             _save(fitted, self.files[number], self.settings)

@@ -32,7 +32,7 @@ from coca_hf.convert.calibrate import (
 from coca_hf.convert.calibration import (
     CODE,
     CalibrationProgress,
-    calibrate,
+    CalibrationRun,
 )
 from coca_hf.convert.calibration_text import (
     calibration_blocks,
@@ -59,6 +59,10 @@ def blocks_of(number, length=WINDOW, vocab_size=89, seed=0):
     return torch.randint(
         1, vocab_size, (number, length), generator=torch.Generator().manual_seed(seed)
     )
+
+
+def calibrate(*arguments, report=lambda progress: None, **options):
+    return CalibrationRun(*arguments, **options).fit_layers(report)
 
 
 def perplexity(model, ids):

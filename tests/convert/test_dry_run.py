@@ -151,7 +151,7 @@ def test_an_interrupted_conversion_is_left_to_continue_and_its_shards_count_as_r
 def test_a_calibration_is_planned_with_its_text_and_not_begun(
     tiny_llama_dir, text, tmp_path, converts, refusal, monkeypatch
 ):
-    monkeypatch.setattr("coca_hf.convert.calibration.calibrate", None)
+    monkeypatch.setattr("coca_hf.convert.calibration.CalibrationRun", None)
     options = ("--calibrate", text, "--calibrate-tokens", "256", "--calibrate-block", "32")
     before = files_of(tmp_path)
     printed = converts(
