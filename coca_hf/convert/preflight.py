@@ -135,9 +135,7 @@ def check_target(sources: Collection[str], target: Path, overwrite: bool) -> Non
     elif _is_mount_point(target):
         problem = "a file system is mounted there, which cannot be replaced; choose a name below it"
     elif not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").is_file()):
-        problem = (
-            "--overwrite only replaces checkpoints, and there is no directory with a config.json"
-        )
+        problem = "--overwrite only replaces checkpoints, directories with a config.json"
     else:
         ours = {Path(name).parts[0] for name in COMPANIONS} | {".cache", "__pycache__"}
         directories = sorted(entry.name for entry in target.iterdir() if entry.is_dir())

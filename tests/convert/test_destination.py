@@ -127,7 +127,7 @@ PLACES = {
     "a file": (lambda dst: dst.touch(), True, "--overwrite only replaces checkpoints"),
     "a directory of letters": (
         lambda dst: write(dst / "letters.txt", "mine"),
-        *(True, "--overwrite only replaces checkpoints, and there is no directory with a"),
+        *(True, "--overwrite only replaces checkpoints, directories with a config.json"),
     ),
     "a link": (lambda dst: dst.symlink_to("source"), True, "is the source itself"),
     "a link elsewhere": (link_elsewhere, True, "dst: is a link to other; name the directory itse"),
