@@ -46,6 +46,14 @@ def convert_command(
             "six that coca-eval layers --out OUT ranks first."
         ),
     ] = None,
+    keep_window: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Let kept layers attend only to this many last tokens. With the trained length or "
+            "fewer, a longer text has no distance that these layers were not trained for.",
+        ),
+    ] = None,
     partial_rotary: Annotated[
         str | None,
         typer.Option(
@@ -285,7 +293,7 @@ def _print_plan(plan: dict, dst: str) -> None:
         kept = f"layers {_numbers(kept)}" if kept else "no layer"
     else:
         kept = f"the layers that calibration finds ({kept})"
-    _line("original attention", f"kept in {kept}")
+    _line("original attention", f"kept in {kept}{_window_in_words(plan)}")
     _print_partial_rotary(plan)
     if calibration := plan.get("calibration"):
         _line(
@@ -310,7 +318,8 @@ def _print_conversion(record: dict, dst: str) -> None:
     k, qkv, full = f"{shares['k']:.1%}", f"{shares['qkv']:.1%}", f"{shares['full']:.0%}"
     _line("trained per stage", f"k {k}, qkv {qkv}, full {full}")
     if record["kept_layers"]:
-        _line("original attention", f"kept in layers {_numbers(record['kept_layers'])}")
+        kept, window = _numbers(record["kept_layers"]), _window_in_words(record)
+        _line("original attention", f"kept in layers {kept}{window}")
     _print_partial_rotary(record)
     _line("start of W_T", record["start"]["rule"])
     if calibration := record.get("calibration"):
@@ -350,6 +359,10 @@ def _print_layers_and_sizes(facts: dict) -> None:
     _line("parameters", f"{parameters['before']:,} before, {parameters['after']:,} after")
     before, after = f"{cache['before']:,}", f"{cache['after']:,}"
     _line("key/value cache", f"{before} bytes per token before, {after} after")
+
+
+def _window_in_words(facts: dict) -> str:
+    return f", over the last {facts['kept_window']:,} tokens" if "kept_window" in facts else ""
 
 
 def _print_partial_rotary(facts: dict) -> None:

@@ -1,4 +1,4 @@
-"""CoCA for Hugging Face models. Importing this registers its models with transformers' Auto
+"""CoCA for Hugging Face models. Importing this package registers its models with transformers' Auto
 classes.
 """
 

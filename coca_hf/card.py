@@ -180,6 +180,7 @@ def _lead(conversion: dict, stages: list[dict], base: str) -> str:
 def _conversion(record: dict, base: str) -> str:
     parameters, kept = record["parameters"], record.get("kept_layers")
     still, later = record.get("partial_rotary_layers"), record.get("converted_layers")
+    over = f", last {record['kept_window']:,} tokens" if "kept_window" in record else ""
     source = Path(record["source"]).name if record.get("earlier") else base
     imitated = (
         f"the attention of layers {_numbers(later)} in the source"
@@ -191,7 +192,7 @@ def _conversion(record: dict, base: str) -> str:
         **({"converted": f"layers {_numbers(later)}, which the source kept"} if later else {}),
         **({"adapter": f"{record['adapter']['name']}, merged"} if "adapter" in record else {}),
         "form": record["constraint"],
-        **({"original attention": f"layers {_numbers(kept)}"} if kept else {}),
+        **({"original attention": f"layers {_numbers(kept)}{over}"} if kept else {}),
         **({"every second rotary pair stands still": f"layers {_numbers(still)}"} if still else {}),
         "dtype": record["dtype"],
         "parameters": f"{parameters['before']:,} before, {parameters['after']:,} after",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 @functools.cache
 def commit() -> str | None:
-    """The commit that coca_hf runs from, with `+changes` where files differ; None outside one."""
+    """The commit of coca_hf's checkout, with `+changes` if files differ; None outside one."""
     source = Path(__file__).parent
 
     def git(*arguments: str) -> str:
@@ -36,7 +36,7 @@ def versions(*packages: str) -> dict[str, str]:
     for name in packages:
         try:
             found[name] = version(name)
-        except PackageNotFoundError:  # run from a directory: no reason to lose a record
+        except PackageNotFoundError:  # run from a directory without installation
             continue
     return found | {"python": platform.python_version()}
 

@@ -1,4 +1,4 @@
-"""The one exception that people see: what was wrong with what they gave us, and what to do."""
+"""The one exception for bad input: what was wrong, and what to do."""
 
 import difflib
 import reprlib
@@ -10,11 +10,11 @@ LONGEST = 1000
 
 
 class CocaError(ValueError):
-    """Bad input or surroundings. The message is one line: where, got, expected, remedy. The
-    commands exit with 2.
+    """Bad input, or a machine that cannot run it. The message is one line: where, got, expected,
+    remedy. The commands exit with 2.
 
-    Names and values out of other people's files are part of messages, so line breaks and what else
-    cannot be printed become escapes, and the middle of a very long message is left out.
+    Messages quote names and values from other people's files. Line breaks and other unprintable
+    characters therefore become escapes, and a very long message loses its middle.
     """
 
     def __init__(self, message: str):
@@ -24,7 +24,7 @@ class CocaError(ValueError):
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's message as one line, without its middle where it is long."""
+    """An exception's message as one line, without its middle if it is long."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 500 else f"{text[:250]} ... {text[-240:]}"
 
@@ -36,7 +36,7 @@ def first_line(error: BaseException) -> str:
 
 
 def short(value: Any) -> str:
-    """What a message says of a value: its `repr`, shortened where it is long."""
+    """A value in a message: its `repr`, shortened if it is long."""
     return _SHORT.repr(value)
 
 
@@ -51,8 +51,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 @contextmanager
 def library_errors(problem: str) -> Iterator[None]:
-    """Turn whatever a library raises into a CocaError that opens with `problem`; a CocaError passes
-    as it is.
+    """Turn whatever a library raises into a CocaError that begins with `problem`; a CocaError
+    passes unchanged.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, that are on the disk, and that one process writes at a time."""
+"""Writing files atomically and durably, and by one process at a time."""
 
 import contextlib
 import os
@@ -21,10 +21,10 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """The path of a file to write, which then takes the place of `path`.
+    """Yield the path of a file to write, which then replaces `path`.
 
-    A reader, and a process that is killed, find the old file or the new one, whole. After an error
-    the old one stays. The name is hidden, and its own for each process.
+    Readers see the complete old file or the complete new one, even after a kill. After an error the
+    old file stays. The temporary name is hidden and differs between processes.
     """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -43,13 +43,13 @@ def remove_unfinished(directory: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Make `text`, in UTF-8, the content of a file; see `replacing`."""
+    """Replace the content of a file by `text`, in UTF-8; see `replacing`."""
     with replacing(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line, in UTF-8, and wait until it is on the disk."""
+    """Append a line, in UTF-8, and wait until it is on the disk."""
     with path.open("a", encoding="utf-8") as stream:
         stream.write(line + "\n")
         stream.flush()
@@ -58,10 +58,10 @@ def append_line(path: Path, line: str) -> None:
 
 @contextlib.contextmanager
 def locked(file: Path, message: str) -> Iterator[None]:
-    """Hold the lock `file`, which is gone afterwards; the system frees it when the process dies.
+    """Hold the lock `file` and delete it afterwards; the system frees it if the process dies.
 
-    Raises CocaError with `message` where another process holds it, and OSError where `file` cannot
-    be made.
+    Raises CocaError with `message` if another process holds it, and OSError if `file` cannot be
+    created.
     """
     lock = FileLock(file)
     try:
@@ -71,11 +71,11 @@ def locked(file: Path, message: str) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # Windows keeps what is open
+        with contextlib.suppress(OSError):  # Windows does not delete an open file
             file.unlink()
         lock.release()
 
 
 def size_in_words(num_bytes: int) -> str:
-    """In GB, or, where that would be mostly zeros, in MB."""
+    """A size in GB, or in MB below 1 GB."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.2f} MB"

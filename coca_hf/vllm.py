@@ -6,11 +6,11 @@ BACKEND = "vllm.model_executor.models.transformers:TransformersForCausalLM"
 
 
 def register() -> None:
-    """Tell vLLM that its Transformers backend runs CoCA; the entry point `coca` of
+    """Tell vLLM that its Transformers backend runs CoCA. This is the entry point `coca` of
     `vllm.general_plugins`.
 
-    vLLM calls it in every process that it starts. `import coca_hf`, which comes before, registers
-    the configuration.
+    vLLM calls it in every process that it starts. The import of coca_hf before it registers the
+    configuration.
     """
     from vllm import ModelRegistry
 

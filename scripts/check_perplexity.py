@@ -1,21 +1,20 @@
-"""Check coca-eval's perplexity of a real model on real books against two computations that share
-nothing with it.
+"""Check coca-eval's perplexity of a real model on real books against two independent computations.
 
     python scripts/check_perplexity.py quickstart/original ../shared/data/books-test.parquet \\
         --out docs/results/perplexity-check.json
 
-transformers: up to `--two-windows` tokens its own loss of every window, with -100 for what is not
-scored, of books cut to the length and 256 tokens, so that there is a second window, `stride` after
-the first. Longer ones would take hours on a CPU, so there books are cut to one window; and as no
-token's loss depends on those after it, a single forward of the longest window gives transformers'
-losses for all of these lengths.
+transformers: for lengths up to `--two-windows` tokens, its own loss of every window, with -100 for
+tokens that are not scored. Books are cut to the length plus 256 tokens, so there is a second window
+`stride` after the first. For longer lengths two windows would take hours on a CPU, so books are cut
+to one. No token's loss depends on later tokens, so one forward of the longest window gives
+transformers' losses for all of these lengths.
 
-lm-eval: its rolling perplexity. Its windows are disjoint, begin with a token that is not scored,
-and its last one reads back; they are coca-eval's with a stride of the length where the text is a
-multiple of the length, so of two windows.
+lm-eval: its rolling perplexity. Its windows are disjoint and begin with a token that is not scored,
+and the last one reads back. They equal coca-eval's windows with a stride of the length if the text
+is a multiple of the length; here it is two windows long.
 
-In float32. Lengths that OUT has are not computed again. Exit code 1 where a perplexity differs by
-more than 0.1%.
+Everything is in float32. Lengths that OUT already has are not computed again. The exit code is 1 if
+a perplexity differs by more than 0.1%.
 """
 
 import argparse
@@ -129,9 +128,7 @@ def measure(loaded: LoadedModel, sample: Sample, length: int, stride: int) -> di
 
 @torch.no_grad()
 def plain_perplexity(model, texts: list[torch.Tensor], length: int, stride: int) -> float:
-    """Sum of losses over tokens; windows of `length` inputs, so of one token more with their
-    labels.
-    """
+    """Perplexity over windows of `length` inputs, which are one token longer with their labels."""
     total, tokens = 0.0, 0
     for ids in texts:
         scored = 1  # nothing predicts the first token
@@ -155,7 +152,7 @@ def plain_losses(model, ids: torch.Tensor) -> torch.Tensor:
 
 
 def rolling_perplexity(model: HFLM, sample: Sample) -> float:
-    """By lm-eval, of the very tokens of `sample`."""
+    """lm-eval's perplexity of the same tokens, those of `sample`."""
     tokens_of = dict(zip(sample.names, sample.token_ids, strict=True))
     model.tok_encode = lambda name, **_: tokens_of[name].tolist()  # type: ignore[method-assign]
     requests = [

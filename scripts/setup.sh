@@ -1,5 +1,5 @@
-# Sourced by quickstart.sh and test.sh: makes .venv with coca_hf in its tested versions, and enters it.
-# Usage: . scripts/setup.sh EXTRA   (an extra of pyproject.toml). A second run finds it done.
+# Sourced by quickstart.sh and test.sh: makes .venv with coca_hf in its tested versions, and activates it.
+# Usage: . scripts/setup.sh EXTRA   (an extra of pyproject.toml). A second run reuses it.
 extra=$1
 python=${PYTHON:-python3}
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Set up .venv, and .venv-vllm for the tests marked real; run linter, formatter, type checker and the whole test suite;
-# then, unless only the quick part is asked for, that part on the lowest supported versions (scripts/oldest.sh).
-# Arguments go to pytest: scripts/test.sh -m 'not real' is the quick part.
+# Set up .venv, and .venv-vllm for the tests marked real. Run linter, formatter, type checker and the whole test suite,
+# and then the quick part on the lowest supported versions (scripts/oldest.sh).
+# Arguments go to pytest: scripts/test.sh -m 'not real' runs the quick part only.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup.sh dev
@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 ruff check .
 ruff format --check .
 mypy
-export OMP_NUM_THREADS=1  # the processes of tests, and those that they start, share the machine's cores
+export OMP_NUM_THREADS=1  # test processes, and those that they start, share the cores
 [[ "$*" == *"not real"* ]] && processes=3 || processes=2  # real tests start some of their own
-python -m pytest -n $processes --dist loadfile "$@"  # a file to each process, in turn
+python -m pytest -n $processes --dist loadfile "$@"  # each process takes one file at a time
 [[ "$*" == *"not real"* ]] || scripts/oldest.sh

@@ -7,10 +7,10 @@ probabilities.
     python scripts/vllm_parity.py CHECKPOINT --load plugin --config '{"rope_parameters": {"rope_type": "linear", …}}'
 
 The server answers 20 prompts one after another and then all at once. Both sides are float32, and
-transformers decodes with its cache. Tokens are equal, except that greedy decoding may branch where
+transformers decodes with its cache. Tokens must be equal, except that greedy decoding may branch if
 the two best tokens of transformers are within TOLERANCE of each other: a tie that rounding decides.
-Such a prompt is compared up to there, and counted. Exits with 1 where tokens differ otherwise or a
-log probability by more than TOLERANCE.
+Such a prompt is compared up to the tie, and counted. The exit code is 1 if tokens differ otherwise,
+or a log probability differs by more than TOLERANCE.
 """
 
 import argparse
@@ -144,8 +144,8 @@ def main() -> None:
 
 
 def prepare(checkpoint: Path, directory: Path, changes: dict, alone: bool) -> None:
-    """Make `directory` the checkpoint with a changed config: by links, and without its code unless
-    it goes `alone`.
+    """Make `directory` a copy of the checkpoint, by links, with a changed config; without its code
+    unless it is served `alone`.
     """
     directory.mkdir()
     for file in checkpoint.iterdir():
@@ -161,7 +161,7 @@ def prepare(checkpoint: Path, directory: Path, changes: dict, alone: bool) -> No
 def complete_with_transformers(
     checkpoint: Path, num_tokens: int
 ) -> tuple[list[Completion], list[int]]:
-    """Greedy completions by `generate`, a prompt at a time, and the number of tokens of every
+    """Greedy completions by `generate`, one prompt at a time, and the number of tokens of every
     prompt.
     """
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -210,7 +210,7 @@ def complete_with_vllm(url: str, prompt: str, num_tokens: int) -> Completion:
 
 @contextmanager
 def server(venv: Path, checkpoint: Path, load: str, log: Path, max_len: int) -> Iterator[str]:
-    """Run vLLM for `checkpoint` on a free port, for contexts of `max_len` tokens; yields its
+    """Run vLLM for `checkpoint` on a free port, for contexts of `max_len` tokens; yield its
     address.
     """
     with socket.socket() as free:
@@ -257,9 +257,7 @@ def server(venv: Path, checkpoint: Path, load: str, log: Path, max_len: int) -> 
 
 
 def wait_until_up(process: subprocess.Popen, url: str, log: Path) -> None:
-    """Return when the server is healthy; exit with the end of its log where it ends or takes too
-    long.
-    """
+    """Return when the server is healthy; exit with the end of its log if it ends or is too slow."""
     deadline = time.monotonic() + START_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
         try:

@@ -82,6 +82,19 @@ def test_plans_are_compared_with_what_coca_train_measures(tmp_path, bench, capsy
     assert "| all, checkpointing, accumulated |" in capsys.readouterr().out
 
 
+def test_calibrations_memory_on_a_gpu_is_projected_with_the_text_there_and_elsewhere(
+    tmp_path, bench, capsys
+):
+    bench("calibrate_memory --smoke --dir", tmp_path, "--out", tmp_path / "out.json")
+    on_gpu, on_cpu = json.loads((tmp_path / "out.json").read_text())["rows"]
+    inputs, queries, keys = (on_gpu["tokens"] * 4 * width for width in (64, 64, 32))
+    kept = on_gpu["at_peak"]["keep"] - on_cpu["at_peak"].get("keep", 0)
+    assert kept == inputs + queries + keys
+    assert on_gpu["projected_bytes"] > on_cpu["projected_bytes"] + kept / 2
+    assert on_gpu["projected_bytes"] == sum(on_gpu["at_peak"].values())
+    assert "| 8,192 | gpu | " in capsys.readouterr().out
+
+
 def test_a_rival_that_is_wrong_ends_the_run(bench, monkeypatch):
     from coca_hf.models import attention
 
@@ -221,6 +234,7 @@ def test_what_fails_on_the_gpu_is_named_and_the_rest_is_measured(tmp_path):
     assert [line.split()[2] for line in failed] == ["124", "3"]
     calls = (tmp_path / "calls").read_text()
     results = "decode tune prefill prefill-350m generate train train-stages evaluate plan"
+    results += " calibrate-memory"
     assert all(f"--out {tmp_path}/out/{name}.json" in calls for name in results.split())
     assert "floors.py --results" in calls.splitlines()[-1]
 

@@ -36,7 +36,7 @@ YARN = {
     [
         (
             *("self-contained", "slack", "llama", {"rope_parameters": YARN}),
-            {"keep_layers": [0], "partial_rotary": [1]},
+            {"keep_layers": [0], "partial_rotary": [1], "keep_window": 60},
         ),
         ("plugin", "strict", "qwen3-window", {"head_dim": 32, "sliding_window": 100}, {}),
         ("self-contained", "slack", "neox-partial", {}, {"partial_rotary": [2]}),

@@ -151,6 +151,7 @@ class Calibration:
         self.ranked_tokens = 2 * self._ranking_blocks().numel() if ranks_layers else 0
         self.needs = needs(layout, self.blocks, self.held_out, self.dtype, self.ranked_tokens)
         files = [file for folder in CODE for file in sorted(folder.glob("*.py"))]
+        others = ("coca_kept_layers", "coca_kept_window", "dtype")
         settings = {
             "source": layout.source.states(),
             "blocks": [self.blocks.shape, self.blocks_hash],
@@ -158,7 +159,7 @@ class Calibration:
             "fit": [layout.config.coca_constraint, seed, self.passes, device, self.dtype],
             "code": [xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in files],
             # fitted tensors are float32, and do not depend on which other layers are kept
-            "config": layout.config.to_dict() | {"coca_kept_layers": None, "dtype": None},
+            "config": layout.config.to_dict() | dict.fromkeys(others),
             "versions": versions("torch", "transformers"),
         }
         self.settings = json.dumps(settings, default=str)

@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from coca_hf.errors import CocaError, library_errors
+from coca_hf.models.attention import layer_types
 from coca_hf.models.decoder import MASKS, CocaConfig, CocaPreTrainedModel
 from coca_hf.models.rotary import SUPPORTED_ROPE_TYPES, ntk_base, rotary_dim, unscaled_len
 
@@ -155,6 +156,7 @@ class Form:
     released: bool
     ignored_fields: Collection[str]
     partial_rotary: Collection[int]
+    kept_window: int | None = None
 
     def keeping(self, layers: Collection[int]) -> "Form":
         """The form if calibration chooses these kept `layers`, which rotate every pair."""
@@ -198,6 +200,7 @@ def converted_config(
     layers = {
         "coca_kept_layers": kept or [],
         "coca_partial_rotary_layers": sorted({*partial, *form.partial_rotary}),
+        "coca_kept_window": own.coca_kept_window if kept else None,
     }
     result = _copied_config({**config, **layers}, where, form.ignored_fields)
     if len(result.coca_kept_layers) == len(own.coca_kept_layers):
@@ -253,6 +256,36 @@ def coca_config(
         )
     _check_positions(result, family, where)
     return result
+
+
+def check_kept_window(
+    window: int | None, keep_layers: Collection[int] | int | str | None, block_tokens: int = 1
+) -> None:
+    """Raise CocaError for a window without kept layers, or shorter than a calibration block."""
+    if window is None:
+        return
+    if not keep_layers:
+        raise CocaError(f"--keep-window: got {window} without --keep-layers, expected both")
+    if window < block_tokens:
+        raise CocaError(
+            f"--keep-window: got {window}, expected at least {block_tokens:,} tokens"
+            + (", those of a block of --calibrate" if block_tokens > 1 else "")
+        )
+
+
+def with_kept_window(config: CocaConfig, window: int | None, where: str) -> CocaConfig:
+    """`config`, whose kept layers, if it has any, attend to the last `window` tokens.
+
+    Raises CocaError if the family's own windows are in use, which kept layers keep.
+    """
+    if window is None or not config.coca_kept_layers:
+        return config
+    if config.coca_kept_window is None and "sliding_attention" in layer_types(config):
+        raise CocaError(
+            f"{where}: --keep-window: got {window}, but the model has windows of its own, "
+            f"{config.sliding_window:,} tokens; kept layers keep those"
+        )
+    return type(config).from_dict(config.to_dict() | {"coca_kept_window": window})
 
 
 def bake_ntk_(config: CocaConfig, form: Form, where: str) -> dict:

@@ -20,7 +20,7 @@ from coca_hf.checkout import now, versions
 from coca_hf.convert import preflight
 from coca_hf.convert.adapter import Adapter
 from coca_hf.convert.calibration import Calibration, Report
-from coca_hf.convert.config import Form, coca_class
+from coca_hf.convert.config import Form, check_kept_window, coca_class
 from coca_hf.convert.initialise import RULE
 from coca_hf.convert.layout import Layout, source_shapes
 from coca_hf.convert.source import has_numbers, open_source
@@ -67,6 +67,7 @@ def convert_checkpoint(
     calibrate_progress: Report | None = None,
     keep_layers: Sequence[int] | int | str | None = None,
     partial_rotary: Collection[int] = (),
+    keep_window: int | None = None,
     revision: str | None = None,
     ignore_fields: Collection[str] = (),
     dry_run: bool = False,
@@ -102,6 +103,7 @@ def convert_checkpoint(
         calibrate_on, how many, or `auto`: those whose conversion harms most (`calibration.py`)
     partial_rotary: numbers of the layers in which every second rotary pair is not rotated and so
         matches contents at any distance (`CocaConfig`); layers that calibration keeps are left out
+    keep_window: tokens that kept layers attend to, the query's own included; all by default
     revision: branch, tag or commit of a hub id
     ignore_fields: fields of config.json that are unknown here and that you declare inert
     dry_run: make every check that precedes the first weight, write nothing, download no weights,
@@ -123,11 +125,22 @@ def convert_checkpoint(
     # everything that can be refused is refused before the first weight is written, cheapest first
     shard_bytes = parse_size(max_shard_size, "--max-shard-size")
     ntk = ntk_length, ntk_factor
-    form = Form(src, constraint, dtype, shard_bytes, *ntk, released, ignore_fields, partial_rotary)
+    form = Form(
+        src,
+        constraint,
+        dtype,
+        shard_bytes,
+        *ntk,
+        released,
+        ignore_fields,
+        partial_rotary,
+        keep_window,
+    )
     sources = [src] if adapter is None else [src, os.fspath(adapter)]
     preflight.check_paths(sources, dst)
     preflight.check_options(form)
     preflight.check_layers(keep_layers, partial_rotary, calibrate_on)
+    check_kept_window(keep_window, keep_layers, calibrate_block if calibrate_on else 1)
     if calibrate_on:
         preflight.check_device(device)
         of_hub = {"--split": split != "train", "--subset": subset}
@@ -268,6 +281,7 @@ def _facts(layout: Layout) -> dict:
         "constraint": layout.config.coca_constraint,
         **({"converted_layers": layout.converted} if layout.from_coca else {}),
         "kept_layers": layout.config.coca_kept_layers,
+        **({"kept_window": window} if (window := layout.config.coca_kept_window) else {}),
         "partial_rotary_layers": layout.config.coca_partial_rotary_layers,
         "dtype": str(layout.config.dtype).removeprefix("torch."),
         **_summary(layout),

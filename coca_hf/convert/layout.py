@@ -27,6 +27,7 @@ from coca_hf.convert.config import (
     family_of,
     head_of,
     is_coca,
+    with_kept_window,
 )
 from coca_hf.convert.initialise import RULE, Initialiser, Shape, TargetTensor
 from coca_hf.convert.source import Source
@@ -55,7 +56,8 @@ class Layout:
     def __init__(self, source: Source, form: Form, kept_layers: Sequence[int] | None):
         self.source, self.form, self._dtype = source, form, DTYPES.get(form.dtype)
         shapes, where = source.shapes(), str(source.config_file)
-        self.config = converted_config(source.config, form, kept_layers, where)
+        config = converted_config(source.config, form, kept_layers, where)
+        self.config = with_kept_window(config, form.kept_window, where)
         self.ntk = bake_ntk_(self.config, form, where) if form.ntk_length else None
         self.from_coca = is_coca(source.config)
         num_layers = self.config.num_hidden_layers

@@ -5,7 +5,14 @@ from collections.abc import Collection, Iterable
 import torch
 from transformers import PreTrainedModel
 
-from coca_hf.convert.config import CLASSIFIERS, FAMILIES, coca_class, coca_config
+from coca_hf.convert.config import (
+    CLASSIFIERS,
+    FAMILIES,
+    check_kept_window,
+    coca_class,
+    coca_config,
+    with_kept_window,
+)
 from coca_hf.convert.initialise import Initialiser
 from coca_hf.convert.layout import check_tensors, stored_as, untie_
 from coca_hf.errors import CocaError
@@ -23,6 +30,7 @@ def patch_(
     keep_original: bool = False,
     keep_layers: Iterable[int] = (),
     partial_rotary: Iterable[int] = (),
+    keep_window: int | None = None,
     ignore_fields: Collection[str] = (),
 ) -> CocaPreTrainedModel:
     """Turn `model` into its family's CoCA model, in place, and return it.
@@ -31,9 +39,10 @@ def patch_(
     parameters; the fused projections of GPT-NeoX and Phi-3 are split, so their queries and values
     are new parameters, too. Other models in the process do not change. keep_original: hold on to
     what is replaced, and to its memory, so `unpatch_` can restore it. keep_layers: numbers, from 0,
-    of the layers that keep the original's attention; partial_rotary: of those in which every second
-    rotary pair is not rotated (`CocaConfig`). ignore_fields: fields of the model's config that are
-    unknown here and that you declare inert.
+    of the layers that keep the original's attention; keep_window: tokens that these attend to, all
+    by default; partial_rotary: numbers of the layers in which every second rotary pair is not
+    rotated (`CocaConfig`). ignore_fields: fields of the model's config that are unknown here and
+    that you declare inert.
 
     Gradient checkpointing and `enable_input_require_grads` stay on. Other hooks would be lost, so
     they are refused.
@@ -59,15 +68,18 @@ def patch_(
         )
 
     _check_movable(model)
+    keep_layers = sorted(keep_layers)
+    check_kept_window(keep_window, keep_layers)
     config = coca_config(
         model.config.to_dict() | {"architectures": [type(model).__name__]},
         constraint,
         "patch_: model.config",
-        sorted(keep_layers),
+        keep_layers,
         partial_rotary,
         ignore_fields,
         ignore_option="ignore_fields=[{!r}]",
     )
+    config = with_kept_window(config, keep_window, "patch_: model.config")
     config._attn_implementation = model.config._attn_implementation
     source = dict(model.named_parameters())
     shapes = {name: tuple(p.shape) for name, p in source.items()}

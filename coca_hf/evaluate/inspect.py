@@ -61,6 +61,7 @@ def inspect_checkpoint(directory: Path, memory_bytes: int | None = None) -> dict
         "family": config.model_type.removeprefix("coca_"),
         "constraint": config.coca_constraint if is_coca else None,
         "kept_layers": sorted(config.coca_kept_layers) if is_coca else None,
+        "kept_window": config.coca_kept_window if is_coca else None,
         "partial_rotary_layers": sorted(config.coca_partial_rotary_layers) if is_coca else None,
         "rope": _rope(config),
         "trained_length": trained_length(config),
@@ -88,6 +89,8 @@ def describe(facts: dict[str, Any]) -> str:
     attention = f"CoCA, {facts['constraint']}" if facts["constraint"] else "plain"
     if facts["kept_layers"]:
         attention += f"; the original's in layers {', '.join(map(str, facts['kept_layers']))}"
+        if facts["kept_window"]:
+            attention += f", over the last {facts['kept_window']:,} tokens"
     if facts["partial_rotary_layers"]:
         layers = ", ".join(map(str, facts["partial_rotary_layers"]))
         attention += f"; every second rotary pair stands still in layers {layers}"

@@ -1,8 +1,10 @@
-"""Faster means to the same numbers, and the one place that chooses among them.
+"""Faster implementations of the same functions, and the one place that chooses between them.
 
-    fold          query and key from q and t, by one Triton kernel on a GPU, else by `models.attention.plain_fold`
-    attention     `attn_implementation="coca"`: `sdpa`, but a new token attends from the half-width cache, by a Triton
-                  kernel on a GPU, else from keys that are made of it, all heads that share them at once
+    fold          query and key from q and t, by one Triton kernel on a GPU, otherwise by
+                  `models.attention.plain_fold`
+    attention     `attn_implementation="coca"`: `sdpa`, except that a new token attends to the
+                  half-width cache, by a Triton kernel on a GPU, otherwise to keys computed from it,
+                  for all heads that share them at once
 
 Checkpoints that load without coca_hf run the plain functions. Letters: see `models/attention.py`.
 """
@@ -20,15 +22,15 @@ from transformers.masking_utils import sdpa_mask
 
 from coca_hf.models.attention import FOLDS
 
-DECODERS: dict[str, Callable] = {}  # by type of device: `decode.decode_attention`
+DECODERS: dict[str, Callable] = {}  # type of device -> `decode.decode_attention`
 
 
 def register() -> None:
-    """Make the attention `coca` known to transformers and, where PyTorch is built for GPUs, the
-    kernels to the models.
+    """Register the attention `coca` with transformers and, if PyTorch is built for GPUs, the
+    kernels with the models.
 
-    Whether there is a GPU is not asked: that would start its driver, and a process that forks later
-    could not use it.
+    This does not ask whether there is a GPU: asking would start its driver, and processes that are
+    forked later could not use it.
     """
     AttentionInterface.register("coca", coca_attention_forward)
     AttentionMaskInterface.register("coca", sdpa_mask)
@@ -50,8 +52,8 @@ def coca_attention_forward(
     past_key_values=None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Attention of transformers' interface. key: (b, g, n, d), or t, (b, g, n, j), as half-width
-    caches hand it out.
+    """Attention in transformers' interface. key: (b, g, n, d), or t, (b, g, n, j), as half-width
+    caches return it.
     """
     if key.shape[-1] < query.shape[-1]:
         decode = DECODERS.get(query.device.type)
@@ -71,13 +73,13 @@ def coca_attention_forward(
 
 
 def _can_decode(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether the kernel takes it: one new token, 16 bits, a mask of truths."""
+    """Whether the kernel supports it: one new token, a 16-bit dtype, and a boolean mask or none."""
     narrow = query.dtype in (torch.float16, torch.bfloat16)
     return _is_token(query, mask) and narrow and (mask is None or mask.dtype == torch.bool)
 
 
 def _is_token(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether it is one new token, without gradient, and a mask that all heads share."""
+    """Whether this is one new token, without gradient, with a mask that all heads share or none."""
     return (
         query.shape[-2] == 1
         and not torch.is_grad_enabled()
@@ -88,8 +90,8 @@ def _is_token(query: Tensor, mask: Tensor | None) -> bool:
 def _attend_together(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
 ) -> Tensor:
-    """One token's attention, (b, 1, h, d): heads that share keys as rows of one product, so that a
-    CPU reads them once.
+    """One token's attention, (b, 1, h, d). Heads that share keys are rows of one product, so a CPU
+    reads the keys once.
 
     query: (b, h, 1, d); key, value: (b, g, n, d); mask: (b or 1, 1, 1, n) or None.
     """

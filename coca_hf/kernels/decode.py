@@ -1,18 +1,18 @@
-"""Attention of one new token from the half-width cache: keys are never made, in memory or in
+"""Attention of one new token to the half-width cache, without building keys in memory or in
 registers.
 
-A score is linear in t, with weights that depend on the key's angles and on the query alone (q', k'
+A score is linear in t, with weights that depend only on the key's angles and on the query (q', k'
 of `models/attention.py`, written out over pairs j):
 
     score(n) = sum_j t_nj (a_j cos_nj + b_j sin_nj)    slack  a = q'_j + q'_(j + d/2), b = q'_(j + d/2) - q'_j
                                                        strict a = q'_j,               b = q'_(j + d/2)
 
-so a program reads t, values and angles once and computes on ordinary floating-point units: with one
-query a head, tensor cores would multiply mostly zeros. Keys are cut into splits, so that a single
-sequence fills the GPU; a program takes one split of HEADS key/value heads, which share their
-angles. Each of its KEYS slots keeps a softmax of its own, over every KEYS-th key, so nothing is
-exchanged between threads until the end of the split. A second kernel joins the splits. Everything
-is summed in fp32. Letters: see `models/attention.py`.
+A program reads t, values and angles once and computes on ordinary floating-point units, because
+with one query per head tensor cores would multiply mostly zeros. Keys are cut into splits, so a
+single sequence fills the GPU. A program takes one split of HEADS key/value heads, which share their
+angles. Each of its KEYS slots keeps its own softmax over every KEYS-th key, so threads exchange
+nothing until the end of the split. A second kernel joins the splits. All sums are in fp32. Letters:
+see `models/attention.py`.
 """
 
 import torch
@@ -44,10 +44,9 @@ def decode_attention(
     """`softmax(query . coca_key(t, cos, sin) * scaling) value`, (b, h, 1, d), in the dtype of the
     query; no gradient.
 
-    query: (b, h, 1, d), folded; t: (b, g, n, j), after its ReLU; value: (b, g, n, d); cos, sin: (b
-    or 1, 1, n, j);
-    mask: (b or 1, 1, 1, n), True where attention is allowed, or None. Any strides. fp16, bf16 or
-    fp32.
+    query: (b, h, 1, d), folded; t: (b, g, n, j), after its ReLU; value: (b, g, n, d);
+    cos, sin: (b or 1, 1, n, j); mask: (b or 1, 1, 1, n), True where attention is allowed, or None.
+    All may have any strides, in fp16, bf16 or fp32.
     """
     batch, heads, _, head_dim = query.shape
     kv_heads, length, pairs = t.shape[1:]
@@ -94,7 +93,7 @@ def _processors(x: Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
-# These change from token to token; specialising on their divisibility would recompile.
+# These change with every token; specialising on their divisibility would recompile.
 @triton.jit(do_not_specialize=["length", "splits", "mask_b", "cos_b", "sin_b"])
 def _split_kernel(
     query_ptr, t_ptr, value_ptr, cos_ptr, sin_ptr, mask_ptr, partial_ptr, log_sum_ptr,
@@ -106,7 +105,7 @@ def _split_kernel(
     STRICT: tl.constexpr,
 ):  # fmt: skip
     # Axes of every tile: key (slot), key/value head, query head that shares it, pair or dimension.
-    # 64 bits: a long cache has more numbers than 32 bits count
+    # 64-bit offsets: a long cache has more numbers than 32 bits can count
     chunk, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.arange(0, KEYS)[:, None, None, None]
     pair = tl.arange(0, BLOCK_PAIRS)[None, None, None, :]

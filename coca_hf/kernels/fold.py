@@ -19,11 +19,11 @@ SCALE = tl.constexpr(QUERY_SCALE)
 def fused_fold(
     q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str
 ) -> tuple[Tensor, Tensor]:
-    """`plain_fold`: same arguments, same results to rounding, gradients of q and t. The last axis
-    has any stride.
+    """`plain_fold` with the same arguments, the same results up to rounding, and gradients of q and
+    t. The last axis may have any stride.
 
-    Raises ValueError in backward where cos or sin need a gradient, which `CocaRotaryEmbedding`
-    never asks for.
+    Raises ValueError in backward if cos or sin need a gradient, which `CocaRotaryEmbedding` never
+    asks for.
     """
     return _fold(q, t, cos, sin, constraint == "strict")
 
@@ -77,7 +77,7 @@ _fold.register_autograd(_backward, setup_context=_save)
 
 
 def _like_tokens(x: Tensor, width: int) -> Tensor:
-    """Uninitialised (b, heads, m, width), stored token by token, as a projection writes its heads."""
+    """Uninitialised (b, heads, m, width), stored by token, like the output of a projection."""
     batch, heads, length, _ = x.shape
     return x.new_empty(batch, length, heads, width).transpose(1, 2)
 
@@ -90,8 +90,8 @@ def _launch(
     sin: Tensor,
     strict: bool,
 ):
-    """Run `kernel` over the rows of the query's tensors, then over those of t's; the last of each
-    is written.
+    """Run `kernel` over the rows of the query's tensors, then over those of t's. It writes the last
+    tensor of each.
     """
     q, t = of_query[0], of_t[0]
     batch, heads, length, head_dim = q.shape
@@ -164,7 +164,7 @@ def _fold_kernel(
         cos = _load(cos_ptr, b * cos_b + m * cos_m, pair * cos_d, inside, COMPUTE)
         sin = _load(sin_ptr, b * sin_b + m * sin_m, pair * sin_d, inside, COMPUTE)
         t = _load(t_ptr, b * t_b + h * t_h + m * t_m, pair * t_d, inside, COMPUTE)
-        t = tl.where(t < 0, 0.0, t)  # and not maximum, which would hide a NaN
+        t = tl.where(t < 0, 0.0, t)  # not maximum, which would hide a NaN
         if STRICT:
             first, second = t * cos, t * sin
         else:
@@ -230,14 +230,14 @@ def _rows(
     block, rows, length,
     HEADS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Batch, head and token of a block's rows, (rows, 1), its pairs, (1, pairs), and which of both
-    there are.
+    """Batch, head and token of a block's rows, (rows, 1), its pairs, (1, pairs), and a mask of
+    those that exist.
     """
     row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     pair = tl.arange(0, BLOCK_PAIRS)[None, :]
     token = row // HEADS
     b, h, m = token // length, row % HEADS, token % length
-    # 64 bits: a long batch has more numbers than 32 bits count, though never so many rows
+    # 64-bit offsets: a long batch has more numbers, though not more rows, than 32 bits can count
     return b.to(tl.int64), h.to(tl.int64), m.to(tl.int64), pair, (row < rows) & (pair < PAIRS)
 
 

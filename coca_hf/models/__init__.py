@@ -1,3 +1,1 @@
-"""What a CoCA model is. The modules here are flat siblings, because some of them travel inside
-checkpoints.
-"""
+"""The CoCA models. Modules are flat siblings, because most of them travel inside checkpoints."""

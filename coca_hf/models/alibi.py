@@ -1,10 +1,10 @@
-"""LLaMA without rotation, with ALiBi: the paper's third baseline from scratch (its tables 1 and 2).
-Not CoCA.
+"""LLaMA with ALiBi instead of rotation: the paper's third baseline from scratch (its tables 1 and
+2). It is not CoCA.
 
 A head adds a penalty to its scores that grows with the distance: `-slope (m - n)` (Press et al.,
-arXiv 2108.12409). The bias goes into the attention mask, so that blocks, cache and generation are
-LLaMA's own; rotation by angle zero takes the place of its rotary embedding. Attention by eager or
-sdpa, which take a bias as it is. Letters: see `attention.py`.
+arXiv 2108.12409). The bias goes into the attention mask, so blocks, cache and generation are
+LLaMA's own, and a rotation by angle zero replaces its rotary embedding. Attention runs by eager or
+sdpa, which accept a bias. Letters: see `attention.py`.
 """
 
 import math
@@ -23,7 +23,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 def alibi_slopes(num_heads: int) -> Tensor:
     """The slope of every head, (h,), float32: 2^(-8/h), 2^(-16/h), ... for a power of two.
 
-    Otherwise those of the power of two below, then every second one of the power of two above.
+    For other h: the slopes of the next lower power of two, then every second one of the next
+    higher.
     """
     power = 2 ** math.floor(math.log2(num_heads))
     exponents = [-8 * i / power for i in range(1, power + 1)]
@@ -35,8 +36,8 @@ def alibi_mask(mask: Tensor, past_len: int | Tensor, dtype: torch.dtype, num_hea
     """`-slope (m - n)` where `mask` allows attention, and the lowest number elsewhere.
 
     mask: (b, 1, m, n), True where attention is allowed, or 0 there and the lowest number elsewhere;
-    the first query stands at index `past_len`. Distances are counted in the row as it is: padding
-    lies outside, so it changes none. Returns (b, h, m, n).
+    the first query is at index `past_len`. Distances are counted in the padded row: padding lies
+    outside the text, so it changes none. Returns (b, h, m, n).
     """
     new_len, total_len = mask.shape[-2:]
     query_index = past_len + torch.arange(new_len, device=mask.device)
@@ -54,7 +55,7 @@ class AlibiLlamaConfig(LlamaConfig):
     """`LlamaConfig` without `rope_parameters`."""
 
     model_type = "alibi_llama"
-    # save_pretrained copies this file, as register_for_auto_class makes it do
+    # makes save_pretrained copy this file, as register_for_auto_class would
     _auto_class = "AutoConfig"
 
     def __post_init__(self, **kwargs):
@@ -88,7 +89,7 @@ class AlibiLlamaPreTrainedModel(LlamaPreTrainedModel):
 
 class AlibiLlamaModel(AlibiLlamaPreTrainedModel, LlamaModel):
     def __init__(self, config: AlibiLlamaConfig):
-        # not LlamaModel's: it would build a rotary embedding
+        # not LlamaModel's, which would build a rotary embedding
         PreTrainedModel.__init__(self, config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
@@ -110,8 +111,8 @@ class AlibiLlamaModel(AlibiLlamaPreTrainedModel, LlamaModel):
         inputs_embeds: Tensor | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        """As `LlamaModel.forward`, which takes a mask of four dimensions as it is: here, the one
-        with the bias.
+        """As `LlamaModel.forward`, which uses a four-dimensional mask unchanged: here, the one with
+        the bias.
         """
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
@@ -139,7 +140,7 @@ class AlibiLlamaForCausalLM(AlibiLlamaPreTrainedModel, LlamaForCausalLM):
     """`LlamaForCausalLM` over `AlibiLlamaModel`; `forward` and the sharding plans are inherited."""
 
     def __init__(self, config: AlibiLlamaConfig):
-        # not LlamaForCausalLM's: it would build a LlamaModel
+        # not LlamaForCausalLM's, which would build a LlamaModel
         PreTrainedModel.__init__(self, config)
         self.model = AlibiLlamaModel(config)
         self.vocab_size = config.vocab_size

@@ -12,11 +12,11 @@ of a query and a key that are each computed once per token:
     slack   a(m, n) = <R_m q, q o R_n [t, t]>                 query  q o R_m q       key  R_n [t, t]
     strict  a(m, n) = sum_j t_j |q_j|^2 cos((m - n) theta_j)  query  R_m [|q|^2, 0]  key  R_n [t, 0]
 
-so any attention that takes a query, a key and a value (SDPA, FlashAttention, FlexAttention, paged
-attention) computes CoCA as it stands. Strict depends on m - n only; slack depends on m and n.
+Any attention that takes a query, a key and a value (SDPA, FlashAttention, FlexAttention, paged
+attention) therefore computes CoCA unchanged. Strict depends on m - n only, slack on m and n.
 
-Both square the query, which overflows in float16 where a number of it is above 181. The folded
-query is therefore multiplied by `QUERY_SCALE`, and `CocaAttention.scaling` divides by it.
+Both square the query, which overflows in float16 for entries above 181. The folded query is
+therefore multiplied by `QUERY_SCALE`, and `CocaAttention.scaling` divides by it.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-# exact in every dtype, and its root as well; 1 / sqrt(d) of the widest heads in use, d = 256
+# exact in every dtype, as is its square root; 1 / sqrt(d) for the widest heads in use, d = 256
 QUERY_SCALE = 2.0**-4
 
 
@@ -36,20 +36,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x: (..., m, d); cos, sin: broadcastable to (..., m, j). Returns (..., m, d).
     """
     real, imag = x.chunk(2, dim=-1)
-    # Over whole rows of d and in place: halves of rows, and memory that is new, are what a CPU is
-    # slow at
+    # Work on whole rows of d and in place: a CPU is slow at half rows and at new memory
     swapped = _row(imag, real).to(torch.promote_types(x.dtype, cos.dtype))
     return swapped.mul_(_row(-sin, sin)).addcmul_(x, _row(cos, cos))
 
 
 def own_angles(config, layer_idx: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of a layer's pairs, from those of the model, each (..., j): with angle zero
-    in every second pair, if it is one of `config.coca_partial_rotary_layers`.
+    """The cosines and sines of a layer's pairs, each (..., j), from those of the model.
 
-    Such a pair scores `t_j (q_j^2 + q_{j+d/2}^2)` at every distance; the factor by which YaRN and
-    longrope lengthen rotated pairs does not apply to it, as to the pairs that partial rotary
-    embeddings of transformers leave alone. One that rotates matches contents up to a quarter of its
-    period away: for all but a head's slowest pairs, a small part of a long context.
+    In the layers of `config.coca_partial_rotary_layers`, every second pair has angle zero and
+    scores `t_j (q_j^2 + q_{j+d/2}^2)` at every distance. The factor by which YaRN and longrope
+    lengthen rotated pairs does not apply to it, as in the partial rotary embeddings of
+    transformers. A pair that rotates matches content only up to a quarter of its period away, which
+    is a small part of a long context for all but a head's slowest pairs.
     """
     if layer_idx not in config.coca_partial_rotary_layers:
         return cos, sin
@@ -62,7 +61,7 @@ def _row(first: Tensor, second: Tensor) -> Tensor:
 
 
 def coca_query(q: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
-    """Fold the query's own rotation into it: a dot product with `coca_key` is `QUERY_SCALE` times
+    """Fold the query's own rotation into it. The dot product with `coca_key` is `QUERY_SCALE` times
     the CoCA score.
 
     slack: `q o R_m q` (eq. 10 without the constraint of eq. 11); strict: `R_m [|q|^2, 0]` (eq. 9,
@@ -72,7 +71,7 @@ def coca_query(q: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
     """
     q = q * QUERY_SCALE**0.5  # before it is squared
     if constraint == "slack":
-        # in this order: memory is laid out as that of the first, (b, h, m, d)
+        # in this order, because the result takes the memory layout of the first, (b, h, m, d)
         return rotate(q, cos, sin) * q
     real, imag = q.chunk(2, dim=-1)
     energy = real.square() + imag.square()
@@ -91,8 +90,8 @@ def coca_key(t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
 
 
 def unit_key(cos: Tensor, sin: Tensor, constraint: str) -> Tensor:
-    """The key of coefficients 1, `R_n [1, 1]` (slack) or `R_n [1, 0]` (strict), which all heads
-    share: (b, 1, n, 2, j).
+    """The key for coefficients of 1, `R_n [1, 1]` (slack) or `R_n [1, 0]` (strict). All heads share
+    it. Returns (b, 1, n, 2, j).
     """
     return torch.stack((cos - sin, cos + sin) if constraint == "slack" else (cos, sin), dim=-2)
 
@@ -105,24 +104,24 @@ def scaled_key(t: Tensor, unit: Tensor) -> Tensor:
 def plain_fold(
     q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str
 ) -> tuple[Tensor, Tensor]:
-    """Query (b, h, m, d) and key (b, g, m, d) of ordinary attention; arguments as `coca_query` and
-    `coca_key` take.
+    """Query (b, h, m, d) and key (b, g, m, d) of ordinary attention, from the arguments of
+    `coca_query` and `coca_key`.
     """
     return coca_query(q, cos, sin, constraint), coca_key(t, cos, sin, constraint)
 
 
-# by type of device: what computes the same faster, as coca_hf.kernels has it
+# type of device -> a faster implementation of `plain_fold`, registered by coca_hf.kernels
 FOLDS: dict[str, Callable] = {}
 
 
 def fold(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str) -> tuple[Tensor, Tensor]:
-    """`plain_fold`, by the fastest means that this machine has."""
+    """`plain_fold`, by the fastest implementation for the device."""
     return FOLDS.get(q.device.type, plain_fold)(q, t, cos, sin, constraint)
 
 
 def layer_types(config) -> list[str]:
-    """`full_attention` or `sliding_attention` of every layer, by the rule that transformers' caches
-    follow.
+    """The kind of every layer, `full_attention` or `sliding_attention`, by the rule that
+    transformers' caches follow.
     """
     if getattr(config, "layer_types", None):
         return config.layer_types
@@ -133,7 +132,7 @@ def layer_types(config) -> list[str]:
 def by_head(x: Tensor, width: int) -> Tensor:
     """(b, m, heads * width) as (b, heads, m, width).
 
-    Raises ValueError where tensor parallelism has split a head.
+    Raises ValueError if tensor parallelism has split a head.
     """
     if x.shape[-1] % width:
         raise ValueError(
@@ -145,12 +144,12 @@ def by_head(x: Tensor, width: int) -> Tensor:
 
 
 class CocaAttention(nn.Module):
-    """Causal self-attention whose key is collinear with the query (section 2.3); takes the place of
+    """Causal self-attention whose key is collinear with the query (section 2.3); it replaces
     `LlamaAttention`.
 
     `t_proj` has half the rows of the `k_proj` it replaces, one coefficient per rotary pair. The
     paper's full-width projection, averaged over each pair, is the same function: the mean is
-    linear, so it folds into the weight. A family that makes queries or coefficients in another way
+    linear, so it folds into the weight. A family that computes queries or coefficients differently
     overrides `queries` or `coefficients`.
     """
 
@@ -212,9 +211,9 @@ class CocaAttention(nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx, t=t, angles=(cos, sin))
 
-        # vLLM reads this source: one call, to a local assigned from get_interface, with
+        # vLLM parses this source: it expects one call, to a local assigned from get_interface, with
         # scaling=self.scaling. The cache is for the attention `coca` of coca_hf.kernels, which
-        # makes keys from t; the others ignore it.
+        # computes keys from t; other attentions ignore it.
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -236,7 +235,7 @@ class CocaAttention(nn.Module):
 class KeptAttention(CocaAttention):
     """The original's own attention, with rotary embedding, in a layer of `config.coca_kept_layers`.
 
-    Instead of the coefficients t come keys (b, g, m, d), which caches hold rotated and at full
+    `coefficients` returns keys (b, g, m, d) instead of t; caches hold them rotated and at full
     width.
     """
 

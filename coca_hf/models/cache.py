@@ -1,7 +1,7 @@
-"""The half-width key cache: the coefficients t are stored, and made into keys when they are read.
+"""The half-width key cache stores the coefficients t and computes keys when they are read.
 
 A key follows from its t, which is half as wide, and from its position's angles, which all layers
-share. Keys and values together then take 75% of what LLaMA's take. Letters: see `attention.py`.
+share. Keys and values together take 75% of LLaMA's bytes. Letters: see `attention.py`.
 """
 
 import weakref
@@ -27,9 +27,9 @@ ROOM = 256  # tokens
 class HalfWidth(Cache):
     """A cache whose layers hold t (b, g, n, j), after its ReLU, in place of keys (b, g, n, d).
 
-    Behind the model's own, `layers` gets one for every device that the model is on, with the angles
-    of all positions, cos and sin (b, 1, n, j): whatever is done to the cache (reorder, crop,
-    repeat, select, reset) is done to them.
+    After the model's own layers, `layers` has one more for every device, with the angles of all
+    positions, cos and sin (b, 1, n, j). Whatever is done to the cache (reorder, crop, repeat,
+    select, reset) is then done to them as well.
     """
 
     def hold_angles(self, config, new_layer: Callable[[], CacheLayerMixin]) -> None:
@@ -49,10 +49,10 @@ class HalfWidth(Cache):
         """Store the new `t` (b, g, m, j) and `value_states` (b, g, m, d); return all keys and
         values of the layer.
 
-        angles: cos and sin of the new positions, (b or 1, 1, m, j). key_states: the keys they make,
-        (b, g, m, d). For the attention `coca`, which makes its own keys, all t instead of all keys.
-        A kept layer, whose t are keys, (b, g, m, d), before their rotation, has its `key_states`
-        stored as they are.
+        angles: cos and sin of the new positions, (b or 1, 1, m, j). key_states: the new keys,
+        (b, g, m, d). The attention `coca`, which computes its own keys, gets all t instead of all
+        keys. The t of a kept layer are keys before rotation, (b, g, m, d); its `key_states` are
+        stored unchanged.
         """
         if self.first_layers.setdefault(t.device, layer_idx) == layer_idx:
             if t.device not in self.angles:
@@ -69,18 +69,18 @@ class HalfWidth(Cache):
         return self.keys_of(t, layer_idx), value
 
     def keys_of(self, t: Tensor, layer_idx: int) -> Tensor:
-        """Keys (b, g, n, d) of all `t` of a layer."""
+        """Keys (b, g, n, d) for all `t` of a layer."""
         return scaled_key(t, self.unit_keys(t.device, layer_idx)[..., -t.shape[-2] :, :, :])
 
     def unit_keys(self, device: torch.device, layer_idx: int) -> Tensor:
-        """Keys of coefficients 1 at all positions, (b, 1, n, 2, j)."""
+        """Keys for coefficients of 1 at all positions, (b, 1, n, 2, j)."""
         held = self.angles[device]
         angles = own_angles(self.config, layer_idx, held.keys, held.values)
         return unit_key(*angles, self.config.coca_constraint)
 
     def angles_of(self, t: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, each (b, 1, n, j), of all `t` of a layer: the last n where a window
-        slides.
+        """Cosines and sines, each (b, 1, n, j), for all `t` of a layer, which are the last n under
+        a sliding window.
         """
         held, n = self.angles[t.device], t.shape[-2]
         angles = held.keys[..., -n:, :], held.values[..., -n:, :]
@@ -92,16 +92,16 @@ class CocaCache(HalfWidth, DynamicCache):
 
     def __init__(self, config, **kwargs):
         super().__init__(config=config, **kwargs)
-        if not self.offloading:  # which would leave the room where the layer was
+        if not self.offloading:  # offloading moves a layer, but not its room
             self.layers: list[CacheLayerMixin] = [
                 RoomyLayer() if type(layer) is DynamicLayer else layer for layer in self.layers
             ]
         self.hold_angles(config, RoomyLayer)
-        # the cosines that `unit_keys` were made of, and they
+        # the cosines that the unit keys were computed from, and the unit keys
         self.held_unit_keys: dict[tuple[torch.device, bool], tuple[Tensor, Tensor]] = {}
 
     def unit_keys(self, device: torch.device, layer_idx: int) -> Tensor:
-        """Made once for all layers of a device that rotate alike."""
+        """Computed once for all layers of a device that rotate alike."""
         cos = self.angles[device].keys
         kind = device, layer_idx in self.config.coca_partial_rotary_layers
         if kind not in self.held_unit_keys or self.held_unit_keys[kind][0] is not cos:
@@ -109,15 +109,15 @@ class CocaCache(HalfWidth, DynamicCache):
         return self.held_unit_keys[kind][1]
 
     def prefetch(self, layer_idx: int, *args, **kwargs) -> None:
-        """Fetch a layer that was offloaded; after the last comes the first, not the angles, which
-        are never away.
+        """Fetch an offloaded layer. After the last layer comes the first, not the angles, which are
+        never offloaded.
         """
         super().prefetch(layer_idx % (len(self.layers) - len(self.angles)), *args, **kwargs)
 
 
 class RoomyLayer(DynamicLayer):
-    """A `DynamicLayer` that writes a new token behind the others, where the stock one copies them
-    all to add it.
+    """A `DynamicLayer` that writes a new token after the others; the stock layer copies all of them
+    to add one.
     """
 
     keys: Tensor
@@ -138,19 +138,19 @@ class RoomyLayer(DynamicLayer):
 
 
 class Room:
-    """Appends to a tensor (b, g, n, width), in the memory behind it where that is its own."""
+    """Appends to a tensor (b, g, n, width), in the memory after it if that is its own."""
 
     def __init__(self):
         self.capacity = 0  # tokens
-        # a weak reference: memory goes with the layer's tensor
+        # a weak reference, so memory is freed with the layer's tensor
         self.filled: Callable[[], Tensor | None] = lambda: None
 
     def __reduce__(self):
         return Room, ()  # a copy of a cache has no room yet
 
     def append(self, held: Tensor, new: Tensor) -> Tensor:
-        """`torch.cat((held, new), -2)`; all is copied once in `ROOM` tokens, and where beams, say,
-        replaced `held`.
+        """`torch.cat((held, new), -2)`. Everything is copied once in `ROOM` tokens, and when
+        something else, such as beam search, has replaced `held`.
         """
         b, g, n, width = held.shape
         length = n + new.shape[-2]

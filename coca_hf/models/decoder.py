@@ -3,7 +3,7 @@
 transformers derives its Mistral, Qwen2 and Qwen3 from its LLaMA; here, too, the shell of every
 family (embedding, final norm, language head, loss, flags) is LLaMA's. A family's file adds its
 configuration, its attention and its layer. The families' files and this one travel inside
-checkpoints, so that those load with `trust_remote_code=True` without coca_hf. Letters: see
+checkpoints, which therefore load with `trust_remote_code=True` without coca_hf. Letters: see
 `attention.py`.
 """
 
@@ -53,17 +53,21 @@ class CocaConfig(PreTrainedConfig):
     `coca_kept_layers`: numbers, from 0, of the layers that keep the original's attention
     (`KeptAttention`).
 
-    `coca_partial_rotary_layers`: numbers of the CoCA layers in which every second rotary pair has
-    angle zero and matches contents at any distance (`own_angles`).
+    `coca_kept_window`: tokens that a kept layer attends to, the query's own included; None for all
+    of them. `sliding_window` and `layer_types`, which caches, masks and vLLM read, follow from it.
 
-    Comes after the family's own configuration among the bases, so that the family's defaults win.
+    `coca_partial_rotary_layers`: numbers of the CoCA layers in which every second rotary pair has
+    angle zero and matches content at any distance (`own_angles`).
+
+    List it after the family's own configuration among the bases, so the family's defaults win.
     """
 
-    # save_pretrained copies the modelling files, as register_for_auto_class makes it do
+    # makes save_pretrained copy the modelling files, as register_for_auto_class would
     _auto_class = "AutoConfig"
 
     coca_constraint: Literal["slack", "strict"] = "slack"
     coca_kept_layers: list[int] = field(default_factory=list)
+    coca_kept_window: int | None = None
     coca_partial_rotary_layers: list[int] = field(default_factory=list)
 
     @property
@@ -73,11 +77,17 @@ class CocaConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         if (self.rope_parameters or {}).get("rope_type") == "default":
-            # Written by coca-convert --ntk-length; transformers would warn of it at every load
+            # coca-convert --ntk-length writes it, and transformers would warn of it at every load
             self.ignore_keys_at_rope_validation = {"original_max_position_embeddings"}
         super().__post_init__(**kwargs)
         if self.coca_kept_layers:
             self.base_model_tp_plan = kept_plan(self.base_model_tp_plan)  # type: ignore[has-type]
+        if self.coca_kept_window is not None:
+            self.sliding_window = self.coca_kept_window
+            self.layer_types = [
+                "sliding_attention" if self.has_kept_window(layer) else "full_attention"
+                for layer in range(self.num_hidden_layers)
+            ]
         file, family = (
             self.model_type.removeprefix("coca_"),
             type(self).__name__.removesuffix("Config"),
@@ -90,9 +100,19 @@ class CocaConfig(PreTrainedConfig):
             "AutoModelForTokenClassification": f"{file}.{family}ForTokenClassification",
         }
 
+    def has_kept_window(self, layer: int) -> bool:
+        return self.coca_kept_window is not None and layer in self.coca_kept_layers
+
+    def to_dict(self) -> dict[str, Any]:
+        """As transformers', without what follows from `coca_kept_window`."""
+        fields = super().to_dict()
+        if self.coca_kept_window is not None:
+            del fields["sliding_window"], fields["layer_types"]
+        return fields
+
     def validate_sizes(self):
-        """Called by `@strict`. Raises ValueError for a model without numbers, and for heads that
-        cannot be grouped.
+        """Called by `@strict`. Raises ValueError for a size below 1, and for heads that cannot be
+        grouped.
         """
         sizes = (
             "vocab_size",
@@ -111,8 +131,9 @@ class CocaConfig(PreTrainedConfig):
             )
 
     def validate_layers(self):
-        """Called by `@strict`. Raises ValueError for layers that are not there, for one that is
-        named twice, and for one that is both kept and partially rotated.
+        """Called by `@strict`. Raises ValueError for layers that do not exist, that are named
+        twice, or that are both kept and partially rotated, and for a window of no tokens or no
+        layers.
         """
         last = self.num_hidden_layers - 1
         for name in ("coca_kept_layers", "coca_partial_rotary_layers"):
@@ -121,6 +142,12 @@ class CocaConfig(PreTrainedConfig):
                 raise ValueError(
                     f"{name} is {layers}, expected different numbers of layers, from 0 to {last}"
                 )
+        window = self.coca_kept_window
+        if window is not None and (window < 1 or not self.coca_kept_layers):
+            raise ValueError(
+                f"coca_kept_window is {window} beside coca_kept_layers {self.coca_kept_layers}, "
+                "expected at least 1 token, and layers that are kept"
+            )
         if both := {*self.coca_kept_layers} & {*self.coca_partial_rotary_layers}:
             raise ValueError(
                 f"coca_partial_rotary_layers has {sorted(both)}, which coca_kept_layers has, too; "
@@ -128,7 +155,7 @@ class CocaConfig(PreTrainedConfig):
             )
 
     def validate_pairs(self):
-        """Called by `@strict`. Raises ValueError where the rotated dimensions do not make pairs."""
+        """Called by `@strict`. Raises ValueError if the rotated dimensions do not form pairs."""
         if self.head_dim % 2:
             raise ValueError(
                 f"head_dim is {self.head_dim}, expected an even number: rotary embedding "
@@ -152,9 +179,7 @@ def t_plan(plan: Mapping[str, str]) -> dict[str, str]:
 
 
 def kept_plan(plan: Mapping[str, str]) -> dict[str, str]:
-    """A CoCA model's tensor-parallel plan, with the keys of kept layers and their norms beside what
-    it has.
-    """
+    """A CoCA model's tensor-parallel plan, with the keys of kept layers and their norms added."""
     keys = {
         name.replace("t_proj", "k_proj").replace("q_norm", "k_norm"): style
         for name, style in plan.items()
@@ -171,7 +196,7 @@ class CocaDecoderLayer(LlamaDecoderLayer):
     norm_class: type[nn.Module] = LlamaRMSNorm
 
     def __init__(self, config: CocaConfig, layer_idx: int):
-        # not LlamaDecoderLayer's: it would build the attention twice
+        # not LlamaDecoderLayer's, which would build the attention twice
         GradientCheckpointingLayer.__init__(self)
         self.hidden_size = config.hidden_size
         is_kept = layer_idx in config.coca_kept_layers
@@ -214,7 +239,7 @@ class CocaModel(CocaPreTrainedModel):
         self.post_init()
 
     def last_norm(self, config: CocaConfig) -> nn.Module:
-        """The norm after the last layer, which is of the kind that the layers have."""
+        """The norm after the last layer, of the same kind as those of the layers."""
         return self.layer_class.norm_class(config.hidden_size, eps=config.rms_norm_eps)
 
     @merge_with_config_defaults
@@ -231,14 +256,17 @@ class CocaModel(CocaPreTrainedModel):
         left_padding: Tensor | int | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        """As `LlamaModel.forward`, with `rope_length`: the total length that fixes the angles of
-        dynamic NTK, longrope.
+        """As `LlamaModel.forward`, with two more arguments.
 
-        Where `position_ids` is absent it is counted from a 2-d `attention_mask`, because the slack
-        score depends on absolute positions: padding must not move them. Under dynamic NTK and
-        longrope a cache keeps the `rope_length` it was begun with; ValueError for another one, or
-        where none was planned (`planned_length`). A row that is padded on the left has its padding
-        less: `left_padding`, (b,), counted from a 2-d mask by default.
+        rope_length: the total length that fixes the angles of dynamic NTK and longrope. A cache
+        keeps the `rope_length` that it began with. left_padding: (b,), the padding on the left of
+        each row, which does not count towards its length; by default it is counted from a 2-d mask.
+
+        If `position_ids` is absent, it is counted from a 2-d `attention_mask`, because the slack
+        score depends on absolute positions, which padding must not move.
+
+        Raises ValueError for another `rope_length` than that of the cache, or if it has none
+        (`planned_length`).
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(
@@ -282,7 +310,7 @@ class CocaModel(CocaPreTrainedModel):
         )
 
     def before_layers(self, inputs_embeds: Tensor) -> Tensor:
-        """What a family does to the embeddings, (b, m, hidden); nothing unless it says so."""
+        """What a family does to the embeddings, (b, m, hidden); nothing by default."""
         return inputs_embeds
 
     def causal_masks(
@@ -308,7 +336,7 @@ class CocaModel(CocaPreTrainedModel):
 def positions(
     inputs_embeds: Tensor, attention_mask: Tensor | dict[str, Tensor] | None, past_len: int
 ) -> Tensor:
-    """Positions of the new tokens, (b or 1, m): tokens before them in the row, padding not counted."""
+    """Positions of the new tokens, (b or 1, m): tokens before them in the row, without padding."""
     new_len = inputs_embeds.shape[1]
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
         return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past_len : past_len + new_len]
@@ -316,7 +344,7 @@ def positions(
 
 
 def padding_on_the_left(attention_mask: Tensor | dict[str, Tensor] | None) -> Tensor | int:
-    """Tokens before the first that a 2-d mask lets through, (b,); none where there is no such mask."""
+    """Tokens before the first that a 2-d mask lets through, (b,); 0 without such a mask."""
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
         return (attention_mask.long().cumsum(-1) == 0).sum(-1)
     return 0
@@ -325,18 +353,18 @@ def padding_on_the_left(attention_mask: Tensor | dict[str, Tensor] | None) -> Te
 def planned_length(
     cache: Cache, asked: int | None, new_len: int | None, trained_len: int
 ) -> int | None:
-    """The `rope_length` of the next tokens of `cache`, which is noted on it: keys that are there
-    keep their angles.
+    """The `rope_length` for the next tokens of `cache`, which is noted on the cache, because cached
+    keys keep their angles.
 
-    asked: the caller's, if any. new_len: how many tokens come; None where only the caller knows
-    their positions. Up to the trained length every plan has the same angles, so that none is
-    shorter, and a cache without one holds it.
+    asked: the caller's, if any. new_len: the number of new tokens; None if only the caller knows
+    their positions. Up to the trained length all plans have the same angles, so no plan is shorter
+    than that, and an empty cache without a plan gets it.
 
-    Raises ValueError where the keys that are there have other angles, or nobody knows which.
+    Raises ValueError if the cached keys have other angles, or unknown ones.
     """
     noted = getattr(cache, "rope_length", None)
     asked = None if asked is None else max(asked, trained_len)
-    # first: a compiled graph would break at the length of a static cache
+    # checked first, because reading the length of a static cache would break a compiled graph
     if asked is not None and asked == noted:
         return asked
     total_len = None if new_len is None else int(cache.get_seq_length()) + new_len
@@ -367,7 +395,7 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
     model_class: type[CocaModel]
 
     def __init__(self, config: CocaConfig):
-        # not LlamaForCausalLM's: it would build a LlamaModel
+        # not LlamaForCausalLM's, which would build a LlamaModel
         PreTrainedModel.__init__(self, config)
         self.model = self.model_class(config)
         self.vocab_size = config.vocab_size
@@ -393,10 +421,10 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
         rope_length: int | None = None,
         **kwargs,
     ) -> dict:
-        """As transformers', with `rope_length`, which `generate` takes and hands on to `forward`."""
+        """As transformers', with `rope_length`, which `generate` passes on to `forward`."""
         kwargs |= {"inputs_embeds": inputs_embeds, "attention_mask": attention_mask}
         inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
-        if rope_length is not None:  # counted here: of the masks of a static cache it cannot be
+        if rope_length is not None:  # counted here, because a static cache's masks do not show it
             inputs |= {
                 "rope_length": rope_length,
                 "left_padding": padding_on_the_left(attention_mask),
@@ -406,13 +434,13 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
-        """Half-width keys unless another cache is asked for; the angles fixed for the whole
+        """Use half-width keys unless another cache is asked for, and fix the angles for the whole
         generation.
 
-        Cached keys keep the angles they were made with, so these are those of `rope_length`, the
-        planned total length: the one passed to `generate`, that of the cache passed to it, or
-        prompt and new tokens. Raises ValueError where more is asked for than was planned, and for a
-        cache that was made without a plan.
+        Cached keys keep the angles they were computed with, so all keys have those of
+        `rope_length`, the planned total length: the one passed to `generate`, that of the cache
+        passed to it, or prompt and new tokens. Raises ValueError if more tokens are asked for than
+        were planned, and for a cache without a plan.
         """
         given = model_kwargs.get("past_key_values")
         super()._prepare_cache_for_generation(
@@ -447,8 +475,8 @@ class CocaForCausalLM(CocaPreTrainedModel, LlamaForCausalLM):
             cache.rope_length = planned
 
     def _get_candidate_generator(self, *args, model_kwargs, assistant_model=None, **kwargs):
-        """As transformers', which hands what `generate` got on to the assistant: a plain one takes
-        no `rope_length`.
+        """As transformers', which passes the arguments of `generate` on to the assistant, but
+        without `rope_length` if the assistant does not accept it.
         """
         if assistant_model is not None:
             understood = inspect.signature(assistant_model.prepare_inputs_for_generation).parameters
@@ -465,7 +493,7 @@ def classifiers(base: type[CocaPreTrainedModel], model: type[CocaModel]) -> tupl
     """A family's models with transformers' heads for sequences and for tokens, over its `model`.
 
     base: the family's `PreTrainedModel`. All three are registered with transformers' Auto classes:
-    the heads build their model with `AutoModel`, also where this code came with a checkpoint.
+    the heads build their model with `AutoModel`, even if this code came with a checkpoint.
     """
     config, family = model.config_class, model.__name__.removesuffix("Model")
     AutoModel.register(config, model)

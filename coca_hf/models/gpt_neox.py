@@ -1,18 +1,18 @@
 """GPT-NeoX (Pythia, the paper's 350M models) with Collinear Constrained Attention.
 
-Two things differ from a GPT-NeoX checkpoint, and conversion sees to both:
+Two things differ from a GPT-NeoX checkpoint, and conversion handles both:
 
 - the fused `query_key_value` is split into `q_proj`, `t_proj` and `v_proj`, and modules have
   LLaMA's names;
-- where only the first part of a head is rotated (`rotary_pct` below 1), the rows of a query head
-  are put in the order rotated first halves, unrotated first halves, rotated second halves,
+- if only the first part of a head is rotated (`rotary_pct` below 1), the rows of a query head are
+  reordered: rotated first halves, unrotated first halves, rotated second halves,
   unrotated second halves. Then pair j of a head is `(x[j], x[j + d/2])` throughout, the rotated
   pairs are GPT-NeoX's own, which lie inside the rotated part, and the others are pairs of angle
   zero, whose score `t_j (q_j^2 + q_{j+d/2}^2)` does not depend on positions.
 
-The released code pairs `t` over the whole head and the rotation over its rotated part, so that with
-`rotary_pct` below 1 the two of a pair share no coefficient: collinearity is lost. With `rotary_pct`
-1, the paper's, both are one function.
+The released code pairs `t` over the whole head and the rotation over its rotated part. With
+`rotary_pct` below 1, the two halves of a rotated pair then have different coefficients, and
+collinearity is lost. With the paper's `rotary_pct` of 1, both are the same function.
 """
 
 from huggingface_hub.dataclasses import strict

@@ -1,5 +1,5 @@
-"""Granite with Collinear Constrained Attention: LLaMA with four factors of its configuration, on
-embeddings, scores, what layers add, and logits.
+"""Granite with Collinear Constrained Attention: LLaMA with four factors from its configuration, on
+embeddings, scores, residual branches and logits.
 """
 
 from huggingface_hub.dataclasses import strict

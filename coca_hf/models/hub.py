@@ -1,4 +1,4 @@
-"""What `push_to_hub` of a CoCA model sends besides: its card, its records, its licence."""
+"""What `push_to_hub` of a CoCA model sends besides the weights: card, records and licence."""
 
 import glob
 import json
@@ -12,16 +12,16 @@ from transformers.utils.hub import PushToHubMixin
 
 CARD = "README.md"
 RECORDS = ("conversion.json", "training.json")
-# they go where the weights go
+# these go wherever the weights go
 LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "USE_POLICY.md", "NOTICE")
 
 
 class PushesItsCard(PushToHubMixin):
     """A model whose repository gets card, records and licence of its checkpoint.
 
-    A card that the repository has stays. A pull request (`create_pr`) gets none of them: the
-    repository is somebody else's. A model that was not loaded from a checkpoint on this machine has
-    none.
+    A card that the repository already has stays. A pull request (`create_pr`) gets none of them,
+    because the repository is somebody else's. A model that was not loaded from a local checkpoint
+    has none.
     """
 
     def _upload_modified_files(
@@ -34,9 +34,8 @@ class PushesItsCard(PushToHubMixin):
         revision: str | None = None,
         **rest,
     ):
-        """As in transformers.
-
-        It has put the main branch's card into `working_dir`, or one that says nothing.
+        """As in transformers, which has put the main branch's card, or an empty one, into
+        `working_dir`.
         """
         staged = Path(working_dir)
         if not create_pr:
@@ -51,7 +50,7 @@ class PushesItsCard(PushToHubMixin):
         )
 
     def _checkpoint(self) -> Path | None:
-        """The directory that the model was loaded from; None where it came from elsewhere."""
+        """The directory that the model was loaded from; None if it came from elsewhere."""
         config = Path(self.name_or_path, "config.json")
         if not self.name_or_path or not config.is_file():
             return None
@@ -60,7 +59,7 @@ class PushesItsCard(PushToHubMixin):
 
 
 def _card(repo_id: str, revision: str | None, token, checkpoint: Path | None) -> Path | None:
-    """The card for this upload where it is another than transformers takes."""
+    """The card for this upload; None if it is the one that transformers takes."""
     if revision and file_exists(repo_id, CARD, revision=revision, token=token):
         return Path(hf_hub_download(repo_id, CARD, revision=revision, token=token))
     if checkpoint and (checkpoint / CARD).is_file() and not file_exists(repo_id, CARD, token=token):
@@ -69,7 +68,7 @@ def _card(repo_id: str, revision: str | None, token, checkpoint: Path | None) ->
 
 
 def _add_card(card_file: Path, place: Path) -> None:
-    """Put the card at `place`, with the tags of the one there, which `push_to_hub` was given."""
+    """Put the card at `place`, with the tags of the card there, which `push_to_hub` was given."""
     card, tags = ModelCard.load(card_file), ModelCard.load(place).data.tags
     if tags:
         card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *tags]))
@@ -87,11 +86,12 @@ def _add_records(checkpoint: Path, staged: Path) -> None:
 
 
 def without_paths(value: Any) -> Any:
-    """A record that may leave this machine: paths and globs of local files become their last part.
+    """A record without local paths, which may leave this machine: paths and globs of local files
+    are cut to their last part.
 
-    value: strings, numbers, lists and dicts. Ids on the hub stay, in dicts that are `on_hub` and
-    under `base` whatever they are. A relative path is told from an id by the files that it finds,
-    so that this has to run in the directory that it is relative to.
+    value: strings, numbers, lists and dicts. Hub ids stay: everything in a dict that is `on_hub`,
+    and everything under `base`. A relative path is told from an id by the files that it matches, so
+    call this in the directory that the path is relative to.
     """
     if isinstance(value, dict):
         if value.get("on_hub"):

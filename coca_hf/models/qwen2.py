@@ -23,7 +23,7 @@ from .decoder import (
 class CocaQwen2Config(Qwen2Config, CocaConfig):
     model_type = "coca_qwen2"
     base_model_tp_plan = t_plan(Qwen2Config.base_model_tp_plan)
-    attention_bias = True  # on q, t and v; no field of Qwen2's
+    attention_bias = True  # on q, t and v; Qwen2 has no field for it
 
     # some checkpoints set it, and Qwen2Attention reads it
     head_dim: int | None = None  # type: ignore[assignment]

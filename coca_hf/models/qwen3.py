@@ -1,10 +1,10 @@
-"""Qwen3 with Collinear Constrained Attention: the query keeps its per-head norm, the coefficients
-have none.
+"""Qwen3 with Collinear Constrained Attention: the query keeps its per-head norm, and the
+coefficients have none.
 
-Qwen3 divides the query and the key of every head by their root mean square over d, so that scores
-stay bounded however the projections grow; signs then tell keys apart. CoCA's coefficients have
-none: how much a token is attended to is in how large its t are, and a norm over them would take
-just that away. So the key norm goes, its weight into W_T:
+Qwen3 divides the query and the key of every head by their root mean square over d. Scores then stay
+bounded however the projections grow, and signs tell keys apart. CoCA's coefficients have no signs:
+how much attention a token gets is in the size of its t, which a norm would remove. Conversion
+therefore drops the key norm and folds its weight into W_T:
 
     t = ReLU(W_T x),  W_T = scale * fold(key norm's weight o W_K)
 

@@ -1,6 +1,6 @@
 """CoCA as the paper writes it: a contraction of three operands, for teaching, tests and comparison.
 
-It stores every score (h * m * n per sequence), so it is slow and hungry for memory; the models
+It stores every score (h * m * n per sequence), so it is slow and needs much memory; the models
 compute the same numbers with `attention.coca_query` and `attention.coca_key`. Letters: see
 `attention.py`. This file needs opt_einsum and does not travel inside checkpoints.
 """
@@ -41,8 +41,8 @@ def coca_scores(q: Tensor, t: Tensor, cos: Tensor, sin: Tensor, constraint: str)
 
 
 class ReferenceCocaAttention(CocaAttention):
-    """`CocaAttention` by the three-operand contraction. Full sequences only: no cache, and eager
-    masks.
+    """`CocaAttention` by the three-operand contraction, for full sequences only, without a cache
+    and with eager masks.
     """
 
     def forward(
@@ -79,9 +79,9 @@ def use_reference_(model: PreTrainedModel) -> PreTrainedModel:
     """Make a CoCA model compute its attention by the three-operand contraction, in place; returns
     the model.
 
-    Kept layers stay as they are, which is plain attention.
+    Kept layers keep their plain attention.
 
-    Raises ValueError where the model has no CoCA attention.
+    Raises ValueError if the model has no CoCA attention.
     """
     attentions = [module for module in model.modules() if isinstance(module, CocaAttention)]
     layers = [layer for layer in attentions if not isinstance(layer, KeptAttention)]
@@ -93,7 +93,7 @@ def use_reference_(model: PreTrainedModel) -> PreTrainedModel:
     model.set_attn_implementation("eager")
     model.config.use_cache = False
     for layer in layers:
-        # before the family's class, which keeps its `project`
+        # listed before the family's class, whose `project` it uses
         if not isinstance(layer, ReferenceCocaAttention):
             bases = (ReferenceCocaAttention, type(layer))
             layer.__class__ = type(f"Reference{type(layer).__name__}", bases, {})

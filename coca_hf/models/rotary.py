@@ -1,9 +1,8 @@
-"""Rotary position angles, as a function of the positions at hand and nothing else. Letters: see
-`attention.py`.
+"""Rotary angles as a function of the given positions and nothing else. Letters: see `attention.py`.
 
-The stock module keeps the base of the longest sequence it has seen, so that a short prompt after a
-long one, or beside one in its batch, gets the wrong angles. Here every sequence has the base of its
-own length, packed in one row or not.
+The stock module keeps the base of the longest sequence it has seen, so a short prompt after a long
+one, or beside one in its batch, gets the wrong angles. Here every sequence has the base of its own
+length, whether or not it shares a row with others.
 """
 
 import torch
@@ -22,8 +21,8 @@ def ntk_base(base: float, factor: float, seq_len, trained_len: int, head_dim: in
 
     base * (factor * seq_len / trained_len - (factor - 1)) ^ (d / (d - 2)), the form that
     transformers and the paper's released code use. `seq_len` and the result are numbers, or tensors
-    of one shape. Where d is 2, `base` itself: the angle of a single pair is that of position,
-    whatever the base.
+    of one shape. For d = 2 the result is `base`, because the angle of a single pair does not depend
+    on it.
     """
     stretch = factor * seq_len / trained_len - (factor - 1)
     stretch = stretch.clamp(min=1.0) if isinstance(stretch, Tensor) else max(stretch, 1.0)
@@ -31,7 +30,7 @@ def ntk_base(base: float, factor: float, seq_len, trained_len: int, head_dim: in
 
 
 def rotary_dim(config) -> int:
-    """How many of a head's dimensions are rotated; fewer than `head_dim` where rotation is partial
+    """How many of a head's dimensions are rotated; fewer than `head_dim` if rotation is partial
     (GPT-NeoX).
     """
     return int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
@@ -50,7 +49,7 @@ def unscaled_len(config) -> int:
 def sequence_lengths(position_ids: Tensor) -> Tensor:
     """The length of each token's sequence, (b, m): its last position + 1.
 
-    A row whose positions fall has several sequences.
+    A row holds several sequences if its positions decrease.
     """
     sequence = (position_ids.diff(dim=-1, prepend=position_ids[:, :1]) < 0).cumsum(-1)
     last = torch.zeros_like(position_ids).scatter_reduce(-1, sequence, position_ids, "amax")
@@ -58,7 +57,7 @@ def sequence_lengths(position_ids: Tensor) -> Tensor:
 
 
 def one_row_error(engine: str, rope_type: str) -> str:
-    """Why an engine that computes many sequences as one row cannot run a RoPE type, and what to do."""
+    """Why an engine that joins sequences in one row cannot run a RoPE type, and what to do."""
     return (
         f"config.rope_parameters: got rope_type {rope_type!r}, whose angles depend on each "
         f"sequence's length; {engine} computes many sequences as one row; bake one base in with "
@@ -69,10 +68,10 @@ def one_row_error(engine: str, rope_type: str) -> str:
 class CocaRotaryEmbedding(nn.Module):
     """cos and sin of every pair's angle, for the RoPE types in `SUPPORTED_ROPE_TYPES`.
 
-    Where rotation is partial, the pairs that are not rotated come last, with cos 1 and sin 0.
+    If rotation is partial, the unrotated pairs come last, with cos 1 and sin 0.
 
-    Raises ValueError for another type, and under vLLM, which computes many sequences as one row,
-    for one whose angles depend on a row's length.
+    Raises ValueError for any other type, and under vLLM, which computes many sequences as one row,
+    for a type whose angles depend on a sequence's length.
     """
 
     inv_freq: Tensor
@@ -94,8 +93,8 @@ class CocaRotaryEmbedding(nn.Module):
             self.register_buffer(name, inv_freq, persistent=False)  # (rotated pairs,)
 
     def _apply(self, fn, recurse: bool = True):
-        """Move with the model, but stay float32: in 16 bits, as of `model.half()`, far positions
-        have other angles.
+        """Move with the model, but stay float32: 16-bit frequencies, as after `model.half()`, give
+        far positions wrong angles.
         """
         before = dict(self.named_buffers())
         super()._apply(fn, recurse)
@@ -106,8 +105,8 @@ class CocaRotaryEmbedding(nn.Module):
         return self
 
     def initial_buffers(self) -> dict[str, Tensor]:
-        """The angle per position of every rotated pair, at the trained length; for longrope past it,
-        too.
+        """The angle per position of every rotated pair at the trained length, and for longrope also
+        past it.
         """
         buffers = {"inv_freq": self._rope()[0]}
         if self.rope_type == "longrope":
@@ -130,9 +129,9 @@ class CocaRotaryEmbedding(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each (b, m, j), in the dtype of `x`.
 
-        position_ids: (b, m). rope_length: for decoding with a cache, the length that fixes the base
-        of dynamic NTK, or the factors of longrope, for all rows or, (b,), for each; by default each
-        sequence's last position + 1.
+        position_ids: (b, m). rope_length: the length that fixes the base of dynamic NTK or the
+        factors of longrope when decoding with a cache, for all rows, or (b,) for each; by default
+        each sequence's last position + 1.
         """
         inv_freq = self.inv_freq.float()
         if self.rope_type in LENGTH_DEPENDENT_ROPE_TYPES:
@@ -146,7 +145,7 @@ class CocaRotaryEmbedding(nn.Module):
             inv_freq = by_length(seq_len)  # (b or 1, m or 1, rotated pairs)
         angles = position_ids[..., None].float() * inv_freq  # (b, m, rotated pairs)
         cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
-        still = self.config.head_dim // 2 - cos.shape[-1]  # pairs that are not rotated
+        still = self.config.head_dim // 2 - cos.shape[-1]  # unrotated pairs
         return pad(cos, (0, still), value=1.0).to(x.dtype), pad(sin, (0, still)).to(x.dtype)
 
     def _dynamic_inv_freq(self, seq_len: Tensor) -> Tensor:
@@ -161,6 +160,6 @@ class CocaRotaryEmbedding(nn.Module):
         return 1.0 / base[..., None] ** exponent
 
     def _longrope_inv_freq(self, seq_len: Tensor) -> Tensor:
-        """As `_dynamic_inv_freq`: the short factors up to the trained length."""
+        """As `_dynamic_inv_freq`, with the short factors up to the trained length."""
         is_long = (seq_len > self.trained_len())[..., None]
         return torch.where(is_long, self.long_inv_freq.float(), self.inv_freq.float())

@@ -1,5 +1,5 @@
-"""Attention alone, from projections to output: CoCA in every form that this machine has, beside
-LLaMA's.
+"""Attention alone, from projections to output: CoCA in every implementation that this machine has,
+beside LLaMA's.
 
     python scripts/bench/attention.py --graph --lengths 2048 8192 32768 --out docs/results/attention.json
     python scripts/bench/attention.py --mode forward --lengths 512 1024 2048 4096 8192 16384 32768 65536 131072
@@ -7,8 +7,8 @@ LLaMA's.
 
 `contraction` is the released code's arithmetic: scores of three operands by opt_einsum
 (coca_hf/models/reference.py), a mask, softmax in fp32, a product with the values. `plain`,
-`compiled` (torch.compile) and `fused` (Triton, GPU) are ways to fold; what attends is SDPA as
-PyTorch chooses, or one of its kernels by name. One layer's heads, batch 1.
+`compiled` (torch.compile) and `fused` (Triton, GPU) are ways to fold; attention is SDPA with the
+kernel that PyTorch chooses, or with the one named. One layer's heads, batch 1.
 """
 
 import contextlib
@@ -163,7 +163,7 @@ def measure_length(length: int, options) -> list[dict]:
             continue  # it would take minutes
         try:
             runs(forward)(0)
-        except RuntimeError as failure:  # out of memory is `compare`'s to note
+        except RuntimeError as failure:  # `compare` notes memory that runs out
             if any(words in str(failure) for words in ("No available kernel", "No viable backend")):
                 continue
         usable[name] = forward
@@ -192,9 +192,7 @@ def measure_length(length: int, options) -> list[dict]:
 
 
 def check_small(name: str, folds: dict, options) -> float | None:
-    """The relative error of a fold's scores, against the contraction in float64, at a length where
-    that is quick.
-    """
+    """The relative error of a fold's scores of 33 tokens, against the float64 contraction."""
     if not name.startswith("CoCA"):
         return None
     _, constraint, fold, *_ = name.split()

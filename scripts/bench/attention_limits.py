@@ -1,20 +1,25 @@
-"""How much of the original's attention CoCA can take over, and what limits it: gradient, text,
-steps or the form.
+"""How much of the original's attention CoCA can reproduce, and what limits it: gradient, text,
+steps or expressivity.
 
     python scripts/bench/attention_limits.py quickstart/original CONVERTED... --text TEXT --out docs/results/limits.json
 
-CONVERTED: of `coca-convert`, uncalibrated, one a constraint. In a few layers, on the hidden states
-that the original's layers see, it measures the divergence of CoCA's attention maps from the
-original's on held-out blocks: of the start; of W_Q and W_T fitted as `--calibrate` does (`fit` of
-coca_hf/convert/calibrate.py), with ReLU's own gradient or with `Keys`, on text alone or with as
-many repeated blocks, and on more of both; and of `free` queries and coefficients, trained for every
-token of the held-out blocks by itself: what no text and no projection could surpass. By what the
-original's heads do with more than half of their mass.
+CONVERTED: uncalibrated checkpoints from `coca-convert`, one for each constraint. In a few layers,
+on the hidden states that the original's layers see, the script measures the divergence of CoCA's
+attention maps from the original's on held-out blocks for these fits:
 
-`dead`: share of coefficients that are zero for every token of the fitted text. `previous`,
-`induction`: what the heads that give 0.4 or more of their mass to the token before, or to the token
-after the earlier copy of theirs, give it on random sequences of half a block, twice. Prints a
-table, writes JSON.
+- the start, as converted;
+- W_Q and W_T fitted as `--calibrate` does (`fit` of coca_hf/convert/calibrate.py), with ReLU's own
+  gradient or with `Keys`, on text alone or on equal amounts of text and repeated blocks, and on
+  more of both;
+- `free` queries and coefficients, optimised for every token of the held-out blocks, which no text
+  and no projection could surpass.
+
+Heads are grouped by where the original puts more than half of its mass.
+
+`dead` is the share of coefficients that are zero for every token of the fitted text. `previous` and
+`induction` are the heads that give 0.4 or more of their mass to the token before, or to the token
+after the earlier copy of their own, and the mass that they give it on random sequences of half a
+block, repeated once. Prints a table and writes JSON.
 """
 
 import argparse
@@ -168,14 +173,14 @@ def measured(
 
 
 def log_maps(attention: CocaAttention, q: Tensor, t: Tensor, seen: Seen) -> Tensor:
-    """CoCA's, (b, h, m, n), of queries (b, h, m, d) and coefficients (b, g, n, j)."""
+    """CoCA's log maps, (b, h, m, n), from queries (b, h, m, d) and coefficients (b, g, n, j)."""
     rows = torch.arange(q.shape[2]).expand(len(q), -1)
     query, key = folded(attention, q, t, (seen.cos, seen.sin), rows)
     return (scores(query, key) + later_keys(rows, q.shape[2])).log_softmax(-1)
 
 
 def maps_of(seen: Seen) -> Tensor:
-    """The original's, (b, h, m, n)."""
+    """The original's maps, (b, h, m, n)."""
     rows = torch.arange(seen.inputs.shape[1]).expand(len(seen.inputs), -1)
     return (
         scores(seen.queries.transpose(1, 2), seen.keys) + later_keys(rows, rows.shape[1])
@@ -188,8 +193,8 @@ def divergence_of_heads(log_maps: Tensor, maps: Tensor) -> Tensor:
 
 
 def lookups(maps: Tensor) -> dict[str, list[float]]:
-    """Mass of every head, of maps (b, h, m, n) on sequences whose second half is their first: mean
-    over queries.
+    """The retrieval mass of every head, from maps (b, h, m, n) of sequences whose halves are equal:
+    the mean over queries.
     """
     half = maps.shape[-1] // 2
     later = torch.arange(half + 1, 2 * half)
@@ -209,8 +214,8 @@ def dead(attention: CocaAttention, text: Seen) -> float:
 
 
 def free_divergences(attention: CocaAttention, seen: Seen, steps: int) -> Tensor:
-    """Of every head, (h,): with queries and coefficients of their own for every token, from those
-    of `attention`.
+    """The divergence of every head, (h,), with free queries and coefficients for every token, which
+    start from those of `attention`.
     """
     with torch.no_grad():
         q, t = attention.queries(seen.inputs), attention.coefficients(seen.inputs).relu()
@@ -231,7 +236,7 @@ def free_divergences(attention: CocaAttention, seen: Seen, steps: int) -> Tensor
 
 
 def kinds_of_heads(maps: Tensor) -> list[str]:
-    """What each head gives more than half of its mass, mean over queries from the second on."""
+    """Where each head puts more than half of its mass, as a mean over all queries but the first."""
     first = maps[:, :, 1:, 0].mean((0, 2))
     before = maps[:, :, 1:].diagonal(dim1=2, dim2=3).mean((0, 2))
     return [
@@ -249,8 +254,8 @@ def by_kind(divergence: Tensor, kinds: list[str]) -> dict[str, float]:
 
 
 def show(rows: list[dict]) -> None:
-    """Held-out divergence, mean over the layers that have such heads, and what lookups give, mean
-    over their heads.
+    """Print the held-out divergence as a mean over the layers that have such heads, and the mass of
+    retrieval heads as a mean over the heads.
     """
     names = ["all heads", *KINDS, "dead", *LOOKUPS]
     print(f"| constraint | fit | {' | '.join(names)} |\n|---|---|" + "---:|" * len(names))

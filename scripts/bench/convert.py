@@ -1,13 +1,13 @@
 """Conversion at full size against `cp -r`: wall time and peak memory on a synthetic LLaMA-7B-shaped
-fp16 checkpoint. With --calibrate the same of calibration, and what a whole model would take.
+fp16 checkpoint. With --calibrate: the same for calibration, projected to a whole model.
 
     python scripts/bench/convert.py --out docs/results/convert-7b.json  # needs 28 GB of disk
     python scripts/bench/convert.py --layers 3 --calibrate TEXT --out docs/results/calibrate-7b.json
 
-Every round copies and converts once, in turn; the source is dropped from the page cache before
-each, and each is timed until its files are on the disk (`sync`). Memory: `rss` is the peak resident
-set of the whole process, `anonymous` the peak of what is not backed by a file. Prints a table,
-writes JSON, and removes what it made.
+Every round copies and converts once. The source is dropped from the page cache before each, and
+each is timed until its files are on the disk (`sync`). `rss` is the peak resident set of the whole
+process, and `anonymous` the peak of its memory that is not backed by a file. Prints a table, writes
+JSON, and removes its files.
 """
 
 import argparse
@@ -108,8 +108,8 @@ def measure(folder: Path, options: argparse.Namespace) -> dict:
 
 
 def measure_calibration(folder: Path, options: argparse.Namespace) -> dict:
-    """Calibrate the source once; project every part of a layer's seconds to all layers, and to the
-    default tokens and steps.
+    """Calibrate the source once, and project the seconds of every part of a layer to all layers and
+    to the default tokens and steps.
     """
     source, layers = folder / "source", options.layers or SHAPES[options.shape]["num_hidden_layers"]
     config = LlamaConfig(**SHAPES[options.shape] | {"num_hidden_layers": layers})
@@ -155,7 +155,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_source(directory: Path, config: LlamaConfig, shard_bytes: int = 5_000_000_000) -> int:
-    """Write a checkpoint of random fp16 numbers, deviation 0.02, norms 1, in shards; returns the
+    """Write a checkpoint of random fp16 weights (deviation 0.02, norms 1) in shards; return the
     bytes of its tensors.
     """
     directory.mkdir()
@@ -186,7 +186,7 @@ def make_source(directory: Path, config: LlamaConfig, shard_bytes: int = 5_000_0
         with (directory / file).open("wb", buffering=0) as stream:
             stream.write(len(text).to_bytes(8, "little") + text)
             for index, (name, shape) in enumerate(shard.items()):
-                offset = 2 * 7919 * (index + total % 1000)  # so that no two tensors are equal
+                offset = 2 * 7919 * (index + total % 1000)  # no two tensors are equal
                 left = 2 * int(np.prod(shape))
                 if len(shape) == 1:
                     left -= stream.write(ones)
@@ -196,12 +196,13 @@ def make_source(directory: Path, config: LlamaConfig, shard_bytes: int = 5_000_0
                 weight_map[name] = file
             os.fsync(stream.fileno())
         total += end
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return total
 
 
 def forget(directory: Path) -> None:
-    """Drop a directory's files from the page cache, so that they come from the disk."""
+    """Drop a directory's files from the page cache, so they are read from the disk."""
     os.sync()
     for file in directory.iterdir():
         with file.open("rb") as stream:
@@ -209,7 +210,7 @@ def forget(directory: Path) -> None:
 
 
 def run(command: list[str]) -> dict:
-    """Seconds until a command has ended and the disk has everything; its peak memory and its
+    """Seconds until a command has ended and everything is on the disk, with its peak memory and
     processor time.
     """
     start, anonymous = time.perf_counter(), 0

@@ -1,4 +1,4 @@
-"""Decoding: attention of one token from the cache, whole generations, and the cache's bytes, CoCA
+"""Decoding: attention of one token to the cache, whole generations, and the cache's bytes, CoCA
 beside HF's LLaMA.
 
     python scripts/bench/decode.py --lengths 8192 32768 131072 --batches 1 8 32 --out docs/results/decode.json
@@ -6,12 +6,17 @@ beside HF's LLaMA.
     python scripts/bench/decode.py --what step --lengths 512 2048 8192 32768 --threads 2   # on a CPU
     python scripts/bench/decode.py --what tune --lengths 32768                # sizes of the kernel's programs
 
-attention   one layer: LLaMA's by SDPA's kernels and FlexAttention, the fastest of which is the measure; CoCA's kernel
-            from t (`fused`), and from keys made first (`plain`). On a GPU, CUDA graphs: launching costs nothing
-step        one token of the whole model, from a cache of random numbers that grows, as `generate` has it by default
-generate    `model.generate` with a static cache, which transformers compiles on a GPU; seconds for each new token after
-            the first, as a streamer gets them. LLaMA with `sdpa`, CoCA with `coca`
-Bytes of the caches, by counting them, are part of every run but `tune`.
+attention   one layer. LLaMA's runs by SDPA's kernels and FlexAttention, and the fastest is the
+            baseline. CoCA's runs on t (`fused`), and on keys built first (`plain`). On a GPU, CUDA
+            graphs make launching free
+step        one token of the whole model, on a growing cache of random numbers, the kind that
+            `generate` uses by default
+generate    `model.generate` with a static cache, which transformers compiles on a GPU; seconds for
+            each new token after the first, as a streamer receives them. LLaMA with `sdpa`, CoCA
+            with `sdpa` and with `coca`
+tune        CoCA's kernel at all sizes of its programs
+
+Every run but `tune` also counts the bytes of the caches.
 """
 
 import contextlib
@@ -184,17 +189,17 @@ def inputs(batch, heads, kv_heads, length, head_dim, sets, dtype) -> list[list[t
 
 
 def decode_error(name: str, rival, tensors, options) -> float | None:
-    """Against attention in float64, of the first row and key/value head; None where PyTorch has no
-    such kernel here.
+    """The error against attention in float64, for the first row and key/value head; None if PyTorch
+    has no such kernel here.
     """
     try:
         with torch.no_grad():
             got = rival(0)
     except torch.OutOfMemoryError:
         clear()
-        return 0.0  # `compare` meets it again
+        return 0.0  # `compare` will run out of memory again and note it
     except Exception as failure:
-        if name.startswith("LLaMA"):  # a rival that this PyTorch cannot run is left out, and named
+        if name.startswith("LLaMA"):  # name and leave out a rival that this PyTorch cannot run
             print(f"{name}: {type(failure).__name__}: {str(failure).splitlines()[0]}")
             return None
         raise
@@ -264,7 +269,7 @@ TUNED = {  # constants of coca_hf/kernels/decode.py
 
 
 def tune(length: int, batch: int, options) -> list[dict]:
-    """The kernel at all sizes of its programs, the fastest first; the best belongs into
+    """The kernel at all sizes of its programs, fastest first. Put the best into
     coca_hf/kernels/decode.py.
     """
     if DEVICE != "cuda":
@@ -275,7 +280,9 @@ def tune(length: int, batch: int, options) -> list[dict]:
         settings = use(configuration)
         try:
             found = time_kernel(length, batch, options)
-        except Exception as failure:  # Triton's own, for what does not fit into a processor
+        except (
+            Exception
+        ) as failure:  # Triton's own errors, for programs that do not fit into a processor
             found = {"error": type(failure).__name__}
         name = ", ".join(f"{key.lower()} {value}" for key, value in settings.items())
         rows.append({"rival": name, "length": length, "batch": batch} | found)
@@ -292,9 +299,7 @@ def use(configuration: tuple) -> dict[str, int]:
 
 @functools.cache
 def compile_all(*options) -> None:
-    """Fill Triton's cache on the disk, in as many processes as there are cores: its compiler runs
-    on one.
-    """
+    """Fill Triton's cache on disk with one process per core, because its compiler uses one core."""
     *choices, programs = TUNED.values()
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         list(
@@ -361,7 +366,7 @@ def generate(length: int, batch: int, options) -> list[dict]:
                 streamer=clock,
             )
             whole.append(clock.ticks[-1] - began)
-            first, *_, last = clock.ticks[1:]  # before them comes the prompt
+            first, *_, last = clock.ticks[1:]  # the first tick is the prompt
             times.append((last - first) / (options.new_tokens - 1))
         assert output.shape[1] == length + options.new_tokens == length + len(clock.ticks) - 1
         about = {"shape": options.shape, "length": length, "batch": batch}
@@ -383,7 +388,7 @@ def generate(length: int, batch: int, options) -> list[dict]:
 
 
 class Clock(BaseStreamer):
-    """When each token came to the CPU, the prompt first."""
+    """When each token reached the CPU, the prompt first."""
 
     def __init__(self) -> None:
         self.ticks: list[float] = []
@@ -396,8 +401,8 @@ class Clock(BaseStreamer):
 
 
 def generate_error(model, dtype: torch.dtype) -> float:
-    """The logits of a last token that attends from the cache, against those of the whole sequence
-    at once.
+    """The error of the logits of a last token decoded with the cache, against those of the whole
+    sequence at once.
     """
     ids = torch.randint(97, (1, 40), device=DEVICE)
     with torch.no_grad():
@@ -408,8 +413,8 @@ def generate_error(model, dtype: torch.dtype) -> float:
 
 
 def cache_bytes(options) -> dict[str, float]:
-    """Bytes of keys and values for a token, in all layers, counted in the cache of two layers that
-    read 50 tokens.
+    """Bytes of keys and values per token in all layers, counted in the cache of two layers after 50
+    tokens.
     """
     counted, layers = {}, measure.SHAPES[options.shape]["num_hidden_layers"]
     for name in ("LLaMA", f"CoCA {options.constraint}"):
@@ -419,7 +424,7 @@ def cache_bytes(options) -> dict[str, float]:
                 torch.zeros(1, 50, dtype=torch.int64, device=DEVICE), use_cache=True
             ).past_key_values
         per_layer = [(layer.keys.nbytes + layer.values.nbytes) / 50 for layer in cache.layers]
-        # CoCA's last: angles, for all layers
+        # CoCA's last layer holds the angles, for all layers
         counted[f"cache of {name}"] = layers * per_layer[0] + sum(per_layer[2:])
         del model
         clear()

@@ -1,5 +1,5 @@
-# Sourced by the scripts that run on a GPU machine where coca_hf is not installed: makes it importable and its commands
-# callable from this checkout, without writing into site-packages, and takes wheels in .whl/ into use.
+# Sourced by scripts that run on a GPU machine where coca_hf is not installed: makes the package importable and its
+# commands callable from this checkout, without writing into site-packages, and installs the wheels in .whl/.
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 export PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}" PATH="$site/bin:$PATH"

@@ -4,11 +4,11 @@ YaRN's script.
     python scripts/bench/evaluate.py --out docs/results/evaluate.json                 # documents and windows of 32k
     python scripts/bench/evaluate.py --model DIR --lengths 2048 --documents 2 --tokens 8192 --threads 2
 
-Both score the same windows (the first of a document all its tokens, later ones the last `stride`)
-of the same model, and must find the same perplexity. YaRN's script asks the model for its loss with
--100 before the scored tokens: logits of every position, in fp32, shifted. Ours asks for the logits
-of scored positions and adds up their losses in pieces. Random tokens unless `--model` is a
-checkpoint; then `documents` of its own ids, as random.
+Both score the same windows of the same model (all tokens of a document's first window, the last
+`stride` of later ones) and must find the same perplexity. YaRN's script asks the model for its loss
+with -100 before the scored tokens: logits of every position, in fp32, shifted. coca-eval asks for
+the logits of scored positions only and adds up their losses in pieces. Token ids are random; so are
+the weights without `--model`.
 """
 
 import math
@@ -102,8 +102,8 @@ def measure_length(model, documents: list[torch.Tensor], length: int, options) -
 
 @torch.no_grad()
 def yarn_loss(model, documents: list[torch.Tensor], window: Window) -> float:
-    """The mean loss of a window's scored tokens, as eval/perplexity.py of jquesnelle/yarn has the
-    model compute it.
+    """The mean loss of a window's scored tokens, as eval/perplexity.py of jquesnelle/yarn computes
+    it.
     """
     ids = documents[window.document][window.start : window.start + window.input_len + 1][None].to(
         model.device

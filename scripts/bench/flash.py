@@ -1,11 +1,11 @@
-"""FlashAttention 2, 3, 4, FlexAttention and SDPA against eager attention, in half precision:
-logits, and decoding.
+"""FlashAttention 2, 3 and 4, FlexAttention and SDPA against eager attention, in half precision:
+logits and decoding.
 
     python scripts/bench/flash.py --out docs/results/flash.json  # on a GPU, with flash-attn, flash-attn-3, flash-attn-4
 
-Rows of different lengths, padded on the left; slack and strict. Packages that are not installed are
-named and left out. Prints a table, writes JSON with versions, and ends with an error where a result
-is further from eager attention than the type's rounding allows.
+It runs slack and strict on rows of different lengths, padded on the left. Packages that are not
+installed are named and left out. It prints a table, writes JSON with versions, and ends with an
+error if a result is further from eager attention than the dtype's rounding allows.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def errors(attention: str, constraint: str, dtype: torch.dtype) -> dict[str, flo
 
 
 def decoded(model, ids: Tensor, mask: Tensor) -> Tensor:
-    """Logits of the last `DECODED` tokens, each from the cache of those before it: (b, n,
+    """Logits of the last `DECODED` tokens, each decoded with the cache of those before it: (b, n,
     vocabulary).
     """
     begun = ids.shape[1] - DECODED

@@ -1,13 +1,13 @@
-"""Bytes and operations of every row of docs/performance.md, and the least time that they take on an
+"""Bytes and operations of every row of docs/performance.md, and the least time they take on an
 H200.
 
     python scripts/bench/floors.py --results docs/results/h200   # the page's table, as Markdown
 
 A floor is the larger of the bytes that must move through memory (inputs read once, outputs written
 once) over 4.8 TB/s and the multiplications and additions of matrix products over 989 TFLOPS, dense
-bf16: the vendor's numbers (nvidia.com/en-us/data-center/h200). `predicted` is the other's floor
-over CoCA's. What was measured comes from the results of the other benchmarks in this folder, where
-they are.
+bf16: the vendor's numbers (nvidia.com/en-us/data-center/h200). `predicted` is the rival's floor
+over CoCA's. `measured` comes from the results of the other benchmarks in this folder, if they
+exist.
 """
 
 import argparse
@@ -61,13 +61,13 @@ def floor(num_bytes: float, operations: float) -> float:
 
 
 def attention(shape: Shape, length: int) -> tuple[float, float]:
-    """Forward and backward of a layer's attention from projections on, batch 1: the contraction's
-    floor, and ours.
+    """The floors of forward and backward of a layer's attention after its projections, batch 1: the
+    contraction's, and ours.
 
-    Causal attention that skips what is masked: 2 products forward, 5 backward, each h L^2 d
-    operations. Contraction: all L^2, 2 products forward and 4 backward, and what PyTorch's
-    operators read and write of h L^2 numbers: product, scaling, mask, softmax to fp32, cast and
-    product, 22 bytes forward; backward the same and 6 bytes of what was kept.
+    Ours is causal attention that skips masked positions: 2 products forward and 5 backward, each of
+    h L^2 d operations. The contraction computes all L^2: 2 products forward and 4 backward. For
+    each of h L^2 numbers, PyTorch's operators (product, scaling, mask, softmax to fp32, cast and
+    product) read and write 22 bytes forward, and backward as many plus 6 bytes of what was kept.
     """
     product = shape.heads * length**2 * shape.dim
     tokens = length * shape.dim * BF16
@@ -80,14 +80,14 @@ def attention(shape: Shape, length: int) -> tuple[float, float]:
 
 
 def model_operations(shape: Shape, length: int, coca: bool, logits: int) -> float:
-    """One causal forward over `length` tokens, logits of `logits` of them."""
+    """Operations of a causal forward over `length` tokens, with the logits of `logits` of them."""
     linear = 2 * shape.layers * shape.layer_weights(coca) * length
     attention = 2 * shape.layers * shape.hidden * length**2  # two products over half of the square
     return linear + attention + 2 * shape.hidden * shape.vocab * logits
 
 
 def decode_bytes(shape: Shape, length: int, coca: bool) -> float:
-    """The cache of a layer, for one row: keys or t, values, and for CoCA the angles, once for all
+    """The bytes of a layer's cache for one row: keys or t, values, and CoCA's angles, once for all
     heads.
     """
     kv = shape.kv_heads * shape.dim
@@ -159,7 +159,7 @@ def rows(results: Path) -> list[Row]:
 
 
 def lookup(file: Path, key: str, **where) -> str:
-    """What a benchmark's result says of a rival, or that it was not measured."""
+    """A rival's value in a benchmark's result, or that it was not measured."""
     if not file.exists():
         return UNMEASURED
     for row in json.loads(file.read_text())["rows"]:
@@ -188,7 +188,7 @@ def duration(seconds: float) -> str:
 
 
 def others() -> list[tuple[str, str]]:
-    """The rows that are no times on an H200."""
+    """The rows that are not times on an H200."""
     cache = [LLAMA_7B.layers * decode_bytes(LLAMA_7B, 1, False)]
     cache.append(
         LLAMA_7B.layers * (decode_bytes(LLAMA_7B, 1, True) - BF16 * LLAMA_7B.dim)

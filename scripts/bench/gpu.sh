@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # Run every benchmark that needs a GPU, in the order of what they decide.
 #
-#   scripts/bench/gpu.sh [OUT] [PART…]     # OUT: docs/results/h200; PART: 1, 2, 3 and 4 unless named
-#   SMOKE=1 scripts/bench/gpu.sh OUT       # the tiny shape on any machine: does every part run to its end?
+#   scripts/bench/gpu.sh [OUT] [PART…]     # OUT: docs/results/h200; PART: all of 1, 2, 3 and 4 by default
+#   SMOKE=1 scripts/bench/gpu.sh OUT       # the tiny shape on any machine, to see that every part runs
 #
 #   1  kernels are right, in every dtype and head size; caches, backends and mixed precision on a GPU
 #   2  attention, decoding, prefill and training steps beside LLaMA's
 #   3  generation, evaluation, cost against length
-#   4  what coca-train --plan predicts, and the paper's run projected
+#   4  what coca-train --plan predicts, the memory of calibration at 7B, and the paper's run projected
 #
-# Prints the tables and writes OUT/*.json, each file after every length, so a run that is cut off keeps what it
-# measured. SECONDS_LEFT (default 3600) bounds the whole run: a benchmark that no longer fits is named and skipped.
-# Needs torch, triton, transformers and what `import coca_hf` needs; coca_hf itself need not be installed. Wheels in
-# .whl/ (pydantic, datasets and their companions, for parts 1 and 4) are used from there.
+# Prints the tables and writes OUT/*.json, each file after every length, so an interrupted run keeps what it measured.
+# SECONDS_LEFT (default 3600) bounds the whole run: a benchmark that no longer fits is named and skipped. It needs torch,
+# triton, transformers and what `import coca_hf` needs; coca_hf itself need not be installed. Parts 1 and 4 use the
+# wheels in .whl/ (pydantic, datasets and their companions).
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-docs/results/h200}
@@ -40,7 +40,7 @@ run() { # LIMIT COMMAND…
 bench() { # LIMIT RESULT SCRIPT OPTIONS…
     run "$1" python3 "scripts/bench/$3.py" --out "$out/$2.json" "${@:4}" $smoke
 }
-tests() { # LIMIT PATHS…: in several processes, because Triton's compiler is what takes the time
+tests() { # LIMIT PATHS…: in several processes, because Triton's compiler takes most of the time
     run "$1" python3 -m pytest -q -p no:cacheprovider -p no:benchmark -n logical "${@:2}"
 }
 
@@ -69,6 +69,7 @@ part3() {
 }
 part4() {
     bench 180 plan plan
+    bench 240 calibrate-memory calibrate_memory
     bench 120 train-stages train --lengths 2048 --batch 8 --checkpointing --train t qkv all --repeats 5
     if [[ -f $out/train-stages.json ]]; then
         run 30 python3 scripts/bench/projection.py "$out/train-stages.json"

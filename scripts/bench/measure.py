@@ -1,6 +1,4 @@
-"""What the benchmarks of speed share: shapes, rivals timed in turns, and the record that each run
-leaves.
-"""
+"""What the speed benchmarks share: shapes, rivals timed in turns, and the record of each run."""
 
 import argparse
 import contextlib
@@ -78,7 +76,7 @@ SHAPES = {
 def arguments(
     description: str, shape: str, lengths: list[int], **defaults: Any
 ) -> argparse.ArgumentParser:
-    """The options that all benchmarks have; `defaults` are of `--repeats` and `--warmup`."""
+    """The options of all benchmarks; `defaults` are those of `--repeats` and `--warmup`."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default=shape)
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
@@ -106,7 +104,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def make_model(name: str, shape: str, dtype: torch.dtype, attention: str = "sdpa", **fields: Any):
-    """`LLaMA`, or `CoCA slack` or `CoCA strict` of a shape, random weights, on the device."""
+    """`LLaMA`, `CoCA slack` or `CoCA strict` of a shape, with random weights, on the device."""
     config_class, model_class = LlamaConfig, LlamaForCausalLM
     if name.startswith("CoCA"):
         config_class, model_class = CocaLlamaConfig, CocaLlamaForCausalLM
@@ -134,7 +132,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 
 def check(what: str, error: float, dtype: torch.dtype, factor: float = 1.0) -> float:
-    """Raises SystemExit where a result is wrong: its speed would say nothing."""
+    """Raises SystemExit if a result is wrong, because its speed would then mean nothing."""
     if not error <= factor * LIMITS[dtype]:
         raise SystemExit(
             f"{what}: got a relative error of {error:.2e}, expected at most "
@@ -144,9 +142,7 @@ def check(what: str, error: float, dtype: torch.dtype, factor: float = 1.0) -> f
 
 
 def sets_for(num_bytes: int) -> int:
-    """How many sets of inputs of this size go around before the cache has the first again; at most
-    16.
-    """
+    """How many sets of inputs of this size it takes to exceed the cache; at most 16."""
     return max(1, min(16, -(-2 * CACHE_BYTES // max(num_bytes, 1))))
 
 
@@ -157,10 +153,10 @@ def compare(
     sets: int = 1,
     graph: bool = False,
 ) -> dict[str, dict]:
-    """Time `rivals` in turns, so that what else the machine does meets all of them.
+    """Time `rivals` in turns, so other work on the machine affects all of them.
 
-    A rival is called with the number of the inputs' set, which goes around. `graph`: on a GPU, a
-    CUDA graph of all sets is replayed, so that launching costs nothing. Returns by name: seconds
+    A rival is called with the number of the set of inputs to use, in a cycle. With `graph`, on a
+    GPU, a CUDA graph of all sets is replayed, so launching costs nothing. Returns by name: seconds
     (median), cpu_seconds (median, of the whole process; CPU only), runs (seconds, in order),
     peak_bytes (what a run added to the GPU's memory, or a warm-up run to that of the process),
     error (memory that ran out, or null).
@@ -230,7 +226,9 @@ def _time(
     gc.collect()
     before = None
     if warm_up and sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)  # what the process keeps free would hide what a run takes
+        ctypes.CDLL(None).malloc_trim(
+            0
+        )  # memory that the process keeps free would hide what a run takes
         before = resident_bytes(reset=True)
     began, cpu_began = time.perf_counter(), time.process_time()
     rival(number)
@@ -255,7 +253,7 @@ def _is_memory(failure: BaseException) -> bool:
 
 
 def ratio(a: float | None, b: float | None) -> float | None:
-    """None where one of both was not measured."""
+    """None if either was not measured."""
     return a / b if a and b else None
 
 
@@ -274,10 +272,10 @@ def run_all(
     *over: Sequence,
     first: Sequence[dict] = (),
 ) -> None:
-    """Measure every combination of `over`, whose rows come after those in `first`, and show them.
+    """Measure every combination of `over` and show the rows, after those in `first`.
 
-    Where `--out` asks for a file, it is written after each, so that what is measured stays,
-    whatever ends the run.
+    The file of `--out` is written after each combination, so an interrupted run keeps what it
+    measured.
     """
     dtype, rows = str(options.dtype).removeprefix("torch."), [*first]
     about = {"task": task, "dtype": dtype, "repeats": options.repeats, "warmup": options.warmup}
@@ -288,7 +286,7 @@ def run_all(
 
 
 def write(result: dict, out: Path | None) -> None:
-    """Write a result as JSON to `out`, if there is one, with what it was made on and by."""
+    """Write a result as JSON to `out`, if given, with the command, hardware and versions."""
     if not out:
         return
     result = result | {
@@ -302,7 +300,7 @@ def write(result: dict, out: Path | None) -> None:
 
 
 def _command() -> str:
-    """As it was typed in the repository's root, with the last names of absolute paths."""
+    """The command as typed in the repository's root, with absolute paths cut to their last part."""
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
     return " ".join(["python", f"scripts/bench/{Path(sys.argv[0]).name}", *words])
 

@@ -1,15 +1,14 @@
-"""Prefill: one forward of the whole model over a prompt, logits of the last token, CoCA beside HF's
-LLaMA.
+"""Prefill: one forward of the whole model over a prompt, with the logits of the last token, CoCA
+beside HF's LLaMA.
 
     python scripts/bench/model.py --lengths 2048 8192 32768 --out docs/results/prefill.json
     python scripts/bench/model.py --shape 350m --lengths 32768                     # peak memory; the paper: about 60 GB
     python scripts/bench/model.py --shape smollm2-135m --lengths 2048 --threads 2  # on a CPU
 
-Random weights: the time does not depend on them. The same attention backend for all, by
-`--attention`. `peak` is all that is allocated on the GPU while the model runs, its weights
-included. Before it is timed, CoCA is compared with itself by the three-operand contraction, over a
-short prompt, in float32: whether a function is right does not depend on the rounding of 32 random
-layers.
+Weights are random, because the time does not depend on them. All rivals use the attention backend
+of `--attention`. `peak` is everything allocated on the GPU while the model runs, including weights.
+Before it is timed, CoCA is compared with the three-operand contraction over a short prompt, in
+float32, because correctness does not depend on the rounding of 32 random layers.
 """
 
 import copy

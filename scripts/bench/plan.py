@@ -1,5 +1,5 @@
-"""The peak of memory that `coca-train --plan` predicts, against the one that coca-train measures on
-this machine's GPU.
+"""The peak memory that `coca-train --plan` predicts, against what coca-train measures on this
+machine's GPU.
 
     python scripts/bench/plan.py --out docs/results/plan.json  # one GPU of 24 GB or more
 
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def write_inputs(folder: Path, seq_len: int) -> None:
-    """A tokenizer of one word, and a text of it that is long enough for every setting."""
+    """Write a tokenizer with one word, and a text of that word, long enough for every setting."""
     tokenizer = Tokenizer(models.WordLevel({"</s>": 0, "word": 1}, unk_token="word"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(
@@ -62,8 +62,8 @@ def write_inputs(folder: Path, seq_len: int) -> None:
 
 
 def compare(folder: Path, name: str, shape: str, seq_len: int) -> dict:
-    """What the plan says of a setting, and what the log of its run does: the most that tensors
-    took, on a GPU.
+    """The peak that the plan predicts for a setting, and the peak in the log of its run: on a GPU,
+    the most that tensors took.
     """
     recipe = make_recipe(folder, name, shape, seq_len)
     predicted = plan_recipe(recipe).stages[0].memory.peak

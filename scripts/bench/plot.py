@@ -1,9 +1,9 @@
-"""Draw speed against length, CoCA beside LLaMA, from results of model.py and `decode.py --what
+"""Draw speed against length, CoCA beside LLaMA, from the results of model.py and `decode.py --what
 step`.
 
     python scripts/bench/plot.py docs/results/prefill-cpu.json docs/results/decode-cpu.json --out docs/speed-cpu.png
 
-The paper's figure of speed, remade as a ratio: tokens/s over LLaMA's in the same run. Several
+This is the paper's figure of speed as a ratio: tokens/s over LLaMA's in the same run. Several
 results of one kind are drawn as one curve.
 """
 

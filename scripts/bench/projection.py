@@ -4,8 +4,8 @@ on one GPU.
     python scripts/bench/train.py --batch 8 --checkpointing --train t qkv all --out docs/results/train-stages.json
     python scripts/bench/projection.py docs/results/train-stages.json > docs/projection.md
 
-What is measured: the seconds that a layer adds to a step, from two depths, and the rest (embedding,
-head, loss). What is assumed is printed with the result.
+The seconds that a layer adds to a step are measured from two depths, and so is the rest (embedding,
+head, loss). The assumptions are printed with the result.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def page(result: dict, network: float, overlap: float) -> str:
-    """Raises SystemExit where the results are not of LLaMA-7B's shape, or lack a stage."""
+    """Raises SystemExit if the results are not of LLaMA-7B's shape, or lack a stage."""
     by_stage = {row["train"]: row for row in result["rows"] if row["rival"].startswith("CoCA")}
     missing = [
         stage for stage in STAGES if stage not in by_stage or by_stage[stage]["shape"] != "llama-7b"

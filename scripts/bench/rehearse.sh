@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Rehearse scripts/bench/gpu.sh as a lent GPU machine would run it: what a checkout carries and nothing else, an older
-# transformers, no datasets and no pydantic but as wheels, site-packages that nobody writes to, an empty HOME, no network.
+# Rehearse scripts/bench/gpu.sh as a lent GPU machine would run it: the files of a checkout only, an older transformers,
+# datasets and pydantic as wheels only, read-only site-packages, an empty HOME, and no network.
 #
 #   scripts/bench/rehearse.sh [PART…]    # about 20 minutes of 2 cores; makes .venv-gpu and .whl
 #

@@ -1,13 +1,13 @@
-"""A training step (forward, backward, AdamW) of some layers of a shape, CoCA beside HF's LLaMA,
-same options.
+"""A training step (forward, backward, AdamW) of some layers of a shape, CoCA beside HF's LLaMA with
+the same options.
 
     python scripts/bench/train.py --out docs/results/train.json                 # layers of LLaMA-7B's shape
     python scripts/bench/train.py --train t qkv all --batch 8 --checkpointing   # the stages of the paper's recipe
 
-`--train`: what learns. In LLaMA k_proj stands for t_proj. Losses of CoCA with the plain fold and
-with this machine's fastest are compared first, and its gradients. The head and the loss are left
-out of `layer_seconds`, which projection.py adds up: it is the difference between two depths, per
-layer.
+`--train` says what is trained; LLaMA's k_proj stands for t_proj. First, CoCA's gradients with this
+machine's fastest fold are compared with those of the plain fold. `layer_seconds`, which
+projection.py adds up, is the difference between two depths, per layer, so it leaves out the head
+and the loss.
 """
 
 import copy
@@ -103,8 +103,8 @@ def step_of(model, ids: list[torch.Tensor], options):
 
 
 def check_gradients(model, ids: torch.Tensor) -> float:
-    """The relative error of all gradients together, this machine's fold against the plain one, in
-    float32.
+    """The relative error of all gradients together, in float32: this machine's fold against the
+    plain one.
     """
     exact = copy.deepcopy(model).float()
 

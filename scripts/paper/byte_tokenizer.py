@@ -1,4 +1,4 @@
-"""A tokenizer of bytes, for models small enough for a CPU: byte_tokenizer.py OUT"""
+"""Make a tokenizer of bytes, for models small enough for a CPU: byte_tokenizer.py OUT"""
 
 import sys
 from pathlib import Path

@@ -1,10 +1,10 @@
 """A table or figure of the paper, from training recipe to page: scripts/paper/make.py table-1
 --scale small
 
-NAME.yaml beside this file says what is measured on which models, models.yaml how the models are
-made, scales.yaml how large (and that counts where both set an option). Every step is a
-coca-convert, coca-train or coca-eval command, printed before it runs. Run it again: finished steps
-are skipped, a killed one continues. Models are shared between tables of one scale.
+NAME.yaml beside this file says what is measured on which models, models.yaml says how the models
+are made, and scales.yaml how large they are; scales.yaml wins if both set an option. Every step is
+a coca-convert, coca-train or coca-eval command, printed before it runs. Run it again after an
+interruption: finished steps are skipped, a killed one continues. Tables of one scale share models.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def option(key: str, value) -> list:
 
 
 class Work:
-    """Runs commands, and makes each model once."""
+    """Runs commands, and makes each model only once."""
 
     def __init__(self, scale: dict, directory: Path, dry_run: bool):
         self.scale, self.directory, self.dry_run = scale, directory, dry_run
@@ -82,7 +82,7 @@ class Work:
         return label.replace("LLaMA-7B", self.scale["base"]["label"])
 
     def model(self, name: str) -> Path:
-        """The directory of a model, which is made now where it is not there yet."""
+        """The directory of a model, which is made first if it does not exist."""
         if name not in self.made:
             self.made[name] = self._make(name)
         return self.made[name]

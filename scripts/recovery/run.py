@@ -1,16 +1,18 @@
-"""Ways from SmolLM2-135M to a CoCA model, and what each brings back: run.py [--plan PLAN] [NAME...]
+"""Compare ways from SmolLM2-135M to a CoCA model: run.py [--plan PLAN] [NAME...]
 
-A plan names the runs: where each starts, how it trains, with which seeds. All train on the same
-text in the same order (by seed), and all are measured alike. Every step is a coca-convert,
-coca-train or coca-eval command, printed before it runs. Run it again: what is done is skipped, and
-a killed run continues. The plans beside this file:
+A plan names the runs: where each starts, how it trains, and with which seeds. All train on the same
+text in the same order (by seed) and are measured in the same way. Every step is a coca-convert,
+coca-train or coca-eval command, printed before it runs. Run it again after an interruption:
+finished steps are skipped, a killed one continues. The plans beside this file are:
 
     runs.yaml     issue 7: ways to low perplexity, compared on 21,504 tokens
-    lookups.yaml  issue 19: the use of context, with all layers converted and with some kept
+    lookups.yaml  issue 19: retrieval, with all layers converted and with some kept
+
+It writes:
 
     OUT/starts/…          converted checkpoints
-    OUT/trained/NAME-…    what coca-train makes of them
-    OUT/rows              of coca-eval
+    OUT/trained/NAME-…    the checkpoints that coca-train makes from them
+    OUT/rows              rows of coca-eval
     OUT/page              the report
 """
 
@@ -76,7 +78,7 @@ def checkpoint_of(plan: dict, name: str, seed: int, out: Path) -> Path:
 
 
 def convert(plan: dict, start: str, seed: int, out: Path) -> Path:
-    """The checkpoint of a start: of the original, or of what the run `after` made with `seed`."""
+    """The checkpoint of a start, from the original or, by `seed`, from the run named in `after`."""
     options, checkpoint = dict(plan["starts"][start]), out / "starts" / slug(start)
     scaled, before = options.pop("scaled", True), options.pop("after", None)
     if before:
@@ -93,8 +95,8 @@ def convert(plan: dict, start: str, seed: int, out: Path) -> Path:
 
 
 def unscale(checkpoint: Path) -> None:
-    """Make the start of W_T the fold of W_K as it is: the copy that coca-convert scales, because it
-    saturates.
+    """Undo the scaling of W_T, so it starts as the plain fold of W_K, which coca-convert scales
+    because it saturates.
     """
     from safetensors.torch import load_file, save_file
 
@@ -125,7 +127,7 @@ def evaluate(plan: dict, checkpoint: Path | str, label: str, out: Path) -> None:
 
 
 def coca_eval(*command) -> None:
-    """In this process, because importing PyTorch takes longer than some of the tasks."""
+    """Run coca-eval in this process, because importing PyTorch takes longer than some tasks."""
     sys.argv = ["coca-eval", *map(str, command)]
     print(f"$ {shlex.join(sys.argv)}", flush=True)
     try:

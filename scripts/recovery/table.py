@@ -1,8 +1,8 @@
 """Print the tables of docs/results/recovery/README.md from what run.py measured: table.py [OUT].
 
-Where a run has several seeds, a number is the mean over them, with the smallest and the largest in
-brackets. The second table is of the divergence of attention maps, by what the original's heads do
-with more than half of their mass.
+If a run has several seeds, a number is their mean, with the smallest and the largest in brackets.
+The second table has the divergence of attention maps, by what the original's heads attend to with
+more than half of their mass.
 """
 
 import sys
@@ -11,7 +11,7 @@ from pathlib import Path
 from coca_hf.report.read import read_tables
 
 out = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/recovery")
-measured: dict[str, dict[str, list[float]]] = {}  # numbers by run and column, one a seed
+measured: dict[str, dict[str, list[float]]] = {}  # numbers by run and column, one per seed
 columns: list[str] = []
 by_kind: dict[str, dict[str, list[float]]] = {}  # divergences by run and kind of head
 KINDS = ("first token", "token before", "others")

@@ -1,8 +1,8 @@
-"""Text to calibrate on, three quarters books and a quarter Python: text.py BOOKS.parquet CODE.jsonl
-OUT.jsonl
+"""Write text to calibrate on, three quarters books and one quarter Python: text.py BOOKS.parquet
+CODE.jsonl OUT.jsonl
 
-A passage from the middle of every book and as many from source files, in turn, so that a reader of
-the first few has both.
+It takes a passage from the middle of every book, and after every third book one from a source file,
+so the first few documents contain both.
 """
 
 import itertools

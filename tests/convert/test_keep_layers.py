@@ -336,3 +336,55 @@ def test_the_command_keeps_layers_and_says_so(tiny_llama_dir, tmp_path, converts
     assert record_of(tmp_path / "dst", "config.json")["coca_kept_layers"] == [0, 2]
     converts(tiny_llama_dir, tmp_path / "one", "--keep-layers", "2,")
     assert record_of(tmp_path / "one", "config.json")["coca_kept_layers"] == [2]
+
+
+def test_the_command_gives_kept_layers_a_window_and_everything_tells_of_it(
+    tiny_llama_dir, text, tmp_path, converts
+):
+    dst, options = tmp_path / "dst", ("--keep-layers", "1,", "--keep-window", "6")
+    printed = converts(tiny_llama_dir, dst, *options)
+    assert "original attention    kept in layers 1, over the last 6 tokens" in printed
+    assert record_of(dst)["kept_window"] == 6
+    assert "- original attention: layers 1, last 6 tokens" in (dst / "README.md").read_text()
+    facts = inspect_checkpoint(dst)
+    assert "the original's in layers 1, over the last 6 tokens" in describe(facts)
+    assert facts["kv_bytes_fixed"] > 0
+    model = AutoModelForCausalLM.from_pretrained(dst)
+    assert model.config.layer_types[:3] == ["full_attention", "sliding_attention", "full_attention"]
+
+    later = convert_checkpoint(dst, tmp_path / "later")
+    assert "kept_window" not in later
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "later").config.coca_kept_window is None
+    longer = convert_checkpoint(
+        dst, tmp_path / "longer", ntk_length=2048, keep_window=6, keep_layers=[1]
+    )
+    assert longer["kept_window"] == 6
+    calibrated = convert_checkpoint(
+        tiny_llama_dir,
+        tmp_path / "calibrated",
+        calibrate_on=str(text),
+        calibrate_tokens=256,
+        calibrate_block=16,
+        keep_layers=1,
+        keep_window=16,
+    )
+    assert (len(calibrated["kept_layers"]), calibrated["kept_window"]) == (1, 16)
+    assert calibrated["calibration"]["reach"] > 16
+
+
+def test_a_window_over_kept_layers_that_cannot_be_is_refused(
+    tiny_llama_dir, converted, text, tmp_path
+):
+    dst = tmp_path / "dst"
+    refuses("--keep-window: got 6 without --keep-layers", tiny_llama_dir, dst, keep_window=6)
+    refuses(
+        "--keep-window: got 6, expected at least 16 tokens, those of a block of --calibrate",
+        *(tiny_llama_dir, dst),
+        calibrate_on=str(text),
+        calibrate_block=16,
+        keep_layers=[1],
+        keep_window=6,
+    )
+    windowed, *_ = converted("qwen3-window")
+    message = "--keep-window: got 6, but the model has windows of its own"
+    refuses(message, windowed, dst, keep_layers=[1], keep_window=6)

@@ -234,6 +234,7 @@ def coca_model(
     constraint="slack",
     keep_layers=(),
     partial_rotary=(),
+    keep_window=None,
     attn_implementation="sdpa",
     **changes,
 ):
@@ -241,6 +242,7 @@ def coca_model(
     the start's.
     """
     layers = {"keep_layers": keep_layers, "partial_rotary": partial_rotary}
+    layers["keep_window"] = keep_window
     model = coca_hf.patch_(stock_model(case, **changes), constraint, **layers)
     generator = torch.Generator().manual_seed(4)
     for number, layer in enumerate(model.model.layers):

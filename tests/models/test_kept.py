@@ -3,6 +3,7 @@ take, beside CoCA's.
 """
 
 import copy
+import json
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from coca_hf import CocaLlamaConfig, patch_
+from coca_hf.errors import CocaError
 from coca_hf.models.attention import KeptAttention
 from coca_hf.models.cache import CocaCache
 from tests.models.families import (
@@ -146,3 +148,80 @@ def test_adapters_lie_on_the_keys_of_kept_layers_and_on_the_coefficients_of_the_
 def test_kept_layers_that_are_no_numbers_of_different_layers_are_refused(kept):
     with pytest.raises(Exception, match="coca_kept_layers"):
         CocaLlamaConfig(num_hidden_layers=3, coca_kept_layers=kept)
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen3", "granite", "neox-partial"])
+def test_a_window_hides_what_is_further_away_from_kept_layers_and_from_no_others(case):
+    options = {"keep_layers": [1], "constraint": "strict"}
+    if case == "mistral":
+        options["sliding_window"] = None  # Mistral's own
+    wide, near = coca_model(case, **options), coca_model(case, keep_window=5, **options)
+    ids, rows = tokens(), torch.arange(23)
+    visible = (rows <= rows[:, None]) & (rows > rows[:, None] - 5)
+
+    def hide(layer, args, kwargs):
+        return args, kwargs | {"attention_mask": visible.expand(2, 1, -1, -1)}
+
+    unchanged = wide(ids).logits
+    wide.model.layers[1].register_forward_pre_hook(hide, with_kwargs=True)
+    expected = wide(ids).logits
+    assert (expected - unchanged)[:, 5:].abs().max() > 1e-2
+    for implementation in ("sdpa", "eager", "coca"):
+        near.set_attn_implementation(implementation)
+        assert (near(ids).logits - expected).abs().max() < 1e-5, implementation
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3", "smollm3"])
+def test_decoding_with_a_window_over_kept_layers_is_the_full_forward_and_caches_no_more(
+    case, tmp_path
+):
+    model = coca_model(case, keep_layers=[1], keep_window=5)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["coca_kept_window"] == 5
+    assert {"layer_types", "sliding_window"}.isdisjoint(saved)
+    prompt = tokens(1, 9)
+    out = loaded.generate(
+        prompt, max_new_tokens=12, do_sample=False, return_dict_in_generate=True, output_logits=True
+    )
+    full = model(out.sequences).logits[:, 8:-1]
+    assert (torch.stack(out.logits, dim=1) - full).abs().max() < 1e-4
+    lengths = [layer.keys.shape[-2] for layer in out.past_key_values.layers[:3]]
+    assert lengths == [20, 4, 20]
+
+
+def test_layers_without_rotary_embedding_need_no_window():
+    model = coca_model("smollm3", keep_layers=[1], keep_window=5)
+    rotated = model.config.no_rope_layers[:3]
+    assert set(model.config.coca_kept_layers) == {1, *(i for i in range(3) if not rotated[i])}
+    assert model.config.layer_types == ["full_attention", "sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "message"),
+    [
+        ("llama", {"keep_window": 5}, "--keep-window: got 5 without --keep-layers"),
+        (
+            "llama",
+            {"keep_window": 0, "keep_layers": [1]},
+            "--keep-window: got 0, expected at least",
+        ),
+        (
+            "qwen3-window",
+            {"keep_window": 5, "keep_layers": [1]},
+            "the model has windows of its own",
+        ),
+    ],
+)
+def test_a_window_that_cannot_be_is_refused(case, options, message):
+    with pytest.raises(CocaError, match=message):
+        patch_(stock_model(case), **options)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"coca_kept_layers": [1], "coca_kept_window": 0}, {"coca_kept_window": 9}]
+)
+def test_a_configuration_with_a_window_for_no_tokens_or_no_layers_is_refused(fields):
+    with pytest.raises(Exception, match="coca_kept_window"):
+        CocaLlamaConfig(num_hidden_layers=3, **fields)

@@ -10,6 +10,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -34,6 +35,7 @@ FSDP2 = {  # what `accelerate launch` makes of an FSDP2 configuration
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
 }
 DDP: dict[str, str] = {}
+CLONE_NEWNS = 0x20000  # Linux: mounts of one's own; os.unshare comes with Python 3.12
 server = multiprocessing.get_context("forkserver")
 server.set_forkserver_preload([__name__])
 
@@ -64,7 +66,10 @@ class Run:
 
 @dataclass
 class Host:
-    """A machine of several: a network namespace, and how launchers in it find the others."""
+    """A machine of several: a network namespace, and how launchers in it find the others.
+
+    disk: a directory that only this host sees, and the path where it sees it.
+    """
 
     namespace: str
     address: str
@@ -72,12 +77,19 @@ class Host:
     rendezvous: str
     number_of_hosts: int = 2
     restarts: int = 3
+    disk: tuple[Path, Path] | None = None
 
     def enter(self) -> None:
-        """Let this process, and all that it starts, see the network of the host."""
+        """Let this process, and all that it starts, see the network and the disk of the host."""
+        libc = ctypes.CDLL(None, use_errno=True)
         with open(f"/run/netns/{self.namespace}") as file:
-            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
+            if libc.setns(file.fileno(), 0):
                 raise OSError(ctypes.get_errno(), "setns")
+        if self.disk:
+            if libc.unshare(CLONE_NEWNS):
+                raise OSError(ctypes.get_errno(), "unshare")
+            subprocess.run(["mount", "--make-rslave", "/"], check=True)
+            subprocess.run(["mount", "--bind", *self.disk], check=True)
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as scripts/cluster/torchrun.sh
 

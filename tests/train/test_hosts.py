@@ -1,46 +1,42 @@
-"""Two hosts with a link that can be cut: network namespaces that the tests make and remove."""
+"""Two hosts: network namespaces that the tests make and remove, with a link that can be cut."""
 
 import os
+import shutil
 import subprocess
 import time
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
 
 import pytest
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from coca_hf import convert_checkpoint
+from coca_hf.train.trainer import StageTrainer
 from tests.train.layouts import FSDP2, Host, Run, launch, succeed
 from tests.train.results import log_lines
 from tests.train.test_kills import STAGES, final_losses, slow_steps
 
 pytestmark = pytest.mark.real
 SILENCE = 8  # seconds: training.ddp_timeout
-
-
-def ip(*words: str, check: bool = True) -> None:
-    subprocess.run(["ip", *words], check=check, capture_output=True, text=True)
+BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 
 
 @pytest.fixture
-def hosts():
-    names = [f"coca-{os.getpid()}-{letter}" for letter in "ab"]
-    try:
-        for name in names:
-            ip("netns", "add", name)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"cannot make network namespaces: {error}")
-    try:
-        one, other = (["eth0", "netns", name] for name in names)
-        ip("link", "add", *one, "type", "veth", "peer", "name", *other)
-        for number, name in enumerate(names, 1):
-            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
-            ip("-n", name, "link", "set", "lo", "up")
+def hosts(monkeypatch):
+    monkeypatch.syspath_prepend(BENCH)
+    with ExitStack() as at_the_end:
+        try:
+            made = at_the_end.enter_context(import_module("host_reads").two_hosts())
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"cannot make network namespaces: {error}")
         yield [
-            Host(name, f"10.77.0.{number}", number == 1, "10.77.0.1:29400")
-            for number, name in enumerate(names, 1)
+            Host(name, address, number == 0, "10.77.0.1:29400")
+            for number, (name, address) in enumerate(made.items())
         ]
-    finally:
-        for name in names:
-            ip("netns", "delete", name, check=False)
 
 
 def logged(stage_dir, launches) -> None:
@@ -49,6 +45,10 @@ def logged(stage_dir, launches) -> None:
         for launched in launches:
             assert launched.process.is_alive(), launched.output.read_text()
         time.sleep(0.02)
+
+
+def set_link(host, state) -> None:
+    subprocess.run(["ip", "-n", host.namespace, "link", "set", "eth0", state], check=True)
 
 
 def lose(launched) -> None:
@@ -81,7 +81,7 @@ def test_a_lost_host_and_then_a_cut_link_end_with_the_losses_of_an_unbroken_run(
         lose(there)
         there = start(second)
         logged(out / STAGES[1], [here, there])
-        ip("-n", second.namespace, "link", "set", "eth0", "down")
+        set_link(second, "down")
         cut = time.monotonic()
         message = "no answer from another process for training.ddp_timeout seconds"
         while message not in here.printed():
@@ -89,9 +89,64 @@ def test_a_lost_host_and_then_a_cut_link_end_with_the_losses_of_an_unbroken_run(
             assert time.monotonic() < cut + 2 * SILENCE, here.output.read_text()
             time.sleep(0.1)
         lose(there)
-        ip("-n", second.namespace, "link", "set", "eth0", "up")
+        set_link(second, "up")
         there = start(second)
         assert there.wait() == 0, there.output.read_text()
         assert here.wait() == 0, here.output.read_text()
     assert final_losses(out) == final_losses(tmp_path / "unbroken")
     assert not list(out.glob("**/checkpoint-*"))
+
+
+@pytest.fixture
+def disks(tiny_tokenizer, tmp_path):
+    """Two directories with the same teacher and model, neither in the page cache."""
+    teacher, model = tmp_path / "a/teacher", tmp_path / "a/model"
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 2}
+    config = LlamaConfig(vocab_size=len(tiny_tokenizer), num_attention_heads=8, **sizes)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(teacher)
+    tiny_tokenizer.save_pretrained(teacher)
+    convert_checkpoint(teacher, model)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    os.sync()
+    for file in tmp_path.glob("[ab]/*/*"):
+        with file.open("rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return tmp_path / "a", tmp_path / "b"
+
+
+def note_reads(directory):
+    """Bytes that each process has had read from a disk until its first step."""
+    plain = StageTrainer.training_step
+
+    def step(*arguments):
+        counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        (directory / f"rank-{os.environ['RANK']}").write_text(counts["read_bytes"])
+        return plain(*arguments)
+
+    StageTrainer.training_step = step
+
+
+def test_each_host_reads_weights_from_its_disk_once_at_most(disks, real_recipe, hosts, tmp_path):
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    tree = yaml.safe_load(real_recipe.read_text())
+    tree |= {"model": str(seen / "model"), "teacher": str(seen / "teacher")}
+    tree["stages"] = [{"name": "k", "train": ["t_proj"], "max_steps": 1}]
+    tree["stages"][0] |= {"objective": {"distill": 1}, "save_strategy": "no"}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    run = Run([tmp_path / "recipe.yaml", "--out", tmp_path / "out"], FSDP2)
+    run.arguments.append("training.global_batch_size=8")
+    run.hook = partial(note_reads, tmp_path)
+    launches = [
+        launch(tmp_path, [run], processes=4, host=replace(host, disk=(disk, seen), restarts=0))
+        for host, disk in zip(hosts, disks, strict=True)
+    ]
+    for launched in launches:
+        assert launched.wait() == 0, launched.output.read_text()
+    read = [int((tmp_path / f"rank-{rank}").read_text()) for rank in range(4)]
+    model, teacher = (
+        (disks[0] / name / "model.safetensors").stat().st_size for name in ("model", "teacher")
+    )
+    # Python's own files may come from the disk, too
+    assert 0.95 < (read[0] + read[1]) / (model + teacher) < 1.4, read
+    assert 0.95 < (read[2] + read[3]) / teacher < 1.4, read  # it is sent its part of the model
