@@ -21,7 +21,6 @@ Letters: see `models/attention.py`; n_b blocks of text.
 """
 
 import contextlib
-import copy
 import itertools
 import math
 import time
@@ -282,25 +281,27 @@ def expected_seconds(
     held_out: Tensor,
     passes: int,
     missing: Collection[int],
+    storage: str,
     ranked_tokens: int = 0,
     first: int = 0,
 ) -> float:
     """The seconds that calibration takes from layer `first` on, if it has to fit the `missing`.
 
-    A batch is run through the first of these layers, and steps are made on a copy of its attention,
-    so nothing changes. ranked_tokens: how many tokens the layers are ranked on afterwards.
+    A batch is run through the first of these layers, and a few steps are made, on weights that are
+    loaded only for this. storage: as in `run_original`. ranked_tokens: how many tokens the layers
+    are ranked on afterwards.
     """
     with precision(pairs.dtype):
         began = time.perf_counter()
         theirs, ours = pairs.load(min(missing))
-        read, attention = time.perf_counter() - began, copy.deepcopy(ours.self_attn)
+        read, attention = time.perf_counter() - began, ours.self_attn
         ids = blocks[next(batches(blocks))]
-        states = pairs.embeddings()[ids].to(pairs.device, torch.float32)
+        states = pairs.embeddings()[ids].float()
         positions = torch.arange(ids.shape[1], device=pairs.device).expand(ids.shape)
         places = states, torch.empty_like(states), positions
 
         def run() -> Seen:
-            return run_original(theirs, *places, pairs.angles)
+            return run_original(theirs, *places, pairs.angles, storage)
 
         # the first time of each allocates and compiles
         seen = Seen(*(part[:1] for part in run()))

@@ -171,9 +171,9 @@ class Calibration:
         seconds = None
         if has_numbers:
             pairs = LayerPairs(layout, self.device, self.dtype)
-            seconds = expected_seconds(
-                pairs, self.blocks, self.held_out, self.passes, layout.converted, self.ranked_tokens
-            )
+            fitted, storage = layout.converted, _storage(pairs, self.blocks)
+            texts, ranked = (self.blocks, self.held_out), self.ranked_tokens
+            seconds = expected_seconds(pairs, *texts, self.passes, fitted, storage, ranked)
         return {
             "tokens": self.blocks.numel(),
             "passes": self.passes,
@@ -328,7 +328,8 @@ class CalibrationRun:
     def _notice(self, first: int) -> str:
         pairs, texts, ranked = self.pairs, (self.blocks, self.held_out), self.ranked_tokens
         needed = needs(pairs.layout, *texts, pairs.dtype, ranked)
-        seconds = expected_seconds(pairs, *texts, self.passes, self.missing, ranked, first)
+        storage = _storage(pairs, self.blocks)
+        seconds = expected_seconds(pairs, *texts, self.passes, self.missing, storage, ranked, first)
         return (
             f"calibrating {len(self.missing)} of {len(pairs)} layers: about {in_words(seconds)}, "
             f"{size_in_words(needed.memory)} of memory and "

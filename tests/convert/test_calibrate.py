@@ -484,7 +484,7 @@ def test_the_time_is_known_before_the_first_layer_and_measuring_it_changes_nothi
     generator, threads = torch.get_rng_state(), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        expected = expected_seconds(pairs, ids, ids[:4], passes=20, missing=[1, 2])
+        expected = expected_seconds(pairs, ids, ids[:4], 20, missing=[1, 2], storage="cpu")
         assert torch.equal(torch.get_rng_state(), generator)
         began = time.perf_counter()
         calibrate(pairs, ids, ids[:4], tmp_path / "layers", passes=20)
@@ -500,7 +500,7 @@ def test_the_time_counts_layers_that_are_not_fitted_and_the_ranking(pairs_of):
     def seconds(*missing, passes=0, **options):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("coca_hf.convert.calibrate.time.perf_counter", clock.__next__)
-            return expected_seconds(pairs, ids, ids[:4], passes, missing, **options)
+            return expected_seconds(pairs, ids, ids[:4], passes, missing, "cpu", **options)
 
     read, forward, measure, held_out = 1, 1, 2 * 4, 3 * 4 / 24  # a batch has all 24 blocks
     assert seconds(0) == pytest.approx(3 * read + forward + 3 * held_out + measure)
