@@ -44,7 +44,7 @@ MEASURED_QUERIES = 256  # of a held-out block
 TIMED_STEPS = 3
 
 
-class Seen(NamedTuple):
+class AttentionInputs(NamedTuple):
     """What the attention of one layer of the original receives and computes, and CoCA's angles."""
 
     inputs: Tensor  # (n_b, m, hidden)
@@ -87,7 +87,7 @@ def run_original(
     positions: Tensor,
     angles: Angles,
     storage: str | None = None,
-) -> Seen:
+) -> AttentionInputs:
     """Run `states` through `layer`, as in `run_layer`, and return what its attention sees.
 
     storage: the device of the result, by default that of `positions`.
@@ -104,10 +104,10 @@ def run_original(
             whole[some] = part
 
     run_layer(layer, states, after, positions, angles.original, keep)
-    return Seen(*kept, *(part.to(device) for part in angles.coca(positions)))
+    return AttentionInputs(*kept, *(part.to(device) for part in angles.coca(positions)))
 
 
-def fit(attention: CocaAttention, seen: Seen, passes: int, seed: int) -> None:
+def fit(attention: CocaAttention, seen: AttentionInputs, passes: int, seed: int) -> None:
     """Train W_Q and W_T of `attention`, in place."""
     num_blocks, length = seen.inputs.shape[:2]
     draw = torch.Generator().manual_seed(seed)
@@ -160,7 +160,7 @@ class Strata:
 
 def backward(
     attention: CocaAttention,
-    seen: Seen,
+    seen: AttentionInputs,
     blocks: Tensor,
     rows: Tensor,
     parts: list[tuple[slice, int]],
@@ -261,7 +261,7 @@ class Keys(torch.autograd.Function):
 
 @torch.no_grad()
 @torch.autocast("cpu", enabled=False)
-def divergences(attention: CocaAttention, seen: Seen) -> Tensor:
+def divergences(attention: CocaAttention, seen: AttentionInputs) -> Tensor:
     """KL(original's map || CoCA's) of every head in nats, (h,), the mean over blocks and queries."""
     device, length = attention.q_proj.weight.device, seen.inputs.shape[1]
     rows = torch.arange(length - 1, -1, -math.ceil(length / MEASURED_QUERIES), device=device)[None]
@@ -300,11 +300,11 @@ def expected_seconds(
         positions = torch.arange(ids.shape[1], device=pairs.device).expand(ids.shape)
         places = states, torch.empty_like(states), positions
 
-        def run() -> Seen:
+        def run() -> AttentionInputs:
             return run_original(theirs, *places, pairs.angles, storage)
 
         # the first time of each allocates and compiles
-        seen = Seen(*(part[:1] for part in run()))
+        seen = AttentionInputs(*(part[:1] for part in run()))
         divergences(attention, seen)
         fit(attention, seen, 1, seed=0)
         forward, measure = _seconds(run), _seconds(lambda: divergences(attention, seen))

@@ -2,7 +2,7 @@
 
 The layers are fitted one at a time (`calibrate.py`), on the hidden states that the original has
 there. Memory holds a pair of layers (`LayerPairs`) and what the original's attention sees there
-(`Seen`); hidden states are in files. A run that is killed continues with the layer it was at.
+(`AttentionInputs`); hidden states are in files. A run that is killed continues with the layer it was at.
 
 The harm of converting a layer is how much the original's predictions change if this layer alone has
 CoCA's attention, calibrated: the mean over tokens, in nats, of
@@ -32,7 +32,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from coca_hf import models
-from coca_hf.checkout import versions
 from coca_hf.convert.calibrate import (
     default_passes,
     divergences,
@@ -62,6 +61,7 @@ from coca_hf.convert.writer import PROCESS_BYTES, bytes_of
 from coca_hf.errors import CocaError
 from coca_hf.files import replace_text, replacing, size_in_words
 from coca_hf.held_out import Place
+from coca_hf.provenance import versions
 
 # A change in these directories can change a fit: the initialisation, the attention, the rotary
 # angles and the fit itself are there. Layers that other code fitted are not reused.

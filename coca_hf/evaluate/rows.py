@@ -39,11 +39,11 @@ from filelock import FileLock
 from pydantic import Field, PositiveFloat
 from typing_extensions import NotRequired, TypedDict, get_type_hints  # pydantic needs these
 
-from coca_hf.checkout import commit, now, versions
 from coca_hf.errors import CocaError, one_line
 from coca_hf.evaluate.loaded_model import LoadedModel, Rope, processes, trained_length
 from coca_hf.evaluate.progress import Progress
 from coca_hf.files import append_line, replacing
+from coca_hf.provenance import commit, now, versions
 
 T = TypeVar("T")
 IDENTITY, SHARED, BESIDE = "identity", "shared", "beside"

@@ -23,7 +23,6 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from typing_extensions import NotRequired
 
-from coca_hf.checkout import now
 from coca_hf.errors import CocaError
 from coca_hf.evaluate.loaded_model import LoadedModel, Rope, processes, use_rope_
 from coca_hf.evaluate.perplexity import keeps_logits
@@ -40,6 +39,7 @@ from coca_hf.evaluate.rows import (
 )
 from coca_hf.evaluate.tables import NBSP, Measurement, Table, each_table
 from coca_hf.page import Fold, Grid, Part
+from coca_hf.provenance import now
 
 MODES = ("prefill", "decode", "train")
 SEED = 0  # of the tokens

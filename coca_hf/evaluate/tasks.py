@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from typing_extensions import NotRequired
 
-from coca_hf.checkout import now, versions
 from coca_hf.errors import CocaError, first_line
 from coca_hf.evaluate.loaded_model import (
     LoadedModel,
@@ -37,6 +36,7 @@ from coca_hf.evaluate.loaded_model import (
 from coca_hf.evaluate.rows import Batches, Count, Identity, NoValue, Row, Run, Setting
 from coca_hf.evaluate.tables import NBSP, Measurement, Table
 from coca_hf.page import Grid, Part
+from coca_hf.provenance import now, versions
 
 DIMENSIONS = {
     "reasoning": ("piqa", "social_iqa", "hellaswag", "copa", "rte"),

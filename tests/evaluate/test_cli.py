@@ -5,7 +5,7 @@ import shutil
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
-from coca_hf import checkout
+from coca_hf import provenance
 from coca_hf.evaluate import sample
 
 
@@ -77,7 +77,7 @@ def test_a_second_run_makes_no_row_again(perplexity, out):
 def test_rows_made_by_other_versions_are_listed_at_the_end(perplexity, out):
     assert "made before" not in perplexity("--lengths 24,32")[2]
     first, second = rows_in(out)
-    assert first["commit"] == checkout.commit()
+    assert first["commit"] == provenance.commit()
     second |= {"versions": second["versions"] | {"transformers": "5.1.7"}, "commit": "f" * 40}
     (out / "rows.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(second)}\n")
     code, _, stderr = perplexity("--lengths 24,32")
