@@ -307,8 +307,15 @@ def expected_seconds(
         seen = AttentionInputs(*(part[:1] for part in run()))
         divergences(attention, seen)
         fit(attention, seen, 1, seed=0)
-        forward, measure = _seconds(run), _seconds(lambda: divergences(attention, seen))
-        step = _seconds(lambda: fit(attention, seen, TIMED_STEPS, seed=0)) / TIMED_STEPS
+        forward, measure, steps = (
+            _seconds(work, pairs.device)
+            for work in (
+                run,
+                lambda: divergences(attention, seen),
+                lambda: fit(attention, seen, TIMED_STEPS, seed=0),
+            )
+        )
+        step = steps / TIMED_STEPS
     layers, held_out_tokens = len(pairs), held_out.numel()
     reads = layers - first
     tokens = blocks.numel() * (max(missing) + 1 - first) + 3 * held_out_tokens * reads
@@ -319,9 +326,9 @@ def expected_seconds(
     return reads * read + tokens / ids.numel() * forward + len(missing) * fits
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def _seconds(work: Callable[[], object], device: str) -> float:
+    torch.zeros(1, device=device).item()  # waits for what the device still has to do
     began = time.perf_counter()
     work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    torch.zeros(1, device=device).item()
     return time.perf_counter() - began

@@ -15,6 +15,7 @@ one to be converted.
 """
 
 import contextlib
+import copy
 import itertools
 import json
 import math
@@ -140,7 +141,8 @@ class Calibration:
                 "calibrate the model that the classifier was trained from"
             )
         self.text, self.text_commit, self.device, self.seed = place[0], place[4], device, seed
-        self.tokenizer = layout.source.tokenizer
+        # tokenizing turns off its truncation and padding, which the checkpoint's must keep
+        self.tokenizer = copy.deepcopy(layout.source.tokenizer)
         text_blocks, self.held_out = calibration_blocks(
             place, self.tokenizer, layout.config, num_tokens, block_tokens, seed
         )

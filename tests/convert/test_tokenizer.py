@@ -149,6 +149,16 @@ def test_a_tokenizer_that_cannot_be_loaded_is_copied_as_it_is(source, tmp_path):
     assert (tmp_path / "dst" / "tokenizer.json").read_text() == "{}"
 
 
+def test_calibration_does_not_change_the_tokenizer(source, tmp_path, calibrating):
+    """Tokenizing a text turns off the truncation and the padding that tokenizer.json may ask for."""
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    tokenizer.enable_truncation(max_length=7)
+    tokenizer.save(str(source / "tokenizer.json"))
+    convert_checkpoint(source, tmp_path / "dst", **calibrating)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "dst" / name).read_bytes() == (source / name).read_bytes()
+
+
 def test_two_tokens_with_one_id_are_kept(source, tmp_path):
     content = json.loads((source / "tokenizer.json").read_text())
     content["model"]["vocab"]["?"] = content["model"]["vocab"]["!"]
