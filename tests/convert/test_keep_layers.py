@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import shutil
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from coca_cli import BadOption
 from coca_cli.convert import _layers_to_keep
 from coca_hf import CocaError, convert_checkpoint, patch_
-from coca_hf.convert.calibration import layer_harms, most_harmful
+from coca_hf.convert.calibration import CalibrationRun, layer_harms, most_harmful
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
 from coca_hf.models.attention import KeptAttention
 from tests.convert.checkpoints import record_of, refuses
@@ -123,6 +124,25 @@ def test_a_kept_layer_is_calibrated_later_in_the_trained_model_around_it(
     convert_checkpoint(tiny_llama_dir, tmp_path / "at-once", **options)
     theirs = load_file(tmp_path / "at-once" / "model.safetensors")
     assert not any(torch.equal(theirs[name], after[name]) for name in changed)
+
+
+def test_a_later_calibration_measures_a_source_whose_kept_layers_have_a_window(
+    tiny_llama_dir, calibrating, tmp_path, monkeypatch
+):
+    convert_checkpoint(tiny_llama_dir, tmp_path / "kept", keep_layers=[0, 2], keep_window=9)
+    held_out = []
+    init = CalibrationRun.__init__
+
+    def noted(run, pairs, blocks, some, *others):
+        held_out.append(some)
+        init(run, pairs, blocks, some, *others)
+
+    monkeypatch.setattr(CalibrationRun, "__init__", noted)
+    record = convert_checkpoint(tmp_path / "kept", tmp_path / "dst", keep_layers=[0], **calibrating)
+    assert record["calibration"]["block_tokens"] == 9
+    source = AutoModelForCausalLM.from_pretrained(tmp_path / "kept").eval()
+    loss = source(held_out[0], labels=held_out[0]).loss.item()
+    assert record["calibration"]["perplexity"]["original"] == pytest.approx(math.exp(loss), 1e-2)
 
 
 def test_only_kept_layers_of_a_coca_checkpoint_can_be_converted(converted, text, tmp_path):
