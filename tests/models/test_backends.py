@@ -96,9 +96,10 @@ def test_loaded_over_two_processes_it_has_the_logits_gradients_and_tokens_of_one
     kind, tiny_coca_dir, tmp_path
 ):
     shutil.copytree(tiny_coca_dir, tmp_path / "llama")
+    kept = {"keep_layers": [1], "keep_window": 9}
     for case, changes in (("qwen3", {}), ("neox-partial", {"hidden_size": 64})):
         stock_model(case, num_attention_heads=4, **changes).save_pretrained(tmp_path / "stock")
-        convert_checkpoint(tmp_path / "stock", tmp_path / case, "strict", keep_layers=[1])
+        convert_checkpoint(tmp_path / "stock", tmp_path / case, "strict", **kept)
         shutil.rmtree(tmp_path / "stock")
     families = ["llama", "qwen3", "neox-partial"]
     (tmp_path / "distributed.py").write_text(DISTRIBUTED)

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from coca_hf import convert_checkpoint
 from coca_hf.train import stages
 from coca_hf.train.recipe import load_recipe
 from coca_hf.train.stages import run_recipe
@@ -178,6 +179,20 @@ def test_adapters_are_sharded_trained_and_merged_as_in_one_process(real_recipe, 
     for stage in STAGES:
         assert logged(ours / stage) == pytest.approx(logged(one / stage), abs=1e-4)
         assert_same_weights(ours / stage, one / stage, atol=1e-3)
+
+
+def test_kept_layers_with_a_window_are_trained_as_in_one_process(
+    real_recipe, tiny_llama_dir, tmp_path
+):
+    convert_checkpoint(tiny_llama_dir, tmp_path / "kept", keep_layers=[1], keep_window=9)
+    settings = [*ONE_STAGE[2:], f"model={tmp_path / 'kept'}"]
+    ours = tmp_path / "two/1-k"
+    succeed(tmp_path, [Run([real_recipe, *ONE_STAGE[:2], *settings, "--out", ours.parent], FSDP2)])
+    one = run_recipe(load_recipe(real_recipe, settings), tmp_path / "one", "k")
+    for key in ("loss", "grad_norm"):
+        assert logged(ours, key) == pytest.approx(logged(one, key), abs=1e-4)
+    assert_same_weights(ours, one, atol=1e-4)
+    assert json.loads((ours / "config.json").read_text())["coca_kept_window"] == 9
 
 
 def test_bfloat16_computes_but_rounds_no_loss_and_sums_no_gradients(real_recipe, runs, tmp_path):

@@ -26,6 +26,7 @@ from tests.conftest import TINY as THREE_LAYERS
 TINY = {**THREE_LAYERS, "num_hidden_layers": 2}
 BATCH, SEQ_LEN, VOCAB = 4, 60, 70
 STAGES = [{"name": "k", "train": ["t_proj"]}, {"name": "full", "train": "all"}]
+WINDOWS = "config.coca_kept_window=9", "config.coca_kept_window=null"
 ONE_LAYER = "config.num_hidden_layers=1"  # halves the time of tests that need no second layer
 
 
@@ -206,6 +207,22 @@ def test_eager_attention_is_planned_with_its_maps(small, path):
         for recipe in (small, eager)
     )
     assert maps > plain + 4 * BATCH * TINY["num_attention_heads"] * SEQ_LEN**2
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["k", "full"])
+def test_kept_layers_with_a_window_are_planned_as_they_run(path, number, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_plan, "_BLOCK_BYTES", 1)
+    layers = {"coca_kept_layers": [1], "coca_kept_window": 9}
+    config = coca_hf.CocaLlamaConfig(vocab_size=VOCAB, **TINY, **layers)
+    config.save_pretrained(tmp_path / "model")
+    recipe = load_recipe(path)
+    memory = measure(recipe, recipe.stages[number], Setting(1, BATCH, 1, False))
+    peak, _ = real_run(recipe, recipe.stages[number], False)
+    assert memory.peak == pytest.approx(peak, rel=0.02)
+    near, wide = (plan_recipe(load_recipe(path, [w])).stages[number] for w in WINDOWS)
+    # scores and values of each query and head, two operations a product
+    saved = 2 * 2 * config.hidden_size * (SEQ_LEN - 9)
+    assert wide.token_flops.forward - near.token_flops.forward == saved
 
 
 def test_a_model_that_looks_into_its_positions_is_planned(path, tmp_path):

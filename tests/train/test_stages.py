@@ -265,7 +265,7 @@ def test_the_command_trains_and_says_where_the_result_is(recipe_path, tmp_path, 
 def test_kept_layers_learn_nothing_in_stage_k_and_later_the_projections_that_are_named(
     tiny_llama_dir, recipe_tree, tmp_path
 ):
-    convert_checkpoint(tiny_llama_dir, tmp_path / "coca", keep_layers=[1])
+    convert_checkpoint(tiny_llama_dir, tmp_path / "coca", keep_layers=[1], keep_window=9)
     recipe_tree["model"] = str(tmp_path / "coca")
     recipe_tree["stages"][1]["train"] = ["q_proj", "k_proj", "t_proj", "v_proj"]
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe_tree))
@@ -277,7 +277,7 @@ def test_kept_layers_learn_nothing_in_stage_k_and_later_the_projections_that_are
     ]
     assert learnt == [set(), {"q_proj.weight", "k_proj.weight", "v_proj.weight"}]
     final = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / STAGES[2])
-    assert final.config.coca_kept_layers == [1]
+    assert (final.config.coca_kept_layers, final.config.coca_kept_window) == ([1], 9)
 
 
 def test_a_process_uses_one_of_several_gpus_and_says_how_to_use_all(
