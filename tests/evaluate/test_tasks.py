@@ -16,6 +16,8 @@ import torch
 import wonderwords
 import yaml
 from lm_eval.api.metrics import mean_stderr
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 
 from coca_hf.errors import CocaError
 from coca_hf.evaluate import tasks
@@ -30,10 +32,10 @@ NAMES = ["coca_likelihood", "coca_answer"]
 pytestmark = pytest.mark.usefixtures("own_tasks")
 
 
-def measured(coca, names, out, own=None, lengths=(), batch_size=None, limit=None):
+def measured(coca, names, out, own=None, lengths=(), batch_size=None, **options):
     """The rows of tasks; own: the directory that they are in. lengths: RULER's."""
     run = run_of(coca, out, *lengths, batch_size=batch_size)
-    return list(task_rows(run, names, limit=limit, include_path=str(own) if own else None))
+    return list(task_rows(run, names, include_path=str(own) if own else None, **options))
 
 
 def test_rows_have_the_numbers_of_the_model_itself(coca, task_dir, expected, tmp_path, monkeypatch):
@@ -59,6 +61,30 @@ def test_a_benchmark_does_not_run_pip(coca, task_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.utils.collect_env.get_env_info", lambda: asked.append(1))
     measured(coca, NAMES[:1], tmp_path, task_dir)
     assert not asked
+
+
+def test_examples_before_a_question_are_those_of_simple_evaluate(
+    coca, task_dir, tmp_path, monkeypatch
+):
+    """Tasks without a number of their own, with none and with one, each asked for several."""
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")
+    shared = yaml.safe_load((task_dir / "coca_likelihood.yaml").read_text())
+    own = {"unset": {}, "never": {"num_fewshot": 0}, "one": {"num_fewshot": 1}}
+    for name, number in own.items():
+        task = shared | {"task": name, "fewshot_split": "test"} | number
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(task))
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    values = {}
+    for shots in (2, None, 0):
+        options = {"num_fewshot": shots, "limit": 3, "bootstrap_iters": 0, "task_manager": manager}
+        model = HFLM(pretrained=coca.model, tokenizer=coca.tokenizer)
+        theirs = lm_eval.simple_evaluate(model, tasks=[*own], **options)["results"]
+        rows = measured(coca, [*own], tmp_path / "out", tmp_path, limit=3, shots=shots)
+        for name, row in zip(own, rows, strict=True):
+            assert row["value"] == pytest.approx(theirs[name]["perplexity,none"], rel=1e-4)
+            values[name, shots] = row["value"]
+    assert values["unset", 2] == values["one", 2] != values["one", None] != values["one", 0]
+    assert values["never", 2] == values["unset", None] == values["one", 0]
 
 
 @pytest.mark.parametrize("room", [1, 0])
