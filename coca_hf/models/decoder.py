@@ -108,6 +108,9 @@ class CocaConfig(PreTrainedConfig):
         fields = super().to_dict()
         if self.coca_kept_window is not None:
             del fields["sliding_window"], fields["layer_types"]
+            if getattr(type(self), "sliding_window", None) is not None:
+                # otherwise a family's default, such as Mistral's, would apply without our window
+                fields["sliding_window"] = None
         return fields
 
     def validate_sizes(self):

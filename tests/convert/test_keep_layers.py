@@ -15,8 +15,8 @@ from coca_cli.convert import _layers_to_keep
 from coca_hf import CocaError, convert_checkpoint, patch_
 from coca_hf.convert.calibration import CalibrationRun, layer_harms, most_harmful
 from coca_hf.evaluate.inspect import describe, inspect_checkpoint
-from coca_hf.models.attention import KeptAttention
-from tests.convert.checkpoints import record_of, refuses
+from coca_hf.models.attention import KeptAttention, layer_types
+from tests.convert.checkpoints import edit_config, record_of, refuses
 from tests.convert.test_families import write_golden
 from tests.models.families import CASES, WINDOW, stock_model, tokens
 
@@ -390,6 +390,19 @@ def test_the_command_gives_kept_layers_a_window_and_everything_tells_of_it(
     )
     assert (len(calibrated["kept_layers"]), calibrated["kept_window"]) == (1, 16)
     assert calibrated["calibration"]["reach"] > 16
+
+
+@pytest.mark.parametrize("case", ["mistral", "phi3-partial", "qwen3"])
+def test_a_model_that_loses_its_kept_window_gets_no_default_of_its_family(case, tmp_path):
+    stock_model(case, sliding_window=None).save_pretrained(tmp_path / "source")
+    window = {"keep_layers": [1], "keep_window": 6}
+    convert_checkpoint(tmp_path / "source", tmp_path / "kept", **window)
+    convert_checkpoint(tmp_path / "kept", tmp_path / "later")
+    shutil.copytree(tmp_path / "kept", tmp_path / "edited")
+    edit_config(tmp_path / "edited", coca_kept_window=None)
+    for name in ("later", "edited"):
+        config = AutoModelForCausalLM.from_pretrained(tmp_path / name).config
+        assert set(layer_types(config)) == {"full_attention"}
 
 
 def test_a_window_over_kept_layers_that_cannot_be_is_refused(
