@@ -78,6 +78,7 @@ class Row(TypedDict):
     tokens_seen: int | None  # in CoCA training
     coca_constraint: str | None
     coca_kept_layers: NotRequired[list[int] | None]
+    coca_kept_window: NotRequired[int | None]  # tokens that kept layers attend to
     coca_partial_rotary_layers: NotRequired[list[int] | None]
     tokens: NotRequired[int | None]  # scored or read
     error: str | None  # why there is no value; "OOM: ..." where memory ran out
@@ -359,6 +360,7 @@ def about_model(loaded: LoadedModel) -> dict:
         "model_type": model.config.model_type,
         "coca_constraint": getattr(model.config, "coca_constraint", None),
         "coca_kept_layers": getattr(model.config, "coca_kept_layers", None),
+        "coca_kept_window": getattr(model.config, "coca_kept_window", None),
         "coca_partial_rotary_layers": getattr(model.config, "coca_partial_rotary_layers", None),
         "trained_length": trained_length(model.config),
         "model_commit": loaded.commit,

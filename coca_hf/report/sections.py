@@ -19,6 +19,8 @@ def models(tables: Sequence[Table]) -> Section:
         constraint, kept = row["coca_constraint"], row.get("coca_kept_layers")
         attention = f"CoCA, {constraint}" if constraint else row.get("model_type") or ""
         attention += f", layers kept: {len(kept)}" if kept else ""
+        window = row.get("coca_kept_window")
+        attention += f", over the last {window:,} tokens" if window else ""
         still = row.get("coca_partial_rotary_layers")
         attention += f", layers partially rotated: {len(still)}" if still else ""
         seen = f"{row['tokens_seen']:,}" if row["tokens_seen"] is not None else ""

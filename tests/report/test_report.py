@@ -112,6 +112,20 @@ def test_the_page_says_how_each_number_was_made(page):
         assert said in making
 
 
+def test_the_page_says_which_attention_a_model_has(page):
+    kept = {"coca_kept_layers": [1, 5]}
+    made = page(
+        row(), row("coca", **kept), row("near coca", coca_kept_window=2048, **kept), row("all coca")
+    )
+    for name, said in {
+        "llama": "llama",
+        "coca": "CoCA, slack, layers kept: 2",
+        "near coca": "CoCA, slack, layers kept: 2, over the last 2,048 tokens",
+        "all coca": "CoCA, slack",
+    }.items():
+        assert f"| {name} | {said} | float32 |" in made
+
+
 @pytest.mark.parametrize(
     ("tokens_seen", "said"), [(0, True), (999_999_999, True), (1_000_000_000, False), (None, False)]
 )
