@@ -174,6 +174,9 @@ def convert_checkpoint(
         ranks_layers = keep_layers is not named
         layout, calibration = Layout(source, form, named), None
         check_kept_number(keep_layers, layout)
+        if calibrate_on and layout.from_coca:  # its kept layers are what is fitted to
+            own, name = source.config.get("coca_kept_window"), f"{src}: coca_kept_window"
+            check_kept_window(own, layout.converted, calibrate_block, name)
         if calibrate_on:
             place = calibrate_on, column, split, subset, commit_of(calibrate_on), True
             amounts = calibrate_tokens, calibrate_block, calibrate_passes
@@ -191,7 +194,11 @@ def convert_checkpoint(
                 )
         if dry_run:
             plan = _plan(layout, calibration, target, numbers_are_here)
-            return plan | ({"kept_layers": keep_layers} if ranks_layers else {})
+            if ranks_layers:
+                plan["kept_layers"] = keep_layers
+            if keep_window:
+                plan["kept_window"] = keep_window
+            return plan
         if calibration:
             if isinstance(keep_layers, (int, str)):
                 kept = calibration.most_harmful(layout, keep_layers, staging, report)

@@ -339,6 +339,12 @@ def test_the_command_gives_kept_layers_a_window_and_everything_tells_of_it(
     model = AutoModelForCausalLM.from_pretrained(dst)
     assert model.config.layer_types[:3] == ["full_attention", "sliding_attention", "full_attention"]
 
+    planned = converts(
+        *(tiny_llama_dir, tmp_path / "plan", "--dry-run", "--keep-layers", "1", "--keep-window"),
+        *("2048", "--calibrate", text, "--calibrate-tokens", "256", "--calibrate-block", "16"),
+    )
+    assert "the layers that calibration finds (1), over the last 2,048 tokens" in planned
+
     later = convert_checkpoint(dst, tmp_path / "later")
     assert "kept_window" not in later
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "later").config.coca_kept_window is None
@@ -371,6 +377,14 @@ def test_a_window_over_kept_layers_that_cannot_be_is_refused(
         calibrate_block=16,
         keep_layers=[1],
         keep_window=6,
+    )
+    convert_checkpoint(tiny_llama_dir, tmp_path / "two", keep_layers=[0, 1], keep_window=6)
+    refuses(
+        "two: coca_kept_window: got 6, expected at least 16 tokens, those of a block of --calibrate",
+        *(tmp_path / "two", dst),
+        calibrate_on=str(text),
+        calibrate_block=16,
+        keep_layers=[1],
     )
     windowed, *_ = converted("qwen3-window")
     message = "--keep-window: got 6, but the model has windows of its own"
